@@ -834,13 +834,16 @@ def show_collectives(report: Report, group, dtype) -> None:
 def show_ring(report: Report, group, dtype) -> None:
     """Section 3: an all-reduce from two collectives, then from sends alone."""
     T, device = group.size(), report.args.device
-    x = 10 * group.rank() + torch.arange(2 * T, dtype=dtype, device=device)
+    size = 2 * T if T <= 4 else T  # so that a row fits the screen
+    x = group.rank() + torch.arange(size, dtype=dtype, device=device)
     COMM.what = "two halves"
     whole, half = all_reduce(x, group), reduce_scatter(x, 0, group)
     both = all_gather(half, 0, group)
     allowed = EXACT[report.args.dtype]
     mark = report.check("reduce-scatter + all-gather", rel_diff(both, whole), allowed)
-    report.say("\n3  An all-reduce is a reduce-scatter and then an all-gather")
+    report.say(
+        "\n3  An all-reduce is a reduce-scatter, then an all-gather (values r + i)"
+    )
     rows = gather_objects([numbers(x), numbers(half), numbers(both)])
     rows = [[f"rank {r}", *row, mark] for r, row in enumerate(rows)]
     report.table("|before|reduce-scatter|all-gather|= all-reduce", rows, "llllr")
@@ -851,7 +854,7 @@ def show_ring(report: Report, group, dtype) -> None:
     )
     rows = []
     for size in (2 * T, 2 * T + 3):
-        x = 10 * group.rank() + torch.arange(size, dtype=dtype, device=device)
+        x = group.rank() + torch.arange(size, dtype=dtype, device=device)
         COMM.what = f"ring of {size}"
         trace = report.args.trace and size == 2 * T
         show = (lambda name, now: show_step(report, name, now)) if trace else None
@@ -885,19 +888,19 @@ def products(T: int) -> list[tuple]:
     and B's sharded dim (None: whole), C's, the collective, its payload in elements."""
     I, J, K = 2 * T, 4 * T, 3 * T
     return [
-        (1, "A[I_tp, J] B[J, K]", "A·B", "C[I_tp, K]",
+        (1, "A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]",
          lambda a, b, g: matmul_case_1(a, b), (0, None, 0), None, 0),
-        (2, "A[I, J_tp] B[J, K]", "AllGather A, A·B", "C[I, K]",
+        (2, "A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]",
          matmul_case_2_gather, (1, None, None), "all-gather", I * J),
-        (2, "", "slice B, A·B, AllReduce", "C[I, K]",
+        (2, "", "slice B, AllReduce", "C[I, K]",
          matmul_case_2_slice, (1, None, None), "all-reduce", I * K),
-        (3, "A[I, J_tp] B[J_tp, K]", "A·B, AllReduce", "C[I, K]",
+        (3, "A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]",
          matmul_case_3_all_reduce, (1, 0, None), "all-reduce", I * K),
-        (3, "", "A·B, ReduceScatter", "C[I, K_tp]",
+        (3, "", "ReduceScatter", "C[I, K_tp]",
          matmul_case_3_reduce_scatter, (1, 0, 1), "reduce-scatter", I * K),
-        (4, "A[I_tp, J] B[J, K_tp]", "AllGather A, A·B", "C[I, K_tp]",
+        (4, "A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]",
          matmul_case_4_left, (0, 1, 1), "all-gather", I * J),
-        (4, "", "AllGather B, A·B", "C[I_tp, K]",
+        (4, "", "AllGather B", "C[I_tp, K]",
          matmul_case_4_right, (0, 1, 0), "all-gather", J * K),
     ]  # fmt: skip
 
@@ -923,20 +926,18 @@ def show_matmuls(report: Report, group, dtype) -> None:
         predicted = size * a_IJ.element_size() * args.steps if T > 1 else 0
         axis = group.group_desc
         _, moved, counted = report.moved(COMM.what, collective or "", axis, predicted)
-        row = [case, lies, rule, c_lies, flops.get_total_flops()]
+        row = [lies and f"{case} {lies}", rule, c_lies, flops.get_total_flops()]
         per_round = [moved // args.steps, predicted // args.steps]
         rows.append([*row, *per_round, mark if counted == "ok" else "✗"])
     I, J, K = 2 * T, 4 * T, 3 * T
     report.say(
-        f"\n4  C[I, K] = A[I, J] · B[J, K]: where is J?   "
-        f"(I {I}, J {J}, K {K}: {2 * I * J * K} flops alone)"
+        "\n4  C[I, K] = A[I, J] · B[J, K], four ways to be sharded: what about J?\n"
+        "   J is summed over. Split, it leaves a rank some terms of the sum, {U_tp}, to be\n"
+        "   added up. Split I or K only say which part of C is whose; but C has room for\n"
+        f"   tp once (case 4). I {I}, J {J}, K {K}; one process: {2 * I * J * K} flops"
     )
-    report.say(
-        "   I and K only label rows and columns: split, they cost nothing. J is summed\n"
-        "   over: split, it leaves each rank some terms of the sum, {U_tp}, to be added up."
-    )
-    head = "case|A and B lie as|what to do|C lies as|flops|bytes|predicted|ok"
-    report.table(head, rows, "rlllrrrr")
+    head = "A and B lie as|what to do|C lies as|flops|bytes|predicted|ok"
+    report.table(head, rows, "lllrrrr")
 
 
 def show_mesh(report: Report, groups, dtype) -> None:
