@@ -62,12 +62,14 @@ class CommCounter:
         self.store, self.rank = None, 0
         self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
 
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        key = (self.what, self.phase, collective, axis)
+        calls, before = self.rows.get(key, (0, 0))
+        self.rows[key] = [calls + 1, before + nbytes]
+
     def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
         """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        key = (self.what, self.phase, collective, group.group_desc)
-        calls, nbytes = self.rows.get(key, (0, 0))
-        size = copies * x.numel() * x.element_size()
-        self.rows[key] = [calls + 1, nbytes + size]
+        self.count(collective, copies * x.nbytes, group.group_desc)
         frame = sys._getframe(2)  # whoever called the wrapper
         where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
         call = f"{collective} of {list(x.shape)} over {group.group_desc}"
@@ -865,7 +867,7 @@ def show_ring(report: Report, group, dtype) -> None:
         sent = gather_objects(COMM.total(what=COMM.what, collective="send/recv")[1])
         off = abs(sum(sent) - 2 * V * (T - 1))
         sums = report.check(f"bytes of ring of {size}", off)
-        each = "uneven"
+        each = "–"
         if size % T == 0:
             each = f"{2 * V * (T - 1) // T}"
             report.moved(COMM.what, "send/recv", group.group_desc, 2 * V * (T - 1) // T)
@@ -932,9 +934,9 @@ def show_matmuls(report: Report, group, dtype) -> None:
     I, J, K = 2 * T, 4 * T, 3 * T
     report.say(
         "\n4  C[I, K] = A[I, J] · B[J, K], four ways to be sharded: what about J?\n"
-        "   J is summed over. Split, it leaves a rank some terms of the sum, {U_tp}, to be\n"
-        "   added up. Split I or K only say which part of C is whose; but C has room for\n"
-        f"   tp once (case 4). I {I}, J {J}, K {K}; one process: {2 * I * J * K} flops"
+        "   J is summed over. Split, it leaves a rank some terms of the sum, {U_tp},\n"
+        "   to be added up. Split I or K only say which part of C is whose; C has\n"
+        f"   room for tp once (case 4). I {I}, J {J}, K {K}; alone: {2 * I * J * K} flops"
     )
     head = "A and B lie as|what to do|C lies as|flops|bytes|predicted|ok"
     report.table(head, rows, "lllrrrr")
