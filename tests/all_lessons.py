@@ -1,0 +1,64 @@
+"""`make lessons`: run every lesson there is, and one table of what came out.
+
+A lesson passes if its last word is PASS and its exit code 0. The exit code here is 1 if
+any lesson does not.
+"""
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+from preflight import ROOT, run
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+RANKS = {"05_3d_parallel": 8}  # all others: 2
+LIMIT = 300  # seconds for one lesson
+
+
+def judge(code: int | None, text: str) -> tuple[str, str]:
+    """("PASS" or "FAIL", the line that says why) of one run."""
+    lines = [line for line in text.splitlines() if re.match("PASS|FAIL|error:", line)]
+    line = lines[-1] if lines else "no line with PASS, FAIL or error:"
+    if code is None:
+        return "FAIL", f"stopped after {LIMIT} s; {line}"
+    if code == 0 and line.startswith("PASS"):
+        return "PASS", line
+    return "FAIL", f"exit code {code}; {line}"
+
+
+def main(folder: Path = ROOT, ranks: int | None = None) -> int:
+    lessons = sorted(folder.glob("0?_*.py"))
+    if not lessons:
+        print(f"error: no lesson 0?_*.py in {folder}")
+        return 1
+    width = max(len(lesson.stem) for lesson in lessons)
+    print(f"{'lesson':<{width}}  ranks  verdict  seconds", flush=True)
+    failed = {}
+    for lesson in lessons:
+        n = ranks or RANKS.get(lesson.stem, 2)
+        start = time.perf_counter()
+        code, text = run([*TORCHRUN, f"--nproc_per_node={n}", str(lesson)], LIMIT)
+        seconds = time.perf_counter() - start
+        verdict, why = judge(code, text)
+        print(
+            f"{lesson.stem:<{width}}  {n:>5}  {verdict:<7}  {seconds:>7.1f}", flush=True
+        )
+        if verdict == "FAIL":
+            failed[lesson] = why, n
+    for lesson, (why, n) in failed.items():
+        print(f"\n{lesson.stem}: {why}")
+        command = f"torchrun --standalone --nproc_per_node={n} {lesson.name}"
+        print(f"   to see all of it: {command}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--ranks", type=int, help="for all lessons; else 2, and 8 in 05"
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT, help="where lessons are")
+    args = parser.parse_args()
+    sys.exit(main(args.folder, args.ranks))
