@@ -936,7 +936,7 @@ def show_matmuls(report: Report, group, dtype) -> None:
         "\n4  C[I, K] = A[I, J] · B[J, K], four ways to be sharded: what about J?\n"
         "   J is summed over. Split, it leaves a rank some terms of the sum, {U_tp},\n"
         "   to be added up. Split I or K only say which part of C is whose; C has\n"
-        f"   room for tp once (case 4). Here {I} × {J} × {K}: {2 * I * J * K} flops alone"
+        f"   room for tp once (case 4). Alone: {2 * I * J * K} flops"
     )
     head = "A and B lie as|what to do|C lies as|flops|bytes|predicted|ok"
     report.table(head, rows, "lllrrrr")

@@ -1114,7 +1114,7 @@ def show_losses(report: Report, runs: list[Run]) -> None:
 def show_gradients(report: Report, runs: list[Run]) -> None:
     """Every gradient of step 1 and the output, against the run without TP."""
     report.say(
-        "\n3  Output and gradients at step 1: norms, and the largest differences"
+        "\n3  Output and gradients g at step 1: norms, and largest relative differences"
     )
     without, *others = runs
     rows, allowed = [], ALLOWED[report.args.dtype][1]
@@ -1134,7 +1134,7 @@ def show_gradients(report: Report, runs: list[Run]) -> None:
         report.data["gradients"].append(row | dict(placement=in_words(where), ok=ok))
         cells = [f"{norm:.6f}" for norm in norms] + [f"{diff:.1e}" for diff in worst]
         rows.append([label, *cells, "ok" if ok else "✗"])
-    head = "|‖·‖ without TP|‖·‖ Megatron's|naive|Megatron's|DTensor|ok"
+    head = "|‖g‖ without TP|‖g‖ with TP|naive|Megatron's|DTensor|ok"
     report.table(head, rows, "lrrrrrr")
     corner = [run.first["up_proj.weight"] for run in (without, runs[2])]
     rows = [
@@ -1167,7 +1167,7 @@ def show_bytes(report: Report, args, ranks: int) -> None:
         rows.append([what, phase, collective, *each, predicted // args.steps])
         rows[-1] += [f"{wire:.0f}", mark]
     report.say(
-        "\n4  Communication in a step: payload bytes, and what a ring sends a rank"
+        "\n4  Communication in a step: payload, and what each rank of a ring sends"
     )
     head = "split|phase|collective|calls|bytes|formula|predicted|ring|ok"
     report.table(head, rows, "lllrrlrrr")
@@ -1179,8 +1179,10 @@ def show_why(report: Report, tp_group, device: str) -> None:
     a, b = torch.tensor(3.0), torch.tensor(-2.0)
     late, early = F.gelu(a + b).item(), (F.gelu(a) + F.gelu(b)).item()
     report.say(
-        "\n5  Why columns first: rows first would leave GELU with unfinished sums\n"
-        f"   GELU(3 + −2) = {late:.3f}, but GELU(3) + GELU(−2) = {early:.3f}\n"
+        "\n5  Why columns, then rows: GELU works on single elements. After columns\n"
+        "   a rank has whole elements and needs no one: the naive gather between the\n"
+        "   layers falls away. After a row split it would have terms of sums, and\n"
+        f"   GELU(3 + −2) = {late:.3f} is not GELU(3) + GELU(−2) = {early:.3f}.\n"
         "   Why f and g: y = w_0·x + w_1·x + …, rank t holds w_t = t + 1; x = 3, L = y"
     )
     rows = []
@@ -1190,8 +1192,8 @@ def show_why(report: Report, tp_group, device: str) -> None:
         "g by PyTorch's all_reduce": (CopyToTP.apply, pytorch_all_reduce),
     }
     right = [T * (T + 1) / 2.0, 3.0]
-    rows.append(["one process", f"{right[0]:.0f}", f"{right[1]:.0f}", "the truth"])
-    remarks = ("equal", "dL/dx: each rank has its own term", f"all times T = {T}")
+    rows.append(["one process", *(f"{v:.0f}" for v in right), "the truth"])
+    remarks = ("equal", "dL/dx: one term each", f"all times T = {T}")
     for (name, (f, g)), remark in zip(ways.items(), remarks):
         x = torch.tensor(3.0, device=device, requires_grad=True)
         w = torch.tensor(rank + 1.0, device=device, requires_grad=True)
@@ -1204,8 +1206,8 @@ def show_why(report: Report, tp_group, device: str) -> None:
         rows.append([name, *(" ".join(column) for column in columns), remark])
     report.table("|dL/dx, by rank|dL/dw, by rank|", rows, "llll")
     report.say(
-        "   PyTorch's is right where each rank has a loss of its own and they add up:\n"
-        "   L = T·y. Here all ranks hold one and the same loss."
+        "   PyTorch's is right for its own purpose: each rank has a loss, and all are\n"
+        "   added up, L = T·y. Here the ranks hold one and the same loss."
     )
 
 
@@ -1252,9 +1254,9 @@ def show_exact(report: Report, args, tp_group) -> None:
             )
     good = "ok" if marks == ["ok"] * 8 else "✗"
     report.say(
-        "   Differences are rounding: a sum in another order. Whole numbers need none:\n"
-        "   there y, dL/dx, dL/dW, dL/db of both parallel layers equal the full layer's\n"
-        f"   to the last bit: {good}"
+        "   The differences are rounding: sums in another order. On whole numbers,\n"
+        "   which need none, y, dL/dx, dL/dW and dL/db of both parallel layers are\n"
+        f"   equal to the full layer's to the last bit: {good}"
     )
 
 
@@ -1390,15 +1392,15 @@ def show_ways(report: Report, full: MLP, batch, groups, mesh) -> None:
             cell[3] += moved * ring_factor(collective, groups[axis].size())
             cell[4] = mark if mark != "ok" else cell[4]
         for (phase, axis), (calls, moved, n, wire, mark) in sent.items():
-            row = [name, phase, axis, " + ".join(calls), moved, n, f"{wire:.0f}", mark]
-            sent_rows.append(row)
+            row = [way.upper(), phase, axis, " + ".join(calls), moved, n, f"{wire:.0f}"]
+            sent_rows.append([*row, mark])
     where = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
     report.say(
         f"\n6  Four ways to spread it, one step each (2D mesh: {where}): bytes held"
     )
     head = "|parameters|gradients|saved|sum|predicted|largest diff.|ok"
     report.table(head, held_rows, "lrrrrrrr")
-    report.say("   and bytes sent: payload, and what a ring sends a rank")
+    report.say("   and bytes sent: payload, and what each rank of a ring sends")
     head = "|phase|axis|collectives|bytes|predicted|ring|ok"
     report.table(head, sent_rows, "llllrrrr")
     tokens = args.batch_size * args.seq_len
