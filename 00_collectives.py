@@ -542,11 +542,10 @@ class Report:
         score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
         self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
         for row in bad[:4]:
-            ranks = ", ".join(map(str, row["bad"]))
-            self.say(
-                f"✗ {row['name']}: off by {row['diff']:.1e}, allowed "
-                f"{row['allowed']:.0e}, on rank {ranks}"
-            )
+            everywhere = len(row["bad"]) == self.ranks
+            ranks = "every rank" if everywhere else f"rank {row['bad']}"
+            off, allowed = f"{row['diff']:.1e}", f"{row['allowed']:.0e}"
+            self.say(f"✗ {row['name']}: off by {off}, allowed {allowed}, on {ranks}")
         if len(bad) > 4:
             self.say(f"✗ and {len(bad) - 4} more")
         if broken:
@@ -665,8 +664,9 @@ def blame(error: Exception, timeout: int, store) -> str:
     who = "rank " + ", ".join(map(str, guilty)) if guilty else "no one: all are there"
     what = f"collective {common[0]}, {common[1]}" if common else "no collective"
     first = str(error).strip().split("\n")[0]
-    head = f"error: waited {timeout} s at most for {what}; missing from it: {who}"
-    return "\n".join([head, *lines, f"  the transport said: {first[:200]}"])
+    head = f"error: {what}, did not come about; missing from it: {who}"
+    said = f"  the transport, after {timeout} s at most: {first[:150]}"
+    return "\n".join([head, *lines, said])
 
 
 def fail(error: Exception, args, store, broken: Break | None) -> None:
@@ -838,10 +838,9 @@ def show_ring(report: Report, group, dtype) -> None:
     T, device = group.size(), report.args.device
     size = 2 * T if T <= 4 else T  # so that a row fits the screen
     x = group.rank() + torch.arange(size, dtype=dtype, device=device)
-    COMM.what = "two halves"
+    COMM.what, allowed = "two halves", EXACT[report.args.dtype]
     whole, half = all_reduce(x, group), reduce_scatter(x, 0, group)
     both = all_gather(half, 0, group)
-    allowed = EXACT[report.args.dtype]
     mark = report.check("reduce-scatter + all-gather", rel_diff(both, whole), allowed)
     report.say(
         "\n3  An all-reduce is a reduce-scatter, then an all-gather (values r + i)"
@@ -851,8 +850,7 @@ def show_ring(report: Report, group, dtype) -> None:
     report.table("|before|reduce-scatter|all-gather|= all-reduce", rows, "llllr")
     report.say(
         "   so it costs what both cost: V(T−1)/T for each, on every rank of a ring.\n"
-        f"   By hand: a ring, each rank sending to the next only, {2 * (T - 1)} steps"
-        + ("" if report.args.trace else " (--trace shows them)")
+        f"   By hand, each rank sending to the next only: {2 * (T - 1)} steps (--trace)"
     )
     rows = []
     for size in (2 * T, 2 * T + 3):

@@ -678,11 +678,10 @@ class Report:
         score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
         self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
         for row in bad[:4]:
-            ranks = ", ".join(map(str, row["bad"]))
-            self.say(
-                f"✗ {row['name']}: off by {row['diff']:.1e}, allowed "
-                f"{row['allowed']:.0e}, on rank {ranks}"
-            )
+            everywhere = len(row["bad"]) == self.ranks
+            ranks = "every rank" if everywhere else f"rank {row['bad']}"
+            off, allowed = f"{row['diff']:.1e}", f"{row['allowed']:.0e}"
+            self.say(f"✗ {row['name']}: off by {off}, allowed {allowed}, on {ranks}")
         if len(bad) > 4:
             self.say(f"✗ and {len(bad) - 4} more")
         if broken:
@@ -801,8 +800,9 @@ def blame(error: Exception, timeout: int, store) -> str:
     who = "rank " + ", ".join(map(str, guilty)) if guilty else "no one: all are there"
     what = f"collective {common[0]}, {common[1]}" if common else "no collective"
     first = str(error).strip().split("\n")[0]
-    head = f"error: waited {timeout} s at most for {what}; missing from it: {who}"
-    return "\n".join([head, *lines, f"  the transport said: {first[:200]}"])
+    head = f"error: {what}, did not come about; missing from it: {who}"
+    said = f"  the transport, after {timeout} s at most: {first[:150]}"
+    return "\n".join([head, *lines, said])
 
 
 def fail(error: Exception, args, store, broken: Break | None) -> None:
@@ -1362,38 +1362,48 @@ def try_way(report: Report, way: str, full: MLP, batch, groups, reference) -> li
     return [held, diff, "ok" if set(marks) == {"ok"} else "✗"]
 
 
+def check_held(report: Report, name: str, held: list[int], wanted: list[int]) -> str:
+    """Bytes held against the formulas; "ok" or "✗"."""
+    marks = []
+    for kind, n, predicted in zip(("parameters", "gradients", "saved"), held, wanted):
+        row = dict(what=f"{name}: {kind}", bytes=n, predicted_bytes=predicted)
+        report.data["memory"].append(row)
+        marks.append(report.check(f"bytes of {row['what']}", abs(n - predicted)))
+    return "ok" if marks == ["ok"] * 3 else "✗"
+
+
+def check_sent(report: Report, way: str, groups, mesh) -> list[list]:
+    """Bytes sent against the formulas: a row for each phase and axis."""
+    size, rows = getattr(torch, report.args.dtype).itemsize, {}
+    for (phase, collective, axis), n in predict_bytes(report.args, way, mesh).items():
+        ranks = groups[axis].size()
+        if ranks == 1:
+            continue  # no one to send to
+        _, moved, mark = report.moved(WAYS[way][0], collective, axis, n * size, phase)
+        cell = rows.setdefault((phase, axis), [[], 0, 0, 0.0, []])
+        cell[0].append(collective)
+        cell[1] += moved
+        cell[2] += n * size
+        cell[3] += moved * ring_factor(collective, ranks)
+        cell[4].append(mark)
+    return [
+        [way.upper(), phase, axis, " + ".join(names), moved, predicted, f"{wire:.0f}"]
+        + ["✗" if "✗" in marks else "ok"]
+        for (phase, axis), (names, moved, predicted, wire, marks) in rows.items()
+    ]
+
+
 def show_ways(report: Report, full: MLP, batch, groups, mesh) -> None:
     """Four ways to spread the same MLP: what each rank holds and sends."""
-    args, ranks = report.args, groups["tp"].size()
-    size, reference = getattr(torch, args.dtype).itemsize, {}
-    held_rows, sent_rows = [], []
+    args, reference, held_rows, sent_rows = report.args, {}, [], []
+    size = getattr(torch, args.dtype).itemsize
     for way, (name, *_) in WAYS.items():
         held, diff, mark = try_way(report, way, full, batch, groups, reference)
+        ranks = groups["tp"].size()
         wanted = [n * size for n in predict_memory(args, way, ranks, mesh)]
-        kinds = ("parameters", "gradients", "activations")
-        for kind, measured, predicted in zip(kinds, held, wanted):
-            row = dict(
-                what=f"{name}: {kind}", bytes=measured, predicted_bytes=predicted
-            )
-            report.data["memory"].append(row)
-            off = report.check(f"bytes of {row['what']}", abs(measured - predicted))
-            mark = mark if off == "ok" else off
+        mark = check_held(report, name, held, wanted) if mark == "ok" else mark
         held_rows.append([name, *held, sum(held), sum(wanted), f"{diff:.1e}", mark])
-        sent = {}
-        for (phase, collective, axis), n in predict_bytes(args, way, mesh).items():
-            if groups[axis].size() == 1:
-                continue  # no one to send to
-            n *= size
-            _, moved, mark = report.moved(name, collective, axis, n, phase)
-            cell = sent.setdefault((phase, axis), [[], 0, 0, 0, "ok"])
-            cell[0].append(collective)
-            cell[1] += moved
-            cell[2] += n
-            cell[3] += moved * ring_factor(collective, groups[axis].size())
-            cell[4] = mark if mark != "ok" else cell[4]
-        for (phase, axis), (calls, moved, n, wire, mark) in sent.items():
-            row = [way.upper(), phase, axis, " + ".join(calls), moved, n, f"{wire:.0f}"]
-            sent_rows.append([*row, mark])
+        sent_rows += check_sent(report, way, groups, mesh)
     where = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
     report.say(
         f"\n6  Four ways to spread it, one step each (2D mesh: {where}): bytes held"
