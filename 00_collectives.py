@@ -59,6 +59,7 @@ class CommCounter:
     def __init__(self):
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
+        self.seconds = 0.0  # spent in collectives, waiting for others included
         self.store, self.rank = None, 0
         self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
 
@@ -82,8 +83,10 @@ class CommCounter:
 
     def __enter__(self):
         self.note("in")
+        self.start = time.perf_counter()
 
     def __exit__(self, kind, error, trace):
+        self.seconds += time.perf_counter() - self.start
         if error is None:
             self.note("after")
 

@@ -160,6 +160,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         full: the single-process layer to slice, identical on every rank.
         tp_group: the T ranks that share this layer.
+        copy_input: False where the caller has applied f, once for several layers.
 
     Shapes (global → on a rank, placement):
         x       [B, S, D] → [B, S, D]     Replicate()
@@ -174,14 +175,15 @@ class ColumnParallelLinear(nn.Module):
 
     placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}  # (axis, dim) each
 
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
         super().__init__()
-        self.tp_group = tp_group
+        self.tp_group, self.copy_input = tp_group, copy_input
         self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
         self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
+        if self.copy_input:
+            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
         return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
 
 
@@ -445,6 +447,7 @@ class CommCounter:
     def __init__(self):
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
+        self.seconds = 0.0  # spent in collectives, waiting for others included
         self.store, self.rank = None, 0
         self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
 
@@ -468,8 +471,10 @@ class CommCounter:
 
     def __enter__(self):
         self.note("in")
+        self.start = time.perf_counter()
 
     def __exit__(self, kind, error, trace):
+        self.seconds += time.perf_counter() - self.start
         if error is None:
             self.note("after")
 
