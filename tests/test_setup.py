@@ -322,7 +322,8 @@ def test_ranks_of_each_lesson(fake_lessons, capsys):
 
 def test_a_real_torchrun_in_the_table(tmp_path, capsys):
     (tmp_path / "00_two.py").write_text(
-        "import os\nif os.environ['RANK'] == '1': print('PASS', os.environ['PWD'])"
+        "import os\n"
+        "if (os.environ['RANK'], os.environ['WORLD_SIZE']) == ('1', '2'): print('PASS')"
     )
     assert all_lessons.main(tmp_path) == 0, capsys.readouterr().out
 
