@@ -1,0 +1,45 @@
+"""What all tests share: a time limit each, and launches that start ahead of their test.
+
+Launching ranks is most of what the suite costs. A test names what it launches,
+
+    @pytest.mark.launches("01_naive_mlp_tp", 2, "--dtype", "float64")
+
+and jobs start in the order of the tests, two at a time, before the tests ask for them.
+What is launched twice with the same flags runs once. A test marked `alone` runs last,
+when nothing else does.
+"""
+
+import jobs
+import pytest
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "launches(lesson, ranks, *flags): a lesson's run"
+    )
+    config.addinivalue_line("markers", "drives(script, ranks, *flags): a driver's run")
+    config.addinivalue_line("markers", "alone: runs last, when nothing else does")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+    for item in items:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(180))
+
+
+def pytest_collection_finish(session):
+    if session.config.option.collectonly:
+        return
+    for item in session.items:
+        for marker in item.iter_markers("launches"):
+            jobs.ahead(*marker.args)
+        for marker in item.iter_markers("drives"):
+            jobs.driver_ahead(*marker.args)
+
+
+def pytest_sessionfinish():
+    jobs.POOL.shutdown(wait=False, cancel_futures=True)
+    for mark in list(jobs.RUNNING):
+        jobs.end(mark)

@@ -1,0 +1,196 @@
+"""Start ranks and watch them: the one place where the tests launch torchrun."""
+
+import contextlib
+import functools
+import importlib
+import io
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+ROOT = Path(__file__).parents[1]
+LESSONS = sorted(path.stem for path in ROOT.glob("0?_*.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+MARK = "COURSE_TEST_JOB"  # in the environment of every process of a job
+
+# The tests are about ranks on CPUs. One thread a rank, and no need of a host name.
+ENV = dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONUNBUFFERED="1")
+ENV["PET_LOCAL_ADDR"] = os.environ.get("PET_LOCAL_ADDR", "127.0.0.1")
+RANK_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
+
+POOL = ThreadPoolExecutor(2)  # jobs at a time: while one waits, another one computes
+RUNNING = {}  # mark → the torchrun process
+
+
+class Done(NamedTuple):
+    """A job that has ended."""
+
+    code: int
+    out: str  # of all ranks
+    err: str  # of all ranks and of torchrun
+    wall: float  # seconds
+    talk: float  # seconds from the first line of `out` to the end
+    ended: float  # seconds since the epoch
+    left: list  # what still ran after the end: (process id, command)
+    data: dict  # what --json wrote
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+def torchrun(script, ranks: int, *flags, limit=100, **env) -> Done:
+    """Run a script on so many ranks, to its end or for `limit` seconds."""
+    mark = uuid.uuid4().hex
+    command = [*TORCHRUN, f"--nproc_per_node={ranks}", str(script), *map(str, flags)]
+    start = time.time()
+    first = None
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as err:
+        job = subprocess.Popen(
+            command, cwd=ROOT, env=CLEAN_ENV | env | {MARK: mark}, stderr=err,
+            stdout=subprocess.PIPE, encoding="utf-8",
+        )  # fmt: skip
+        RUNNING[mark] = job
+        alarm = threading.Timer(limit, end, [mark])
+        alarm.start()
+        lines = []
+        for line in job.stdout:
+            first = first or time.time()
+            lines.append(line)
+        code = job.wait()
+        ended = time.time()
+        alarm.cancel()
+        left = still_running(mark)
+        end(mark)
+        err.seek(0)
+        said = err.read()
+    took = ended - start
+    talk = ended - (first or start)
+    return Done(code, "".join(lines), said, took, talk, ended, left, {})
+
+
+def end(mark: str) -> None:
+    """Stop a job that is too late, and whatever is left of it."""
+    job = RUNNING.pop(mark, None)
+    if job and job.poll() is None:
+        job.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(5)
+    for pid, _ in processes(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def still_running(mark: str, grace: float = 2) -> list:
+    """The processes of a job that are there even some seconds after its end."""
+    until = time.time() + grace
+    while (found := processes(mark)) and time.time() < until:
+        time.sleep(0.1)
+    return found
+
+
+def processes(mark: str) -> list:
+    """(id, command) of every process that was started with this mark."""
+    found = []
+    if Path("/proc/self/environ").exists():
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found.append((int(folder.name), command.decode()))
+        return found
+    command = ["ps", "-Aww", "-E", "-o", "pid=,command="]  # macOS
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
+    for line in listed.splitlines():
+        if f"{MARK}={mark}" in line:
+            found.append((int(line.split()[0]), line))
+    return found
+
+
+@functools.cache
+def ahead(lesson: str, ranks: int, *flags):
+    """The future of a lesson's run; asked for twice, it runs once."""
+    return POOL.submit(run_lesson, lesson, ranks, *flags)
+
+
+def lesson_run(lesson: str, ranks: int, *flags) -> Done:
+    return ahead(lesson, ranks, *flags).result()
+
+
+def run_lesson(lesson: str, ranks: int, *flags) -> Done:
+    """A lesson under torchrun with --json."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "out.json")
+        done = torchrun(ROOT / f"{lesson}.py", ranks, *flags, "--json", path)
+        data = json.loads(path.read_text()) if path.exists() else {}
+    return done._replace(data=data)
+
+
+@functools.cache
+def driver_ahead(script: str, ranks: int, *flags):
+    return POOL.submit(run_driver, script, ranks, *flags)
+
+
+def driver_run(script: str, ranks: int, *flags) -> list:
+    """What each rank of a driver script in this folder found."""
+    return driver_ahead(script, ranks, *flags).result()
+
+
+def run_driver(script: str, ranks: int, *flags) -> list:
+    with tempfile.TemporaryDirectory() as folder:
+        done = torchrun(ROOT / "tests" / script, ranks, folder, *flags)
+        files = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
+        if done.code or not all(path.exists() for path in files):
+            raise RuntimeError(f"{script} ended with {done.code}:\n{done.text[-8000:]}")
+        return [json.loads(path.read_text()) for path in files]
+
+
+class Exited(BaseException):
+    """What os._exit becomes in `run_here`."""
+
+
+def run_here(lesson: str, *flags, **env) -> tuple[int, str, str]:
+    """Run a lesson as `python lesson.py` would, in this process: code, out, err.
+
+    For what a lesson does before it makes a group. It does not wait while it refuses.
+    """
+
+    def leave(code):
+        raise Exited(code)
+
+    out, err = io.StringIO(), io.StringIO()
+    path = str(ROOT / f"{lesson}.py")
+    with (
+        mock.patch.object(sys, "argv", [path, *map(str, flags)]),
+        mock.patch.object(os, "_exit", leave),
+        mock.patch.object(time, "sleep", lambda seconds: None),
+        mock.patch.dict(os.environ, CLEAN_ENV | env, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            runpy.run_path(path, run_name="__main__")
+            code = 0
+        except (Exited, SystemExit) as ended:
+            code = ended.args[0] if ended.args else 0
+    return code or 0, out.getvalue(), err.getvalue()
+
+
+@functools.cache
+def load(lesson: str):
+    """A lesson as a module."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return importlib.import_module(lesson)
