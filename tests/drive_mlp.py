@@ -20,7 +20,10 @@ from in_ranks import finish, load, start
 from torch import nn
 
 lesson = load("01_naive_mlp_tp")
-SHAPES = 102
+SHAPES = {  # random shapes of each; those that send most have fewer
+    "column": 104, "row": 104, "tp": 104, "naive": 104, "fsdp": 60, "2d": 60,
+    "fsdp_linear": 24, "up_2d": 24, "down_2d": 24,
+}  # fmt: skip
 MESHES = ((2, 2), (4, 1), (1, 4))
 
 
@@ -43,6 +46,8 @@ def off(got, whole, where, at) -> float:
     wanted = cut(whole, where, at)
     if got is None or got.shape != wanted.shape or got.dtype != wanted.dtype:
         return math.inf
+    if torch.equal(got, wanted):
+        return 0.0
     diff = (got.double() - wanted.double()).abs().max() / whole.double().abs().max()
     return diff.item() if diff == diff else math.inf
 
@@ -337,12 +342,12 @@ def main() -> dict:
             names = ("other", axis) if sizes[2] else (axis, "other")
             flat[-1][axis] = lesson.mesh_groups(dict(zip(names, sizes)), 30)[axis]
     cases, averages, functions = [], [], []
-    for number in range(SHAPES):
-        for way in WAYS:
+    for way, shapes in SHAPES.items():
+        for number in range(shapes):
             on_mesh = way.endswith("2d")
             groups = meshes[number % 3] if on_mesh else flat[number % 4]
             cases.append(try_way(way, number, groups))
-    for number in range(24):
+    for number in range(12):
         for way in LINEARS:
             on_mesh = way.endswith("2d")
             groups = meshes[number % 3] if on_mesh else flat[number % 4]

@@ -50,8 +50,8 @@ KINDS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_float64_equality(ranks, way, kind):
     mine = cases(ranks, way)
-    assert len({(*case["shape"], *case["mesh"].values()) for case in mine}) >= 60
-    assert len(mine) >= 4 * 100
+    shapes = {(*case["shape"], *case["mesh"].values()) for case in mine}
+    assert len(shapes) >= (80 if way in ("column", "row", "tp", "naive") else 20)
     allowed = 0 if kind == "slices" else ALLOWED
     assert worst(mine, KINDS[kind])[0] <= allowed, worst(mine, KINDS[kind])
 
