@@ -590,7 +590,7 @@ def lesson_parser(doc: str) -> Parser:
     style = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
     add = parser.add_argument
-    add("--steps", type=positive, default=3, help="how often to repeat (default 3)")
+    add("--steps", type=positive, default=3, help="how often to repeat (%(default)s)")
     add("--seed", type=int, default=0)
     add("--dtype", choices=ALLOWED, default="float32")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
