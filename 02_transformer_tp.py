@@ -1157,13 +1157,13 @@ class Training:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
         self.losses, self.norms, self.held, self.first = [], [], {}, {}
 
-    def step(self, batches: list, step: int) -> None:
+    def step(self, batches: list, step: int, watch=None) -> None:
         tokens, target = (
             batches[step] if not self.tp_group else pick_batch(batches, step)
         )
         torch.manual_seed(self.args.seed + step)  # the masks of this step
         parameters = list(self.model.parameters())
-        saved = SavedBytes(skip=[*parameters, *self.model.buffers()])
+        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
         COMM.what, COMM.phase = "layers", "forward"
         with saved:
             logits_BSV = self.model(tokens)
@@ -1172,7 +1172,7 @@ class Training:
         loss.backward()
         COMM.what, COMM.phase = "bookkeeping", ""
         self.losses.append(loss.item())
-        if step == 0:
+        if not self.first:
             self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
             self.held = {
                 "parameters": tensor_bytes(parameters),
@@ -1187,7 +1187,7 @@ class Training:
             self.norms.append(norm.item())
         COMM.what = "bookkeeping"
         update(self.model, self.optimizer)
-        if step == 0:
+        if "optimizer state" not in self.held:
             state = self.optimizer.state.values()
             moments = [x for one in state for x in one.values()]
             self.held["optimizer state"] = tensor_bytes(moments)
@@ -1552,7 +1552,7 @@ def profile_steps(report: Report, full: Transformer, batches, tp_group) -> None:
         profiler.export_chrome_trace(f"{path}.trace.json")
         timeline = MemoryTimeline(run)
         with timeline:
-            run.step(batches, 0)
+            run.step(batches, 0, timeline)
         timeline.note("gradients", -timeline.now["gradients"])  # update drops them
         Path(f"{path}.memory.json").write_text(json.dumps(timeline.events))
         peak = max(sum(list(row.values())[1:]) for row in timeline.events)
@@ -1609,8 +1609,8 @@ def check_sizes(args, ranks: int) -> None:
         )
     if args.dtype == "bfloat16":
         raise ValueError(
-            "--dtype bfloat16: rounding alone moves this model's gradients by up to "
-            "4e-2, a bug may do less; float32 and float64 tell them apart"
+            "--dtype bfloat16: rounding alone moves this model's gradients by 4e-2, "
+            "and a bug may do less; float32 and float64 tell them apart"
         )
     if args.vocab_size < 257:
         raise ValueError(
