@@ -35,8 +35,6 @@ def pytest_collection_finish(session):
     for item in session.items:
         for marker in item.iter_markers("launches"):
             jobs.ahead(*marker.args)
-        for marker in item.iter_markers("drives"):
-            jobs.driver_ahead(*marker.args)
 
 
 def pytest_sessionfinish():

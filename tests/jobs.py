@@ -120,13 +120,15 @@ def processes(mark: str) -> list:
 
 
 @functools.cache
-def ahead(lesson: str, ranks: int, *flags):
-    """The future of a lesson's run; asked for twice, it runs once."""
-    return POOL.submit(run_lesson, lesson, ranks, *flags)
+def ahead(what: str, ranks: int, *flags):
+    """The future of a job: a lesson, or a script of this folder. Asked for twice, it
+    runs once."""
+    run = {"faulty.py": run_faulty}.get(what, run_driver)
+    return POOL.submit(run if what.endswith(".py") else run_lesson, what, ranks, *flags)
 
 
-def lesson_run(lesson: str, ranks: int, *flags) -> Done:
-    return ahead(lesson, ranks, *flags).result()
+def result(what: str, ranks: int, *flags):
+    return ahead(what, ranks, *flags).result()
 
 
 def run_lesson(lesson: str, ranks: int, *flags) -> Done:
@@ -138,23 +140,23 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     return done._replace(data=data)
 
 
-@functools.cache
-def driver_ahead(script: str, ranks: int, *flags):
-    return POOL.submit(run_driver, script, ranks, *flags)
-
-
-def driver_run(script: str, ranks: int, *flags) -> list:
-    """What each rank of a driver script in this folder found."""
-    return driver_ahead(script, ranks, *flags).result()
-
-
-def run_driver(script: str, ranks: int, *flags) -> list:
+def run_driver(script: str, ranks: int) -> list:
+    """What each rank of a driver script found."""
     with tempfile.TemporaryDirectory() as folder:
-        done = torchrun(ROOT / "tests" / script, ranks, folder, *flags)
+        done = torchrun(ROOT / "tests" / script, ranks, folder)
         files = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
         if done.code or not all(path.exists() for path in files):
             raise RuntimeError(f"{script} ended with {done.code}:\n{done.text[-8000:]}")
         return [json.loads(path.read_text()) for path in files]
+
+
+def run_faulty(script: str, ranks: int, *flags) -> Done:
+    """A lesson in which one rank goes wrong; data has the time when it did."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "time")
+        done = torchrun(ROOT / "tests" / script, ranks, *flags, FAULT_TIME=str(path))
+        data = {"time": float(path.read_text())} if path.exists() else {}
+    return done._replace(data=data)
 
 
 class Exited(BaseException):

@@ -64,7 +64,7 @@ COLLECTIVES_RUNS = [run for run in RUNS if run[0] == COLLECTIVES]
 
 @over(RUNS)
 def test_passes(run):
-    done = jobs.lesson_run(*run)
+    done = jobs.result(*run)
     last = done.out.splitlines()[-1]
     assert done.code == 0, done.text
     assert last.startswith(f"PASS  {run[0]}  "), last
@@ -77,7 +77,7 @@ def test_passes(run):
 
 @over(RUNS)
 def test_fits_the_screen(run):
-    *lines, _ = jobs.lesson_run(*run).out.splitlines()
+    *lines, _ = jobs.result(*run).out.splitlines()
     wide = [f"{len(line)}: {line}" for line in lines if len(line) > 88]
     assert not wide, "\n".join(wide)
     assert not [line for line in lines if line != line.rstrip()]
@@ -87,7 +87,7 @@ def test_fits_the_screen(run):
 
 @over(RUNS)
 def test_json_has_what_was_printed(run):
-    done = jobs.lesson_run(*run)
+    done = jobs.result(*run)
     data = done.data
     assert data["text"] == done.out.splitlines()
     assert data["lesson"] == run[0] and data["world_size"] == run[1]
@@ -118,7 +118,7 @@ def test_json_has_what_was_printed(run):
 
 @over(RUNS)
 def test_every_check_is_within_what_design_allows(run):
-    data = jobs.lesson_run(*run).data
+    data = jobs.result(*run).data
     loosest = max(ALLOWED[data["dtype"]])
     assert len(data["checks"]) > 30
     for row in data["checks"]:
@@ -142,7 +142,7 @@ def expect(data, wanted: dict):
 
 @over(COLLECTIVES_RUNS)
 def test_bytes_of_lesson_00(run):
-    data = jobs.lesson_run(*run).data
+    data = jobs.result(*run).data
     *_, T, steps, size = sizes(run)
     alone = T == 1
     n = 2 if T <= 4 else 1  # elements of a slice
@@ -184,7 +184,7 @@ def test_bytes_of_lesson_00(run):
 @over(COLLECTIVES_RUNS)
 def test_screen_of_lesson_00(run):
     """Each collective is a picture: every rank's tensor before and after."""
-    text = jobs.lesson_run(*run).data["text"]
+    text = jobs.result(*run).data["text"]
     T, n = run[1], 2 if run[1] <= 4 else 1
     shown = lambda xs: "[" + " ".join(f"{x:2}" for x in xs) + "]"
     start = [[10 * r + i for i in range(n * T)] for r in range(T)]
@@ -210,7 +210,7 @@ def test_screen_of_lesson_00(run):
 
 @over(MLP_RUNS)
 def test_losses_of_lesson_01(run):
-    data = jobs.lesson_run(*run).data
+    data = jobs.result(*run).data
     allowed = ALLOWED[data["dtype"]][0]
     steps = sizes(run)[5]
     assert [row["step"] for row in data["losses"]] == list(range(1, steps + 1))
@@ -224,7 +224,7 @@ def test_losses_of_lesson_01(run):
 
 @over(MLP_RUNS)
 def test_gradients_of_lesson_01(run):
-    data = jobs.lesson_run(*run).data
+    data = jobs.result(*run).data
     allowed = ALLOWED[data["dtype"]][1]
     placements = {
         "y": "Replicate()", "x": "Replicate()",
@@ -243,7 +243,7 @@ def test_gradients_of_lesson_01(run):
 
 @over(MLP_RUNS)
 def test_bytes_of_lesson_01(run):
-    data = jobs.lesson_run(*run).data
+    data = jobs.result(*run).data
     B, S, D, F, T, steps, size = sizes(run)
     Y, X = mesh(run)
     f, b = "forward", "backward"
@@ -287,7 +287,7 @@ def test_bytes_of_lesson_01(run):
 @over(MLP_RUNS)
 def test_memory_of_lesson_01(run):
     """Parameters, their gradients, what autograd keeps: x, h before and after GELU."""
-    data = jobs.lesson_run(*run).data
+    data = jobs.result(*run).data
     B, S, D, F, T, _, size = sizes(run)
     P, kept = 2 * D * F + F + D, B * S * (D + 2 * F)
     elements = {
@@ -314,7 +314,7 @@ ALIKE = [(MLP, T, "--dtype", "float64") for T in (1, 2, 4)]
 @pytest.mark.launches(*ALIKE[2])
 def test_one_rank_is_the_run_without_tp():
     """More ranks change nothing: not the reference, and not the parallel losses."""
-    runs = [jobs.lesson_run(*run).data["losses"] for run in ALIKE]
+    runs = [jobs.result(*run).data["losses"] for run in ALIKE]
     for rows in zip(*runs):
         assert len({row["without"] for row in rows}) == 1, rows
         alone = rows[0]

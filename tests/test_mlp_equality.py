@@ -12,12 +12,12 @@ WAYS = (*LINEARS, "tp", "naive", "fsdp", "2d")
 FUNCTIONS = "CopyToTP", "ReduceFromTP", "GatherFromTP", "AllGather", "ReduceScatter"
 ALLOWED = 1e-12
 
-pytestmark = pytest.mark.drives(*DRIVER)
+pytestmark = pytest.mark.launches(*DRIVER)
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return jobs.driver_run(*DRIVER)
+    return jobs.result(*DRIVER)
 
 
 def cases(ranks, way, whole=False):

@@ -15,13 +15,13 @@ MATMULS = ("matmul_case_1", "matmul_case_2_gather", "matmul_case_2_slice",
            "matmul_case_4_left", "matmul_case_4_right", "matmul_2d")  # fmt: skip
 WRAPPERS = (*MOVERS, "send_recv", "ring_all_reduce", *MATMULS)
 
-pytestmark = pytest.mark.drives(*DRIVER)
+pytestmark = pytest.mark.launches(*DRIVER)
 
 
 @pytest.fixture(scope="module")
 def ranks():
     """What each of the four ranks found."""
-    return jobs.driver_run(*DRIVER)
+    return jobs.result(*DRIVER)
 
 
 def cases(ranks, wrapper):

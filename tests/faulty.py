@@ -1,0 +1,66 @@
+"""A lesson in which one rank goes wrong, at one of its collectives.
+
+    torchrun … faulty.py LESSON FAULT RANK NUMBER [flags of the lesson]
+
+At its collective NUMBER (1 is the first one), rank RANK is killed, sleeps, skips the
+call, or raises. It notes the time in $FAULT_TIME.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from in_ranks import load
+
+NAME, FAULT, RANK, NUMBER = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5])
+lesson = load(NAME)
+calls = 0
+
+
+def kill(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep(*args):
+    time.sleep(3600)
+
+
+def skip(name, args):
+    """What the call would return, without a word to the others."""
+    x, group = args[0], args[-1]
+    if name == "all_gather":
+        return torch.cat([x] * group.size(), args[1])
+    if name == "reduce_scatter":
+        return x.chunk(group.size(), args[1])[group.rank()].clone()
+    return x.clone()
+
+
+def fail(*args):
+    raise RuntimeError("out of luck")
+
+
+FAULTS = {"kill": kill, "sleep": sleep, "skip": skip, "raise": fail}
+
+
+def watched(name: str, good):
+    def wrapper(*args):
+        global calls
+        calls += 1
+        if calls == NUMBER and int(os.environ["RANK"]) == RANK:
+            Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
+            return FAULTS[FAULT](name, args)
+        return good(*args)
+
+    return wrapper
+
+
+if __name__ == "__main__":
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        setattr(lesson, name, watched(name, getattr(lesson, name)))
+    sys.argv = [lesson.__file__, *sys.argv[5:]]
+    lesson.launch(
+        lesson.__file__, lesson.parse_args, lesson.main, lesson.BREAKS, vars(lesson)
+    )

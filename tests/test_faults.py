@@ -1,0 +1,55 @@
+"""A rank that is killed, hangs, skips a call or raises: the job ends in time, the
+guilty rank is named, once, and nothing is left running."""
+
+import re
+
+import jobs
+import pytest
+
+COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
+TIMEOUT = 4
+
+# lesson, ranks, what goes wrong, on which rank, at which of its collectives (00 has 31,
+# 01 has 86).
+FAULTS = [
+    (COLLECTIVES, 2, "kill", 0, 1),
+    (MLP, 2, "kill", 1, 40),
+    (MLP, 4, "sleep", 0, 1),
+    (COLLECTIVES, 2, "sleep", 1, 30),
+    (MLP, 2, "raise", 0, 84),
+    (COLLECTIVES, 4, "raise", 3, 1),
+    (MLP, 4, "skip", 0, 40),
+    (COLLECTIVES, 2, "skip", 1, 8),
+    (MLP, 2, "skip", 0, 30),
+]
+
+
+def job(lesson, ranks, fault, rank, number) -> tuple:
+    return "faulty.py", ranks, lesson, fault, rank, number, "--timeout", TIMEOUT
+
+
+@pytest.mark.parametrize("lesson, ranks, fault, rank, number", [
+    pytest.param(
+        *case, id=" ".join(map(str, (case[0][:2], *case[1:]))),
+        marks=pytest.mark.launches(*job(*case)),
+    )
+    for case in FAULTS
+])  # fmt: skip
+def test_ends_and_names_the_guilty_rank(lesson, ranks, fault, rank, number):
+    done = jobs.result(*job(lesson, ranks, fault, rank, number))
+    assert done.data, f"the fault was never reached:\n{done.text}"
+    assert done.code != 0 and "PASS" not in done.out, done.text
+    assert done.ended - done.data["time"] < TIMEOUT + 5
+    assert done.left == []
+    told = re.findall(r"^error: .*", done.err, re.M)
+    assert len(told) == 1, done.err
+    if fault == "raise":
+        assert told == [f"error: rank {rank} raised RuntimeError: out of luck"]
+        return
+    named = re.search(r"missing from it: rank ([\d, ]+)$", told[0])
+    assert named, told[0]
+    named = set(map(int, named[1].split(", ")))
+    if fault == "skip" and ranks == 2:  # one word against the other
+        assert rank in named, done.err
+    else:
+        assert named == {rank}, done.err

@@ -1,0 +1,142 @@
+"""What a user can get wrong gets one line, exit code 2, no traceback, on every rank.
+
+Most refusals run in this process: they come before any group is made. A few go through
+torchrun, for what it makes of them.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import jobs
+import pytest
+
+COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
+
+# lesson, ranks, flags, what the message must say. What holds for the flags that all
+# lessons share is tried on one of them.
+BOTH = [
+    (("--break", "nope"), "--break nope", "list"),
+    (("--steps", "0"), "--steps", "0"),
+    (("--steps", "-3"), "--steps", "-3"),
+    (("--timeout", "0"), "--timeout", "0"),
+    (("--seed", "first"), "--seed", "first"),
+    (("--dtype", "float16"), "--dtype", "float16", "bfloat16"),
+    (("--device", "tpu"), "--device", "tpu"),
+    (("--device", "cuda"), "--device cuda", "GPU"),
+    (("--json", "no/such/folder/out.json"), "--json no/such/folder", "no/such/folder"),
+    (("--json", "tests"), "--json", "tests"),
+    (("--colour", "red"), "--colour"),
+    (("extra",), "extra"),
+    (("--json",), "--json"),
+]
+REFUSED = [(lesson, 2, *case) for lesson in (COLLECTIVES, MLP) for case in BOTH]
+REFUSED += [
+    (COLLECTIVES, 1, ("--break", "skip"), "--break", "2 ranks"),
+    (MLP, 1, ("--break", "f"), "--break", "2 ranks"),
+    (MLP, 4, ("--hidden", "66"), "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
+    (MLP, 3, (), "--hidden 64", "64 % 3", "= 1", "--hidden 66"),
+    (MLP, 4, ("--width", "130"), "--width 130", "130 % 4", "= 2", "--width 132"),
+    (MLP, 4, ("--batch-size", "6"), "--batch-size 6", "6 % 4", "--batch-size 8"),
+    (MLP, 2, ("--hidden", "0"), "--hidden", "0"),
+    (MLP, 2, ("--hidden", "-64"), "--hidden", "-64"),
+    (MLP, 2, ("--hidden", "1.5"), "--hidden", "1.5"),
+    (MLP, 2, ("--width", "wide"), "--width", "wide"),
+    (MLP, 2, ("--width", "0"), "--width", "0"),
+    (MLP, 2, ("--batch-size", "-8"), "--batch-size", "-8"),
+    (MLP, 2, ("--seq-len", "0"), "--seq-len", "0"),
+    (MLP, 4, ("--mesh", "2"), "--mesh 2", "2x2"),
+    (MLP, 4, ("--mesh", "two"), "--mesh two", "2x2"),
+    (MLP, 4, ("--mesh", "2x2x1"), "--mesh 2x2x1", "2x2"),
+    (MLP, 4, ("--mesh=-2x-2",), "--mesh -2x-2", "2x2"),
+    (MLP, 4, ("--mesh", "2,2"), "--mesh 2,2", "2x2"),
+    (MLP, 4, ("--mesh", "3x2"), "--mesh 3x2", "3 × 2 = 6", "4 ranks"),
+    (MLP, 4, ("--mesh", "0x4"), "--mesh 0x4", "= 0", "4 ranks"),
+    (MLP, 8, ("--mesh", "2x2"), "--mesh 2x2", "2 × 2 = 4", "8 ranks"),
+]
+
+
+def as_rank(rank: int, ranks: int) -> dict:
+    """The environment torchrun gives a rank, without an address to meet at."""
+    keys = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    return dict(zip(keys, map(str, (rank, ranks, rank, ranks))))
+
+
+@pytest.mark.parametrize("lesson, ranks, flags, words", [
+    pytest.param(*case[:3], case[3:], id=f"{case[0][:2]} {case[1]} {' '.join(case[2])}")
+    for case in REFUSED
+])  # fmt: skip
+def test_refused_with_one_line(lesson, ranks, flags, words, tmp_path):
+    told = tmp_path / "error.json"
+    said = []
+    for rank in {0, ranks - 1}:
+        env = as_rank(rank, ranks) | {"TORCHELASTIC_ERROR_FILE": str(told)}
+        code, out, err = jobs.run_here(lesson, *flags, **env)
+        assert code == 2 and out == ""
+        said.append(json.loads(told.read_text())["message"]["message"])
+        told.unlink()
+        if rank == 0:
+            assert re.fullmatch(r"error: .*\n", err), err
+            assert err.strip() == said[-1]
+        else:
+            assert err == "", "rank 0 alone says it"
+    assert len(set(said)) == 1
+    for word in words:
+        assert word in said[0], said[0]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("lesson, ranks, flags", [
+    (MLP, 4, ("--hidden", "66")),
+    (MLP, 2, ("--device", "cuda")),
+    (COLLECTIVES, 2, ("--break", "nope")),
+])  # fmt: skip
+def test_refused_under_torchrun(lesson, ranks, flags):
+    done = jobs.torchrun(jobs.ROOT / f"{lesson}.py", ranks, *flags, limit=40)
+    assert done.code == 1 and done.out == ""
+    assert len(re.findall(r"^error: ", done.err, re.M)) == 1, done.err
+    exits = re.findall(r"exitcode +: (\S+)", done.err)
+    assert "2" in exits and set(exits) <= {"2", "-15"}, exits  # rank 0; told to stop
+    report = done.err.partition("Root Cause")[2]
+    assert re.search(r"error: .*" + re.escape(" ".join(flags)), report), done.err
+    assert not re.search(r'File "[^"]*/0\d_\w+\.py"', done.err), done.err
+    assert done.left == [] and done.wall < 15
+
+
+@pytest.mark.parametrize("lesson", jobs.LESSONS)
+def test_without_torchrun(lesson):
+    code, out, err = jobs.run_here(lesson)
+    assert code == 2 and err == ""
+    ranks = 8 if lesson.startswith("05") else 2
+    command = f"torchrun --standalone --nproc_per_node={ranks} {lesson}.py"
+    assert command in out and len(out.splitlines()) <= 4
+
+
+def test_without_torchrun_in_a_process_of_its_own():
+    script = [sys.executable, str(jobs.ROOT / f"{MLP}.py")]
+    done = subprocess.run(
+        script, env=jobs.CLEAN_ENV, capture_output=True, text=True, encoding="utf-8"
+    )
+    assert done.returncode == 2 and "torchrun" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("lesson", jobs.LESSONS)
+@pytest.mark.parametrize("env", [{}, as_rank(0, 2)], ids=["alone", "rank 0"])
+def test_help(lesson, env):
+    code, out, err = jobs.run_here(lesson, "--help", **env)
+    assert code == 0 and err == "" and out.startswith("usage: ")
+    for flag in ("steps", "seed", "dtype", "device", "break", "json", "timeout"):
+        assert re.search(rf"^  --{flag}\b", out, re.M), flag
+    assert max(map(len, out.splitlines())) <= 88
+
+
+@pytest.mark.parametrize("lesson", jobs.LESSONS)
+def test_list_of_breaks(lesson):
+    code, out, err = jobs.run_here(lesson, "--break", "list")
+    breaks = jobs.load(lesson).BREAKS
+    assert code == 0 and err == ""
+    wanted = [[name, broken.what] for name, broken in breaks.items()]
+    assert [line.split(maxsplit=1) for line in out.splitlines()] == wanted
+    for flags in ("--break", "list"), ("--help",):
+        assert jobs.run_here(lesson, *flags, **as_rank(1, 2)) == (0, "", "")
