@@ -28,6 +28,8 @@ Sources: Megatron-LM, arXiv:1909.08053, sec. 3 (the split, dropout); arXiv:2205.
     docs.pytorch.org, torch.distributed.tensor.parallel and torch.profiler.
 """
 
+from __future__ import annotations  # names that stand further down may be used
+
 import argparse
 import copy
 import gc
@@ -1167,7 +1169,7 @@ class Training:
         COMM.what, COMM.phase = "layers", "forward"
         with saved:
             logits_BSV = self.model(tokens)
-        loss = mean_loss(logits_BSV, target)
+        loss = self.loss(logits_BSV, target)
         COMM.phase = "backward"
         loss.backward()
         COMM.what, COMM.phase = "bookkeeping", ""
@@ -1191,6 +1193,9 @@ class Training:
             state = self.optimizer.state.values()
             moments = [x for one in state for x in one.values()]
             self.held["optimizer state"] = tensor_bytes(moments)
+
+    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+        return mean_loss(logits_BSV, target_BS)
 
     def named(self):
         return self.model.named_parameters()
@@ -1559,8 +1564,8 @@ def profile_steps(report: Report, full: Transformer, batches, tp_group) -> None:
         report.data.setdefault("peak_bytes", {})[name] = peak
     peaks = " and ".join(map(str, report.data["peak_bytes"].values()))
     report.say(
-        f"   --profile: at the peak {peaks} bytes without and with TP; memory over time\n"
-        f"   and traces (for ui.perfetto.dev) are in {args.profile}\n"
+        f"   --profile: at the peak {peaks} bytes, without and with TP. Memory over\n"
+        f"   time and traces (for ui.perfetto.dev) are in {args.profile}\n"
     )
 
 
