@@ -1547,7 +1547,8 @@ class VocabTraining(Training):
 def make_tied(args) -> Transformer:
     """Lesson 02's model; with --tie, head and embedding share their weight."""
     full = make_transformer(args)
-    if args.tie:
+    if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
+        nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full
 

@@ -121,7 +121,8 @@ def test_fails_by_the_checks_it_should(lesson, name, ranks):
     assert done.left == []
     if isinstance(wanted, str):  # it hangs, or is aborted
         assert done.data == {} and "FAIL  " not in done.out
-        assert done.talk < 5 + 5, "--timeout is 5 s with --break"
+        start_up = done.wall - done.talk  # a measure of how busy this machine is
+        assert done.talk < 5 + start_up + 5, "--timeout is 5 s with --break"
         assert re.search(wanted.replace("{last}", f"{ranks - 1}"), done.err, re.M)
         return
     last = done.out.splitlines()[-1]
