@@ -1225,7 +1225,7 @@ def show_losses_and_norms(report: Report, without: Training, tp: Training) -> No
         cells = f"{a:.8f}", f"{b:.8f}", f"{diff:.1e}", f"{norm_a:.6f}", f"{norm_b:.6f}"
         mark = "ok" if marks == ["ok"] * 2 else "✗"
         rows.append([step, *cells, f"{norm_diff:.1e}", mark])
-    head = "step|loss without TP|loss with TP|diff.|‖g‖ without TP|‖g‖ with TP|diff.|ok"
+    head = "step|loss without TP|loss with TP|diff.|‖g‖ alone|‖g‖ with TP|diff.|ok"
     report.table(head, rows, "rrrrrrrr")
 
 
@@ -1261,7 +1261,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
     report.say(
         f"\n2  Who holds what, and g of step 1 (one row for all {layers} layers)"
     )
-    head = "parameter|on a rank|placement|‖g‖ alone|‖g‖ TP|diff.|ok"
+    head = "parameter|on a rank|placement|alone|with TP|diff.|ok"
     report.table(head, table, "lllrrrr")
     name = "layers.0.self_attn.q_proj.weight"
     rows = [
@@ -1271,7 +1271,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
         ]
         for i in range(2)
     ]
-    report.table("corner of g, q_proj.weight, layer 0|with TP", rows, "ll")
+    report.table("g of q_proj.weight, layer 0, alone|with TP", rows, "ll")
 
 
 def show_after(report: Report, without: Training, tp: Training) -> None:
@@ -1351,8 +1351,10 @@ def show_traffic(report: Report, config: Config, ranks: int) -> None:
     ]
     rows[-1].append(mark)
     rows.append(["embedding, head", "both", 0, 0, "replicated", 0, 0, "–"])
-    report.say("\n4  Communication in a step: all-reduces")
-    head = "where|phase|calls|bytes|formula|predicted|ring sends|ok"
+    report.say(
+        "\n4  Communication in a step: all-reduces; ring: what a rank of a ring sends"
+    )
+    head = "where|phase|calls|bytes|formula|predicted|ring|ok"
     report.table(head, rows, "llrrlrrr")
     report.say(f"   share of bytes outside the layers: {100 * share:.3f} %")
 

@@ -679,7 +679,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
     report.say(
         f"\n2  Who holds what, and g of step 1 (one row for all {layers} layers)"
     )
-    head = "parameter|on a rank|placement|‖g‖ alone|‖g‖ TP|diff.|ok"
+    head = "parameter|on a rank|placement|alone|with TP|diff.|ok"
     report.table(head, table, "lllrrrr")
     name = "layers.0.self_attn.q_proj.weight"
     rows = [
@@ -689,7 +689,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
         ]
         for i in range(2)
     ]
-    report.table("corner of g, q_proj.weight, layer 0|with TP", rows, "ll")
+    report.table("g of q_proj.weight, layer 0, alone|with TP", rows, "ll")
 
 
 def show_after(report: Report, without: Training, tp: Training) -> None:
@@ -1710,8 +1710,10 @@ def show_vocab_bytes(report: Report, args, ranks: int) -> None:
         each = calls // args.steps, moved // args.steps
         wire = each[1] * ring_factor("all-reduce", ranks)
         rows.append([where, phase, *each, formula, n, f"{wire:.0f}", mark])
-    report.say("\n5  Communication in a step: all-reduces")
-    head = "where|phase|calls|bytes|formula|predicted|ring sends|ok"
+    report.say(
+        "\n5  Communication in a step: all-reduces; ring: what a rank of a ring sends"
+    )
+    head = "where|phase|calls|bytes|formula|predicted|ring|ok"
     report.table(head, rows, "llrrlrrr")
 
 
@@ -1750,58 +1752,53 @@ def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, V: int) -> Te
     return mean_loss(whole_BSV, target_BS)
 
 
+def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, V: int) -> Tensor:
+    loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, V)
+    return mean_over_targets(loss_BS, target_BS)
+
+
+def measure_loss(label: str, loss_of, args, tp_group, V: int) -> tuple[int, int]:
+    """Bytes that one loss keeps for backward, and has at its peak."""
+    shape = args.batch_size, args.seq_len
+    generator = torch.Generator().manual_seed(args.seed)
+    target = torch.randint(V, shape, generator=generator).to(args.device)
+    dtype, v = getattr(torch, args.dtype), -(-V // tp_group.size())
+    x = torch.zeros(*shape, v, dtype=dtype, device=args.device, requires_grad=True)
+    saved, peak = SavedBytes(skip=[x, target]), PeakBytes()
+    COMM.what = label
+    with saved, peak:
+        loss = loss_of(x, target, tp_group, V)
+    kept = saved.total()
+    with peak:
+        loss.backward()
+    return kept, peak.peak
+
+
 def show_gathering(report: Report, tp_group, args) -> None:
     """Sharded loss against gathered logits: bytes sent, kept for backward, at peak."""
-    T, rows = tp_group.size(), []
-    dtype, tokens = getattr(torch, args.dtype), args.batch_size * args.seq_len
-    wide = torch.promote_types(dtype, torch.float32).itemsize
-    generator = torch.Generator().manual_seed(args.seed)
+    T, rows, tokens = tp_group.size(), [], args.batch_size * args.seq_len
+    size = getattr(torch, args.dtype).itemsize
+    wide = max(4, size)  # the loss is computed in float32 at least
     for V in sorted({args.vocab_size, 257, 50257}):
         v = -(-V // T)
-        target = torch.randint(V, (args.batch_size, args.seq_len), generator=generator)
-        target = target.to(args.device)
-        kept = tokens * v * wide + 8 * tokens  # softmax and the target's column
-        kept += 2 * tokens + v + 8  # three masks, and how many tokens count
-        ways = {
-            "gathered": (gathered_loss, tokens * v * T * dtype.itemsize, None),
-            "sharded": (
-                lambda x, y, group, V: mean_over_targets(
-                    vocab_parallel_cross_entropy(x, y, group, V), y
-                ),
-                3 * tokens * wide,
-                kept,
-            ),
-        }
-        for name, (loss_of, sent, kept) in ways.items():
-            x = torch.zeros(args.batch_size, args.seq_len, v, dtype=dtype)
-            x = x.to(args.device).requires_grad_()
-            COMM.what, saved, peak = (
-                f"{name}, V {V}",
-                SavedBytes(skip=[x, target]),
-                PeakBytes(),
-            )
-            with saved, peak:
-                loss = loss_of(x, target, tp_group, V)
-            keeps = saved.total()
-            with peak:
-                loss.backward()
-            collective = "all-gather" if name == "gathered" else "all-reduce"
+        masks = 2 * tokens + v + 8  # whose target, which count, real columns; a count
+        for name, loss_of, collective, sent, wanted in (
+            ("gathered", gathered_loss, "all-gather", tokens * v * T * size,
+             tokens * V * wide + wide),  # log-softmax; the sum of weights
+            ("sharded", sharded_loss, "all-reduce", 3 * tokens * wide,
+             tokens * v * wide + 8 * tokens + masks),  # softmax, the target's column
+        ):  # fmt: skip
+            label = f"{name}, V {V}"
+            kept, peak = measure_loss(label, loss_of, args, tp_group, V)
             sent = sent if T > 1 else 0
-            _, moved, mark = report.moved(COMM.what, collective, "tp", sent)
-            wanted = "–"
-            if kept is not None:
-                off = abs(keeps - kept)
-                mark = (
-                    report.check(f"bytes kept by the loss, V {V}", off)
-                    if mark == "ok"
-                    else mark
-                )
-                wanted = kept
-            row = dict(what=f"{name} logits, V {V}", bytes=keeps, predicted_bytes=kept)
-            report.data["memory"].append(row)
-            rows.append([V, name, moved, sent, keeps, wanted, peak.peak, mark])
+            _, moved, mark = report.moved(label, collective, "tp", sent)
+            off = report.check(f"bytes kept, {label}", abs(kept - wanted))
+            mark = mark if off == "ok" else off
+            row = dict(what=f"logits {label}", bytes=kept, predicted_bytes=wanted)
+            report.data["memory"].append(row | {"peak_bytes": peak})
+            rows.append([V, name, moved, sent, kept, wanted, peak, mark])
     report.say(
-        f"\n6  The loss alone, {tokens} tokens, bytes: logits gathered, or left sharded"
+        f"\n6  The loss alone, {tokens} tokens, bytes: logits gathered, or sharded"
     )
     head = "V|logits|sent|predicted|kept|predicted|at peak|ok"
     report.table(head, rows, "rlrrrrrr")
