@@ -8,11 +8,13 @@ Run it (2 ranks on a laptop; try 4 too, 8 at most on a small machine):
 
     torchrun --standalone --nproc_per_node=2 00_collectives.py
 
-What you will see: the three ways a group can hold a tensor; nine ways to move one, each
-with every rank's values before and after; an all-reduce built by hand as a ring, its
-bytes counted; the four sharded matrix products; a product on a 2D mesh. Every value is
-checked on every rank. `--trace` shows each step of the ring, `--bench` measures time,
-`--break list` names the bugs you can switch on.
+What you will see: first how many ranks there are, their mesh (one axis, called tp) and
+who carries their messages (gloo between CPUs, NCCL between GPUs). Then the three ways a
+group can hold a tensor; nine ways to move one, each with every rank's values before and
+after; an all-reduce built by hand as a ring, its bytes counted; the four sharded matrix
+products; a product on a 2D mesh. Every value is checked on every rank. `--trace` shows
+each step of the ring, `--bench` measures time, `--break list` names the bugs you can
+switch on.
 
 New here: everything. Carried over: nothing.
 
@@ -20,7 +22,7 @@ Shapes: A[I, J] · B[J, K] = C[I, K]. A suffix names a tensor's dims, one letter
     UPPERCASE is the full size, lowercase this rank's 1/T slice of it (a_Ij: columns).
     A[I, J_tp] says the same in words: dim J is split over the mesh axis tp.
     C[I, K] {U_tp} is unreduced: full shape, still to be summed over tp ("partial_").
-    T is the number of ranks on an axis, V a tensor's size in bytes.
+    T is the number of ranks on an axis, V the bytes of a whole tensor.
 
 Needs: torch (and numpy, else torch warns that it is missing).
 Sources: the scaling book, jax-ml.github.io/scaling-book (notation, four products);
@@ -37,6 +39,7 @@ import time
 import traceback
 from collections import namedtuple
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,70 +48,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 # ==== NEW in 00: collectives
-
-
-class CommCounter:
-    """Counts calls and payload bytes of every collective, and notes the last one.
-
-    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
-    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
-    (a small key-value server that all ranks can reach), so that when a rank hangs, the
-    others can say where it was last seen.
-    """
-
-    def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
-        self.seconds = 0.0  # spent in collectives, waiting for others included
-        self.store, self.rank = None, 0
-        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
-
-    def count(self, collective: str, nbytes: int, axis: str) -> None:
-        key = (self.what, self.phase, collective, axis)
-        calls, before = self.rows.get(key, (0, 0))
-        self.rows[key] = [calls + 1, before + nbytes]
-
-    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
-        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        frame = sys._getframe(2)  # whoever called the wrapper
-        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where)
-
-    def at(self, call: str, where: str):
-        """What `with` notes on entering and on leaving."""
-        self.place = {"number": self.place["number"] + 1, "call": call, "line": where}
-        return self
-
-    def __enter__(self):
-        self.note("in")
-        self.start = time.perf_counter()
-
-    def __exit__(self, kind, error, trace):
-        self.seconds += time.perf_counter() - self.start
-        if error is None:
-            self.note("after")
-
-    def note(self, state: str) -> None:
-        self.place["state"] = state
-        if self.store is not None:
-            self.store.set(f"place/{self.rank}", json.dumps(self.place))
-
-    def total(self, **wanted) -> list[int]:
-        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
-        names = ("what", "phase", "collective", "axis")
-        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
-        hits = [row for key, row in rows if wanted.items() <= key.items()]
-        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
-
-
-COMM = CommCounter()
-
-
-def ring_factor(collective: str, T: int) -> float:
-    """Bytes one rank sends in a ring, as a multiple of the payload V."""
-    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -281,7 +220,8 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
     chunks = list(x.detach().flatten().clone().tensor_split(T))
     right, left = (rank + 1) % T, (rank - 1) % T
     for step in range(T - 1):
-        mine, theirs = (rank - step) % T, (rank - step - 1) % T
+        mine = (rank - step) % T  # the chunk that I added to in the last step
+        theirs = (rank - step - 1) % T
         arrived = send_recv(chunks[mine], right, chunks[theirs], left, group)
         chunks[theirs] = chunks[theirs] + arrived
         if on_step:
@@ -306,47 +246,47 @@ def sum_both(x: Tensor, y: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Te
 
 
 def matmul_case_1(a_iJ: Tensor, b_JK: Tensor) -> Tensor:
-    """A[I_X, J] · B[J, K] → C[I_X, K]: J is whole on every rank, nothing to send."""
+    """A[I_tp, J] · B[J, K] → C[I_tp, K]: J is whole on every rank, nothing to send."""
     return a_iJ @ b_JK
 
 
 def matmul_case_2_gather(a_Ij: Tensor, b_JK: Tensor, group) -> Tensor:
-    """A[I, J_X] · B[J, K] → C[I, K]: all-gather A; each rank does all the work."""
+    """A[I, J_tp] · B[J, K] → C[I, K]: all-gather A; each rank does all the work."""
     return all_gather(a_Ij, 1, group) @ b_JK
 
 
 def matmul_case_2_slice(a_Ij: Tensor, b_JK: Tensor, group) -> Tensor:
-    """A[I, J_X] · B[J, K] → C[I, K]: slice B, which is free, and it is case 3."""
+    """A[I, J_tp] · B[J, K] → C[I, K]: slice B, which is free, and it is case 3."""
     return matmul_case_3_all_reduce(a_Ij, shard(b_JK, 0, group), group)
 
 
 def matmul_case_3_all_reduce(a_Ij: Tensor, b_jK: Tensor, group) -> Tensor:
-    """A[I, J_X] · B[J_X, K] → C[I, K] {U_X} → AllReduce → C[I, K]."""
+    """A[I, J_tp] · B[J_tp, K] → C[I, K] {U_tp} → AllReduce → C[I, K]."""
     partial_c_IK = a_Ij @ b_jK  # full shape, this rank's terms of the sum over J
     return all_reduce(partial_c_IK, group)
 
 
 def matmul_case_3_reduce_scatter(a_Ij: Tensor, b_jK: Tensor, group) -> Tensor:
-    """A[I, J_X] · B[J_X, K] → C[I, K] {U_X} → ReduceScatter → C[I, K_X]."""
+    """A[I, J_tp] · B[J_tp, K] → C[I, K] {U_tp} → ReduceScatter → C[I, K_tp]."""
     partial_c_IK = a_Ij @ b_jK
     return reduce_scatter(partial_c_IK, 1, group)
 
 
 def matmul_case_4_left(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
-    """A[I_X, J] · B[J, K_X] → C[I, K_X]: C has room for X only once: gather A."""
+    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: C has room for tp once, so gather A."""
     return all_gather(a_iJ, 0, group) @ b_Jk
 
 
 def matmul_case_4_right(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
-    """A[I_X, J] · B[J, K_X] → C[I_X, K]: or gather B."""
+    """A[I_tp, J] · B[J, K_tp] → C[I_tp, K]: or gather B."""
     return a_iJ @ all_gather(b_Jk, 1, group)
 
 
 def matmul_2d(a_ij: Tensor, b_jk: Tensor, y_group, x_group) -> Tensor:
-    """A[I_Y, J_X] · B[J_Y, K_X] → C[I_Y, K_X] on a mesh Y × X (arXiv:2105.04663).
+    """A[I_y, J_x] · B[J_y, K_x] → C[I_y, K_x] on a mesh y × x (arXiv:2105.04663).
 
-    Each operand is gathered over the axis that splits J, and C lies as A lay.
-    Communication: all-gather of A[I_Y, J] on X (I·J/Y elements), of B[J, K_X] on Y
+    Each operand is gathered over the axis that splits J, and C is laid out as A.
+    Communication: all-gather of A[I_y, J] on x (I·J/Y elements), of B[J, K_x] on y
     (J·K/X elements).
     """
     a_iJ = all_gather(a_ij, 1, x_group)
@@ -369,6 +309,73 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
             lines, timeout=timedelta(seconds=timeout), group_desc=axis
         )
     return groups
+
+
+# What counts it all. On a first reading, go on to the next banner.
+
+
+class CommCounter:
+    """Counts calls and payload bytes of every collective, and notes the last one.
+
+    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
+    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
+    (a small key-value server that all ranks can reach), so that when a rank hangs, the
+    others can say where it was last seen.
+    """
+
+    def __init__(self):
+        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
+        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
+        self.seconds = 0.0  # spent in collectives, waiting for others included
+        self.store, self.rank = None, 0
+        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
+
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        key = (self.what, self.phase, collective, axis)
+        calls, before = self.rows.get(key, (0, 0))
+        self.rows[key] = [calls + 1, before + nbytes]
+
+    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
+        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
+        self.count(collective, copies * x.nbytes, group.group_desc)
+        frame = sys._getframe(2)  # whoever called the wrapper
+        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
+        return self.at(call, where)
+
+    def at(self, call: str, where: str):
+        """What `with` notes on entering and on leaving."""
+        self.place = {"number": self.place["number"] + 1, "call": call, "line": where}
+        return self
+
+    def __enter__(self):
+        self.note("in")
+        self.start = time.perf_counter()
+
+    def __exit__(self, kind, error, trace):
+        self.seconds += time.perf_counter() - self.start
+        if error is None:
+            self.note("after")
+
+    def note(self, state: str) -> None:
+        self.place["state"] = state
+        if self.store is not None:
+            self.store.set(f"place/{self.rank}", json.dumps(self.place))
+
+    def total(self, **wanted) -> list[int]:
+        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
+        names = ("what", "phase", "collective", "axis")
+        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
+        hits = [row for key, row in rows if wanted.items() <= key.items()]
+        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
+
+
+COMM = CommCounter()
+
+
+def ring_factor(collective: str, T: int) -> float:
+    """Bytes one rank sends in a ring, as a multiple of the payload V."""
+    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
 
 
 # ==== BREAK IT
@@ -408,8 +415,8 @@ BREAKS = {
         skip_on_last_rank,
         "the last rank skips its all-reduce, as under `if rank == 0:`",
         "nothing fails at first: the other ranks wait, until the timeout ends the job",
-        "a collective returns on no rank before all have called it; the ranks that did "
-        "call are not at fault, and are the only ones to complain",
+        "a collective returns on no rank before all have called it. The rank that "
+        "skipped it waits too, in its next one, and complains like the others",
         "github.com/pytorch/pytorch/issues/115964, …/97191",
     ),
     "order": Break(
@@ -417,7 +424,7 @@ BREAKS = {
         other_order_on_last_rank,
         "the last rank calls two all-reduces in the other order",
         "no error, no hang, wrong numbers: x of one rank was added to y of another",
-        "calls are matched by their number alone; the names are in your program only",
+        "calls are matched by their order alone; the names are in your program only",
         "github.com/pytorch/pytorch/issues/109401",
     ),
     "shapes": Break(
@@ -432,8 +439,8 @@ BREAKS = {
         "all_reduce",
         in_place_all_reduce,
         "an in-place all-reduce of a view that is not contiguous",
-        "contiguous tensors come out right, though the input is overwritten; a "
-        "transposed one comes out as it went in, unreduced",
+        "contiguous tensors come out right, but overwrite their input: what is printed "
+        "as before is the after; a transposed one comes out as it went in, unreduced",
         "`.contiguous()` of such a view is a copy: the sum goes into the copy, and the "
         "copy is dropped",
         "github.com/NVIDIA/Megatron-LM/issues/5337",
@@ -476,7 +483,7 @@ def rel_diff(a: Tensor, reference: Tensor) -> float:
 def gather_objects(value) -> list:
     """Every rank's value, in rank order: bookkeeping of the lesson, so not counted."""
     everyone = [None] * dist.get_world_size()
-    with COMM.at("bookkeeping", "the lesson's own"):
+    with COMM.at("gathering of results to print", "gather_objects"):
         dist.all_gather_object(everyone, value)
     return everyone
 
@@ -541,7 +548,7 @@ class Report:
                 row["bad"] += [] if ok or rank in row["bad"] else [rank]
         bad = [row for row in merged.values() if row["bad"]]
         rows = list(merged.values())
-        worst = max(rows, key=lambda row: row["diff"] / (row["allowed"] or 1))
+        worst = max(rows, key=lambda row: row["diff"])
         score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
         self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
         for row in bad[:4]:
@@ -584,17 +591,17 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def lesson_parser(doc: str) -> Parser:
+def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
     """The flags that all lessons share."""
     about = doc.partition("Shapes:")[0]
     style = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
     add = parser.add_argument
-    add("--steps", type=positive, default=3, help="how often to repeat (%(default)s)")
+    add("--steps", type=positive, default=steps, help=f"{steps_are} ({steps})")
     add("--seed", type=int, default=0)
     add("--dtype", choices=ALLOWED, default="float32")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
-    add("--timeout", type=positive, help="seconds to wait for another rank (60)")
+    add("--timeout", type=positive, help="seconds to wait for a rank (60; --break: 5)")
     add("--break", dest="break_name", metavar="NAME", help="a bug; `list` lists them")
     add("--json", type=Path, metavar="PATH", help="write all results there")
     return parser
@@ -664,10 +671,10 @@ def blame(error: Exception, timeout: int, store) -> str:
         f"{place['call']} ({place['line']})"
         for rank, place in places.items()
     ]
-    who = "rank " + ", ".join(map(str, guilty)) if guilty else "no one: all are there"
+    who = "rank " + ", ".join(map(str, guilty)) if guilty else "no rank: all are there"
     what = f"collective {common[0]}, {common[1]}" if common else "no collective"
     first = str(error).strip().split("\n")[0]
-    head = f"error: {what}, did not come about; missing from it: {who}"
+    head = f"error: {what}, did not come about; this call was not made by {who}"
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
 
@@ -758,14 +765,17 @@ def show_three_ways(report: Report, group, dtype) -> None:
     size = 2 * T if T <= 4 else T  # so that a row fits the screen
     full = torch.arange(size, dtype=dtype, device=report.args.device)
     mine = shard(full, 0, group)
-    partial = torch.where(torch.arange(size, device=full.device) % T == rank, full, 0)
-    joined, added = all_gather(mine, 0, group), all_reduce(partial, group)
+    terms = [(full * r) % 5 - 2 for r in range(1, T)]  # any numbers, and what is left
+    term = [full - sum(terms), *terms][rank]
+    joined, added = all_gather(mine, 0, group), all_reduce(term, group)
     report.check("sharded: slices join to A", rel_diff(joined, full))
     report.check("partial: terms sum to A", rel_diff(added, full))
-    report.say("\n1  Three ways for a group to hold one tensor A")
+    report.say(
+        "\n1  Three ways for a group to hold a tensor A; notation; PyTorch's word"
+    )
     rows = [["", "A[I]", "A[I_tp]", "A[I] {U_tp}"]]
     rows += [["", "Replicate()", "Shard(0)", "Partial()"]]
-    held = gather_objects([numbers(full), numbers(mine), numbers(partial)])
+    held = gather_objects([numbers(full), numbers(mine), numbers(term)])
     rows += [[f"rank {r}", *values] for r, values in enumerate(held)]
     rows += [["", "each has all of it", "join them: A", "add them: A"]]
     report.table("|replicated|sharded|partial", rows, "llll")
@@ -813,7 +823,7 @@ def show_collectives(report: Report, group, dtype) -> None:
     """Section 2: nine collectives, each rank's values before and after."""
     T, rank, device = group.size(), group.rank(), report.args.device
     report.say(
-        "\n2  Nine ways to move it (element i of rank r starts as 10·r + i; V: payload)"
+        "\n2  Nine ways to move it (rank r starts with 10·r + 0, 1, …; V: its bytes)"
     )
     demos = collectives(T)[: None if T > 1 else -1]  # one rank has no one to send to
     for name, does, size, call, after in demos:
@@ -852,17 +862,18 @@ def show_ring(report: Report, group, dtype) -> None:
     rows = [[f"rank {r}", *row, mark] for r, row in enumerate(rows)]
     report.table("|before|reduce-scatter|all-gather|= all-reduce", rows, "llllr")
     report.say(
-        "   so it costs what both cost: V(T−1)/T for each, on every rank of a ring.\n"
-        f"   By hand, each rank sending to the next only: {2 * (T - 1)} steps (--trace)"
+        f"   By hand, as a ring of T = {T} ranks, each sending to the next one only:\n"
+        "   T − 1 steps for each half, V/T bytes sent in every step (--trace)"
     )
     rows = []
     for size in (2 * T, 2 * T + 3):
         x = group.rank() + torch.arange(size, dtype=dtype, device=device)
         COMM.what = f"ring of {size}"
         trace = report.args.trace and size == 2 * T
-        show = (lambda name, now: show_step(report, name, now)) if trace else None
+        whole = all_reduce(x, group)
+        show = partial(show_step, report, whole) if trace else None
         ring = ring_all_reduce(x, group, show)
-        diff = rel_diff(ring, all_reduce(x, group))
+        diff = rel_diff(ring, whole)
         mark = report.check(f"ring of {size} elements", diff, allowed)
         V = size * x.element_size()
         sent = gather_objects(COMM.total(what=COMM.what, collective="send/recv")[1])
@@ -879,9 +890,13 @@ def show_ring(report: Report, group, dtype) -> None:
     report.table(head, rows, "rrrrrrr")
 
 
-def show_step(report: Report, name: str, chunks: list[Tensor]) -> None:
-    """One step of the ring: every rank's chunks."""
-    rows = gather_objects(" ".join(numbers(chunk) for chunk in chunks))
+def show_step(report: Report, whole: Tensor, name: str, chunks: list[Tensor]) -> None:
+    """One step of the ring: every rank's chunks, a star behind the complete ones."""
+    sums = whole.tensor_split(len(chunks))
+    stars = [
+        "*" if torch.equal(chunk, sum_) else " " for chunk, sum_ in zip(chunks, sums)
+    ]
+    rows = gather_objects(" ".join(numbers(c) + star for c, star in zip(chunks, stars)))
     for rank, row in enumerate(rows):
         report.say(f"     {name if rank == 0 else '':<18} rank {rank}   {row}")
 
@@ -930,17 +945,20 @@ def show_matmuls(report: Report, group, dtype) -> None:
         axis = group.group_desc
         _, moved, counted = report.moved(COMM.what, collective or "", axis, predicted)
         row = [lies and f"{case} {lies}", rule, c_lies, flops.get_total_flops()]
-        per_round = [moved // args.steps, predicted // args.steps]
-        rows.append([*row, *per_round, mark if counted == "ok" else "✗"])
+        sent = moved // args.steps
+        wire = f"{sent * ring_factor(collective, T):.0f}" if collective else 0
+        mark = mark if counted == "ok" else counted
+        rows.append([*row, sent, predicted // args.steps, wire, mark])
     I, J, K = 2 * T, 4 * T, 3 * T
     report.say(
         "\n4  C[I, K] = A[I, J] · B[J, K], four ways to be sharded: what about J?\n"
-        "   J is summed over. Split, it leaves a rank some terms of the sum, {U_tp},\n"
-        "   to be added up. Split I or K only say which part of C is whose; C has\n"
-        f"   room for tp once (case 4). Alone: {2 * I * J * K} flops"
+        "   J is summed over. If it is split, a rank has only some terms of the sum,\n"
+        "   {U_tp}. Splitting I or K only says which part of C is whose, but tp can\n"
+        f"   split only one dim of C (case 4). One process: {2 * I * J * K} flops;\n"
+        "   bytes: payload; ring: what each rank of a ring sends"
     )
-    head = "A and B lie as|what to do|C lies as|flops|bytes|predicted|ok"
-    report.table(head, rows, "lllrrrr")
+    head = "A and B lie as|what to do|C lies as|flops|bytes|formula|ring|ok"
+    report.table(head, rows, "lllrrrrr")
 
 
 def show_mesh(report: Report, groups, dtype) -> None:
@@ -968,7 +986,7 @@ def show_mesh(report: Report, groups, dtype) -> None:
         size *= a_IJ.element_size()
         row = report.moved("2D product", "all-gather", axis, size)
         rows.append([f"AllGather over {axis} → {rule}", row[1], size, row[2]])
-    rows.append(["multiply → C[I_y, K_x], lying as A lay", 0, 0, mark])
+    rows.append(["multiply → C[I_y, K_x], laid out as A", 0, 0, mark])
     report.table("step|bytes|predicted|ok", rows, "lrrr")
 
 
@@ -986,7 +1004,10 @@ def show_traps(report: Report, group, dtype) -> None:
     sum_1, sum_10 = sum_both(ones, tens, group)
     marks += [report.check("two sums in order: 1s", rel_diff(sum_1, T * ones))]
     marks += [report.check("two sums in order: 10s", rel_diff(sum_10, T * tens))]
-    report.say("\n6  Two traps (--break view, --break order)")
+    report.say(
+        "\n6  Two traps, avoided: in place, a view can come back as it was (--break "
+        "view);\n   in another order on one rank, 1s are added to 10s (--break order)"
+    )
     rows = [
         ["all-reduce of a transposed view", numbers(before), numbers(got), marks[0]],
         ["and the view itself afterwards", numbers(before), numbers(mine), marks[1]],
@@ -1046,7 +1067,7 @@ def median_seconds(name: str, x: Tensor, group, repeats: int = 7) -> float:
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__)
+    parser = lesson_parser(__doc__, 3, "rounds of random matrices")
     add = parser.add_argument
     add("--trace", action="store_true", help="show every step of the ring")
     add("--bench", action="store_true", help="also measure time against size")

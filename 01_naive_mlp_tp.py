@@ -20,7 +20,8 @@ Carried over from 00: the collectives and their counter, and how a lesson runs.
 Shapes: B batch, S sequence, D hidden, F MLP width, T ranks in the TP group. UPPERCASE
     is the full size, lowercase this rank's slice: h_BSf is [B, S, F/T]. `partial_` in
     front: full shape, still to be summed over the group, written {U_tp}. W[F_tp, D] is
-    W with dim F split over the mesh axis tp; DTensor calls that Shard(0).
+    W with dim F split over the mesh axis tp; DTensor calls that Shard(0). Axes: tp; dp
+    for data parallel; y and x for the 2D mesh. (F is torch.nn.functional too.)
 
 Needs: torch (and numpy, else torch warns that it is missing).
 Sources: Megatron-LM, arXiv:1909.08053, sec. 3 (columns, rows, f and g); ZeRO,
@@ -259,27 +260,29 @@ class GatheredMatmul(torch.autograd.Function):
     Args:
         x, weight: this rank's slices; what backward keeps is these.
         x_group: gather x over it along its last dim; None if x is whole.
-        dim, group: gather the weight along dim over group.
+        weight_dim, weight_group: gather the weight along that dim over that group.
     Communication: forward the gathers; backward the same again, and a reduce-scatter of
         each gradient that adds up the ranks' terms and leaves each its slice.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, x_group, dim, group):
+    def forward(ctx, x, weight, x_group, weight_dim, weight_group):
         ctx.save_for_backward(x, weight)
-        ctx.where = x_group, dim, group
+        ctx.where = x_group, weight_dim, weight_group
         x = x if x_group is None else all_gather(x, -1, x_group)
-        return F.linear(x, all_gather(weight, dim, group))
+        return F.linear(x, all_gather(weight, weight_dim, weight_group))
 
     @staticmethod
     def backward(ctx, grad):
-        (x, weight), (x_group, dim, group) = ctx.saved_tensors, ctx.where
+        x, weight = ctx.saved_tensors
+        x_group, weight_dim, weight_group = ctx.where
         x = x if x_group is None else all_gather(x, -1, x_group)
-        grad_x = grad @ all_gather(weight, dim, group)
+        grad_x = grad @ all_gather(weight, weight_dim, weight_group)
         if x_group is not None:
             grad_x = reduce_scatter(grad_x, -1, x_group)
         grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        return grad_x, reduce_scatter(grad_weight, dim, group), None, None, None
+        grad_weight = reduce_scatter(grad_weight, weight_dim, weight_group)
+        return grad_x, grad_weight, None, None, None
 
 
 class FSDPLinear(nn.Module):
@@ -308,7 +311,8 @@ class FSDPLinear(nn.Module):
 class UpLinear2D(nn.Module):
     """First layer on a mesh Y × X: batch over Y, features over X, weight over both.
 
-    Shapes: x[B_y, S, D_x] → [B_y, S, F_x]; weight W[F_x, D_y]; bias b[F_xy].
+    Shapes: x[B_y, S, D_x] → [B_y, S, F_x]; weight W[F_x, D_y]; bias b[F_xy], cut over
+        x and each piece again over y.
     Communication: x gathered over X, weight and bias over Y; their gradients back.
     """
 
@@ -435,70 +439,6 @@ class CountDTensor(TorchDispatchMode):
 # ==== CARRIED OVER from 00, unchanged
 
 
-class CommCounter:
-    """Counts calls and payload bytes of every collective, and notes the last one.
-
-    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
-    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
-    (a small key-value server that all ranks can reach), so that when a rank hangs, the
-    others can say where it was last seen.
-    """
-
-    def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
-        self.seconds = 0.0  # spent in collectives, waiting for others included
-        self.store, self.rank = None, 0
-        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
-
-    def count(self, collective: str, nbytes: int, axis: str) -> None:
-        key = (self.what, self.phase, collective, axis)
-        calls, before = self.rows.get(key, (0, 0))
-        self.rows[key] = [calls + 1, before + nbytes]
-
-    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
-        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        frame = sys._getframe(2)  # whoever called the wrapper
-        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where)
-
-    def at(self, call: str, where: str):
-        """What `with` notes on entering and on leaving."""
-        self.place = {"number": self.place["number"] + 1, "call": call, "line": where}
-        return self
-
-    def __enter__(self):
-        self.note("in")
-        self.start = time.perf_counter()
-
-    def __exit__(self, kind, error, trace):
-        self.seconds += time.perf_counter() - self.start
-        if error is None:
-            self.note("after")
-
-    def note(self, state: str) -> None:
-        self.place["state"] = state
-        if self.store is not None:
-            self.store.set(f"place/{self.rank}", json.dumps(self.place))
-
-    def total(self, **wanted) -> list[int]:
-        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
-        names = ("what", "phase", "collective", "axis")
-        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
-        hits = [row for key, row in rows if wanted.items() <= key.items()]
-        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
-
-
-COMM = CommCounter()
-
-
-def ring_factor(collective: str, T: int) -> float:
-    """Bytes one rank sends in a ring, as a multiple of the payload V."""
-    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
-
-
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
     if x.shape[dim] % parts:
@@ -577,6 +517,70 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     return groups
 
 
+class CommCounter:
+    """Counts calls and payload bytes of every collective, and notes the last one.
+
+    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
+    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
+    (a small key-value server that all ranks can reach), so that when a rank hangs, the
+    others can say where it was last seen.
+    """
+
+    def __init__(self):
+        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
+        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
+        self.seconds = 0.0  # spent in collectives, waiting for others included
+        self.store, self.rank = None, 0
+        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
+
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        key = (self.what, self.phase, collective, axis)
+        calls, before = self.rows.get(key, (0, 0))
+        self.rows[key] = [calls + 1, before + nbytes]
+
+    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
+        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
+        self.count(collective, copies * x.nbytes, group.group_desc)
+        frame = sys._getframe(2)  # whoever called the wrapper
+        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
+        return self.at(call, where)
+
+    def at(self, call: str, where: str):
+        """What `with` notes on entering and on leaving."""
+        self.place = {"number": self.place["number"] + 1, "call": call, "line": where}
+        return self
+
+    def __enter__(self):
+        self.note("in")
+        self.start = time.perf_counter()
+
+    def __exit__(self, kind, error, trace):
+        self.seconds += time.perf_counter() - self.start
+        if error is None:
+            self.note("after")
+
+    def note(self, state: str) -> None:
+        self.place["state"] = state
+        if self.store is not None:
+            self.store.set(f"place/{self.rank}", json.dumps(self.place))
+
+    def total(self, **wanted) -> list[int]:
+        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
+        names = ("what", "phase", "collective", "axis")
+        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
+        hits = [row for key, row in rows if wanted.items() <= key.items()]
+        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
+
+
+COMM = CommCounter()
+
+
+def ring_factor(collective: str, T: int) -> float:
+    """Bytes one rank sends in a ring, as a multiple of the payload V."""
+    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
+
+
 Break = namedtuple("Break", "target bug what symptom why thread")
 Break.__doc__ = """A bug to switch on: `target`, a dotted name, is replaced by `bug`."""
 
@@ -614,7 +618,7 @@ def rel_diff(a: Tensor, reference: Tensor) -> float:
 def gather_objects(value) -> list:
     """Every rank's value, in rank order: bookkeeping of the lesson, so not counted."""
     everyone = [None] * dist.get_world_size()
-    with COMM.at("bookkeeping", "the lesson's own"):
+    with COMM.at("gathering of results to print", "gather_objects"):
         dist.all_gather_object(everyone, value)
     return everyone
 
@@ -679,7 +683,7 @@ class Report:
                 row["bad"] += [] if ok or rank in row["bad"] else [rank]
         bad = [row for row in merged.values() if row["bad"]]
         rows = list(merged.values())
-        worst = max(rows, key=lambda row: row["diff"] / (row["allowed"] or 1))
+        worst = max(rows, key=lambda row: row["diff"])
         score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
         self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
         for row in bad[:4]:
@@ -722,17 +726,17 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def lesson_parser(doc: str) -> Parser:
+def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
     """The flags that all lessons share."""
     about = doc.partition("Shapes:")[0]
     style = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
     add = parser.add_argument
-    add("--steps", type=positive, default=3, help="how often to repeat (%(default)s)")
+    add("--steps", type=positive, default=steps, help=f"{steps_are} ({steps})")
     add("--seed", type=int, default=0)
     add("--dtype", choices=ALLOWED, default="float32")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
-    add("--timeout", type=positive, help="seconds to wait for another rank (60)")
+    add("--timeout", type=positive, help="seconds to wait for a rank (60; --break: 5)")
     add("--break", dest="break_name", metavar="NAME", help="a bug; `list` lists them")
     add("--json", type=Path, metavar="PATH", help="write all results there")
     return parser
@@ -802,10 +806,10 @@ def blame(error: Exception, timeout: int, store) -> str:
         f"{place['call']} ({place['line']})"
         for rank, place in places.items()
     ]
-    who = "rank " + ", ".join(map(str, guilty)) if guilty else "no one: all are there"
+    who = "rank " + ", ".join(map(str, guilty)) if guilty else "no rank: all are there"
     what = f"collective {common[0]}, {common[1]}" if common else "no collective"
     first = str(error).strip().split("\n")[0]
-    head = f"error: {what}, did not come about; missing from it: {who}"
+    head = f"error: {what}, did not come about; this call was not made by {who}"
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
 
@@ -945,9 +949,9 @@ BREAKS = {
         "CopyToTP.backward",
         staticmethod(lambda ctx, partial_grad: (partial_grad, None)),
         "f without its all-reduce in backward",
-        "step 1's loss and every gradient of Megatron's layers are right; only the "
-        "gradient of their input x is not, and what lies below learns the wrong thing: "
-        "losses part from step 2 on",
+        "step 1's loss is right, and so are the gradients of Megatron's weights; that "
+        "of their input x is not. SGD moves x too, as the layers below would move it: "
+        "losses part from step 2 on. In the naive split up_proj's gradients suffer too",
         "each rank used its slice of W only, so it has one of the T terms of dL/dx",
         "github.com/NVIDIA/Megatron-LM/issues/19",
     ),
@@ -1090,6 +1094,9 @@ def show_holdings(report: Report, full: MLP, tp: nn.Module) -> None:
         rows.append([name, list(p.shape), here, in_words(where), f"[{words}]"])
     report.say("\n1  Who holds what (Megatron's split)")
     report.table("parameter|global|on a rank|placement|notation", rows, "lllll")
+    report.say(
+        "   torch stores W as (out, in): the paper's columns are our dim 0, Shard(0)"
+    )
 
 
 def in_words(placement: tuple) -> str:
@@ -1099,7 +1106,9 @@ def in_words(placement: tuple) -> str:
 
 def show_losses(report: Report, runs: list[Run]) -> None:
     """Losses of all runs, step by step."""
-    report.say("\n2  Losses: the mean squared error a token, before each step of SGD")
+    report.say(
+        "\n2  Losses: squared distance, mean over tokens; SGD moves the weights and x"
+    )
     rows, allowed = [], ALLOWED[report.args.dtype][0]
     for step, losses in enumerate(zip(*(run.losses for run in runs)), 1):
         diffs = [abs(loss - losses[0]) / abs(losses[0]) for loss in losses]
@@ -1112,14 +1121,14 @@ def show_losses(report: Report, runs: list[Run]) -> None:
         mark = "ok" if marks == ["ok"] * 3 else "✗"
         numbers = [f"{loss:.8f}" for loss in losses]
         rows.append([step, *numbers, f"{max(diffs):.1e}", mark])
-    head = "step|without TP|naive split|Megatron's|DTensor|largest difference|ok"
+    head = "step|without TP|naive split|Megatron's|DTensor|relative diff.|ok"
     report.table(head, rows, "rrrrrrr")
 
 
 def show_gradients(report: Report, runs: list[Run]) -> None:
     """Every gradient of step 1 and the output, against the run without TP."""
     report.say(
-        "\n3  Output and gradients g at step 1: norms, and largest relative differences"
+        "\n3  Output and gradients at step 1: norms, and largest relative differences"
     )
     without, *others = runs
     rows, allowed = [], ALLOWED[report.args.dtype][1]
@@ -1139,7 +1148,7 @@ def show_gradients(report: Report, runs: list[Run]) -> None:
         report.data["gradients"].append(row | dict(placement=in_words(where), ok=ok))
         cells = [f"{norm:.6f}" for norm in norms] + [f"{diff:.1e}" for diff in worst]
         rows.append([label, *cells, "ok" if ok else "✗"])
-    head = "|‖g‖ without TP|‖g‖ with TP|naive|Megatron's|DTensor|ok"
+    head = "|norm without TP|Megatron's|naive diff.|Megatron's|DTensor|ok"
     report.table(head, rows, "lrrrrrr")
     corner = [run.first["up_proj.weight"] for run in (without, runs[2])]
     rows = [
@@ -1184,11 +1193,13 @@ def show_why(report: Report, tp_group, device: str) -> None:
     a, b = torch.tensor(3.0), torch.tensor(-2.0)
     late, early = F.gelu(a + b).item(), (F.gelu(a) + F.gelu(b)).item()
     report.say(
-        "\n5  Why columns, then rows: GELU works on single elements. After columns\n"
-        "   a rank has whole elements and needs no one: the naive gather between the\n"
-        "   layers falls away. After a row split it would have terms of sums, and\n"
+        "\n5  Why columns, then rows: GELU works on single elements. After a split by\n"
+        "   columns each rank has whole elements, and goes on without a gather. After\n"
+        "   a split by rows it would have terms of sums, and\n"
         f"   GELU(3 + −2) = {late:.3f} is not GELU(3) + GELU(−2) = {early:.3f}.\n"
-        "   Why f and g: y = w_0·x + w_1·x + …, rank t holds w_t = t + 1; x = 3, L = y"
+        "   Why f (identity forward, all-reduce backward) stands before and g\n"
+        "   (all-reduce forward, identity backward) behind: y = w_0·x + w_1·x + …,\n"
+        "   rank t holds w_t = t + 1; x = 3, L = y"
     )
     rows = []
     ways = {
@@ -1206,7 +1217,8 @@ def show_why(report: Report, tp_group, device: str) -> None:
         grads = [x.grad.item(), w.grad.item()]
         if name == "f and g":
             off = max(abs(got - want) for got, want in zip(grads, right))
-            remark = report.check("f and g on two numbers", off) + ", " + remark
+            mark = report.check("f and g on two numbers", off)
+            remark = "ok, equal" if mark == "ok" else "✗, not equal"
         columns = zip(*gather_objects([f"{v:.0f}" for v in grads]))
         rows.append([name, *(" ".join(column) for column in columns), remark])
     report.table("|dL/dx, by rank|dL/dw, by rank|", rows, "llll")
@@ -1259,9 +1271,9 @@ def show_exact(report: Report, args, tp_group) -> None:
             )
     good = "ok" if marks == ["ok"] * 8 else "✗"
     report.say(
-        "   The differences are rounding: sums in another order. On whole numbers,\n"
-        "   which need none, y, dL/dx, dL/dW and dL/db of both parallel layers are\n"
-        f"   equal to the full layer's to the last bit: {good}"
+        "   On whole numbers nothing is rounded: y, dL/dx, dL/dW, dL/db of both\n"
+        "   parallel layers equal the full layer's to the last bit. What differs\n"
+        f"   above is rounding, of sums in another order: {good}"
     )
 
 
@@ -1411,19 +1423,22 @@ def show_ways(report: Report, full: MLP, batch, groups, mesh) -> None:
         sent_rows += check_sent(report, way, groups, mesh)
     where = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
     report.say(
-        f"\n6  Four ways to spread it, one step each (2D mesh: {where}): bytes held"
+        f"\n6  Four ways to spread it, one step each (2D mesh: {where}). Bytes held:\n"
+        "   parameters, gradients, and what is kept for backward. (FSDP: fully\n"
+        "   sharded data parallel)"
     )
-    head = "|parameters|gradients|saved|sum|predicted|largest diff.|ok"
+    head = "|parameters|gradients|kept|sum|predicted|rel. diff.|ok"
     report.table(head, held_rows, "lrrrrrrr")
     report.say("   and bytes sent: payload, and what each rank of a ring sends")
     head = "|phase|axis|collectives|bytes|predicted|ring|ok"
     report.table(head, sent_rows, "llllrrrr")
     tokens = args.batch_size * args.seq_len
     report.say(
-        "   Data parallel sends every gradient, 2·D·F, however few the tokens are. TP\n"
-        "   sends the tokens twice, 2·B·S·D, however wide the MLP. So TP sends less\n"
-        f"   where B·S < F (here {tokens} and {args.width}), data parallel where the\n"
-        "   batch is large. FSDP and 2D are for what does not fit: a rank holds 1/T.\n"
+        "   Data parallel sends every gradient, 2·D·F numbers however few the tokens,\n"
+        "   FSDP the weights too, three times that. TP sends activations, 2·B·S·D,\n"
+        "   however wide the MLP: less than data parallel where B·S < F (here\n"
+        f"   {tokens} and {args.width}). FSDP, TP, 2D hold about 1/T of the weights;\n"
+        "   TP keeps all of x, the others their samples only.\n"
     )
 
 
@@ -1472,7 +1487,7 @@ def median_seconds_of(full: MLP, batch, tp_group, device: str) -> list[float]:
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__)
+    parser = lesson_parser(__doc__, 3, "steps of SGD")
     add = parser.add_argument
     add("--hidden", type=positive, default=64, help="D (default 64)")
     add("--width", type=positive, help="F (default 4·D)")

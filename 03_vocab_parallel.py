@@ -964,70 +964,6 @@ def in_words(placement: tuple) -> str:
 # ==== CARRIED OVER from 00, unchanged
 
 
-class CommCounter:
-    """Counts calls and payload bytes of every collective, and notes the last one.
-
-    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
-    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
-    (a small key-value server that all ranks can reach), so that when a rank hangs, the
-    others can say where it was last seen.
-    """
-
-    def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
-        self.seconds = 0.0  # spent in collectives, waiting for others included
-        self.store, self.rank = None, 0
-        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
-
-    def count(self, collective: str, nbytes: int, axis: str) -> None:
-        key = (self.what, self.phase, collective, axis)
-        calls, before = self.rows.get(key, (0, 0))
-        self.rows[key] = [calls + 1, before + nbytes]
-
-    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
-        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        frame = sys._getframe(2)  # whoever called the wrapper
-        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where)
-
-    def at(self, call: str, where: str):
-        """What `with` notes on entering and on leaving."""
-        self.place = {"number": self.place["number"] + 1, "call": call, "line": where}
-        return self
-
-    def __enter__(self):
-        self.note("in")
-        self.start = time.perf_counter()
-
-    def __exit__(self, kind, error, trace):
-        self.seconds += time.perf_counter() - self.start
-        if error is None:
-            self.note("after")
-
-    def note(self, state: str) -> None:
-        self.place["state"] = state
-        if self.store is not None:
-            self.store.set(f"place/{self.rank}", json.dumps(self.place))
-
-    def total(self, **wanted) -> list[int]:
-        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
-        names = ("what", "phase", "collective", "axis")
-        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
-        hits = [row for key, row in rows if wanted.items() <= key.items()]
-        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
-
-
-COMM = CommCounter()
-
-
-def ring_factor(collective: str, T: int) -> float:
-    """Bytes one rank sends in a ring, as a multiple of the payload V."""
-    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
-
-
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
     if x.shape[dim] % parts:
@@ -1104,6 +1040,70 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     return groups
 
 
+class CommCounter:
+    """Counts calls and payload bytes of every collective, and notes the last one.
+
+    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
+    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
+    (a small key-value server that all ranks can reach), so that when a rank hangs, the
+    others can say where it was last seen.
+    """
+
+    def __init__(self):
+        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
+        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
+        self.seconds = 0.0  # spent in collectives, waiting for others included
+        self.store, self.rank = None, 0
+        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
+
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        key = (self.what, self.phase, collective, axis)
+        calls, before = self.rows.get(key, (0, 0))
+        self.rows[key] = [calls + 1, before + nbytes]
+
+    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
+        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
+        self.count(collective, copies * x.nbytes, group.group_desc)
+        frame = sys._getframe(2)  # whoever called the wrapper
+        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
+        return self.at(call, where)
+
+    def at(self, call: str, where: str):
+        """What `with` notes on entering and on leaving."""
+        self.place = {"number": self.place["number"] + 1, "call": call, "line": where}
+        return self
+
+    def __enter__(self):
+        self.note("in")
+        self.start = time.perf_counter()
+
+    def __exit__(self, kind, error, trace):
+        self.seconds += time.perf_counter() - self.start
+        if error is None:
+            self.note("after")
+
+    def note(self, state: str) -> None:
+        self.place["state"] = state
+        if self.store is not None:
+            self.store.set(f"place/{self.rank}", json.dumps(self.place))
+
+    def total(self, **wanted) -> list[int]:
+        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
+        names = ("what", "phase", "collective", "axis")
+        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
+        hits = [row for key, row in rows if wanted.items() <= key.items()]
+        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
+
+
+COMM = CommCounter()
+
+
+def ring_factor(collective: str, T: int) -> float:
+    """Bytes one rank sends in a ring, as a multiple of the payload V."""
+    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
+
+
 Break = namedtuple("Break", "target bug what symptom why thread")
 Break.__doc__ = """A bug to switch on: `target`, a dotted name, is replaced by `bug`."""
 
@@ -1138,7 +1138,7 @@ def rel_diff(a: Tensor, reference: Tensor) -> float:
 def gather_objects(value) -> list:
     """Every rank's value, in rank order: bookkeeping of the lesson, so not counted."""
     everyone = [None] * dist.get_world_size()
-    with COMM.at("bookkeeping", "the lesson's own"):
+    with COMM.at("gathering of results to print", "gather_objects"):
         dist.all_gather_object(everyone, value)
     return everyone
 
@@ -1203,7 +1203,7 @@ class Report:
                 row["bad"] += [] if ok or rank in row["bad"] else [rank]
         bad = [row for row in merged.values() if row["bad"]]
         rows = list(merged.values())
-        worst = max(rows, key=lambda row: row["diff"] / (row["allowed"] or 1))
+        worst = max(rows, key=lambda row: row["diff"])
         score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
         self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
         for row in bad[:4]:
@@ -1246,17 +1246,17 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def lesson_parser(doc: str) -> Parser:
+def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
     """The flags that all lessons share."""
     about = doc.partition("Shapes:")[0]
     style = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
     add = parser.add_argument
-    add("--steps", type=positive, default=3, help="how often to repeat (%(default)s)")
+    add("--steps", type=positive, default=steps, help=f"{steps_are} ({steps})")
     add("--seed", type=int, default=0)
     add("--dtype", choices=ALLOWED, default="float32")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
-    add("--timeout", type=positive, help="seconds to wait for another rank (60)")
+    add("--timeout", type=positive, help="seconds to wait for a rank (60; --break: 5)")
     add("--break", dest="break_name", metavar="NAME", help="a bug; `list` lists them")
     add("--json", type=Path, metavar="PATH", help="write all results there")
     return parser
@@ -1326,10 +1326,10 @@ def blame(error: Exception, timeout: int, store) -> str:
         f"{place['call']} ({place['line']})"
         for rank, place in places.items()
     ]
-    who = "rank " + ", ".join(map(str, guilty)) if guilty else "no one: all are there"
+    who = "rank " + ", ".join(map(str, guilty)) if guilty else "no rank: all are there"
     what = f"collective {common[0]}, {common[1]}" if common else "no collective"
     first = str(error).strip().split("\n")[0]
-    head = f"error: {what}, did not come about; missing from it: {who}"
+    head = f"error: {what}, did not come about; this call was not made by {who}"
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
 
@@ -1908,8 +1908,7 @@ def write(model: nn.Module, tp_group, args) -> str:
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__)
-    parser.set_defaults(steps=5)
+    parser = lesson_parser(__doc__, 5, "steps of AdamW")
     add = parser.add_argument
     add("--hidden", type=positive, default=64, help="D (default 64)")
     add("--heads", type=positive, default=8, help="N (default 8)")

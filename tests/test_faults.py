@@ -47,7 +47,7 @@ def test_ends_and_names_the_guilty_rank(lesson, ranks, fault, rank, number):
     if fault == "raise":
         assert told == [f"error: rank {rank} raised RuntimeError: out of luck"]
         return
-    named = re.search(r"missing from it: rank ([\d, ]+)$", told[0])
+    named = re.search(r"this call was not made by rank ([\d, ]+)$", told[0])
     assert named, told[0]
     named = set(map(int, named[1].split(", ")))
     if fault == "skip" and ranks == 2:  # one word against the other
