@@ -555,7 +555,9 @@ class Report:
             everywhere = len(row["bad"]) == self.ranks
             ranks = "every rank" if everywhere else f"rank {row['bad']}"
             off, allowed = f"{row['diff']:.1e}", f"{row['allowed']:.0e}"
-            self.say(f"✗ {row['name']}: off by {off}, allowed {allowed}, on {ranks}")
+            self.say(
+                f"✗ {row['name']}: off by up to {off}, allowed {allowed}, on {ranks}"
+            )
         if len(bad) > 4:
             self.say(f"✗ and {len(bad) - 4} more")
         if broken:
@@ -608,10 +610,9 @@ def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive whole number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
 def pick_device(args) -> str:
@@ -705,7 +706,7 @@ def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) 
         args = parse_args(ranks)
         if args.break_name == "list":
             if int(os.environ.get("RANK", 0)) == 0:
-                print(*(f"{name:<10}{breaks[name].what}" for name in breaks), sep="\n")
+                print(*(f"{name:<15}{breaks[name].what}" for name in breaks), sep="\n")
             return
         check_common(args, ranks, breaks)
         backend = pick_device(args) if "RANK" in os.environ else None

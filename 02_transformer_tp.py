@@ -106,7 +106,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         D, H = config.hidden, config.hidden // config.heads
-        self.head_size, self.share = H, config.heads // config.kv_heads
+        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
@@ -119,7 +119,7 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )  # [B, N, S, H], and [B, K, S, H] twice
         q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        k, v = (x.repeat_interleave(self.share, 1) for x in (k, v))
+        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
         scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
         scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
         weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
@@ -175,7 +175,8 @@ class Transformer(nn.Module):
 def replicated_dropout(x: Tensor, p: float) -> Tensor:
     """Dropout where x is whole on every rank: all must drop the same elements.
 
-    They do, because all draw from the same seed and in the same order.
+    They do, because all draw the same numbers, from one seed and in one order:
+    sharded_dropout, too, draws its whole mask on every rank.
     """
     keep = torch.rand(x.shape, device=x.device) >= p
     return x * keep / (1 - p)
@@ -221,7 +222,7 @@ class TPAttention(nn.Module):
 
     def __init__(self, full: Attention, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.head_size, self.share = full.head_size, full.share
+        self.head_size, self.queries_per_kv = full.head_size, full.queries_per_kv
         self.p, self.tp_group = full.dropout.p, tp_group
         self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
         self.o_proj = RowParallelLinear(full.o_proj, tp_group)
@@ -233,8 +234,10 @@ class TPAttention(nn.Module):
         k_BkSH = self.k_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
         v_BkSH = self.v_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
         q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BnSH = rotate(k_BkSH, cos_SH, sin_SH).repeat_interleave(self.share, 1)
-        v_BnSH = v_BkSH.repeat_interleave(self.share, 1)
+        k_BnSH = rotate(k_BkSH, cos_SH, sin_SH).repeat_interleave(
+            self.queries_per_kv, 1
+        )
+        v_BnSH = v_BkSH.repeat_interleave(self.queries_per_kv, 1)
         scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(H)
         weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
         if self.p and self.training:
@@ -300,11 +303,11 @@ def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     group. It has all of the replicated ones: they are counted once.
     Communication: one all-reduce of one float64.
     """
-    squares = {True: 0.0, False: 0.0}
+    sharded, replicated = [], []
     for name, p in model.named_parameters():
-        squares[bool(tell_placement(model, name))] += p.grad.double().square().sum()
-    sharded = all_reduce(torch.as_tensor(squares[True]), tp_group)
-    return math.sqrt(sharded + squares[False])
+        squares = p.grad.double().square().sum()
+        (sharded if tell_placement(model, name) else replicated).append(squares)
+    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
@@ -414,7 +417,10 @@ class ColumnParallelLinear(nn.Module):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
     """
 
-    placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}  # (axis, dim) each
+    placement = {
+        "weight": (("tp", 0),),
+        "bias": (("tp", 0),),
+    }  # cut over axis tp along dim 0
 
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
         super().__init__()
@@ -786,7 +792,9 @@ class Report:
             everywhere = len(row["bad"]) == self.ranks
             ranks = "every rank" if everywhere else f"rank {row['bad']}"
             off, allowed = f"{row['diff']:.1e}", f"{row['allowed']:.0e}"
-            self.say(f"✗ {row['name']}: off by {off}, allowed {allowed}, on {ranks}")
+            self.say(
+                f"✗ {row['name']}: off by up to {off}, allowed {allowed}, on {ranks}"
+            )
         if len(bad) > 4:
             self.say(f"✗ and {len(bad) - 4} more")
         if broken:
@@ -839,10 +847,9 @@ def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive whole number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
 def pick_device(args) -> str:
@@ -936,7 +943,7 @@ def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) 
         args = parse_args(ranks)
         if args.break_name == "list":
             if int(os.environ.get("RANK", 0)) == 0:
-                print(*(f"{name:<10}{breaks[name].what}" for name in breaks), sep="\n")
+                print(*(f"{name:<15}{breaks[name].what}" for name in breaks), sep="\n")
             return
         check_common(args, ranks, breaks)
         backend = pick_device(args) if "RANK" in os.environ else None
@@ -1024,7 +1031,7 @@ def first_slice_dropout(x, p, dim, tp_group):
 
 
 def own_mask_dropout(x, p):
-    """Each rank draws a mask of its own for a tensor that all ranks share."""
+    """Each rank its own mask (moved by its number) for a tensor that all share."""
     keep = torch.rand(x.shape, device=x.device) >= p
     return x * keep.roll(dist.get_rank(), -1) / (1 - p)
 
@@ -1049,7 +1056,7 @@ BREAKS = {
         "shard",
         same_seed_shard,
         "each rank initialises its shard itself, all from the same seed",
-        "it trains, to a worse loss: every head and every MLP column exists T times",
+        "it trains, but another model: every head and every MLP column exists T times",
         "equal shards get equal gradients and stay equal; a T-th of the model is left. "
         "Cut the shards from one tensor, or seed each rank differently",
         "github.com/modelscope/ms-swift/issues/7944, allenai/OLMo-core issue 307",
@@ -1059,8 +1066,8 @@ BREAKS = {
         cut_fused_qkv,
         "a fused q-k-v weight is cut into contiguous slices",
         "shapes fit and nothing complains; the loss is wrong from step 1 on",
-        "the first slice holds queries only, the last values only, and each rank takes "
-        "thirds of them for its q, k and v. Cut q, k and v each, by heads",
+        "the first slice is mostly queries, the last mostly values, and a rank takes "
+        "thirds of its slice for its q, k and v. Cut q, k and v each, by heads",
         "github.com/pytorch/pytorch/issues/149701",
     ),
     "mask-heads": Break(
@@ -1210,8 +1217,8 @@ def show_losses_and_norms(report: Report, without: Training, tp: Training) -> No
     """Loss and gradient norm of each step, without and with TP."""
     loss_limit, limit = ALLOWED[report.args.dtype]
     report.say(
-        f"\n1  Training on lines of this file: AdamW, gradients clipped at norm "
-        f"{report.args.clip:g}"
+        f"\n1  Training on lines of this file: AdamW, gradients clipped to norm "
+        f"{report.args.clip:g}. ‖g‖:\n   the norm before it; diff.: relative difference"
     )
     rows = []
     columns = zip(without.losses, tp.losses, without.norms, tp.norms)
@@ -1259,7 +1266,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
         table.append([key, shape, where, *cells, "ok" if diff <= limit else "✗"])
     layers = report.args.layers
     report.say(
-        f"\n2  Who holds what, and g of step 1 (one row for all {layers} layers)"
+        f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
     )
     head = "parameter|on a rank|placement|alone|with TP|diff.|ok"
     report.table(head, table, "lllrrrr")
@@ -1287,6 +1294,7 @@ def show_after(report: Report, without: Training, tp: Training) -> None:
     off = 0.0
     for p in whole.values():
         off = max(off, rel_diff(broadcast(p, 0, tp.tp_group), p))
+    off = max(gather_objects(off))  # rank 0, which prints, is equal to itself
     same = report.check("replicas equal on every rank", off)
     losses = gather_objects(tp.losses)
     one = report.check(
@@ -1296,7 +1304,7 @@ def show_after(report: Report, without: Training, tp: Training) -> None:
     report.say(
         f"   After {report.args.steps} steps the parameters differ by {worst:.1e} at "
         f"most: {mark}.\n   Equal to the bit on all ranks: the {len(whole)} replicated "
-        f"parameters {same}, the losses {one}"
+        f"tensors {same}, the losses {one}"
     )
 
 
@@ -1313,7 +1321,9 @@ def show_start(report: Report, full: Transformer, tp_group) -> None:
         "\n3  Initialisation: every rank draws the full model from one seed and cuts\n"
         f"   it. up_proj has {rows[0]} different rows; put together from its shards "
         f"{rows[1]}: {mark}.\n   Had each rank drawn its own shard from that seed: "
-        f"{rows[2]}, each {T} times (--break seed)"
+        f"{rows[2]}, each {T} times over.\n"
+        "   q, k and v are cut one by one, by heads: a rank's queries need their own\n"
+        "   keys and values. A slice of [q; k; v] would mix them (--break qkv)."
     )
     if full.config.dropout == 0:
         return
@@ -1350,7 +1360,7 @@ def show_traffic(report: Report, config: Config, ranks: int) -> None:
         f"{wanted * ring_factor('all-reduce', ranks):.0f}",
     ]
     rows[-1].append(mark)
-    rows.append(["embedding, head", "both", 0, 0, "replicated", 0, 0, "–"])
+    rows.append(["embedding, head", "both", 0, 0, "whole on all ranks", 0, 0, ""])
     report.say(
         "\n4  Communication in a step: all-reduces; ring: what a rank of a ring sends"
     )
@@ -1417,6 +1427,10 @@ def show_memory(report: Report, without: Training, tp: Training, ranks: int) -> 
     )
     head = "|without TP|predicted|with TP|predicted|ratio|ok"
     report.table(head, rows, "lrrrrrr")
+    report.say(
+        "   Cut by T: attention and MLP, their weights and what they keep in between.\n"
+        "   Whole on every rank: embedding, head, LayerNorm, residual and its masks."
+    )
 
 
 def show_plan(report: Report, full: Transformer, batch, tp_group) -> None:

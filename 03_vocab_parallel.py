@@ -113,6 +113,7 @@ class VocabParallelEmbedding(nn.Module):
         check_tokens(tokens_BS, self.vocab_size)
         local_BS = tokens_BS - first_row(len(self.weight), self.tp_group)
         mine_BS = (local_BS >= 0) & (local_BS < len(self.weight))
+        # Another rank's token looks up row 0, any row would do: it is zeroed next.
         x_BSD = F.embedding(local_BS.where(mine_BS, 0), self.weight)
         partial_x_BSD = x_BSD * mine_BS.unsqueeze(-1)  # others' tokens: zero
         return ReduceFromTP.apply(partial_x_BSD, self.tp_group)
@@ -160,9 +161,9 @@ def to_softmax(exp_BSv: Tensor, total_BS: Tensor) -> Tensor:
     return exp_BSv / total_BS.unsqueeze(-1)
 
 
-def without_ignored(grad_BSv: Tensor, counts_BS: Tensor) -> Tensor:
+def without_ignored(grad_BSv: Tensor, has_target_BS: Tensor) -> Tensor:
     """Zero the rows of tokens that have no target, also where they are nan."""
-    return grad_BSv.where(counts_BS.unsqueeze(-1), 0)
+    return grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -193,26 +194,26 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             sum_BS = x_BSv.masked_fill(~real_v, 0).sum(-1)
             picked_BS = (1 - smoothing) * picked_BS + smoothing * sum_BS / vocab_size
         loss_BS = total_BS.log() - all_reduce(picked_BS, tp_group)
-        counts_BS = target_BS != ignore
+        has_target_BS = target_BS != ignore
         softmax_BSv = to_softmax(exp_BSv, total_BS)
-        ctx.save_for_backward(softmax_BSv, local_BS, mine_BS, counts_BS, real_v)
+        ctx.save_for_backward(softmax_BSv, local_BS, mine_BS, has_target_BS, real_v)
         ctx.smoothing, ctx.vocab_size, ctx.dtype = (
             smoothing,
             vocab_size,
             logits_BSv.dtype,
         )
-        return loss_BS.where(counts_BS, 0)
+        return loss_BS.where(has_target_BS, 0)
 
     @staticmethod
     def backward(ctx, upstream_BS):
         # dloss/dx = softmax − onehot(target): each rank has what it takes for its
         # columns, so nothing is sent.
-        softmax_BSv, local_BS, mine_BS, counts_BS, real_v = ctx.saved_tensors
+        softmax_BSv, local_BS, mine_BS, has_target_BS, real_v = ctx.saved_tensors
         even = ctx.smoothing / ctx.vocab_size  # what smoothing gives to every token
         grad_BSv = softmax_BSv - even * real_v.to(softmax_BSv)
         hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
         grad_BSv.scatter_add_(-1, local_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
-        grad_BSv = without_ignored(grad_BSv * upstream_BS.unsqueeze(-1), counts_BS)
+        grad_BSv = without_ignored(grad_BSv * upstream_BS.unsqueeze(-1), has_target_BS)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
 
@@ -278,10 +279,11 @@ class VocabParallelTransformer(nn.Module):
 
 
 def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int) -> int:
-    """Draw a token from sharded logits: argmax of logits + Gumbel noise, two numbers.
+    """Draw a token from sharded logits, sending two numbers instead of V.
 
-    The noise is drawn whole on every rank from one seed, so that the draw is the one
-    that a single process makes. Each rank offers its best column.
+    The largest of logits + Gumbel noise is a draw from softmax(logits): so each rank
+    needs to offer only its best column. The noise is drawn whole on
+    every rank from one seed, so that the draw is the one that a single process makes.
     Communication: two all-reduces of one value: the best score, and who has it.
     """
     start = first_row(len(logits_v), tp_group)
@@ -341,7 +343,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         D, H = config.hidden, config.hidden // config.heads
-        self.head_size, self.share = H, config.heads // config.kv_heads
+        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
@@ -354,7 +356,7 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )  # [B, N, S, H], and [B, K, S, H] twice
         q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        k, v = (x.repeat_interleave(self.share, 1) for x in (k, v))
+        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
         scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
         scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
         weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
@@ -407,7 +409,8 @@ class Transformer(nn.Module):
 def replicated_dropout(x: Tensor, p: float) -> Tensor:
     """Dropout where x is whole on every rank: all must drop the same elements.
 
-    They do, because all draw from the same seed and in the same order.
+    They do, because all draw the same numbers, from one seed and in one order:
+    sharded_dropout, too, draws its whole mask on every rank.
     """
     keep = torch.rand(x.shape, device=x.device) >= p
     return x * keep / (1 - p)
@@ -453,7 +456,7 @@ class TPAttention(nn.Module):
 
     def __init__(self, full: Attention, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.head_size, self.share = full.head_size, full.share
+        self.head_size, self.queries_per_kv = full.head_size, full.queries_per_kv
         self.p, self.tp_group = full.dropout.p, tp_group
         self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
         self.o_proj = RowParallelLinear(full.o_proj, tp_group)
@@ -465,8 +468,10 @@ class TPAttention(nn.Module):
         k_BkSH = self.k_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
         v_BkSH = self.v_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
         q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BnSH = rotate(k_BkSH, cos_SH, sin_SH).repeat_interleave(self.share, 1)
-        v_BnSH = v_BkSH.repeat_interleave(self.share, 1)
+        k_BnSH = rotate(k_BkSH, cos_SH, sin_SH).repeat_interleave(
+            self.queries_per_kv, 1
+        )
+        v_BnSH = v_BkSH.repeat_interleave(self.queries_per_kv, 1)
         scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(H)
         weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
         if self.p and self.training:
@@ -504,11 +509,11 @@ def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     group. It has all of the replicated ones: they are counted once.
     Communication: one all-reduce of one float64.
     """
-    squares = {True: 0.0, False: 0.0}
+    sharded, replicated = [], []
     for name, p in model.named_parameters():
-        squares[bool(tell_placement(model, name))] += p.grad.double().square().sum()
-    sharded = all_reduce(torch.as_tensor(squares[True]), tp_group)
-    return math.sqrt(sharded + squares[False])
+        squares = p.grad.double().square().sum()
+        (sharded if tell_placement(model, name) else replicated).append(squares)
+    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
@@ -677,7 +682,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
         table.append([key, shape, where, *cells, "ok" if diff <= limit else "✗"])
     layers = report.args.layers
     report.say(
-        f"\n2  Who holds what, and g of step 1 (one row for all {layers} layers)"
+        f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
     )
     head = "parameter|on a rank|placement|alone|with TP|diff.|ok"
     report.table(head, table, "lllrrrr")
@@ -705,6 +710,7 @@ def show_after(report: Report, without: Training, tp: Training) -> None:
     off = 0.0
     for p in whole.values():
         off = max(off, rel_diff(broadcast(p, 0, tp.tp_group), p))
+    off = max(gather_objects(off))  # rank 0, which prints, is equal to itself
     same = report.check("replicas equal on every rank", off)
     losses = gather_objects(tp.losses)
     one = report.check(
@@ -714,7 +720,7 @@ def show_after(report: Report, without: Training, tp: Training) -> None:
     report.say(
         f"   After {report.args.steps} steps the parameters differ by {worst:.1e} at "
         f"most: {mark}.\n   Equal to the bit on all ranks: the {len(whole)} replicated "
-        f"parameters {same}, the losses {one}"
+        f"tensors {same}, the losses {one}"
     )
 
 
@@ -838,7 +844,10 @@ class ColumnParallelLinear(nn.Module):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
     """
 
-    placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}  # (axis, dim) each
+    placement = {
+        "weight": (("tp", 0),),
+        "bias": (("tp", 0),),
+    }  # cut over axis tp along dim 0
 
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
         super().__init__()
@@ -1210,7 +1219,9 @@ class Report:
             everywhere = len(row["bad"]) == self.ranks
             ranks = "every rank" if everywhere else f"rank {row['bad']}"
             off, allowed = f"{row['diff']:.1e}", f"{row['allowed']:.0e}"
-            self.say(f"✗ {row['name']}: off by {off}, allowed {allowed}, on {ranks}")
+            self.say(
+                f"✗ {row['name']}: off by up to {off}, allowed {allowed}, on {ranks}"
+            )
         if len(bad) > 4:
             self.say(f"✗ and {len(bad) - 4} more")
         if broken:
@@ -1263,10 +1274,9 @@ def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive whole number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
 def pick_device(args) -> str:
@@ -1360,7 +1370,7 @@ def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) 
         args = parse_args(ranks)
         if args.break_name == "list":
             if int(os.environ.get("RANK", 0)) == 0:
-                print(*(f"{name:<10}{breaks[name].what}" for name in breaks), sep="\n")
+                print(*(f"{name:<15}{breaks[name].what}" for name in breaks), sep="\n")
             return
         check_common(args, ranks, breaks)
         backend = pick_device(args) if "RANK" in os.environ else None
@@ -1414,13 +1424,6 @@ def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
         args.timeout = 5 if args.break_name else 60
 
 
-def numbers(x: Tensor | None) -> str:
-    """[ 0  1 10], a column of two characters a number; – for nothing."""
-    if x is None:
-        return "–"
-    return "[" + " ".join(f"{v:2.0f}" for v in x.flatten().tolist()) + "]"
-
-
 # ==== BREAK IT
 
 
@@ -1450,7 +1453,7 @@ def backward_outside(loss_of):
 BREAKS = {
     "ignored": Break(
         "without_ignored",
-        lambda grad_BSv, counts_BS: grad_BSv,
+        lambda grad_BSv, has_target_BS: grad_BSv,
         "the gradient rows of ignored tokens are not zeroed",
         "the loss of step 1 is right: an ignored token's loss is zero; its gradient is "
         "not, and losses part from step 2 on",
@@ -1461,7 +1464,8 @@ BREAKS = {
         "mean_over_targets",
         lambda loss_BS, target_BS: loss_BS.mean(),
         "the mean is taken over all tokens, padding included",
-        "the loss is too small by the share of padding, and so is every gradient",
+        "the loss is too small by the share of padding, and so is every gradient; "
+        "clipping and AdamW hide the scale, and parameters come out right here",
         "a padding token adds zero to the sum, and one to the count if you let it",
         "a predecessor of this course",
     ),
@@ -1487,7 +1491,8 @@ BREAKS = {
         "largest_logit",
         lambda logits_BSv, tp_group: torch.zeros_like(logits_BSv[..., 0]),
         "the largest logit is not subtracted",
-        "nothing, while logits are small; with large ones the loss is inf or nan",
+        "no loss changes while logits are small; large ones give inf or nan; "
+        "two all-reduces are left of three",
         "exp(x) overflows float32 above x = 88; exp(x − max) never does",
         "Megatron-LM, arXiv:1909.08053, sec. 3; the first of its three all-reduces",
     ),
@@ -1495,7 +1500,7 @@ BREAKS = {
         "to_softmax",
         lambda exp_BSv, total_BS: exp_BSv,
         "the exponentials are kept for backward, and not the softmax",
-        "every loss of step 1 is right, every gradient before it wrong",
+        "step 1's loss is right, the gradients are not: too large, about Σ times",
         "the gradient is softmax − onehot: exp without its 1/Σ is too large by Σ",
         "github.com/xrsrke/pipegoose",
     ),
@@ -1512,8 +1517,8 @@ BREAKS = {
         backward_outside,
         "PyTorch's loss_parallel: backward is called outside the context",
         "an error from deep inside, or a wrong gradient, in backward",
-        "the context swaps the kernels of log-softmax and its backward for sharded "
-        "ones; outside it the ordinary ones meet sharded logits",
+        "the context swaps the kernels of log-softmax and of the loss, and of their "
+        "backward, for sharded ones; outside it the ordinary ones meet sharded logits",
         "github.com/pytorch/pytorch/issues/190746",
     ),
 }
@@ -1577,9 +1582,14 @@ def show_three_losses(report: Report, runs: list[Training], batches) -> None:
         size = f"{args.batch_size} × {args.seq_len}"
         mark = "ok" if marks == ["ok"] * 3 else "✗"
         rows.append([step + 1, size, padding, *cells, f"{diff:.1e}", mark])
-    report.say("\n1  Losses on lines of this file; padding has no target")
-    head = "step|tokens|padding|F.cross_entropy|by hand alone|with TP|diff.|ok"
+    report.say(
+        "\n1  Losses on lines of this file, as bytes; PAD = 256 fills up short ones"
+    )
+    head = "step|tokens|no target|F.cross_entropy|by hand alone|with TP|diff.|ok"
     report.table(head, rows, "rrrrrrrr")
+    report.say(
+        "   by hand alone: this lesson's loss in one process; diff.: largest, relative"
+    )
 
 
 def show_rows(report: Report, tp: Training, batches) -> None:
@@ -1600,7 +1610,8 @@ def show_rows(report: Report, tp: Training, batches) -> None:
         "|tokens|rows|padding rows|of the inputs|of the targets", rows, "llrrrr"
     )
     report.say(
-        "   The text is ASCII, bytes below 128: low tokens are looked up more often."
+        "   Most of the text is ASCII, below 128: low tokens are looked up more.\n"
+        "   Padding rows make the ranks equal in size; the loss leaves them out."
     )
     looked_up = sum(row[4] for row in rows)
     report.check("every token is looked up once", float(looked_up != tokens.numel()))
@@ -1623,15 +1634,16 @@ def show_one_token(report: Report, tp: Training, batches) -> None:
     start = first_row(v, group)
     has = start <= wanted < start + v
     picked = x_v[wanted - start] - largest if has else torch.zeros_like(largest)
-    numbers = [x_v.max().item(), total.item(), picked.item()]
-    rows = [
-        [f"rank {r}", *(f"{x:.4f}" for x in row)]
-        for r, row in enumerate(gather_objects(numbers))
-    ]
+    cells = [f"{x:.4f}" for x in (x_v.max().item(), total.item(), picked.item())]
+    cells[2] = cells[2] if has else "not here"
+    rows = [[f"rank {r}", *row] for r, row in enumerate(gather_objects(cells))]
     m, z, t = largest.item(), *(all_reduce(x, group).item() for x in (total, picked))
     rows.append(["all-reduce", f"max {m:.4f}", f"sum {z:.4f}", f"sum {t:.4f}"])
-    report.say(f"\n4  One token's loss: input {tokens[0, at]}, target {wanted}")
-    report.table("|largest logit m|Σ exp(x − m)|target's x − m", rows, "lrrr")
+    report.say(
+        f"\n4  One token's loss: after byte {tokens[0, at]} comes {wanted}. x are its "
+        "logits, m the largest"
+    )
+    report.table("|largest x here|Σ exp(x − m)|target's x − m", rows, "lrrr")
     report.say(f"   loss = log {z:.4f} − ({t:.4f}) = {math.log(z) - t:.4f}")
 
 
