@@ -1211,7 +1211,9 @@ def show_why(report: Report, tp_group, device: str) -> None:
         "without f": (lambda x, group: x, ReduceFromTP.apply),
         "g by PyTorch's all_reduce": (CopyToTP.apply, pytorch_all_reduce),
     }
-    right = [T * (T + 1) / 2.0, 3.0]
+    x, w_T = torch.tensor(3.0, requires_grad=True), torch.arange(1.0, T + 1)
+    (w_T.requires_grad_() * x).sum().backward()  # all of it in one process
+    right = [x.grad.item(), w_T.grad[rank].item()]
     rows.append(["one process", *(f"{v:.0f}" for v in right), "the truth"])
     remarks = ("equal", "dL/dx: one term each", f"all times T = {T}")
     for (name, (f, g)), remark in zip(ways.items(), remarks):

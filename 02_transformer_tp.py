@@ -1360,7 +1360,10 @@ def show_traffic(report: Report, config: Config, ranks: int) -> None:
         f"{wanted * ring_factor('all-reduce', ranks):.0f}",
     ]
     rows[-1].append(mark)
-    rows.append(["embedding, head", "both", 0, 0, "whole on all ranks", 0, 0, ""])
+    calls, moved = COMM.total(what="layers")
+    rest = [calls // args.steps - 4 * config.layers * (ranks > 1)]
+    rest += [moved // args.steps - 4 * config.layers * one]
+    rows.append(["embedding, head", "both", *rest, "whole on all ranks", 0, 0, ""])
     report.say(
         "\n4  Communication in a step: all-reduces; ring: what a rank of a ring sends"
     )
