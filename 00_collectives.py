@@ -37,7 +37,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections import namedtuple
+from collections import Counter, namedtuple
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,8 @@ def send_recv(
     Both are started before either is waited for: if every rank first waited for its own
     send to end, a ring would stand still. Counted: the bytes this rank sends.
     """
-    x, out = x.detach().contiguous(), torch.empty_like(like.detach())
+    x = x.detach().contiguous()
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     with COMM.record("send/recv", x, group):
         both = [
             dist.P2POp(dist.isend, x, group=group, group_peer=dst),
@@ -217,7 +218,7 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
         summed over all ranks always 2·V·(T−1).
     """
     T, rank = group.size(), group.rank()
-    chunks = list(x.detach().flatten().clone().tensor_split(T))
+    chunks = list(x.detach().flatten().tensor_split(T))
     right, left = (rank + 1) % T, (rank - 1) % T
     for step in range(T - 1):
         mine = (rank - step) % T  # the chunk that I added to in the last step
@@ -554,10 +555,9 @@ class Report:
         for row in bad[:4]:
             everywhere = len(row["bad"]) == self.ranks
             ranks = "every rank" if everywhere else f"rank {row['bad']}"
-            off, allowed = f"{row['diff']:.1e}", f"{row['allowed']:.0e}"
-            self.say(
-                f"✗ {row['name']}: off by up to {off}, allowed {allowed}, on {ranks}"
-            )
+            off = f"off by up to {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            line = f"✗ {row['name']}: {off}, on {ranks}"
+            self.say(textwrap.fill(line, 88, subsequent_indent="  "))
         if len(bad) > 4:
             self.say(f"✗ and {len(bad) - 4} more")
         if broken:
@@ -576,7 +576,7 @@ class Report:
 def diagnosis(name: str, broken: Break) -> str:
     """What --break NAME did, what one sees, why, and who met it."""
     texts = broken.symptom, broken.why, broken.thread
-    lines = [f"\n--break {name}: {broken.what}"]
+    lines = ["", *textwrap.wrap(f"--break {name}: {broken.what}", 88)]
     for label, text in zip(("symptom", "why", "met in"), texts):
         lines += textwrap.wrap(f"{label:<9}{text}", 88, subsequent_indent=" " * 9)
     return "\n".join(lines)
@@ -586,9 +586,11 @@ class Parser(argparse.ArgumentParser):
     """argparse, but one `error:` line for all ranks, and one --help."""
 
     def error(self, message):
+        """Called by argparse, which would print its usage on every rank."""
         raise ValueError(message)
 
     def print_help(self, file=None):
+        """Once, not once a rank."""
         if int(os.environ.get("RANK", 0)) == 0:
             super().print_help(file)
 
@@ -610,6 +612,7 @@ def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
 
 
 def positive(text: str) -> int:
+    """A flag's value as a whole number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
@@ -663,8 +666,8 @@ def blame(error: Exception, timeout: int, store) -> str:
         rank: (place["number"], place["call"]) if place["state"] == "in" else None
         for rank, place in places.items()
     }
-    inside = [call for call in calls.values() if call]
-    common = max(inside, key=inside.count) if inside else None
+    inside = Counter(call for call in calls.values() if call).most_common(2)
+    common = inside[0][0] if inside else None
     everyone = range(dist.get_world_size())
     guilty = [rank for rank in everyone if calls.get(rank) != common]
     lines = [
@@ -676,6 +679,8 @@ def blame(error: Exception, timeout: int, store) -> str:
     what = f"collective {common[0]}, {common[1]}" if common else "no collective"
     first = str(error).strip().split("\n")[0]
     head = f"error: {what}, did not come about; this call was not made by {who}"
+    if len(inside) == 2 and inside[0][1] == inside[1][1]:
+        head += " (a tie: or the others skipped one before)"
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
 
@@ -749,13 +754,17 @@ def start_group(args, backend: str) -> dist.Store:
 
 def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
     """ValueError where a flag that all lessons share cannot be served."""
-    if args.break_name and args.break_name not in breaks:
+    if args.break_name is not None and args.break_name not in breaks:
         names = ", ".join(breaks)
         raise ValueError(f"--break {args.break_name}: unknown; there are {names}, list")
     if args.break_name and ranks == 1:
         raise ValueError("--break needs 2 ranks or more: one rank alone breaks nothing")
     if args.json and not args.json.parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.json and args.json.is_dir():
+        raise ValueError(f"--json {args.json}: this is a folder, a file is wanted")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed {args.seed}: from 0 to 2^32 − 1 it may be")
     if args.timeout is None:
         args.timeout = 5 if args.break_name else 60
 
@@ -861,7 +870,7 @@ def show_ring(report: Report, group, dtype) -> None:
     )
     rows = gather_objects([numbers(x), numbers(half), numbers(both)])
     rows = [[f"rank {r}", *row, mark] for r, row in enumerate(rows)]
-    report.table("|before|reduce-scatter|all-gather|= all-reduce", rows, "llllr")
+    report.table("|before|reduce-scatter|all-gather|ok", rows, "llllr")
     report.say(
         f"   By hand, as a ring of T = {T} ranks, each sending to the next one only:\n"
         "   T − 1 steps for each half, V/T bytes sent in every step (--trace)"

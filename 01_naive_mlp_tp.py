@@ -39,7 +39,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections import namedtuple
+from collections import Counter, namedtuple
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -692,10 +692,9 @@ class Report:
         for row in bad[:4]:
             everywhere = len(row["bad"]) == self.ranks
             ranks = "every rank" if everywhere else f"rank {row['bad']}"
-            off, allowed = f"{row['diff']:.1e}", f"{row['allowed']:.0e}"
-            self.say(
-                f"✗ {row['name']}: off by up to {off}, allowed {allowed}, on {ranks}"
-            )
+            off = f"off by up to {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            line = f"✗ {row['name']}: {off}, on {ranks}"
+            self.say(textwrap.fill(line, 88, subsequent_indent="  "))
         if len(bad) > 4:
             self.say(f"✗ and {len(bad) - 4} more")
         if broken:
@@ -714,7 +713,7 @@ class Report:
 def diagnosis(name: str, broken: Break) -> str:
     """What --break NAME did, what one sees, why, and who met it."""
     texts = broken.symptom, broken.why, broken.thread
-    lines = [f"\n--break {name}: {broken.what}"]
+    lines = ["", *textwrap.wrap(f"--break {name}: {broken.what}", 88)]
     for label, text in zip(("symptom", "why", "met in"), texts):
         lines += textwrap.wrap(f"{label:<9}{text}", 88, subsequent_indent=" " * 9)
     return "\n".join(lines)
@@ -724,9 +723,11 @@ class Parser(argparse.ArgumentParser):
     """argparse, but one `error:` line for all ranks, and one --help."""
 
     def error(self, message):
+        """Called by argparse, which would print its usage on every rank."""
         raise ValueError(message)
 
     def print_help(self, file=None):
+        """Once, not once a rank."""
         if int(os.environ.get("RANK", 0)) == 0:
             super().print_help(file)
 
@@ -748,6 +749,7 @@ def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
 
 
 def positive(text: str) -> int:
+    """A flag's value as a whole number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
@@ -801,8 +803,8 @@ def blame(error: Exception, timeout: int, store) -> str:
         rank: (place["number"], place["call"]) if place["state"] == "in" else None
         for rank, place in places.items()
     }
-    inside = [call for call in calls.values() if call]
-    common = max(inside, key=inside.count) if inside else None
+    inside = Counter(call for call in calls.values() if call).most_common(2)
+    common = inside[0][0] if inside else None
     everyone = range(dist.get_world_size())
     guilty = [rank for rank in everyone if calls.get(rank) != common]
     lines = [
@@ -814,6 +816,8 @@ def blame(error: Exception, timeout: int, store) -> str:
     what = f"collective {common[0]}, {common[1]}" if common else "no collective"
     first = str(error).strip().split("\n")[0]
     head = f"error: {what}, did not come about; this call was not made by {who}"
+    if len(inside) == 2 and inside[0][1] == inside[1][1]:
+        head += " (a tie: or the others skipped one before)"
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
 
@@ -887,13 +891,17 @@ def start_group(args, backend: str) -> dist.Store:
 
 def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
     """ValueError where a flag that all lessons share cannot be served."""
-    if args.break_name and args.break_name not in breaks:
+    if args.break_name is not None and args.break_name not in breaks:
         names = ", ".join(breaks)
         raise ValueError(f"--break {args.break_name}: unknown; there are {names}, list")
     if args.break_name and ranks == 1:
         raise ValueError("--break needs 2 ranks or more: one rank alone breaks nothing")
     if args.json and not args.json.parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.json and args.json.is_dir():
+        raise ValueError(f"--json {args.json}: this is a folder, a file is wanted")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed {args.seed}: from 0 to 2^32 − 1 it may be")
     if args.timeout is None:
         args.timeout = 5 if args.break_name else 60
 
@@ -1225,9 +1233,12 @@ def show_why(report: Report, tp_group, device: str) -> None:
             off = max(abs(got - want) for got, want in zip(grads, right))
             mark = report.check("f and g on two numbers", off)
             remark = "ok, equal" if mark == "ok" else "✗, not equal"
-        columns = zip(*gather_objects([f"{v:.0f}" for v in grads]))
-        rows.append([name, *(" ".join(column) for column in columns), remark])
-    report.table("|dL/dx, by rank|dL/dw, by rank|", rows, "llll")
+        cells = [name]
+        for column in zip(*gather_objects([f"{v:.0f}" for v in grads])):
+            same = set(column) == {column[0]}
+            cells.append(f"{column[0]} on each" if same else " ".join(column))
+        rows.append([*cells, remark])
+    report.table("|dL/dx, by rank|dL/dw_t, by rank|", rows, "llll")
     report.say(
         "   PyTorch's is right for its own purpose: each rank has a loss, and all are\n"
         "   added up, L = T·y. Here the ranks hold one and the same loss."
