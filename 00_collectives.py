@@ -920,7 +920,7 @@ def products(T: int) -> list[tuple]:
          lambda a, b, g: matmul_case_1(a, b), (0, None, 0), None, 0),
         (2, "A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]",
          matmul_case_2_gather, (1, None, None), "all-gather", I * J),
-        (2, "", "slice B, AllReduce", "C[I, K]",
+        (2, "", "slice B, as 3", "C[I, K]",
          matmul_case_2_slice, (1, None, None), "all-reduce", I * K),
         (3, "A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]",
          matmul_case_3_all_reduce, (1, 0, None), "all-reduce", I * K),

@@ -1160,7 +1160,7 @@ def show_gradients(report: Report, runs: list[Run]) -> None:
         report.data["gradients"].append(row | dict(placement=in_words(where), ok=ok))
         cells = [f"{norm:.6f}" for norm in norms] + [f"{diff:.1e}" for diff in worst]
         rows.append([label, *cells, "ok" if ok else "✗"])
-    head = "|norm without TP|Megatron's|naive diff.|Megatron's|DTensor|ok"
+    head = "|norm alone|Megatron's|naive diff.|Megatron's|DTensor|ok"
     report.table(head, rows, "lrrrrrr")
     corner = [run.first["up_proj.weight"] for run in (without, runs[2])]
     rows = [

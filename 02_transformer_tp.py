@@ -1161,6 +1161,7 @@ def make_transformer(args) -> Transformer:
 
 
 def tensor_bytes(tensors) -> int:
+    """Bytes of all tensors among these."""
     return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 

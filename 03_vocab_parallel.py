@@ -592,6 +592,7 @@ def make_transformer(args) -> Transformer:
 
 
 def tensor_bytes(tensors) -> int:
+    """Bytes of all tensors among these."""
     return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 
@@ -1773,6 +1774,7 @@ def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, V: int) -> Te
 
 
 def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, V: int) -> Tensor:
+    """The loss by hand, averaged."""
     loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, V)
     return mean_over_targets(loss_BS, target_BS)
 
@@ -1954,7 +1956,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
         raise ValueError(
             "--prompt '': one byte at least, the model continues something"
         )
-    if args.temperature < 0:
+    if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature {args.temperature}: 0 or more is wanted")
     return args
 
