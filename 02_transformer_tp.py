@@ -1323,7 +1323,8 @@ def show_start(report: Report, full: Transformer, tp_group) -> None:
     weight = full.layers[0].mlp.up_proj.weight
     cut = all_gather(shard(weight, 0, tp_group), 0, tp_group)
     torch.manual_seed(report.args.seed)
-    drawn = all_gather(torch.randn(len(weight) // T, weight.shape[1]), 0, tp_group)
+    mine = torch.randn(len(weight) // T, weight.shape[1], device=weight.device)
+    drawn = all_gather(mine, 0, tp_group)
     rows = [len(x.unique(dim=0)) for x in (weight.detach(), cut, drawn)]
     mark = report.check("shards differ from rank to rank", float(rows[1] != rows[0]))
     report.say(
