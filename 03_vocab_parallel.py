@@ -175,21 +175,21 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
-        v, wide = (
-            logits_BSv.shape[-1],
-            torch.promote_types(logits_BSv.dtype, torch.float32),
-        )
+        wide = torch.promote_types(logits_BSv.dtype, torch.float32)
         real_v = real_columns(logits_BSv, vocab_size, tp_group)
         x_BSv = logits_BSv.to(wide).masked_fill(~real_v, float("-inf"))
+        # First all-reduce: the largest logit.
         x_BSv = x_BSv - largest_logit(x_BSv, tp_group).unsqueeze(-1)
+        # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         total_BS = all_reduce(exp_BSv.sum(-1), tp_group)
+        # Third: the target's logit. One rank has its column, the others give zero.
+        v = logits_BSv.shape[-1]
         local_BS = target_BS - first_row(v, tp_group)
-        mine_BS = (local_BS >= 0) & (local_BS < v)  # one rank has the target's column
+        mine_BS = (local_BS >= 0) & (local_BS < v)
         local_BS = local_BS.where(mine_BS, 0)
-        picked_BS = (
-            x_BSv.gather(-1, local_BS.unsqueeze(-1)).squeeze(-1).where(mine_BS, 0)
-        )
+        picked_BS = x_BSv.gather(-1, local_BS.unsqueeze(-1)).squeeze(-1)
+        picked_BS = picked_BS.where(mine_BS, 0)
         if smoothing:  # and the mean of all logits, in the same all-reduce
             sum_BS = x_BSv.masked_fill(~real_v, 0).sum(-1)
             picked_BS = (1 - smoothing) * picked_BS + smoothing * sum_BS / vocab_size
@@ -197,11 +197,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         has_target_BS = target_BS != ignore
         softmax_BSv = to_softmax(exp_BSv, total_BS)
         ctx.save_for_backward(softmax_BSv, local_BS, mine_BS, has_target_BS, real_v)
-        ctx.smoothing, ctx.vocab_size, ctx.dtype = (
-            smoothing,
-            vocab_size,
-            logits_BSv.dtype,
-        )
+        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
+        ctx.dtype = logits_BSv.dtype
         return loss_BS.where(has_target_BS, 0)
 
     @staticmethod
