@@ -22,6 +22,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 LESSONS = sorted(path.stem for path in ROOT.glob("0?_*.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+FOLDER = "FOLDER"  # as a flag of a lesson: a folder, whose files come back as text
 MARK = "COURSE_TEST_JOB"  # in the environment of every process of a job
 
 # The tests are about ranks on CPUs. One thread a rank, and no need of a host name.
@@ -133,10 +134,13 @@ def result(what: str, ranks: int, *flags):
 
 def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     """A lesson under torchrun with --json."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "out.json")
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
+        path = Path(home, "out.json")
+        flags = [folder if flag == FOLDER else flag for flag in flags]
         done = torchrun(ROOT / f"{lesson}.py", ranks, *flags, "--json", path)
         data = json.loads(path.read_text()) if path.exists() else {}
+        if folder in flags:
+            data["files"] = {f.name: f.read_text() for f in Path(folder).iterdir()}
     return done._replace(data=data)
 
 

@@ -1,36 +1,18 @@
-"""Lessons 00 and 01 under torchrun: verdicts, screens, and every number in --json.
+"""Lessons under torchrun: verdicts, screens, and of 00 and 01 every number in --json.
 
 The numbers are worked out here a second time: a lesson's own "ok" counts for nothing.
 """
 
 import math
+import re
 
 import jobs
 import pytest
+from runs import ALL_RUNS, ALLOWED, SIZES, expect, flag, over
 
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
-ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5), "bfloat16": (2e-2, 2e-2)}
-SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
-ODD = ("--hidden", "48", "--batch-size", "6")  # sizes that 3 divides
-RUNS = [
-    (COLLECTIVES, 1, "--dtype", "bfloat16"),
-    (COLLECTIVES, 2, "--dtype", "float64"),
-    (COLLECTIVES, 3, "--trace"),
-    (COLLECTIVES, 4, "--dtype", "bfloat16", "--steps", "2"),
-    (COLLECTIVES, 8),
-    (MLP, 1, "--dtype", "float64"),
-    (MLP, 2, "--dtype", "float64"),
-    (MLP, 2, "--dtype", "bfloat16", "--hidden", "32", "--width", "96", "--seed", "7"),
-    (MLP, 3, *ODD, "--steps", "2", "--seq-len", "5"),
-    (MLP, 4, "--dtype", "float64"),
-    (MLP, 4, "--mesh", "4x1"),
-    (MLP, 8),
-]
+TRANSFORMER = "02_transformer_tp"
 STEPS = 3  # the default of --steps
-
-
-def flag(run, name, default):
-    return run[run.index(name) + 1] if name in run else default
 
 
 def sizes(run) -> tuple:
@@ -49,20 +31,11 @@ def mesh(run) -> tuple:
     return tuple(map(int, flag(run, "--mesh", default).split("x")))
 
 
-def over(runs):
-    """Parametrize a test by runs, each launched ahead of it."""
-    cases = [
-        pytest.param(run, id=" ".join(map(str, run)), marks=pytest.mark.launches(*run))
-        for run in runs
-    ]
-    return pytest.mark.parametrize("run", cases)
+MLP_RUNS = [run for run in ALL_RUNS if run[0] == MLP]
+COLLECTIVES_RUNS = [run for run in ALL_RUNS if run[0] == COLLECTIVES]
 
 
-MLP_RUNS = [run for run in RUNS if run[0] == MLP]
-COLLECTIVES_RUNS = [run for run in RUNS if run[0] == COLLECTIVES]
-
-
-@over(RUNS)
+@over(ALL_RUNS)
 def test_passes(run):
     done = jobs.result(*run)
     last = done.out.splitlines()[-1]
@@ -75,17 +48,18 @@ def test_passes(run):
     assert done.left == []
 
 
-@over(RUNS)
+@over(ALL_RUNS)
 def test_fits_the_screen(run):
     *lines, _ = jobs.result(*run).out.splitlines()
     wide = [f"{len(line)}: {line}" for line in lines if len(line) > 88]
     assert not wide, "\n".join(wide)
     assert not [line for line in lines if line != line.rstrip()]
-    limit = 110 if run[1] == 8 or "--trace" in run else 90
+    longer = run[1] == 8 or {"--trace", "--verbose", "--train"} & set(run)
+    limit = 130 if longer else 90
     assert 30 < len(lines) < limit, len(lines)
 
 
-@over(RUNS)
+@over(ALL_RUNS)
 def test_json_has_what_was_printed(run):
     done = jobs.result(*run)
     data = done.data
@@ -99,7 +73,7 @@ def test_json_has_what_was_printed(run):
         "communication": {
             "what", "collective", "axis", "phase", "calls", "bytes", "predicted_bytes",
         },
-        "losses": {"step", "without", "with", "dtensor"},
+        "losses": {"step", "without", "with"},
         "gradients": {
             "name", "placement", "norm_without", "norm_with", "rel_diff", "ok",
         },
@@ -109,14 +83,15 @@ def test_json_has_what_was_printed(run):
     for table, wanted in keys.items():
         for row in data[table]:
             assert wanted <= set(row), (table, row)
-    worst = max(data["checks"], key=lambda row: row["diff"] / (row["allowed"] or 1))
+    assert "dtensor" in data["losses"][0]
+    worst = max(data["checks"], key=lambda row: row["diff"])
     assert data["worst_rel_diff"] == worst["diff"]
     assert data["allowed"] == worst["allowed"]
     names = [row["name"] for row in data["checks"]]
     assert len(names) == len(set(names)), "two checks of one name"
 
 
-@over(RUNS)
+@over(ALL_RUNS)
 def test_every_check_is_within_what_design_allows(run):
     data = jobs.result(*run).data
     loosest = max(ALLOWED[data["dtype"]])
@@ -125,19 +100,8 @@ def test_every_check_is_within_what_design_allows(run):
         assert row["bad"] == [] and row["diff"] <= row["allowed"] <= loosest, row
         if "bytes" in row["name"]:
             assert row["allowed"] == 0, row
-        if "loss" in row["name"]:
+        if re.search(r"\bloss\b", row["name"]) and "norm" not in row["name"]:
             assert row["allowed"] <= ALLOWED[data["dtype"]][0], row
-
-
-def expect(data, wanted: dict):
-    """Rows of the communication table: label → (calls, bytes), and no row besides."""
-    found = {}
-    for row in data["communication"]:
-        assert row["bytes"] == row["predicted_bytes"], row
-        label = (row["what"], row["phase"], row["collective"], row["axis"])
-        assert label not in found, f"two rows {label}"
-        found[label] = row["calls"], row["bytes"]
-    assert found == wanted
 
 
 @over(COLLECTIVES_RUNS)
@@ -330,13 +294,16 @@ dist.destroy_process_group()
 """
 
 
+LIMITS = {COLLECTIVES: 2, MLP: 2, TRANSFORMER: 3}  # times an empty script
+
+
 @pytest.mark.alone
-@pytest.mark.timeout(240)
-def test_takes_less_than_twice_an_empty_script(tmp_path):
+@pytest.mark.timeout(300)
+def test_takes_little_more_than_an_empty_script(tmp_path):
     """Wall time at 2 ranks; the best of three of each, taking turns."""
     empty = tmp_path / "empty.py"
     empty.write_text(EMPTY)
-    scripts = [empty, *(jobs.ROOT / f"{lesson}.py" for lesson in (COLLECTIVES, MLP))]
+    scripts = [empty, *(jobs.ROOT / f"{lesson}.py" for lesson in LIMITS)]
     seconds = {script.stem: [] for script in scripts}
     for _ in range(3):
         for script in scripts:
@@ -344,5 +311,5 @@ def test_takes_less_than_twice_an_empty_script(tmp_path):
             assert done.code == 0, done.text
             seconds[script.stem].append(done.wall)
     best = {name: min(times) for name, times in seconds.items()}
-    for lesson in (COLLECTIVES, MLP):
-        assert best[lesson] < 2 * best["empty"], seconds
+    for lesson, times in LIMITS.items():
+        assert best[lesson] < times * best["empty"], seconds

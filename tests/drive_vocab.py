@@ -1,0 +1,292 @@
+"""Four ranks: lesson 03's embedding, head, loss and sampling against plain torch.
+
+    torchrun --nproc_per_node=4 drive_vocab.py FOLDER
+
+Every rank computes the whole thing alone, in float64, and cuts out what it should have.
+"""
+
+import copy
+import math
+import random
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from in_ranks import difference, finish, groups_of_4, load, start, write_found
+from torch import nn
+
+lesson = load("03_vocab_parallel")
+SIZES = [*range(1, 61), 257, 1000] * 3 + [1, 2, 3] * 8
+DTYPES = torch.float64, torch.float32, torch.bfloat16
+STYLES = "random", "high", "low", "far apart", "equal"
+ENDS, MODELS, DRAWS = 36, 18, 200
+
+
+def columns(whole, v: int, group, filler: float):
+    """This rank's v columns of the last dim, `filler` where the vocabulary ends."""
+    V = whole.shape[-1]
+    padded = F.pad(whole, (0, v * group.size() - V), value=filler)
+    return padded[..., group.rank() * v : (group.rank() + 1) * v].clone()
+
+
+def rows(whole, v: int, group):
+    """This rank's v rows, zeros below the last one."""
+    return columns(whole.movedim(0, -1), v, group, 0.0).movedim(-1, 0)
+
+
+def make_logits(style: str, shape, generator):
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    shifts = {"high": 1e4, "low": -1e4}
+    if style in shifts:
+        return x + shifts[style]
+    return {"random": 3 * x, "far apart": 1e4 * x, "equal": torch.ones_like(x)}[style]
+
+
+def make_targets(V: int, shape, ignore: int, all_ignored: bool, x, rng, generator):
+    """Targets in every rank's shard where there is room; some are ignored."""
+    target = torch.randint(V, shape, generator=generator)
+    flat = target.view(-1)
+    flat[: min(4, len(flat))] = torch.tensor([0, V - 1, V // 2, V // 4])[: len(flat)]
+    flat[torch.rand(len(flat), generator=generator) < 0.2] = ignore
+    lowest = x.reshape(-1, V)[0].argmin()  # one that is not easy to predict
+    flat[0] = lowest if lowest != ignore else (lowest + 1) % V
+    if all_ignored:
+        flat[:] = ignore
+    return target
+
+
+def try_loss(number: int, V: int, group) -> dict:
+    """One random batch: the loss of each token, and the gradient."""
+    rng = random.Random(f"loss {number}")
+    generator = torch.Generator().manual_seed(number)
+    T = group.size()
+    v = -(-V // T) + rng.choice([0, 0, 0, 1, 3])
+    shape = rng.choice([(2, 5), (7,), (1, 3, 4), (1, 6)])
+    dtype, style = DTYPES[number % 3], STYLES[number // 3 % 5]
+    smoothing = (0.0, 0.1, 1.0)[number // 7 % 3]
+    ignore = rng.randrange(V) if number % 4 == 1 else -100
+    all_ignored = number % 9 == 8
+    x = make_logits(style, (*shape, V), generator).to(dtype)
+    target = make_targets(V, shape, ignore, all_ignored, x, rng, generator)
+    upstream = torch.randn(shape, generator=generator, dtype=torch.float64)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    leaf = x.double().clone().requires_grad_()
+    wanted = F.cross_entropy(
+        leaf.view(-1, V), target.view(-1), ignore_index=ignore,
+        label_smoothing=smoothing, reduction="none",
+    ).view(shape)  # fmt: skip
+    wanted.backward(upstream)
+
+    mine = columns(x, v, group, rng.choice([0.0, 5.0, 1e30, -1e30]))
+    if number % 2:  # the same numbers, laid out otherwise
+        mine = mine.transpose(0, -1).contiguous().transpose(0, -1)
+    mine.requires_grad_()
+    lesson.COMM.rows.clear()
+    options = dict(label_smoothing=smoothing) if smoothing else {}
+    options |= dict(ignore_index=ignore) if ignore != -100 else {}
+    got = lesson.vocab_parallel_cross_entropy(mine, target, group, V, **options)
+    lesson.COMM.phase = "backward"
+    got.backward(upstream.to(got.dtype))
+    lesson.COMM.phase = ""
+    sent = [[key[1], key[2], *row] for key, row in lesson.COMM.rows.items()]
+    n = target.numel() * wide.itemsize
+    start = group.rank() * v
+    real = max(0, min(V - start, v))
+    grad = mine.grad if mine.grad is not None else mine.new_full(mine.shape, math.inf)
+    here = leaf.grad[..., start : start + real]
+    # with all logits equal and smoothing 1 nothing is left of softmax − 1/V: then its
+    # terms are the measure
+    terms = leaf.detach().softmax(-1) * upstream.unsqueeze(-1)
+    terms[target == ignore] = 0
+    most = max(leaf.grad.abs().max().item(), terms.abs().max().item())
+    off = (grad[..., :real].double() - here).abs().max().item() if real else 0.0
+    ignored = (target == ignore).view(-1)
+    counted = target[target != ignore]
+    return dict(
+        number=number, V=V, T=T, v=v, shape=shape, dtype=str(dtype), style=style,
+        smoothing=smoothing, ignore=ignore, all_ignored=all_ignored,
+        ignored=int(ignored.sum()), loss=difference(got, wanted.to(got.dtype).double()),
+        loss_dtype=got.dtype == wide, grad_dtype=grad.dtype == dtype,
+        gradient=(off / most if most else off) if off == off else math.inf,
+        padding=(grad[..., real:] != 0).sum().item(),
+        ignored_gradient=(grad.reshape(-1, v)[ignored] != 0).sum().item(),
+        padded=v - real, own=sorted({int(t) // v for t in counted}),
+        sent=sent, wanted=[["", "all-reduce", 3, 3 * n]] if T > 1 else [],
+    )  # fmt: skip
+
+
+def megatron(group) -> list:
+    """REFERENCES: TP 4, V 128, 0 to 7 four times on every rank's 32 columns."""
+    logits = torch.arange(8.0).repeat(16, 4)
+    target = torch.arange(0, 32, 2)
+    loss = lesson.vocab_parallel_cross_entropy(logits, target, group, 128)
+    return loss.tolist()
+
+
+def try_ends(number: int, group) -> dict:
+    """Embedding and head, tied or not, against nn.Embedding and nn.Linear."""
+    rng = random.Random(f"ends {number}")
+    generator = torch.Generator().manual_seed(number)
+    V, D = (*range(1, 13), 30, 61, 257)[number % 15], rng.randint(1, 6)
+    B, S, tied = rng.randint(1, 3), rng.randint(1, 5), number // 4 % 2 == 0
+    draw = lambda *s: torch.randn(s, generator=generator, dtype=torch.float64)
+    embedding, head = nn.Embedding(V, D).double(), nn.Linear(D, V).double()
+    with torch.no_grad():
+        for p in (embedding.weight, head.weight, head.bias):
+            p.copy_(draw(*p.shape))
+    if tied:
+        head.weight = embedding.weight
+    tokens = torch.randint(V, (B, S), generator=generator)
+    upstream = draw(B, S, V)
+    v = -(-V // group.size())
+
+    mine = lesson.VocabParallelEmbedding(embedding, group)
+    shared = mine.weight if tied else None
+    mine_head = lesson.VocabParallelHead(head, group, shared)
+    held = [
+        difference(mine.weight.detach(), rows(embedding.weight.detach(), v, group)),
+        difference(mine_head.weight.detach(), rows(head.weight.detach(), v, group)),
+        difference(mine_head.bias.detach(), rows(head.bias.detach(), v, group)),
+    ]
+    x = embedding(tokens)
+    head(x.tanh()).backward(upstream)
+    got_x = mine(tokens)
+    got = mine_head(got_x.tanh())
+    got.backward(columns(upstream, v, group, 0.0))
+    wanted = columns(head(x.tanh()).detach(), v, group, 0.0)
+    real = max(0, min(V - group.rank() * v, v))
+    scale = lambda whole: whole.abs().max().item() or 1.0
+    pairs = {
+        "embedding": (mine.weight.grad, embedding.weight.grad),
+        "head": (mine_head.weight.grad, head.weight.grad),
+        "bias": (mine_head.bias.grad, head.bias.grad),
+    }
+    grads = {}
+    for name, (grad, whole) in pairs.items():
+        off = (grad - rows(whole, v, group)).abs().max().item() / scale(whole)
+        grads[name] = off if off == off else math.inf
+    return dict(
+        number=number, V=V, T=group.size(), tied=tied, held=max(held),
+        x=difference(got_x, x), grads=grads,
+        logits=(got - wanted)[..., :real].abs().max().item() / scale(wanted) if real
+        else 0.0,
+        padding=sum((p.grad[real:] != 0).sum().item() for p in mine_head.parameters()),
+        one=(mine_head.weight is mine.weight) is tied,
+    )  # fmt: skip
+
+
+def try_model(number: int, group) -> dict:
+    """The whole model: mean loss and all gradients, some batches all padding."""
+    rng = random.Random(f"model {number}")
+    V, T = (5, 11, 37)[number % 3], group.size()
+    config = lesson.Config(V, 16, 4, 4, rng.randint(1, 2), 6, (0.0, 0.2)[number % 2])
+    torch.manual_seed(number)
+    full = lesson.Transformer(config).double()
+    if tied := number // 4 % 2 == 0:
+        full.lm_head.weight = full.embed_tokens.weight
+    tokens, target = torch.randint(V, (2, 2, 6))
+    target[torch.rand(2, 6) < 0.4] = -100
+    if number >= MODELS - 3:  # groups of 4, 2, and 1 have one
+        target[:] = -100
+    alone, tp = copy.deepcopy(full), lesson.VocabParallelTransformer(full, group)
+    torch.manual_seed(number)
+    wanted = F.cross_entropy(alone(tokens).flatten(0, 1), target.flatten())
+    wanted.backward()
+    torch.manual_seed(number)
+    losses = lesson.vocab_parallel_cross_entropy(tp(tokens), target, group, V)
+    loss = lesson.mean_over_targets(losses, target)
+    loss.backward()
+    v, found = -(-V // T), {}
+    for name, p in alone.named_parameters():
+        grad, dim = dict(tp.named_parameters())[name].grad, None
+        if name.startswith(("embed_tokens", "lm_head")):
+            here = rows(p.grad, v, group)
+        else:
+            cuts = {"q": 0, "k": 0, "v": 0, "u": 0, "o": 1, "d": 1}
+            if ".self_attn." in name or ".mlp." in name:
+                dim = cuts[name.split(".")[3][0]]
+                dim = None if dim == 1 and name.endswith("bias") else dim
+            here = p.grad if dim is None else p.grad.tensor_split(T, dim)[group.rank()]
+        if wanted.isnan():  # all gradients are nan, or 0, as PyTorch's are
+            found[name] = 0.0 if torch.equal(grad.isnan(), here.isnan()) else math.inf
+        else:
+            off = (grad - here).abs().max().item() / p.grad.abs().max().item()
+            found[name] = off if off == off else math.inf
+    loss_off = abs(loss - wanted).item() / wanted.item()
+    if wanted.isnan():
+        loss_off = 0.0 if loss.isnan() else math.inf
+    return dict(
+        number=number, T=T, V=V, tied=tied, nan=bool(wanted.isnan()), loss=loss_off,
+        grads=found, names=sorted(found) == sorted(n for n, _ in tp.named_parameters()),
+    )  # fmt: skip
+
+
+def draws(groups) -> dict:
+    """sample_sharded against argmax(logits + noise), with T > V and with ties."""
+    found = {"random": [], "ties": []}
+    for number in range(DRAWS + 40):
+        group = groups[1 + number % 3]
+        rng = random.Random(f"draw {number}")
+        generator = torch.Generator().manual_seed(number)
+        V = rng.choice([1, 2, 3, 5, 16, 61, 257])
+        logits = torch.randn(V, generator=generator)
+        noise = -(-torch.rand(V, generator=generator).log()).log()
+        kind = "random" if number < DRAWS else "ties"
+        if kind == "ties":
+            logits, noise = logits.round(), torch.zeros(V)
+        v = -(-V // group.size())
+        mine = columns(logits, v, group, rng.choice([0.0, 50.0]))
+        got = lesson.sample_sharded(mine, noise, group, V)
+        found[kind].append([V, group.size(), got, int((logits + noise).argmax())])
+    return found
+
+
+def refusals(group) -> dict:
+    """What is said to tokens and targets that are in no vocabulary."""
+    V, found = 10, {}
+    embedding = lesson.VocabParallelEmbedding(nn.Embedding(V, 4), group)
+    logits = torch.zeros(2, 3)
+    lossy = lesson.vocab_parallel_cross_entropy
+    calls = {
+        "token 10": lambda: embedding(torch.tensor([[0, 10]])),
+        "token 11": lambda: embedding(torch.tensor([[11]])),
+        "token -1": lambda: embedding(torch.tensor([[-1, 3]])),
+        "target 10": lambda: lossy(logits, torch.tensor([1, 10]), group, V),
+        "target 12": lambda: lossy(logits, torch.tensor([12, -100]), group, V),
+        "target -1": lambda: lossy(logits, torch.tensor([-1, 2]), group, V),
+        "target -100": lambda: lossy(logits, torch.tensor([-100, 2]), group, V, 3),
+    }
+    for what, call in calls.items():
+        try:
+            call()
+            found[what] = "none raised"
+        except ValueError as error:
+            found[what] = str(error)
+    empty = embedding(torch.empty(0, 3, dtype=torch.int64))
+    found["no tokens"] = list(empty.shape)
+    return found
+
+
+def main() -> dict:
+    start()
+    groups = groups_of_4(lesson)
+    losses = []
+    for number, V in enumerate(SIZES):
+        group = groups[(number + number // 62) % 4]
+        losses.append(try_loss(number, V, group))
+    lesson.COMM.phase = ""
+    return dict(
+        losses=losses,
+        megatron=megatron(groups[2]),
+        ends=[try_ends(n, groups[n % 4]) for n in range(ENDS)],
+        models=[try_model(n, groups[(n + n // 4) % 4]) for n in range(MODELS)],
+        draws=draws(groups),
+        refusals=refusals(groups[2]),
+        rank=dist.get_rank(),
+    )
+
+
+if __name__ == "__main__":
+    write_found(main())
+    finish()
