@@ -7,10 +7,11 @@ import jobs
 import pytest
 
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
+TRANSFORMER = "02_transformer_tp"
 TIMEOUT = 4
 
 # lesson, ranks, what goes wrong, on which rank, at which of its collectives (00 has 31,
-# 01 has 86).
+# 01 has 86, 02 has 12 and more in its first step alone).
 FAULTS = [
     (COLLECTIVES, 2, "kill", 0, 1),
     (MLP, 2, "kill", 1, 40),
@@ -21,6 +22,8 @@ FAULTS = [
     (MLP, 4, "skip", 0, 40),
     (COLLECTIVES, 2, "skip", 1, 8),
     (MLP, 2, "skip", 0, 30),
+    (TRANSFORMER, 2, "kill", 1, 7),
+    (TRANSFORMER, 4, "skip", 2, 3),
 ]
 
 
