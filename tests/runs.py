@@ -38,6 +38,7 @@ ALL_RUNS = [
     (VOCAB, 2, *ODD, "--dtype", "float64", "--tie", "--train", "10", "--write", "60"),
     (VOCAB, 4, *BIG, "--tie", "--steps", "3", "--verbose"),
     (VOCAB, 8),
+    (VOCAB, 2, "--vocab-size", "50257", "--steps", "1", "--layers", "1"),
 ]  # fmt: skip
 
 
