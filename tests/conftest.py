@@ -12,6 +12,8 @@ when nothing else does.
 import jobs
 import pytest
 
+pytest.register_assert_rewrite("runs")  # its asserts too say what differs
+
 
 def pytest_configure(config):
     config.addinivalue_line(

@@ -30,8 +30,6 @@ ALL_RUNS = [
     (TRANSFORMER, 2, *ODD, "--vocab-size", "1000", "--verbose",
      "--profile", jobs.FOLDER),
     (TRANSFORMER, 4, "--dtype", "float64", *SMALL, *BIG),
-    (TRANSFORMER, 4, "--hidden", "96", "--kv-heads", "4", "--dropout", "0.5",
-     "--seq-len", "5"),
     (TRANSFORMER, 8),
     (VOCAB, 1, "--dtype", "float64", "--tie"),
     (VOCAB, 2, "--dtype", "float64"),

@@ -36,13 +36,14 @@ NOT_EVERYWHERE = (  # checks that some ranks pass, whatever the bug
 # get to its end.
 FAILS = {
     "00_collectives": {
-        "skip": r"^error: .*; this call was not made by rank {last}$",
+        "skip": r"^error: .*; this call was not made by rank {last}(?: \(a tie: .*)?$",
         "shapes": r"exitcode  : -6 .*SIGABRT|error: .*; this call was not made by rank",
         "order": ["two sums in order: {1s,10s}"],
         "view": [
             "reduce-scatter + all-gather",
             "all-reduce of a view",
             "two sums in order: {1s,10s}",
+            "ring of {4,7} elements",
         ],
     },
     "01_naive_mlp_tp": {
@@ -169,8 +170,6 @@ FAILS = {
 ALSO_AT_4 = [
     ("00_collectives", "skip"),
     ("01_naive_mlp_tp", "average"),
-    ("02_transformer_tp", "drift"),
-    ("03_vocab_parallel", "gathered"),
 ]
 CONTROL = ("--dtype", "float64")  # runs that test_lessons.py makes anyway
 
@@ -259,6 +258,7 @@ def test_says_its_own_diagnosis(lesson, name, ranks):
     """What was done, symptom, why, and who met it; and no other break's."""
     done = jobs.result(lesson, ranks, "--break", name)
     said = "".join(done.text.split())  # lines are wrapped, at hyphens too
+    mine = "".join(" ".join(jobs.load(lesson).BREAKS[name][2:]).split())
     for other, broken in jobs.load(lesson).BREAKS.items():
         for label, text in (
             (f"--break {other}:", broken.what),
@@ -269,6 +269,8 @@ def test_says_its_own_diagnosis(lesson, name, ranks):
             words = "".join(f"{label} {text}".split())
             if other == name:
                 assert words in said, words
+            elif label == "symptom" and "".join(text.split()) in mine:
+                continue  # of two that look alike one says more
             elif label != "met in":  # two may have been met by the same people
                 assert words not in said, words
     wide = [line for line in done.out.splitlines()[:-1] if len(line) > 88]

@@ -133,7 +133,6 @@ def test_refused_with_one_line(lesson, ranks, flags, words, tmp_path):
     (MLP, 4, ("--hidden", "66")),
     (MLP, 2, ("--device", "cuda")),
     (TRANSFORMER, 4, ("--kv-heads", "2")),
-    (VOCAB, 2, ("--vocab-size", "256")),
     (COLLECTIVES, 2, ("--break", "nope")),
 ])  # fmt: skip
 def test_refused_under_torchrun(lesson, ranks, flags):
