@@ -908,7 +908,8 @@ def show_step(report: Report, whole: Tensor, name: str, chunks: list[Tensor]) ->
     ]
     rows = gather_objects(" ".join(numbers(c) + star for c, star in zip(chunks, stars)))
     for rank, row in enumerate(rows):
-        report.say(f"     {name if rank == 0 else '':<18} rank {rank}   {row}")
+        title = name if rank == 0 else ""
+        report.say(f"     {title:<18} rank {rank}   {row}".rstrip())
 
 
 def products(T: int) -> list[tuple]:

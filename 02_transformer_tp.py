@@ -1201,7 +1201,9 @@ class Training:
         if self.tp_group:
             self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
         else:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.clip)
+            # clip_grad_norm_, but with the squares of large tensors added in float64
+            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
             self.norms.append(norm.item())
         COMM.what = "bookkeeping"
         update(self.model, self.optimizer)
@@ -1271,13 +1273,13 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
         row = dict(name=key, placement=where, rel_diff=diff, ok=diff <= limit)
         row |= dict(norm_without=norms[0], norm_with=norms[1])
         report.data["gradients"].append(row)
-        cells = [f"{norm:.4f}" for norm in norms] + [f"{diff:.1e}"]
+        cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
         table.append([key, shape, where, *cells, "ok" if diff <= limit else "✗"])
     layers = report.args.layers
     report.say(
         f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
     )
-    head = "parameter|on a rank|placement|alone|with TP|diff.|ok"
+    head = "parameter|on a rank|placement|alone|TP|diff.|ok"
     report.table(head, table, "lllrrrr")
     name = "layers.0.self_attn.q_proj.weight"
     rows = [
@@ -1493,7 +1495,7 @@ def show_plan(report: Report, full: Transformer, batch, tp_group) -> None:
 def bench_sizes(report: Report, args, tp_group) -> None:
     """`--bench`: a step without and with TP over hidden sizes, as ratios."""
     rows = []
-    for hidden in (64, 256, 512, 1024):
+    for hidden in (8 * args.heads * scale for scale in (1, 4, 8, 16)):
         sizes = argparse.Namespace(**vars(args) | dict(hidden=hidden, layers=1))
         full, batches = make_transformer(sizes), make_batches(sizes, 1)
         runs = [Training(full, None, sizes)]

@@ -285,13 +285,13 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
     """
     start = first_row(len(logits_v), tp_group)
     mine = min(len(logits_v), max(0, vocab_size - start))  # columns that are tokens
-    score, best = torch.tensor([float("-inf")], device=logits_v.device), -1
+    score, best = torch.tensor([float("-inf")], device=logits_v.device), vocab_size
     if mine:
         scores = logits_v[:mine].float() + noise_V[start : start + mine]
         score, best = scores.max().view(1), start + int(scores.argmax())
     top = all_reduce(score, tp_group, dist.ReduceOp.MAX)
-    best = torch.tensor([best if score == top else -1], device=logits_v.device)
-    return int(all_reduce(best, tp_group, dist.ReduceOp.MAX))
+    best = torch.tensor([best if score == top else vocab_size], device=logits_v.device)
+    return int(all_reduce(best, tp_group, dist.ReduceOp.MIN))  # of equals, the first
 
 
 # ==== CARRIED OVER from 02, unchanged
@@ -629,7 +629,9 @@ class Training:
         if self.tp_group:
             self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
         else:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.clip)
+            # clip_grad_norm_, but with the squares of large tensors added in float64
+            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
             self.norms.append(norm.item())
         COMM.what = "bookkeeping"
         update(self.model, self.optimizer)
@@ -676,13 +678,13 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
         row = dict(name=key, placement=where, rel_diff=diff, ok=diff <= limit)
         row |= dict(norm_without=norms[0], norm_with=norms[1])
         report.data["gradients"].append(row)
-        cells = [f"{norm:.4f}" for norm in norms] + [f"{diff:.1e}"]
+        cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
         table.append([key, shape, where, *cells, "ok" if diff <= limit else "✗"])
     layers = report.args.layers
     report.say(
         f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
     )
-    head = "parameter|on a rank|placement|alone|with TP|diff.|ok"
+    head = "parameter|on a rank|placement|alone|TP|diff.|ok"
     report.table(head, table, "lllrrrr")
     name = "layers.0.self_attn.q_proj.weight"
     rows = [
@@ -1464,7 +1466,8 @@ BREAKS = {
         "the loss of step 1 is right: an ignored token's loss is zero; its gradient is "
         "not, and losses part from step 2 on",
         "dloss/dx = softmax − onehot is not zero where the loss was masked to zero",
-        "a predecessor of this course",
+        "docs.pytorch.org, torch.nn.functional.cross_entropy, ignore_index; a "
+        "predecessor of this course got it wrong",
     ),
     "mean": Break(
         "mean_over_targets",
@@ -1473,7 +1476,8 @@ BREAKS = {
         "the loss is too small by the share of padding, and so is every gradient; "
         "clipping and AdamW hide the scale, and parameters come out right here",
         "a padding token adds zero to the sum, and one to the count if you let it",
-        "a predecessor of this course",
+        "docs.pytorch.org, torch.nn.functional.cross_entropy, reduction='mean'; a "
+        "predecessor of this course got it wrong",
     ),
     "gathered": Break(
         "vocab_parallel_cross_entropy",
@@ -1901,7 +1905,8 @@ def train_and_write(report: Report, args, tp_group) -> None:
     report.data["text_written"] = texts[1]
     report.say(f"   It writes, without and with TP the same ({mark}):\n")
     for line in (args.prompt + texts[1]).split("\n"):
-        report.say("   | " + line[:80])
+        shown = "".join(c if c.isprintable() else "·" for c in line)
+        report.say("   | " + shown[:80])
     report.say()
 
 
