@@ -1134,8 +1134,13 @@ IGNORE = -100  # what F.cross_entropy takes for "no target here"
 
 
 def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S] of random lines of this file, as bytes; padded."""
-    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
+    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
+
+    Without their indentation: among nothing but spaces every weighting of values gives
+    the same, and the gradients of q and k would be zero, or rather rounding.
+    """
+    lines = [line.strip() for line in Path(__file__).read_bytes().split(b"\n")]
+    lines = [line for line in lines if line]
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
     for _ in range(count):
@@ -1248,9 +1253,9 @@ def show_losses_and_norms(report: Report, without: Training, tp: Training) -> No
 
 
 def fold(name: str, verbose: bool) -> str:
-    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
+    """layers.3.mlp… → mlp…: one row for the parameter in all layers; or → 3.mlp…"""
     parts = name.split(".")
-    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
+    return ".".join(parts[1 if verbose else 2 :]) if parts[0] == "layers" else name
 
 
 def show_parameters(report: Report, without: Training, tp: Training) -> None:
