@@ -658,9 +658,9 @@ class Training:
 
 
 def fold(name: str, verbose: bool) -> str:
-    """layers.3.mlp… → mlp…: one row for the parameter in all layers; or → 3.mlp…"""
+    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
     parts = name.split(".")
-    return ".".join(parts[1 if verbose else 2 :]) if parts[0] == "layers" else name
+    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
 
 
 def show_parameters(report: Report, without: Training, tp: Training) -> None:
@@ -684,6 +684,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
         row |= dict(norm_without=norms[0], norm_with=norms[1])
         report.data["gradients"].append(row)
         cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
+        key = key.removeprefix("layers.")  # --verbose: the row fits the screen
         table.append([key, shape, where, *cells, "ok" if diff <= limit else "✗"])
     layers = report.args.layers
     report.say(
