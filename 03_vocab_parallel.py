@@ -564,11 +564,13 @@ IGNORE = -100  # what F.cross_entropy takes for "no target here"
 def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
     """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
 
-    Without their indentation: among nothing but spaces every weighting of values gives
-    the same, and the gradients of q and k would be zero, or rather rounding.
+    Indentation is cut to half a row: among nothing but spaces every weighting of values
+    gives the same, and the gradients of q and k would be zero, or rather rounding.
     """
-    lines = [line.strip() for line in Path(__file__).read_bytes().split(b"\n")]
-    lines = [line for line in lines if line]
+    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    half = args.seq_len // 2
+    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
     for _ in range(count):
