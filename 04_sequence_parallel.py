@@ -1943,7 +1943,7 @@ def reduced_dtensor(loss):
     return total
 
 
-def whole_to_norm():
+def whole_to_norm(local=True):
     """The norm is handed the whole x by every rank, and takes it for a slice."""
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
 
@@ -1957,8 +1957,8 @@ BREAKS = {
         "rank; so do the replicas from step 2 on, and losses drift, slowly",
         "these parameters are whole on every rank, but met only its tokens: each rank "
         "has the part of the gradient that comes from its slice",
-        "github.com/NVIDIA/Megatron-LM/issues/443, 474, 383, 1446; "
-        "NVIDIA/TransformerEngine issue 435",
+        "github.com/NVIDIA/Megatron-LM/issues/443, 474, 1446; "
+        "NVIDIA/TransformerEngine issue 435, NVIDIA/apex issue 1686",
     ),
     "row-bias": Break(
         "SPRowParallelLinear.forward",
@@ -1985,8 +1985,8 @@ BREAKS = {
         "rotary positions are counted from the start of each slice",
         "no error, and a loss that looks right; on a trained model it would not",
         "rank t's first token is number t·s of the sequence, not number 0",
-        "Hugging Face models count positions by the length of the x they see, "
-        "docs.pytorch.org, tutorials, Large Scale Transformer with TP",
+        "a trap in models that count positions by the length of the x they see; "
+        "github.com/NVIDIA/Megatron-LM/issues/560 asks it of context parallelism",
     ),
     "mask": Break(
         "sequence_dropout",
@@ -2002,8 +2002,8 @@ BREAKS = {
         "sum_to_slices",
         own_slice,
         "backward of the gather takes a slice, where it should sum and take a slice",
-        "step 1's loss is right, and so are the last layer's gradients of attention "
-        "and MLP weights; everything before lacks the other ranks' terms",
+        "step 1's loss is right, and so are the head's gradients; all before it lack "
+        "the other ranks' terms",
         "each rank used the gathered x in its own way, with its columns of W: every "
         "rank has a term of dL/dx for every position",
         "github.com/NVIDIA/Megatron-LM/issues/1635, pytorch/pytorch issue 153016",
@@ -2033,21 +2033,24 @@ BREAKS = {
         "an error at the first forward: inputs and input_layouts differ in length",
         "the module is called with keywords alone, as Hugging Face's attention is: it "
         "has no positional input for input_layouts to name",
-        "docs.pytorch.org, torch.distributed.tensor.parallel.PrepareModuleInput",
+        "github.com/pytorch/pytorch/pull/124114, which added input_kwarg_layouts",
     ),
     "dtensor-loss": Break(
         "whole_loss",
         reduced_dtensor,
         "PyTorch's plan: dist.all_reduce of a loss that is a DTensor",
-        "an error from DTensor's dispatcher: no DeviceMesh among the arguments",
-        "a DTensor knows what is to be summed: take .full_tensor() or .to_local()",
-        "github.com/pytorch/torchtitan/issues/875, pytorch/pytorch issue 153354",
+        "an error: no sharding strategy for the all-reduce (older versions: found no "
+        "DeviceMesh)",
+        "a DTensor knows what there is to sum: .full_tensor() does it; after "
+        ".to_local() a sum would count a loss that is whole already T times",
+        "github.com/pytorch/pytorch/issues/152712, pytorch/torchtitan pull 779",
     ),
     "tiled": Break(
         "embedding_to_slices",
         whole_to_norm,
-        "PyTorch's plan: SequenceParallel is given a tensor that is not sharded",
-        "x is T·S long after the first norm; here the residual sum does not fit it",
+        "PyTorch's plan: SequenceParallel is given a whole tensor",
+        "x comes out of the first norm T·S long, tiled; an error where it meets a "
+        "tensor of another length, and silently wrong gradients where it does not",
         "SequenceParallel takes a plain tensor for this rank's slice; it shards none",
         "github.com/pytorch/pytorch/issues/129355, pytorch/examples issue 1271",
     ),
@@ -2287,7 +2290,8 @@ def measure_layers(report: Report, tp_group, dtype: torch.dtype) -> list[list]:
         wanted = wanted or [found[0].clone(), found[1].clone()]
         if dtype != torch.bfloat16:
             diff = max(rel_diff(a, cut(b)) for a, b in zip(found, wanted))
-            report.check(f"a layer, {name}: y and dL/dx", diff, ALLOWED["float32"][1])
+            kind = str(dtype).removeprefix("torch.")
+            report.check(f"a layer, {name}: y and dL/dx", diff, ALLOWED[kind][1])
         unit, formula, share = units[name]
         stats = round(4 * statistic * args.batch_size * S * share)
         rows.append([name, saved.total(), unit, formula, stats, round(unit * sbh)])
@@ -2299,7 +2303,8 @@ def show_layer_memory(report: Report, tp_group) -> None:
     args, T = report.args, tp_group.size()
     S = -(-args.seq_len // T) * T
     sbh, table, scaled = args.batch_size * S * args.hidden, [], []
-    for dtype in (torch.bfloat16, torch.float32):
+    wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+    for dtype in (torch.bfloat16, wide):
         kind = str(dtype).removeprefix("torch.")
         for row in measure_layers(report, tp_group, dtype):
             name, measured, unit, formula, stats, paper = row
@@ -2322,7 +2327,7 @@ def show_layer_memory(report: Report, tp_group) -> None:
     bytes32 = [str(row[1]) for row in scaled[:3]]
     report.say(
         "   stats: mean and rstd of the LayerNorms, which the paper leaves out\n"
-        f"   float32, masks still 1 byte: {' → '.join(bytes32)} without, TP, TP + SP; "
+        f"   {kind}, masks still 1 byte: {' → '.join(bytes32)} without, TP, TP + SP; "
         f"all {len(scaled)} rows {'ok' if marks == {'ok'} else '✗'}"
     )
 
@@ -2488,7 +2493,7 @@ def show_sequence_plan(report: Report, full: Transformer, batch, tp_group) -> No
         for name in ("all-gather", "reduce-scatter", "all-reduce")
     ]
     n = 2 * args.layers + 1 if report.ranks > 1 else 0
-    wanted = [n, n, 0, n, n, 3 if n else 0]  # the loss has three all-reduces
+    wanted = [n, n, 0, n, n, 3]  # the loss has three, also over one rank
     off = sum(abs(int(x.split()[0]) - y) for x, y in zip(calls, wanted))
     counts = report.check("DTensor: collectives", off)
     report.say(
@@ -2514,7 +2519,8 @@ def import_transformers():
 
 
 def make_qwen2(args) -> nn.Module:
-    """Hugging Face's Qwen2 with random weights, of this lesson's sizes."""
+    """Hugging Face's Qwen2 with random weights, of this lesson's sizes, in float32:
+    whatever the dtype, it computes norms and softmax in float32."""
     transformers = import_transformers()
     config = transformers.Qwen2Config(
         vocab_size=args.vocab_size, hidden_size=args.hidden,
@@ -2524,8 +2530,7 @@ def make_qwen2(args) -> nn.Module:
         attn_implementation="eager", use_cache=False,
     )  # fmt: skip
     torch.manual_seed(args.seed)
-    dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
-    return transformers.Qwen2ForCausalLM(config).to(args.device, dtype).eval()
+    return transformers.Qwen2ForCausalLM(config).to(args.device).eval()
 
 
 def show_hugging_face(report: Report, batch, tp_group) -> None:
@@ -2543,14 +2548,13 @@ def show_hugging_face(report: Report, batch, tp_group) -> None:
     if args.tie:
         planned.lm_head.weight = planned.model.embed_tokens.weight
     reference = make_qwen2(args)
-    dtype = str(next(reference.parameters()).dtype).removeprefix("torch.")
     alone, loss, worst, mark = compare_planned(
-        report, "Qwen2", ((reference, dtype), planned),
+        report, "Qwen2", ((reference, "float32"), planned),
         lambda model, x: model(x).logits, batch,
     )  # fmt: skip
     count = sum(p.numel() for p in reference.parameters())
     report.say(
-        f"\n9  The same plan on Hugging Face's Qwen2, {count} random weights, {dtype}\n"
+        f"\n9  The same plan on Hugging Face's Qwen2, {count} random weights, float32\n"
         f"   Loss {loss:.8f}, alone {alone:.8f}; gradients differ by {worst:.1e}: "
         + mark
     )
