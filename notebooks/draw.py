@@ -1,15 +1,15 @@
 """Pictures of tensors on ranks, drawn from what a run really held, sent and took.
 
 Nothing here knows a result: every function is handed tensors, counters or timestamps,
-and draws those. Two helpers find out where things lie and where they came from:
+and draws those. Even the colours are found out:
 
-    places(full, pieces)    where each rank's piece lies in the full tensor: found by
-                            looking for its values, so a wrong shard is an error
-    senders(call, x)        on a rank: run the same call on tensors full of 2^rank; the
-                            bits of what comes out say which ranks are in it
+    draw.places(full, pieces)   where each rank's piece lies in the full tensor: looked
+                                for by its values, so a wrong shard is an error
+    senders(call, x)            on a rank (ranks.py): the same call on tensors full of
+                                2^rank; its bits say which ranks are in what comes out
 
 Both give whole numbers whose bit r stands for rank r. A rank has one colour in all
-pictures of the course (`COLORS`, of Okabe and Ito, told apart by colour-blind people),
+pictures of the course (`COLORS`, by Okabe and Ito, told apart by colour-blind people),
 and its number stands beside it. What comes from several ranks is striped in their
 colours; what every rank holds alike is grey.
 
@@ -66,14 +66,6 @@ def bits(number: int) -> list[int]:
     return [r for r in range(int(number).bit_length()) if int(number) >> r & 1]
 
 
-def senders(call, x: Tensor, rank: int) -> Tensor | None:
-    """Which ranks are in each element of call(x): bit r stands for rank r.
-
-    To be run on every rank. The call must move or add, as collectives do.
-    """
-    return call(torch.full_like(x, 2**rank))
-
-
 def places(full: Tensor, pieces: list[Tensor]) -> Tensor:
     """Which ranks hold each element of a matrix or vector: bit r stands for rank r.
 
@@ -101,16 +93,22 @@ def places(full: Tensor, pieces: list[Tensor]) -> Tensor:
 # Boxes
 
 
-def blank(width: float, height: float, title: str = ""):
-    """A figure for boxes: as many units across and down, one unit a square."""
-    scale = WIDTH / width
-    figure, ax = plt.subplots(figsize=(WIDTH, height * scale + 0.02))
-    ax.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
+def blank(width: float, height: float, unit: float, title: str = ""):
+    """A figure for boxes, so many units across and down; a unit is `unit` inches, or
+    less where that would be too wide."""
+    unit = min(unit, WIDTH / width)
+    figure, ax = plt.subplots(figsize=(width * unit, height * unit))
+    ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
     figure.subplots_adjust(0, 0, 1, 1)
     if title:
         figure.suptitle(title)
     return figure, ax
+
+
+def letters(text: str, unit: float) -> float:
+    """About how many units a bold text takes."""
+    return len(text) * 0.0092 * FONT / unit
 
 
 def box(ax, x, y, width, height, ranks, everyone=0, **style) -> None:
@@ -133,14 +131,19 @@ def write(ax, x, y, text, size=FONT, **style) -> None:
 
 
 def cell(ax, x, y, value: float, ranks, size) -> None:
-    """One number in a square of one unit; behind stripes it gets a light plate."""
-    box(ax, x, y, 1, 1, ranks)
+    """One number in a square of one unit: in its rank's colour; what several ranks are
+    in stands on white, with a strip of their colours below."""
     number = f"{value:g}" if value == round(value) else f"{value:.2f}"
-    style = {"color": ink(color(ranks[0])) if len(ranks) == 1 else "black"}
-    if len(ranks) > 1:
-        plate = dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1.5)
-        style["bbox"] = plate
-    write(ax, x + 0.5, y + 0.5, number, size, **style)
+    if len(ranks) == 1:
+        box(ax, x, y, 1, 1, ranks)
+        write(ax, x + 0.5, y + 0.5, number, size, color=ink(color(ranks[0])))
+        return
+    box(ax, x, y, 1, 1, [])
+    for i, rank in enumerate(ranks):
+        part = 1 / len(ranks)
+        corner = (x + i * part, y + 0.7)
+        ax.add_patch(Rectangle(corner, part, 0.3, facecolor=color(rank), linewidth=0))
+    write(ax, x + 0.5, y + 0.37, number, size)
 
 
 def rows(lines: list[list[tuple]], title: str = "", arrow: bool = True):
@@ -148,26 +151,30 @@ def rows(lines: list[list[tuple]], title: str = "", arrow: bool = True):
 
     Args:
         lines: each a list of columns (heading, values, who): every rank's 1-D tensor,
-            or None, and which ranks are in each element (see `senders`).
+            or None, and which ranks are in each element (`senders` in ranks.py).
         arrow: between columns of a line, where time passes.
     """
-    sizes = [[longest(values) for _, values, _ in line] for line in lines]
-    width = max(sum(line) + 1.2 * (len(line) - 1) for line in sizes) + 3.2
+    unit, gap = 0.45, 1.3
+    wide = [
+        [max(longest(values), letters(name, unit)) for name, values, _ in line]
+        for line in lines
+    ]
+    width = max(sum(line) + gap * (len(line) - 1) for line in wide) + 2.2
     ranks = len(lines[0][0][1])
-    high = ranks + 2.0
-    figure, ax = blank(width, high * len(lines) - 0.4, title)
-    size = min(FONT + 2, 31 * WIDTH / width)
-    for top, line, wide in zip(range(len(lines)), lines, sizes):
-        y, x = top * high + 1.2, 3.0
+    high = ranks + 1.5
+    figure, ax = blank(width, high * len(lines), unit, title)
+    size = min(FONT, FONT * WIDTH / width / unit)
+    for top, (line, sizes) in enumerate(zip(lines, wide)):
+        y, x = top * high + 1.2, 2.1
         for rank in range(ranks):
-            write(ax, 2.7, y + rank + 0.5, f"rank {rank}", ha="right")
+            write(ax, 1.9, y + rank + 0.5, f"rank {rank}", ha="right")
         for column, (heading, values, who) in enumerate(line):
             if column and arrow:
-                write(ax, x - 0.6, y + ranks / 2, "→", FONT + 8)
+                write(ax, x - gap / 2, y + ranks / 2, "→", FONT + 8)
             write(ax, x, y - 0.45, heading, ha="left", weight="bold")
             for rank, (value, sent) in enumerate(zip(values, who)):
                 draw_row(ax, x, y + rank, value, sent, size)
-            x += wide[column] + 1.2
+            x += sizes[column] + gap
     return figure
 
 
@@ -184,61 +191,49 @@ def draw_row(ax, x, y, values, who, size) -> None:
         cell(ax, x + i, y, value, bits(sent), size)
 
 
-def matrices(items: list, ranks: int, title: str = "", unit: float | None = None):
+def matrices(items: list, ranks: int, title: str = ""):
     """Sharded matrices side by side, each element in the colour of who holds it.
 
     Args:
         items: (heading, holders, note) with `holders` a matrix of rank sets (see
-            `places`), or a text to stand between, such as "·" and "=". A list of them
-            in place of one is drawn as terms of a sum, with a plus between.
+            `places`); or a text to stand between, such as "·" and "=".
         ranks: how many there are: what all of them hold is grey.
-        unit: elements across the figure; by default what the items take.
     """
-    tall = max(item[1].shape[0] for item in every(items))
-    total = sum(span(item) for item in items) + 1
-    figure, ax = blank(unit or total, tall + 3.2, title)
-    x = 0.5 + max(0, ((unit or total) - total) / 2)
-    for item in items:
+    unit = 0.3
+    tall = max(item[1].shape[0] for item in items if not isinstance(item, str)) + 3
+    wide = [span(item, unit) for item in items]
+    figure, ax = blank(sum(wide) + 0.4, tall, unit, title)
+    x = 0.2
+    for item, width in zip(items, wide):
         if isinstance(item, str):
-            write(ax, x + 0.75, tall / 2 + 1.6, item, FONT + 8)
+            write(ax, x + width / 2, tall / 2, item, FONT + 6)
         else:
-            terms = item if isinstance(item, list) else [item]
-            at = x
-            for number, term in enumerate(terms):
-                if number:
-                    write(ax, at - 0.75, tall / 2 + 1.6, "+", FONT + 8)
-                draw_matrix(ax, at, tall, term, ranks)
-                at += term[1].shape[1] + 1.5
-        x += span(item)
+            draw_matrix(ax, x + width / 2, tall / 2, item, ranks)
+        x += width
     return figure
 
 
-def every(items: list) -> list[tuple]:
-    """All matrices among the items of `matrices`."""
-    flat = [x for item in items for x in (item if isinstance(item, list) else [item])]
-    return [item for item in flat if not isinstance(item, str)]
-
-
-def span(item) -> float:
-    """How far an item of `matrices` reaches, with the gap behind it."""
+def span(item, unit: float) -> float:
+    """How many units an item of `matrices` takes."""
     if isinstance(item, str):
-        return 1.5
-    if isinstance(item, list):
-        return sum(span(term) + 1 for term in item)
-    return item[1].shape[1] + 0.5
+        return 0.6 + letters(item, unit)
+    heading, holders, note = item
+    texts = max(letters(text, unit) for text in (heading, note))
+    return max(holders.shape[1], texts) + 0.4
 
 
-def draw_matrix(ax, x, tall, item, ranks) -> None:
+def draw_matrix(ax, x, y, item, ranks) -> None:
+    """A matrix around the point x, y, heading above and note below."""
     heading, holders, note = item
     height, width = holders.shape
-    y = 1.6 + (tall - height) / 2
+    left, top = x - width / 2, y - height / 2
     for i in range(height):
         for j in range(width):
-            box(ax, x + j, y + i, 1, 1, bits(holders[i, j]), ranks, linewidth=0.4)
-    box_edge = Rectangle((x, y), width, height, fill=False, linewidth=1.6)
-    ax.add_patch(box_edge)
-    write(ax, x + width / 2, y - 0.7, heading, weight="bold")
-    write(ax, x + width / 2, y + height + 0.7, note, FONT - 2)
+            box(ax, left + j, top + i, 1, 1, bits(holders[i, j]), ranks, linewidth=0.4)
+    frame = Rectangle((left, top), width, height, fill=False, linewidth=1.6)
+    ax.add_patch(frame)
+    write(ax, x, top - 0.7, heading, weight="bold")
+    write(ax, x, top + height + 0.7, note, FONT - 2)
 
 
 def legend(ax, ranks: int, **where) -> None:
@@ -253,7 +248,7 @@ def legend(ax, ranks: int, **where) -> None:
 
 
 def heat(ax, x: Tensor, title: str, limit: float, edge: str | None = None):
-    """A matrix as colours, from −limit to limit; `edge` frames it, in a rank's colour."""
+    """A matrix as colours, from −limit to limit; `edge` frames it."""
     picture = ax.imshow(x.detach().float(), "PuOr", vmin=-limit, vmax=limit)
     ax.set(xticks=[], yticks=[], title=title)
     for side in ax.spines.values():
@@ -313,35 +308,39 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
 
     Args:
         stages: from left to right, each {"name", "boxes"} with a text a rank, or
-            {"name", "moved"}: what is called there, and its payload in bytes. Nothing
-            moved is drawn as a dashed line.
+            {"name", "does", "moved"}: what is called there, and its payload in bytes.
+            Where nothing is moved, the line is dotted.
         backward: arrows point to the left.
     """
-    width = sum(2.5 if "boxes" in stage else 1.7 for stage in stages) + 1.4
-    figure, ax = blank(width, ranks * 1.2 + 2.1, title)
-    bottom, x = 0.9 + ranks * 1.2, 1.3
+    unit = 0.55
+    wide = [
+        max([letters(t, unit) for t in (s["name"], *s.get("boxes", ()))]) * 0.9 + 0.6
+        if "boxes" in s else max(1.9, letters(s["does"], unit) + 0.2)
+        for s in stages
+    ]  # fmt: skip
+    width, bottom, x = sum(wide) + 2.0, 0.9 + ranks * 1.2, 1.6
+    figure, ax = blank(width, bottom + 1.2, unit, title)
     for rank in range(ranks):
         y = 0.9 + rank * 1.2 + 0.5
-        write(ax, 1.15, y, f"rank {rank}", ha="right")
-        ends = (width - 0.1, 1.25) if backward else (1.25, width - 0.1)
+        write(ax, 1.3, y, f"rank {rank}", ha="right")
+        ends = (width - 0.05, 1.45)[:: 1 if backward else -1]
         ax.annotate("", (ends[1], y), (ends[0], y),
                     arrowprops=dict(arrowstyle="-|>", linewidth=1.5))  # fmt: skip
-    for stage in stages:
+    for stage, across in zip(stages, wide):
+        middle = x + across / 2
+        write(ax, middle, 0.45, stage["name"], weight="bold")
         if "boxes" in stage:
             for rank, text in enumerate(stage["boxes"]):
                 y = 0.9 + rank * 1.2
-                box(ax, x + 0.15, y, 2.2, 1, [rank])
-                write(ax, x + 1.25, y + 0.5, text, color=ink(color(rank)))
-            write(ax, x + 1.25, 0.45, stage["name"], weight="bold")
-            x += 2.5
-            continue
-        moved = stage["moved"]
-        style = dict(linewidth=9 if moved else 2, linestyle="-" if moved else ":")
-        ax.plot([x + 0.85] * 2, [0.9, bottom - 0.2], color="black", **style)
-        write(ax, x + 0.85, 0.45, stage["name"], weight="bold")
-        text = f"{stage['does']}\n{moved} bytes" if moved else "identity\n0 bytes"
-        write(ax, x + 0.85, bottom + 0.45, text, FONT - 1)
-        x += 1.7
+                box(ax, x + 0.15, y, across - 0.3, 1, [rank])
+                write(ax, middle, y + 0.5, text, color=ink(color(rank)))
+        else:
+            moved = stage["moved"]
+            style = dict(linewidth=9 if moved else 3, linestyle="-" if moved else ":")
+            ax.plot([middle] * 2, [0.9, bottom - 0.2], color="black", **style)
+            text = f"{stage['does']}\n{moved:,} bytes"
+            write(ax, middle, bottom + 0.45, text, FONT - 1)
+        x += across
     return figure
 
 
@@ -354,7 +353,7 @@ def mesh(coordinates: list[list[int]], axes: list[str], title: str = ""):
     sizes = [max(column) + 1 for column in zip(*coordinates)]
     layers, (down, across) = math.prod(sizes[:-2]), sizes[-2:]
     step = across * 2.2 + 1.2
-    figure, ax = blank(max(layers * step + 2.6, 9), down * 1.6 + 1.5, title)
+    figure, ax = blank(layers * step + 2.0, down * 1.6 + 1.2, 0.5, title)
     for rank, place in enumerate(coordinates):
         layer = place[0] if len(place) == 3 else 0
         x, y = 2.6 + layer * step + place[-1] * 2.2, 1.1 + place[-2] * 1.6
@@ -450,7 +449,11 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
         ax.plot(xs, ys, mark, color=shade, markersize=9, markeredgecolor="black",
                 label=name)  # fmt: skip
         offset, slope = lines[name]
+        xs = [min(xs) * (max(xs) / min(xs)) ** (i / 99) for i in range(100)]
         ax.plot(xs, [offset + slope * v for v in xs], color=shade, linewidth=2)
     ax.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
+        axis.set_minor_formatter("")
     ax.legend(frameon=False)
     return figure

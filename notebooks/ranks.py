@@ -2,17 +2,18 @@
 
     import ranks
     live = ranks.start(2, "01_naive_mlp_tp")    # two ranks, and the lesson on each
+    lesson = live.lesson                        # and here, to show its code
     %%px                                        # runs a cell on all of them
     live["y"]                                   # [rank 0's y, rank 1's y], here
     live.again()                                # after an error or a hang: a new group
 
 What a cell under `%%px` finds on every rank: all names of the lesson, and the lesson
 itself as `lesson`; `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
-`broken(name)`, which switches one of the lesson's bugs on (`with broken("f"): …`), and
-`check(claims)`, which ends an exercise.
+`broken(name)`, which switches one of the lesson's bugs on (`with broken("f"): …`);
+`senders(call, x)`, for the colours of pictures; `check(claims)`, to end an exercise.
 
-To write a notebook: the first cell finds the course (copy it from 00_collectives.ipynb),
-the next runs the lesson under torchrun with `--json traces/NN.json`, then start ranks.
+To write a notebook: the first cell finds the course (copy it from 00_collectives), the
+next runs the lesson under torchrun with `--json traces/NN.json`, then start ranks.
 Show code with `ranks.code(lesson.name)`, never retyped. Draw in the notebook's own
 process, from what the ranks hold (`live["name"]`), with the functions of draw.py. Text
 outputs are compared by the tests: print nothing that changes from run to run, or tag
@@ -31,6 +32,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -99,7 +101,8 @@ class Ranks:
     running = []
 
     def __init__(self, count: int, lesson: str, timeout: float):
-        self.count, self.lesson, self.timeout = count, lesson, timeout
+        self.count, self.timeout = count, timeout
+        self.name, self.lesson = lesson, importlib.import_module(lesson)
         self.groups = 0  # how many groups were formed: each has its corner of the store
         self.launch()
         self.form_group()
@@ -129,7 +132,7 @@ class Ranks:
         self.offer_magics()
         everyone = range(self.count)
         self.view.map_sync(
-            load, everyone, [self.count] * self.count, [self.lesson] * self.count
+            load, everyone, [self.count] * self.count, [self.name] * self.count
         )
 
     def spawn(self, module: str, *flags: str) -> subprocess.Popen:
@@ -143,13 +146,34 @@ class Ranks:
             )  # fmt: skip
 
     def offer_magics(self) -> None:
-        """`%%px`, with each rank's output in one piece, in the order of ranks."""
+        """`%%px` runs a cell on every rank."""
         from IPython import get_ipython
 
-        if get_ipython():
-            self.view.activate()
-            settings = "--no-stream --progress-after -1"
-            get_ipython().run_line_magic("pxconfig", settings)
+        if shell := get_ipython():
+            shell.register_magic_function(self.px, "line_cell", "px")
+
+    def px(self, line: str, cell: str | None = None) -> None:
+        """Run code on every rank, wait, and print what each said, in rank order.
+
+        (ipyparallel's own `%%px` does too, with `--no-stream`, but prints a page for an
+        error. Flags are for that one; here they change nothing.)
+        """
+        from IPython.display import display
+
+        result = self.view.execute(cell or line, silent=False, block=False)
+        try:
+            result.wait()
+        except KeyboardInterrupt:
+            print("interrupted; to get the ranks back, run live.again()")
+            return
+        result.wait_for_output(2)
+        show_by_rank([said(data) for data in result.metadata])
+        for data in result.metadata:
+            for output in data["outputs"]:
+                display(output["data"], raw=True)
+        replies = result.get(return_exceptions=True)
+        if any(isinstance(reply, Exception) for reply in replies):
+            raise RankFailed(replies)
 
     def form_group(self) -> None:
         """All ranks join one group (again)."""
@@ -217,6 +241,57 @@ class Ranks:
 atexit.register(Ranks.stop_all)
 
 
+class RankFailed(Exception):
+    """What each rank raised, a line each."""
+
+    def __init__(self, replies: list):
+        lines = {
+            rank: in_short(reply)
+            for rank, reply in enumerate(replies)
+            if isinstance(reply, Exception)
+        }
+        super().__init__("\n".join(f"rank {r}: {text}" for r, text in lines.items()))
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [str(self), "", "To get a working group back: live.again()"]
+
+
+def in_short(error: Exception) -> str:
+    """Type, message and the line of the cell, of an error on a rank."""
+    text = re.sub(
+        r"^\[[^]]*third_party[^]]*\] *", "", str(getattr(error, "evalue", error))
+    )
+    trace = re.sub(r"\x1b\[[0-9;]*m", "", str(getattr(error, "traceback", "")))
+    line = re.search(r"Cell [^,\n]*, line (\d+)|<ipython-input[^>]*>:(\d+)", trace)
+    where = f" (line {line[1] or line[2]} of the cell)" if line else ""
+    return f"{getattr(error, 'ename', type(error).__name__)}: {text}{where}"
+
+
+def said(data: dict) -> str:
+    """All text of one rank's run: printed, warned, and the last expression's value."""
+    value = (data["execute_result"] or {}).get("data", {}).get("text/plain", "")
+    value = re.sub(r"\x1b\[[0-9;]*m", "", value)
+    return "\n".join(x.rstrip() for x in (data["stdout"], data["stderr"], value) if x)
+
+
+def show_by_rank(texts: list[str]) -> None:
+    """Print each rank's text behind its number; ranks that said the same, together."""
+    speakers = {}
+    for rank, text in enumerate(texts):
+        if text:
+            speakers.setdefault(text, []).append(rank)
+    labels = {
+        text: "every rank" if len(who) == len(texts) > 1 else
+        ("ranks " if len(who) > 1 else "rank ") + ", ".join(map(str, who))
+        for text, who in speakers.items()
+    }  # fmt: skip
+    width = max(map(len, labels.values()), default=0)
+    for text, label in labels.items():
+        for i, line in enumerate(text.splitlines()):
+            print(f"{label if i == 0 else '':<{width}}  {line}".rstrip())
+
+
 def wait_until(ready, seconds: float, what: str) -> None:
     """Poll; TimeoutError with the name of what did not come."""
     deadline = time.time() + seconds
@@ -250,7 +325,8 @@ def load(rank: int, count: int, lesson: str) -> None:
     public = {k: v for k, v in vars(module).items() if not k.startswith("__")}
     more = dict(rank=rank, ranks=count, lesson=module, torch=torch, dist=dist)
     HERE.update(rank=rank, ranks=count, lesson=module)
-    names().update(public | more | dict(broken=broken, check=check))
+    more |= dict(broken=broken, check=check, senders=senders)
+    names().update(public | more)
 
 
 def join(corner: tuple[int, int], timeout: float) -> None:
@@ -303,6 +379,17 @@ def who_was_missing() -> list[str]:
         return []
     said = lesson.blame(Exception("…"), HERE["timeout"], store).splitlines()
     return [said[0].removeprefix("error: "), *said[1:-1]]
+
+
+def senders(call, x):
+    """Which ranks are in each element of call(x): bit r stands for rank r.
+
+    All ranks run the call on tensors full of 2^rank. It must move or add, as
+    collectives do.
+    """
+    import torch
+
+    return call(torch.full_like(x, 2 ** HERE["rank"]))
 
 
 @contextlib.contextmanager
