@@ -26,6 +26,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 COLORS = (  # by rank
@@ -93,7 +94,7 @@ def places(full: Tensor, pieces: list[Tensor]) -> Tensor:
 # Boxes
 
 
-def blank(width: float, height: float, unit: float, title: str = ""):
+def blank(width: float, height: float, unit: float):
     """A figure for boxes, so many units across and down; a unit is `unit` inches, or
     less where that would be too wide."""
     unit = min(unit, WIDTH / width)
@@ -101,8 +102,6 @@ def blank(width: float, height: float, unit: float, title: str = ""):
     ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
     figure.subplots_adjust(0, 0, 1, 1)
-    if title:
-        figure.suptitle(title)
     return figure, ax
 
 
@@ -146,7 +145,7 @@ def cell(ax, x, y, value: float, ranks, size) -> None:
     write(ax, x + 0.5, y + 0.37, number, size)
 
 
-def rows(lines: list[list[tuple]], title: str = "", arrow: bool = True):
+def rows(lines: list[list[tuple]], arrow: bool = True):
     """Small tensors of all ranks with their values: a row a rank, a column a moment.
 
     Args:
@@ -162,7 +161,7 @@ def rows(lines: list[list[tuple]], title: str = "", arrow: bool = True):
     width = max(sum(line) + gap * (len(line) - 1) for line in wide) + 2.2
     ranks = len(lines[0][0][1])
     high = ranks + 1.5
-    figure, ax = blank(width, high * len(lines), unit, title)
+    figure, ax = blank(width, high * len(lines), unit)
     size = min(FONT, FONT * WIDTH / width / unit)
     for top, (line, sizes) in enumerate(zip(lines, wide)):
         y, x = top * high + 1.2, 2.1
@@ -191,7 +190,7 @@ def draw_row(ax, x, y, values, who, size) -> None:
         cell(ax, x + i, y, value, bits(sent), size)
 
 
-def matrices(items: list, ranks: int, title: str = ""):
+def matrices(items: list, ranks: int):
     """Sharded matrices side by side, each element in the colour of who holds it.
 
     Args:
@@ -200,9 +199,11 @@ def matrices(items: list, ranks: int, title: str = ""):
         ranks: how many there are: what all of them hold is grey.
     """
     unit = 0.3
-    tall = max(item[1].shape[0] for item in items if not isinstance(item, str)) + 3
+    drawn = [item for item in items if not isinstance(item, str)]
+    notes = any(note for *_, note in drawn)
+    tall = max(holders.shape[0] for _, holders, _ in drawn) + (3 if notes else 2.6)
     wide = [span(item, unit) for item in items]
-    figure, ax = blank(sum(wide) + 0.4, tall, unit, title)
+    figure, ax = blank(sum(wide) + 0.4, tall, unit)
     x = 0.2
     for item, width in zip(items, wide):
         if isinstance(item, str):
@@ -236,14 +237,6 @@ def draw_matrix(ax, x, y, item, ranks) -> None:
     write(ax, x, top + height + 0.7, note, FONT - 2)
 
 
-def legend(ax, ranks: int, **where) -> None:
-    """Which colour is which rank."""
-    handles = [Rectangle((0, 0), 1, 1, facecolor=color(r)) for r in range(ranks)]
-    names = [f"rank {r}" for r in range(ranks)]
-    style = dict(ncols=ranks, frameon=False, loc="lower center")
-    ax.legend(handles, names, **style | where)
-
-
 # Large tensors
 
 
@@ -256,7 +249,7 @@ def heat(ax, x: Tensor, title: str, limit: float, edge: str | None = None):
     return picture
 
 
-def terms(parts: list[Tensor], total: Tensor, names: list[str], title: str = ""):
+def terms(parts: list[Tensor], total: Tensor, names: list[str]):
     """Matrices that add up to the last one; framed in the colour of their rank."""
     limit = max(x.abs().max().item() for x in [*parts, total])
     count = len(parts) + 1
@@ -270,8 +263,6 @@ def terms(parts: list[Tensor], total: Tensor, names: list[str], title: str = "")
         ax.text(1.09, 0.5, sign, fontsize=FONT + 10, transform=ax.transAxes,
                 ha="center", va="center")  # fmt: skip
     figure.colorbar(picture, ax=axes, shrink=0.8)
-    if title:
-        figure.suptitle(title)
     return figure
 
 
@@ -318,33 +309,35 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
         if "boxes" in s else max(1.9, letters(s["does"], unit) + 0.2)
         for s in stages
     ]  # fmt: skip
-    width, bottom, x = sum(wide) + 2.0, 0.9 + ranks * 1.2, 1.6
-    figure, ax = blank(width, bottom + 1.2, unit, title)
+    top = 1.8 if title else 0.9
+    width, bottom, x = sum(wide) + 2.0, top + ranks * 1.2, 1.6
+    figure, ax = blank(width, bottom + 1.2, unit)
+    write(ax, 0.2, 0.45, title, ha="left", weight="bold")
     for rank in range(ranks):
-        y = 0.9 + rank * 1.2 + 0.5
+        y = top + rank * 1.2 + 0.5
         write(ax, 1.3, y, f"rank {rank}", ha="right")
         ends = (width - 0.05, 1.45)[:: 1 if backward else -1]
-        ax.annotate("", (ends[1], y), (ends[0], y),
-                    arrowprops=dict(arrowstyle="-|>", linewidth=1.5))  # fmt: skip
+        style = dict(arrowstyle="-|>", linewidth=1.5, color="black")
+        ax.annotate("", (ends[1], y), (ends[0], y), zorder=0, arrowprops=style)
     for stage, across in zip(stages, wide):
         middle = x + across / 2
-        write(ax, middle, 0.45, stage["name"], weight="bold")
+        write(ax, middle, top - 0.45, stage["name"], weight="bold")
         if "boxes" in stage:
             for rank, text in enumerate(stage["boxes"]):
-                y = 0.9 + rank * 1.2
+                y = top + rank * 1.2
                 box(ax, x + 0.15, y, across - 0.3, 1, [rank])
                 write(ax, middle, y + 0.5, text, color=ink(color(rank)))
         else:
             moved = stage["moved"]
             style = dict(linewidth=9 if moved else 3, linestyle="-" if moved else ":")
-            ax.plot([middle] * 2, [0.9, bottom - 0.2], color="black", **style)
+            ax.plot([middle] * 2, [top, bottom - 0.2], color="black", **style)
             text = f"{stage['does']}\n{moved:,} bytes"
             write(ax, middle, bottom + 0.45, text, FONT - 1)
         x += across
     return figure
 
 
-def mesh(coordinates: list[list[int]], axes: list[str], title: str = ""):
+def mesh(coordinates: list[list[int]], axes: list[str]):
     """Ranks at their places on a mesh of two or three axes; the last runs across.
 
     Args:
@@ -353,7 +346,7 @@ def mesh(coordinates: list[list[int]], axes: list[str], title: str = ""):
     sizes = [max(column) + 1 for column in zip(*coordinates)]
     layers, (down, across) = math.prod(sizes[:-2]), sizes[-2:]
     step = across * 2.2 + 1.2
-    figure, ax = blank(layers * step + 2.0, down * 1.6 + 1.2, 0.5, title)
+    figure, ax = blank(layers * step + 2.0, down * 1.6 + 1.2, 0.6)
     for rank, place in enumerate(coordinates):
         layer = place[0] if len(place) == 3 else 0
         x, y = 2.6 + layer * step + place[-1] * 2.2, 1.1 + place[-2] * 1.6
@@ -452,6 +445,7 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
         xs = [min(xs) * (max(xs) / min(xs)) ** (i / 99) for i in range(100)]
         ax.plot(xs, [offset + slope * v for v in xs], color=shade, linewidth=2)
     ax.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:,.0f}")
         axis.set_minor_formatter("")

@@ -436,19 +436,16 @@ def check(claims) -> None:
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
         if HERE["lesson"].COMM.place["state"] == "in":
             wrong = "a collective did not come about; after it, run live.again()"
-    store.set(f"check/{HERE['checks']}/{rank}", wrong)
-    if rank == 0:
-        said = {}
-        for other in range(HERE["ranks"]):
-            text = store.get(f"check/{HERE['checks']}/{other}").decode()
-            said.setdefault(text, []).append(other)
-        said.pop("", None)
-        for text, where in said.items():
-            everywhere = len(where) == HERE["ranks"]
-            where = "every rank" if everywhere else "rank " + ", ".join(map(str, where))
-            print(f"not yet, on {where}: {text}")
-        if not said:
-            print("right")
+    corner = f"check/{HERE['checks']}"
+    store.set(f"{corner}/{rank}", wrong)
+    everyone = [store.get(f"{corner}/{r}").decode() for r in range(HERE["ranks"])]
+    first = next((r for r, text in enumerate(everyone) if text), None)
+    if first is None:
+        print("right")
+    elif len(set(everyone)) == 1:
+        print(f"not yet: {wrong}")
+    else:
+        print(f"not yet; rank {first}: {everyone[first]}")
 
 
 # As a program: one process of the cluster, with its watchdog

@@ -4,7 +4,7 @@
     python notebooks/run.py 00_collectives       this one
     python notebooks/run.py --assets             only write out the pictures
 
-A cell with the tag `asset-NAME` gives the picture assets/NAME.png.
+The pictures of a cell with the tag `asset-NAME` become assets/NAME.png, NAME-2.png, …
 """
 
 import base64
@@ -56,18 +56,17 @@ def joined(outputs: list) -> list:
 def write_assets(notebook) -> None:
     """The pictures of the tagged cells, into assets/."""
     folder = FOLDER.parent / "assets"
+    folder.mkdir(exist_ok=True)
     for cell in notebook.cells:
         for tag in cell.metadata.get("tags", []):
             if tag.startswith("asset-"):
-                (png,) = [
-                    output.data["image/png"]
-                    for output in cell.outputs
-                    if "image/png" in output.get("data", {})
-                ]
-                folder.mkdir(exist_ok=True)
-                path = folder / f"{tag.removeprefix('asset-')}.png"
-                path.write_bytes(base64.b64decode(png))
-                print(f"wrote assets/{path.name}")
+                name = tag.removeprefix("asset-")
+                data = [output.get("data", {}) for output in cell.outputs]
+                pictures = [each["image/png"] for each in data if "image/png" in each]
+                for number, png in enumerate(pictures, 1):
+                    path = folder / f"{name}{f'-{number}' if number > 1 else ''}.png"
+                    path.write_bytes(base64.b64decode(png))
+                    print(f"wrote assets/{path.name}")
 
 
 def main(names: list[str]) -> None:
