@@ -242,7 +242,7 @@ def draw_matrix(ax, x, y, item, ranks) -> None:
 
 def heat(ax, x: Tensor, title: str, limit: float, edge: str | None = None):
     """A matrix as colours, from −limit to limit; `edge` frames it."""
-    picture = ax.imshow(x.detach().float(), "PuOr", vmin=-limit, vmax=limit)
+    picture = ax.imshow(x.detach().float().numpy(), "PuOr", vmin=-limit, vmax=limit)
     ax.set(xticks=[], yticks=[], title=title)
     for side in ax.spines.values():
         side.set(visible=True, color=edge or "black", linewidth=5 if edge else 1)
