@@ -17,7 +17,8 @@ For a further notebook: `rows` draws small tensors with their values, column by 
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
 `compare` large ones, `flow` a graph of boxes on ranks with collectives between, `bars`
 bytes with predicted marks, `timeline` spans of time, `mesh` ranks on axes, `fit` points
-and the line through them. All return the figure; end the cell's last line with `;`.
+and the line through them. All return nothing:
+the figure appears below the cell.
 """
 
 import math
@@ -102,7 +103,7 @@ def blank(width: float, height: float, unit: float):
     ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
     figure.subplots_adjust(0, 0, 1, 1)
-    return figure, ax
+    return ax
 
 
 def letters(text: str, unit: float) -> float:
@@ -161,7 +162,7 @@ def rows(lines: list[list[tuple]], arrow: bool = True):
     width = max(sum(line) + gap * (len(line) - 1) for line in wide) + 2.2
     ranks = len(lines[0][0][1])
     high = ranks + 1.5
-    figure, ax = blank(width, high * len(lines), unit)
+    ax = blank(width, high * len(lines), unit)
     size = min(FONT, FONT * WIDTH / width / unit)
     for top, (line, sizes) in enumerate(zip(lines, wide)):
         y, x = top * high + 1.2, 2.1
@@ -174,7 +175,6 @@ def rows(lines: list[list[tuple]], arrow: bool = True):
             for rank, (value, sent) in enumerate(zip(values, who)):
                 draw_row(ax, x, y + rank, value, sent, size)
             x += sizes[column] + gap
-    return figure
 
 
 def longest(values: list) -> int:
@@ -203,7 +203,7 @@ def matrices(items: list, ranks: int):
     notes = any(note for *_, note in drawn)
     tall = max(holders.shape[0] for _, holders, _ in drawn) + (3 if notes else 2.6)
     wide = [span(item, unit) for item in items]
-    figure, ax = blank(sum(wide) + 0.4, tall, unit)
+    ax = blank(sum(wide) + 0.4, tall, unit)
     x = 0.2
     for item, width in zip(items, wide):
         if isinstance(item, str):
@@ -211,7 +211,6 @@ def matrices(items: list, ranks: int):
         else:
             draw_matrix(ax, x + width / 2, tall / 2, item, ranks)
         x += width
-    return figure
 
 
 def span(item, unit: float) -> float:
@@ -263,7 +262,6 @@ def terms(parts: list[Tensor], total: Tensor, names: list[str]):
         ax.text(1.09, 0.5, sign, fontsize=FONT + 10, transform=ax.transAxes,
                 ha="center", va="center")  # fmt: skip
     figure.colorbar(picture, ax=axes, shrink=0.8)
-    return figure
 
 
 def compare(pairs: dict[str, tuple[Tensor, Tensor]], names=("without TP", "with TP")):
@@ -288,7 +286,6 @@ def compare(pairs: dict[str, tuple[Tensor, Tensor]], names=("without TP", "with 
         line[0].set_ylabel(name, fontsize=FONT, weight="bold")
     for ax in axes.flat:
         ax.set_aspect("auto")
-    return figure
 
 
 # Graphs, meshes
@@ -311,7 +308,7 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
     ]  # fmt: skip
     top = 1.8 if title else 0.9
     width, bottom, x = sum(wide) + 2.0, top + ranks * 1.2, 1.6
-    figure, ax = blank(width, bottom + 1.2, unit)
+    ax = blank(width, bottom + 1.2, unit)
     write(ax, 0.2, 0.45, title, ha="left", weight="bold")
     for rank in range(ranks):
         y = top + rank * 1.2 + 0.5
@@ -334,7 +331,6 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
             text = f"{stage['does']}\n{moved:,} bytes"
             write(ax, middle, bottom + 0.45, text, FONT - 1)
         x += across
-    return figure
 
 
 def mesh(coordinates: list[list[int]], axes: list[str]):
@@ -346,7 +342,7 @@ def mesh(coordinates: list[list[int]], axes: list[str]):
     sizes = [max(column) + 1 for column in zip(*coordinates)]
     layers, (down, across) = math.prod(sizes[:-2]), sizes[-2:]
     step = across * 2.2 + 1.2
-    figure, ax = blank(layers * step + 2.0, down * 1.6 + 1.2, 0.6)
+    ax = blank(layers * step + 2.0, down * 1.6 + 1.2, 0.6)
     for rank, place in enumerate(coordinates):
         layer = place[0] if len(place) == 3 else 0
         x, y = 2.6 + layer * step + place[-1] * 2.2, 1.1 + place[-2] * 1.6
@@ -360,7 +356,6 @@ def mesh(coordinates: list[list[int]], axes: list[str]):
             )
         if len(place) == 3 and place[1] == place[2] == 0:
             write(ax, x, 0.2, f"{axes[0]} {layer}", weight="bold", ha="left")
-    return figure
 
 
 # Bytes, seconds
@@ -398,7 +393,6 @@ def bars(values: dict[str, list[float]], parts: list[str], predicted: dict[str, 
     figure.legend(loc="outside upper center", ncols=len(parts) + 1, frameon=False)
     if title:
         ax.set_title(title)
-    return figure
 
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "--")
@@ -430,12 +424,11 @@ def timeline(spans: list[tuple], unit: str = "ms", title: str = ""):
                   frameon=False)  # fmt: skip
     if title:
         ax.set_title(title)
-    return figure
 
 
 def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str):
     """Measured points, and for each series the line offset + slope · x through them."""
-    figure, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
+    _, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
     marks = ("o", "s", "^", "D")
     for (name, points), mark, shade in zip(series.items(), marks, PARTS):
         xs, ys = zip(*points)
@@ -450,4 +443,3 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
         axis.set_major_formatter("{x:,.0f}")
         axis.set_minor_formatter("")
     ax.legend(frameon=False)
-    return figure

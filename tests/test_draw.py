@@ -14,9 +14,15 @@ from matplotlib.colors import to_hex, to_rgb
 
 
 @pytest.fixture(autouse=True)
-def close():
+def one_figure():
     yield
     draw.plt.close("all")
+
+
+def drawn(function, *args, **kwargs):
+    """The figure that a function has drawn."""
+    function(*args, **kwargs)
+    return draw.plt.gcf()
 
 
 def texts(figure) -> list[str]:
@@ -75,7 +81,7 @@ def test_places_are_found_by_value():
 def test_rows_show_every_value_in_its_colour():
     values = [torch.tensor([7.0, 8.5]), None, torch.tensor([-3.0, 126.0])]
     who = [torch.tensor([1, 2]), None, torch.tensor([5, 7])]
-    figure = draw.rows([[("before", values, who)], [("after", values, who)]])
+    figure = drawn(draw.rows, [[("before", values, who)], [("after", values, who)]])
     shown = texts(figure)
     one = ["rank 0", "rank 1", "rank 2", "before", "7", "8.50", "–", "-3", "126"]
     assert shown == one + ["after" if t == "before" else t for t in one]
@@ -91,13 +97,15 @@ def test_rows_show_every_value_in_its_colour():
 
 def test_rows_put_an_arrow_between_moments_only():
     column = ("x", [torch.ones(1)], [torch.ones(1)])
-    assert texts(draw.rows([[column] * 3])).count("→") == 2
-    assert "→" not in texts(draw.rows([[column] * 3], arrow=False))
+    assert texts(drawn(draw.rows, [[column] * 3])).count("→") == 2
+    assert "→" not in texts(drawn(draw.rows, [[column] * 3], arrow=False))
 
 
 def test_matrices_are_coloured_by_holder():
     held = torch.tensor([[1, 2, 3], [7, 4, 0]])
-    figure = draw.matrices([("A[I, J]", held, "a note"), "=", ("B", held[:1], "")], 3)
+    figure = drawn(
+        draw.matrices, [("A[I, J]", held, "a note"), "=", ("B", held[:1], "")], 3
+    )
     assert texts(figure) == ["A[I, J]", "a note", "=", "B"]
     ax = figure.axes[0]
     left, top = min(b[0] for b in boxes(ax)), min(b[1] for b in boxes(ax))
@@ -112,7 +120,7 @@ def test_matrices_are_coloured_by_holder():
 
 def test_heat_maps_hold_the_tensors():
     one, two = torch.randn(3, 4), torch.randn(3, 4)
-    figure = draw.compare({"up": (one, two), "down": (two, two)})
+    figure = drawn(draw.compare, {"up": (one, two), "down": (two, two)})
     maps = [ax.images[0] for ax in figure.axes if ax.images and not ax.get_label()]
     shown = [torch.tensor(image.get_array()) for image in maps]
     for got, wanted in zip(shown, (one, two, two - one, two, two, two - two)):
@@ -125,7 +133,7 @@ def test_heat_maps_hold_the_tensors():
 
 def test_terms_share_a_scale():
     one, two = torch.randn(3, 4), torch.randn(3, 4)
-    figure = draw.terms([one, two], one + two, ["a", "b", "sum"])
+    figure = drawn(draw.terms, [one, two], one + two, ["a", "b", "sum"])
     maps = [ax.images[0] for ax in figure.axes if ax.images]
     assert torch.allclose(torch.tensor(maps[2].get_array()), one + two)
     assert len({image.get_clim() for image in maps[:3]}) == 1
@@ -141,7 +149,7 @@ def test_flow_shows_who_sends():
         {"name": "g", "does": "all-reduce", "moved": 1234},
     ]
     for backward in (False, True):
-        figure = draw.flow(stages, 2, "way", backward)
+        figure = drawn(draw.flow, stages, 2, "way", backward)
         shown = texts(figure)
         for text in ("way", "x", "[2, 4]", "[3, 4]", "g", "all-reduce\n1,234 bytes"):
             assert text in shown
@@ -159,7 +167,7 @@ def test_flow_shows_who_sends():
     (["pp", "dp", "tp"], [[p, d, t] for p in (0, 1) for d in (0, 1) for t in (0, 1)]),
 ])  # fmt: skip
 def test_mesh_puts_ranks_where_they_stand(axes, places):
-    figure = draw.mesh(places, axes)
+    figure = drawn(draw.mesh, places, axes)
     at = {t.get_text(): t.get_position() for t in figure.axes[0].texts}
     for rank, place in enumerate(places):
         for other, there in enumerate(places):
@@ -174,7 +182,7 @@ def test_mesh_puts_ranks_where_they_stand(axes, places):
 
 def test_bars_have_their_lengths_and_marks():
     values = {"one": [10.0, 20.0], "two": [5.0, 1.0]}
-    figure = draw.bars(values, ["a", "b"], {"one": 30, "two": 7}, "bytes")
+    figure = drawn(draw.bars, values, ["a", "b"], {"one": 30, "two": 7}, "bytes")
     ax = figure.axes[0]
     assert [(b[0], b[2]) for b in boxes(ax)] == [(0, 10), (10, 20), (0, 5), (5, 1)]
     assert [line.get_xdata()[0] for line in ax.lines] == [30, 7]
@@ -186,9 +194,9 @@ def test_bars_have_their_lengths_and_marks():
 
 def test_timeline_draws_each_span():
     spans = [(0, "forward", 5.0, 7.0), (1, "backward", 6.0, 9.0), (1, "forward", 9, 10)]
-    figure = draw.timeline(spans)
-    drawn = [(b[0], b[2], b[-1]) for b in boxes(figure.axes[0])]
-    assert drawn == [
+    figure = drawn(draw.timeline, spans)
+    bars = [(b[0], b[2], b[-1]) for b in boxes(figure.axes[0])]
+    assert bars == [
         (0, 2, draw.color(0)),
         (1, 3, draw.color(1)),
         (4, 1, draw.color(1)),
@@ -199,7 +207,9 @@ def test_timeline_draws_each_span():
 
 def test_fit_draws_points_and_line():
     points = [(10, 21.0), (1000, 2001.0)]
-    figure = draw.fit({"all-reduce": points}, {"all-reduce": (1, 2)}, "bytes", "µs")
+    figure = drawn(
+        draw.fit, {"all-reduce": points}, {"all-reduce": (1, 2)}, "bytes", "µs"
+    )
     dots, line = figure.axes[0].lines
     assert list(zip(*dots.get_data())) == points
     for x, y in zip(*line.get_data()):

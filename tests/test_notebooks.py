@@ -20,7 +20,8 @@ from jupyter_client.manager import KernelManager
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
-import ranks
+
+import ranks  # noqa: E402
 
 NOTEBOOKS = {
     path.stem: json.loads(path.read_text())
