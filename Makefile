@@ -30,11 +30,11 @@ LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 ONE_MACHINE := PET_LOCAL_ADDR=$${PET_LOCAL_ADDR:-127.0.0.1} \
 	GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(LOOPBACK)}
 
-.PHONY: help demo setup check lessons test lint wheels clean
+.PHONY: help demo setup check lessons notebooks notebooks-run assets test lint wheels clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s%s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## one MLP on two ranks: set up if need be, run lesson 01, see PASS
 	@echo "torchrun --standalone --nproc_per_node=$(or $(RANKS),2) 01_naive_mlp_tp.py $(ARGS)"
@@ -49,6 +49,15 @@ check: $(INSTALLED) ## can this machine run the course? in seconds, and what to 
 
 lessons: $(INSTALLED) ## run all lessons on two ranks (RANKS=4: on four), one summary table
 	@$(ONE_MACHINE) $(BIN)/python tests/all_lessons.py $(if $(RANKS),--ranks $(RANKS))
+
+notebooks: $(INSTALLED) ## open the notebooks in the browser
+	@$(BIN)/python -m jupyter lab notebooks
+
+notebooks-run: $(INSTALLED) ## execute all notebooks and save them (ARGS=00_collectives: one)
+	@$(BIN)/python notebooks/run.py $(ARGS)
+
+assets: $(INSTALLED) ## write the pictures of the notebooks' tagged cells into assets/
+	@$(BIN)/python notebooks/run.py --assets $(ARGS)
 
 test: lint ## run all the tests (ARGS="-k setup": some), after lint
 	@$(ONE_MACHINE) $(BIN)/python -m pytest $(ARGS)

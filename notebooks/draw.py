@@ -1,0 +1,446 @@
+"""Pictures of tensors on ranks, drawn from what a run really held, sent and took.
+
+Nothing here knows a result: every function is handed tensors, counters or timestamps,
+and draws those. Even the colours are found out:
+
+    draw.places(full, pieces)   where each rank's piece lies in the full tensor: looked
+                                for by its values, so a wrong shard is an error
+    senders(call, x)            on a rank (ranks.py): the same call on tensors full of
+                                2^rank; its bits say which ranks are in what comes out
+
+Both give whole numbers whose bit r stands for rank r. A rank has one colour in all
+pictures of the course (`COLORS`, by Okabe and Ito, told apart by colour-blind people),
+and its number stands beside it. What comes from several ranks shows all their colours;
+what every rank holds alike is grey.
+
+For a further notebook: `rows` draws small tensors with their values, column by column,
+`matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
+`compare` large ones, `flow` a graph of boxes on ranks with collectives between, `bars`
+bytes with predicted marks, `timeline` spans of time, `mesh` ranks on axes, `fit` points
+and the line through them. All return nothing:
+the figure appears below the cell.
+"""
+
+import math
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator
+from torch import Tensor
+
+COLORS = (  # by rank
+    "#56B4E9", "#E69F00", "#009E73", "#CC79A7",
+    "#F0E442", "#D55E00", "#0072B2", "#BBBBBB",
+)  # fmt: skip
+PARTS = ("#4D4D4D", "#8C8C8C", "#C8C8C8", "#EDEDED")  # of a bar: not ranks, so grey
+EVERYONE = "#E6E6E6"
+WIDTH = 11  # inches: 1100 pixels, which GitHub shows at about 850
+FONT = 15
+
+plt.rcParams.update(
+    {
+        "font.size": FONT, "font.family": "DejaVu Sans", "figure.dpi": 100,
+        "savefig.dpi": 100, "axes.spines.top": False, "axes.spines.right": False,
+        "figure.facecolor": "white", "axes.titlesize": FONT,
+    }
+)  # fmt: skip
+
+
+def color(rank: int) -> str:
+    """The colour of a rank; from the ninth on they repeat."""
+    return COLORS[rank % len(COLORS)]
+
+
+def ink(background: str) -> str:
+    """Black or white, whichever can be read on it."""
+    channels = [
+        c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4
+        for c in to_rgb(background)
+    ]
+    light = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), channels))
+    return "black" if light > 0.18 else "white"
+
+
+def bits(number: int) -> list[int]:
+    """The ranks in a set: 5 → [0, 2]."""
+    return [r for r in range(int(number).bit_length()) if int(number) >> r & 1]
+
+
+def places(full: Tensor, pieces: list[Tensor]) -> Tensor:
+    """Which ranks hold each element of a matrix or vector: bit r stands for rank r.
+
+    Found by the values: a piece that is nowhere in `full` (a term of a sum, say) is a
+    ValueError.
+    """
+    full = full.reshape(1, -1) if full.dim() == 1 else full
+    held = torch.zeros(full.shape, dtype=torch.int64)
+    for rank, piece in enumerate(pieces):
+        piece = piece.reshape(1, -1) if piece.dim() == 1 else piece
+        (height, width), (rows, columns) = piece.shape, full.shape
+        for i in range(0, rows - height + 1):
+            for j in range(0, columns - width + 1):
+                if torch.allclose(full[i : i + height, j : j + width], piece):
+                    held[i : i + height, j : j + width] |= 2**rank
+                    break
+            else:
+                continue
+            break
+        else:
+            raise ValueError(f"rank {rank}'s piece is nowhere in the full tensor")
+    return held
+
+
+# Boxes
+
+
+def blank(width: float, height: float, unit: float):
+    """A figure for boxes, so many units across and down; a unit is `unit` inches, or
+    less where that would be too wide."""
+    unit = min(unit, WIDTH / width)
+    figure, ax = plt.subplots(figsize=(width * unit, height * unit))
+    ax.set(xlim=(0, width), ylim=(height, 0))
+    ax.axis("off")
+    figure.subplots_adjust(0, 0, 1, 1)
+    return ax
+
+
+def letters(text: str, unit: float) -> float:
+    """About how many units a bold text takes."""
+    return len(text) * 0.0092 * FONT / unit
+
+
+def box(ax, x, y, width, height, ranks, everyone=0, **style) -> None:
+    """A box in the colours of these ranks; grey if they are all of `everyone`."""
+    edge = dict(edgecolor="black", linewidth=0.8) | style
+    if everyone > 1 and len(ranks) == everyone:
+        ranks, fills = ranks[:1], [EVERYONE]
+    else:
+        fills = [color(rank) for rank in ranks] or ["white"]
+    for i, fill in enumerate(fills):
+        part = height / len(fills)
+        stripe = Rectangle((x, y + i * part), width, part, facecolor=fill, linewidth=0)
+        ax.add_patch(stripe)
+    ax.add_patch(Rectangle((x, y), width, height, fill=False, **edge))
+
+
+def write(ax, x, y, text, size=FONT, **style) -> None:
+    """Text, centred on a point unless told otherwise."""
+    ax.text(x, y, text, fontsize=size, **dict(ha="center", va="center") | style)
+
+
+def cell(ax, x, y, value: float, ranks, size) -> None:
+    """One number in a square of one unit: in its rank's colour; what several ranks are
+    in stands on white, with a strip of their colours below."""
+    number = f"{value:g}" if value == round(value) else f"{value:.2f}"
+    if len(ranks) == 1:
+        box(ax, x, y, 1, 1, ranks)
+        write(ax, x + 0.5, y + 0.5, number, size, color=ink(color(ranks[0])))
+        return
+    box(ax, x, y, 1, 1, [])
+    for i, rank in enumerate(ranks):
+        part = 1 / len(ranks)
+        corner = (x + i * part, y + 0.7)
+        ax.add_patch(Rectangle(corner, part, 0.3, facecolor=color(rank), linewidth=0))
+    ax.add_patch(Rectangle((x, y), 1, 1, fill=False, linewidth=0.8))
+    write(ax, x + 0.5, y + 0.37, number, size)
+
+
+def rows(lines: list[list[tuple]], arrow: bool = True):
+    """Small tensors of all ranks with their values: a row a rank, a column a moment.
+
+    Args:
+        lines: each a list of columns (heading, values, who): every rank's 1-D tensor,
+            or None, and which ranks are in each element (`senders` in ranks.py).
+        arrow: between columns of a line, where time passes.
+    """
+    unit, gap = 0.45, 1.3
+    wide = [
+        [max(longest(values), letters(name, unit)) for name, values, _ in line]
+        for line in lines
+    ]
+    width = max(sum(line) + gap * (len(line) - 1) for line in wide) + 2.2
+    ranks = len(lines[0][0][1])
+    high = ranks + 1.5
+    ax = blank(width, high * len(lines), unit)
+    size = min(FONT, FONT * WIDTH / width / unit)
+    for top, (line, sizes) in enumerate(zip(lines, wide)):
+        y, x = top * high + 1.2, 2.1
+        for rank in range(ranks):
+            write(ax, 1.9, y + rank + 0.5, f"rank {rank}", ha="right")
+        for column, (heading, values, who) in enumerate(line):
+            if column and arrow:
+                write(ax, x - gap / 2, y + ranks / 2, "→", FONT + 8)
+            write(ax, x, y - 0.45, heading, ha="left", weight="bold")
+            for rank, (value, sent) in enumerate(zip(values, who)):
+                draw_row(ax, x, y + rank, value, sent, size)
+            x += sizes[column] + gap
+
+
+def longest(values: list) -> int:
+    return max([len(v) for v in values if v is not None] + [2])
+
+
+def draw_row(ax, x, y, values, who, size) -> None:
+    """One rank's tensor; a dash where it has none."""
+    if values is None:
+        write(ax, x + 0.5, y + 0.5, "–", FONT)
+        return
+    for i, (value, sent) in enumerate(zip(values.tolist(), who.tolist())):
+        cell(ax, x + i, y, value, bits(sent), size)
+
+
+def matrices(items: list, ranks: int):
+    """Sharded matrices side by side, each element in the colour of who holds it.
+
+    Args:
+        items: (heading, holders, note) with `holders` a matrix of rank sets (see
+            `places`); or a text to stand between, such as "·" and "=".
+        ranks: how many there are: what all of them hold is grey.
+    """
+    unit = 0.3
+    drawn = [item for item in items if not isinstance(item, str)]
+    notes = any(note for *_, note in drawn)
+    tall = max(holders.shape[0] for _, holders, _ in drawn) + (3 if notes else 2.6)
+    wide = [span(item, unit) for item in items]
+    ax = blank(sum(wide) + 0.4, tall, unit)
+    x = 0.2
+    for item, width in zip(items, wide):
+        if isinstance(item, str):
+            write(ax, x + width / 2, tall / 2, item, FONT + 6)
+        else:
+            draw_matrix(ax, x + width / 2, tall / 2, item, ranks)
+        x += width
+
+
+def span(item, unit: float) -> float:
+    """How many units an item of `matrices` takes."""
+    if isinstance(item, str):
+        return 0.6 + letters(item, unit)
+    heading, holders, note = item
+    texts = max(letters(text, unit) for text in (heading, note))
+    return max(holders.shape[1], texts) + 0.4
+
+
+def draw_matrix(ax, x, y, item, ranks) -> None:
+    """A matrix around the point x, y, heading above and note below."""
+    heading, holders, note = item
+    height, width = holders.shape
+    left, top = x - width / 2, y - height / 2
+    for i in range(height):
+        for j in range(width):
+            box(ax, left + j, top + i, 1, 1, bits(holders[i, j]), ranks, linewidth=0.4)
+    frame = Rectangle((left, top), width, height, fill=False, linewidth=1.6)
+    ax.add_patch(frame)
+    write(ax, x, top - 0.7, heading, weight="bold")
+    write(ax, x, top + height + 0.7, note, FONT - 2)
+
+
+# Large tensors
+
+
+def heat(ax, x: Tensor, title: str, limit: float, edge: str | None = None):
+    """A matrix as colours, from −limit to limit; `edge` frames it."""
+    picture = ax.imshow(x.detach().float().numpy(), "PuOr", vmin=-limit, vmax=limit)
+    ax.set(xticks=[], yticks=[], title=title)
+    for side in ax.spines.values():
+        side.set(visible=True, color=edge or "black", linewidth=5 if edge else 1)
+    return picture
+
+
+def terms(parts: list[Tensor], total: Tensor, names: list[str]):
+    """Matrices that add up to the last one; framed in the colour of their rank."""
+    limit = max(x.abs().max().item() for x in [*parts, total])
+    count = len(parts) + 1
+    height = WIDTH / count * total.shape[0] / total.shape[1] + 1.2
+    figure, axes = plt.subplots(1, count, figsize=(WIDTH, height), layout="constrained")
+    edges = [color(rank) for rank in range(len(parts))] + [None]
+    signs = ["+"] * (len(parts) - 1) + ["="]
+    for ax, part, name, edge in zip(axes, [*parts, total], names, edges):
+        picture = heat(ax, part, name, limit, edge)
+    for ax, sign in zip(axes, signs):
+        ax.text(1.09, 0.5, sign, fontsize=FONT + 10, transform=ax.transAxes,
+                ha="center", va="center")  # fmt: skip
+    figure.colorbar(picture, ax=axes, shrink=0.8)
+
+
+def compare(pairs: dict[str, tuple[Tensor, Tensor]], names=("without TP", "with TP")):
+    """Matrices two ways and their difference, a row each.
+
+    The difference has a scale of its own, written beside it: the largest difference, as
+    a part of the largest value.
+    """
+    figure, axes = plt.subplots(
+        len(pairs), 3, figsize=(WIDTH, 3.1 * len(pairs)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for line, (name, (one, two)) in zip(axes, pairs.items()):
+        limit = one.abs().max().item()
+        off = (two - one).abs().max().item()
+        heat(line[0], one, names[0], limit)
+        both = heat(line[1], two, names[1], limit)
+        figure.colorbar(both, ax=line[:2].tolist(), shrink=0.8)
+        title = f"difference: {off / limit:.0e} of max"
+        rest = heat(line[2], two - one, title, off or limit)
+        figure.colorbar(rest, ax=line[2], shrink=0.8, format="%.0e")
+        line[0].set_ylabel(name, fontsize=FONT, weight="bold")
+    for ax in axes.flat:
+        ax.set_aspect("auto")
+
+
+# Graphs, meshes
+
+
+def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False):
+    """A graph that runs through all ranks: a lane a rank, collectives across them.
+
+    Args:
+        stages: from left to right, each {"name", "boxes"} with a text a rank, or
+            {"name", "does", "moved"}: what is called there, and its payload in bytes.
+            Where nothing is moved, the line is dotted.
+        backward: arrows point to the left.
+    """
+    unit = 0.55
+    wide = [
+        max([letters(t, unit) for t in (s["name"], *s.get("boxes", ()))]) * 0.9 + 0.6
+        if "boxes" in s else max(1.9, letters(s["does"], unit) + 0.2)
+        for s in stages
+    ]  # fmt: skip
+    top = 1.8 if title else 0.9
+    width, bottom, x = sum(wide) + 2.0, top + ranks * 1.2, 1.6
+    ax = blank(width, bottom + 1.2, unit)
+    write(ax, 0.2, 0.45, title, ha="left", weight="bold")
+    for rank in range(ranks):
+        y = top + rank * 1.2 + 0.5
+        write(ax, 1.3, y, f"rank {rank}", ha="right")
+        ends = (width - 0.05, 1.45)[:: 1 if backward else -1]
+        style = dict(arrowstyle="-|>", linewidth=1.5, color="black")
+        ax.annotate("", (ends[1], y), (ends[0], y), zorder=0, arrowprops=style)
+    for stage, across in zip(stages, wide):
+        middle = x + across / 2
+        write(ax, middle, top - 0.45, stage["name"], weight="bold")
+        if "boxes" in stage:
+            for rank, text in enumerate(stage["boxes"]):
+                y = top + rank * 1.2
+                box(ax, x + 0.15, y, across - 0.3, 1, [rank])
+                write(ax, middle, y + 0.5, text, color=ink(color(rank)))
+        else:
+            moved = stage["moved"]
+            style = dict(linewidth=9 if moved else 3, linestyle="-" if moved else ":")
+            ax.plot([middle] * 2, [top, bottom - 0.2], color="black", **style)
+            text = f"{stage['does']}\n{moved:,} bytes"
+            write(ax, middle, bottom + 0.45, text, FONT - 1)
+        x += across
+
+
+def mesh(coordinates: list[list[int]], axes: list[str]):
+    """Ranks at their places on a mesh of two or three axes; the last runs across.
+
+    Args:
+        coordinates: a list for each rank, as its groups' ranks tell.
+    """
+    sizes = [max(column) + 1 for column in zip(*coordinates)]
+    layers, (down, across) = math.prod(sizes[:-2]), sizes[-2:]
+    step = across * 2.2 + 1.2
+    ax = blank(layers * step + 2.0, down * 1.6 + 1.2, 0.6)
+    for rank, place in enumerate(coordinates):
+        layer = place[0] if len(place) == 3 else 0
+        x, y = 2.6 + layer * step + place[-1] * 2.2, 1.1 + place[-2] * 1.6
+        box(ax, x, y, 1.8, 1.2, [rank])
+        write(ax, x + 0.9, y + 0.6, f"rank {rank}", color=ink(color(rank)))
+        if place[-2] == 0:
+            write(ax, x + 0.9, 0.7, f"{axes[-1]} {place[-1]}", weight="bold")
+        if place[-1] == 0 and layer == 0:
+            write(
+                ax, 2.3, y + 0.6, f"{axes[-2]} {place[-2]}", ha="right", weight="bold"
+            )
+        if len(place) == 3 and place[1] == place[2] == 0:
+            write(ax, x, 0.2, f"{axes[0]} {layer}", weight="bold", ha="left")
+
+
+# Bytes, seconds
+
+
+def bars(values: dict[str, list[float]], parts: list[str], predicted: dict[str, float],
+         unit: str = "bytes", title: str = ""):  # fmt: skip
+    """Stacked bars, a name each, with a mark where the formula says the end should be.
+
+    Args:
+        values: name → measured, one for each of `parts`.
+        predicted: name → what the formula gives for the whole bar.
+    """
+    figure, ax = plt.subplots(
+        figsize=(WIDTH, 0.7 * len(values) + 1.8), layout="constrained"
+    )
+    most = max([sum(v) for v in values.values()] + list(predicted.values()))
+    for y, (name, measured) in enumerate(values.items()):
+        left = 0
+        for part, (value, fill) in enumerate(zip(measured, PARTS)):
+            label = parts[part] if y == 0 else None
+            ax.barh(y, value, left=left, color=fill, edgecolor="black", label=label)
+            left += value
+        mark = predicted.get(name)
+        if mark is not None:
+            label = "predicted" if y == 0 else None
+            ax.plot([mark] * 2, [y - 0.48, y + 0.48], color="#D55E00", linewidth=4,
+                    label=label)  # fmt: skip
+        ax.text(max(left, mark or 0) + most / 80, y, f"{left:,.0f}", va="center")
+    ax.set_yticks(range(len(values)), values)
+    ax.invert_yaxis()
+    ax.set(xlabel=unit, xlim=(0, most * 1.17))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_major_locator(plt.MaxNLocator(5))
+    figure.legend(loc="outside upper center", ncols=len(parts) + 1, frameon=False)
+    if title:
+        ax.set_title(title)
+
+
+HATCHES = ("", "//", "..", "xx", "\\\\", "--")
+
+
+def timeline(spans: list[tuple], unit: str = "ms", title: str = ""):
+    """Who did what when: a lane a rank.
+
+    Args:
+        spans: (rank, what, start, end), in that unit; each `what` has a hatch.
+    """
+    ranks = 1 + max(rank for rank, *_ in spans)
+    kinds = list(dict.fromkeys(what for _, what, *_ in spans))
+    zero = min(start for *_, start, _ in spans)
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.8 * ranks + 1.8), layout="constrained")
+    for rank, what, start, end in spans:
+        hatch = HATCHES[kinds.index(what) % len(HATCHES)]
+        ax.barh(rank, end - start, left=start - zero, height=0.8, hatch=hatch,
+                color=color(rank), edgecolor="black")  # fmt: skip
+    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    ax.invert_yaxis()
+    ax.set_xlabel(unit)
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor="white", edgecolor="black",
+                  hatch=HATCHES[i % len(HATCHES)])
+        for i in range(len(kinds))
+    ]  # fmt: skip
+    figure.legend(handles, kinds, loc="outside upper center", ncols=len(kinds),
+                  frameon=False)  # fmt: skip
+    if title:
+        ax.set_title(title)
+
+
+def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str):
+    """Measured points, and for each series the line offset + slope · x through them."""
+    _, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
+    marks = ("o", "s", "^", "D")
+    for (name, points), mark, shade in zip(series.items(), marks, PARTS):
+        xs, ys = zip(*points)
+        ax.plot(xs, ys, mark, color=shade, markersize=9, markeredgecolor="black",
+                label=name)  # fmt: skip
+        offset, slope = lines[name]
+        xs = [min(xs) * (max(xs) / min(xs)) ** (i / 99) for i in range(100)]
+        ax.plot(xs, [offset + slope * v for v in xs], color=shade, linewidth=2)
+    ax.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
+        axis.set_minor_formatter("")
+    ax.legend(frameon=False)

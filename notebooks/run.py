@@ -1,0 +1,88 @@
+"""Execute notebooks from top to bottom and save them without metadata.
+
+    python notebooks/run.py                      all of them
+    python notebooks/run.py 00_collectives       this one
+    python notebooks/run.py --assets             only write out the pictures
+
+The pictures of a cell with the tag `asset-NAME` become assets/NAME.png, NAME-2.png, …
+"""
+
+import base64
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parent
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+LIMIT = 120  # seconds a cell
+
+
+def execute(notebook) -> None:
+    """Run all cells; one that fails without the tag `raises-exception` is an error."""
+    where = {"metadata": {"path": str(FOLDER)}}
+    client = NotebookClient(
+        notebook, timeout=LIMIT, kernel_name="python3", resources=where
+    )
+    client.record_timing = False
+    client.execute()
+
+
+def clean(notebook) -> None:
+    """Keep what a reader sees, and the tags; join what was printed in pieces."""
+    notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = {"tags": tags} if tags else {}
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
+
+
+def joined(outputs: list) -> list:
+    """Pieces of one stream that follow each other are one output."""
+    result = []
+    for output in outputs:
+        stream = output.output_type == "stream" and output.name
+        if stream and result and result[-1].get("name") == stream:
+            result[-1].text += output.text
+        else:
+            output.pop("metadata", None) if stream else output.update(metadata={})
+            result.append(output)
+    return result
+
+
+def write_assets(notebook) -> None:
+    """The pictures of the tagged cells, into assets/."""
+    folder = FOLDER.parent / "assets"
+    folder.mkdir(exist_ok=True)
+    for cell in notebook.cells:
+        for tag in cell.metadata.get("tags", []):
+            if tag.startswith("asset-"):
+                name = tag.removeprefix("asset-")
+                data = [output.get("data", {}) for output in cell.outputs]
+                pictures = [each["image/png"] for each in data if "image/png" in each]
+                for number, png in enumerate(pictures, 1):
+                    path = folder / f"{name}{f'-{number}' if number > 1 else ''}.png"
+                    path.write_bytes(base64.b64decode(png))
+                    print(f"wrote assets/{path.name}")
+
+
+def main(names: list[str]) -> None:
+    only_assets = "--assets" in names
+    names = [name for name in names if name != "--assets"]
+    paths = [FOLDER / f"{Path(name).stem}.ipynb" for name in names]
+    for path in paths or sorted(FOLDER.glob("0?_*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        if not only_assets:
+            start = time.time()
+            execute(notebook)
+            clean(notebook)
+            nbformat.write(notebook, path)
+            print(f"{path.stem}  executed in {time.time() - start:.0f} s")
+        write_assets(notebook)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

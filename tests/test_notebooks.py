@@ -1,0 +1,304 @@
+"""The notebooks: live ranks that recover and end, exercises that judge, clean files.
+
+That their text outputs are what is committed is checked by nbval, which runs them from
+top to bottom. Pictures it does not compare: see test_draw.py.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import jobs
+import pytest
+from jupyter_client.manager import KernelManager
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "notebooks"
+sys.path.insert(0, str(FOLDER))
+
+import ranks  # noqa: E402
+
+NOTEBOOKS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted(FOLDER.glob("0?_*.ipynb"))
+}
+
+
+def cells(name: str, kind: str) -> list[str]:
+    found = [c for c in NOTEBOOKS[name]["cells"] if c["cell_type"] == kind]
+    return ["".join(cell["source"]) for cell in found]
+
+
+# Live ranks
+
+
+@pytest.fixture(scope="module")
+def home():
+    """What `prepare` changes in this process is put back."""
+    environ, folder = dict(os.environ), os.getcwd()
+    ranks.prepare()
+    yield
+    ranks.Ranks.stop_all()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+@pytest.fixture(scope="module")
+def live(home):
+    return ranks.start(2, "01_naive_mlp_tp", timeout=4)
+
+
+def test_what_ranks_print(live, capsys):
+    live.px("", "print('same'); print('lines')")
+    assert capsys.readouterr().out == "every rank  same\n            lines\n"
+    live.px(
+        "", "import time; time.sleep(0.3 * (1 - rank)); print('I am', rank)\nrank + 5"
+    )
+    assert capsys.readouterr().out == (
+        "rank 0  I am 0\n        5\nrank 1  I am 1\n        6\n"
+    )
+    live.px("print('one') if rank else None")
+    assert capsys.readouterr().out == "rank 1  one\n"
+    live.px("", "value = torch.tensor([rank + 0.5])")
+    assert [v.item() for v in live["value"]] == [0.5, 1.5]
+
+
+def test_a_rank_that_raises(live, capsys):
+    live.px("", "kept = torch.full((2,), rank + 1.0)\nmlp = TPMLP(MLP(2, 4), tp_group)")
+    with pytest.raises(ranks.RankFailed) as failed:
+        live.px(
+            "", "if rank == 1:\n    raise ValueError('out')\nall_reduce(kept, tp_group)"
+        )
+    lines = str(failed.value).splitlines()
+    assert lines[1] == "rank 1: ValueError: out (line 2 of the cell)"
+    assert lines[0].startswith("rank 0: RuntimeError: Timed out waiting 4000ms")
+    assert failed.value._render_traceback_()[-1].endswith(": live.again()")
+    live.again()
+    said = capsys.readouterr().out
+    assert "this call was not made by rank 1" in said and "is kept" in said
+    live.px(
+        "", "print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)"
+    )
+    assert capsys.readouterr().out == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
+
+
+@pytest.mark.parametrize("hang", ["import time; time.sleep(600)", "while True: pass"])
+def test_a_rank_that_hangs(live, capsys, hang):
+    live.px("", "kept = torch.full((2,), rank + 1.0)")
+    live.view.execute(f"if rank == 1:\n    {hang}", block=False)
+    start = time.time()
+    live.again()
+    assert time.time() - start < 8 and "is kept" in capsys.readouterr().out
+    live.px("", "print(all_reduce(kept, tp_group).tolist())")
+    assert capsys.readouterr().out == "every rank  [3.0, 3.0]\n"
+
+
+def test_broken_is_cured_again(live, capsys):
+    names = list(live.lesson.BREAKS)
+    code = "\n".join(
+        [
+            "import inspect",
+            "def state(target):",
+            "    owner, _, name = target.rpartition('.')",
+            "    held = getattr(lesson, owner) if owner else lesson",
+            "    return vars(held).get(name), globals().get(name)",
+            f"for name in {names}:",
+            "    target = BREAKS[name].target",
+            "    before = state(target)",
+            "    with broken(name):",
+            "        during = state(target)",
+            "    assert during != before and state(target) == before, name",
+            "print('cured')",
+        ]
+    )
+    live.px("", code)
+    assert capsys.readouterr().out == "every rank  cured\n"
+
+
+def test_a_rank_that_died(live, capsys):
+    os.kill(live.pids[1], signal.SIGKILL)
+    live.again()
+    assert capsys.readouterr().out == "2 new ranks; what the old ones held is lost\n"
+    live.px("", "print(all_reduce(torch.ones(1), tp_group).item())")
+    assert capsys.readouterr().out == "every rank  2.0\n"
+
+
+def test_how_many_ranks():
+    assert [ranks.how_many(4, free) for free in (8, 2, 1.9)] == [4, 4, 2]
+
+
+START = "import ranks; ranks.prepare(); live = ranks.start(2, '00_collectives')"
+
+
+def told(client, code: str) -> str:
+    """What a kernel prints when it runs this."""
+    said = []
+    note = lambda message: said.append(message["content"].get("text", ""))
+    reply = client.execute_interactive(code, timeout=90, output_hook=note)
+    assert reply["content"]["status"] == "ok", reply
+    return "".join(said)
+
+
+def test_a_kernel_that_is_interrupted_restarted_and_killed():
+    """After the first its ranks come back, after the others nothing is left of them,
+    though one was busy."""
+    mark = uuid.uuid4().hex
+    kernel = KernelManager()
+    kernel.start_kernel(env=os.environ | {jobs.MARK: mark}, cwd=FOLDER)
+    try:
+        for last in (False, True):
+            client = kernel.blocking_client()
+            client.start_channels()
+            client.wait_for_ready(timeout=60)
+            told(client, START)
+            assert len(jobs.processes(mark)) > 3
+            if not last:
+                threading.Timer(2, kernel.interrupt_kernel).start()
+                said = told(client, "%%px\nwhile rank == 1: pass")
+                assert said.startswith("interrupted")
+                assert "is kept" in told(client, "live.again()")
+                said = told(client, "%px print(all_reduce(torch.ones(1), tp_group))")
+                assert said == "every rank  tensor([2.])\n"
+            told(client, "live.view.execute('while True: pass', block=False)")
+            client.stop_channels()
+            if last:
+                os.kill(kernel.provisioner.pid, signal.SIGKILL)
+            else:
+                kernel.restart_kernel(now=True)
+            only_kernel = lambda: all("ipykernel" in c for _, c in jobs.processes(mark))
+            until = time.time() + 8
+            while not only_kernel() and time.time() < until:
+                time.sleep(0.2)
+            assert only_kernel(), jobs.processes(mark)
+    finally:
+        kernel.shutdown_kernel(now=True)
+        for pid, _ in jobs.processes(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+# Exercises
+
+WRONG = {  # what people try, and what they are told
+    "00_collectives": [
+        (1, "mean_over_ranks = all_reduce", "that is the sum"),
+        (1, "def mean_over_ranks(x, group):\n    dist.all_reduce(x, group=group)\n"
+            "    return x / group.size()", "x has changed"),
+        (1, "def mean_over_ranks(x, group):\n    return x.mean()", "its shape is []"),
+        (2, "def gather_by_adding(x, group):\n    return all_gather(x, 0, group)",
+         "collectives used: {'all-gather': 1}"),
+        (2, "def gather_by_adding(x, group):\n    return all_reduce(x, group)",
+         "2 numbers came back, not 4"),
+        (3, "def product_by_rows(a, b, group):\n"
+            "    return shard(all_reduce(a @ b, group), 1, group)\n"
+            "predicted = lambda I, J, K, T: 0", "the shape is [8, 10], not [4, 20]"),
+        (3, "def product_by_rows(a, b, group):\n"
+            "    return reduce_scatter(a @ b, 0, group)\n"
+            "predicted = lambda I, J, K, T: 4 * I * K // T", "counted were 640"),
+    ],
+    "01_naive_mlp_tp": [
+        (1, "class GatedTPMLP(nn.Module):\n    def __init__(self, gate, up, down, g):\n"
+            "        super().__init__()\n"
+            "        self.gate = ColumnParallelLinear(gate, g)\n"
+            "        self.up = ColumnParallelLinear(up, g)\n"
+            "        self.down = RowParallelLinear(down, g)\n"
+            "    def forward(self, x):\n"
+            "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+         "f once, for both layers"),
+        (1, "class GatedTPMLP(nn.Module):\n    def __init__(self, gate, up, down, g):\n"
+            "        super().__init__()\n"
+            "        self.all = nn.ModuleList([gate, up, down])\n"
+            "    def forward(self, x):\n        gate, up, down = self.all\n"
+            "        return down(F.silu(gate(x)) * up(x))",
+         "parameters on this rank"),
+        (2, "bytes_of_tp = lambda B, S, D, F: 4 * B * S * D", "gives 96; counted"),
+        (3, "same = different = AllGather", "`same`: the gradient is [2.0, 4.0]"),
+        (3, "same = different = GatherFromTP", "`different`: the gradient is"),
+    ],
+}  # fmt: skip
+
+
+def exercises(name: str) -> dict[int, dict[str, str]]:
+    """Number → the cell to fill in, the check, and the folded hint and solution."""
+    found, number = {}, None
+    for cell in NOTEBOOKS[name]["cells"]:
+        text = "".join(cell["source"]).removeprefix("%%px\n")
+        for tag in cell["metadata"].get("tags", []):
+            if match := re.fullmatch(r"(exercise|check)-(\d)", tag):
+                number = int(match[2])
+                found.setdefault(number, {})[match[1]] = text
+        if cell["cell_type"] == "markdown" and "<summary>Solution" in text:
+            code = re.search(r"```python\n%%px\n(.*?)```", text, re.S)[1]
+            hint = "<summary>Hint</summary>" in text
+            found[number] |= {"solution": code, "hint": hint}
+    return found
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_exercises(name, home, capsys):
+    live = ranks.start(2, name, timeout=4)
+    found = exercises(name)
+    assert sorted(found) == [1, 2, 3] and all(e["hint"] for e in found.values())
+
+    def judged(code, number):
+        live.px("", code)
+        capsys.readouterr()
+        live.px("", found[number]["check"])
+        return capsys.readouterr().out
+
+    for number, exercise in found.items():
+        assert judged(exercise["exercise"], number).startswith("every rank  not yet: ")
+        assert judged(exercise["solution"], number) == "every rank  right\n"
+    assert {number for number, *_ in WRONG[name]} == {1, 2, 3}
+    for number, code, wanted in WRONG[name]:
+        said = judged(code, number)
+        assert "not yet" in said and wanted in said, (code, said)
+    live.stop()
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_complete(name):
+    code, text = cells(name, "code"), "\n".join(cells(name, "markdown"))
+    assert code[0] == cells("00_collectives", "code")[0]  # finds the course
+    assert code[1].startswith("!torchrun --standalone --nproc_per_node=2 " + name)
+    assert any("broken(" in cell for cell in code)
+    assert text.count("<summary><b>Quiz.</b>") >= 5
+    assert text.count("<details>") == text.count("</details>")
+    assert sum("ranks.code(" in cell for cell in code) >= 5
+    longest = max((len(line), line) for cell in code for line in cell.splitlines())
+    assert longest[0] <= 88, longest
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_lesson_code_is_shown_and_not_retyped(name):
+    lesson = jobs.load(name)
+    code = "\n".join(cells(name, "code"))
+    for kind, defined in re.findall(r"^(class|def) (\w+)", code, re.M):
+        assert not hasattr(lesson, defined), f"{kind} {defined} stands in the lesson"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_saved_clean(name):
+    book = NOTEBOOKS[name]
+    assert set(book["metadata"]) == {"kernelspec", "language_info"}
+    number = 0
+    for cell in book["cells"]:
+        assert set(cell["metadata"]) <= {"tags"}
+        if cell["cell_type"] == "code":
+            number += 1
+            assert cell["execution_count"] == number, "run from top to bottom"
+            for output in cell["outputs"]:
+                good = output["output_type"] != "error"
+                assert good or "raises-exception" in cell["metadata"]["tags"]
+                assert not output.get("metadata")
+    text = json.dumps(book)
+    assert not re.search(r"/(tmp|root|home|Users|var)/|\\u001b", text)
