@@ -26,6 +26,18 @@ LATER = [
     "~* after the last step",
 ]
 CASES = "{label smoothing 0.1,V = 50;257}"
+# In lesson 04, the model and the tables of layers and lengths. Of one token q and k
+# have no gradient, and at 2 ranks rank 1 has no token then.
+SP_STEPS = "~loss at step {1,2,3,4,5}, {TP + SP,gradient norm}"
+SP_LATER = [
+    "~loss at step {2,3,4,5}, {TP + SP,gradient norm}",
+    "~* after the last step",
+]
+SP_FIRST = ["loss at step 1, {TP + SP,gradient norm}", "dL/d *", *SP_LATER]
+SP_LAYERS = "{,; gathered kept,; selective,; full recompute}: y and dL/dx"
+REPLICATED = "layers.*.{*layernorm.*,self_attn.o_proj.bias,mlp.down_proj.bias}"
+LENGTHS = "length {5,31,67}: {loss,dL/d *}"
+ONE_TOKEN = "layers.*.{*layernorm.*,mlp.*,self_attn.v_proj.*,self_attn.o_proj.*}"
 NOT_EVERYWHERE = (  # checks that some ranks pass, whatever the bug
     "replicas equal on every rank", "bytes of optimizer state with TP",
 )  # fmt: skip
@@ -166,6 +178,70 @@ FAILS = {
         ],
         "loss-parallel": r"^error: rank \d raised \w+Error: .*DTensor",
     },
+    "04_sequence_parallel": {
+        "norms": [
+            "loss at step 1, gradient norm",
+            "loss at step 5, TP + SP",
+            f"dL/d {REPLICATED}",
+            "dL/d norm.*",
+            f"{REPLICATED} after the last step",
+            "norm.* after the last step",
+            *SP_LATER,
+            "replicas equal on every rank",
+            "bytes of replicated backward all-reduce tp",
+            f"+length 1: dL/d {REPLICATED}",
+            "+length 1: dL/d norm.*",
+            f"length {{5,31,67}}: dL/d {REPLICATED}",
+            "length {5,31,67}: dL/d norm.*",
+        ],
+        "row-bias": [
+            *SP_FIRST,
+            "loss at step 5, TP + SP",
+            f"a layer, TP + SP{SP_LAYERS}",
+            "length 1: loss",
+            "length 1: dL/d {embed_tokens,norm,lm_head}.*",
+            f"length 1: dL/d {ONE_TOKEN}",
+            LENGTHS,
+        ],
+        "length": r"^error: rank \d raised ValueError: dim 1 of .* 1 % 2 ranks = 1",
+        "rotary": [
+            SP_STEPS,
+            "dL/d layers.*.self_attn.{q,k}_proj.weight",
+            "~dL/d *",
+            *SP_LATER,
+            LENGTHS,
+        ],
+        "mask": [
+            *SP_FIRST,
+            "loss at step 5, TP + SP",
+            f"a layer, TP + SP{SP_LAYERS}",
+            LENGTHS,
+        ],
+        "split": [
+            "loss at step 1, gradient norm",
+            "loss at step 5, TP + SP",
+            "dL/d {embed_tokens,layers,norm}.*",
+            *SP_LATER,
+            "pair GatherThenLinear: dL/dx",
+            "bytes of layers backward reduce-scatter tp",
+            "a ring sends as much with SP as with TP alone",
+            "a layer, TP + SP{,; selective,; full recompute}: y and dL/dx",
+            "length 1: dL/d {embed_tokens,norm}.*",
+            f"length 1: dL/d {ONE_TOKEN}",
+            "length {5,31,67}: dL/d {embed_tokens,layers,norm}.*",
+        ],
+        "sum": ["pair GatherFromTP: dL/dx"],
+        "slice-mean": [
+            "+loss at step *, TP + SP",
+            "~loss at step *",
+            "~dL/d *",
+            *SP_LATER,
+            LENGTHS,
+        ],
+        "keywords": r"^error: rank \d raised ValueError: .* input_layouts .* length",
+        "dtensor-loss": r"^error: rank \d raised .*(sharding strategy|DeviceMesh)",
+        "tiled": r"^error: rank \d raised RuntimeError: .* a \(64\) .* b \(32\)",
+    },
 }
 ALSO_AT_4 = [
     ("00_collectives", "skip"),
@@ -296,6 +372,7 @@ def test_diagnoses_differ():
         ("01_naive_mlp_tp", 4, *CONTROL),
         ("02_transformer_tp", 2, *CONTROL),
         ("03_vocab_parallel", 2, *CONTROL),
+        ("04_sequence_parallel", 2, *CONTROL),
     )
 ])  # fmt: skip
 def test_without_a_break_all_of_these_pass(lesson, ranks):

@@ -14,6 +14,7 @@ import pytest
 
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
 TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
+SEQUENCE = "04_sequence_parallel"
 
 # lesson, ranks, flags, what the message must say. What holds for the flags that all
 # lessons share is tried on one of them.
@@ -82,7 +83,9 @@ MODEL = [
     (2, ("--clip", "-1"), "--clip -1", "above 0"),
     (2, ("--clip", "nan"), "--clip nan", "above 0"),
 ]
-REFUSED += [(lesson, *case) for lesson in (TRANSFORMER, VOCAB) for case in MODEL]
+REFUSED += [
+    (lesson, *case) for lesson in (TRANSFORMER, VOCAB, SEQUENCE) for case in MODEL
+]
 REFUSED += [
     (TRANSFORMER, 1, ("--break", "clip"), "--break", "2 ranks"),
     (TRANSFORMER, 2, ("--profile", "no/such"), "--profile no/such", "no such folder"),
@@ -95,6 +98,10 @@ REFUSED += [
     (VOCAB, 2, ("--train", "0"), "--train", "0"),
     (VOCAB, 2, ("--write", "0"), "--write", "0"),
     (VOCAB, 1, ("--break", "mean"), "--break", "2 ranks"),
+    (SEQUENCE, 1, ("--break", "norms"), "--break", "2 ranks"),
+    (SEQUENCE, 2, ("--break", "norm"), "--break norm", "norms, row-bias"),
+    (SEQUENCE, 2, ("--profile", "."), "--profile"),
+    (SEQUENCE, 4, ("--hf", "--kv-heads", "2"), "--kv-heads 2", "2 % 4 = 2"),
 ]
 
 
