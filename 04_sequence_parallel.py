@@ -2271,17 +2271,22 @@ def show_sp_bytes(report: Report, args, ranks: int) -> None:
             ring[who] += wire
         row = [who, collective, phase, count, moved, formula, predicted]
         table.append([*row, f"{wire:.0f}", cells[2]])
-    extra = again * padded * ring_factor("all-gather", ranks) if ranks > 1 else 0
-    off = abs((ring["TP + SP"] - extra) * args.seq_len - ring["TP"] * S)
-    mark = report.check("a ring sends as much with SP as with TP alone", off)
-    report.data["ring_bytes"] = ring | {"again": extra}
     report.say(
         f"\n5  Communication in a step; formulas in elements of {e} bytes; ring: what "
         "a rank sends"
     )
     head = "|collective|phase|calls|bytes|formula|predicted|ring|ok"
     report.table(head, table, "lllrrlrrr")
-    longer = f" (length {S} for {args.seq_len})" if S > args.seq_len else ""
+    extra = again * padded * ring_factor("all-gather", ranks) if ranks > 1 else 0
+    compare_rings(report, ring, extra, args.seq_len, S)
+
+
+def compare_rings(report: Report, ring: dict, extra: float, S: int, padded: int):
+    """What a rank of a ring sends with TP, and with SP but for the second gather."""
+    off = abs((ring["TP + SP"] - extra) * S - ring["TP"] * padded)
+    mark = report.check("a ring sends as much with SP as with TP alone", off)
+    report.data["ring_bytes"] = ring | {"again": extra}
+    longer = f" (length {padded} for {S})" if padded > S else ""
     report.say(
         "   2L + 1: two a layer, and embedding or head. In a ring an all-reduce is a "
         "scatter and\n   a gather and sends 2(T − 1)/T of its bytes, each of those "
