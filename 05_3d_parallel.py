@@ -56,8 +56,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 05: data × pipeline × tensor parallelism
 
@@ -1055,6 +1066,19 @@ def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
 
 
+def plan_for(layers: int) -> dict:
+    """PyTorch's way to say the same: which linear is split by column, which by row."""
+    column, row = ColwiseParallel, RowwiseParallel
+    plan = {}
+    for i in range(layers):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            plan[f"layers.{i}.{name}"] = column()
+        plan[f"layers.{i}.self_attn.o_proj"] = row()
+        plan[f"layers.{i}.mlp.up_proj"] = column()
+        plan[f"layers.{i}.mlp.down_proj"] = row()
+    return plan
+
+
 PAD = 256  # the one token that is not a byte
 
 
@@ -1988,9 +2012,9 @@ def show_layout(report: Report, training: MeshTraining) -> None:
     replicas = [f"replica {d}" for d in range(D)]
     report.table("|".join(["", *replicas, "holds"]), rows, "l" * (D + 2))
     moves = {
-        "tp": "activations, in every layer: waits for each, so the fastest links",
-        "dp": "gradients, once a step: large, but can overlap with backward",
-        "pp": "activations at stage boundaries, once a micro-batch: least, any link",
+        "tp": "activations in every layer: fastest links",
+        "dp": "gradients once a step, may overlap backward",
+        "pp": "activations between stages: least, any link",
     }
     rows = []
     for axis in reversed(AXES):
@@ -2113,6 +2137,404 @@ def show_after_3d(report: Report, alone: Training, run: MeshRun) -> None:
     )
 
 
+def show_holdings_3d(report: Report, run: MeshRun) -> None:
+    """Section 4: what a rank of each stage holds, and micro-batches in flight."""
+    training, args, P = run.training, report.args, run.groups["pp"].size()
+    optimizer, stage = training.optimizer, training.pipeline.number
+    parameters = optimizer.parameters.values()
+    adam = optimizer.adamw.state[optimizer.own]
+    held = tensor_bytes([adam["exp_avg"], adam["exp_avg_sq"]])
+    n, D = sum(p.numel() for p in parameters), args.dp
+    part = -(-n // D)  # of a vector padded so that D divides it
+    wanted = 2 * (part if args.zero else part * D) * optimizer.own.element_size()
+    M, in_flight = args.microbatches, training.pipeline.in_flight
+    formula = M if args.schedule == "gpipe" else min(P - stage, M)
+    marks = {
+        report.check("bytes of AdamW's moments", abs(held - wanted)),
+        report.check("micro-batches in flight", abs(in_flight - formula)),
+    }
+    row = [stage, n, tensor_bytes(parameters), held, wanted, in_flight, formula]
+    rows = gather_objects([*row, "ok" if marks == {"ok"} else "✗"])
+    rows = [rows[i] for i in range(0, report.ranks, report.ranks // P)]
+    for row in rows:
+        memory = dict(what=f"moments, stage {row[0]}", bytes=row[3])
+        report.data["memory"].append(memory | {"predicted_bytes": row[4]})
+        report.data["in_flight"].append(
+            dict(stage=row[0], measured=row[5], formula=row[6])
+        )
+    zero = f"2·n/DP (DP = {D})" if args.zero else "2·n"
+    held = "M" if args.schedule == "gpipe" else "min(P − r, M)"
+    report.say(
+        f"\n4  What a rank of stage r holds, in bytes; moments of AdamW: {zero}; "
+        f"in flight: {held}"
+    )
+    head = "stage|parameters n|bytes|moments|predicted|in flight|predicted|ok"
+    report.table(head, rows, "rrrrrrrr")
+
+
+def gather_events(report: Report, name: str, events: list, groups) -> list:
+    """Every rank's events into the JSON; those of rank 0's pipeline, stage by stage."""
+    rows = [
+        dict(stage=groups["pp"].rank(), what=what, microbatch=i, start=start, end=end)
+        for what, i, start, end in events
+    ]
+    every = gather_objects(rows)
+    report.data[name] = [
+        dict(row, rank=r) for r, mine in enumerate(every) for row in mine
+    ]
+    return [every[rank] for rank in dist.get_process_group_ranks(groups["pp"])]
+
+
+def draw_timeline(report: Report, stages: list, P: int, M: int) -> tuple[float, float]:
+    """A line a stage; the bubble as measured. Returns its two fractions."""
+    width = 72
+    begin = min(row["start"] for rows in stages for row in rows)
+    span = max(row["end"] for rows in stages for row in rows) - begin
+    busy = []
+    for stage, rows in enumerate(stages):
+        line, seconds = ["·"] * width, 0.0
+        for row in rows:
+            if row["what"] == "wait":
+                continue
+            seconds += row["end"] - row["start"]
+            first = int((row["start"] - begin) / span * width)
+            last = max(first + 1, round((row["end"] - begin) / span * width))
+            i = row["microbatch"]
+            mark = str((i + 1) % 10) if row["what"] == "forward" else chr(97 + i % 26)
+            line[first:last] = mark * (last - first)
+        busy.append(seconds)
+        report.say(f"   stage {stage} {''.join(line[:width])}")
+    ideal = sum(busy) / len(busy)
+    found = span / ideal - 1, 1 - ideal / span
+    report.say(
+        f"   {span * 1e3:.0f} ms. Bubble over ideal time {found[0]:.2f}, predicted "
+        f"(P−1)/M = {(P - 1) / M:.2f};\n   over wall time {found[1]:.2f}, predicted "
+        f"(P−1)/(M+P−1) = {(P - 1) / (M + P - 1):.2f}"
+    )
+    return found
+
+
+def show_timeline(report: Report, run: MeshRun) -> None:
+    """Section 5: who computed when, in the last step; then with simulated compute."""
+    args, groups = report.args, run.groups
+    P, M = groups["pp"].size(), args.microbatches
+    report.say(
+        f"\n5  The last step, {args.schedule}: 1 2 3 … forwards of micro-batches, "
+        "a b c … backwards, · waits"
+    )
+    stages = gather_events(report, "timeline", run.events, groups)
+    found = draw_timeline(report, stages, P, M)
+    report.data["bubble"] = dict(over_ideal=found[0], over_wall=found[1])
+    cores = os.cpu_count()
+    if args.device == "cpu" and report.ranks > cores and not args.simulate_compute:
+        report.say(
+            f"   {report.ranks} ranks share {cores} cores here: --simulate-compute 20 "
+            "shows the true shape"
+        )
+    if args.simulate_compute:
+        simulate(report, groups)
+
+
+class Sleep(torch.autograd.Function):
+    """Takes the time of a stage, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, unit: Tensor, seconds: float, shape: list) -> Tensor:
+        ctx.seconds, ctx.like = seconds, x
+        time.sleep(seconds)
+        return unit.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        time.sleep(2 * ctx.seconds)  # two matrix products for each one of forward
+        floating = ctx.like.is_floating_point()
+        return torch.zeros_like(ctx.like) if floating else None, grad.sum(), None, None
+
+
+class SleepingStage(nn.Module):
+    """A stage that sleeps, and sends tensors of the true size."""
+
+    def __init__(self, milliseconds: int, shape: list, dtype: torch.dtype):
+        super().__init__()
+        self.seconds, self.shape = milliseconds / 1000, shape
+        self.unit = nn.Parameter(torch.zeros((), dtype=dtype))
+
+    def forward(self, x: Tensor, S: int) -> Tensor:
+        return Sleep.apply(x, self.unit, self.seconds, self.shape)
+
+
+def simulate(report: Report, groups) -> None:
+    """The same schedule, with a sleep in place of each stage's compute."""
+    args, P, M = report.args, groups["pp"].size(), report.args.microbatches
+    ms, b = args.simulate_compute, args.batch_size // (args.dp * M)
+    dtype, s = getattr(torch, args.dtype), -(-args.seq_len // args.tp)
+    stage = SleepingStage(ms, [b, s, args.hidden], dtype).to(args.device)
+    pipeline = Pipeline(stage, lambda y, target: y.sum(), groups, dtype)
+    steps = schedule(args.schedule, groups["pp"].rank(), P, M)
+    tokens = torch.zeros(2, b, args.seq_len, dtype=torch.int64, device=args.device)
+    COMM.what = "simulated"
+    for _ in range(2):  # the first one warms up
+        dist.barrier()
+        start = time.perf_counter()
+        pipeline.run(steps, [tokens] * M, args.device)
+    COMM.what = "bookkeeping"
+    events = [(*e[:2], *(t - start for t in e[2:])) for e in pipeline.events]
+    report.say(
+        f"   Simulated: a forward sleeps {ms} ms, a backward {2 * ms} ms; messages are "
+        "real"
+    )
+    stages = gather_events(report, "simulated", events, groups)
+    found = draw_timeline(report, stages, P, M)
+    ideal = (M + P - 1) * 3 * ms
+    rows = [row for rows in stages for row in rows]
+    span = max(row["end"] for row in rows) - min(row["start"] for row in rows)
+    report.data["simulation"] = dict(
+        over_ideal=found[0], over_wall=found[1], makespan=span, ideal=ideal / 1e3
+    )
+    report.say(f"   ideal (M + P − 1)·(forward + backward) = {ideal} ms")
+
+
+class Sizes:
+    """Tokens that this rank has dealt with, summed over steps and micro-batches."""
+
+    def __init__(self, report: Report, batches: list, groups):
+        args = report.args
+        micro = [
+            part
+            for batch in batches
+            for part in cut_batch(batch, groups["dp"], args.microbatches, args.ragged)
+        ]
+        shapes = [part.shape[1:] for part in micro]
+        self.tokens = sum(b * S for b, S in shapes)
+        self.slices = sum(b * -(-S // args.tp) for b, S in shapes)  # of a sequence
+        self.messages, self.steps = len(micro), len(batches)
+
+
+def predict_traffic(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
+    """(axis, what, phase, collective) → formula for a step, bytes of all steps."""
+    args, stage, groups = training.args, training.stage, training.groups
+    e = torch.empty((), dtype=getattr(torch, args.dtype)).element_size()
+    D, n = args.hidden, len(training.optimizer.own) * e
+    steps, M = size.steps, size.messages
+    found = {}
+    if groups["tp"].size() > 1:
+        found |= predict_tp(training, size)
+    if groups["pp"].size() > 1:
+        one, what = size.slices * D * e, "layers"
+        if not stage.last:
+            row = "M·(b·s·D + 4 int64)", one + 32 * M
+            found["pp", what, "forward", "send/recv"] = row
+        if not stage.first:
+            found["pp", what, "backward", "send/recv"] = "M·b·s·D", one
+        if stage.tied and (stage.first or stage.last):
+            weight = (stage.embed_tokens if stage.first else stage.lm_head).weight
+            found["pp", "tied", "", "all-reduce"] = "v·D", weight.nbytes * steps
+        found["pp", "norm", "", "all-reduce"] = "1 float64", 8 * steps
+    if groups["dp"].size() > 1:
+        if stage.last:
+            found["dp", "batch", "", "all-reduce"] = "1 int64", 8 * steps
+        if args.zero:
+            n *= groups["dp"].size()
+            found["dp", "replicas", "", "reduce-scatter"] = "n", n * steps
+            found["dp", "replicas", "", "all-gather"] = "n", n * steps
+            found["dp", "norm", "", "all-reduce"] = "1 float64", 8 * steps
+        else:
+            found["dp", "replicas", "", "all-reduce"] = "n", n * steps
+    return found
+
+
+def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
+    """What the TP group sends: the batch, the layers, the loss, the replicated."""
+    return {}
+
+
+def show_traffic_3d(report: Report, run: MeshRun, batches: list) -> None:
+    """Section 6: what a rank of the first and of the last stage sends, by axis."""
+    training, steps = run.training, len(batches)
+    wanted = predict_traffic(training, Sizes(report, batches, run.groups))
+    mine, rest = {}, 0
+    for key, (formula, predicted) in wanted.items():
+        axis, what, phase, collective = key
+        row = report.moved(what, collective, axis, predicted, phase)
+        mine["|".join(key)] = [formula, row[0], row[1], predicted, row[2]]
+    for (what, phase, collective, axis), (_, sent) in COMM.rows.items():
+        ours = what not in ("bookkeeping", "simulated", "")
+        rest += sent if ours and (axis, what, phase, collective) not in wanted else 0
+    mark = report.check("bytes that no formula speaks of", rest)
+    every = gather_objects(mine)
+    report.data["communication"] = [
+        dict(zip(("axis", "what", "phase", "collective"), key.split("|")), rank=rank,
+             calls=row[1], bytes=row[2], predicted_bytes=row[3])
+        for rank, rows in enumerate(every) for key, row in rows.items()
+    ]  # fmt: skip
+    rows = []
+    keys = sorted(
+        {**every[0], **every[-1]}, key=lambda k: ("tp", "pp", "dp").index(k[:2])
+    )
+    for key in keys:
+        axis, what, phase, collective = key.split("|")
+        ends = [one.get(key) for one in (every[0], every[-1])]
+        cells = [
+            x for r in ends for x in ((r[1] // steps, r[2] // steps) if r else "––")
+        ]
+        marks = {one[key][4] for one in every if key in one}
+        formula = next(r[0] for r in ends if r)
+        ok = "ok" if marks == {"ok"} else "✗"
+        rows.append([axis, what, phase, collective, *cells, formula, ok])
+    report.say(
+        "\n6  Payload of a step, in bytes: a rank of the first stage, of the last"
+    )
+    head = "axis|what|phase|collective|calls|first|calls|last|formula|ok"
+    report.table(head, rows, "llllrrrrlr")
+    if rows:
+        report.say(
+            f"   Each as its formula has it, on every rank, and nothing else: {mark}"
+        )
+
+
+class PlainStage(nn.Module):
+    """A stage of the single-process model, for PyTorch's plan to split."""
+
+    def __init__(self, full: Transformer, stage: int, num_stages: int, recompute: bool):
+        super().__init__()
+        self.first, self.last = stage == 0, stage == num_stages - 1
+        self.recompute = recompute
+        if self.first:
+            self.embed_tokens = full.embed_tokens
+        mine = layers_of(stage, num_stages, len(full.layers))
+        self.layers = nn.ModuleDict({str(i): full.layers[i] for i in mine})
+        if self.last:
+            self.norm, self.lm_head = full.norm, full.lm_head
+        for name, table in full.named_buffers():
+            self.register_buffer(name, table.clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = self.embed_tokens(x)
+        tables = self.cos, self.sin, self.future
+        for layer in self.layers.values():
+            if self.recompute:  # keep x alone, and go forward once more in backward
+                x = checkpoint(layer, x, *tables, use_reentrant=False)
+            else:
+                x = layer(x, *tables)
+        return self.lm_head(self.norm(x)) if self.last else x
+
+
+def plan_of_stage(stage: nn.Module, layers: int, sequence: bool) -> dict:
+    """PyTorch's words for lessons 01 to 04, of the modules that this stage has."""
+    plan, split = plan_for(layers), Shard(1) if sequence else Replicate()
+    ahead = {"input_layouts": split, "desired_input_layouts": Replicate()}
+    for i in range(layers if sequence else 0):
+        norms = f"layers.{i}.input_layernorm", f"layers.{i}.post_attention_layernorm"
+        plan |= {name: SequenceParallel() for name in norms}
+        plan[f"layers.{i}.mlp"] = PrepareModuleInput(**ahead)
+        four = [{key: (x, None, None, None) for key, x in ahead.items()}]
+        plan[f"layers.{i}.self_attn"] = PrepareModuleInput(**four[0])
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[f"layers.{i}.{name}"] = RowwiseParallel(output_layouts=split)
+    plan["embed_tokens"] = RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=split
+    )
+    plan |= {"norm": SequenceParallel()} if sequence else {}
+    plan["lm_head"] = ColwiseParallel(
+        input_layouts=split, output_layouts=Shard(-1), use_local_output=False
+    )
+    names = dict(stage.named_modules())
+    return {name: style for name, style in plan.items() if name in names}
+
+
+def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> PlainStage:
+    """init_device_mesh → parallelize_module over tp → fully_shard over dp."""
+    stage, sequence = mesh["pp"].get_local_rank(), args.seq_len % args.tp == 0
+    model = PlainStage(copy.deepcopy(full), stage, args.pp, args.recompute)
+    plan = plan_of_stage(model, args.layers, sequence)
+    parallelize_module(model, mesh["tp"], plan)
+    options = {"mesh": mesh["dp"]}
+    if args.bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    for layer in model.layers.values():
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def whole_dtensor(x: Tensor) -> Tensor:
+    """The whole tensor, gathered over one axis after the other."""
+    if not isinstance(x, DTensor):
+        return x
+    for i in range(len(x.placements)):
+        placements = [*x.placements]
+        placements[i] = Replicate()
+        x = x.redistribute(placements=placements)
+    return x.to_local()
+
+
+def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> None:
+    """Section 7: the same mesh by PyTorch's own parts, against one process."""
+    args, (tokens, target) = report.args, batch
+    kinds = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+    full = copy.deepcopy(full)
+    if args.tie:  # its weight as two: PyTorch's parts do not tie across stages
+        full.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
+    reference = copy.deepcopy(full)
+    wanted = mean_loss(reference(tokens), target)
+    wanted.backward()
+    sizes = tuple(getattr(args, axis) for axis in AXES)
+    mesh = init_device_mesh(args.device, sizes, mesh_dim_names=AXES)
+    model = pytorch_stage(full, mesh, args)
+    stage = PipelineStage(
+        model, mesh["pp"].get_local_rank(), args.pp, torch.device(args.device),
+        group=mesh["pp"].get_group(),
+    )  # fmt: skip
+    targets = (target != IGNORE).sum()
+
+    def loss_of(logits, target_bS):
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        one = F.cross_entropy(
+            logits.to(wide).flatten(0, 1), target_bS.flatten(), reduction="sum"
+        )
+        return one / targets * args.dp  # fully_shard averages over replicas
+
+    # scale_grads would divide by M once more
+    run = kinds[args.schedule](stage, args.microbatches, loss_of, scale_grads=False)
+    mine = [shard(x, 0, groups["dp"]) for x in batch]
+    inputs, losses = ([mine[0]] if model.first else []), []
+    ends = dict(target=mine[1], losses=losses) if model.last else {}
+    with loss_parallel():
+        run.step(*inputs, **ends, return_outputs=False)
+    loss = sum((whole_dtensor(x.detach()) for x in losses), torch.zeros(()).to(wanted))
+    for axis in ("dp", "pp"):
+        loss = all_reduce(loss / (args.dp if axis == "dp" else 1), groups[axis])
+    compare_pytorch(report, model, reference, loss, wanted)
+
+
+def compare_pytorch(report: Report, model, reference, loss, wanted) -> None:
+    """Loss and every gradient of PyTorch's parts."""
+    args, theirs = report.args, dict(reference.named_parameters())
+    limits = ALLOWED["bfloat16" if args.bf16 else args.dtype]
+    marks = {report.check("PyTorch: loss", rel_diff(loss, wanted), limits[0])}
+    worst = 0.0
+    for name, p in model.named_parameters():
+        diff = rel_diff(whole_dtensor(p.grad), theirs[name].grad)
+        worst = max(worst, diff)
+        if not args.bf16:
+            marks.add(report.check(f"PyTorch: dL/d {name}", diff, limits[1]))
+    worst = max(gather_objects(worst))
+    report.data["losses"][0]["pytorch"] = loss.item()
+    extra = "".join(
+        [", recomputed activations"] * args.recompute + [", bfloat16"] * args.bf16
+    )
+    kind = "Schedule1F1B" if args.schedule == "1f1b" else "ScheduleGPipe"
+    report.say(
+        "\n7  The same by PyTorch: init_device_mesh, parallelize_module, fully_shard, "
+        f"{kind}{extra}\n"
+        f"   loss {loss.item():.8f}, alone {wanted.item():.8f}; gradients differ by "
+        f"{worst:.1e}: {'ok' if marks == {'ok'} else '✗'}\n"
+    )
+
+
 def parse_args(ranks: int) -> argparse.Namespace:
     parser = lesson_parser(__doc__, 3, "steps of AdamW")
     add = parser.add_argument
@@ -2138,6 +2560,8 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="gradient norm allowed (default 1)")
     add("--tie", action="store_true", help="embedding and head share their weight")
     add("--verbose", action="store_true", help="a row for each layer's parameters")
+    add("--recompute", action="store_true", help="in 7: activations computed twice")
+    add("--bf16", action="store_true", help="in 7: bfloat16 mixed precision")
     args = parser.parse_args()
     args.kv_heads = args.kv_heads or args.heads
     args.profile, args.dropout = None, 0.0
@@ -2183,17 +2607,30 @@ def main(args: argparse.Namespace, backend: str) -> str:
     sizes = {axis: getattr(args, axis) for axis in AXES}
     groups = make_mesh(sizes, args.timeout)
     report = Report("05_3d_parallel", args, sizes, backend)
+    report.data["in_flight"] = []
     full, batches = make_tied(args), make_batches(args, args.steps)
-    alone = Training(copy.deepcopy(full), None, args)
-    run, begin = MeshRun(MeshTraining(full, groups, args)), 0
+    alone, begin = Training(copy.deepcopy(full), None, args), 0
+    run = MeshRun(MeshTraining(full, groups, args))
+    if args.load:
+        path, begin = find_checkpoint(args.load, args)
+        load_checkpoint(path, begin, run.training)
+        report.say(f"   goes on from {path.name} in {args.load}, after step {begin}")
     for step in range(args.steps):
         alone.step(batches, step)
-        if step >= begin:
-            run.step(batches[step])
+        if step < begin:
+            alone.first = {}  # gradients are compared at the first step on the mesh
+            continue
+        run.step(batches[step])
+        if args.save:
+            save_checkpoint(args.save, step + 1, run.training)
     show_layout(report, run.training)
     show_both_losses(report, alone, run, begin)
     show_parameters_3d(report, alone, run)
     show_after_3d(report, alone, run)
+    show_holdings_3d(report, run)
+    show_timeline(report, run)
+    show_traffic_3d(report, run, batches[begin:])
+    show_pytorch(report, full, batches[0], groups)
     return report.verdict("the mesh == one process", BREAKS.get(args.break_name))
 
 
