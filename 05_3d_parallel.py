@@ -72,6 +72,8 @@ from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 05: data × pipeline × tensor parallelism
 
+AXES = "pp", "dp", "tp"  # outermost first
+
 
 def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
     """This rank's group along each axis of {"pp": P, "dp": D, "tp": T}, and two more.
@@ -553,7 +555,8 @@ def save_checkpoint(folder: Path, step: int, training: MeshTraining) -> None:
         dist.barrier()
         if first:
             files = {file.name: fingerprint(file) for file in sorted(part.iterdir())}
-            about = dict(settings(training.args), step=step, files=files)
+            mesh = " × ".join(f"{x} {getattr(training.args, x)}" for x in AXES)
+            about = settings(training.args) | dict(step=step, mesh=mesh, files=files)
             with open(part / COMPLETE, "w") as file:
                 file.write(json.dumps(about, indent=1))
                 file.flush()
@@ -2082,7 +2085,6 @@ BREAKS = {}
 # ==== RUN
 
 RANKS = 8  # what the command shows
-AXES = "pp", "dp", "tp"
 
 
 def whole_tensor(training: MeshTraining, name: str, x: Tensor) -> Tensor:
@@ -2484,7 +2486,7 @@ def predict_traffic(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
 
 
 def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
-    """What the TP group sends: batch, layers (lesson 04), loss, replicated parameters."""
+    """What the TP group sends: the batch, the layers (lesson 04), the loss, …"""
     args, stage, L = training.args, training.stage, len(training.stage.layers)
     e = torch.empty((), dtype=getattr(torch, args.dtype)).element_size()
     one, steps = size.slices * args.tp * args.hidden * e, size.steps
@@ -2740,6 +2742,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     fill_mesh(args, ranks)
     check_sizes(args, args.tp)
     check_mesh(args, ranks)
+    check_checkpoints(args)
     return args
 
 
@@ -2754,6 +2757,11 @@ def fill_mesh(args, ranks: int) -> None:
 
 def check_mesh(args, ranks: int) -> None:
     """ValueError where the mesh does not fit the ranks, the layers or the batch."""
+    if args.dtype == "bfloat16":
+        raise ValueError(
+            "--dtype bfloat16: float32 and float64 are compared here; --bf16 shows "
+            "PyTorch's mixed precision in section 7"
+        )
     product = args.dp * args.pp * args.tp
     if product != ranks:
         raise ValueError(
@@ -2775,6 +2783,35 @@ def check_mesh(args, ranks: int) -> None:
         )
 
 
+def check_checkpoints(args) -> None:
+    """ValueError for a checkpoint that cannot be loaded, a folder not to save in.
+
+    torchrun --max-restarts starts all ranks anew when one is lost: then the newest
+    finished checkpoint of --save is where they go on.
+    """
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if again and args.save and list(args.save.glob("step_[0-9]*")):
+        args.load = args.save
+    args.checkpoint, begin = None, 0
+    if args.load:
+        args.checkpoint = find_checkpoint(args.load, args)
+        begin = args.checkpoint[1]
+        if begin >= args.steps:
+            raise ValueError(
+                f"--load {args.load}: is at step {begin}, --steps {args.steps} leaves "
+                f"nothing to do; --steps {begin + args.steps} would do"
+            )
+    if args.save:
+        if not args.save.parent.is_dir() or args.save.is_file():
+            raise ValueError(f"--save {args.save}: no folder, and none to make it in")
+        later = [p for p in args.save.glob("step_[0-9]*") if int(p.name[5:]) > begin]
+        if later:
+            raise ValueError(
+                f"--save {args.save}: {min(later).name} is there already; --load "
+                f"{args.save} goes on from it, or choose another folder"
+            )
+
+
 def main(args: argparse.Namespace, backend: str) -> str:
     sizes = {axis: getattr(args, axis) for axis in AXES}
     groups = make_mesh(sizes, args.timeout)
@@ -2784,9 +2821,11 @@ def main(args: argparse.Namespace, backend: str) -> str:
     alone, begin = Training(copy.deepcopy(full), None, args), 0
     run = MeshRun(MeshTraining(full, groups, args))
     if args.load:
-        path, begin = find_checkpoint(args.load, args)
+        path, begin = args.checkpoint
         load_checkpoint(path, begin, run.training)
-        report.say(f"   goes on from {path.name} in {args.load}, after step {begin}")
+        made = json.loads((path / COMPLETE).read_text())["mesh"]
+        report.data["loaded"] = dict(step=begin, mesh=made)
+        report.say(f"   goes on after step {begin}, saved by the mesh {made}")
     for step in range(args.steps):
         alone.step(batches, step)
         if step < begin:
