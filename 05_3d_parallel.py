@@ -592,7 +592,8 @@ def settings(args) -> dict:
     """What must be alike for a checkpoint to continue a run; the mesh need not be."""
     names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
     alike = {name: getattr(args, name) for name in [*names.split(), "clip"]}
-    return {"lesson": "05_3d_parallel"} | alike
+    text = zlib.crc32(Path(__file__).read_bytes())  # the lines that it trains on
+    return {"lesson": "05_3d_parallel"} | alike | {"checksum of this file": text}
 
 
 def find_checkpoint(folder: Path, args) -> tuple[Path, int]:
@@ -1015,6 +1016,11 @@ def vocab_parallel_cross_entropy(
     return VocabParallelCrossEntropy.apply(
         logits_BSv, target_BS, tp_group, vocab_size, ignore_index, label_smoothing
     )
+
+
+def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
+    """The mean over the tokens that have a target; nan if none has, as in PyTorch."""
+    return loss_BS.sum() / (target_BS != IGNORE).sum()
 
 
 def make_tied(args) -> Transformer:
@@ -2079,7 +2085,140 @@ def numbers(x: Tensor | None) -> str:
 # ==== BREAK IT
 
 
-BREAKS = {}
+FIRST_SHAPE = []  # what the bug below remembers
+
+
+def guess_shape(x, tp_group, device, good=broadcast_any):
+    """The others allocate what the first batch needed, and do not ask again."""
+    if not FIRST_SHAPE:
+        first = good(x, tp_group, device)
+        FIRST_SHAPE.extend(first.shape)
+        return first
+    if x is None:
+        x = torch.empty(FIRST_SHAPE, dtype=torch.int64, device=device)
+    return broadcast(x, 0, tp_group)
+
+
+def own_batches(load, tp_group, device):
+    """Every rank loads for itself, and its loader shuffles in an order of its own."""
+    return [part.roll(tp_group.rank(), 1) for part in load()]
+
+
+def micro_batch_means(self, logits_bSv, target_bS):
+    """Each micro-batch's own mean, divided by their number."""
+    COMM.what = "loss"
+    loss_bS = vocab_parallel_cross_entropy(
+        logits_bSv, target_bS, self.groups["tp"], self.args.vocab_size
+    )
+    COMM.what = "layers"
+    parts = self.args.microbatches * self.groups["dp"].size()
+    return mean_over_targets(loss_bS, target_bS) / parts
+
+
+def send_and_wait(parts, to, group):
+    """Wait for every send to end before anything else is done."""
+    rank = dist.get_global_rank(group, to)
+    for part in parts:
+        part = part.detach().contiguous()
+        COMM.count("send/recv", part.nbytes, group.group_desc)
+        with COMM.at(f"message to rank {rank}", "send", [dist.get_rank(), rank]):
+            dist.send(part, group=group, group_dst=to)
+    return []
+
+
+def sum_over_tp(self):
+    """The gradients are added up along the wrong axis."""
+    flat = self.flatten(p.grad for p in self.parameters.values())
+    self.own.grad = all_reduce(flat, self.groups["tp"])
+
+
+BREAKS = {
+    "shape": Break(
+        "broadcast_any",
+        guess_shape,
+        "TP receivers guess the shape of the batch (switches --ragged on)",
+        "an error of the transport about sizes, an abort, or a rank that waits; worse, "
+        "numbers left over from the batch before",
+        "only the group's first rank has the batch; a buffer of the wrong size takes "
+        "part in another broadcast than the one that was sent",
+        "a blog post on input shapes under 3D parallelism; github.com/pytorch/pytorch/"
+        "issues/115964",
+    ),
+    "data": Break(
+        "share_batch",
+        own_batches,
+        "the ranks of a TP group compute on different batches",
+        "no error at all; the loss of step 1 is wrong already, and differs from rank "
+        "to rank",
+        "a TP group is one model in pieces: pieces of answers to different questions "
+        "are added up",
+        "github.com/deepspeedai/DeepSpeed/issues/7199",
+    ),
+    "micro": Break(
+        "MeshTraining.loss",
+        micro_batch_means,
+        "micro-batch losses are averaged, whatever number of targets each has",
+        "the loss is a little off, and every gradient; not at all where no batch has "
+        "padding",
+        "a mean of means weighs a token of a short micro-batch more than one of a long "
+        "one; the batch's mean weighs all alike",
+        "github.com/pytorch/torchtitan/issues/2972",
+    ),
+    "order": Break(
+        "send",
+        send_and_wait,
+        "a stage waits for each send to end before it receives",
+        "two neighbours wait for each other until the timeout; GPipe's schedule, where "
+        "all messages go one way at a time, gets through",
+        "under 1F1B a stage sends its activation while the next one sends it a "
+        "gradient: each send ends when the other receives, and neither does",
+        "github.com/pytorch/pytorch/issues/109401, NVIDIA/nccl issue 479",
+    ),
+    "norm": Break(
+        "counted_share",
+        lambda stage, name, tp_group: 0.0 if is_copy(stage, name) else 1.0,
+        "the global norm counts replicated parameters once a TP rank",
+        "the norm is too large, so clipping takes away too much; loss and gradients of "
+        "step 1 are right",
+        "all T ranks hold the LayerNorms and row biases: their squares are T times in "
+        "the sum over the group",
+        "github.com/pytorch/torchtitan/issues/2318, TransformerEngine issue 715",
+    ),
+    "tied": Break(
+        "sum_tied",
+        lambda stage, ends: None,
+        "tied embedding and head on two stages are not summed (switches --tie on)",
+        "step 1's loss is right; the embedding's gradient lacks the head's part and "
+        "the head's the embedding's: two weights that were one part ways",
+        "one weight with two uses gets the sum of two gradients, wherever they arise",
+        "github.com/NVIDIA/Megatron-LM/issues/844, pytorch/torchtitan issue 2252",
+    ),
+    "replicas": Break(
+        "count_targets",
+        lambda micro_batches, dp_group: (
+            sum((target != IGNORE).sum() for _, target in micro_batches)
+            * dp_group.size()
+        ),
+        "gradients are averaged over replicas that had different numbers of targets",
+        "loss and gradients are a little off, each step by another factor",
+        "each replica divides by its own number of targets, then all are weighed alike;"
+        " the whole batch has one number",
+        "github.com/pytorch/torchtitan/issues/2972",
+    ),
+    "group": Break(
+        "FlatAdamW.sum_over_replicas",
+        sum_over_tp,
+        "gradients are summed over tp in place of dp",
+        "the loss of step 1 is right, every gradient is wrong, and replicas part ways",
+        "slices of different parameters are added up, while each replica keeps the "
+        "gradient of its own part of the batch",
+        "github.com/NVIDIA/Megatron-LM/issues/443, where the group was the question",
+    ),
+}
+
+# The axis that has to have two ranks or more for a bug to show.
+NEEDS = dict.fromkeys(("shape", "data", "norm", "micro"), "tp")
+NEEDS |= dict(order="pp", tied="pp", replicas="dp", group="dp")
 
 
 # ==== RUN
@@ -2239,6 +2378,35 @@ def show_parameters_3d(report: Report, alone: Training, run: MeshRun) -> None:
             for i in range(2)
         ]  # fmt: skip
         report.table("g of q_proj.weight, layer 0, alone|on the mesh", rows, "ll")
+
+
+def sort_rows(tokens: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A batch with its short lines first, so that parts of it differ in length."""
+    order = (tokens != PAD).sum(1).argsort(stable=True)
+    return tokens[order], target[order]
+
+
+def show_lengths_3d(report: Report, run: MeshRun, batch: tuple) -> None:
+    """`--ragged`: every micro-batch's own length, in the last step."""
+    args, stage, groups = report.args, run.training.stage, run.groups
+    mine = cut_batch(batch, groups["dp"], args.microbatches, True)
+    ends = stage.first or stage.last
+    got = run.training.pipeline.micro_batches if ends else mine
+    off = sum(not torch.equal(a, b) for a, b in zip(got, mine)) + len(got) - len(mine)
+    mark = report.check("a TP group's ranks have the batch of the first", off)
+    every = gather_objects([part.shape[2] for part in mine])
+    lengths = [every[rank] for rank in dist.get_process_group_ranks(groups["dp"])]
+    report.data["lengths"] = lengths
+    rows = args.batch_size // (args.dp * args.microbatches)
+    tokens = rows * sum(map(sum, lengths))
+    said = [f"replica {d}: {' '.join(map(str, x))}" for d, x in enumerate(lengths)]
+    report.say(
+        f"   Lengths of the last step's micro-batches, {rows} lines each:\n   "
+        + "; ".join(said)
+        + f"\n   {tokens} tokens in place of {args.batch_size * args.seq_len} with "
+        f"padding. DP: gradients have the parameters' shapes;\n   PP: the shape goes "
+        f"ahead; TP: it is broadcast first, and all have the same batch: {mark}"
+    )
 
 
 def order_of(name: str) -> tuple:
@@ -2515,7 +2683,7 @@ def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
         if not tell_placement(stage, name)
     )
     found["tp", "replicated", "", "all-reduce"] = (
-        "LayerNorms, row biases",
+        "norms, row biases",
         numbers * e * steps,
     )
     found["tp", "norm", "", "all-reduce"] = "1 float64", 8 * steps
@@ -2729,7 +2897,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--kv-heads", type=positive, help="K (default N)")
     add("--layers", type=positive, default=4, help="L (default 4)")
     add("--batch-size", type=positive, default=16, help="B (default 16)")
-    add("--seq-len", type=positive, default=32, help="S (default 32)")
+    add("--seq-len", type=positive, help="S (default 32; with --ragged 64)")
     add("--vocab-size", type=positive, default=257, help="V (default 257)")
     add("--clip", type=float, default=1.0, help="gradient norm allowed (default 1)")
     add("--tie", action="store_true", help="embedding and head share their weight")
@@ -2739,6 +2907,9 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args = parser.parse_args()
     args.kv_heads = args.kv_heads or args.heads
     args.profile, args.dropout = None, 0.0
+    args.ragged = args.ragged or args.break_name == "shape"
+    args.tie = args.tie or args.break_name == "tied"
+    args.seq_len = args.seq_len or (64 if args.ragged else 32)
     fill_mesh(args, ranks)
     check_sizes(args, args.tp)
     check_mesh(args, ranks)
@@ -2747,8 +2918,12 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 
 def fill_mesh(args, ranks: int) -> None:
-    """Axes that were not given: tp 2 and pp 2 where they divide, dp takes the rest."""
-    for axis in ("tp", "pp"):
+    """Axes that were not given: tp 2 and pp 2 where they divide, dp takes the rest.
+
+    A break has the axis that it is about first.
+    """
+    needed = NEEDS.get(args.break_name, "tp")
+    for axis in (needed, "tp", "pp"):
         given = math.prod(getattr(args, a) or 1 for a in AXES)
         if getattr(args, axis) is None:
             setattr(args, axis, 2 if ranks % (2 * given) == 0 else 1)
@@ -2757,6 +2932,9 @@ def fill_mesh(args, ranks: int) -> None:
 
 def check_mesh(args, ranks: int) -> None:
     """ValueError where the mesh does not fit the ranks, the layers or the batch."""
+    needed = NEEDS.get(args.break_name)
+    if needed and getattr(args, needed) == 1 and ranks > 1:
+        raise ValueError(f"--break {args.break_name} needs --{needed} 2 or more")
     if args.dtype == "bfloat16":
         raise ValueError(
             "--dtype bfloat16: float32 and float64 are compared here; --bf16 shows "
@@ -2818,6 +2996,8 @@ def main(args: argparse.Namespace, backend: str) -> str:
     report = Report("05_3d_parallel", args, sizes, backend)
     report.data["in_flight"] = []
     full, batches = make_tied(args), make_batches(args, args.steps)
+    if args.ragged:
+        batches = [sort_rows(*batch) for batch in batches]
     alone, begin = Training(copy.deepcopy(full), None, args), 0
     run = MeshRun(MeshTraining(full, groups, args))
     if args.load:
@@ -2836,6 +3016,8 @@ def main(args: argparse.Namespace, backend: str) -> str:
             save_checkpoint(args.save, step + 1, run.training)
     show_layout(report, run.training)
     show_both_losses(report, alone, run, begin)
+    if args.ragged:
+        show_lengths_3d(report, run, batches[-1])
     show_parameters_3d(report, alone, run)
     show_after_3d(report, alone, run)
     show_holdings_3d(report, run)
