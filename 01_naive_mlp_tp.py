@@ -846,10 +846,10 @@ def blame(error: Exception, timeout: int, store) -> str:
         for rank, place in places.items()
     ]
     names = ", ".join(map(str, sorted(guilty)))
-    who = f"rank {names}" if guilty else "no rank: all are there"
-    what = f"collective {common[0]}, {common[1]}"
-    head = f"error: {what}, did not come about; this call was not made by {who}"
-    head += " (a tie: or the others skipped one before)" if tie else ""
+    who = f"this call was not made by rank {names}"
+    who += " (a tie: or the others skipped one before)" if tie else ""
+    who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
+    head = f"error: collective {common[0]}, {common[1]}, did not come about; {who}"
     first = str(error).strip().split("\n")[0]
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
@@ -916,6 +916,9 @@ def start_group(args, backend: str) -> dist.Store:
     torch.manual_seed(args.seed)
     limit = timedelta(seconds=args.timeout)
     store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
+    # torchrun --max-restarts starts all ranks anew, beside what the lost ones stored
+    attempt = (store.add("ranks started", 1) - 1) // ranks
+    store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks, timeout=limit
     )

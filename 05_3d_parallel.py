@@ -579,56 +579,6 @@ def load_checkpoint(path: Path, step: int, training: MeshTraining) -> None:
     optimizer.adamw.state[optimizer.own] = adam | {"step": torch.tensor(float(step))}
 
 
-COMPLETE = "complete.json"  # the last file of a checkpoint
-
-
-def fingerprint(file: Path) -> list[int]:
-    """Size and checksum of a file."""
-    data = file.read_bytes()
-    return [len(data), zlib.crc32(data)]
-
-
-def settings(args) -> dict:
-    """What must be alike for a checkpoint to continue a run; the mesh need not be."""
-    names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
-    alike = {name: getattr(args, name) for name in [*names.split(), "clip"]}
-    text = zlib.crc32(Path(__file__).read_bytes())  # the lines that it trains on
-    return {"lesson": "05_3d_parallel"} | alike | {"checksum of this file": text}
-
-
-def find_checkpoint(folder: Path, args) -> tuple[Path, int]:
-    """The newest finished checkpoint of a folder, and its step.
-
-    Raises: ValueError where there is none, where a file of it is missing or damaged,
-        or where it belongs to another model or run.
-    """
-    found = sorted(folder.glob("step_[0-9]*")) if folder.is_dir() else []
-    if not found:
-        raise ValueError(f"--load {folder}: no finished checkpoint step_… in there")
-    path = found[-1]
-    try:
-        about = json.loads((path / COMPLETE).read_text())
-        files, step = dict(about["files"]), int(about["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"--load {path}: no {COMPLETE} of this lesson in it: not one of its "
-            "checkpoints, or a damaged one"
-        ) from None
-    for name, wanted in settings(args).items():
-        if about.get(name) != wanted:
-            raise ValueError(
-                f"--load {path}: made with {name} {about.get(name)}, this run has "
-                f"{wanted}"
-            )
-    for name, wanted in files.items():
-        if not (path / name).is_file() or fingerprint(path / name) != wanted:
-            raise ValueError(
-                f"--load {path}: the file {name} is missing or damaged; without this "
-                "folder the one before it is taken"
-            )
-    return path, step
-
-
 # ==== CARRIED OVER from 04, unchanged
 
 
@@ -1981,10 +1931,10 @@ def blame(error: Exception, timeout: int, store) -> str:
         for rank, place in places.items()
     ]
     names = ", ".join(map(str, sorted(guilty)))
-    who = f"rank {names}" if guilty else "no rank: all are there"
-    what = f"collective {common[0]}, {common[1]}"
-    head = f"error: {what}, did not come about; this call was not made by {who}"
-    head += " (a tie: or the others skipped one before)" if tie else ""
+    who = f"this call was not made by rank {names}"
+    who += " (a tie: or the others skipped one before)" if tie else ""
+    who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
+    head = f"error: collective {common[0]}, {common[1]}, did not come about; {who}"
     first = str(error).strip().split("\n")[0]
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
@@ -2051,6 +2001,9 @@ def start_group(args, backend: str) -> dist.Store:
     torch.manual_seed(args.seed)
     limit = timedelta(seconds=args.timeout)
     store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
+    # torchrun --max-restarts starts all ranks anew, beside what the lost ones stored
+    attempt = (store.add("ranks started", 1) - 1) // ranks
+    store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks, timeout=limit
     )
@@ -2877,6 +2830,56 @@ def compare_pytorch(report: Report, model, reference, loss, wanted) -> None:
     )
 
 
+COMPLETE = "complete.json"  # the last file of a checkpoint
+
+
+def fingerprint(file: Path) -> list[int]:
+    """Size and checksum of a file."""
+    data = file.read_bytes()
+    return [len(data), zlib.crc32(data)]
+
+
+def settings(args) -> dict:
+    """What must be alike for a checkpoint to continue a run; the mesh need not be."""
+    names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
+    alike = {name: getattr(args, name) for name in [*names.split(), "clip"]}
+    text = zlib.crc32(Path(__file__).read_bytes())  # the lines that it trains on
+    return {"lesson": "05_3d_parallel"} | alike | {"checksum of this file": text}
+
+
+def find_checkpoint(folder: Path, args) -> tuple[Path, int]:
+    """The newest finished checkpoint of a folder, and its step.
+
+    Raises: ValueError where there is none, where a file of it is missing or damaged,
+        or where it belongs to another model or run.
+    """
+    found = sorted(folder.glob("step_[0-9]*")) if folder.is_dir() else []
+    if not found:
+        raise ValueError(f"--load {folder}: no finished checkpoint step_… in there")
+    path = found[-1]
+    try:
+        about = json.loads((path / COMPLETE).read_text())
+        files, step = dict(about["files"]), int(about["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"--load {path}: no {COMPLETE} of this lesson in it: not one of its "
+            "checkpoints, or a damaged one"
+        ) from None
+    for name, wanted in settings(args).items():
+        if about.get(name) != wanted:
+            raise ValueError(
+                f"--load {path}: made with {name} {about.get(name)}, this run has "
+                f"{wanted}"
+            )
+    for name, wanted in files.items():
+        if not (path / name).is_file() or fingerprint(path / name) != wanted:
+            raise ValueError(
+                f"--load {path}: the file {name} is missing or damaged; without this "
+                "folder the one before it is taken"
+            )
+    return path, step
+
+
 def parse_args(ranks: int) -> argparse.Namespace:
     parser = lesson_parser(__doc__, 3, "steps of AdamW")
     add = parser.add_argument
@@ -2964,12 +2967,12 @@ def check_mesh(args, ranks: int) -> None:
 def check_checkpoints(args) -> None:
     """ValueError for a checkpoint that cannot be loaded, a folder not to save in.
 
-    torchrun --max-restarts starts all ranks anew when one is lost: then the newest
-    finished checkpoint of --save is where they go on.
+    With torchrun --max-restarts all ranks are started anew when one is lost: then they
+    go on from the newest finished checkpoint of --save, if there is one.
     """
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if again and args.save and list(args.save.glob("step_[0-9]*")):
-        args.load = args.save
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts and args.save and list(args.save.glob("step_[0-9]*")):
+        args.load = args.load or args.save
     args.checkpoint, begin = None, 0
     if args.load:
         args.checkpoint = find_checkpoint(args.load, args)
