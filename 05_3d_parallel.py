@@ -2094,8 +2094,8 @@ BREAKS = {
         "numbers left over from the batch before",
         "only the group's first rank has the batch; a buffer of the wrong size takes "
         "part in another broadcast than the one that was sent",
-        "a blog post on input shapes under 3D parallelism; github.com/pytorch/pytorch/"
-        "issues/115964",
+        "github.com/NVIDIA/Megatron-LM/pull/4103, and a blog post on input shapes under "
+        "3D parallelism",
     ),
     "data": Break(
         "share_batch",
@@ -2115,7 +2115,7 @@ BREAKS = {
         "padding",
         "a mean of means weighs a token of a short micro-batch more than one of a long "
         "one; the batch's mean weighs all alike",
-        "github.com/pytorch/torchtitan/issues/2972",
+        "github.com/meta-pytorch/torchtune/pull/1875, pytorch/torchtitan issue 2972",
     ),
     "order": Break(
         "send",
@@ -2156,7 +2156,7 @@ BREAKS = {
         "loss and gradients are a little off, each step by another factor",
         "each replica divides by its own number of targets, then all are weighed alike;"
         " the whole batch has one number",
-        "github.com/pytorch/torchtitan/issues/2972",
+        "github.com/pytorch/torchtitan/pull/2206",
     ),
     "group": Break(
         "FlatAdamW.sum_over_replicas",
@@ -2165,7 +2165,7 @@ BREAKS = {
         "the loss of step 1 is right, every gradient is wrong, and replicas part ways",
         "slices of different parameters are added up, while each replica keeps the "
         "gradient of its own part of the batch",
-        "github.com/NVIDIA/Megatron-LM/issues/443, where the group was the question",
+        "github.com/ooples/AiDotNet/pull/393",
     ),
 }
 
@@ -2388,16 +2388,26 @@ def show_after_3d(report: Report, alone: Training, run: MeshRun) -> None:
     worst = max(gather_objects(worst))
     every = gather_objects(copies)
     what = {"dp": "replicas", "tp": "what a TP group holds whole"}
-    what |= {"pp": "tied embedding and head"} if stage.tied else {}
+    what |= {"pp": "tied weights"} if stage.tied else {}
     marks = [
         report.check(f"{text}: equal to the bit", max(one[axis] for one in every))
         for axis, text in what.items()
     ]
+    losses = gather_objects(run.losses)
+    what["loss"] = "losses on all ranks"
+    marks.append(
+        report.check(
+            "one loss on every rank", float(losses.count(losses[0]) < len(losses))
+        )
+    )
     said = ", ".join(f"{text} {mark}" for text, mark in zip(what.values(), marks))
     report.say(
         f"   After the last step all parameters differ by {worst:.1e} at most: "
-        f"{'ok' if worst <= limit else '✗'}.\n   Equal to the bit: {said}"
+        f"{'ok' if worst <= limit else '✗'}."
     )
+    said = textwrap.fill(f"Equal to the bit: {said}", 85, initial_indent="   ",
+                         subsequent_indent="   ")  # fmt: skip
+    report.say(said)
 
 
 def show_holdings_3d(report: Report, run: MeshRun) -> None:
@@ -2817,7 +2827,7 @@ def compare_pytorch(report: Report, model, reference, loss, wanted) -> None:
         if not args.bf16:
             marks.add(report.check(f"PyTorch: dL/d {name}", diff, limits[1]))
     worst = max(gather_objects(worst))
-    report.data["losses"][0]["pytorch"] = loss.item()
+    report.data["losses"][0]["dtensor"] = loss.item()
     extra = "".join(
         [", recomputed activations"] * args.recompute + [", bfloat16"] * args.bf16
     )

@@ -11,6 +11,8 @@ import argparse
 import copy
 import math
 import random
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,6 @@ from in_ranks import difference, finish, load, start, write_found
 
 lesson = load("05_3d_parallel")
 STEPS = 2
-CASES = {1: 6, 2: 8, 4: 10, 8: 12}  # how many runs with so many ranks
 ROWS = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 
 
@@ -120,12 +121,59 @@ def try_run(number: int, sizes: tuple) -> dict:
     )  # fmt: skip
 
 
+def mesh_run(sizes: tuple, full, args):
+    """The lesson's training of a model on a mesh of this shape."""
+    for axis, size in zip(("pp", "dp", "tp"), sizes):
+        setattr(args, axis, size)
+    groups = lesson.make_mesh(dict(zip(("pp", "dp", "tp"), sizes)), 60)
+    return lesson.MeshTraining(full, groups, args), groups
+
+
+def try_checkpoints(folder: Path) -> list:
+    """Steps of training, each on another mesh, from checkpoint to checkpoint."""
+    args = make(3, (2, 2, 2))
+    vars(args).update(
+        heads=8, kv_heads=8, hidden=16, layers=8, batch_size=16, seq_len=9,
+        microbatches=2, tie=True, ragged=False, clip=1.0,
+    )  # fmt: skip
+    full = lesson.make_tied(args)
+    shapes = [
+        (sizes, zero) for sizes in ((2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8))
+        for zero in (False, True) if not zero or sizes[1] > 1
+    ]  # fmt: skip
+    batches = lesson.make_batches(args, len(shapes))
+    reference = copy.deepcopy(full)
+    wanted, found = alone(reference, batches, args), []
+    for step, (sizes, args.zero) in enumerate(shapes):
+        # what a rank starts with must come from the checkpoint: so zeros
+        empty = copy.deepcopy(full)
+        if step:
+            for p in empty.parameters():
+                p.data.zero_()
+        training, groups = mesh_run(sizes, empty, args)
+        if step:
+            path, at = lesson.find_checkpoint(folder, args)
+            assert at == step
+            lesson.load_checkpoint(path, at, training)
+        part = training.gradients(batches[step])
+        for axis in ("pp", "dp"):
+            dist.all_reduce(part, group=groups[axis])
+        training.update()
+        lesson.save_checkpoint(folder, step + 1, training)
+        loss = wanted[step][0]
+        found.append([sizes, args.zero, abs(part.item() - loss) / loss])
+    after = {name: p.detach() for name, p in training.stage.named_parameters()}
+    whole = {name: p.detach() for name, p in reference.named_parameters()}
+    return [found, worst(after, whole, args, training.stage, groups["tp"])]
+
+
 def main() -> dict:
     start(60)
-    ranks = dist.get_world_size()
-    shapes = layouts(ranks)
-    runs = max(CASES[ranks], len(shapes))
-    return dict(runs=[try_run(n, shapes[n % len(shapes)]) for n in range(runs)])
+    shapes = layouts(dist.get_world_size())
+    found = dict(runs=[try_run(n, sizes) for n, sizes in enumerate(shapes)])
+    if dist.get_world_size() == 8:
+        found["checkpoints"] = try_checkpoints(Path(sys.argv[1], "checkpoints"))
+    return found
 
 
 if __name__ == "__main__":
