@@ -2094,8 +2094,8 @@ BREAKS = {
         "numbers left over from the batch before",
         "only the group's first rank has the batch; a buffer of the wrong size takes "
         "part in another broadcast than the one that was sent",
-        "github.com/NVIDIA/Megatron-LM/pull/4103, and a blog post on input shapes under "
-        "3D parallelism",
+        "github.com/NVIDIA/Megatron-LM/pull/4103, and a blog post on input shapes "
+        "under 3D parallelism",
     ),
     "data": Break(
         "share_batch",
@@ -2305,7 +2305,7 @@ def show_parameters_3d(report: Report, alone: Training, run: MeshRun) -> None:
             one = cells.setdefault(fold(name, report.args.verbose), {})
             one.setdefault(name, []).append(row)
     table = []
-    for key, one in sorted(cells.items(), key=lambda item: order_of(item[0])):
+    for key, one in cells.items():  # rank 0 has the bottom of the model
         every = [row for rows in one.values() for row in rows]
         norms = [math.sqrt(sum(rows[0][i] for rows in one.values())) for i in (3, 4)]
         diff = max(row[5] for row in every)
@@ -2317,11 +2317,12 @@ def show_parameters_3d(report: Report, alone: Training, run: MeshRun) -> None:
         numbers = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
         mark = "ok" if diff <= limit else "✗"
         key = key.removeprefix("layers.")
-        table.append([key, where, every[0][1], every[0][2], *numbers, mark])
+        placed = every[0][2].replace("Replicate()", "whole")
+        table.append([key, where, every[0][1], placed, *numbers, mark])
     report.say(
-        "\n3  Who holds what; norms of the first gradients (one row for all layers)"
+        "\n3  Who holds what (r: its stage); norms of the first gradients, all layers in one"
     )
-    head = "parameter|stage|on a rank|placement|alone|mesh|diff.|ok"
+    head = "parameter|r|on a rank|placed|alone|mesh|diff.|ok"
     report.table(head, table, "lrllrrrr")
     if "layers.0.self_attn.q_proj.weight" in run.first:
         name = "layers.0.self_attn.q_proj.weight"
@@ -2360,11 +2361,6 @@ def show_lengths_3d(report: Report, run: MeshRun, batch: tuple) -> None:
         f"padding. DP: gradients have the parameters' shapes;\n   PP: the shape goes "
         f"ahead; TP: it is broadcast first, and all have the same batch: {mark}"
     )
-
-
-def order_of(name: str) -> tuple:
-    """Embedding, layers, norm, head: from bottom to top."""
-    return {"embed_tokens": 0, "norm": 2, "lm_head": 3}.get(name.split(".")[0], 1), name
 
 
 def show_after_3d(report: Report, alone: Training, run: MeshRun) -> None:
@@ -2595,7 +2591,7 @@ def predict_traffic(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
     if groups["pp"].size() > 1:
         one, what = size.slices * D * e, "layers"
         if not stage.last:
-            row = "M·(b·s·D + shape)", one + 32 * M
+            row = "M·(b·s·D + 4)", one + 32 * M
             found["pp", what, "forward", "send/recv"] = row
         if not stage.first:
             found["pp", what, "backward", "send/recv"] = "M·b·s·D", one
@@ -2624,7 +2620,7 @@ def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
     found = {}
     if stage.first or stage.last:
         count = 8 * steps + 24 * size.messages  # how many micro-batches, their shapes
-        row = "1 + M·(3 + 2·b·S)", count + 16 * size.tokens
+        row = "1+M·(3+2·b·S)", count + 16 * size.tokens
         found["tp", "batch", "", "broadcast"] = row
     scatter, gather = 2 * L + stage.first, 2 * L + stage.last
     for phase, collective, calls in (
@@ -2679,18 +2675,17 @@ def show_traffic_3d(report: Report, run: MeshRun, batches: list) -> None:
     for key in keys:
         axis, what, phase, collective = key.split("|")
         ends = [one.get(key) for one in (every[0], every[-1])]
-        cells = [
-            x for r in ends for x in ((r[1] // steps, r[2] // steps) if r else "––")
-        ]
+        calls = "/".join(str(r[1] // steps) if r else "–" for r in ends)
+        cells = [calls, *(r[2] // steps if r else "–" for r in ends)]
         marks = {one[key][4] for one in every if key in one}
         formula = next(r[0] for r in ends if r)
         ok = "ok" if marks == {"ok"} else "✗"
         rows.append([axis, what, phase, collective, *cells, formula, ok])
     report.say(
-        "\n6  Payload of a step, in bytes: a rank of the first stage, of the last"
+        "\n6  What a step sends, in bytes: a rank of the first stage / of the last"
     )
-    head = "axis|of|phase|collective|calls|first|calls|last|elements|ok"
-    report.table(head, rows, "llllrrrrlr")
+    head = "axis|of|phase|collective|calls|first|last|elements|ok"
+    report.table(head, rows, "llllrrrlr")
     if rows:
         report.say(
             f"   Each as its formula has it, on every rank, and nothing else: {mark}"

@@ -133,14 +133,11 @@ def try_checkpoints(folder: Path) -> list:
     """Steps of training, each on another mesh, from checkpoint to checkpoint."""
     args = make(3, (2, 2, 2))
     vars(args).update(
-        heads=8, kv_heads=8, hidden=16, layers=8, batch_size=16, seq_len=9,
+        heads=4, kv_heads=2, hidden=16, layers=5, batch_size=16, seq_len=9,
         microbatches=2, tie=True, ragged=False, clip=1.0,
     )  # fmt: skip
     full = lesson.make_tied(args)
-    shapes = [
-        (sizes, zero) for sizes in ((2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8))
-        for zero in (False, True) if not zero or sizes[1] > 1
-    ]  # fmt: skip
+    shapes = [((2, 2, 2), False), ((1, 4, 2), True), ((4, 2, 1), False)]
     batches = lesson.make_batches(args, len(shapes))
     reference = copy.deepcopy(full)
     wanted, found = alone(reference, batches, args), []
