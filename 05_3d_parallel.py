@@ -2320,7 +2320,7 @@ def show_parameters_3d(report: Report, alone: Training, run: MeshRun) -> None:
         placed = every[0][2].replace("Replicate()", "whole")
         table.append([key, where, every[0][1], placed, *numbers, mark])
     report.say(
-        "\n3  Who holds what (r: its stage); norms of the first gradients, all layers in one"
+        "\n3  Who holds what (r: its stage); norms of the first gradients, all layers"
     )
     head = "parameter|r|on a rank|placed|alone|mesh|diff.|ok"
     report.table(head, table, "lrllrrrr")
@@ -2642,7 +2642,7 @@ def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
         if not tell_placement(stage, name)
     )
     found["tp", "replicated", "", "all-reduce"] = (
-        "norms, row biases",
+        "replicated n",
         numbers * e * steps,
     )
     found["tp", "norm", "", "all-reduce"] = "1 float64", 8 * steps
@@ -2680,7 +2680,8 @@ def show_traffic_3d(report: Report, run: MeshRun, batches: list) -> None:
         marks = {one[key][4] for one in every if key in one}
         formula = next(r[0] for r in ends if r)
         ok = "ok" if marks == {"ok"} else "✗"
-        rows.append([axis, what, phase, collective, *cells, formula, ok])
+        short = {"forward": "fwd", "backward": "bwd"}.get(phase, "")
+        rows.append([axis, what, short, collective, *cells, formula, ok])
     report.say(
         "\n6  What a step sends, in bytes: a rank of the first stage / of the last"
     )
@@ -2919,8 +2920,12 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.tie = args.tie or args.break_name == "tied"
     args.seq_len = args.seq_len or (64 if args.ragged else 32)
     fill_mesh(args, ranks)
-    check_sizes(args, args.tp)
     check_mesh(args, ranks)
+    try:
+        check_sizes(args, args.tp)
+    except ValueError as error:  # there T was the number of ranks
+        message = str(error).replace("ranks, by --nproc_per_node", "--tp")
+        raise ValueError(message) from None
     check_checkpoints(args)
     return args
 

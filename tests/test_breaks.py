@@ -25,6 +25,9 @@ LATER = [
     "~loss at step {2,3,4,5}, {by hand alone,with TP,gradient norm}",
     "~* after the last step",
 ]
+# Of lesson 05.
+MESH_AFTER = ["~* after the last step"]
+MESH_ALL = ["{loss,gradient norm} at step {1,2,3}", "dL/d *", *MESH_AFTER]
 CASES = "{label smoothing 0.1,V = 50;257}"
 # In lesson 04, the model and the tables of layers and lengths. Of one token q and k
 # have no gradient, and at 2 ranks rank 1 has no token then.
@@ -241,6 +244,33 @@ FAILS = {
         "keywords": r"^error: rank \d raised ValueError: .* input_layouts .* length",
         "dtensor-loss": r"^error: rank \d raised .*(sharding strategy|DeviceMesh)",
         "tiled": r"^error: rank \d raised RuntimeError: .* a \(64\) .* b \(32\)",
+    "05_3d_parallel": {
+        "shape": r"exitcode  : -6 .*SIGABRT|error: .*; this call was not made by rank",
+        "data": [
+            *MESH_ALL,
+            "~{bytes of batch broadcast tp,one loss on every rank}",
+        ],
+        "micro": [*MESH_ALL],
+        "order": r"^error: .*message .* rank \d, did not come about; this call was not",
+        "norm": ["gradient norm at step {1,2,3}", "~loss at step {2,3}", *MESH_AFTER],
+        "tied": [
+            "gradient norm at step {1,2,3}",
+            "loss at step {2,3}",
+            "dL/d {embed_tokens,lm_head}.weight",
+            *MESH_AFTER,
+            "~tied weights: equal to the bit",
+            "~bytes of tied all-reduce pp",
+        ],
+        "replicas": [*MESH_ALL, "~bytes of batch all-reduce dp"],
+        "group": [
+            "gradient norm at step {1,2,3}",
+            "loss at step {2,3}",
+            "dL/d *",
+            *MESH_AFTER,
+            "replicas: equal to the bit",
+            "~bytes of replicas all-reduce {dp,tp}",
+            "~bytes that no formula speaks of",
+        ],
     },
 }
 ALSO_AT_4 = [
@@ -373,6 +403,7 @@ def test_diagnoses_differ():
         ("02_transformer_tp", 2, *CONTROL),
         ("03_vocab_parallel", 2, *CONTROL),
         ("04_sequence_parallel", 2, *CONTROL),
+        ("05_3d_parallel", 2, *CONTROL),
     )
 ])  # fmt: skip
 def test_without_a_break_all_of_these_pass(lesson, ranks):

@@ -103,6 +103,36 @@ REFUSED += [
     (SEQUENCE, 2, ("--profile", "."), "--profile"),
     (SEQUENCE, 4, ("--hf", "--kv-heads", "2"), "--kv-heads 2", "2 % 4 = 2"),
 ]
+MESH = "05_3d_parallel"
+REFUSED += [
+    (MESH, ranks, flags, *words) for ranks, flags, *words in MODEL
+    if flags and flags[0] not in ("--dropout",) and ranks == 2
+    and flags not in (("--dtype", "bfloat16"),)
+]  # fmt: skip
+REFUSED += [
+    (MESH, 8, ("--dp", "3"), "--dp 3 × --pp 1 × --tp 1 = 3", "8 ranks"),
+    (MESH, 8, ("--tp", "3"), "--tp 3", "8 ranks", "= "),
+    (MESH, 4, ("--pp", "2", "--tp", "2", "--dp", "2"), "= 8", "4 ranks"),
+    (MESH, 8, ("--dp", "0"), "--dp", "0"),
+    (MESH, 8, ("--pp", "-2"), "--pp", "-2"),
+    (MESH, 8, ("--pp", "8"), "--pp 8", "--layers 4", "--layers 8"),
+    (MESH, 2, ("--pp", "2", "--layers", "1"), "--pp 2", "--layers 1", "--layers 2"),
+    (MESH, 8, ("--microbatches", "3"), "--batch-size 16", "= 6", "--batch-size 18"),
+    (MESH, 8, ("--batch-size", "4"), "--batch-size 4", "4 % 8 = 4", "--batch-size 8"),
+    (MESH, 8, ("--microbatches", "0"), "--microbatches", "0"),
+    (MESH, 8, ("--schedule", "zigzag"), "--schedule", "zigzag"),
+    (MESH, 8, ("--tp", "8", "--heads", "4"), "--heads 4", "8 (--tp)", "4 % 8 = 4"),
+    (MESH, 8, ("--kv-heads", "1"), "--kv-heads 1", "1 % 2 = 1"),
+    (MESH, 8, ("--dtype", "bfloat16"), "--dtype bfloat16", "--bf16"),
+    (MESH, 8, ("--simulate-compute", "0"), "--simulate-compute", "0"),
+    (MESH, 1, ("--break", "norm"), "--break", "2 ranks"),
+    (MESH, 8, ("--break", "norm", "--tp", "1"), "--break norm", "--tp 2"),
+    (MESH, 2, ("--break", "order", "--pp", "1"), "--break order", "--pp 2"),
+    (MESH, 8, ("--load", "no/such"), "--load no/such", "no finished checkpoint"),
+    (MESH, 8, ("--load", "tests"), "--load tests", "no finished checkpoint"),
+    (MESH, 8, ("--save", "no/such/folder"), "--save no/such/folder", "no folder"),
+    (MESH, 8, ("--save", "Makefile"), "--save Makefile", "no folder"),
+]
 
 
 def as_rank(rank: int, ranks: int) -> dict:
