@@ -261,12 +261,12 @@ class Pipeline:
 
     @contextmanager
     def clock(self, what: str, i: int):
-        """Note when something began and ended."""
-        start = time.perf_counter()
+        """Note when something began and ended, by the clock that all ranks share."""
+        start = time.time()
         yield
         if self.device == "cuda":
             torch.cuda.synchronize()
-        self.events.append((what, i, start, time.perf_counter()))
+        self.events.append((what, i, start, time.time()))
 
 
 # The batch: cut over replicas and into micro-batches, dealt out to a TP group.
@@ -2202,7 +2202,6 @@ class MeshRun:
     def step(self, batch) -> None:
         training, pipeline = self.training, self.training.pipeline
         dist.barrier()  # a common start for the timeline
-        self.start = time.perf_counter()
         part = training.gradients(batch)
         COMM.what = "bookkeeping"
         for axis in ("dp", "pp"):  # replicas' parts add up; only the last stage has one
@@ -2214,9 +2213,7 @@ class MeshRun:
             for name, grad in grads.items():
                 self.first[name] = whole_tensor(training, name, grad).clone()
         self.norms.append(training.update())
-        self.events = [
-            (*e[:2], *(t - self.start for t in e[2:])) for e in pipeline.events
-        ]
+        self.events = pipeline.events
         COMM.what = "bookkeeping"
 
 
@@ -2442,16 +2439,22 @@ def show_holdings_3d(report: Report, run: MeshRun) -> None:
 
 
 def gather_events(report: Report, name: str, events: list, groups) -> list:
-    """Every rank's events into the JSON; those of rank 0's pipeline, stage by stage."""
+    """Every rank's events into the JSON; those of rank 0's pipeline, stage by stage.
+
+    Seconds from the first event of all. On several machines they are as good as the
+    agreement of their clocks.
+    """
+    stage, ranks = groups["pp"].rank(), dist.get_process_group_ranks(groups["pp"])
+    first = min(gather_objects(min(event[2] for event in events)))
     rows = [
-        dict(stage=groups["pp"].rank(), what=what, microbatch=i, start=start, end=end)
-        for what, i, start, end in events
+        dict(stage=stage, what=what, microbatch=i, start=a - first, end=b - first)
+        for what, i, a, b in events
     ]
     every = gather_objects(rows)
     report.data[name] = [
-        dict(row, rank=r) for r, mine in enumerate(every) for row in mine
+        dict(row, rank=r) for r, one in enumerate(every) for row in one
     ]
-    return [every[rank] for rank in dist.get_process_group_ranks(groups["pp"])]
+    return [every[rank] for rank in ranks]
 
 
 def draw_timeline(report: Report, stages: list, P: int, M: int) -> tuple[float, float]:
@@ -2544,15 +2547,13 @@ def simulate(report: Report, groups) -> None:
     COMM.what = "simulated"
     for _ in range(2):  # the first one warms up
         dist.barrier()
-        start = time.perf_counter()
         pipeline.run(steps, [tokens] * M, args.device)
     COMM.what = "bookkeeping"
-    events = [(*e[:2], *(t - start for t in e[2:])) for e in pipeline.events]
     report.say(
         f"   Simulated: a forward sleeps {ms} ms, a backward {2 * ms} ms; messages are "
         "real"
     )
-    stages = gather_events(report, "simulated", events, groups)
+    stages = gather_events(report, "simulated", pipeline.events, groups)
     found = draw_timeline(report, stages, P, M)
     ideal = (M + P - 1) * 3 * ms
     rows = [row for rows in stages for row in rows]
