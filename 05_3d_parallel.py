@@ -585,7 +585,8 @@ def load_checkpoint(path: Path, step: int, training: MeshTraining) -> None:
 def pad_sequence(x_BSD: Tensor, ranks: int, value: float = 0) -> Tensor:
     """Positions at the end, so that T divides them: [B, S, …] → [B, ⌈S/T⌉·T, …].
 
-    At the end: the others keep their positions, and with a causal mask none sees them.
+    At the end: the others keep their positions. Where the whole x is put together it
+    is cut off again; a model that does not (pad_batch) has a causal mask against it.
     """
     missing = -x_BSD.shape[1] % ranks
     filling = x_BSD.new_full((len(x_BSD), missing, *x_BSD.shape[2:]), value)
@@ -595,9 +596,11 @@ def pad_sequence(x_BSD: Tensor, ranks: int, value: float = 0) -> Tensor:
 def gather_sequence(x_BsD: Tensor, S: int, tp_group: dist.ProcessGroup) -> Tensor:
     """Into the tensor-parallel region: all slices, and the padding cut off again.
 
+    Each rank goes on with x in its own way, with its columns of W, so each has a term
+    of the gradient: backward sums them. What padded rows hold (a bias, say) is cut off,
+    so no gradient comes back to it.
     Shapes: x [B, s, D] → [B, S, D]. Communication: forward one all-gather of B·s·T·D
-        elements, backward one reduce-scatter of them: each rank goes on with x in its
-        own way, with its columns of W, so each has a term of the gradient.
+        elements (s·T is S, padded), backward one reduce-scatter of them.
     """
     return AllGather.apply(x_BsD, 1, tp_group)[:, :S]
 
@@ -608,6 +611,8 @@ def scatter_sequence(partial_y_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tens
     Shapes: y [B, S, D] {U_tp} → [B, s, D]. Communication: forward one reduce-scatter of
         B·s·T·D elements, backward one all-gather of them. In lesson 02 an all-reduce
         stood here: that is a reduce-scatter and an all-gather.
+    Megatron-LM calls it reduce_scatter_to_sequence_parallel_region; its scatter_to… is
+    the mere split below.
     """
     return ReduceScatter.apply(
         pad_sequence(partial_y_BSD, tp_group.size()), 1, tp_group
@@ -615,7 +620,8 @@ def scatter_sequence(partial_y_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tens
 
 
 def sum_to_slices(partial_grad_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """The backward of gather_sequence: every rank has a term for every position."""
+    """Backward of the gather in GatherThenLinear: every rank has a term of the gradient
+    for every position. (gather_sequence has the same from lesson 01's AllGather.)"""
     padded_BSD = pad_sequence(partial_grad_BSD, tp_group.size())
     return reduce_scatter(padded_BSD, 1, tp_group)
 
@@ -639,12 +645,12 @@ class GatherThenLinear(torch.autograd.Function):
     def backward(ctx, *grads_BSf: Tensor):
         x_BsD, *weights = ctx.saved_tensors
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)[:, : ctx.S]  # the extra all-gather
-        found = []
+        grads = []  # of weight and bias in turn, as forward was given them
         for grad_BSf in grads_BSf:
             grad_Rf = grad_BSf.flatten(0, 1)  # R rows: all tokens
-            found += [grad_Rf.T @ x_BSD.flatten(0, 1), grad_Rf.sum(0)]
+            grads += [grad_Rf.T @ x_BSD.flatten(0, 1), grad_Rf.sum(0)]
         partial_grad_BSD = sum(g @ W for g, W in zip(grads_BSf, weights))
-        return sum_to_slices(partial_grad_BSD, ctx.tp_group), None, None, *found
+        return sum_to_slices(partial_grad_BSD, ctx.tp_group), None, None, *grads
 
 
 def linears_of_sequence(
@@ -696,7 +702,8 @@ class SPAttention(nn.Module):
     """Attention by heads, from a slice of the sequence to a slice of it.
 
     A head needs all positions: q, k and v share one gather. Inside, on whole sequences,
-    rotary tables and causal mask are those of lesson 02, by global position.
+    rotary tables and causal mask are those of lesson 02, by global position. (To leave
+    the sequence split inside attention, too, is another method: context parallelism.)
     """
 
     def __init__(self, full: Attention, tp_group, save_gathered: bool = False):
@@ -742,11 +749,11 @@ def sequence_dropout(x_BsD: Tensor, p: float, S: int, tp_group) -> Tensor:
 
 
 class SPDecoderLayer(nn.Module):
-    """A layer in which nothing is whole: [B, s, D] for LayerNorm, dropout and residual,
-    [B, S, d] for attention and MLP.
+    """A layer that keeps nothing whole for backward: [B, s, D] around LayerNorm,
+    dropout and residual; this rank's heads, and columns of the MLP, in between.
 
     Communication: forward 2 all-gathers and 2 reduce-scatters, backward the same and 2
-        all-gathers more, each of B·S·D elements (padding included).
+        all-gathers more, each of B·S·D elements, S padded.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2, fig. 5.
     """
 
@@ -814,13 +821,15 @@ class SPHead(nn.Module):
 
 
 def mend_replicated(model: nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters over the TP group; after backward.
+    """Sum the gradients of replicated parameters over the TP group: after backward,
+    before clipping. (Megatron-LM does so in finalize_model_grads.)
 
     LayerNorms and the biases of row-parallel linears are whole on every rank, but met
     only its slice of the sequence: each rank has the part of the gradient that comes
     from its tokens. Without SP every rank had met all tokens, and no sum was needed.
     Communication: one all-reduce of (6L + 2)·D elements, all gradients in one tensor.
     """
+    # A parameter without a placement is not cut: it is whole on every rank.
     replicated = [
         p for name, p in model.named_parameters() if not tell_placement(model, name)
     ]
