@@ -73,6 +73,9 @@ from torch.utils.checkpoint import checkpoint
 # ==== NEW in 05: data × pipeline × tensor parallelism
 
 AXES = "pp", "dp", "tp"  # outermost first
+# AdamW divides by the size of a gradient, number by number: where that is near zero,
+# rounding would become a step of full length. Ten times lesson 02's, for longer sums.
+EPS = 1e-4
 
 
 def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
@@ -376,8 +379,7 @@ class FlatAdamW:
         self.groups, self.dp_group, self.zero = groups, groups["dp"], zero
         own = self.cut(self.flatten(self.parameters.values()))
         self.own = nn.Parameter(own)  # beside the model's, as with mixed precision
-        # eps above the rounding error of a gradient, as in lesson 02
-        self.adamw = torch.optim.AdamW([self.own], lr=1e-3, eps=1e-5)
+        self.adamw = torch.optim.AdamW([self.own], lr=1e-3, eps=EPS)
         counts = [
             torch.full_like(p, counted_share(stage, name, groups["tp"]))
             for name, p in self.parameters.items()
@@ -3022,6 +3024,7 @@ def main(args: argparse.Namespace, backend: str) -> str:
     if args.ragged:
         batches = [sort_rows(*batch) for batch in batches]
     alone, begin = Training(copy.deepcopy(full), None, args), 0
+    alone.optimizer.param_groups[0]["eps"] = EPS
     run = MeshRun(MeshTraining(full, groups, args))
     if args.load:
         path, begin = args.checkpoint

@@ -54,7 +54,7 @@ def make(number: int, sizes: tuple) -> argparse.Namespace:
 def alone(full, batches, args) -> list:
     """Plain PyTorch on whole batches: (loss, norm, gradients) of every step."""
     found, seen = [], list(full.parameters())
-    optimizer = torch.optim.AdamW(seen, lr=1e-3, eps=1e-5)
+    optimizer = torch.optim.AdamW(seen, lr=1e-3, eps=1e-4)
     for tokens, target in batches:
         logits = full(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
