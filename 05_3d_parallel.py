@@ -174,13 +174,20 @@ def send(parts: list[Tensor], to: int, group: dist.ProcessGroup) -> list[tuple]:
     A send ends when the other side receives. Two neighbours that both waited for their
     send, one of an activation, one of a gradient, would wait for ever (--break order).
     """
-    started = []
+    started, rank = [], dist.get_global_rank(group, to)
     for part in parts:
         part = part.detach().contiguous()
         COMM.count("send/recv", part.nbytes, group.group_desc)
         work = dist.isend(part, group=group, group_dst=to)
-        started.append((work, part))  # a tensor must live until it is sent
+        started.append((work, rank, part))  # a tensor must live until it is sent
     return started
+
+
+def end_of(started: list[tuple]) -> None:
+    """Wait until what `send` started has been received."""
+    for work, rank, _ in started:
+        with COMM.at(f"message to rank {rank}", "end_of", [dist.get_rank(), rank]):
+            work.wait()
 
 
 def receive(like: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
@@ -212,14 +219,12 @@ class Pipeline:
         micro_batches: [2, b, S] each, tokens and targets; None on stages in between.
         """
         self.micro_batches, self.device = micro_batches, device
-        self.kept, self.in_flight, self.sending, self.events = {}, 0, [], []
-        self.losses = []
+        self.kept, self.in_flight, self.events = {}, 0, []
+        self.losses, self.returned = [], []
         for phase, i in steps:
             COMM.phase = phase
             (self.forward if phase == "forward" else self.backward)(i)
-        with COMM.at("end of what was sent", "run", []):
-            for work, _ in self.sending:
-                work.wait()
+        end_of(self.returned)
         COMM.phase = ""
         return sum(self.losses, torch.zeros((), dtype=self.dtype, device=device))
 
@@ -237,10 +242,11 @@ class Pipeline:
             if self.last:
                 y = self.loss_of(y, self.micro_batches[i][1])
                 self.losses.append(y.detach())
+        sent = []
         if not self.last:
             shape = torch.tensor([S, *y.shape], device=self.device)
-            self.sending += send([shape, y], self.number + 1, self.pp)
-        self.kept[i] = x, y  # with all that autograd keeps for backward
+            sent = send([shape, y], self.number + 1, self.pp)
+        self.kept[i] = x, y, sent  # with all that autograd keeps for backward
         self.in_flight = max(self.in_flight, len(self.kept))
 
     def receive_activation(self) -> tuple[int, Tensor]:
@@ -252,15 +258,16 @@ class Pipeline:
 
     def backward(self, i: int) -> None:
         """The gradient of micro-batch i back through this stage, and to the last."""
-        x, y = self.kept.pop(i)
+        x, y, sent = self.kept.pop(i)
         grad = None
         if not self.last:
             with self.clock("wait", i):
                 grad = receive(y, self.number + 1, self.back)  # shaped as y
+            end_of(sent)  # at once: for this gradient it had to be received
         with self.clock("backward", i):
             y.backward(grad)
         if not self.first:
-            self.sending += send([x.grad], self.number - 1, self.back)
+            self.returned += send([x.grad], self.number - 1, self.back)
 
     @contextmanager
     def clock(self, what: str, i: int):
