@@ -246,6 +246,7 @@ FAILS = {
         "keywords": r"^error: rank \d raised ValueError: .* input_layouts .* length",
         "dtensor-loss": r"^error: rank \d raised .*(sharding strategy|DeviceMesh)",
         "tiled": r"^error: rank \d raised RuntimeError: .* a \(64\) .* b \(32\)",
+    },
     "05_3d_parallel": {
         "shape": r"exitcode  : -6 .*SIGABRT|error: .*; this call was not made by rank",
         "data": [
