@@ -1422,7 +1422,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
     report.say(
         f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
     )
-    head = "parameter|on a rank|placement|alone|TP|diff.|ok"
+    head = "parameter|on a rank|placement|alone|split|diff.|ok"
     report.table(head, table, "lllrrrr")
     name = "layers.0.self_attn.q_proj.weight"
     rows = [
@@ -1432,7 +1432,7 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
         ]
         for i in range(2)
     ]
-    report.table("g of q_proj.weight, layer 0, alone|with TP", rows, "ll")
+    report.table("dL/d q_proj.weight, layer 0, alone|split", rows, "ll")
 
 
 def show_after(report: Report, without: Training, tp: Training) -> None:

@@ -1,16 +1,22 @@
 """The lessons' runs that many tests look at, and how a test asks for them."""
 
+import math
+import re
+
 import jobs
 import pytest
+from alone import rounding
 
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
 TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
+SEQUENCE = "04_sequence_parallel"
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5), "bfloat16": (2e-2, 2e-2)}
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 BY_3 = ("--hidden", "48", "--batch-size", "6")  # sizes that 3 divides
 SMALL = ("--hidden", "32", "--heads", "4", "--layers", "1", "--steps", "3")
 ODD = ("--hidden", "48", "--heads", "4", "--kv-heads", "2", "--layers", "3")
 ODD += ("--seq-len", "7", "--batch-size", "3", "--seed", "5")
+SPLIT = (*ODD[:8], "--seq-len", "33", "--batch-size", "3", "--tie")
 BIG = ("--heads", "4", "--vocab-size", "1000", "--dropout", "0", "--clip", "100")
 ALL_RUNS = [
     (COLLECTIVES, 1, "--dtype", "bfloat16"),
@@ -30,6 +36,7 @@ ALL_RUNS = [
     (TRANSFORMER, 2, *ODD, "--vocab-size", "1000", "--verbose",
      "--profile", jobs.FOLDER),
     (TRANSFORMER, 4, "--dtype", "float64", *SMALL, *BIG),
+    (TRANSFORMER, 2, "--dtype", "bfloat16", "--steps", "3"),
     (TRANSFORMER, 8),
     (VOCAB, 1, "--dtype", "float64", "--tie"),
     (VOCAB, 2, "--dtype", "float64"),
@@ -37,6 +44,11 @@ ALL_RUNS = [
     (VOCAB, 4, *BIG, "--tie", "--steps", "3", "--verbose"),
     (VOCAB, 8),
     (VOCAB, 2, "--vocab-size", "50257", "--steps", "1", "--layers", "1"),
+    (SEQUENCE, 1, "--dtype", "float64"),
+    (SEQUENCE, 2, "--dtype", "float64"),
+    (SEQUENCE, 2, *SPLIT, "--save-gathered", "--verbose", "--hf"),
+    (SEQUENCE, 4, "--dtype", "bfloat16", "--hf"),
+    (SEQUENCE, 8),
 ]  # fmt: skip
 
 
@@ -62,3 +74,55 @@ def expect(data, wanted: dict):
         assert label not in found, f"two rows {label}"
         found[label] = row["calls"], row["bytes"]
     assert found == wanted
+
+
+def limits(run) -> dict:
+    """Of a bfloat16 run of 02 or later: how far each gradient may be off.
+
+    Three times what rounding alone does to it, where that is more than 2e-2.
+    """
+    if flag(run, "--dtype", "float32") != "bfloat16":
+        return {}
+    floor = ALLOWED["bfloat16"][1]
+    return {name: max(floor, 3 * off) for name, off in rounding(run).items()}
+
+
+def folded(name: str, row: str) -> bool:
+    """Whether a parameter is in that row of a table, in which layers are one."""
+    return name == row or name.endswith(f".{row}")
+
+
+def gradient_limit(run, row: str) -> float:
+    """What a row of the table of gradients may differ by: all its layers do."""
+    wider = [limit for name, limit in limits(run).items() if folded(name, row)]
+    return max([ALLOWED[flag(run, "--dtype", "float32")][1], *wider])
+
+
+def check_gradients(run):
+    """The rows of the table of gradients, of a model whose vocabulary is split."""
+    data = jobs.result(*run).data
+    columns = {
+        f"{name}.{kind}"
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                     "mlp.up_proj")
+        for kind in ("weight", "bias")
+    }  # fmt: skip
+    vocabulary = {"embed_tokens.weight", "lm_head.bias", "lm_head.weight"}
+    vocabulary -= {"lm_head.weight"} if "--tie" in run else set()
+    placements = {
+        re.sub(r"^layers\.\d+\.", "", row["name"]): row["placement"]
+        for row in data["gradients"]
+    }
+    shards = {name for name, where in placements.items() if where == "Shard(0)"}
+    assert shards == vocabulary | columns
+    rows = {name for name, where in placements.items() if where == "Shard(1)"}
+    assert rows == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
+    assert len(placements) == (20 if "--tie" in run else 21)
+    layers = int(flag(run, "--layers", 2)) if "--verbose" in run else 1
+    assert len(data["gradients"]) == len(placements) + 16 * (layers - 1)
+    for row in data["gradients"]:
+        limit = gradient_limit(run, row["name"])
+        assert row["ok"] is True and 0 <= row["rel_diff"] <= limit
+        off = abs(row["norm_with"] - row["norm_without"])
+        assert row["norm_without"] > 0 and off <= limit * row["norm_without"], row
+        assert math.isfinite(row["norm_with"])

@@ -9,7 +9,7 @@ import re
 
 import jobs
 import pytest
-from runs import ALL_RUNS, ALLOWED, SIZES, expect, flag, over
+from runs import ALL_RUNS, ALLOWED, SIZES, check_gradients, expect, flag, over
 
 DRIVER = ("drive_vocab.py", 4)
 LESSON = "03_vocab_parallel"
@@ -168,7 +168,7 @@ def sizes(run) -> dict:
 @over(RUNS)
 def test_losses_and_gradients(run):
     data, size = jobs.result(*run).data, sizes(run)
-    loss_limit, limit = ALLOWED[data["dtype"]]
+    loss_limit, _ = ALLOWED[data["dtype"]]
     assert [row["step"] for row in data["losses"]] == [*range(1, size["steps"] + 1)]
     assert abs(data["losses"][0]["without"] - math.log(size["V"])) < 1.5
     for row in data["losses"]:
@@ -176,27 +176,7 @@ def test_losses_and_gradients(run):
             assert abs(row[way] - row["without"]) <= loss_limit * row["without"], row
         assert row["tokens"] == size["B"] * size["S"]
         assert 0 <= row["padding"] < row["tokens"]
-    placements = {
-        re.sub(r"^layers\.\d+\.", "", row["name"]): row["placement"]
-        for row in data["gradients"]
-    }
-    vocabulary = {"embed_tokens.weight", "lm_head.bias", "lm_head.weight"}
-    vocabulary -= {"lm_head.weight"} if "--tie" in run else set()
-    columns = {
-        f"{name}.{kind}"
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-                     "mlp.up_proj")
-        for kind in ("weight", "bias")
-    }  # fmt: skip
-    shards = {name for name, where in placements.items() if where == "Shard(0)"}
-    assert shards == vocabulary | columns
-    rows = {name for name, where in placements.items() if where == "Shard(1)"}
-    assert rows == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
-    assert len(placements) == (20 if "--tie" in run else 21)
-    for row in data["gradients"]:
-        assert row["ok"] is True and 0 <= row["rel_diff"] <= limit
-        off = abs(row["norm_with"] - row["norm_without"])
-        assert row["norm_without"] > 0 and off <= limit * row["norm_without"], row
+    check_gradients(run)
 
 
 @over(RUNS)
