@@ -520,6 +520,7 @@ class CommCounter:
         self.seconds = 0.0  # spent in collectives, waiting for others included
         self.store, self.rank = None, 0
         self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
+        self.numbers = {}  # who meet → how many calls they had
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
         key = (self.what, self.phase, collective, axis)
@@ -532,11 +533,16 @@ class CommCounter:
         frame = sys._getframe(2)  # whoever called the wrapper
         where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
         call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where)
+        return self.at(call, where, dist.get_process_group_ranks(group))
 
-    def at(self, call: str, where: str):
-        """What `with` notes on entering and on leaving."""
-        self.place = {"number": self.place["number"] + 1, "call": call, "line": where}
+    def at(self, call: str, where: str, ranks: list[int] | None = None):
+        """What `with` notes on entering and on leaving; ranks: who meet there (all).
+
+        The n-th call of one rank meets the n-th of the others: so calls are numbered
+        for each set of ranks.
+        """
+        number = self.numbers[str(ranks)] = self.numbers.get(str(ranks), 0) + 1
+        self.place = {"number": number, "call": call, "line": where, "ranks": ranks}
         return self
 
     def __enter__(self):
@@ -775,31 +781,58 @@ def refuse(message: str) -> None:
     stop(2)
 
 
+def waits_for(rank: int, places: dict) -> list[int]:
+    """The ranks that should be in the call that this rank is in, and are not."""
+    here = places.get(rank, {"state": "before"})
+    if here["state"] != "in":
+        return []
+    others = here["ranks"] or range(dist.get_world_size())
+    return [other for other in others if not same_call(here, places.get(other, {}))]
+
+
+def chain_from(rank: int, places: dict) -> list[int]:
+    """A rank, those that it waits for, those that these wait for, and so on."""
+    chain = [rank]
+    for one in chain:
+        chain += [other for other in waits_for(one, places) if other not in chain]
+    return chain
+
+
+def same_call(here: dict, there: dict) -> bool:
+    """Are two ranks in one and the same call?"""
+    return all(here[key] == there.get(key) for key in ("state", "number", "call"))
+
+
 def blame(error: Exception, timeout: int, store) -> str:
     """Where every rank was last seen, and which of them the others waited for."""
     places = {}
     for rank in range(dist.get_world_size()):
         if store.check([f"place/{rank}"]):
             places[rank] = json.loads(store.get(f"place/{rank}"))
+    chain = chain_from(dist.get_rank(), places)
     calls = {
         rank: (place["number"], place["call"]) if place["state"] == "in" else None
         for rank, place in places.items()
     }
-    inside = Counter(call for call in calls.values() if call).most_common(2)
-    common = inside[0][0] if inside else None
-    everyone = range(dist.get_world_size())
-    guilty = [rank for rank in everyone if calls.get(rank) != common]
+    guilty = [rank for rank in chain if not calls.get(rank)]  # they wait for nobody
+    if not guilty:  # a circle: each waits for the next
+        chain = chain_from(chain[-1], places)
+    waiting = [rank for rank in chain if set(waits_for(rank, places)) & set(guilty)]
+    inside = Counter(calls[rank] for rank in waiting or chain).most_common(2)
+    common = inside[0][0]
+    tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
+    guilty = guilty or [rank for rank in chain if calls[rank] != common]
     lines = [
         f"  rank {rank}: {place['state']} collective {place['number']}, "
         f"{place['call']} ({place['line']})"
         for rank, place in places.items()
     ]
-    who = "rank " + ", ".join(map(str, guilty)) if guilty else "no rank: all are there"
-    what = f"collective {common[0]}, {common[1]}" if common else "no collective"
+    names = ", ".join(map(str, sorted(guilty)))
+    who = f"this call was not made by rank {names}"
+    who += " (a tie: or the others skipped one before)" if tie else ""
+    who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
+    head = f"error: collective {common[0]}, {common[1]}, did not come about; {who}"
     first = str(error).strip().split("\n")[0]
-    head = f"error: {what}, did not come about; this call was not made by {who}"
-    if len(inside) == 2 and inside[0][1] == inside[1][1]:
-        head += " (a tie: or the others skipped one before)"
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
 
@@ -837,7 +870,8 @@ def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) 
     except ValueError as error:
         refuse(str(error))
     if backend is None:
-        command = f"torchrun --standalone --nproc_per_node=2 {Path(file).name}"
+        ranks = module.get("RANKS", 2)  # of a lesson that shows more with more
+        command = f"torchrun --standalone --nproc_per_node={ranks} {Path(file).name}"
         print(f"start it with torchrun, which makes the ranks:\n\n    {command}")
         sys.exit(2)
     store = start_group(args, backend)
@@ -864,6 +898,9 @@ def start_group(args, backend: str) -> dist.Store:
     torch.manual_seed(args.seed)
     limit = timedelta(seconds=args.timeout)
     store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
+    # torchrun --max-restarts starts all ranks anew, beside what the lost ones stored
+    attempt = (store.add("ranks started", 1) - 1) // ranks
+    store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks, timeout=limit
     )
@@ -2234,17 +2271,22 @@ def show_sp_bytes(report: Report, args, ranks: int) -> None:
             ring[who] += wire
         row = [who, collective, phase, count, moved, formula, predicted]
         table.append([*row, f"{wire:.0f}", cells[2]])
-    extra = again * padded * ring_factor("all-gather", ranks) if ranks > 1 else 0
-    off = abs((ring["TP + SP"] - extra) * args.seq_len - ring["TP"] * S)
-    mark = report.check("a ring sends as much with SP as with TP alone", off)
-    report.data["ring_bytes"] = ring | {"again": extra}
     report.say(
         f"\n5  Communication in a step; formulas in elements of {e} bytes; ring: what "
         "a rank sends"
     )
     head = "|collective|phase|calls|bytes|formula|predicted|ring|ok"
     report.table(head, table, "lllrrlrrr")
-    longer = f" (length {S} for {args.seq_len})" if S > args.seq_len else ""
+    extra = again * padded * ring_factor("all-gather", ranks) if ranks > 1 else 0
+    compare_rings(report, ring, extra, args.seq_len, S)
+
+
+def compare_rings(report: Report, ring: dict, extra: float, S: int, padded: int):
+    """What a rank of a ring sends with TP, and with SP but for the second gather."""
+    off = abs((ring["TP + SP"] - extra) * S - ring["TP"] * padded)
+    mark = report.check("a ring sends as much with SP as with TP alone", off)
+    report.data["ring_bytes"] = ring | {"again": extra}
+    longer = f" (length {padded} for {S})" if padded > S else ""
     report.say(
         "   2L + 1: two a layer, and embedding or head. In a ring an all-reduce is a "
         "scatter and\n   a gather and sends 2(T − 1)/T of its bytes, each of those "

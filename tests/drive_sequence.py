@@ -444,7 +444,7 @@ def try_recompute(number: int, group) -> dict:
 def refusals(group) -> dict:
     """What four ranks say to what they cannot split or look up."""
     full = lambda heads, kv: lesson.Transformer(
-        lesson.Config(10, 2 * heads, heads, kv, 1, 4, 0.0)
+        lesson.Config(10, 2 * heads, heads, kv, 1, 5, 0.0)
     )
     sp = lambda: lesson.SPTransformer(full(4, 4), group)
     calls = {
@@ -452,6 +452,7 @@ def refusals(group) -> dict:
         "kv-heads": lambda: lesson.SPTransformer(full(4, 1), group),
         "token 10": lambda: sp()(torch.tensor([[0, 10]])),
         "token -1": lambda: sp()(torch.tensor([[-1, 3, 4]])),
+        "6 positions of 5": lambda: sp()(torch.zeros(1, 6, dtype=torch.int64)),
         "split of 6": lambda: lesson.ScatterToSequence.apply(
             torch.zeros(2, 6), 1, group
         ),

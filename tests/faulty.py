@@ -3,7 +3,8 @@
     torchrun … faulty.py LESSON FAULT RANK NUMBER [flags of the lesson]
 
 At its collective NUMBER (1 is the first one), rank RANK is killed, sleeps, skips the
-call, or raises. It notes the time in $FAULT_TIME.
+call, or raises. It notes the time in $FAULT_TIME. With $FAULT_SAVE it does so while it
+writes its checkpoint of that number; ranks that torchrun starts anew do nothing.
 """
 
 import os
@@ -45,11 +46,12 @@ def fail(*args):
 FAULTS = {"kill": kill, "sleep": sleep, "skip": skip, "raise": fail}
 
 
-def watched(name: str, good):
+def watched(name: str, good, number: int):
     def wrapper(*args):
         global calls
         calls += 1
-        if calls == NUMBER and int(os.environ["RANK"]) == RANK:
+        mine = int(os.environ["RANK"]) == RANK
+        if calls == number and mine and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
             return FAULTS[FAULT](name, args)
         return good(*args)
@@ -58,9 +60,12 @@ def watched(name: str, good):
 
 
 if __name__ == "__main__":
-    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+    number, names = NUMBER, ("all_reduce", "all_gather", "reduce_scatter")
+    if "FAULT_SAVE" in os.environ:
+        number, names = int(os.environ["FAULT_SAVE"]), ("state_to_save",)
+    for name in names:
         if hasattr(lesson, name):
-            setattr(lesson, name, watched(name, getattr(lesson, name)))
+            setattr(lesson, name, watched(name, getattr(lesson, name), number))
     sys.argv = [lesson.__file__, *sys.argv[5:]]
     lesson.launch(
         lesson.__file__, lesson.parse_args, lesson.main, lesson.BREAKS, vars(lesson)

@@ -8,6 +8,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -52,10 +53,10 @@ class Done(NamedTuple):
         return self.out + self.err
 
 
-def torchrun(script, ranks: int, *flags, limit=100, **env) -> Done:
+def torchrun(script, ranks: int, *flags, limit=100, launcher=TORCHRUN, **env) -> Done:
     """Run a script on so many ranks, to its end or for `limit` seconds."""
     mark = uuid.uuid4().hex
-    command = [*TORCHRUN, f"--nproc_per_node={ranks}", str(script), *map(str, flags)]
+    command = [*launcher, f"--nproc_per_node={ranks}", str(script), *map(str, flags)]
     start = time.time()
     first = None
     with tempfile.TemporaryFile("w+", encoding="utf-8") as err:
@@ -80,6 +81,21 @@ def torchrun(script, ranks: int, *flags, limit=100, **env) -> Done:
     took = ended - start
     talk = ended - (first or start)
     return Done(code, "".join(lines), said, took, talk, ended, left, {})
+
+
+def two_agents(script, ranks: int, *flags) -> list:
+    """A script on so many ranks of each of two torchruns that meet, as on two hosts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [*TORCHRUN[:-1], "--nnodes=2", "--rdzv-id=course"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    with ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(torchrun, script, ranks, *flags, launcher=launcher)
+            for _ in range(2)
+        ]
+        return [one.result() for one in both]
 
 
 def end(mark: str) -> None:

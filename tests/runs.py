@@ -10,6 +10,7 @@ from alone import rounding
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
 TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE = "04_sequence_parallel"
+MESH = "05_3d_parallel"
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5), "bfloat16": (2e-2, 2e-2)}
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 BY_3 = ("--hidden", "48", "--batch-size", "6")  # sizes that 3 divides
@@ -49,6 +50,12 @@ ALL_RUNS = [
     (SEQUENCE, 2, *SPLIT, "--save-gathered", "--verbose", "--hf"),
     (SEQUENCE, 4, "--dtype", "bfloat16", "--hf"),
     (SEQUENCE, 8),
+    (MESH, 1, "--dtype", "float64", "--steps", "2"),
+    (MESH, 2, "--dtype", "float64"),
+    (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", "--dtype", "float64",
+     "--heads", "4", "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
+    (MESH, 4, "--pp", "4", "--microbatches", "8", "--simulate-compute", "20", "--tie"),
+    (MESH, 8),
 ]  # fmt: skip
 
 

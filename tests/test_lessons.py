@@ -11,7 +11,7 @@ import pytest
 from runs import ALL_RUNS, ALLOWED, SIZES, expect, flag, limits, over
 
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
-TRANSFORMER = "02_transformer_tp"
+TRANSFORMER, SEQUENCE = "02_transformer_tp", "04_sequence_parallel"
 STEPS = 3  # the default of --steps
 
 
@@ -56,6 +56,7 @@ def test_fits_the_screen(run):
     assert not [line for line in lines if line != line.rstrip()]
     limit = 90 + 10 * max(0, run[1] - 2)  # a rank has a line in each picture
     limit += 30 if {"--trace", "--verbose", "--train"} & set(run) else 0
+    limit += 25 if run[0] == SEQUENCE else 0  # it has eight sections
     assert 30 < len(lines) < limit, len(lines)
 
 
@@ -65,7 +66,7 @@ def test_json_has_what_was_printed(run):
     data = done.data
     assert data["text"] == done.out.splitlines()
     assert data["lesson"] == run[0] and data["world_size"] == run[1]
-    assert data["mesh"]["tp"] == run[1]
+    assert math.prod(data["mesh"].values()) == run[1]
     assert data["dtype"] == flag(run, "--dtype", "float32")
     assert data["device"] == "cpu" and data["backend"] == "gloo"
     assert data["verdict"] == "PASS"

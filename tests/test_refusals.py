@@ -14,6 +14,7 @@ import pytest
 
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
 TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
+SEQUENCE = "04_sequence_parallel"
 
 # lesson, ranks, flags, what the message must say. What holds for the flags that all
 # lessons share is tried on one of them.
@@ -82,7 +83,9 @@ MODEL = [
     (2, ("--clip", "-1"), "--clip -1", "above 0"),
     (2, ("--clip", "nan"), "--clip nan", "above 0"),
 ]
-REFUSED += [(lesson, *case) for lesson in (TRANSFORMER, VOCAB) for case in MODEL]
+REFUSED += [
+    (lesson, *case) for lesson in (TRANSFORMER, VOCAB, SEQUENCE) for case in MODEL
+]
 REFUSED += [
     (TRANSFORMER, 1, ("--break", "clip"), "--break", "2 ranks"),
     (TRANSFORMER, 2, ("--profile", "no/such"), "--profile no/such", "no such folder"),
@@ -95,6 +98,40 @@ REFUSED += [
     (VOCAB, 2, ("--train", "0"), "--train", "0"),
     (VOCAB, 2, ("--write", "0"), "--write", "0"),
     (VOCAB, 1, ("--break", "mean"), "--break", "2 ranks"),
+    (SEQUENCE, 1, ("--break", "norms"), "--break", "2 ranks"),
+    (SEQUENCE, 2, ("--break", "norm"), "--break norm", "norms, row-bias"),
+    (SEQUENCE, 2, ("--profile", "."), "--profile"),
+    (SEQUENCE, 4, ("--hf", "--kv-heads", "2"), "--kv-heads 2", "2 % 4 = 2"),
+]
+MESH = "05_3d_parallel"
+REFUSED += [
+    (MESH, ranks, flags, *words) for ranks, flags, *words in MODEL
+    if flags and flags[0] not in ("--dropout",) and ranks == 2
+    and flags not in (("--dtype", "bfloat16"),)
+]  # fmt: skip
+REFUSED += [
+    (MESH, 8, ("--dp", "3"), "--dp 3 × --pp 1 × --tp 1 = 3", "8 ranks"),
+    (MESH, 8, ("--tp", "3"), "--tp 3", "8 ranks", "= "),
+    (MESH, 4, ("--pp", "2", "--tp", "2", "--dp", "2"), "= 8", "4 ranks"),
+    (MESH, 8, ("--dp", "0"), "--dp", "0"),
+    (MESH, 8, ("--pp", "-2"), "--pp", "-2"),
+    (MESH, 8, ("--pp", "8"), "--pp 8", "--layers 4", "--layers 8"),
+    (MESH, 2, ("--pp", "2", "--layers", "1"), "--pp 2", "--layers 1", "--layers 2"),
+    (MESH, 8, ("--microbatches", "3"), "--batch-size 16", "= 6", "--batch-size 18"),
+    (MESH, 8, ("--batch-size", "4"), "--batch-size 4", "4 % 8 = 4", "--batch-size 8"),
+    (MESH, 8, ("--microbatches", "0"), "--microbatches", "0"),
+    (MESH, 8, ("--schedule", "zigzag"), "--schedule", "zigzag"),
+    (MESH, 8, ("--tp", "8", "--heads", "4"), "--heads 4", "8 (--tp)", "4 % 8 = 4"),
+    (MESH, 8, ("--kv-heads", "1"), "--kv-heads 1", "1 % 2 = 1"),
+    (MESH, 8, ("--dtype", "bfloat16"), "--dtype bfloat16", "--bf16"),
+    (MESH, 8, ("--simulate-compute", "0"), "--simulate-compute", "0"),
+    (MESH, 1, ("--break", "norm"), "--break", "2 ranks"),
+    (MESH, 8, ("--break", "norm", "--tp", "1"), "--break norm", "--tp 2"),
+    (MESH, 2, ("--break", "order", "--pp", "1"), "--break order", "--pp 2"),
+    (MESH, 8, ("--load", "no/such"), "--load no/such", "no finished checkpoint"),
+    (MESH, 8, ("--load", "tests"), "--load tests", "no finished checkpoint"),
+    (MESH, 8, ("--save", "no/such/folder"), "--save no/such/folder", "no folder"),
+    (MESH, 8, ("--save", "Makefile"), "--save Makefile", "no folder"),
 ]
 
 

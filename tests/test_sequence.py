@@ -179,6 +179,14 @@ def test_what_cannot_be_split_or_looked_up(ranks, what, said):
         assert all(word in rank["refusals"][what] for word in said), rank["refusals"]
 
 
+@driven
+@pytest.mark.xfail(strict=True, reason="it is cut to the tables' length, silently")
+def test_more_positions_than_the_tables_have(ranks):
+    """6 and 5 positions are both padded to 8 on four ranks: no shape gives it away."""
+    for rank in ranks:
+        assert "6" in rank["refusals"]["6 positions of 5"]
+
+
 # Memory.
 
 
@@ -362,8 +370,9 @@ def test_bytes_sent(run):
     wanted = {"TP": 2 * n * one * 2 * hop, "again": again * padded * hop}
     wanted["TP + SP"] = 4 * n * padded * hop + wanted["again"]
     assert data["ring_bytes"] == pytest.approx(wanted)
-    if size["S"] % T == 0:
-        assert wanted["TP + SP"] - wanted["again"] == wanted["TP"]
+    by_sp = data["ring_bytes"]["TP + SP"] - data["ring_bytes"]["again"]
+    as_long = data["ring_bytes"]["TP"] * size["s"] * T / size["S"]
+    assert by_sp == pytest.approx(as_long), "as many bytes, padding apart"
 
 
 @over(RUNS)
