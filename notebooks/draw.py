@@ -444,3 +444,181 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
         axis.set_major_formatter("{x:,.0f}")
         axis.set_minor_formatter("")
     ax.legend(frameon=False)
+
+
+# Lesson 04: regions of a layer, shares of a sum, replicas that part
+
+REGIONS = {  # how a tensor lies on the ranks → its shape there, and in a word
+    "whole": ("[B, S, D]", "whole"),
+    "positions": ("[B, s, D]", "positions"),
+    "columns": ("[B, S, d]", "columns"),
+    "terms": ("[B, S, D]", "terms"),
+}
+
+
+def cut_of(held, ranks: int) -> str:
+    """How a matrix lies on the ranks: whole, by positions (rows) or columns, or terms.
+
+    Args:
+        held: rank sets as from `places`, or a list of them where each rank has a term.
+    """
+    if isinstance(held, list):
+        return "terms"
+    if bool((held == 2**ranks - 1).all()):
+        return "whole"
+    if any(len(bits(number)) != 1 for number in held.flatten().tolist()):
+        raise ValueError("neither whole nor split: an element is on some ranks only")
+    if bool((held == held[:, :1]).all()):
+        return "positions"
+    if bool((held == held[:1]).all()):
+        return "columns"
+    raise ValueError("split both by rows and by columns")
+
+
+def inches(text: str, size: float) -> float:
+    """About how wide a text is."""
+    return len(text) * 0.0088 * size
+
+
+def grouped(items: list, ranks: int) -> list:
+    """Tensors that follow each other and lie alike, in one run; collectives alone."""
+    runs = []
+    for item in items:
+        cut = None if isinstance(item, dict) else cut_of(item[1], ranks)
+        if cut and runs and runs[-1][0] == cut:
+            runs[-1][1].append(item)
+        else:
+            runs.append((cut, [item]))
+    return runs
+
+
+def tensor_span(item, e: float) -> float:
+    """Inches that a tensor takes, e inches an element."""
+    heading, held = item
+    pages = len(held) - 1 if isinstance(held, list) else 0
+    columns = held[0].shape[1] if pages else held.shape[1]
+    return max((columns + pages) * e, inches(heading, FONT - 1)) + 0.1
+
+
+def run_span(run, e: float) -> float:
+    """Inches that a run takes: its tensors, or the words below them."""
+    cut, items = run
+    if cut is None:
+        words = [*items[0]["does"].replace("-", "- ").split(), "bytes"]
+        words.append(f"{items[0]['moved']:,}")
+        return max(inches(word, FONT) for word in words) + 0.15
+    words = max(inches(word, FONT - 1) for word in REGIONS[cut])
+    return max(sum(tensor_span(item, e) for item in items), words) + 0.2
+
+
+def regions(lines: list[tuple[str, list]], ranks: int):
+    """The tensors of a layer in order, each element in the colour of who holds it, and
+    below them how they lie: the regions of the layer.
+
+    Args:
+        lines: (title, items); an item is (heading, held), with `held` a matrix of rank
+            sets (see `places`), a row a position, or a list of them, one a rank, where
+            each has a term of a sum; or {"does", "moved"}: a collective, its payload.
+    """
+    parts = [(title, grouped(items, ranks)) for title, items in lines]
+    span = lambda e: max(sum(run_span(r, e) for r in runs) for _, runs in parts)
+    e = next(e / 1000 for e in range(200, 20, -2) if span(e / 1000) <= WIDTH - 0.1)
+    tensors = [
+        item for _, runs in parts for cut, items in runs if cut for item in items
+    ]
+    tall = max(
+        held[0].shape[0] + len(held) - 1 if isinstance(held, list) else held.shape[0]
+        for _, held in tensors
+    )
+    high = tall * e + 1.75
+    ax = blank(WIDTH, high * len(parts), 1)
+    for line, (title, runs) in enumerate(parts):
+        x, top = 0.05, line * high
+        write(ax, x, top + 0.2, title, ha="left", weight="bold")
+        for run in runs:
+            draw_run(ax, x, top + 0.45, run, e, tall * e, ranks)
+            x += run_span(run, e)
+
+
+def draw_run(ax, x, top, run, e, height, ranks) -> None:
+    """A run of tensors on one ground, with its name; or an arrow with a collective."""
+    cut, items = run
+    width = run_span(run, e)
+    if cut is None:
+        middle, across = x + width / 2, top + 0.35 + height / 2
+        style = dict(arrowstyle="-|>", linewidth=2.5, color="black")
+        ends = (x + width - 0.06, across), (x + 0.06, across)
+        ax.annotate("", *ends, arrowprops=style)
+        does = items[0]["does"].replace("-", "-\n")
+        write(ax, middle, across - 0.1, does, FONT, va="bottom", linespacing=0.9)
+        moved = f"{items[0]['moved']:,}\nbytes"
+        write(ax, middle, across + 0.1, moved, FONT - 2, va="top", linespacing=0.9)
+        return
+    low = height + 1.0
+    ground = Rectangle((x + 0.03, top), width - 0.06, low, facecolor="#F4F4F4")
+    ax.add_patch(ground)
+    shape, word = REGIONS[cut]
+    write(ax, x + width / 2, top + height + 0.55, shape, FONT - 1, weight="bold")
+    write(ax, x + width / 2, top + height + 0.8, word, FONT - 2)
+    x += (width - sum(tensor_span(item, e) for item in items)) / 2
+    for item in items:
+        across = tensor_span(item, e)
+        write(ax, x + across / 2, top + 0.17, item[0], FONT - 1)
+        draw_held(ax, x, top + 0.35, across, height, item[1], e, ranks)
+        x += across
+
+
+def draw_held(ax, x, y, across, height, held, e, ranks) -> None:
+    """One tensor in the middle of a space; terms as pages that lie on each other."""
+    pages = held if isinstance(held, list) else [held]
+    rows, columns = pages[0].shape
+    x += (across - (columns + len(pages) - 1) * e) / 2
+    y += (height - (rows + len(pages) - 1) * e) / 2 + (len(pages) - 1) * e
+    for back in range(len(pages) - 1, -1, -1):
+        left, top = x + back * e, y - back * e
+        for i in range(rows):
+            for j in range(columns):
+                who = bits(pages[back][i, j])
+                corner = left + j * e, top + i * e
+                box(ax, *corner, e, e, who, ranks, linewidth=0.3)
+        frame = Rectangle((left, top), columns * e, rows * e, fill=False, linewidth=1.3)
+        ax.add_patch(frame)
+
+
+def shares(parts: list[Tensor], total: Tensor, reference: Tensor, title: str = ""):
+    """A sum over ranks, element by element: what each rank has, what all get, and the
+    same in one process.
+
+    Args:
+        parts: every rank's vector; total: their sum, as a collective gave it.
+        reference: the vector in one process.
+    """
+    figure, ax = plt.subplots(figsize=(WIDTH, 4.6), layout="constrained")
+    wide = 0.8 / len(parts)
+    for rank, part in enumerate(parts):
+        xs = [i - 0.4 + (rank + 0.5) * wide for i in range(len(part))]
+        ax.bar(xs, part.tolist(), wide, color=color(rank), edgecolor="black",
+               label=f"rank {rank}'s part")  # fmt: skip
+    xs = range(len(total))
+    ax.plot(xs, total.tolist(), "D", color="black", markersize=7, label="all-reduced")
+    ax.plot(xs, reference.tolist(), "o", color="black", fillstyle="none", markersize=15,
+            markeredgewidth=1.8, label="one process")  # fmt: skip
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set(xticks=list(xs), xlabel="element", title=title)
+    figure.legend(
+        loc="outside upper center", ncols=len(parts) + 2, frameon=False,
+        columnspacing=1.2, handletextpad=0.5,
+    )  # fmt: skip
+
+
+def course(series: dict[str, list[float]], x: str, y: str, title: str = ""):
+    """Numbers step by step, a line a name; the steps count from 1."""
+    figure, ax = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
+    styles = ("o-", "s--", "^:", "D-.")
+    for (name, values), style, shade in zip(series.items(), styles, PARTS):
+        steps = range(1, len(values) + 1)
+        ax.plot(steps, values, style, color=shade, linewidth=2, markersize=9,
+                markeredgecolor="black", label=name)  # fmt: skip
+    ax.set(xlabel=x, ylabel=y, title=title)
+    ax.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
+    figure.legend(loc="outside upper center", ncols=len(series), frameon=False)

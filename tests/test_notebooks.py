@@ -185,6 +185,15 @@ def test_a_kernel_that_is_interrupted_restarted_and_killed():
 
 # Exercises
 
+GATED_SP = """class GatedSPMLP(nn.Module):
+    def __init__(self, gate, up, down, g):
+        super().__init__()
+        self.g = g
+        self.gate = ColumnParallelLinear(gate, g, copy_input=False)
+        self.up = ColumnParallelLinear(up, g, copy_input=False)
+        self.down = SPRowParallelLinear(down, g)
+    def forward(self, x, S):
+"""
 WRONG = {  # what people try, and what they are told
     "00_collectives": [
         (1, "mean_over_ranks = all_reduce", "that is the sum"),
@@ -220,6 +229,48 @@ WRONG = {  # what people try, and what they are told
         (2, "bytes_of_tp = lambda B, S, D, F: 4 * B * S * D", "gives 96; counted"),
         (3, "same = different = AllGather", "`same`: the gradient is [2.0, 4.0]"),
         (3, "same = different = GatherFromTP", "`different`: the gradient is"),
+    ],
+    "04_sequence_parallel": [
+        (1, GATED_SP +
+            "        (a,) = linears_of_sequence(x, S, [self.gate], self.g)\n"
+            "        (b,) = linears_of_sequence(x, S, [self.up], self.g)\n"
+            "        return self.down(F.silu(a) * b)",
+         "forward: {'all-gather': 2, 'reduce-scatter': 1}"),
+        (1, GATED_SP +
+            "        x = all_gather(x, 1, self.g)[:, :S].requires_grad_()\n"
+            "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+         "dL/dx is missing"),
+        (1, GATED_SP +
+            "        x = GatherFromTP.apply(x, 1, self.g)[:, :S]\n"
+            "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+         "dL/dx is wrong: which backward"),
+        (1, "class GatedSPMLP(nn.Module):\n    def __init__(self, gate, up, down, g):\n"
+            "        super().__init__()\n"
+            "        self.all = nn.ModuleList([gate, up, down])\n"
+            "    def forward(self, x, S):\n        gate, up, down = self.all\n"
+            "        return down(F.silu(gate(x)) * up(x))",
+         "parameters on this rank"),
+        (2, "needs_sum = {f'{n}_layernorm.{w}' for n in ('input', 'post_attention')"
+            " for w in ('weight', 'bias')}",
+         "self_attn.o_proj.bias is not in your set"),
+        (2, "needs_sum = {'input_layernorm.weight', 'input_layernorm.bias',"
+            " 'self_attn.q_proj.bias'}",
+         "self_attn.q_proj.bias is in your set, but its gradient is right"),
+        (2, "needs_sum = {'norm'}", "'norm' is not the name of a parameter"),
+        (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
+            "    mean = loss_Bs.sum() / (target_Bs != IGNORE).sum().clamp(1)\n"
+            "    return ReduceFromTP.apply(mean, tp_group) / tp_group.size()",
+         "5 of 8 without target"),
+        (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
+            "    count = all_reduce((target_Bs != IGNORE).sum(), tp_group)\n"
+            "    return all_reduce(loss_Bs.sum(), tp_group) / count",
+         "the result has no gradient"),
+        (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
+            "    total = CopyToTP.apply(ReduceFromTP.apply(loss_Bs.sum(), tp_group),"
+            " tp_group)\n"
+            "    count = all_reduce((target_Bs != IGNORE).sum(), tp_group)\n"
+            "    return total / count",
+         "dL/d loss of one token is"),
     ],
 }  # fmt: skip
 

@@ -1,0 +1,126 @@
+"""Lesson 04's pictures show the data they are given: regions, shares, courses."""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+
+matplotlib.use("Agg")
+sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
+import draw
+from matplotlib.colors import to_hex
+
+WHOLE = torch.full((4, 2), 3)
+POSITIONS = torch.tensor([[1, 1], [1, 1], [2, 2], [2, 2]])
+COLUMNS = torch.tensor([[1, 2]] * 4)
+TERMS = [torch.full((4, 2), 1), torch.full((4, 2), 2)]
+CALL = {"does": "reduce-scatter", "moved": 1234}
+
+
+@pytest.fixture(autouse=True)
+def one_figure():
+    yield
+    draw.plt.close("all")
+
+
+def drawn(function, *args, **kwargs):
+    function(*args, **kwargs)
+    return draw.plt.gcf()
+
+
+def texts(figure) -> list[str]:
+    return [t.get_text() for ax in figure.axes for t in ax.texts if t.get_text()]
+
+
+def elements(figure) -> list[tuple]:
+    """(x, y, colour) of every element, in the order drawn."""
+    colors = {*draw.COLORS, draw.EVERYONE}
+    patches = [p for p in figure.axes[0].patches if p.get_fill()]
+    found = [(*p.get_xy(), to_hex(p.get_facecolor()).upper()) for p in patches]
+    return [one for one in found if one[2] in colors]
+
+
+def test_how_a_tensor_lies_is_read_off_its_holders():
+    cuts = [draw.cut_of(held, 2) for held in (WHOLE, POSITIONS, COLUMNS, TERMS)]
+    assert cuts == ["whole", "positions", "columns", "terms"]
+    with pytest.raises(ValueError, match="split both"):
+        draw.cut_of(torch.tensor([[1, 2], [2, 1]]), 2)
+    with pytest.raises(ValueError, match="some ranks only"):
+        draw.cut_of(torch.tensor([[3, 3], [5, 5]]), 3)
+    with pytest.raises(ValueError, match="some ranks only"):
+        draw.cut_of(torch.tensor([[0, 1], [0, 1]]), 2)  # held by no one
+
+
+def test_regions_name_runs_and_colour_elements():
+    items = [("x", POSITIONS), ("norm", POSITIONS), CALL, ("q", COLUMNS), ("w", WHOLE)]
+    figure = drawn(draw.regions, [("a layer", items), ("below", [("", TERMS)])], 2)
+    shown = texts(figure)
+    wanted = ["a layer", "[B, s, D]", "positions", "x", "norm", "reduce-\nscatter",
+              "1,234\nbytes", "[B, S, d]", "columns", "q", "[B, S, D]", "whole", "w",
+              "below", "[B, S, D]", "terms"]  # fmt: skip
+    assert shown == wanted  # x and norm lie alike: one name below both
+    blue, orange = draw.color(0), draw.color(1)
+    colors = [color for *_, color in elements(figure)]
+    rows, columns = [blue] * 4 + [orange] * 4, [blue, orange] * 4
+    assert colors[:24] == [*rows, *rows, *columns]
+    assert colors[24:32] == [draw.EVERYONE] * 8
+    assert colors[32:] == [orange] * 8 + [blue] * 8  # rank 0's page lies in front
+    x, norm = elements(figure)[0][0], elements(figure)[8][0]
+    assert x < norm < elements(figure)[16][0]
+    assert elements(figure)[0][1] < elements(figure)[32][1]
+
+
+def extents(figure, what):
+    figure.canvas.draw()
+    return [one.get_window_extent() for one in what]
+
+
+def test_regions_fit_and_do_not_overlap():
+    items = [(f"tensor {i}", COLUMNS.repeat(1, 6)) for i in range(7)]
+    figure = drawn(draw.regions, [("long", [*items, CALL, ("x", TERMS)])], 2)
+    ax = figure.axes[0]
+    words = [t for t in ax.texts if t.get_text()]
+    found = extents(figure, words)
+    width, height = figure.get_size_inches() * figure.dpi
+    for word, one in zip(words, found):
+        assert 0 <= one.x0 and one.x1 <= width, word.get_text()
+        assert 0 <= one.y0 and one.y1 <= height, word.get_text()
+    for i, (word, one) in enumerate(zip(words, found)):
+        for other, two in zip(words[i + 1 :], found[i + 1 :]):
+            assert not one.overlaps(two), (word.get_text(), other.get_text())
+    squares = [
+        p for p in ax.patches if to_hex(p.get_facecolor()).upper() in draw.COLORS
+    ]
+    name = next(t for t in words if t.get_text() == "[B, S, D]")
+    (below,) = extents(figure, [name])
+    assert min(s.y0 for s in extents(figure, squares)) >= below.y1 - 1
+
+
+def test_shares_are_the_numbers():
+    parts = [torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])]
+    total, reference = torch.tensor([1.5, 1.0]), torch.tensor([1.5, 1.25])
+    figure = drawn(draw.shares, parts, total, reference, "dL/dw")
+    ax = figure.axes[0]
+    bars = [(p.get_height(), to_hex(p.get_facecolor()).upper()) for p in ax.patches]
+    blue, orange = draw.color(0), draw.color(1)
+    assert bars == [(1, blue), (-2, blue), (0.5, orange), (3, orange)]
+    middles = [p.get_x() + p.get_width() / 2 for p in ax.patches]
+    assert [round(x) for x in middles] == [0, 1, 0, 1]
+    assert ax.lines[0].get_ydata().tolist() == [1.5, 1.0]
+    assert ax.lines[1].get_ydata().tolist() == [1.5, 1.25]
+    names = {t.get_text() for t in figure.legends[0].get_texts()}
+    assert names == {"rank 0's part", "rank 1's part", "all-reduced", "one process"}
+    assert ax.get_title() == "dL/dw"
+
+
+def test_a_course_counts_steps_from_one():
+    series = {"right": [0.0, 0.0, 0.0], "broken": [1.0, 3.0, 2.0]}
+    figure = drawn(draw.course, series, "step", "apart")
+    ax = figure.axes[0]
+    assert [list(line.get_ydata()) for line in ax.lines] == list(series.values())
+    assert all(list(line.get_xdata()) == [1, 2, 3] for line in ax.lines)
+    styles = [(line.get_linestyle(), line.get_marker()) for line in ax.lines]
+    assert len(set(styles)) == 2
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == list(series)
