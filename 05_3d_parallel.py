@@ -588,926 +588,6 @@ def load_checkpoint(path: Path, step: int, training: MeshTraining) -> None:
     optimizer.adamw.state[optimizer.own] = adam | {"step": torch.tensor(float(step))}
 
 
-# ==== CARRIED OVER from 04, unchanged
-
-
-def pad_sequence(x_BSD: Tensor, ranks: int, value: float = 0) -> Tensor:
-    """Positions at the end, so that T divides them: [B, S, …] → [B, ⌈S/T⌉·T, …].
-
-    At the end: the others keep their positions. Where the whole x is put together it
-    is cut off again; a model that does not (pad_batch) has a causal mask against it.
-    """
-    missing = -x_BSD.shape[1] % ranks
-    filling = x_BSD.new_full((len(x_BSD), missing, *x_BSD.shape[2:]), value)
-    return torch.cat([x_BSD, filling], 1) if missing else x_BSD
-
-
-def gather_sequence(x_BsD: Tensor, S: int, tp_group: dist.ProcessGroup) -> Tensor:
-    """Into the tensor-parallel region: all slices, and the padding cut off again.
-
-    Each rank goes on with x in its own way, with its columns of W, so each has a term
-    of the gradient: backward sums them. What padded rows hold (a bias, say) is cut off,
-    so no gradient comes back to it.
-    Shapes: x [B, s, D] → [B, S, D]. Communication: forward one all-gather of B·s·T·D
-        elements (s·T is S, padded), backward one reduce-scatter of them.
-    """
-    return AllGather.apply(x_BsD, 1, tp_group)[:, :S]
-
-
-def scatter_sequence(partial_y_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Out of it: the ranks' terms are summed, and each keeps its slice of positions.
-
-    Shapes: y [B, S, D] {U_tp} → [B, s, D]. Communication: forward one reduce-scatter of
-        B·s·T·D elements, backward one all-gather of them. In lesson 02 an all-reduce
-        stood here: that is a reduce-scatter and an all-gather.
-    Megatron-LM calls it reduce_scatter_to_sequence_parallel_region; its scatter_to… is
-    the mere split below.
-    """
-    return ReduceScatter.apply(
-        pad_sequence(partial_y_BSD, tp_group.size()), 1, tp_group
-    )
-
-
-def sum_to_slices(partial_grad_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Backward of the gather in GatherThenLinear: every rank has a term of the gradient
-    for every position. (gather_sequence has the same from lesson 01's AllGather.)"""
-    padded_BSD = pad_sequence(partial_grad_BSD, tp_group.size())
-    return reduce_scatter(padded_BSD, 1, tp_group)
-
-
-class GatherThenLinear(torch.autograd.Function):
-    """gather_sequence and linears on it, keeping this rank's slice for backward.
-
-    The weights' gradients need the whole x. Plain autograd would keep it, T slices; the
-    paper keeps one slice and gathers again in backward (arXiv:2205.05198, sec. 4.2.2).
-    """
-
-    @staticmethod
-    def forward(ctx, x_BsD: Tensor, S: int, tp_group, *parameters: Tensor) -> tuple:
-        weights, biases = parameters[::2], parameters[1::2]
-        ctx.save_for_backward(x_BsD, *weights)
-        ctx.S, ctx.tp_group = S, tp_group
-        x_BSD = all_gather(x_BsD, 1, tp_group)[:, :S]
-        return tuple(F.linear(x_BSD, W, b) for W, b in zip(weights, biases))
-
-    @staticmethod
-    def backward(ctx, *grads_BSf: Tensor):
-        x_BsD, *weights = ctx.saved_tensors
-        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)[:, : ctx.S]  # the extra all-gather
-        grads = []  # of weight and bias in turn, as forward was given them
-        for grad_BSf in grads_BSf:
-            grad_Rf = grad_BSf.flatten(0, 1)  # R rows: all tokens
-            grads += [grad_Rf.T @ x_BSD.flatten(0, 1), grad_Rf.sum(0)]
-        partial_grad_BSD = sum(g @ W for g, W in zip(grads_BSf, weights))
-        return sum_to_slices(partial_grad_BSD, ctx.tp_group), None, None, *grads
-
-
-def linears_of_sequence(
-    x_BsD: Tensor, S: int, linears: list, tp_group, save_gathered: bool = False
-) -> list[Tensor]:
-    """Column-parallel linears of a split sequence: one gather for all of them.
-
-    Args:
-        linears: layers with this rank's rows of a weight, and its part of the bias.
-        save_gathered: keep the whole x for backward; more memory, one gather less.
-    Shapes: x [B, s, D], weights [f, D] → [B, S, f] each.
-    Communication: forward one all-gather of B·s·T·D elements; backward one
-        reduce-scatter and, unless save_gathered, one all-gather of as many.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2.
-    """
-    if save_gathered:
-        x_BSD = gather_sequence(x_BsD, S, tp_group)
-        return [F.linear(x_BSD, one.weight, one.bias) for one in linears]
-    parameters = [p for one in linears for p in (one.weight, one.bias)]
-    return list(GatherThenLinear.apply(x_BsD, S, tp_group, *parameters))
-
-
-class SPRowParallelLinear(nn.Module):
-    """RowParallelLinear that leaves each rank its slice of the sequence.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]     Shard(2)
-        weight  [D, F]    → [D, F/T]        Shard(1)
-        bias    [D]       → [D]             Replicate(), but see mend_replicated
-        return  [B, S, D] → [B, ⌈S/T⌉, D]   Shard(1)
-    Communication: forward one reduce-scatter of B·S·D elements, backward one
-        all-gather of them.
-    """
-
-    placement = {"weight": (("tp", 1),)}
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.tp_group = tp_group
-        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
-        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
-
-    def forward(self, x_BSf: Tensor) -> Tensor:
-        partial_y_BSD = F.linear(x_BSf, self.weight)
-        return scatter_sequence(partial_y_BSD, self.tp_group) + self.bias
-
-
-class SPAttention(nn.Module):
-    """Attention by heads, from a slice of the sequence to a slice of it.
-
-    A head needs all positions: q, k and v share one gather. Inside, on whole sequences,
-    rotary tables and causal mask are those of lesson 02, by global position. (To leave
-    the sequence split inside attention, too, is another method: context parallelism.)
-    """
-
-    def __init__(self, full: Attention, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.tp_group, self.save_gathered = tp_group, save_gathered
-        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
-        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
-        self.o_proj = SPRowParallelLinear(full.o_proj, tp_group)
-
-    def forward(self, x_BsD: Tensor, *tables: Tensor) -> Tensor:
-        three, S = [self.q_proj, self.k_proj, self.v_proj], len(tables[0])
-        q_BSd, k_BSe, v_BSe = linears_of_sequence(
-            x_BsD, S, three, self.tp_group, self.save_gathered
-        )
-        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
-
-
-class SPMLP(nn.Module):
-    """Megatron's MLP, from a slice of the sequence to a slice of it."""
-
-    def __init__(self, full: MLP, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.tp_group, self.save_gathered = tp_group, save_gathered
-        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group, copy_input=False)
-        self.down_proj = SPRowParallelLinear(full.down_proj, tp_group)
-
-    def forward(self, x_BsD: Tensor, S: int) -> Tensor:
-        (h_BSf,) = linears_of_sequence(
-            x_BsD, S, [self.up_proj], self.tp_group, self.save_gathered
-        )
-        return self.down_proj(F.gelu(h_BSf))
-
-
-def sequence_dropout(x_BsD: Tensor, p: float, S: int, tp_group) -> Tensor:
-    """Dropout of a slice of positions: each rank its part of one mask [B, S, D].
-
-    As in sharded_dropout of lesson 02, every rank draws the whole mask, of the length
-    without padding, so that the result is the single process's.
-    """
-    keep_BSD = torch.rand(len(x_BsD), S, x_BsD.shape[2], device=x_BsD.device) >= p
-    padded_BSD = pad_sequence(keep_BSD, tp_group.size())
-    return x_BsD * shard(padded_BSD, 1, tp_group) / (1 - p)
-
-
-class SPDecoderLayer(nn.Module):
-    """A layer that keeps nothing whole for backward: [B, s, D] around LayerNorm,
-    dropout and residual; this rank's heads, and columns of the MLP, in between.
-
-    Communication: forward 2 all-gathers and 2 reduce-scatters, backward the same and 2
-        all-gathers more, each of B·S·D elements, S padded.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2, fig. 5.
-    """
-
-    def __init__(self, full: DecoderLayer, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.p, self.tp_group = full.dropout.p, tp_group
-        self.input_layernorm = copy.deepcopy(full.input_layernorm)
-        self.self_attn = SPAttention(full.self_attn, tp_group, save_gathered)
-        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
-        self.mlp = SPMLP(full.mlp, tp_group, save_gathered)
-
-    def forward(self, x_BsD: Tensor, *tables: Tensor) -> Tensor:
-        S = len(tables[0])
-        y_BsD = self.self_attn(self.input_layernorm(x_BsD), *tables)
-        x_BsD = x_BsD + self.dropout(y_BsD, S)
-        y_BsD = self.mlp(self.post_attention_layernorm(x_BsD), S)
-        return x_BsD + self.dropout(y_BsD, S)
-
-    def dropout(self, y_BsD: Tensor, S: int) -> Tensor:
-        p = self.p if self.training else 0
-        return sequence_dropout(y_BsD, p, S, self.tp_group) if p else y_BsD
-
-
-class SPEmbedding(nn.Module):
-    """VocabParallelEmbedding that leaves each rank its slice of the sequence.
-
-    Shapes: tokens [B, S] → [B, ⌈S/T⌉, D] Shard(1); weight as in lesson 03.
-    Communication: forward one reduce-scatter of B·S·D elements, backward one
-        all-gather of them.
-    """
-
-    placement = {"weight": (("tp", 0),)}
-
-    def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.vocab_size, self.tp_group = full.num_embeddings, tp_group
-        padded = pad_vocab(full.weight.detach(), tp_group.size())
-        self.weight = nn.Parameter(shard(padded, 0, tp_group))  # [v, D]
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        partial_x_BSD = look_up(tokens_BS, self.weight, self.vocab_size, self.tp_group)
-        return scatter_sequence(partial_x_BSD, self.tp_group)
-
-
-class SPHead(nn.Module):
-    """VocabParallelHead on a split sequence: x [B, s, D] → logits [B, S, v] Shard(2).
-
-    Communication: that of linears_of_sequence.
-    """
-
-    placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}
-
-    def __init__(self, full: nn.Linear, tp_group, tied: nn.Parameter | None = None):
-        super().__init__()
-        self.tp_group, self.save_gathered, T = tp_group, False, tp_group.size()
-        weight = shard(pad_vocab(full.weight.detach(), T), 0, tp_group)
-        self.weight = nn.Parameter(weight) if tied is None else tied  # [v, D]
-        bias = shard(pad_vocab(full.bias.detach(), T), 0, tp_group)
-        self.bias = nn.Parameter(bias)  # [v]
-
-    def forward(self, x_BsD: Tensor, S: int) -> Tensor:
-        return linears_of_sequence(x_BsD, S, [self], self.tp_group, self.save_gathered)[
-            0
-        ]
-
-
-def mend_replicated(model: nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters over the TP group: after backward,
-    before clipping. (Megatron-LM does so in finalize_model_grads.)
-
-    LayerNorms and the biases of row-parallel linears are whole on every rank, but met
-    only its slice of the sequence: each rank has the part of the gradient that comes
-    from its tokens. Without SP every rank had met all tokens, and no sum was needed.
-    Communication: one all-reduce of (6L + 2)·D elements, all gradients in one tensor.
-    """
-    # A parameter without a placement is not cut: it is whole on every rank.
-    replicated = [
-        p for name, p in model.named_parameters() if not tell_placement(model, name)
-    ]
-    flat = torch.cat([p.grad.flatten() for p in replicated])
-    parts = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
-    for p, whole in zip(replicated, parts):
-        p.grad.copy_(whole.view_as(p))
-
-
-# ==== CARRIED OVER from 03, unchanged
-
-
-def pad_vocab(full: Tensor, ranks: int) -> Tensor:
-    """Zero rows below an embedding or a head, so that T divides them: any V and T.
-
-    Shapes: [V, ...] → [⌈V/T⌉·T, ...]. Zeros stay zeros: no token is looked up there,
-    and the loss gives those columns no gradient.
-    """
-    missing = -len(full) % ranks
-    return torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
-
-
-def first_row(v: int, tp_group: dist.ProcessGroup) -> int:
-    """Rank t has the tokens from t·v to (t + 1)·v − 1 of the vocabulary."""
-    return tp_group.rank() * v
-
-
-def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError for a token that no rank has; nn.Embedding raises IndexError."""
-    if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        low, high = tokens.min().item(), tokens.max().item()
-        raise ValueError(
-            f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
-        )
-
-
-def look_up(tokens_BS: Tensor, weight_vD: Tensor, V: int, tp_group) -> Tensor:
-    """The embeddings of this rank's tokens, zeros for the others': a term of the sum.
-
-    Shapes: tokens [B, S], weight [v, D] → [B, S, D] {U_tp}. ValueError for a token ≥ V.
-    """
-    check_tokens(tokens_BS, V)
-    local_BS = tokens_BS - first_row(len(weight_vD), tp_group)
-    mine_BS = (local_BS >= 0) & (local_BS < len(weight_vD))
-    # Another rank's token looks up row 0, any row would do: it is zeroed next.
-    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_vD)
-    return x_BSD * mine_BS.unsqueeze(-1)  # others' tokens: zero
-
-
-def real_columns(logits_BSv: Tensor, vocab_size: int, tp_group) -> Tensor:
-    """[v] bool: which of this rank's columns are tokens, and not padding."""
-    v = logits_BSv.shape[-1]
-    token_v = first_row(v, tp_group) + torch.arange(v, device=logits_BSv.device)
-    return token_v < vocab_size
-
-
-def largest_logit(logits_BSv: Tensor, tp_group) -> Tensor:
-    """[B, S]: the maximum over the whole vocabulary, so that no exp overflows."""
-    return all_reduce(logits_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
-
-
-def to_softmax(exp_BSv: Tensor, total_BS: Tensor) -> Tensor:
-    """This rank's columns of the softmax: all that backward needs."""
-    return exp_BSv / total_BS.unsqueeze(-1)
-
-
-def without_ignored(grad_BSv: Tensor, has_target_BS: Tensor) -> Tensor:
-    """Zero the rows of tokens that have no target, also where they are nan."""
-    return grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
-
-
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """−log softmax(logits)[target] of sharded logits: vocab_parallel_cross_entropy.
-
-    With m the largest logit, z = Σ exp(x − m): loss = log z − (x[target] − m). Each of
-    m, z and x[target] takes a number from every rank: one all-reduce of B·S values.
-    """
-
-    @staticmethod
-    def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
-        wide = torch.promote_types(logits_BSv.dtype, torch.float32)
-        real_v = real_columns(logits_BSv, vocab_size, tp_group)
-        x_BSv = logits_BSv.to(wide).masked_fill(~real_v, float("-inf"))
-        # First all-reduce: the largest logit.
-        x_BSv = x_BSv - largest_logit(x_BSv, tp_group).unsqueeze(-1)
-        # Second: the sum of the exponentials.
-        exp_BSv = x_BSv.exp()
-        total_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others give zero.
-        v = logits_BSv.shape[-1]
-        local_BS = target_BS - first_row(v, tp_group)
-        mine_BS = (local_BS >= 0) & (local_BS < v)
-        local_BS = local_BS.where(mine_BS, 0)
-        picked_BS = x_BSv.gather(-1, local_BS.unsqueeze(-1)).squeeze(-1)
-        picked_BS = picked_BS.where(mine_BS, 0)
-        if smoothing:  # and the mean of all logits, in the same all-reduce
-            sum_BS = x_BSv.masked_fill(~real_v, 0).sum(-1)
-            picked_BS = (1 - smoothing) * picked_BS + smoothing * sum_BS / vocab_size
-        loss_BS = total_BS.log() - all_reduce(picked_BS, tp_group)
-        has_target_BS = target_BS != ignore
-        softmax_BSv = to_softmax(exp_BSv, total_BS)
-        ctx.save_for_backward(softmax_BSv, local_BS, mine_BS, has_target_BS, real_v)
-        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
-        ctx.dtype = logits_BSv.dtype
-        return loss_BS.where(has_target_BS, 0)
-
-    @staticmethod
-    def backward(ctx, upstream_BS):
-        # dloss/dx = softmax − onehot(target): each rank has what it takes for its
-        # columns, so nothing is sent.
-        softmax_BSv, local_BS, mine_BS, has_target_BS, real_v = ctx.saved_tensors
-        even = ctx.smoothing / ctx.vocab_size  # what smoothing gives to every token
-        grad_BSv = softmax_BSv - even * real_v.to(softmax_BSv)
-        hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, local_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
-        grad_BSv = without_ignored(grad_BSv * upstream_BS.unsqueeze(-1), has_target_BS)
-        return grad_BSv.to(ctx.dtype), None, None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits_BSv: Tensor,
-    target_BS: Tensor,
-    tp_group: dist.ProcessGroup,
-    vocab_size: int,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """The loss of every token, from logits whose vocabulary is split over the TP group.
-
-    Args:
-        logits_BSv: this rank's columns, padding included.
-        target_BS: the right tokens, the same on every rank.
-        vocab_size: V, the tokens there are; columns from V on are padding.
-        ignore_index: a target that gives no loss and no gradient.
-        label_smoothing: ε, as in F.cross_entropy.
-    Shapes: logits [B, S, v] Shard(2), target [B, S] → loss [B, S] Replicate(), float32
-        or wider; any number of leading dims will do.
-    Communication: forward three all-reduces of B·S values; backward none.
-    Raises: ValueError for a target outside the vocabulary.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-    check_tokens(target_BS[target_BS != ignore_index], vocab_size)
-    return VocabParallelCrossEntropy.apply(
-        logits_BSv, target_BS, tp_group, vocab_size, ignore_index, label_smoothing
-    )
-
-
-def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
-    """The mean over the tokens that have a target; nan if none has, as in PyTorch."""
-    return loss_BS.sum() / (target_BS != IGNORE).sum()
-
-
-def make_tied(args) -> Transformer:
-    """Lesson 02's model; with --tie, head and embedding share their weight."""
-    full = make_transformer(args)
-    if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
-        nn.init.normal_(full.embed_tokens.weight, std=0.02)
-        full.lm_head.weight = full.embed_tokens.weight
-    return full
-
-
-# ==== CARRIED OVER from 02, unchanged
-
-
-Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
-
-
-def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864)."""
-    frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
-    angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
-    return angle_SH.cos(), angle_SH.sin()
-
-
-def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) of a head by its position's angle."""
-    first, second = x_BNSH.chunk(2, -1)
-    return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
-
-
-class Dropout(nn.Module):
-    """Zero elements with probability p, scale the others by 1/(1 − p).
-
-    Like nn.Dropout, but the mask kept for backward is boolean, one byte an element, as
-    on a GPU (on a CPU nn.Dropout keeps it in x's dtype).
-    """
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.p == 0 or not self.training:
-            return x
-        keep = torch.rand(x.shape, device=x.device) >= self.p
-        return x * keep / (1 - self.p)
-
-
-class Attention(nn.Module):
-    """Causal attention written out, so that what it keeps for backward can be counted.
-
-    Shapes: x [B, S, D] → [B, S, D]. K key/value heads serve N/K query heads each.
-    """
-
-    def __init__(self, config: Config):
-        super().__init__()
-        D, H = config.hidden, config.hidden // config.heads
-        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
-        self.q_proj = nn.Linear(D, config.heads * H)
-        self.k_proj = nn.Linear(D, config.kv_heads * H)
-        self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.o_proj = nn.Linear(D, D)
-        self.dropout = Dropout(config.dropout)
-
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
-        q, k, v = (
-            proj(x_BSD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, N, S, H], and [B, K, S, H] twice
-        q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
-        scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
-        scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
-        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
-        return self.o_proj((weights_BNSS @ v).transpose(1, 2).flatten(2))
-
-
-class DecoderLayer(nn.Module):
-    """Pre-LayerNorm: x + dropout(attention(norm(x))), then + dropout(MLP(norm(x)))."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        D = config.hidden
-        self.input_layernorm = nn.LayerNorm(D)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.LayerNorm(D)
-        self.mlp = MLP(D, 4 * D)
-        self.dropout = Dropout(config.dropout)
-
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + self.dropout(attended_BSD)
-        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
-
-
-class Transformer(nn.Module):
-    """The reference decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.hidden)
-        self.lm_head = nn.Linear(config.hidden, config.vocab_size)
-        cos_SH, sin_SH = rotary_table(config.seq_len, config.hidden // config.heads)
-        self.register_buffer("cos", cos_SH, persistent=False)
-        self.register_buffer("sin", sin_SH, persistent=False)
-        future_SS = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(1)
-        self.register_buffer("future", future_SS, persistent=False)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        tables = self.cos[:S], self.sin[:S], self.future[:S, :S]
-        x_BSD = self.embed_tokens(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, *tables)
-        return self.lm_head(self.norm(x_BSD))
-
-
-def sharded_dropout(x: Tensor, p: float, dim: int, tp_group) -> Tensor:
-    """Dropout where x is a slice along dim: each rank must drop elements of its own.
-
-    Every rank draws the mask of the whole tensor and keeps its slice, so that the
-    result is the single process's. Megatron does not draw the other ranks' parts: it
-    has a second generator, seeded with an offset by tp_rank. That is less work, and
-    other masks than one process would draw (arXiv:1909.08053, appendix).
-    """
-    whole = list(x.shape)
-    whole[dim] *= tp_group.size()
-    keep = torch.rand(whole, device=x.device) >= p
-    return x * shard(keep, dim, tp_group) / (1 - p)
-
-
-def shard_qkv(full: Attention, tp_group) -> list:
-    """q_proj, k_proj, v_proj cut by heads: each on its own, so that a rank's queries
-    meet the keys and values that belong to them. f comes before, once for the three."""
-    three = full.q_proj, full.k_proj, full.v_proj
-    return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
-
-
-class CoreAttention(nn.Module):
-    """The part of attention that has no weights: this rank's heads, each on its own.
-
-    Args:
-        head_size: H; p: dropout of the attention weights; tp_group: whose heads.
-    Shapes: q [B, S, N·H/T], k and v [B, S, K·H/T], tables [S, H] twice and [S, S]
-        → [B, S, N·H/T]: heads never meet, so nothing is sent.
-    """
-
-    def __init__(self, head_size: int, p: float, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.head_size, self.p, self.tp_group = head_size, p, tp_group
-
-    def forward(self, q_BSd, k_BSe, v_BSe, cos_SH, sin_SH, future_SS) -> Tensor:
-        q_BnSH, k_BkSH, v_BkSH = (
-            x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for x in (q_BSd, k_BSe, v_BSe)
-        )
-        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BkSH = rotate(k_BkSH, cos_SH, sin_SH)
-        queries_per_kv = q_BnSH.shape[1] // k_BkSH.shape[1]
-        k_BnSH = k_BkSH.repeat_interleave(queries_per_kv, 1)
-        v_BnSH = v_BkSH.repeat_interleave(queries_per_kv, 1)
-        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(self.head_size)
-        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
-        if self.p and self.training:
-            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
-        return (weights_BnSS @ v_BnSH).transpose(1, 2).flatten(2)
-
-
-def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank.
-
-    A rank has a slice of the sharded gradients: their squares are summed over the
-    group. It has all of the replicated ones: they are counted once.
-    Communication: one all-reduce of one float64.
-    """
-    sharded, replicated = [], []
-    for name, p in model.named_parameters():
-        squares = p.grad.double().square().sum()
-        (sharded if tell_placement(model, name) else replicated).append(squares)
-    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
-
-
-def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
-    """Scale all gradients so that their global norm is at most max_norm; the norm."""
-    norm = global_norm(model, tp_group)
-    scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-    for p in model.parameters():
-        p.grad.mul_(scale)
-    return norm
-
-
-def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer: every rank updates what it holds, nothing is sent.
-
-    Replicas stay equal because they started equal and got equal gradients.
-    """
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def pick_batch(batches: list, step: int) -> tuple[Tensor, Tensor]:
-    """The step's tokens and targets: every rank of a TP group takes the same."""
-    return batches[step]
-
-
-def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Cross entropy averaged over the tokens that count, in float32 at least."""
-    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
-
-
-def plan_for(layers: int) -> dict:
-    """PyTorch's way to say the same: which linear is split by column, which by row."""
-    column, row = ColwiseParallel, RowwiseParallel
-    plan = {}
-    for i in range(layers):
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[f"layers.{i}.{name}"] = column()
-        plan[f"layers.{i}.self_attn.o_proj"] = row()
-        plan[f"layers.{i}.mlp.up_proj"] = column()
-        plan[f"layers.{i}.mlp.down_proj"] = row()
-    return plan
-
-
-PAD = 256  # the one token that is not a byte
-
-
-IGNORE = -100  # what F.cross_entropy takes for "no target here"
-
-
-def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
-
-    Indentation is cut to half a row: among nothing but spaces every weighting of values
-    gives the same, and the gradients of q and k would be zero, or rather rounding.
-    """
-    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    half = args.seq_len // 2
-    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
-    generator = torch.Generator().manual_seed(args.seed)
-    batches = []
-    for _ in range(count):
-        picks = torch.randint(len(lines), (args.batch_size,), generator=generator)
-        rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
-        for row, pick in zip(rows, picks.tolist()):
-            text = (lines[pick] + b"\n")[: args.seq_len + 1]
-            row[: len(text)] = torch.tensor(list(text))
-        tokens, target = rows[:, :-1].clone(), rows[:, 1:].clone()
-        target[target == PAD] = IGNORE
-        batches.append((tokens.to(args.device), target.to(args.device)))
-    return batches
-
-
-def make_transformer(args) -> Transformer:
-    """The full model, the same on every rank: drawn from the seed before any cut."""
-    torch.manual_seed(args.seed)
-    config = Config(
-        args.vocab_size, args.hidden, args.heads, args.kv_heads, args.layers,
-        args.seq_len, args.dropout,
-    )  # fmt: skip
-    return Transformer(config).to(args.device, getattr(torch, args.dtype))
-
-
-def tensor_bytes(tensors) -> int:
-    """Bytes of all tensors among these."""
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-
-
-class Training:
-    """One model in training, and what was measured of it."""
-
-    def __init__(self, model: nn.Module, tp_group: dist.ProcessGroup | None, args):
-        self.model, self.tp_group, self.args = model, tp_group, args
-        # eps above the rounding error of a gradient: AdamW divides by the gradient's
-        # size, and would turn rounding into steps as long as any other.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
-        self.losses, self.norms, self.held, self.first = [], [], {}, {}
-        self.rounding = {}  # of bfloat16: measure_rounding
-
-    def step(self, batches: list, step: int, watch=None) -> None:
-        tokens, target = (
-            batches[step] if not self.tp_group else pick_batch(batches, step)
-        )
-        torch.manual_seed(self.args.seed + step)  # the masks of this step
-        parameters = list(self.model.parameters())
-        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
-        COMM.what, COMM.phase = "layers", "forward"
-        with saved:
-            logits_BSV = self.model(tokens)
-        loss = self.loss(logits_BSV, target)
-        COMM.phase = "backward"
-        self.backward(loss)
-        COMM.what, COMM.phase = "bookkeeping", ""
-        self.losses.append(loss.item())
-        if not self.first:
-            self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
-            self.held = {
-                "parameters": tensor_bytes(parameters),
-                "gradients": tensor_bytes(p.grad for p in parameters),
-                "activations": saved.total(),
-            }
-        COMM.what = "clipping"
-        if self.tp_group:
-            self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
-        else:
-            # clip_grad_norm_, but with the squares of large tensors added in float64
-            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
-            self.norms.append(norm.item())
-        COMM.what = "bookkeeping"
-        update(self.model, self.optimizer)
-        if "optimizer state" not in self.held:
-            state = self.optimizer.state.values()
-            moments = [x for one in state for x in one.values()]
-            self.held["optimizer state"] = tensor_bytes(moments)
-
-    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-        return mean_loss(logits_BSV, target_BS)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def named(self):
-        return self.model.named_parameters()
-
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        """A parameter, or its gradient, put together from all ranks."""
-        where = tell_placement(self.model, name) if self.tp_group else ()
-        return unshard(x.detach(), where, {"tp": self.tp_group}).clone()
-
-
-def allowed(without: Training, name: str) -> float:
-    """The largest relative difference of a parameter's gradient that is no bug.
-
-    In bfloat16 it is 2e-2, or three times what rounding does to it without TP.
-    """
-    floor = ALLOWED[without.args.dtype][1]
-    return max(floor, 3 * without.rounding.get(name, 0.0))
-
-
-def fold(name: str, verbose: bool) -> str:
-    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
-    parts = name.split(".")
-    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
-
-
-def check_sizes(args, ranks: int) -> None:
-    """ValueError where the model cannot be built, or cannot be cut into `ranks`."""
-    pairs = [
-        ("--hidden", args.hidden, "--heads", args.heads),
-        ("--heads", args.heads, "--kv-heads", args.kv_heads),
-        ("--heads", args.heads, "ranks, by --nproc_per_node", ranks),
-        ("--kv-heads", args.kv_heads, "ranks, by --nproc_per_node", ranks),
-    ]
-    for flag, value, other, parts in pairs:
-        if value % parts:
-            raise ValueError(
-                f"{flag} {value} is not a multiple of {parts} ({other}): {value} % "
-                f"{parts} = {value % parts}; {flag} {value + parts - value % parts} "
-                "would do"
-            )
-    if args.hidden // args.heads % 2:
-        raise ValueError(
-            f"--hidden {args.hidden} / --heads {args.heads} = "
-            f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
-            "must be even"
-        )
-    if args.vocab_size < 257:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
-        )
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
-    if args.profile and not args.profile.is_dir():
-        raise ValueError(f"--profile {args.profile}: there is no such folder")
-
-
-# ==== CARRIED OVER from 01, unchanged
-
-
-class MLP(nn.Module):
-    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
-
-    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
-    """
-
-    def __init__(self, hidden: int, width: int):
-        super().__init__()
-        self.up_proj = nn.Linear(hidden, width)  # weight [F, D]: torch stores (out, in)
-        self.down_proj = nn.Linear(width, hidden)  # weight [D, F]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
-
-
-class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
-
-    @staticmethod
-    def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
-        return all_reduce(partial_grad, ctx.tp_group), None
-
-
-class AllGather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward.
-
-    For consumers that differ: every rank uses the gathered x in its own way, so each
-    has one term of the gradient, and the terms are added. Compare GatherFromTP.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, partial_grad: Tensor):
-        return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
-
-
-class ReduceScatter(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of AllGather."""
-
-    @staticmethod
-    def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return reduce_scatter(partial_y, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return all_gather(grad, ctx.dim, ctx.group), None, None
-
-
-class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-        copy_input: False where the caller has applied f, once for several layers.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, D] → [B, S, D]     Replicate()
-        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
-                                          paper's columns of A are our rows
-        return  [B, S, F] → [B, S, F/T]   Shard(2)
-
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {
-        "weight": (("tp", 0),),
-        "bias": (("tp", 0),),
-    }  # cut over axis tp along dim 0
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
-        super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
-        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
-        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.copy_input:
-            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
-
-
-def tell_placement(module: nn.Module, name: str) -> tuple:
-    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
-
-
-def unshard(
-    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
-) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
-    for axis, dim in reversed(placement):
-        x = all_gather(x, dim, groups[axis])
-    return x
-
-
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
-
-    def __init__(self, skip: list[Tensor]):
-        self.skip = {x.untyped_storage().data_ptr() for x in skip}
-        self.storages = {}
-        super().__init__(self.pack, lambda x: x)
-
-    def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in self.skip:
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def total(self) -> int:
-        return sum(self.storages.values())
-
-
-def in_words(placement: tuple) -> str:
-    """PyTorch's words for a placement on one axis."""
-    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
-
-
 # ==== CARRIED OVER from 00, unchanged
 
 
@@ -2051,6 +1131,926 @@ def numbers(x: Tensor | None) -> str:
     if x is None:
         return "–"
     return "[" + " ".join(f"{v:2.0f}" for v in x.flatten().tolist()) + "]"
+
+
+# ==== CARRIED OVER from 01, unchanged
+
+
+class MLP(nn.Module):
+    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
+
+    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
+    """
+
+    def __init__(self, hidden: int, width: int):
+        super().__init__()
+        self.up_proj = nn.Linear(hidden, width)  # weight [F, D]: torch stores (out, in)
+        self.down_proj = nn.Linear(width, hidden)  # weight [D, F]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
+
+
+class CopyToTP(torch.autograd.Function):
+    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.tp_group = tp_group
+        return x.view_as(x)  # every rank has all of x already: nothing to send
+
+    @staticmethod
+    def backward(ctx, partial_grad: Tensor):
+        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        return all_reduce(partial_grad, ctx.tp_group), None
+
+
+class AllGather(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward.
+
+    For consumers that differ: every rank uses the gathered x in its own way, so each
+    has one term of the gradient, and the terms are added. Compare GatherFromTP.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, partial_grad: Tensor):
+        return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward: the transpose of AllGather."""
+
+    @staticmethod
+    def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter(partial_y, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *output* features split over the TP group.
+
+    Args:
+        full: the single-process layer to slice, identical on every rank.
+        tp_group: the T ranks that share this layer.
+        copy_input: False where the caller has applied f, once for several layers.
+
+    Shapes (global → on a rank, placement):
+        x       [B, S, D] → [B, S, D]     Replicate()
+        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
+                                          paper's columns of A are our rows
+        return  [B, S, F] → [B, S, F/T]   Shard(2)
+
+    Communication: forward none; backward one all-reduce of B·S·D elements (f).
+    Raises: ValueError if T does not divide F.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+    """
+
+    placement = {
+        "weight": (("tp", 0),),
+        "bias": (("tp", 0),),
+    }  # cut over axis tp along dim 0
+
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
+        super().__init__()
+        self.tp_group, self.copy_input = tp_group, copy_input
+        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
+        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.copy_input:
+            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
+        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
+
+
+def tell_placement(module: nn.Module, name: str) -> tuple:
+    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
+
+
+def unshard(
+    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
+) -> Tensor:
+    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
+    for axis, dim in reversed(placement):
+        x = all_gather(x, dim, groups[axis])
+    return x
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
+
+    def __init__(self, skip: list[Tensor]):
+        self.skip = {x.untyped_storage().data_ptr() for x in skip}
+        self.storages = {}
+        super().__init__(self.pack, lambda x: x)
+
+    def pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self.skip:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    def total(self) -> int:
+        return sum(self.storages.values())
+
+
+def in_words(placement: tuple) -> str:
+    """PyTorch's words for a placement on one axis."""
+    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
+
+
+# ==== CARRIED OVER from 02, unchanged
+
+
+Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
+
+
+def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864)."""
+    frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
+    angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
+    return angle_SH.cos(), angle_SH.sin()
+
+
+def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
+    """Turn each pair (i, i + H/2) of a head by its position's angle."""
+    first, second = x_BNSH.chunk(2, -1)
+    return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
+
+
+class Dropout(nn.Module):
+    """Zero elements with probability p, scale the others by 1/(1 − p).
+
+    Like nn.Dropout, but the mask kept for backward is boolean, one byte an element, as
+    on a GPU (on a CPU nn.Dropout keeps it in x's dtype).
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        keep = torch.rand(x.shape, device=x.device) >= self.p
+        return x * keep / (1 - self.p)
+
+
+class Attention(nn.Module):
+    """Causal attention written out, so that what it keeps for backward can be counted.
+
+    Shapes: x [B, S, D] → [B, S, D]. K key/value heads serve N/K query heads each.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        D, H = config.hidden, config.hidden // config.heads
+        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
+        self.q_proj = nn.Linear(D, config.heads * H)
+        self.k_proj = nn.Linear(D, config.kv_heads * H)
+        self.v_proj = nn.Linear(D, config.kv_heads * H)
+        self.o_proj = nn.Linear(D, D)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
+        q, k, v = (
+            proj(x_BSD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [B, N, S, H], and [B, K, S, H] twice
+        q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
+        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
+        scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
+        scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
+        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
+        return self.o_proj((weights_BNSS @ v).transpose(1, 2).flatten(2))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-LayerNorm: x + dropout(attention(norm(x))), then + dropout(MLP(norm(x)))."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        D = config.hidden
+        self.input_layernorm = nn.LayerNorm(D)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.LayerNorm(D)
+        self.mlp = MLP(D, 4 * D)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
+        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
+        x_BSD = x_BSD + self.dropout(attended_BSD)
+        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
+
+
+class Transformer(nn.Module):
+    """The reference decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.lm_head = nn.Linear(config.hidden, config.vocab_size)
+        cos_SH, sin_SH = rotary_table(config.seq_len, config.hidden // config.heads)
+        self.register_buffer("cos", cos_SH, persistent=False)
+        self.register_buffer("sin", sin_SH, persistent=False)
+        future_SS = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(1)
+        self.register_buffer("future", future_SS, persistent=False)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        S = tokens_BS.shape[1]
+        tables = self.cos[:S], self.sin[:S], self.future[:S, :S]
+        x_BSD = self.embed_tokens(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, *tables)
+        return self.lm_head(self.norm(x_BSD))
+
+
+def sharded_dropout(x: Tensor, p: float, dim: int, tp_group) -> Tensor:
+    """Dropout where x is a slice along dim: each rank must drop elements of its own.
+
+    Every rank draws the mask of the whole tensor and keeps its slice, so that the
+    result is the single process's. Megatron does not draw the other ranks' parts: it
+    has a second generator, seeded with an offset by tp_rank. That is less work, and
+    other masks than one process would draw (arXiv:1909.08053, appendix).
+    """
+    whole = list(x.shape)
+    whole[dim] *= tp_group.size()
+    keep = torch.rand(whole, device=x.device) >= p
+    return x * shard(keep, dim, tp_group) / (1 - p)
+
+
+def shard_qkv(full: Attention, tp_group) -> list:
+    """q_proj, k_proj, v_proj cut by heads: each on its own, so that a rank's queries
+    meet the keys and values that belong to them. f comes before, once for the three."""
+    three = full.q_proj, full.k_proj, full.v_proj
+    return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
+
+
+class CoreAttention(nn.Module):
+    """The part of attention that has no weights: this rank's heads, each on its own.
+
+    Args:
+        head_size: H; p: dropout of the attention weights; tp_group: whose heads.
+    Shapes: q [B, S, N·H/T], k and v [B, S, K·H/T], tables [S, H] twice and [S, S]
+        → [B, S, N·H/T]: heads never meet, so nothing is sent.
+    """
+
+    def __init__(self, head_size: int, p: float, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.head_size, self.p, self.tp_group = head_size, p, tp_group
+
+    def forward(self, q_BSd, k_BSe, v_BSe, cos_SH, sin_SH, future_SS) -> Tensor:
+        q_BnSH, k_BkSH, v_BkSH = (
+            x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for x in (q_BSd, k_BSe, v_BSe)
+        )
+        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
+        k_BkSH = rotate(k_BkSH, cos_SH, sin_SH)
+        queries_per_kv = q_BnSH.shape[1] // k_BkSH.shape[1]
+        k_BnSH = k_BkSH.repeat_interleave(queries_per_kv, 1)
+        v_BnSH = v_BkSH.repeat_interleave(queries_per_kv, 1)
+        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(self.head_size)
+        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
+        if self.p and self.training:
+            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
+        return (weights_BnSS @ v_BnSH).transpose(1, 2).flatten(2)
+
+
+def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
+    """Norm of the whole model's gradient, the same on every rank.
+
+    A rank has a slice of the sharded gradients: their squares are summed over the
+    group. It has all of the replicated ones: they are counted once.
+    Communication: one all-reduce of one float64.
+    """
+    sharded, replicated = [], []
+    for name, p in model.named_parameters():
+        squares = p.grad.double().square().sum()
+        (sharded if tell_placement(model, name) else replicated).append(squares)
+    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
+
+
+def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
+    """Scale all gradients so that their global norm is at most max_norm; the norm."""
+    norm = global_norm(model, tp_group)
+    scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+    for p in model.parameters():
+        p.grad.mul_(scale)
+    return norm
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer: every rank updates what it holds, nothing is sent.
+
+    Replicas stay equal because they started equal and got equal gradients.
+    """
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def pick_batch(batches: list, step: int) -> tuple[Tensor, Tensor]:
+    """The step's tokens and targets: every rank of a TP group takes the same."""
+    return batches[step]
+
+
+def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+    """Cross entropy averaged over the tokens that count, in float32 at least."""
+    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
+
+
+def plan_for(layers: int) -> dict:
+    """PyTorch's way to say the same: which linear is split by column, which by row."""
+    column, row = ColwiseParallel, RowwiseParallel
+    plan = {}
+    for i in range(layers):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            plan[f"layers.{i}.{name}"] = column()
+        plan[f"layers.{i}.self_attn.o_proj"] = row()
+        plan[f"layers.{i}.mlp.up_proj"] = column()
+        plan[f"layers.{i}.mlp.down_proj"] = row()
+    return plan
+
+
+PAD = 256  # the one token that is not a byte
+
+
+IGNORE = -100  # what F.cross_entropy takes for "no target here"
+
+
+def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
+
+    Indentation is cut to half a row: among nothing but spaces every weighting of values
+    gives the same, and the gradients of q and k would be zero, or rather rounding.
+    """
+    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    half = args.seq_len // 2
+    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
+    generator = torch.Generator().manual_seed(args.seed)
+    batches = []
+    for _ in range(count):
+        picks = torch.randint(len(lines), (args.batch_size,), generator=generator)
+        rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
+        for row, pick in zip(rows, picks.tolist()):
+            text = (lines[pick] + b"\n")[: args.seq_len + 1]
+            row[: len(text)] = torch.tensor(list(text))
+        tokens, target = rows[:, :-1].clone(), rows[:, 1:].clone()
+        target[target == PAD] = IGNORE
+        batches.append((tokens.to(args.device), target.to(args.device)))
+    return batches
+
+
+def make_transformer(args) -> Transformer:
+    """The full model, the same on every rank: drawn from the seed before any cut."""
+    torch.manual_seed(args.seed)
+    config = Config(
+        args.vocab_size, args.hidden, args.heads, args.kv_heads, args.layers,
+        args.seq_len, args.dropout,
+    )  # fmt: skip
+    return Transformer(config).to(args.device, getattr(torch, args.dtype))
+
+
+def tensor_bytes(tensors) -> int:
+    """Bytes of all tensors among these."""
+    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+
+
+class Training:
+    """One model in training, and what was measured of it."""
+
+    def __init__(self, model: nn.Module, tp_group: dist.ProcessGroup | None, args):
+        self.model, self.tp_group, self.args = model, tp_group, args
+        # eps above the rounding error of a gradient: AdamW divides by the gradient's
+        # size, and would turn rounding into steps as long as any other.
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+        self.losses, self.norms, self.held, self.first = [], [], {}, {}
+        self.rounding = {}  # of bfloat16: measure_rounding
+
+    def step(self, batches: list, step: int, watch=None) -> None:
+        tokens, target = (
+            batches[step] if not self.tp_group else pick_batch(batches, step)
+        )
+        torch.manual_seed(self.args.seed + step)  # the masks of this step
+        parameters = list(self.model.parameters())
+        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
+        COMM.what, COMM.phase = "layers", "forward"
+        with saved:
+            logits_BSV = self.model(tokens)
+        loss = self.loss(logits_BSV, target)
+        COMM.phase = "backward"
+        self.backward(loss)
+        COMM.what, COMM.phase = "bookkeeping", ""
+        self.losses.append(loss.item())
+        if not self.first:
+            self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
+            self.held = {
+                "parameters": tensor_bytes(parameters),
+                "gradients": tensor_bytes(p.grad for p in parameters),
+                "activations": saved.total(),
+            }
+        COMM.what = "clipping"
+        if self.tp_group:
+            self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
+        else:
+            # clip_grad_norm_, but with the squares of large tensors added in float64
+            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
+            self.norms.append(norm.item())
+        COMM.what = "bookkeeping"
+        update(self.model, self.optimizer)
+        if "optimizer state" not in self.held:
+            state = self.optimizer.state.values()
+            moments = [x for one in state for x in one.values()]
+            self.held["optimizer state"] = tensor_bytes(moments)
+
+    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+        return mean_loss(logits_BSV, target_BS)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def named(self):
+        return self.model.named_parameters()
+
+    def whole(self, name: str, x: Tensor) -> Tensor:
+        """A parameter, or its gradient, put together from all ranks."""
+        where = tell_placement(self.model, name) if self.tp_group else ()
+        return unshard(x.detach(), where, {"tp": self.tp_group}).clone()
+
+
+def allowed(without: Training, name: str) -> float:
+    """The largest relative difference of a parameter's gradient that is no bug.
+
+    In bfloat16 it is 2e-2, or three times what rounding does to it without TP.
+    """
+    floor = ALLOWED[without.args.dtype][1]
+    return max(floor, 3 * without.rounding.get(name, 0.0))
+
+
+def fold(name: str, verbose: bool) -> str:
+    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
+    parts = name.split(".")
+    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
+
+
+def check_sizes(args, ranks: int) -> None:
+    """ValueError where the model cannot be built, or cannot be cut into `ranks`."""
+    pairs = [
+        ("--hidden", args.hidden, "--heads", args.heads),
+        ("--heads", args.heads, "--kv-heads", args.kv_heads),
+        ("--heads", args.heads, "ranks, by --nproc_per_node", ranks),
+        ("--kv-heads", args.kv_heads, "ranks, by --nproc_per_node", ranks),
+    ]
+    for flag, value, other, parts in pairs:
+        if value % parts:
+            raise ValueError(
+                f"{flag} {value} is not a multiple of {parts} ({other}): {value} % "
+                f"{parts} = {value % parts}; {flag} {value + parts - value % parts} "
+                "would do"
+            )
+    if args.hidden // args.heads % 2:
+        raise ValueError(
+            f"--hidden {args.hidden} / --heads {args.heads} = "
+            f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
+            "must be even"
+        )
+    if args.vocab_size < 257:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
+        )
+    if not 0 <= args.dropout < 1:
+        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
+    if not args.clip > 0:
+        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
+    if args.profile and not args.profile.is_dir():
+        raise ValueError(f"--profile {args.profile}: there is no such folder")
+
+
+# ==== CARRIED OVER from 03, unchanged
+
+
+def pad_vocab(full: Tensor, ranks: int) -> Tensor:
+    """Zero rows below an embedding or a head, so that T divides them: any V and T.
+
+    Shapes: [V, ...] → [⌈V/T⌉·T, ...]. Zeros stay zeros: no token is looked up there,
+    and the loss gives those columns no gradient.
+    """
+    missing = -len(full) % ranks
+    return torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
+
+
+def first_row(v: int, tp_group: dist.ProcessGroup) -> int:
+    """Rank t has the tokens from t·v to (t + 1)·v − 1 of the vocabulary."""
+    return tp_group.rank() * v
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """ValueError for a token that no rank has; nn.Embedding raises IndexError."""
+    if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        low, high = tokens.min().item(), tokens.max().item()
+        raise ValueError(
+            f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
+        )
+
+
+def look_up(tokens_BS: Tensor, weight_vD: Tensor, V: int, tp_group) -> Tensor:
+    """The embeddings of this rank's tokens, zeros for the others': a term of the sum.
+
+    Shapes: tokens [B, S], weight [v, D] → [B, S, D] {U_tp}. ValueError for a token ≥ V.
+    """
+    check_tokens(tokens_BS, V)
+    local_BS = tokens_BS - first_row(len(weight_vD), tp_group)
+    mine_BS = (local_BS >= 0) & (local_BS < len(weight_vD))
+    # Another rank's token looks up row 0, any row would do: it is zeroed next.
+    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_vD)
+    return x_BSD * mine_BS.unsqueeze(-1)  # others' tokens: zero
+
+
+def real_columns(logits_BSv: Tensor, vocab_size: int, tp_group) -> Tensor:
+    """[v] bool: which of this rank's columns are tokens, and not padding."""
+    v = logits_BSv.shape[-1]
+    token_v = first_row(v, tp_group) + torch.arange(v, device=logits_BSv.device)
+    return token_v < vocab_size
+
+
+def largest_logit(logits_BSv: Tensor, tp_group) -> Tensor:
+    """[B, S]: the maximum over the whole vocabulary, so that no exp overflows."""
+    return all_reduce(logits_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
+
+
+def to_softmax(exp_BSv: Tensor, total_BS: Tensor) -> Tensor:
+    """This rank's columns of the softmax: all that backward needs."""
+    return exp_BSv / total_BS.unsqueeze(-1)
+
+
+def without_ignored(grad_BSv: Tensor, has_target_BS: Tensor) -> Tensor:
+    """Zero the rows of tokens that have no target, also where they are nan."""
+    return grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """−log softmax(logits)[target] of sharded logits: vocab_parallel_cross_entropy.
+
+    With m the largest logit, z = Σ exp(x − m): loss = log z − (x[target] − m). Each of
+    m, z and x[target] takes a number from every rank: one all-reduce of B·S values.
+    """
+
+    @staticmethod
+    def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
+        wide = torch.promote_types(logits_BSv.dtype, torch.float32)
+        real_v = real_columns(logits_BSv, vocab_size, tp_group)
+        x_BSv = logits_BSv.to(wide).masked_fill(~real_v, float("-inf"))
+        # First all-reduce: the largest logit.
+        x_BSv = x_BSv - largest_logit(x_BSv, tp_group).unsqueeze(-1)
+        # Second: the sum of the exponentials.
+        exp_BSv = x_BSv.exp()
+        total_BS = all_reduce(exp_BSv.sum(-1), tp_group)
+        # Third: the target's logit. One rank has its column, the others give zero.
+        v = logits_BSv.shape[-1]
+        local_BS = target_BS - first_row(v, tp_group)
+        mine_BS = (local_BS >= 0) & (local_BS < v)
+        local_BS = local_BS.where(mine_BS, 0)
+        picked_BS = x_BSv.gather(-1, local_BS.unsqueeze(-1)).squeeze(-1)
+        picked_BS = picked_BS.where(mine_BS, 0)
+        if smoothing:  # and the mean of all logits, in the same all-reduce
+            sum_BS = x_BSv.masked_fill(~real_v, 0).sum(-1)
+            picked_BS = (1 - smoothing) * picked_BS + smoothing * sum_BS / vocab_size
+        loss_BS = total_BS.log() - all_reduce(picked_BS, tp_group)
+        has_target_BS = target_BS != ignore
+        softmax_BSv = to_softmax(exp_BSv, total_BS)
+        ctx.save_for_backward(softmax_BSv, local_BS, mine_BS, has_target_BS, real_v)
+        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
+        ctx.dtype = logits_BSv.dtype
+        return loss_BS.where(has_target_BS, 0)
+
+    @staticmethod
+    def backward(ctx, upstream_BS):
+        # dloss/dx = softmax − onehot(target): each rank has what it takes for its
+        # columns, so nothing is sent.
+        softmax_BSv, local_BS, mine_BS, has_target_BS, real_v = ctx.saved_tensors
+        even = ctx.smoothing / ctx.vocab_size  # what smoothing gives to every token
+        grad_BSv = softmax_BSv - even * real_v.to(softmax_BSv)
+        hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
+        grad_BSv.scatter_add_(-1, local_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
+        grad_BSv = without_ignored(grad_BSv * upstream_BS.unsqueeze(-1), has_target_BS)
+        return grad_BSv.to(ctx.dtype), None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits_BSv: Tensor,
+    target_BS: Tensor,
+    tp_group: dist.ProcessGroup,
+    vocab_size: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The loss of every token, from logits whose vocabulary is split over the TP group.
+
+    Args:
+        logits_BSv: this rank's columns, padding included.
+        target_BS: the right tokens, the same on every rank.
+        vocab_size: V, the tokens there are; columns from V on are padding.
+        ignore_index: a target that gives no loss and no gradient.
+        label_smoothing: ε, as in F.cross_entropy.
+    Shapes: logits [B, S, v] Shard(2), target [B, S] → loss [B, S] Replicate(), float32
+        or wider; any number of leading dims will do.
+    Communication: forward three all-reduces of B·S values; backward none.
+    Raises: ValueError for a target outside the vocabulary.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+    """
+    check_tokens(target_BS[target_BS != ignore_index], vocab_size)
+    return VocabParallelCrossEntropy.apply(
+        logits_BSv, target_BS, tp_group, vocab_size, ignore_index, label_smoothing
+    )
+
+
+def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
+    """The mean over the tokens that have a target; nan if none has, as in PyTorch."""
+    return loss_BS.sum() / (target_BS != IGNORE).sum()
+
+
+def make_tied(args) -> Transformer:
+    """Lesson 02's model; with --tie, head and embedding share their weight."""
+    full = make_transformer(args)
+    if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
+        nn.init.normal_(full.embed_tokens.weight, std=0.02)
+        full.lm_head.weight = full.embed_tokens.weight
+    return full
+
+
+# ==== CARRIED OVER from 04, unchanged
+
+
+def pad_sequence(x_BSD: Tensor, ranks: int, value: float = 0) -> Tensor:
+    """Positions at the end, so that T divides them: [B, S, …] → [B, ⌈S/T⌉·T, …].
+
+    At the end: the others keep their positions. Where the whole x is put together it
+    is cut off again; a model that does not (pad_batch) has a causal mask against it.
+    """
+    missing = -x_BSD.shape[1] % ranks
+    filling = x_BSD.new_full((len(x_BSD), missing, *x_BSD.shape[2:]), value)
+    return torch.cat([x_BSD, filling], 1) if missing else x_BSD
+
+
+def gather_sequence(x_BsD: Tensor, S: int, tp_group: dist.ProcessGroup) -> Tensor:
+    """Into the tensor-parallel region: all slices, and the padding cut off again.
+
+    Each rank goes on with x in its own way, with its columns of W, so each has a term
+    of the gradient: backward sums them. What padded rows hold (a bias, say) is cut off,
+    so no gradient comes back to it.
+    Shapes: x [B, s, D] → [B, S, D]. Communication: forward one all-gather of B·s·T·D
+        elements (s·T is S, padded), backward one reduce-scatter of them.
+    """
+    return AllGather.apply(x_BsD, 1, tp_group)[:, :S]
+
+
+def scatter_sequence(partial_y_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    """Out of it: the ranks' terms are summed, and each keeps its slice of positions.
+
+    Shapes: y [B, S, D] {U_tp} → [B, s, D]. Communication: forward one reduce-scatter of
+        B·s·T·D elements, backward one all-gather of them. In lesson 02 an all-reduce
+        stood here: that is a reduce-scatter and an all-gather.
+    Megatron-LM calls it reduce_scatter_to_sequence_parallel_region; its scatter_to… is
+    the mere split below.
+    """
+    return ReduceScatter.apply(
+        pad_sequence(partial_y_BSD, tp_group.size()), 1, tp_group
+    )
+
+
+def sum_to_slices(partial_grad_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    """Backward of the gather in GatherThenLinear: every rank has a term of the gradient
+    for every position. (gather_sequence has the same from lesson 01's AllGather.)"""
+    padded_BSD = pad_sequence(partial_grad_BSD, tp_group.size())
+    return reduce_scatter(padded_BSD, 1, tp_group)
+
+
+class GatherThenLinear(torch.autograd.Function):
+    """gather_sequence and linears on it, keeping this rank's slice for backward.
+
+    The weights' gradients need the whole x. Plain autograd would keep it, T slices; the
+    paper keeps one slice and gathers again in backward (arXiv:2205.05198, sec. 4.2.2).
+    """
+
+    @staticmethod
+    def forward(ctx, x_BsD: Tensor, S: int, tp_group, *parameters: Tensor) -> tuple:
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.save_for_backward(x_BsD, *weights)
+        ctx.S, ctx.tp_group = S, tp_group
+        x_BSD = all_gather(x_BsD, 1, tp_group)[:, :S]
+        return tuple(F.linear(x_BSD, W, b) for W, b in zip(weights, biases))
+
+    @staticmethod
+    def backward(ctx, *grads_BSf: Tensor):
+        x_BsD, *weights = ctx.saved_tensors
+        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)[:, : ctx.S]  # the extra all-gather
+        grads = []  # of weight and bias in turn, as forward was given them
+        for grad_BSf in grads_BSf:
+            grad_Rf = grad_BSf.flatten(0, 1)  # R rows: all tokens
+            grads += [grad_Rf.T @ x_BSD.flatten(0, 1), grad_Rf.sum(0)]
+        partial_grad_BSD = sum(g @ W for g, W in zip(grads_BSf, weights))
+        return sum_to_slices(partial_grad_BSD, ctx.tp_group), None, None, *grads
+
+
+def linears_of_sequence(
+    x_BsD: Tensor, S: int, linears: list, tp_group, save_gathered: bool = False
+) -> list[Tensor]:
+    """Column-parallel linears of a split sequence: one gather for all of them.
+
+    Args:
+        linears: layers with this rank's rows of a weight, and its part of the bias.
+        save_gathered: keep the whole x for backward; more memory, one gather less.
+    Shapes: x [B, s, D], weights [f, D] → [B, S, f] each.
+    Communication: forward one all-gather of B·s·T·D elements; backward one
+        reduce-scatter and, unless save_gathered, one all-gather of as many.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2.
+    """
+    if save_gathered:
+        x_BSD = gather_sequence(x_BsD, S, tp_group)
+        return [F.linear(x_BSD, one.weight, one.bias) for one in linears]
+    parameters = [p for one in linears for p in (one.weight, one.bias)]
+    return list(GatherThenLinear.apply(x_BsD, S, tp_group, *parameters))
+
+
+class SPRowParallelLinear(nn.Module):
+    """RowParallelLinear that leaves each rank its slice of the sequence.
+
+    Shapes (global → on a rank, placement):
+        x       [B, S, F] → [B, S, F/T]     Shard(2)
+        weight  [D, F]    → [D, F/T]        Shard(1)
+        bias    [D]       → [D]             Replicate(), but see mend_replicated
+        return  [B, S, D] → [B, ⌈S/T⌉, D]   Shard(1)
+    Communication: forward one reduce-scatter of B·S·D elements, backward one
+        all-gather of them.
+    """
+
+    placement = {"weight": (("tp", 1),)}
+
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.tp_group = tp_group
+        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
+        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        partial_y_BSD = F.linear(x_BSf, self.weight)
+        return scatter_sequence(partial_y_BSD, self.tp_group) + self.bias
+
+
+class SPAttention(nn.Module):
+    """Attention by heads, from a slice of the sequence to a slice of it.
+
+    A head needs all positions: q, k and v share one gather. Inside, on whole sequences,
+    rotary tables and causal mask are those of lesson 02, by global position. (To leave
+    the sequence split inside attention, too, is another method: context parallelism.)
+    """
+
+    def __init__(self, full: Attention, tp_group, save_gathered: bool = False):
+        super().__init__()
+        self.tp_group, self.save_gathered = tp_group, save_gathered
+        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
+        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
+        self.o_proj = SPRowParallelLinear(full.o_proj, tp_group)
+
+    def forward(self, x_BsD: Tensor, *tables: Tensor) -> Tensor:
+        three, S = [self.q_proj, self.k_proj, self.v_proj], len(tables[0])
+        q_BSd, k_BSe, v_BSe = linears_of_sequence(
+            x_BsD, S, three, self.tp_group, self.save_gathered
+        )
+        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
+
+
+class SPMLP(nn.Module):
+    """Megatron's MLP, from a slice of the sequence to a slice of it."""
+
+    def __init__(self, full: MLP, tp_group, save_gathered: bool = False):
+        super().__init__()
+        self.tp_group, self.save_gathered = tp_group, save_gathered
+        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group, copy_input=False)
+        self.down_proj = SPRowParallelLinear(full.down_proj, tp_group)
+
+    def forward(self, x_BsD: Tensor, S: int) -> Tensor:
+        (h_BSf,) = linears_of_sequence(
+            x_BsD, S, [self.up_proj], self.tp_group, self.save_gathered
+        )
+        return self.down_proj(F.gelu(h_BSf))
+
+
+def sequence_dropout(x_BsD: Tensor, p: float, S: int, tp_group) -> Tensor:
+    """Dropout of a slice of positions: each rank its part of one mask [B, S, D].
+
+    As in sharded_dropout of lesson 02, every rank draws the whole mask, of the length
+    without padding, so that the result is the single process's.
+    """
+    keep_BSD = torch.rand(len(x_BsD), S, x_BsD.shape[2], device=x_BsD.device) >= p
+    padded_BSD = pad_sequence(keep_BSD, tp_group.size())
+    return x_BsD * shard(padded_BSD, 1, tp_group) / (1 - p)
+
+
+class SPDecoderLayer(nn.Module):
+    """A layer that keeps nothing whole for backward: [B, s, D] around LayerNorm,
+    dropout and residual; this rank's heads, and columns of the MLP, in between.
+
+    Communication: forward 2 all-gathers and 2 reduce-scatters, backward the same and 2
+        all-gathers more, each of B·S·D elements, S padded.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2, fig. 5.
+    """
+
+    def __init__(self, full: DecoderLayer, tp_group, save_gathered: bool = False):
+        super().__init__()
+        self.p, self.tp_group = full.dropout.p, tp_group
+        self.input_layernorm = copy.deepcopy(full.input_layernorm)
+        self.self_attn = SPAttention(full.self_attn, tp_group, save_gathered)
+        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
+        self.mlp = SPMLP(full.mlp, tp_group, save_gathered)
+
+    def forward(self, x_BsD: Tensor, *tables: Tensor) -> Tensor:
+        S = len(tables[0])
+        y_BsD = self.self_attn(self.input_layernorm(x_BsD), *tables)
+        x_BsD = x_BsD + self.dropout(y_BsD, S)
+        y_BsD = self.mlp(self.post_attention_layernorm(x_BsD), S)
+        return x_BsD + self.dropout(y_BsD, S)
+
+    def dropout(self, y_BsD: Tensor, S: int) -> Tensor:
+        p = self.p if self.training else 0
+        return sequence_dropout(y_BsD, p, S, self.tp_group) if p else y_BsD
+
+
+class SPEmbedding(nn.Module):
+    """VocabParallelEmbedding that leaves each rank its slice of the sequence.
+
+    Shapes: tokens [B, S] → [B, ⌈S/T⌉, D] Shard(1); weight as in lesson 03.
+    Communication: forward one reduce-scatter of B·S·D elements, backward one
+        all-gather of them.
+    """
+
+    placement = {"weight": (("tp", 0),)}
+
+    def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.vocab_size, self.tp_group = full.num_embeddings, tp_group
+        padded = pad_vocab(full.weight.detach(), tp_group.size())
+        self.weight = nn.Parameter(shard(padded, 0, tp_group))  # [v, D]
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        partial_x_BSD = look_up(tokens_BS, self.weight, self.vocab_size, self.tp_group)
+        return scatter_sequence(partial_x_BSD, self.tp_group)
+
+
+class SPHead(nn.Module):
+    """VocabParallelHead on a split sequence: x [B, s, D] → logits [B, S, v] Shard(2).
+
+    Communication: that of linears_of_sequence.
+    """
+
+    placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}
+
+    def __init__(self, full: nn.Linear, tp_group, tied: nn.Parameter | None = None):
+        super().__init__()
+        self.tp_group, self.save_gathered, T = tp_group, False, tp_group.size()
+        weight = shard(pad_vocab(full.weight.detach(), T), 0, tp_group)
+        self.weight = nn.Parameter(weight) if tied is None else tied  # [v, D]
+        bias = shard(pad_vocab(full.bias.detach(), T), 0, tp_group)
+        self.bias = nn.Parameter(bias)  # [v]
+
+    def forward(self, x_BsD: Tensor, S: int) -> Tensor:
+        return linears_of_sequence(x_BsD, S, [self], self.tp_group, self.save_gathered)[
+            0
+        ]
+
+
+def mend_replicated(model: nn.Module, tp_group: dist.ProcessGroup) -> None:
+    """Sum the gradients of replicated parameters over the TP group: after backward,
+    before clipping. (Megatron-LM does so in finalize_model_grads.)
+
+    LayerNorms and the biases of row-parallel linears are whole on every rank, but met
+    only its slice of the sequence: each rank has the part of the gradient that comes
+    from its tokens. Without SP every rank had met all tokens, and no sum was needed.
+    Communication: one all-reduce of (6L + 2)·D elements, all gradients in one tensor.
+    """
+    # A parameter without a placement is not cut: it is whole on every rank.
+    replicated = [
+        p for name, p in model.named_parameters() if not tell_placement(model, name)
+    ]
+    flat = torch.cat([p.grad.flatten() for p in replicated])
+    parts = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
+    for p, whole in zip(replicated, parts):
+        p.grad.copy_(whole.view_as(p))
 
 
 # ==== BREAK IT

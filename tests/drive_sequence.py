@@ -383,6 +383,14 @@ class Kept(torch.autograd.graph.saved_tensors_hooks):
         self.storages[storage.data_ptr()] = storage  # held, so no other has its address
         return x
 
+    def look_into(self, node) -> None:
+        """Tensors that a Function keeps as attributes of its ctx, past the hooks."""
+        for value in getattr(node, "__dict__", {}).values():
+            if isinstance(value, torch.Tensor):
+                self.keep(value)
+        for before, _ in node.next_functions if node else ():
+            self.look_into(before)
+
     def nbytes(self, without: list) -> int:
         left_out = {x.untyped_storage().data_ptr() for x in without}
         return sum(self.storages[at].nbytes() for at in self.storages.keys() - left_out)
@@ -408,6 +416,7 @@ def try_memory(sizes: tuple, dtype, group) -> dict:
         with kept:
             y = layer(mine, *tables)
         assert y.shape == mine.shape and y.requires_grad
+        kept.look_into(y.grad_fn)
         found[way] = kept.nbytes([*layer.parameters(), *tables])
     return dict(sizes=sizes, T=group.size(), size=dtype.itemsize, bytes=found)
 
