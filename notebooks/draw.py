@@ -10,8 +10,9 @@ and draws those. Even the colours are found out:
 
 Both give whole numbers whose bit r stands for rank r. A rank has one colour in all
 pictures of the course (`COLORS`, by Okabe and Ito, told apart by colour-blind people),
-and its number stands beside it. What comes from several ranks shows all their colours;
-what every rank holds alike is grey.
+and its number stands beside it or in it. What several ranks hold or are in shows all
+their colours; what every rank holds alike is grey. Where colours are values, none of
+the ranks' colours is used.
 
 For a further notebook: `rows` draws small tensors with their values, column by column,
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
@@ -25,9 +26,9 @@ import math
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.colors import to_rgb
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import LogLocator
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.patches import Polygon, Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
 COLORS = (  # by rank
@@ -36,6 +37,9 @@ COLORS = (  # by rank
 )  # fmt: skip
 PARTS = ("#4D4D4D", "#8C8C8C", "#C8C8C8", "#EDEDED")  # of a bar: not ranks, so grey
 EVERYONE = "#E6E6E6"
+# Values: brown below zero, purple above. No rank has these, and they differ in blue, so
+# people blind to red or green can tell them apart.
+VALUES = LinearSegmentedColormap.from_list("values", ("#5B4A1F", "#FAFAFA", "#54278F"))
 WIDTH = 11  # inches: 1100 pixels, which GitHub shows at about 850
 FONT = 15
 
@@ -112,16 +116,19 @@ def letters(text: str, unit: float) -> float:
 
 
 def box(ax, x, y, width, height, ranks, everyone=0, **style) -> None:
-    """A box in the colours of these ranks; grey if they are all of `everyone`."""
+    """A box in the colours of these ranks, in diagonal bands if there are several; grey
+    if they are all of `everyone`."""
     edge = dict(edgecolor="black", linewidth=0.8) | style
+    fills = [color(rank) for rank in ranks] or ["white"]
     if everyone > 1 and len(ranks) == everyone:
-        ranks, fills = ranks[:1], [EVERYONE]
-    else:
-        fills = [color(rank) for rank in ranks] or ["white"]
-    for i, fill in enumerate(fills):
-        part = height / len(fills)
-        stripe = Rectangle((x, y + i * part), width, part, facecolor=fill, linewidth=0)
-        ax.add_patch(stripe)
+        fills = [EVERYONE]
+    back = dict(facecolor=fills[0], linewidth=0)
+    ax.add_patch(Rectangle((x, y), width, height, **back))
+    for i, fill in enumerate(fills[1:], 1):  # each covers the rest of the box
+        a, b = max(0, 2 * i / len(fills) - 1), min(1, 2 * i / len(fills))
+        rest = [(b, a), (1, a), (1, 1), (a, 1), (a, b)]  # where across + down ≥ a + b
+        corners = [(x + width * u, y + height * v) for u, v in rest]
+        ax.add_patch(Polygon(corners, facecolor=fill, linewidth=0))
     ax.add_patch(Rectangle((x, y), width, height, fill=False, **edge))
 
 
@@ -192,7 +199,8 @@ def draw_row(ax, x, y, values, who, size) -> None:
 
 
 def matrices(items: list, ranks: int):
-    """Sharded matrices side by side, each element in the colour of who holds it.
+    """Sharded matrices side by side, each element in the colour of who holds it, and
+    each block with the number of who does.
 
     Args:
         items: (heading, holders, note) with `holders` a matrix of rank sets (see
@@ -231,10 +239,50 @@ def draw_matrix(ax, x, y, item, ranks) -> None:
     for i in range(height):
         for j in range(width):
             box(ax, left + j, top + i, 1, 1, bits(holders[i, j]), ranks, linewidth=0.4)
+    for i, j, down, across in blocks(holders):
+        label = names_of(bits(holders[i, j]), ranks)
+        write_in(ax, left + j, top + i, across, down, label, bits(holders[i, j]))
     frame = Rectangle((left, top), width, height, fill=False, linewidth=1.6)
     ax.add_patch(frame)
     write(ax, x, top - 0.7, heading, weight="bold")
     write(ax, x, top + height + 0.7, note, FONT - 2)
+
+
+def blocks(holders: Tensor) -> list[tuple[int, int, int, int]]:
+    """Blocks of one set in a matrix of rank sets: (row, column, rows, columns)."""
+    found, seen = [], torch.zeros(holders.shape, dtype=torch.bool)
+    height, width = holders.shape
+    for i in range(height):
+        for j in range(width):
+            if seen[i, j]:
+                continue
+            fits = (holders == holders[i, j]) & ~seen
+            across = 1
+            while j + across < width and fits[i, j + across]:
+                across += 1
+            down = 1
+            while i + down < height and fits[i + down, j : j + across].all():
+                down += 1
+            seen[i : i + down, j : j + across] = True
+            found.append((i, j, down, across))
+    return found
+
+
+def names_of(holders: list[int], ranks: int) -> str:
+    """What stands in a block: "0", "0,1", or "all"."""
+    everyone = ranks > 1 and len(holders) == ranks
+    return "all" if everyone else ",".join(map(str, holders))
+
+
+def write_in(ax, x, y, width, height, text, holders) -> None:
+    """Text in the middle of a block, as large as fits there."""
+    inches = ax.figure.get_size_inches()[0] / ax.get_xlim()[1]
+    across = 72 * inches * width / (0.7 * max(len(text), 1))
+    size = min(FONT - 2, across, 72 * inches * height / 1.3)
+    back = color(holders[0]) if len(holders) == 1 else "white"
+    back = EVERYONE if text == "all" else back
+    style = dict(bbox=dict(facecolor=back, edgecolor="none", pad=1)) if text else {}
+    write(ax, x + width / 2, y + height / 2, text, size, color=ink(back), **style)
 
 
 # Large tensors
@@ -242,8 +290,10 @@ def draw_matrix(ax, x, y, item, ranks) -> None:
 
 def heat(ax, x: Tensor, title: str, limit: float, edge: str | None = None):
     """A matrix as colours, from −limit to limit; `edge` frames it."""
-    picture = ax.imshow(x.detach().float().numpy(), "PuOr", vmin=-limit, vmax=limit)
+    picture = ax.imshow(x.detach().float().numpy(), VALUES, vmin=-limit, vmax=limit)
     ax.set(xticks=[], yticks=[], title=title)
+    for name, dim in (("ylabel", 0), ("xlabel", 1)):
+        ax.set(**{name: f"dim {dim}: {x.shape[dim]}"})
     for side in ax.spines.values():
         side.set(visible=True, color=edge or "black", linewidth=5 if edge else 1)
     return picture
@@ -259,32 +309,37 @@ def terms(parts: list[Tensor], total: Tensor, names: list[str]):
     signs = ["+"] * (len(parts) - 1) + ["="]
     for ax, part, name, edge in zip(axes, [*parts, total], names, edges):
         picture = heat(ax, part, name, limit, edge)
+    for ax in axes[1:]:  # they all have the rows of the first
+        ax.set_ylabel("")
     for ax, sign in zip(axes, signs):
         ax.text(1.09, 0.5, sign, fontsize=FONT + 10, transform=ax.transAxes,
                 ha="center", va="center")  # fmt: skip
-    figure.colorbar(picture, ax=axes, shrink=0.8)
+    figure.colorbar(picture, ax=axes, shrink=0.8, label="value")
 
 
 def compare(pairs: dict[str, tuple[Tensor, Tensor]], names=("without TP", "with TP")):
     """Matrices two ways and their difference, a row each.
 
-    The difference has a scale of its own, written beside it: the largest difference, as
-    a part of the largest value.
+    Both have one scale, so that neither is clipped. The difference has its own, and its
+    largest is written above it, as a part of the largest value of the first.
     """
     figure, axes = plt.subplots(
         len(pairs), 3, figsize=(WIDTH, 3.1 * len(pairs)), squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for line, (name, (one, two)) in zip(axes, pairs.items()):
-        limit = one.abs().max().item()
+        limit = max(x.abs().max().item() for x in (one, two))
         off = (two - one).abs().max().item()
         heat(line[0], one, names[0], limit)
         both = heat(line[1], two, names[1], limit)
-        figure.colorbar(both, ax=line[:2].tolist(), shrink=0.8)
-        title = f"difference: {off / limit:.0e} of max"
+        figure.colorbar(both, ax=line[:2].tolist(), shrink=0.8, label="value")
+        title = f"difference ≤ {off / one.abs().max().item():.2g} · max"
         rest = heat(line[2], two - one, title, off or limit)
-        figure.colorbar(rest, ax=line[2], shrink=0.8, format="%.0e")
-        line[0].set_ylabel(name, fontsize=FONT, weight="bold")
+        ticks = dict(format=lambda value, _: f"{value:.3g}", ticks=MaxNLocator(4))
+        figure.colorbar(rest, ax=line[2], shrink=0.8, label="difference", **ticks)
+        line[0].set_ylabel(f"{name}\ndim 0: {one.shape[0]}", weight="bold")
+        for ax in line[1:]:
+            ax.set_ylabel("")
     for ax in axes.flat:
         ax.set_aspect("auto")
 
@@ -309,7 +364,7 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
     ]  # fmt: skip
     top = 1.8 if title else 0.9
     width, bottom, x = sum(wide) + 2.0, top + ranks * 1.2, 1.6
-    ax = blank(width, bottom + 1.2, unit)
+    ax = blank(width, bottom + 1.6, unit)
     write(ax, 0.2, 0.45, title, ha="left", weight="bold")
     for rank in range(ranks):
         y = top + rank * 1.2 + 0.5
@@ -329,8 +384,8 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
             moved = stage["moved"]
             style = dict(linewidth=9 if moved else 3, linestyle="-" if moved else ":")
             ax.plot([middle] * 2, [top, bottom - 0.2], color="black", **style)
-            text = f"{stage['does']}\n{moved:,} bytes"
-            write(ax, middle, bottom + 0.45, text, FONT - 1)
+            text = f"{stage['does']}\npayload\n{moved:,} bytes"
+            write(ax, middle, bottom + 0.65, text, FONT - 1)
         x += across
 
 
@@ -390,7 +445,7 @@ def bars(values: dict[str, list[float]], parts: list[str], predicted: dict[str, 
     ax.invert_yaxis()
     ax.set(xlabel=unit, xlim=(0, most * 1.17))
     ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.xaxis.set_major_locator(plt.MaxNLocator(5))
+    ax.xaxis.set_major_locator(MaxNLocator(5))
     figure.legend(loc="outside upper center", ncols=len(parts) + 1, frameon=False)
     if title:
         ax.set_title(title)

@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import draw
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.patches import Polygon
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +33,27 @@ def texts(figure) -> list[str]:
 def boxes(ax) -> list[tuple]:
     """(x, y, width, height, colour) of everything that is filled."""
     return [
-        (*p.get_xy(), p.get_width(), p.get_height(), to_hex(p.get_facecolor()).upper())
+        (*around(p), to_hex(p.get_facecolor()).upper())
         for p in ax.patches
         if p.get_fill()
     ]
+
+
+def around(patch) -> tuple:
+    """x, y, width, height; of a polygon, of the box around it."""
+    if not isinstance(patch, Polygon):
+        return (*patch.get_xy(), patch.get_width(), patch.get_height())
+    corners = patch.get_xy()
+    return (*corners.min(0), *(corners.max(0) - corners.min(0)))
+
+
+def color_seen(ax, x, y) -> str:
+    """The colour on top at a point."""
+    hits = [
+        p for p in ax.patches
+        if p.get_fill() and p.get_path().contains_point((x, y), p.get_patch_transform())
+    ]  # fmt: skip
+    return to_hex(hits[-1].get_facecolor()).upper()
 
 
 def colors_at(ax, x, y) -> list[str]:
@@ -106,7 +124,8 @@ def test_matrices_are_coloured_by_holder():
     figure = drawn(
         draw.matrices, [("A[I, J]", held, "a note"), "=", ("B", held[:1], "")], 3
     )
-    assert texts(figure) == ["A[I, J]", "a note", "=", "B"]
+    first = ["0", "1", "0,1", "all", "2", "", "A[I, J]", "a note", "="]
+    assert texts(figure) == [*filter(None, first), "0", "1", "0,1", "B"]
     ax = figure.axes[0]
     left, top = min(b[0] for b in boxes(ax)), min(b[1] for b in boxes(ax))
     wanted = [[[0], [1], [0, 1]], ["everyone", [2], []]]
@@ -118,6 +137,42 @@ def test_matrices_are_coloured_by_holder():
             assert colors_at(ax, left + j, top + i) == (colors or ["#FFFFFF"]), (i, j)
 
 
+@pytest.mark.parametrize("ranks", [[2], [0, 1], [3, 0, 2], [0, 1, 2, 3]])
+def test_a_box_of_several_ranks_has_diagonal_bands(ranks):
+    ax = draw.blank(4, 4, 1)
+    draw.box(ax, 1, 1, 2, 1, ranks, everyone=5)
+    for i, rank in enumerate(ranks):
+        middle = (i + 0.5) / len(ranks)  # on the way from one corner to the other
+        assert color_seen(ax, 1 + 2 * middle, 1 + middle) == draw.color(rank), i
+    if len(ranks) > 1:  # the other two corners lie on one band or border
+        assert color_seen(ax, 2.5, 1.1) == color_seen(ax, 1.2, 1.75)
+
+
+def test_blocks_say_who_holds_them():
+    held = torch.tensor([[1, 1, 3], [1, 1, 3], [7, 7, 1]])
+    assert draw.blocks(held) == [
+        (0, 0, 2, 2), (0, 2, 2, 1), (2, 0, 1, 2), (2, 2, 1, 1)
+    ]  # fmt: skip
+    random = torch.randint(0, 3, (6, 7), generator=torch.Generator().manual_seed(0))
+    times = torch.zeros(6, 7)
+    for i, j, down, across in draw.blocks(random):
+        block = random[i : i + down, j : j + across]
+        assert (block == random[i, j]).all()
+        times[i : i + down, j : j + across] += 1
+    assert (times == 1).all()
+    figure = drawn(draw.matrices, [("A", held, "")], 3)
+    ax = figure.axes[0]
+    left, top = min(b[0] for b in boxes(ax)), min(b[1] for b in boxes(ax))
+    at = {t.get_text(): t.get_position() for t in ax.texts}
+    wanted = {"0,1": (2.5, 1), "all": (1, 2.5)}
+    for text, (x, y) in wanted.items():
+        assert at[text] == pytest.approx((left + x, top + y)), text
+    for t in ax.texts:
+        if t.get_text() in ("0", "0,1", "all"):  # no wider than its block of 1 or 2
+            box = t.get_window_extent().transformed(ax.transData.inverted())
+            assert abs(box.width) < (2 if t.get_text() == "all" else 1), t
+
+
 def test_heat_maps_hold_the_tensors():
     one, two = torch.randn(3, 4), torch.randn(3, 4)
     figure = drawn(draw.compare, {"up": (one, two), "down": (two, two)})
@@ -127,8 +182,31 @@ def test_heat_maps_hold_the_tensors():
         assert torch.allclose(got, wanted)
     titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
     off = ((two - one).abs().max() / one.abs().max()).item()
-    assert titles[2] == f"difference: {off:.0e} of max" and "0e+00" in titles[5]
-    assert maps[0].get_clim() == maps[1].get_clim()
+    assert titles[2] == f"difference ≤ {off:.2g} · max" and "≤ 0 ·" in titles[5]
+    limit = torch.stack([one, two]).abs().max().item()  # so neither is clipped
+    for image in maps[:2]:
+        assert image.get_clim() == pytest.approx((-limit, limit))
+    rows = [ax for ax in figure.axes if ax.images and not ax.get_label()]
+    assert [ax.get_ylabel() for ax in rows[:3]] == ["up\ndim 0: 3", "", ""]
+    assert {ax.get_xlabel() for ax in rows} == {"dim 1: 4"}
+
+
+def test_ticks_of_a_difference_are_exact():
+    one = torch.tensor([[0.5, -0.25]])
+    figure = drawn(draw.compare, {"up": (one, 2 * one)})
+    figure.canvas.draw()
+    bar = next(ax for ax in figure.axes if ax.get_ylabel() == "difference")
+    for value, label in zip(bar.get_yticks(), bar.get_yticklabels()):
+        assert float(label.get_text()) == pytest.approx(value, abs=1e-12)
+
+
+def test_colours_of_values_are_no_ranks_colours():
+    apart = lambda a, b: max(abs(x - y) for x, y in zip(to_rgb(a), to_rgb(b)))
+    shades = [draw.VALUES(i / 20)[:3] for i in range(21) if i != 10]
+    closest = min((apart(s, c), c) for s in shades for c in draw.COLORS[:7])
+    assert closest[0] > 0.12, closest
+    below, above = draw.VALUES(0.1), draw.VALUES(0.9)
+    assert above[2] - below[2] > 0.3  # in blue, which most colour-blind people see
 
 
 def test_terms_share_a_scale():
@@ -151,7 +229,14 @@ def test_flow_shows_who_sends():
     for backward in (False, True):
         figure = drawn(draw.flow, stages, 2, "way", backward)
         shown = texts(figure)
-        for text in ("way", "x", "[2, 4]", "[3, 4]", "g", "all-reduce\n1,234 bytes"):
+        for text in (
+            "way",
+            "x",
+            "[2, 4]",
+            "[3, 4]",
+            "g",
+            "all-reduce\npayload\n1,234 bytes",
+        ):
             assert text in shown
         ax = figure.axes[0]
         assert [line.get_linestyle() for line in ax.lines] == [":", "-"]

@@ -203,13 +203,22 @@ WRONG = {  # what people try, and what they are told
         (2, "def gather_by_adding(x, group):\n    return all_gather(x, 0, group)",
          "collectives used: {'all-gather': 1}"),
         (2, "def gather_by_adding(x, group):\n    return all_reduce(x, group)",
-         "2 numbers came back, not 4"),
+         "its shape is [2], not [4]"),
+        (2, "def gather_by_adding(x, group):\n    full = torch.zeros(2, 2)\n"
+            "    full[group.rank()] = x\n    return all_reduce(full, group)",
+         "its shape is [2, 2], not [4]"),
         (3, "def product_by_rows(a, b, group):\n"
             "    return shard(all_reduce(a @ b, group), 1, group)\n"
-            "predicted = lambda I, J, K, T: 0", "the shape is [8, 10], not [4, 20]"),
+            "predicted = lambda I, J, K, T, size: 0",
+         "the shape is [8, 10], not [4, 20]"),
         (3, "def product_by_rows(a, b, group):\n"
             "    return reduce_scatter(a @ b, 0, group)\n"
-            "predicted = lambda I, J, K, T: 4 * I * K // T", "counted were 640"),
+            "predicted = lambda I, J, K, T, size: size * I * K // T",
+         "float32: you predicted 320 bytes, counted were 640"),
+        (3, "def product_by_rows(a, b, group):\n"  # no bytes; right by chance at first
+            "    return reduce_scatter(a @ b, 0, group)\n"
+            "predicted = lambda I, J, K, T, size: 2 * T * I * K",
+         "float64: you predicted 192 bytes, counted were 384"),
     ],
     "01_naive_mlp_tp": [
         (1, "class GatedTPMLP(nn.Module):\n    def __init__(self, gate, up, down, g):\n"
