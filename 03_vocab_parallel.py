@@ -1348,7 +1348,7 @@ class Training:
         self.model, self.tp_group, self.args = model, tp_group, args
         # eps above the rounding error of a gradient: AdamW divides by the gradient's
         # size, and would turn rounding into steps as long as any other.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
         self.losses, self.norms, self.held, self.first = [], [], {}, {}
         self.rounding = {}  # of bfloat16: measure_rounding
 

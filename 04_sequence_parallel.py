@@ -1489,7 +1489,7 @@ class Training:
         self.model, self.tp_group, self.args = model, tp_group, args
         # eps above the rounding error of a gradient: AdamW divides by the gradient's
         # size, and would turn rounding into steps as long as any other.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
         self.losses, self.norms, self.held, self.first = [], [], {}, {}
         self.rounding = {}  # of bfloat16: measure_rounding
 
@@ -2169,7 +2169,7 @@ def show_replicated(report: Report, without: Training, sp: Training) -> None:
         "layer "
         f"{report.args.layers - 1}"
     )
-    corner = lambda x: " ".join(f"{v:9.6f}" for v in x[:3].tolist())
+    corner = lambda x: " ".join(f"{v:8.5f}" for v in x[:3].tolist())
     parts = gather_objects([corner(sp.parts[name]) for name in names])
     rows = []
     for rank, cells in enumerate(parts):
@@ -2269,7 +2269,7 @@ def show_sp_bytes(report: Report, args, ranks: int) -> None:
         wire = moved * ring_factor(collective, ranks)
         if what == "layers":
             ring[who] += wire
-        row = [who, collective, phase, count, moved, formula, predicted]
+        row = [who[-2:], collective, phase, count, moved, formula, predicted]
         table.append([*row, f"{wire:.0f}", cells[2]])
     report.say(
         f"\n5  Communication in a step; formulas in elements of {e} bytes; ring: what "
@@ -2290,10 +2290,9 @@ def compare_rings(report: Report, ring: dict, extra: float, S: int, padded: int)
     report.say(
         "   2L + 1: two a layer, and embedding or head. In a ring an all-reduce is a "
         "scatter and\n   a gather and sends 2(T − 1)/T of its bytes, each of those "
-        f"(T − 1)/T. So TP sends {ring['TP']:.0f},\n   SP as much, "
+        f"(T − 1)/T. TP sends\n   {ring['TP']:.0f}, SP as much, "
         f"{ring['TP + SP'] - extra:.0f}{longer}: {mark}; and {extra:.0f} to gather "
-        "inputs "
-        "again in backward\n   (the paper overlaps that with computing), and the "
+        "inputs again\n   in backward (the paper overlaps that with computing), and the "
         "replicas' (6L + 2)·D."
     )
 
@@ -2407,7 +2406,7 @@ def show_layer_memory(report: Report, tp_group) -> None:
         f"paper's letters\n   s = {S} positions, b = {args.batch_size} rows, h = "
         f"{args.hidden} hidden, a = {args.heads} heads, t = {T} ranks; sbh = {sbh}"
     )
-    head = "|bytes|of them stats|rest ÷ sbh|formula|gives|ok"
+    head = "|bytes|stats|rest ÷ sbh|formula|gives|ok"
     report.table(head, table, "lrrrlrr")
     marks, kind = {row[-1] for row in scaled}, str(wide).removeprefix("torch.")
     bytes32 = [str(row[1]) for row in scaled[:3]]
