@@ -203,6 +203,36 @@ def shard_qkv(full: Attention, tp_group) -> list:
     return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
 
 
+class CoreAttention(nn.Module):
+    """The part of attention that has no weights: this rank's heads, each on its own.
+
+    Args:
+        head_size: H; p: dropout of the attention weights; tp_group: whose heads.
+    Shapes: q [B, S, N·H/T], k and v [B, S, K·H/T], tables [S, H] twice and [S, S]
+        → [B, S, N·H/T]: heads never meet, so nothing is sent.
+    """
+
+    def __init__(self, head_size: int, p: float, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.head_size, self.p, self.tp_group = head_size, p, tp_group
+
+    def forward(self, q_BSd, k_BSe, v_BSe, cos_SH, sin_SH, future_SS) -> Tensor:
+        q_BnSH, k_BkSH, v_BkSH = (
+            x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for x in (q_BSd, k_BSe, v_BSe)
+        )
+        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
+        k_BkSH = rotate(k_BkSH, cos_SH, sin_SH)
+        queries_per_kv = q_BnSH.shape[1] // k_BkSH.shape[1]
+        k_BnSH = k_BkSH.repeat_interleave(queries_per_kv, 1)
+        v_BnSH = v_BkSH.repeat_interleave(queries_per_kv, 1)
+        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(self.head_size)
+        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
+        if self.p and self.training:
+            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
+        return (weights_BnSS @ v_BnSH).transpose(1, 2).flatten(2)
+
+
 class TPAttention(nn.Module):
     """Attention by heads: q, k, v by column, o by row; heads never meet in between.
 
@@ -222,28 +252,15 @@ class TPAttention(nn.Module):
 
     def __init__(self, full: Attention, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.head_size, self.queries_per_kv = full.head_size, full.queries_per_kv
-        self.p, self.tp_group = full.dropout.p, tp_group
+        self.tp_group = tp_group
         self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
+        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
         self.o_proj = RowParallelLinear(full.o_proj, tp_group)
 
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
+    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
         x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        B, S, H = *x_BSD.shape[:2], self.head_size
-        q_BnSH = self.q_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
-        k_BkSH = self.k_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
-        v_BkSH = self.v_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
-        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BnSH = rotate(k_BkSH, cos_SH, sin_SH).repeat_interleave(
-            self.queries_per_kv, 1
-        )
-        v_BnSH = v_BkSH.repeat_interleave(self.queries_per_kv, 1)
-        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(H)
-        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
-        if self.p and self.training:
-            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
-        y_BSd = (weights_BnSS @ v_BnSH).transpose(1, 2).reshape(B, S, -1)
-        return self.o_proj(y_BSd)
+        q_BSd, k_BSe, v_BSe = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
+        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
 
 
 class TPDecoderLayer(nn.Module):
@@ -339,6 +356,15 @@ def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
 
 
+def wide_copy(full: Transformer) -> tuple[Transformer, str]:
+    """The model without dropout, in float32 at least, and the name of its dtype.
+
+    For comparisons in which rounding is not the question.
+    """
+    dtype = torch.promote_types(next(full.parameters()).dtype, torch.float32)
+    return copy.deepcopy(full).eval().to(dtype), str(dtype).removeprefix("torch.")
+
+
 def plan_for(layers: int) -> dict:
     """PyTorch's way to say the same: which linear is split by column, which by row."""
     column, row = ColwiseParallel, RowwiseParallel
@@ -350,197 +376,6 @@ def plan_for(layers: int) -> dict:
         plan[f"layers.{i}.mlp.up_proj"] = column()
         plan[f"layers.{i}.mlp.down_proj"] = row()
     return plan
-
-
-# ==== CARRIED OVER from 01, unchanged
-
-
-class MLP(nn.Module):
-    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
-
-    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
-    """
-
-    def __init__(self, hidden: int, width: int):
-        super().__init__()
-        self.up_proj = nn.Linear(hidden, width)  # weight [F, D]: torch stores (out, in)
-        self.down_proj = nn.Linear(width, hidden)  # weight [D, F]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
-
-
-class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
-
-    @staticmethod
-    def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
-        return all_reduce(partial_grad, ctx.tp_group), None
-
-
-class ReduceFromTP(torch.autograd.Function):
-    """Megatron's g: all-reduce forward, identity backward (arXiv:1909.08053, 3)."""
-
-    @staticmethod
-    def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(partial_y, tp_group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
-        return grad, None
-
-
-class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-        copy_input: False where the caller has applied f, once for several layers.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, D] → [B, S, D]     Replicate()
-        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
-                                          paper's columns of A are our rows
-        return  [B, S, F] → [B, S, F/T]   Shard(2)
-
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {
-        "weight": (("tp", 0),),
-        "bias": (("tp", 0),),
-    }  # cut over axis tp along dim 0
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
-        super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
-        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
-        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.copy_input:
-            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
-
-
-class RowParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *input* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]   Shard(2), as ColumnParallelLinear returns it
-        weight  [D, F]    → [D, F/T]      Shard(1)
-        bias    [D]       → [D]           Replicate()
-        return  [B, S, D] → [B, S, D]     Replicate()
-
-    Communication: forward one all-reduce of B·S·D elements (g); backward none.
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {"weight": (("tp", 1),)}
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.tp_group = tp_group
-        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
-        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
-
-    def forward(self, x_BSf: Tensor) -> Tensor:
-        partial_y_BSD = F.linear(x_BSf, self.weight)
-        y_BSD = ReduceFromTP.apply(partial_y_BSD, self.tp_group)
-        return y_BSD + self.bias  # after the sum: before it, it would be added T times
-
-
-class TPMLP(nn.Module):
-    """Megatron's MLP: columns, then rows. One all-reduce forward, one backward.
-
-    GELU works on single elements, so it needs no neighbour: each rank applies it to the
-    columns it has. That is why the column split comes first.
-    """
-
-    def __init__(self, full: MLP, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
-        self.down_proj = RowParallelLinear(full.down_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
-
-
-def tell_placement(module: nn.Module, name: str) -> tuple:
-    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
-
-
-def unshard(
-    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
-) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
-    for axis, dim in reversed(placement):
-        x = all_gather(x, dim, groups[axis])
-    return x
-
-
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
-
-    def __init__(self, skip: list[Tensor]):
-        self.skip = {x.untyped_storage().data_ptr() for x in skip}
-        self.storages = {}
-        super().__init__(self.pack, lambda x: x)
-
-    def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in self.skip:
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def total(self) -> int:
-        return sum(self.storages.values())
-
-
-class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted too. (PyTorch's CommDebugMode
-    counts calls, not bytes, and takes half a second to import.)"""
-
-    names = {
-        "_c10d_functional::all_reduce": "all-reduce",
-        "_c10d_functional::all_gather_into_tensor": "all-gather",
-        "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
-    }
-
-    def __init__(self, axis: str):
-        super().__init__()
-        self.axis = axis
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let DTensor turn it into local ops and collectives
-        out = func(*args, **(kwargs or {}))
-        if name := self.names.get(func._schema.name):
-            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
-        return out
-
-
-def in_words(placement: tuple) -> str:
-    """PyTorch's words for a placement on one axis."""
-    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
 
 
 # ==== CARRIED OVER from 00, unchanged
@@ -1005,6 +840,197 @@ def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
         args.timeout = 5 if args.break_name else 60
 
 
+# ==== CARRIED OVER from 01, unchanged
+
+
+class MLP(nn.Module):
+    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
+
+    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
+    """
+
+    def __init__(self, hidden: int, width: int):
+        super().__init__()
+        self.up_proj = nn.Linear(hidden, width)  # weight [F, D]: torch stores (out, in)
+        self.down_proj = nn.Linear(width, hidden)  # weight [D, F]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
+
+
+class CopyToTP(torch.autograd.Function):
+    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.tp_group = tp_group
+        return x.view_as(x)  # every rank has all of x already: nothing to send
+
+    @staticmethod
+    def backward(ctx, partial_grad: Tensor):
+        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        return all_reduce(partial_grad, ctx.tp_group), None
+
+
+class ReduceFromTP(torch.autograd.Function):
+    """Megatron's g: all-reduce forward, identity backward (arXiv:1909.08053, 3)."""
+
+    @staticmethod
+    def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(partial_y, tp_group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
+        # sum of the terms, so dL/dy is also the gradient of every term.
+        return grad, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *output* features split over the TP group.
+
+    Args:
+        full: the single-process layer to slice, identical on every rank.
+        tp_group: the T ranks that share this layer.
+        copy_input: False where the caller has applied f, once for several layers.
+
+    Shapes (global → on a rank, placement):
+        x       [B, S, D] → [B, S, D]     Replicate()
+        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
+                                          paper's columns of A are our rows
+        return  [B, S, F] → [B, S, F/T]   Shard(2)
+
+    Communication: forward none; backward one all-reduce of B·S·D elements (f).
+    Raises: ValueError if T does not divide F.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+    """
+
+    placement = {
+        "weight": (("tp", 0),),
+        "bias": (("tp", 0),),
+    }  # cut over axis tp along dim 0
+
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
+        super().__init__()
+        self.tp_group, self.copy_input = tp_group, copy_input
+        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
+        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.copy_input:
+            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
+        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
+
+
+class RowParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *input* features split over the TP group.
+
+    Args:
+        full: the single-process layer to slice, identical on every rank.
+        tp_group: the T ranks that share this layer.
+
+    Shapes (global → on a rank, placement):
+        x       [B, S, F] → [B, S, F/T]   Shard(2), as ColumnParallelLinear returns it
+        weight  [D, F]    → [D, F/T]      Shard(1)
+        bias    [D]       → [D]           Replicate()
+        return  [B, S, D] → [B, S, D]     Replicate()
+
+    Communication: forward one all-reduce of B·S·D elements (g); backward none.
+    Raises: ValueError if T does not divide F.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+    """
+
+    placement = {"weight": (("tp", 1),)}
+
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.tp_group = tp_group
+        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
+        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        partial_y_BSD = F.linear(x_BSf, self.weight)
+        y_BSD = ReduceFromTP.apply(partial_y_BSD, self.tp_group)
+        return y_BSD + self.bias  # after the sum: before it, it would be added T times
+
+
+class TPMLP(nn.Module):
+    """Megatron's MLP: columns, then rows. One all-reduce forward, one backward.
+
+    GELU works on single elements, so it needs no neighbour: each rank applies it to the
+    columns it has. That is why the column split comes first.
+    """
+
+    def __init__(self, full: MLP, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
+        self.down_proj = RowParallelLinear(full.down_proj, tp_group)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
+
+
+def tell_placement(module: nn.Module, name: str) -> tuple:
+    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
+
+
+def unshard(
+    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
+) -> Tensor:
+    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
+    for axis, dim in reversed(placement):
+        x = all_gather(x, dim, groups[axis])
+    return x
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
+
+    def __init__(self, skip: list[Tensor]):
+        self.skip = {x.untyped_storage().data_ptr() for x in skip}
+        self.storages = {}
+        super().__init__(self.pack, lambda x: x)
+
+    def pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self.skip:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    def total(self) -> int:
+        return sum(self.storages.values())
+
+
+class CountDTensor(TorchDispatchMode):
+    """Within `with`: DTensor's collectives are counted too. (PyTorch's CommDebugMode
+    counts calls, not bytes, and takes half a second to import.)"""
+
+    names = {
+        "_c10d_functional::all_reduce": "all-reduce",
+        "_c10d_functional::all_gather_into_tensor": "all-gather",
+        "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    }
+
+    def __init__(self, axis: str):
+        super().__init__()
+        self.axis = axis
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor turn it into local ops and collectives
+        out = func(*args, **(kwargs or {}))
+        if name := self.names.get(func._schema.name):
+            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
+        return out
+
+
+def in_words(placement: tuple) -> str:
+    """PyTorch's words for a placement on one axis."""
+    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
+
+
 # ==== BREAK IT
 
 
@@ -1181,6 +1207,7 @@ class Training:
         # size, and would turn rounding into steps as long as any other.
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
         self.losses, self.norms, self.held, self.first = [], [], {}, {}
+        self.rounding = {}  # of bfloat16: measure_rounding
 
     def step(self, batches: list, step: int, watch=None) -> None:
         tokens, target = (
@@ -1194,7 +1221,7 @@ class Training:
             logits_BSV = self.model(tokens)
         loss = self.loss(logits_BSV, target)
         COMM.phase = "backward"
-        loss.backward()
+        self.backward(loss)
         COMM.what, COMM.phase = "bookkeeping", ""
         self.losses.append(loss.item())
         if not self.first:
@@ -1221,6 +1248,9 @@ class Training:
 
     def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
         return mean_loss(logits_BSV, target_BS)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     def named(self):
         return self.model.named_parameters()
@@ -1254,6 +1284,27 @@ def show_losses_and_norms(report: Report, without: Training, tp: Training) -> No
     report.table(head, rows, "rrrrrrrr")
 
 
+def measure_rounding(run: Training, full: Transformer, batches: list) -> None:
+    """How far bfloat16's rounding alone moves each gradient: against float32, no TP.
+
+    A gradient is a sum of many terms, some large and of both signs: what is left of
+    them can be as small as their rounding. So no one tolerance fits all tensors.
+    """
+    wide = argparse.Namespace(**vars(run.args) | {"dtype": "float32"})
+    exact = Training(copy.deepcopy(full).float(), None, wide)
+    exact.step(batches, 0)
+    run.rounding = {n: rel_diff(run.first[n], g) for n, g in exact.first.items()}
+
+
+def allowed(without: Training, name: str) -> float:
+    """The largest relative difference of a parameter's gradient that is no bug.
+
+    In bfloat16 it is 2e-2, or three times what rounding does to it without TP.
+    """
+    floor = ALLOWED[without.args.dtype][1]
+    return max(floor, 3 * without.rounding.get(name, 0.0))
+
+
 def fold(name: str, verbose: bool) -> str:
     """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
     parts = name.split(".")
@@ -1262,27 +1313,28 @@ def fold(name: str, verbose: bool) -> str:
 
 def show_parameters(report: Report, without: Training, tp: Training) -> None:
     """Who holds what, and every gradient of step 1, layers folded into one row."""
-    limit, rows = ALLOWED[report.args.dtype][1], {}
-    here = dict(tp.named())
+    here, rows = dict(tp.named()), {}
     for name, reference in without.first.items():
         diff = rel_diff(tp.first[name], reference)
-        report.check(f"dL/d {name}", diff, limit)
+        mark = report.check(f"dL/d {name}", diff, allowed(without, name))
         where = in_words(tell_placement(tp.model, name))
         cell = rows.setdefault(fold(name, report.args.verbose), [])
         norms = [x.double().square().sum().item() for x in (reference, tp.first[name])]
-        cell.append([list(here[name].shape), where, *norms, diff])
-    worst = gather_objects({key: max(c[4] for c in cell) for key, cell in rows.items()})
+        cell.append([list(here[name].shape), where, *norms, diff, mark != "ok"])
+    worst = gather_objects(
+        {key: [max(c[i] for c in cell) for i in (4, 5)] for key, cell in rows.items()}
+    )
     table = []
     for key, cell in rows.items():
         shape, where = cell[0][:2]
         norms = [math.sqrt(sum(c[i] for c in cell)) for i in (2, 3)]
-        diff = max(w[key] for w in worst)
-        row = dict(name=key, placement=where, rel_diff=diff, ok=diff <= limit)
+        diff, bad = (max(w[key][i] for w in worst) for i in (0, 1))
+        row = dict(name=key, placement=where, rel_diff=diff, ok=not bad)
         row |= dict(norm_without=norms[0], norm_with=norms[1])
         report.data["gradients"].append(row)
         cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
         key = key.removeprefix("layers.")  # --verbose: the row fits the screen
-        table.append([key, shape, where, *cells, "ok" if diff <= limit else "✗"])
+        table.append([key, shape, where, *cells, "✗" if bad else "ok"])
     layers = report.args.layers
     report.say(
         f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
@@ -1302,13 +1354,24 @@ def show_parameters(report: Report, without: Training, tp: Training) -> None:
 
 def show_after(report: Report, without: Training, tp: Training) -> None:
     """The parameters after the last step; replicas equal to the bit on all ranks."""
-    worst, limit = 0.0, ALLOWED[report.args.dtype][1]
-    reference = dict(without.named())
+    marks, diffs, squares = [], [], [0.0, 0.0]
+    limit, reference = ALLOWED[report.args.dtype][1], dict(without.named())
     for name, p in tp.named():
-        diff = rel_diff(tp.whole(name, p), reference[name])
-        report.check(f"{name} after the last step", diff, limit)
-        worst = max(worst, diff)
-    worst = max(gather_objects(worst))
+        p, q = tp.whole(name, p), reference[name].detach()
+        diffs.append(rel_diff(p, q))
+        squares[0] += (p - q).double().square().sum().item()
+        squares[1] += q.double().square().sum().item()
+        if report.args.dtype != "bfloat16":
+            check = f"{name} after the last step"
+            marks.append(report.check(check, diffs[-1], limit))
+    if report.args.dtype == "bfloat16":
+        # AdamW makes steps of one length from large gradients and from rounding: the
+        # parameters that started at zero differ, and only all together are compared.
+        diffs = [math.sqrt(squares[0] / squares[1])]
+        check = "all parameters after the last step"
+        marks.append(report.check(check, diffs[0], limit))
+    found = gather_objects([max(diffs), "✗" if "✗" in marks else "ok"])
+    worst, mark = max(row[0] for row in found), max(row[1] for row in found)
     whole = {n: p for n, p in tp.named() if not tell_placement(tp.model, n)}
     off = 0.0
     for p in whole.values():
@@ -1319,7 +1382,6 @@ def show_after(report: Report, without: Training, tp: Training) -> None:
     one = report.check(
         "one loss on every rank", float(losses != [losses[0]] * len(losses))
     )
-    mark = "ok" if worst <= limit else "✗"
     report.say(
         f"   After {report.args.steps} steps the parameters differ by {worst:.1e} at "
         f"most: {mark}.\n   Equal to the bit on all ranks: the {len(whole)} replicated "
@@ -1461,7 +1523,7 @@ def show_plan(report: Report, full: Transformer, batch, tp_group) -> None:
     args, config = report.args, full.config
     device, (tokens, target) = args.device, batch
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-    reference, planned = copy.deepcopy(full).eval(), copy.deepcopy(full).eval()
+    (reference, dtype), (planned, _) = wide_copy(full), wide_copy(full)
     planned = parallelize_module(planned, mesh, plan_for(config.layers))
     wanted = mean_loss(reference(tokens), target)
     wanted.backward()
@@ -1471,16 +1533,15 @@ def show_plan(report: Report, full: Transformer, batch, tp_group) -> None:
         COMM.phase = "backward"
         loss.backward()
     COMM.what = COMM.phase = ""
-    loss_limit, limit = ALLOWED[args.dtype]
     diff, worst = abs(loss.item() - wanted.item()) / wanted.item(), 0.0
+    loss_limit, limit = ALLOWED[dtype]
     marks = [report.check("DTensor's loss", diff, loss_limit)]
     for (name, p), q in zip(planned.named_parameters(), reference.parameters()):
         grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        marks.append(
-            report.check(f"DTensor's dL/d {name}", rel_diff(grad, q.grad), limit)
-        )
-        worst = max(worst, rel_diff(grad, q.grad))
-    size = getattr(torch, args.dtype).itemsize if tp_group.size() > 1 else 0
+        diff = rel_diff(grad, q.grad)
+        marks.append(report.check(f"DTensor's dL/d {name}", diff, limit))
+        worst = max(worst, diff)
+    size = getattr(torch, dtype).itemsize if tp_group.size() > 1 else 0
     one = tokens.numel() * config.hidden * size
     L, row = config.layers, []
     for phase, times in (("forward", 2), ("backward", 4)):
@@ -1494,8 +1555,9 @@ def show_plan(report: Report, full: Transformer, batch, tp_group) -> None:
     report.say(
         "\n6  The same by PyTorch's own plan, a dict of ColwiseParallel() and "
         "RowwiseParallel()\n"
-        f"   Without dropout: loss {loss.item():.8f}, alone {wanted.item():.8f}; "
-        f"gradients differ by {worst:.1e}: {mark}\n   {row[0]}\n   {row[1]}:\n"
+        f"   Without dropout, {dtype}: loss {loss.item():.8f}, alone "
+        f"{wanted.item():.8f};\n   gradients differ by {worst:.1e}: {mark}\n"
+        f"   {row[0]}\n   {row[1]}:\n"
         "   each of q, k and v has an f of its own; by hand they share one\n"
     )
 
@@ -1650,11 +1712,6 @@ def check_sizes(args, ranks: int) -> None:
             f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
             "must be even"
         )
-    if args.dtype == "bfloat16":
-        raise ValueError(
-            "--dtype bfloat16: rounding alone moves this model's gradients by 4e-2, "
-            "and a bug may do less; float32 and float64 tell them apart"
-        )
     if args.vocab_size < 257:
         raise ValueError(
             f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
@@ -1677,6 +1734,8 @@ def main(args: argparse.Namespace, backend: str) -> str:
     for step in range(args.steps):
         without.step(batches, step)
         tp.step(batches, step)
+    if args.dtype == "bfloat16":
+        measure_rounding(without, full, batches)
     show_losses_and_norms(report, without, tp)
     show_parameters(report, without, tp)
     show_after(report, without, tp)

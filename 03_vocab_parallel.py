@@ -85,6 +85,19 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         )
 
 
+def look_up(tokens_BS: Tensor, weight_vD: Tensor, V: int, tp_group) -> Tensor:
+    """The embeddings of this rank's tokens, zeros for the others': a term of the sum.
+
+    Shapes: tokens [B, S], weight [v, D] → [B, S, D] {U_tp}. ValueError for a token ≥ V.
+    """
+    check_tokens(tokens_BS, V)
+    local_BS = tokens_BS - first_row(len(weight_vD), tp_group)
+    mine_BS = (local_BS >= 0) & (local_BS < len(weight_vD))
+    # Another rank's token looks up row 0, any row would do: it is zeroed next.
+    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_vD)
+    return x_BSD * mine_BS.unsqueeze(-1)  # others' tokens: zero
+
+
 class VocabParallelEmbedding(nn.Module):
     """An embedding whose rows are split over the TP group.
 
@@ -110,12 +123,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(shard(padded, 0, tp_group))  # [v, D]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        check_tokens(tokens_BS, self.vocab_size)
-        local_BS = tokens_BS - first_row(len(self.weight), self.tp_group)
-        mine_BS = (local_BS >= 0) & (local_BS < len(self.weight))
-        # Another rank's token looks up row 0, any row would do: it is zeroed next.
-        x_BSD = F.embedding(local_BS.where(mine_BS, 0), self.weight)
-        partial_x_BSD = x_BSD * mine_BS.unsqueeze(-1)  # others' tokens: zero
+        partial_x_BSD = look_up(tokens_BS, self.weight, self.vocab_size, self.tp_group)
         return ReduceFromTP.apply(partial_x_BSD, self.tp_group)
 
 
@@ -292,690 +300,6 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
     top = all_reduce(score, tp_group, dist.ReduceOp.MAX)
     best = torch.tensor([best if score == top else vocab_size], device=logits_v.device)
     return int(all_reduce(best, tp_group, dist.ReduceOp.MIN))  # of equals, the first
-
-
-# ==== CARRIED OVER from 02, unchanged
-
-
-Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
-
-
-def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864)."""
-    frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
-    angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
-    return angle_SH.cos(), angle_SH.sin()
-
-
-def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) of a head by its position's angle."""
-    first, second = x_BNSH.chunk(2, -1)
-    return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
-
-
-class Dropout(nn.Module):
-    """Zero elements with probability p, scale the others by 1/(1 − p).
-
-    Like nn.Dropout, but the mask kept for backward is boolean, one byte an element, as
-    on a GPU (on a CPU nn.Dropout keeps it in x's dtype).
-    """
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.p == 0 or not self.training:
-            return x
-        keep = torch.rand(x.shape, device=x.device) >= self.p
-        return x * keep / (1 - self.p)
-
-
-class Attention(nn.Module):
-    """Causal attention written out, so that what it keeps for backward can be counted.
-
-    Shapes: x [B, S, D] → [B, S, D]. K key/value heads serve N/K query heads each.
-    """
-
-    def __init__(self, config: Config):
-        super().__init__()
-        D, H = config.hidden, config.hidden // config.heads
-        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
-        self.q_proj = nn.Linear(D, config.heads * H)
-        self.k_proj = nn.Linear(D, config.kv_heads * H)
-        self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.o_proj = nn.Linear(D, D)
-        self.dropout = Dropout(config.dropout)
-
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
-        q, k, v = (
-            proj(x_BSD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, N, S, H], and [B, K, S, H] twice
-        q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
-        scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
-        scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
-        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
-        return self.o_proj((weights_BNSS @ v).transpose(1, 2).flatten(2))
-
-
-class DecoderLayer(nn.Module):
-    """Pre-LayerNorm: x + dropout(attention(norm(x))), then + dropout(MLP(norm(x)))."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        D = config.hidden
-        self.input_layernorm = nn.LayerNorm(D)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.LayerNorm(D)
-        self.mlp = MLP(D, 4 * D)
-        self.dropout = Dropout(config.dropout)
-
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + self.dropout(attended_BSD)
-        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
-
-
-class Transformer(nn.Module):
-    """The reference decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.hidden)
-        self.lm_head = nn.Linear(config.hidden, config.vocab_size)
-        cos_SH, sin_SH = rotary_table(config.seq_len, config.hidden // config.heads)
-        self.register_buffer("cos", cos_SH, persistent=False)
-        self.register_buffer("sin", sin_SH, persistent=False)
-        future_SS = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(1)
-        self.register_buffer("future", future_SS, persistent=False)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        tables = self.cos[:S], self.sin[:S], self.future[:S, :S]
-        x_BSD = self.embed_tokens(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, *tables)
-        return self.lm_head(self.norm(x_BSD))
-
-
-def replicated_dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout where x is whole on every rank: all must drop the same elements.
-
-    They do, because all draw the same numbers, from one seed and in one order:
-    sharded_dropout, too, draws its whole mask on every rank.
-    """
-    keep = torch.rand(x.shape, device=x.device) >= p
-    return x * keep / (1 - p)
-
-
-def sharded_dropout(x: Tensor, p: float, dim: int, tp_group) -> Tensor:
-    """Dropout where x is a slice along dim: each rank must drop elements of its own.
-
-    Every rank draws the mask of the whole tensor and keeps its slice, so that the
-    result is the single process's. Megatron does not draw the other ranks' parts: it
-    has a second generator, seeded with an offset by tp_rank. That is less work, and
-    other masks than one process would draw (arXiv:1909.08053, appendix).
-    """
-    whole = list(x.shape)
-    whole[dim] *= tp_group.size()
-    keep = torch.rand(whole, device=x.device) >= p
-    return x * shard(keep, dim, tp_group) / (1 - p)
-
-
-def shard_qkv(full: Attention, tp_group) -> list:
-    """q_proj, k_proj, v_proj cut by heads: each on its own, so that a rank's queries
-    meet the keys and values that belong to them. f comes before, once for the three."""
-    three = full.q_proj, full.k_proj, full.v_proj
-    return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
-
-
-class TPAttention(nn.Module):
-    """Attention by heads: q, k, v by column, o by row; heads never meet in between.
-
-    Args:
-        full: the single-process attention; its heads and kv heads are multiples of T.
-
-    Shapes (global → on a rank, placement):
-        x                      [B, S, D] → [B, S, D]         Replicate()
-        q_proj.weight          [D, D]    → [D/T, D]          Shard(0), N/T heads
-        k_proj, v_proj.weight  [K·H, D]  → [K·H/T, D]        Shard(0), K/T heads
-        o_proj.weight          [D, D]    → [D, D/T]          Shard(1)
-    Communication: forward one all-reduce of B·S·D elements (g of o_proj), backward one
-        (f before q, k and v).
-    Raises: ValueError if T does not divide a projection.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    def __init__(self, full: Attention, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.head_size, self.queries_per_kv = full.head_size, full.queries_per_kv
-        self.p, self.tp_group = full.dropout.p, tp_group
-        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
-        self.o_proj = RowParallelLinear(full.o_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
-        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        B, S, H = *x_BSD.shape[:2], self.head_size
-        q_BnSH = self.q_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
-        k_BkSH = self.k_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
-        v_BkSH = self.v_proj(x_BSD).view(B, S, -1, H).transpose(1, 2)
-        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BnSH = rotate(k_BkSH, cos_SH, sin_SH).repeat_interleave(
-            self.queries_per_kv, 1
-        )
-        v_BnSH = v_BkSH.repeat_interleave(self.queries_per_kv, 1)
-        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(H)
-        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
-        if self.p and self.training:
-            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
-        y_BSd = (weights_BnSS @ v_BnSH).transpose(1, 2).reshape(B, S, -1)
-        return self.o_proj(y_BSd)
-
-
-class TPDecoderLayer(nn.Module):
-    """A layer: attention and MLP split; LayerNorm, residual and their dropout whole.
-
-    Communication: 2 all-reduces forward and 2 backward, each of B·S·D elements.
-    """
-
-    def __init__(self, full: DecoderLayer, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.p = full.dropout.p
-        self.input_layernorm = copy.deepcopy(full.input_layernorm)
-        self.self_attn = TPAttention(full.self_attn, tp_group)
-        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
-        self.mlp = TPMLP(full.mlp, tp_group)
-
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        p = self.p if self.training else 0
-        y_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
-        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
-        return x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
-
-
-def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank.
-
-    A rank has a slice of the sharded gradients: their squares are summed over the
-    group. It has all of the replicated ones: they are counted once.
-    Communication: one all-reduce of one float64.
-    """
-    sharded, replicated = [], []
-    for name, p in model.named_parameters():
-        squares = p.grad.double().square().sum()
-        (sharded if tell_placement(model, name) else replicated).append(squares)
-    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
-
-
-def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
-    """Scale all gradients so that their global norm is at most max_norm; the norm."""
-    norm = global_norm(model, tp_group)
-    scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-    for p in model.parameters():
-        p.grad.mul_(scale)
-    return norm
-
-
-def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer: every rank updates what it holds, nothing is sent.
-
-    Replicas stay equal because they started equal and got equal gradients.
-    """
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def pick_batch(batches: list, step: int) -> tuple[Tensor, Tensor]:
-    """The step's tokens and targets: every rank of a TP group takes the same."""
-    return batches[step]
-
-
-def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Cross entropy averaged over the tokens that count, in float32 at least."""
-    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
-
-
-def plan_for(layers: int) -> dict:
-    """PyTorch's way to say the same: which linear is split by column, which by row."""
-    column, row = ColwiseParallel, RowwiseParallel
-    plan = {}
-    for i in range(layers):
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[f"layers.{i}.{name}"] = column()
-        plan[f"layers.{i}.self_attn.o_proj"] = row()
-        plan[f"layers.{i}.mlp.up_proj"] = column()
-        plan[f"layers.{i}.mlp.down_proj"] = row()
-    return plan
-
-
-PAD = 256  # the one token that is not a byte
-
-
-IGNORE = -100  # what F.cross_entropy takes for "no target here"
-
-
-def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
-
-    Indentation is cut to half a row: among nothing but spaces every weighting of values
-    gives the same, and the gradients of q and k would be zero, or rather rounding.
-    """
-    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    half = args.seq_len // 2
-    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
-    generator = torch.Generator().manual_seed(args.seed)
-    batches = []
-    for _ in range(count):
-        picks = torch.randint(len(lines), (args.batch_size,), generator=generator)
-        rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
-        for row, pick in zip(rows, picks.tolist()):
-            text = (lines[pick] + b"\n")[: args.seq_len + 1]
-            row[: len(text)] = torch.tensor(list(text))
-        tokens, target = rows[:, :-1].clone(), rows[:, 1:].clone()
-        target[target == PAD] = IGNORE
-        batches.append((tokens.to(args.device), target.to(args.device)))
-    return batches
-
-
-def make_transformer(args) -> Transformer:
-    """The full model, the same on every rank: drawn from the seed before any cut."""
-    torch.manual_seed(args.seed)
-    config = Config(
-        args.vocab_size, args.hidden, args.heads, args.kv_heads, args.layers,
-        args.seq_len, args.dropout,
-    )  # fmt: skip
-    return Transformer(config).to(args.device, getattr(torch, args.dtype))
-
-
-def tensor_bytes(tensors) -> int:
-    """Bytes of all tensors among these."""
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-
-
-class Training:
-    """One model in training, and what was measured of it."""
-
-    def __init__(self, model: nn.Module, tp_group: dist.ProcessGroup | None, args):
-        self.model, self.tp_group, self.args = model, tp_group, args
-        # eps above the rounding error of a gradient: AdamW divides by the gradient's
-        # size, and would turn rounding into steps as long as any other.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
-        self.losses, self.norms, self.held, self.first = [], [], {}, {}
-
-    def step(self, batches: list, step: int, watch=None) -> None:
-        tokens, target = (
-            batches[step] if not self.tp_group else pick_batch(batches, step)
-        )
-        torch.manual_seed(self.args.seed + step)  # the masks of this step
-        parameters = list(self.model.parameters())
-        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
-        COMM.what, COMM.phase = "layers", "forward"
-        with saved:
-            logits_BSV = self.model(tokens)
-        loss = self.loss(logits_BSV, target)
-        COMM.phase = "backward"
-        loss.backward()
-        COMM.what, COMM.phase = "bookkeeping", ""
-        self.losses.append(loss.item())
-        if not self.first:
-            self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
-            self.held = {
-                "parameters": tensor_bytes(parameters),
-                "gradients": tensor_bytes(p.grad for p in parameters),
-                "activations": saved.total(),
-            }
-        COMM.what = "clipping"
-        if self.tp_group:
-            self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
-        else:
-            # clip_grad_norm_, but with the squares of large tensors added in float64
-            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
-            self.norms.append(norm.item())
-        COMM.what = "bookkeeping"
-        update(self.model, self.optimizer)
-        if "optimizer state" not in self.held:
-            state = self.optimizer.state.values()
-            moments = [x for one in state for x in one.values()]
-            self.held["optimizer state"] = tensor_bytes(moments)
-
-    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-        return mean_loss(logits_BSV, target_BS)
-
-    def named(self):
-        return self.model.named_parameters()
-
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        """A parameter, or its gradient, put together from all ranks."""
-        where = tell_placement(self.model, name) if self.tp_group else ()
-        return unshard(x.detach(), where, {"tp": self.tp_group}).clone()
-
-
-def fold(name: str, verbose: bool) -> str:
-    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
-    parts = name.split(".")
-    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
-
-
-def show_parameters(report: Report, without: Training, tp: Training) -> None:
-    """Who holds what, and every gradient of step 1, layers folded into one row."""
-    limit, rows = ALLOWED[report.args.dtype][1], {}
-    here = dict(tp.named())
-    for name, reference in without.first.items():
-        diff = rel_diff(tp.first[name], reference)
-        report.check(f"dL/d {name}", diff, limit)
-        where = in_words(tell_placement(tp.model, name))
-        cell = rows.setdefault(fold(name, report.args.verbose), [])
-        norms = [x.double().square().sum().item() for x in (reference, tp.first[name])]
-        cell.append([list(here[name].shape), where, *norms, diff])
-    worst = gather_objects({key: max(c[4] for c in cell) for key, cell in rows.items()})
-    table = []
-    for key, cell in rows.items():
-        shape, where = cell[0][:2]
-        norms = [math.sqrt(sum(c[i] for c in cell)) for i in (2, 3)]
-        diff = max(w[key] for w in worst)
-        row = dict(name=key, placement=where, rel_diff=diff, ok=diff <= limit)
-        row |= dict(norm_without=norms[0], norm_with=norms[1])
-        report.data["gradients"].append(row)
-        cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
-        key = key.removeprefix("layers.")  # --verbose: the row fits the screen
-        table.append([key, shape, where, *cells, "ok" if diff <= limit else "✗"])
-    layers = report.args.layers
-    report.say(
-        f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
-    )
-    head = "parameter|on a rank|placement|alone|TP|diff.|ok"
-    report.table(head, table, "lllrrrr")
-    name = "layers.0.self_attn.q_proj.weight"
-    rows = [
-        [
-            " ".join(f"{v:9.6f}" for v in x.first[name][i, :3].tolist())
-            for x in (without, tp)
-        ]
-        for i in range(2)
-    ]
-    report.table("g of q_proj.weight, layer 0, alone|with TP", rows, "ll")
-
-
-def show_after(report: Report, without: Training, tp: Training) -> None:
-    """The parameters after the last step; replicas equal to the bit on all ranks."""
-    worst, limit = 0.0, ALLOWED[report.args.dtype][1]
-    reference = dict(without.named())
-    for name, p in tp.named():
-        diff = rel_diff(tp.whole(name, p), reference[name])
-        report.check(f"{name} after the last step", diff, limit)
-        worst = max(worst, diff)
-    worst = max(gather_objects(worst))
-    whole = {n: p for n, p in tp.named() if not tell_placement(tp.model, n)}
-    off = 0.0
-    for p in whole.values():
-        off = max(off, rel_diff(broadcast(p, 0, tp.tp_group), p))
-    off = max(gather_objects(off))  # rank 0, which prints, is equal to itself
-    same = report.check("replicas equal on every rank", off)
-    losses = gather_objects(tp.losses)
-    one = report.check(
-        "one loss on every rank", float(losses != [losses[0]] * len(losses))
-    )
-    mark = "ok" if worst <= limit else "✗"
-    report.say(
-        f"   After {report.args.steps} steps the parameters differ by {worst:.1e} at "
-        f"most: {mark}.\n   Equal to the bit on all ranks: the {len(whole)} replicated "
-        f"tensors {same}, the losses {one}"
-    )
-
-
-def check_sizes(args, ranks: int) -> None:
-    """ValueError where the model cannot be built, or cannot be cut into `ranks`."""
-    pairs = [
-        ("--hidden", args.hidden, "--heads", args.heads),
-        ("--heads", args.heads, "--kv-heads", args.kv_heads),
-        ("--heads", args.heads, "ranks, by --nproc_per_node", ranks),
-        ("--kv-heads", args.kv_heads, "ranks, by --nproc_per_node", ranks),
-    ]
-    for flag, value, other, parts in pairs:
-        if value % parts:
-            raise ValueError(
-                f"{flag} {value} is not a multiple of {parts} ({other}): {value} % "
-                f"{parts} = {value % parts}; {flag} {value + parts - value % parts} "
-                "would do"
-            )
-    if args.hidden // args.heads % 2:
-        raise ValueError(
-            f"--hidden {args.hidden} / --heads {args.heads} = "
-            f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
-            "must be even"
-        )
-    if args.dtype == "bfloat16":
-        raise ValueError(
-            "--dtype bfloat16: rounding alone moves this model's gradients by 4e-2, "
-            "and a bug may do less; float32 and float64 tell them apart"
-        )
-    if args.vocab_size < 257:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
-        )
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
-    if args.profile and not args.profile.is_dir():
-        raise ValueError(f"--profile {args.profile}: there is no such folder")
-
-
-# ==== CARRIED OVER from 01, unchanged
-
-
-class MLP(nn.Module):
-    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
-
-    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
-    """
-
-    def __init__(self, hidden: int, width: int):
-        super().__init__()
-        self.up_proj = nn.Linear(hidden, width)  # weight [F, D]: torch stores (out, in)
-        self.down_proj = nn.Linear(width, hidden)  # weight [D, F]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
-
-
-class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
-
-    @staticmethod
-    def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
-        return all_reduce(partial_grad, ctx.tp_group), None
-
-
-class ReduceFromTP(torch.autograd.Function):
-    """Megatron's g: all-reduce forward, identity backward (arXiv:1909.08053, 3)."""
-
-    @staticmethod
-    def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(partial_y, tp_group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
-        return grad, None
-
-
-class GatherFromTP(torch.autograd.Function):
-    """All-gather forward; backward each rank keeps its own slice of the gradient.
-
-    For consumers that are replicated: all ranks go on to do the same with y, so every
-    rank has the whole gradient. Compare AllGather.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
-        return all_gather(x, dim, tp_group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return shard(grad, ctx.dim, ctx.tp_group), None, None
-
-
-class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-        copy_input: False where the caller has applied f, once for several layers.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, D] → [B, S, D]     Replicate()
-        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
-                                          paper's columns of A are our rows
-        return  [B, S, F] → [B, S, F/T]   Shard(2)
-
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {
-        "weight": (("tp", 0),),
-        "bias": (("tp", 0),),
-    }  # cut over axis tp along dim 0
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
-        super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
-        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
-        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.copy_input:
-            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
-
-
-class RowParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *input* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]   Shard(2), as ColumnParallelLinear returns it
-        weight  [D, F]    → [D, F/T]      Shard(1)
-        bias    [D]       → [D]           Replicate()
-        return  [B, S, D] → [B, S, D]     Replicate()
-
-    Communication: forward one all-reduce of B·S·D elements (g); backward none.
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {"weight": (("tp", 1),)}
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.tp_group = tp_group
-        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
-        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
-
-    def forward(self, x_BSf: Tensor) -> Tensor:
-        partial_y_BSD = F.linear(x_BSf, self.weight)
-        y_BSD = ReduceFromTP.apply(partial_y_BSD, self.tp_group)
-        return y_BSD + self.bias  # after the sum: before it, it would be added T times
-
-
-class TPMLP(nn.Module):
-    """Megatron's MLP: columns, then rows. One all-reduce forward, one backward.
-
-    GELU works on single elements, so it needs no neighbour: each rank applies it to the
-    columns it has. That is why the column split comes first.
-    """
-
-    def __init__(self, full: MLP, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
-        self.down_proj = RowParallelLinear(full.down_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
-
-
-def tell_placement(module: nn.Module, name: str) -> tuple:
-    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
-
-
-def unshard(
-    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
-) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
-    for axis, dim in reversed(placement):
-        x = all_gather(x, dim, groups[axis])
-    return x
-
-
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
-
-    def __init__(self, skip: list[Tensor]):
-        self.skip = {x.untyped_storage().data_ptr() for x in skip}
-        self.storages = {}
-        super().__init__(self.pack, lambda x: x)
-
-    def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in self.skip:
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def total(self) -> int:
-        return sum(self.storages.values())
-
-
-class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted too. (PyTorch's CommDebugMode
-    counts calls, not bytes, and takes half a second to import.)"""
-
-    names = {
-        "_c10d_functional::all_reduce": "all-reduce",
-        "_c10d_functional::all_gather_into_tensor": "all-gather",
-        "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
-    }
-
-    def __init__(self, axis: str):
-        super().__init__()
-        self.axis = axis
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let DTensor turn it into local ops and collectives
-        out = func(*args, **(kwargs or {}))
-        if name := self.names.get(func._schema.name):
-            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
-        return out
-
-
-def in_words(placement: tuple) -> str:
-    """PyTorch's words for a placement on one axis."""
-    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
 
 
 # ==== CARRIED OVER from 00, unchanged
@@ -1440,6 +764,747 @@ def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
         args.timeout = 5 if args.break_name else 60
 
 
+# ==== CARRIED OVER from 01, unchanged
+
+
+class MLP(nn.Module):
+    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
+
+    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
+    """
+
+    def __init__(self, hidden: int, width: int):
+        super().__init__()
+        self.up_proj = nn.Linear(hidden, width)  # weight [F, D]: torch stores (out, in)
+        self.down_proj = nn.Linear(width, hidden)  # weight [D, F]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
+
+
+class CopyToTP(torch.autograd.Function):
+    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.tp_group = tp_group
+        return x.view_as(x)  # every rank has all of x already: nothing to send
+
+    @staticmethod
+    def backward(ctx, partial_grad: Tensor):
+        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        return all_reduce(partial_grad, ctx.tp_group), None
+
+
+class ReduceFromTP(torch.autograd.Function):
+    """Megatron's g: all-reduce forward, identity backward (arXiv:1909.08053, 3)."""
+
+    @staticmethod
+    def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(partial_y, tp_group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
+        # sum of the terms, so dL/dy is also the gradient of every term.
+        return grad, None
+
+
+class GatherFromTP(torch.autograd.Function):
+    """All-gather forward; backward each rank keeps its own slice of the gradient.
+
+    For consumers that are replicated: all ranks go on to do the same with y, so every
+    rank has the whole gradient. Compare AllGather.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.tp_group = dim, tp_group
+        return all_gather(x, dim, tp_group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return shard(grad, ctx.dim, ctx.tp_group), None, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *output* features split over the TP group.
+
+    Args:
+        full: the single-process layer to slice, identical on every rank.
+        tp_group: the T ranks that share this layer.
+        copy_input: False where the caller has applied f, once for several layers.
+
+    Shapes (global → on a rank, placement):
+        x       [B, S, D] → [B, S, D]     Replicate()
+        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
+                                          paper's columns of A are our rows
+        return  [B, S, F] → [B, S, F/T]   Shard(2)
+
+    Communication: forward none; backward one all-reduce of B·S·D elements (f).
+    Raises: ValueError if T does not divide F.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+    """
+
+    placement = {
+        "weight": (("tp", 0),),
+        "bias": (("tp", 0),),
+    }  # cut over axis tp along dim 0
+
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
+        super().__init__()
+        self.tp_group, self.copy_input = tp_group, copy_input
+        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
+        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.copy_input:
+            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
+        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
+
+
+class RowParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *input* features split over the TP group.
+
+    Args:
+        full: the single-process layer to slice, identical on every rank.
+        tp_group: the T ranks that share this layer.
+
+    Shapes (global → on a rank, placement):
+        x       [B, S, F] → [B, S, F/T]   Shard(2), as ColumnParallelLinear returns it
+        weight  [D, F]    → [D, F/T]      Shard(1)
+        bias    [D]       → [D]           Replicate()
+        return  [B, S, D] → [B, S, D]     Replicate()
+
+    Communication: forward one all-reduce of B·S·D elements (g); backward none.
+    Raises: ValueError if T does not divide F.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+    """
+
+    placement = {"weight": (("tp", 1),)}
+
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.tp_group = tp_group
+        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
+        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        partial_y_BSD = F.linear(x_BSf, self.weight)
+        y_BSD = ReduceFromTP.apply(partial_y_BSD, self.tp_group)
+        return y_BSD + self.bias  # after the sum: before it, it would be added T times
+
+
+class TPMLP(nn.Module):
+    """Megatron's MLP: columns, then rows. One all-reduce forward, one backward.
+
+    GELU works on single elements, so it needs no neighbour: each rank applies it to the
+    columns it has. That is why the column split comes first.
+    """
+
+    def __init__(self, full: MLP, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
+        self.down_proj = RowParallelLinear(full.down_proj, tp_group)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
+
+
+def tell_placement(module: nn.Module, name: str) -> tuple:
+    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
+
+
+def unshard(
+    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
+) -> Tensor:
+    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
+    for axis, dim in reversed(placement):
+        x = all_gather(x, dim, groups[axis])
+    return x
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
+
+    def __init__(self, skip: list[Tensor]):
+        self.skip = {x.untyped_storage().data_ptr() for x in skip}
+        self.storages = {}
+        super().__init__(self.pack, lambda x: x)
+
+    def pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self.skip:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    def total(self) -> int:
+        return sum(self.storages.values())
+
+
+class CountDTensor(TorchDispatchMode):
+    """Within `with`: DTensor's collectives are counted too. (PyTorch's CommDebugMode
+    counts calls, not bytes, and takes half a second to import.)"""
+
+    names = {
+        "_c10d_functional::all_reduce": "all-reduce",
+        "_c10d_functional::all_gather_into_tensor": "all-gather",
+        "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    }
+
+    def __init__(self, axis: str):
+        super().__init__()
+        self.axis = axis
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor turn it into local ops and collectives
+        out = func(*args, **(kwargs or {}))
+        if name := self.names.get(func._schema.name):
+            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
+        return out
+
+
+def in_words(placement: tuple) -> str:
+    """PyTorch's words for a placement on one axis."""
+    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
+
+
+# ==== CARRIED OVER from 02, unchanged
+
+
+Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
+
+
+def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864)."""
+    frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
+    angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
+    return angle_SH.cos(), angle_SH.sin()
+
+
+def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
+    """Turn each pair (i, i + H/2) of a head by its position's angle."""
+    first, second = x_BNSH.chunk(2, -1)
+    return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
+
+
+class Dropout(nn.Module):
+    """Zero elements with probability p, scale the others by 1/(1 − p).
+
+    Like nn.Dropout, but the mask kept for backward is boolean, one byte an element, as
+    on a GPU (on a CPU nn.Dropout keeps it in x's dtype).
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        keep = torch.rand(x.shape, device=x.device) >= self.p
+        return x * keep / (1 - self.p)
+
+
+class Attention(nn.Module):
+    """Causal attention written out, so that what it keeps for backward can be counted.
+
+    Shapes: x [B, S, D] → [B, S, D]. K key/value heads serve N/K query heads each.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        D, H = config.hidden, config.hidden // config.heads
+        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
+        self.q_proj = nn.Linear(D, config.heads * H)
+        self.k_proj = nn.Linear(D, config.kv_heads * H)
+        self.v_proj = nn.Linear(D, config.kv_heads * H)
+        self.o_proj = nn.Linear(D, D)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
+        q, k, v = (
+            proj(x_BSD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [B, N, S, H], and [B, K, S, H] twice
+        q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
+        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
+        scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
+        scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
+        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
+        return self.o_proj((weights_BNSS @ v).transpose(1, 2).flatten(2))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-LayerNorm: x + dropout(attention(norm(x))), then + dropout(MLP(norm(x)))."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        D = config.hidden
+        self.input_layernorm = nn.LayerNorm(D)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.LayerNorm(D)
+        self.mlp = MLP(D, 4 * D)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
+        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
+        x_BSD = x_BSD + self.dropout(attended_BSD)
+        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
+
+
+class Transformer(nn.Module):
+    """The reference decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.lm_head = nn.Linear(config.hidden, config.vocab_size)
+        cos_SH, sin_SH = rotary_table(config.seq_len, config.hidden // config.heads)
+        self.register_buffer("cos", cos_SH, persistent=False)
+        self.register_buffer("sin", sin_SH, persistent=False)
+        future_SS = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(1)
+        self.register_buffer("future", future_SS, persistent=False)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        S = tokens_BS.shape[1]
+        tables = self.cos[:S], self.sin[:S], self.future[:S, :S]
+        x_BSD = self.embed_tokens(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, *tables)
+        return self.lm_head(self.norm(x_BSD))
+
+
+def replicated_dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout where x is whole on every rank: all must drop the same elements.
+
+    They do, because all draw the same numbers, from one seed and in one order:
+    sharded_dropout, too, draws its whole mask on every rank.
+    """
+    keep = torch.rand(x.shape, device=x.device) >= p
+    return x * keep / (1 - p)
+
+
+def sharded_dropout(x: Tensor, p: float, dim: int, tp_group) -> Tensor:
+    """Dropout where x is a slice along dim: each rank must drop elements of its own.
+
+    Every rank draws the mask of the whole tensor and keeps its slice, so that the
+    result is the single process's. Megatron does not draw the other ranks' parts: it
+    has a second generator, seeded with an offset by tp_rank. That is less work, and
+    other masks than one process would draw (arXiv:1909.08053, appendix).
+    """
+    whole = list(x.shape)
+    whole[dim] *= tp_group.size()
+    keep = torch.rand(whole, device=x.device) >= p
+    return x * shard(keep, dim, tp_group) / (1 - p)
+
+
+def shard_qkv(full: Attention, tp_group) -> list:
+    """q_proj, k_proj, v_proj cut by heads: each on its own, so that a rank's queries
+    meet the keys and values that belong to them. f comes before, once for the three."""
+    three = full.q_proj, full.k_proj, full.v_proj
+    return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
+
+
+class CoreAttention(nn.Module):
+    """The part of attention that has no weights: this rank's heads, each on its own.
+
+    Args:
+        head_size: H; p: dropout of the attention weights; tp_group: whose heads.
+    Shapes: q [B, S, N·H/T], k and v [B, S, K·H/T], tables [S, H] twice and [S, S]
+        → [B, S, N·H/T]: heads never meet, so nothing is sent.
+    """
+
+    def __init__(self, head_size: int, p: float, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.head_size, self.p, self.tp_group = head_size, p, tp_group
+
+    def forward(self, q_BSd, k_BSe, v_BSe, cos_SH, sin_SH, future_SS) -> Tensor:
+        q_BnSH, k_BkSH, v_BkSH = (
+            x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for x in (q_BSd, k_BSe, v_BSe)
+        )
+        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
+        k_BkSH = rotate(k_BkSH, cos_SH, sin_SH)
+        queries_per_kv = q_BnSH.shape[1] // k_BkSH.shape[1]
+        k_BnSH = k_BkSH.repeat_interleave(queries_per_kv, 1)
+        v_BnSH = v_BkSH.repeat_interleave(queries_per_kv, 1)
+        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(self.head_size)
+        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
+        if self.p and self.training:
+            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
+        return (weights_BnSS @ v_BnSH).transpose(1, 2).flatten(2)
+
+
+class TPAttention(nn.Module):
+    """Attention by heads: q, k, v by column, o by row; heads never meet in between.
+
+    Args:
+        full: the single-process attention; its heads and kv heads are multiples of T.
+
+    Shapes (global → on a rank, placement):
+        x                      [B, S, D] → [B, S, D]         Replicate()
+        q_proj.weight          [D, D]    → [D/T, D]          Shard(0), N/T heads
+        k_proj, v_proj.weight  [K·H, D]  → [K·H/T, D]        Shard(0), K/T heads
+        o_proj.weight          [D, D]    → [D, D/T]          Shard(1)
+    Communication: forward one all-reduce of B·S·D elements (g of o_proj), backward one
+        (f before q, k and v).
+    Raises: ValueError if T does not divide a projection.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+    """
+
+    def __init__(self, full: Attention, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.tp_group = tp_group
+        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
+        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
+        self.o_proj = RowParallelLinear(full.o_proj, tp_group)
+
+    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
+        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
+        q_BSd, k_BSe, v_BSe = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
+        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
+
+
+class TPDecoderLayer(nn.Module):
+    """A layer: attention and MLP split; LayerNorm, residual and their dropout whole.
+
+    Communication: 2 all-reduces forward and 2 backward, each of B·S·D elements.
+    """
+
+    def __init__(self, full: DecoderLayer, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.p = full.dropout.p
+        self.input_layernorm = copy.deepcopy(full.input_layernorm)
+        self.self_attn = TPAttention(full.self_attn, tp_group)
+        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
+        self.mlp = TPMLP(full.mlp, tp_group)
+
+    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
+        p = self.p if self.training else 0
+        y_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
+        x_BSD = x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
+        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
+        return x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
+
+
+def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
+    """Norm of the whole model's gradient, the same on every rank.
+
+    A rank has a slice of the sharded gradients: their squares are summed over the
+    group. It has all of the replicated ones: they are counted once.
+    Communication: one all-reduce of one float64.
+    """
+    sharded, replicated = [], []
+    for name, p in model.named_parameters():
+        squares = p.grad.double().square().sum()
+        (sharded if tell_placement(model, name) else replicated).append(squares)
+    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
+
+
+def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
+    """Scale all gradients so that their global norm is at most max_norm; the norm."""
+    norm = global_norm(model, tp_group)
+    scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+    for p in model.parameters():
+        p.grad.mul_(scale)
+    return norm
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer: every rank updates what it holds, nothing is sent.
+
+    Replicas stay equal because they started equal and got equal gradients.
+    """
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def pick_batch(batches: list, step: int) -> tuple[Tensor, Tensor]:
+    """The step's tokens and targets: every rank of a TP group takes the same."""
+    return batches[step]
+
+
+def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+    """Cross entropy averaged over the tokens that count, in float32 at least."""
+    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
+
+
+def wide_copy(full: Transformer) -> tuple[Transformer, str]:
+    """The model without dropout, in float32 at least, and the name of its dtype.
+
+    For comparisons in which rounding is not the question.
+    """
+    dtype = torch.promote_types(next(full.parameters()).dtype, torch.float32)
+    return copy.deepcopy(full).eval().to(dtype), str(dtype).removeprefix("torch.")
+
+
+def plan_for(layers: int) -> dict:
+    """PyTorch's way to say the same: which linear is split by column, which by row."""
+    column, row = ColwiseParallel, RowwiseParallel
+    plan = {}
+    for i in range(layers):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            plan[f"layers.{i}.{name}"] = column()
+        plan[f"layers.{i}.self_attn.o_proj"] = row()
+        plan[f"layers.{i}.mlp.up_proj"] = column()
+        plan[f"layers.{i}.mlp.down_proj"] = row()
+    return plan
+
+
+PAD = 256  # the one token that is not a byte
+
+
+IGNORE = -100  # what F.cross_entropy takes for "no target here"
+
+
+def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
+
+    Indentation is cut to half a row: among nothing but spaces every weighting of values
+    gives the same, and the gradients of q and k would be zero, or rather rounding.
+    """
+    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    half = args.seq_len // 2
+    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
+    generator = torch.Generator().manual_seed(args.seed)
+    batches = []
+    for _ in range(count):
+        picks = torch.randint(len(lines), (args.batch_size,), generator=generator)
+        rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
+        for row, pick in zip(rows, picks.tolist()):
+            text = (lines[pick] + b"\n")[: args.seq_len + 1]
+            row[: len(text)] = torch.tensor(list(text))
+        tokens, target = rows[:, :-1].clone(), rows[:, 1:].clone()
+        target[target == PAD] = IGNORE
+        batches.append((tokens.to(args.device), target.to(args.device)))
+    return batches
+
+
+def make_transformer(args) -> Transformer:
+    """The full model, the same on every rank: drawn from the seed before any cut."""
+    torch.manual_seed(args.seed)
+    config = Config(
+        args.vocab_size, args.hidden, args.heads, args.kv_heads, args.layers,
+        args.seq_len, args.dropout,
+    )  # fmt: skip
+    return Transformer(config).to(args.device, getattr(torch, args.dtype))
+
+
+def tensor_bytes(tensors) -> int:
+    """Bytes of all tensors among these."""
+    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+
+
+class Training:
+    """One model in training, and what was measured of it."""
+
+    def __init__(self, model: nn.Module, tp_group: dist.ProcessGroup | None, args):
+        self.model, self.tp_group, self.args = model, tp_group, args
+        # eps above the rounding error of a gradient: AdamW divides by the gradient's
+        # size, and would turn rounding into steps as long as any other.
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+        self.losses, self.norms, self.held, self.first = [], [], {}, {}
+        self.rounding = {}  # of bfloat16: measure_rounding
+
+    def step(self, batches: list, step: int, watch=None) -> None:
+        tokens, target = (
+            batches[step] if not self.tp_group else pick_batch(batches, step)
+        )
+        torch.manual_seed(self.args.seed + step)  # the masks of this step
+        parameters = list(self.model.parameters())
+        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
+        COMM.what, COMM.phase = "layers", "forward"
+        with saved:
+            logits_BSV = self.model(tokens)
+        loss = self.loss(logits_BSV, target)
+        COMM.phase = "backward"
+        self.backward(loss)
+        COMM.what, COMM.phase = "bookkeeping", ""
+        self.losses.append(loss.item())
+        if not self.first:
+            self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
+            self.held = {
+                "parameters": tensor_bytes(parameters),
+                "gradients": tensor_bytes(p.grad for p in parameters),
+                "activations": saved.total(),
+            }
+        COMM.what = "clipping"
+        if self.tp_group:
+            self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
+        else:
+            # clip_grad_norm_, but with the squares of large tensors added in float64
+            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
+            self.norms.append(norm.item())
+        COMM.what = "bookkeeping"
+        update(self.model, self.optimizer)
+        if "optimizer state" not in self.held:
+            state = self.optimizer.state.values()
+            moments = [x for one in state for x in one.values()]
+            self.held["optimizer state"] = tensor_bytes(moments)
+
+    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+        return mean_loss(logits_BSV, target_BS)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def named(self):
+        return self.model.named_parameters()
+
+    def whole(self, name: str, x: Tensor) -> Tensor:
+        """A parameter, or its gradient, put together from all ranks."""
+        where = tell_placement(self.model, name) if self.tp_group else ()
+        return unshard(x.detach(), where, {"tp": self.tp_group}).clone()
+
+
+def measure_rounding(run: Training, full: Transformer, batches: list) -> None:
+    """How far bfloat16's rounding alone moves each gradient: against float32, no TP.
+
+    A gradient is a sum of many terms, some large and of both signs: what is left of
+    them can be as small as their rounding. So no one tolerance fits all tensors.
+    """
+    wide = argparse.Namespace(**vars(run.args) | {"dtype": "float32"})
+    exact = Training(copy.deepcopy(full).float(), None, wide)
+    exact.step(batches, 0)
+    run.rounding = {n: rel_diff(run.first[n], g) for n, g in exact.first.items()}
+
+
+def allowed(without: Training, name: str) -> float:
+    """The largest relative difference of a parameter's gradient that is no bug.
+
+    In bfloat16 it is 2e-2, or three times what rounding does to it without TP.
+    """
+    floor = ALLOWED[without.args.dtype][1]
+    return max(floor, 3 * without.rounding.get(name, 0.0))
+
+
+def fold(name: str, verbose: bool) -> str:
+    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
+    parts = name.split(".")
+    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
+
+
+def show_parameters(report: Report, without: Training, tp: Training) -> None:
+    """Who holds what, and every gradient of step 1, layers folded into one row."""
+    here, rows = dict(tp.named()), {}
+    for name, reference in without.first.items():
+        diff = rel_diff(tp.first[name], reference)
+        mark = report.check(f"dL/d {name}", diff, allowed(without, name))
+        where = in_words(tell_placement(tp.model, name))
+        cell = rows.setdefault(fold(name, report.args.verbose), [])
+        norms = [x.double().square().sum().item() for x in (reference, tp.first[name])]
+        cell.append([list(here[name].shape), where, *norms, diff, mark != "ok"])
+    worst = gather_objects(
+        {key: [max(c[i] for c in cell) for i in (4, 5)] for key, cell in rows.items()}
+    )
+    table = []
+    for key, cell in rows.items():
+        shape, where = cell[0][:2]
+        norms = [math.sqrt(sum(c[i] for c in cell)) for i in (2, 3)]
+        diff, bad = (max(w[key][i] for w in worst) for i in (0, 1))
+        row = dict(name=key, placement=where, rel_diff=diff, ok=not bad)
+        row |= dict(norm_without=norms[0], norm_with=norms[1])
+        report.data["gradients"].append(row)
+        cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
+        key = key.removeprefix("layers.")  # --verbose: the row fits the screen
+        table.append([key, shape, where, *cells, "✗" if bad else "ok"])
+    layers = report.args.layers
+    report.say(
+        f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
+    )
+    head = "parameter|on a rank|placement|alone|TP|diff.|ok"
+    report.table(head, table, "lllrrrr")
+    name = "layers.0.self_attn.q_proj.weight"
+    rows = [
+        [
+            " ".join(f"{v:9.6f}" for v in x.first[name][i, :3].tolist())
+            for x in (without, tp)
+        ]
+        for i in range(2)
+    ]
+    report.table("g of q_proj.weight, layer 0, alone|with TP", rows, "ll")
+
+
+def show_after(report: Report, without: Training, tp: Training) -> None:
+    """The parameters after the last step; replicas equal to the bit on all ranks."""
+    marks, diffs, squares = [], [], [0.0, 0.0]
+    limit, reference = ALLOWED[report.args.dtype][1], dict(without.named())
+    for name, p in tp.named():
+        p, q = tp.whole(name, p), reference[name].detach()
+        diffs.append(rel_diff(p, q))
+        squares[0] += (p - q).double().square().sum().item()
+        squares[1] += q.double().square().sum().item()
+        if report.args.dtype != "bfloat16":
+            check = f"{name} after the last step"
+            marks.append(report.check(check, diffs[-1], limit))
+    if report.args.dtype == "bfloat16":
+        # AdamW makes steps of one length from large gradients and from rounding: the
+        # parameters that started at zero differ, and only all together are compared.
+        diffs = [math.sqrt(squares[0] / squares[1])]
+        check = "all parameters after the last step"
+        marks.append(report.check(check, diffs[0], limit))
+    found = gather_objects([max(diffs), "✗" if "✗" in marks else "ok"])
+    worst, mark = max(row[0] for row in found), max(row[1] for row in found)
+    whole = {n: p for n, p in tp.named() if not tell_placement(tp.model, n)}
+    off = 0.0
+    for p in whole.values():
+        off = max(off, rel_diff(broadcast(p, 0, tp.tp_group), p))
+    off = max(gather_objects(off))  # rank 0, which prints, is equal to itself
+    same = report.check("replicas equal on every rank", off)
+    losses = gather_objects(tp.losses)
+    one = report.check(
+        "one loss on every rank", float(losses != [losses[0]] * len(losses))
+    )
+    report.say(
+        f"   After {report.args.steps} steps the parameters differ by {worst:.1e} at "
+        f"most: {mark}.\n   Equal to the bit on all ranks: the {len(whole)} replicated "
+        f"tensors {same}, the losses {one}"
+    )
+
+
+def check_sizes(args, ranks: int) -> None:
+    """ValueError where the model cannot be built, or cannot be cut into `ranks`."""
+    pairs = [
+        ("--hidden", args.hidden, "--heads", args.heads),
+        ("--heads", args.heads, "--kv-heads", args.kv_heads),
+        ("--heads", args.heads, "ranks, by --nproc_per_node", ranks),
+        ("--kv-heads", args.kv_heads, "ranks, by --nproc_per_node", ranks),
+    ]
+    for flag, value, other, parts in pairs:
+        if value % parts:
+            raise ValueError(
+                f"{flag} {value} is not a multiple of {parts} ({other}): {value} % "
+                f"{parts} = {value % parts}; {flag} {value + parts - value % parts} "
+                "would do"
+            )
+    if args.hidden // args.heads % 2:
+        raise ValueError(
+            f"--hidden {args.hidden} / --heads {args.heads} = "
+            f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
+            "must be even"
+        )
+    if args.vocab_size < 257:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
+        )
+    if not 0 <= args.dropout < 1:
+        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
+    if not args.clip > 0:
+        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
+    if args.profile and not args.profile.is_dir():
+        raise ValueError(f"--profile {args.profile}: there is no such folder")
+
+
 # ==== BREAK IT
 
 
@@ -1847,8 +1912,7 @@ def show_loss_parallel(report: Report, full: Transformer, batch, tp_group) -> No
     """The same by PyTorch's own API: loss, gradients, collectives; no dropout."""
     args, (tokens, target) = report.args, batch
     mesh = DeviceMesh.from_group(tp_group, args.device, mesh_dim_names=("tp",))
-    reference = copy.deepcopy(full).eval()
-    planned = copy.deepcopy(full).eval()
+    (reference, dtype), (planned, _) = wide_copy(full), wide_copy(full)
     plan = plan_for(args.layers)
     plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
     plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -1865,7 +1929,7 @@ def show_loss_parallel(report: Report, full: Transformer, batch, tp_group) -> No
     COMM.what = COMM.phase = ""
     after = COMM.total(what="DTensor")[0]
     loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-    loss_limit, limit = ALLOWED[args.dtype]
+    loss_limit, limit = ALLOWED[dtype]
     marks = [report.check("loss_parallel: loss", rel_diff(loss, wanted), loss_limit)]
     if tp_group.size() > 1:
         off = abs(before - 2 * args.layers - 1) + abs(
@@ -1883,8 +1947,8 @@ def show_loss_parallel(report: Report, full: Transformer, batch, tp_group) -> No
     report.say(
         "\n7  The same by PyTorch: RowwiseParallel embedding, ColwiseParallel head, "
         "loss_parallel()\n"
-        f"   Without dropout: loss {loss.item():.8f}, alone {wanted.item():.8f}; "
-        f"gradients differ by {worst:.1e}: {mark}\n"
+        f"   Without dropout, {dtype}: loss {loss.item():.8f}, alone "
+        f"{wanted.item():.8f};\n   gradients differ by {worst:.1e}: {mark}\n"
         f"   Collectives: model forward {before} (2L + 1), loss and backward "
         f"{after - before} (3 + 4L + 1)\n"
     )
@@ -1985,6 +2049,8 @@ def main(args: argparse.Namespace, backend: str) -> str:
     for step in range(args.steps):
         for run in (without, by_hand, tp):
             run.step(batches, step)
+    if args.dtype == "bfloat16":
+        measure_rounding(without, full, batches)
     show_three_losses(report, [without, by_hand, tp], batches)
     show_parameters(report, without, tp)
     show_after(report, without, tp)

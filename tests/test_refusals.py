@@ -81,7 +81,6 @@ MODEL = [
     (2, ("--clip", "0"), "--clip 0", "above 0"),
     (2, ("--clip", "-1"), "--clip -1", "above 0"),
     (2, ("--clip", "nan"), "--clip nan", "above 0"),
-    (2, ("--dtype", "bfloat16"), "--dtype bfloat16", "float32"),
 ]
 REFUSED += [(lesson, *case) for lesson in (TRANSFORMER, VOCAB) for case in MODEL]
 REFUSED += [
