@@ -10,8 +10,8 @@ and draws those. Even the colours are found out:
 
 Both give whole numbers whose bit r stands for rank r. A rank has one colour in all
 pictures of the course (`COLORS`, by Okabe and Ito, told apart by colour-blind people),
-and its number stands beside it. What comes from several ranks is striped in their
-colours; what every rank holds alike is grey.
+and its number stands beside it. What comes from several ranks shows all their colours;
+what every rank holds alike is grey.
 
 For a further notebook: `rows` draws small tensors with their values, column by column,
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
@@ -143,6 +143,7 @@ def cell(ax, x, y, value: float, ranks, size) -> None:
         part = 1 / len(ranks)
         corner = (x + i * part, y + 0.7)
         ax.add_patch(Rectangle(corner, part, 0.3, facecolor=color(rank), linewidth=0))
+    ax.add_patch(Rectangle((x, y), 1, 1, fill=False, linewidth=0.8))
     write(ax, x + 0.5, y + 0.37, number, size)
 
 

@@ -254,7 +254,7 @@ class RankFailed(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
-        return [str(self), "", "To get a working group back: live.again()"]
+        return [str(self), "", "If collectives fail from now on: live.again()"]
 
 
 def in_short(error: Exception) -> str:
@@ -378,7 +378,8 @@ def who_was_missing() -> list[str]:
     if not any(inside):
         return []
     said = lesson.blame(Exception("…"), HERE["timeout"], store).splitlines()
-    return [said[0].removeprefix("error: "), *said[1:-1]]
+    lines = [said[0].removeprefix("error: "), *said[1:-1]]
+    return [re.sub(r"\((\w+), line \d+\)", r"(\1)", line) for line in lines]
 
 
 def senders(call, x):
