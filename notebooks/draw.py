@@ -498,7 +498,7 @@ def together(spans: list[tuple], calls: list[tuple], unit: str = "ms"):
     Args:
         spans: (rank, what, start, end), in that unit; each `what` has a hatch.
         calls: the same, of collectives, in the order in which they were made: shaded
-            from the first rank's coming to the last rank's leaving.
+            from the last rank's coming to the first one's leaving, when all are in it.
     """
     ranks = 1 + max(rank for rank, *_ in spans)
     kinds = list(dict.fromkeys(what for _, what, *_ in spans))
@@ -511,9 +511,9 @@ def together(spans: list[tuple], calls: list[tuple], unit: str = "ms"):
         ax.barh(rank, end - start, left=start - zero, height=0.7, hatch=hatch,
                 color=fill, edgecolor="black", zorder=above)  # fmt: skip
     for call in zip(*([c for c in calls if c[0] == rank] for rank in range(ranks))):
-        first, last = min(c[2] for c in call) - zero, max(c[3] for c in call) - zero
-        ax.axvspan(first, last, color="#C8C8C8", zorder=0, linewidth=0)
-        ax.text((first + last) / 2, -0.6, call[0][1], ha="center", weight="bold")
+        start, end = max(c[2] for c in call) - zero, min(c[3] for c in call) - zero
+        ax.axvspan(start, end, color="#C8C8C8", zorder=0, linewidth=0)
+        ax.text((start + end) / 2, -0.6, call[0][1], ha="center", weight="bold")
     ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     ax.set(ylim=(ranks - 0.5, -1.1), xlabel=unit)
     style = dict(edgecolor="black")
@@ -549,7 +549,13 @@ def memory(timelines: dict[str, list[dict]], parts: list[str]):
         most = max(most, peak)
         ax.plot([xs[0], xs[-1]], [peak] * 2, color="#D55E00", linewidth=2)
         middle = (xs[0] + xs[-1]) / 2
-        ax.text(middle, peak, f"{name}: {peak:,} at the peak", ha="center", va="bottom")
+        ax.text(
+            middle,
+            peak * 1.01,
+            f"{name}: {peak:,} at the peak",
+            ha="center",
+            va="bottom",
+        )
         begin = xs[-1] + gap
     ax.set(xlabel="ms, one step after the other", ylabel="bytes", ylim=(0, most * 1.12))
     ax.yaxis.set_major_formatter("{x:,.0f}")
