@@ -581,3 +581,87 @@ def sums(lines: dict[str, list[tuple]], ranks: int, unit: str):
         ax.text(total + max(totals) / 80, y, f"{total:.3g}", va="center")
     ax.set_yticks(range(len(lines)), lines)
     ax.set(xlim=(0, max(totals) * 1.1), ylim=(len(lines) - 0.5, -0.5), xlabel=unit)
+
+
+# Lesson 03
+
+
+def lookup(rows: list[tuple], tokens: list[int], terms: list[Tensor], total: Tensor):
+    """Which rank's row each token finds, what each rank has of it, and the sum.
+
+    Args:
+        rows: (name, set of ranks as in `places`) of each row of the embedding.
+        tokens: numbers of rows; terms: each rank's [S, D]; total: their sum.
+    """
+    unit, (S, D), ranks = 0.5, total.shape, len(terms)
+    ax = blank(6.8 + (D + 1.6) * (ranks + 1), max(len(rows), S) + 1.3, unit)
+    write(ax, 1.5, 0.5, "rows", weight="bold")
+    write(ax, 5.3, 0.5, "tokens", weight="bold")
+    for i, (name, who) in enumerate(rows):
+        box(ax, 0.5, 1 + i, 2, 1, bits(who), ranks)
+        fill = color(bits(who)[0])
+        write(ax, 1.5, 1.5 + i, name, color=ink(fill))
+    for i, token in enumerate(tokens):
+        ax.plot([2.5, 4.7], [1.5 + token, 1.5 + i], color="black", linewidth=1.5)
+        box(ax, 4.7, 1 + i, 1.2, 1, [])
+        write(ax, 5.3, 1.5 + i, rows[token][0])
+    x = 7.0
+    for rank, term in enumerate([*terms, total]):
+        name = f"rank {rank}" if rank < ranks else "sum"
+        write(ax, x + D / 2, 0.5, name, weight="bold")
+        if rank:
+            write(ax, x - 0.8, 1 + S / 2, "→" if rank == ranks else "+", FONT + 8)
+        for i, line in enumerate((term + 0.0).tolist()):  # −0 becomes 0
+            for j, value in enumerate(line):
+                if rank == ranks:
+                    cell(ax, x + j, 1 + i, value, range(ranks), FONT)
+                elif any(line):
+                    cell(ax, x + j, 1 + i, value, [rank], FONT)
+                else:
+                    box(ax, x + j, 1 + i, 1, 1, [])
+                    write(ax, x + j + 0.5, 1.5 + i, "0")
+        x += D + 1.6
+
+
+def columns(lines: list[tuple], names: list[str], target: int | None = None):
+    """A vector whose parts lie on ranks, step by step, and what is all-reduced.
+
+    Args:
+        lines: (title, each rank's part, what each rank brings, what it becomes, its
+            value); the last three may be left out.
+        names: of the columns, over all ranks.
+        target: this column has a thick frame.
+    """
+    shape = dict(squeeze=False, layout="constrained", width_ratios=(2.6, 1))
+    size = (WIDTH, 2.7 * len(lines))
+    _, axes = plt.subplots(len(lines), 2, figsize=size, **shape)
+    for (left, right), (title, parts, *sent) in zip(axes, lines):
+        right.axis("off")
+        whole = [(rank, v) for rank, part in enumerate(parts) for v in part.tolist()]
+        finite = [v for _, v in whole if math.isfinite(v)]
+        high = max(*finite, 0) - min(*finite, 0)
+        for i, (rank, v) in enumerate(whole):
+            edge = dict(edgecolor="black", linewidth=4 if i == target else 0.8)
+            left.bar(i, v if math.isfinite(v) else 0, 0.8, color=color(rank), **edge)
+            text, y = (f"{v:.2f}", v) if math.isfinite(v) else ("−∞", 0)
+            side = "top" if y < 0 else "bottom"
+            y += (0.03 if y >= 0 else -0.03) * high
+            left.text(i, y, text, ha="center", va=side, fontsize=FONT - 2)
+        left.set_ylim(min(*finite, 0) - 0.25 * high, max(*finite, 0) + 0.25 * high)
+        left.axhline(0, color="black", linewidth=0.8)
+        left.set(xticks=range(len(whole)), yticks=[], xticklabels=names)
+        left.set_title(title, loc="left", weight="bold")
+        if sent:
+            brings(right, *sent)
+
+
+def brings(ax, each: list[float], what: str, value: float) -> None:
+    """What each rank brings to an all-reduce, and what it makes of it."""
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    for rank, number in enumerate(each):
+        frame = dict(facecolor=color(rank), edgecolor="black", pad=5)
+        y = 0.95 - 0.6 * (rank + 0.5) / len(each)
+        text = f"rank {rank}: {number:.4f}"
+        write(ax, 0.5, y, text, FONT - 1, bbox=frame, color=ink(color(rank)))
+    frame = dict(facecolor="white", edgecolor="black", linewidth=2, pad=5)
+    write(ax, 0.5, 0.14, f"{what} {value:.4f}", FONT - 1, bbox=frame)
