@@ -632,11 +632,11 @@ def columns(lines: list[tuple], names: list[str], target: int | None = None):
         names: of the columns, over all ranks.
         target: this column has a thick frame.
     """
-    shape = dict(squeeze=False, layout="constrained", width_ratios=(2.6, 1))
+    wide = (2.6, 1) if any(len(line) > 2 for line in lines) else (1,)
+    shape = dict(squeeze=False, layout="constrained", width_ratios=wide)
     size = (WIDTH, 2.7 * len(lines))
-    _, axes = plt.subplots(len(lines), 2, figsize=size, **shape)
-    for (left, right), (title, parts, *sent) in zip(axes, lines):
-        right.axis("off")
+    _, axes = plt.subplots(len(lines), len(wide), figsize=size, **shape)
+    for (left, *right), (title, parts, *sent) in zip(axes, lines):
         whole = [(rank, v) for rank, part in enumerate(parts) for v in part.tolist()]
         finite = [v for _, v in whole if math.isfinite(v)]
         high = max(*finite, 0) - min(*finite, 0)
@@ -651,13 +651,16 @@ def columns(lines: list[tuple], names: list[str], target: int | None = None):
         left.axhline(0, color="black", linewidth=0.8)
         left.set(xticks=range(len(whole)), yticks=[], xticklabels=names)
         left.set_title(title, loc="left", weight="bold")
-        if sent:
-            brings(right, *sent)
+        if right:
+            brings(*right, *sent)
 
 
-def brings(ax, each: list[float], what: str, value: float) -> None:
+def brings(ax, each: list[float] = (), what: str = "", value: float = 0.0) -> None:
     """What each rank brings to an all-reduce, and what it makes of it."""
     ax.set(xlim=(0, 1), ylim=(0, 1))
+    ax.axis("off")
+    if not each:
+        return
     for rank, number in enumerate(each):
         frame = dict(facecolor=color(rank), edgecolor="black", pad=5)
         y = 0.95 - 0.6 * (rank + 0.5) / len(each)

@@ -254,6 +254,48 @@ WRONG = {  # what people try, and what they are told
             "        return self.full(CopyToTP.apply(x, self.group))",
          "dL/dx is wrong: is x summed twice?"),
     ],
+    "03_vocab_parallel": [
+        (1, "def likeliest(x, group, V):\n    return x.argmax(-1)",
+         "tokens are wrong"),
+        (1, "def likeliest(x, group, V):\n    return all_gather(x, 2, group)"
+            "[..., :V].argmax(-1)", "two all-reduces are enough"),
+        (1, "def likeliest(x, group, V):\n    m = largest_logit(x, group)\n"
+            "    mine = x.argmax(-1) + first_row(x.shape[-1], group)\n"
+            "    mine = mine.where(x.amax(-1) == m, 2 * V)\n"
+            "    return all_reduce(mine, group, dist.ReduceOp.MIN)",
+         "9 is padding: V is 9"),
+        (1, "def likeliest(x, group, V):\n"
+            "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
+            "    m = largest_logit(x, group)\n"
+            "    mine = x.argmax(-1) + first_row(x.shape[-1], group)\n"
+            "    mine = mine.where(x.amax(-1) == m, 0)\n"
+            "    return all_reduce(mine, group, dist.ReduceOp.MAX)",
+         "V = 10: "),
+        (2, "rows_on_a_rank = lambda V, T: (V // T, V % T)",
+         "rows_on_a_rank of V 9, T 2 gives (4, 1); there are (5, 1)"),
+        (2, "rows_on_a_rank = lambda V, T: (-(-V // T), -V % T)\n"
+            "sent_by_loss = lambda B, S, V, T: (12 * B * S, 4 * B * S * V)",
+         "gives (120, 360); counted were (120, 400)"),
+        (3, "def log_z(x, group, V):\n"
+            "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
+            "    m = largest_logit(x, group)\n"
+            "    return m + all_reduce((x - m[..., None]).exp().sum(-1), group).log()",
+         "no gradient: `all_reduce` is not known to autograd"),
+        (3, "def log_z(x, group, V):\n    m = largest_logit(x.detach(), group)\n"
+            "    z = (x - m[..., None]).exp().sum(-1)\n"
+            "    return m + ReduceFromTP.apply(z, group).log()",
+         "the value is wrong (V = 7"),
+        (3, "def log_z(x, group, V):\n"
+            "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
+            "    return ReduceFromTP.apply(x.exp().sum(-1), group).log()",
+         "the value is wrong (V = 7, logits of about 1000)"),
+        (3, "def log_z(x, group, V):\n"
+            "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
+            "    m = largest_logit(x, group)\n"
+            "    z = CopyToTP.apply((x - m[..., None]).exp().sum(-1), group)\n"
+            "    return m + ReduceFromTP.apply(z, group).log()",
+         "the gradient is wrong, 2.00 times as long"),
+    ],
 }  # fmt: skip
 
 
