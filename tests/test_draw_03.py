@@ -23,7 +23,7 @@ def one_figure():
 
 def test_lookup_joins_tokens_to_rows_and_shows_the_terms():
     rows = [("a", 1), ("b", 1), ("c", 2), ("pad", 2)]
-    one, two = torch.tensor([[0.0, -0.0], [7, 0]]), torch.tensor([[-3.0, 4], [0, 0]])
+    one, two = torch.tensor([[0.0, -0.0], [7, -0.0]]), torch.tensor([[-3.0, 4], [0, 0]])
     figure = drawn(draw.lookup, rows, [2, 0], [one, two], one + two)
     ax = figure.axes[0]
     shown = texts(figure)
@@ -68,7 +68,8 @@ def test_columns_show_each_ranks_part_and_what_it_brings():
         assert names == ["a", "b", "c", "pad"]
         for text, bar in zip(ax.texts, ax.patches):
             outside = text.get_position()[1] - bar.get_height()
-            assert (outside < 0) == (bar.get_height() < 0)
+            down = bar.get_height() < 0
+            assert (outside < 0) == down == (text.get_va() == "top")
     assert [t.get_text() for t in right.texts] == [
         "rank 0: 1.0000", "rank 1: 4.0000", "max 4.0000",
     ]  # fmt: skip
