@@ -2292,8 +2292,8 @@ def compare_rings(report: Report, ring: dict, extra: float, S: int, padded: int)
         "scatter and\n   a gather and sends 2(T − 1)/T of its bytes, each of those "
         f"(T − 1)/T. TP sends\n   {ring['TP']:.0f}, SP as much, "
         f"{ring['TP + SP'] - extra:.0f}{longer}: {mark}; and {extra:.0f} to gather "
-        "inputs again\n   in backward (the paper overlaps that with computing), and the "
-        "replicas' (6L + 2)·D."
+        "inputs again\n   in backward (the paper overlaps that with computing), and "
+        "the replicas' (6L + 2)·D."
     )
 
 

@@ -677,3 +677,227 @@ def course(series: dict[str, list[float]], x: str, y: str, title: str = ""):
     ax.set(xlabel=x, ylabel=y, title=title)
     ax.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     figure.legend(loc="outside upper center", ncols=len(series), frameon=False)
+
+
+# Lesson 02
+
+
+def named(pieces: list[Tensor], full: dict[str, list[Tensor]]) -> list[str]:
+    """What each piece is a copy of: "q3" for full["q"][3]; found by its values."""
+    known = {f"{kind}{i}": x for kind, xs in full.items() for i, x in enumerate(xs)}
+    same = lambda a, b: a.shape == b.shape and torch.allclose(a, b)
+    return [
+        next((name for name, x in known.items() if same(x, piece)), "?")
+        for piece in pieces
+    ]
+
+
+def heads(lanes: list[list[list[str]]], roles: list[str]):
+    """Who uses which head as what; a line from each box to the one that it meets.
+
+    Args:
+        lanes: for each rank and role, the names of the heads (see `named`). A shorter
+            list serves several of the longer one before it.
+        roles: what the rows are, from top to bottom.
+    """
+    unit, high = 0.5, 1.7
+    left = max(letters(role, unit) for role in roles) + 0.4
+    wide = [max(map(len, lane)) * 1.5 + 0.9 for lane in lanes]
+    ax = blank(left + sum(wide), len(roles) * high + 0.7, unit)
+    for row, role in enumerate(roles):
+        write(ax, left - 0.3, 1.3 + row * high, role, ha="right", weight="bold")
+    for rank, lane in enumerate(lanes):
+        x, across = left + sum(wide[:rank]), max(map(len, lane)) * 1.5
+        write(ax, x + across / 2, 0.4, f"rank {rank}", weight="bold")
+        middle = [
+            [x + across * (i + 0.5) / len(line) for i in range(len(line))]
+            for line in lane
+        ]
+        for row, line in enumerate(lane):
+            y = 0.8 + row * high
+            for i, (name, center) in enumerate(zip(line, middle[row])):
+                box(ax, center - 0.6, y, 1.2, 1, [rank])
+                write(ax, center, y + 0.5, name, color=ink(color(rank)))
+                if row:
+                    fewer, more = sorted((len(line), len(lane[row - 1])))
+                    for j in range(i * (more // fewer), (i + 1) * (more // fewer)):
+                        ends = middle[row - 1][j], center
+                        ax.plot(ends, [y - high + 1, y], color="black", linewidth=1.5)
+
+
+def together(spans: list[tuple], calls: list[tuple], unit: str = "ms"):
+    """Who did what when, and where all ranks meet: collectives are black.
+
+    Args:
+        spans: (rank, what, start, end), in that unit; each `what` has a hatch.
+        calls: the same, of collectives, in the order in which they were made: shaded
+            from the last rank's coming to the first one's leaving, when all are in it.
+    """
+    ranks = 1 + max(rank for rank, *_ in spans)
+    kinds = list(dict.fromkeys(what for _, what, *_ in spans))
+    zero = min(start for *_, start, _ in spans)
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.8 * ranks + 2), layout="constrained")
+    for rank, what, start, end in spans + calls:
+        fill, hatch, above = "black", "", 3
+        if (rank, what, start, end) not in calls:
+            fill, hatch, above = color(rank), HATCHES[kinds.index(what)], 2
+        ax.barh(rank, end - start, left=start - zero, height=0.7, hatch=hatch,
+                color=fill, edgecolor="black", zorder=above)  # fmt: skip
+    for call in zip(*([c for c in calls if c[0] == rank] for rank in range(ranks))):
+        start, end = max(c[2] for c in call) - zero, min(c[3] for c in call) - zero
+        ax.axvspan(start, end, color="#C8C8C8", zorder=0, linewidth=0)
+        ax.text((start + end) / 2, -0.6, call[0][1], ha="center", weight="bold")
+    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    ax.set(ylim=(ranks - 0.5, -1.1), xlabel=unit)
+    style = dict(edgecolor="black")
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor="white", hatch=hatch, **style)
+        for hatch in HATCHES[: len(kinds)]
+    ]
+    handles.append(Rectangle((0, 0), 1, 1, facecolor="black"))
+    figure.legend(handles, [*kinds, "all-reduce"], loc="outside upper center",
+                  ncols=len(handles), frameon=False)  # fmt: skip
+
+
+def memory(timelines: dict[str, list[dict]], parts: list[str]):
+    """Bytes held over time, stacked by what they are: run after run on one axis.
+
+    Args:
+        timelines: name of a run → {"seconds", part: bytes, …} at each change.
+        parts: what is stacked, from below.
+    """
+    figure, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
+    begin, gap, most = 0.0, 0.0, 0
+    for name, events in timelines.items():
+        ms = [1000 * (e["seconds"] - events[0]["seconds"]) for e in events]
+        gap = gap or 0.12 * ms[-1]
+        xs, below = [begin + t for t in ms], [0] * len(ms)
+        for part, fill in zip(parts, PARTS):
+            above = [b + e[part] for b, e in zip(below, events)]
+            label = None if begin else part
+            ax.fill_between(xs, below, above, step="post", facecolor=fill, label=label,
+                            edgecolor="black", linewidth=0.6)  # fmt: skip
+            below = above
+        peak = max(below)
+        most = max(most, peak)
+        ax.plot([xs[0], xs[-1]], [peak] * 2, color="#D55E00", linewidth=2)
+        middle = (xs[0] + xs[-1]) / 2
+        ax.text(
+            middle,
+            peak * 1.01,
+            f"{name}: {peak:,} at the peak",
+            ha="center",
+            va="bottom",
+        )
+        begin = xs[-1] + gap
+    ax.set(xlabel="ms, one step after the other", ylabel="bytes", ylim=(0, most * 1.12))
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    figure.legend(loc="outside upper center", ncols=len(parts), frameon=False)
+
+
+def sums(lines: dict[str, list[tuple]], ranks: int, unit: str):
+    """Numbers that are added up, each in the colour of the ranks that bring it.
+
+    Args:
+        lines: name → (value, set of ranks as in `places`, what it is), from the left.
+    """
+    _, ax = plt.subplots(figsize=(WIDTH, 0.75 * len(lines) + 1.2), layout="constrained")
+    totals = [sum(value for value, *_ in line) for line in lines.values()]
+    for y, (line, total) in enumerate(zip(lines.values(), totals)):
+        left = 0.0
+        for value, who, text in line:
+            box(ax, left, y - 0.38, value, 0.76, bits(who), ranks)
+            plain = len(bits(who)) in (0, ranks)
+            shade = "black" if plain else ink(color(bits(who)[0]))
+            ax.text(left + value / 2, y, text, ha="center", va="center", color=shade)
+            left += value
+        ax.text(total + max(totals) / 80, y, f"{total:.3g}", va="center")
+    ax.set_yticks(range(len(lines)), lines)
+    ax.set(xlim=(0, max(totals) * 1.1), ylim=(len(lines) - 0.5, -0.5), xlabel=unit)
+
+
+# Lesson 03
+
+
+def lookup(rows: list[tuple], tokens: list[int], terms: list[Tensor], total: Tensor):
+    """Which rank's row each token finds, what each rank has of it, and the sum.
+
+    Args:
+        rows: (name, set of ranks as in `places`) of each row of the embedding.
+        tokens: numbers of rows; terms: each rank's [S, D]; total: their sum.
+    """
+    unit, (S, D), ranks = 0.5, total.shape, len(terms)
+    ax = blank(6.8 + (D + 1.6) * (ranks + 1), max(len(rows), S) + 1.3, unit)
+    write(ax, 1.5, 0.5, "rows", weight="bold")
+    write(ax, 5.3, 0.5, "tokens", weight="bold")
+    for i, (name, who) in enumerate(rows):
+        box(ax, 0.5, 1 + i, 2, 1, bits(who), ranks)
+        fill = color(bits(who)[0])
+        write(ax, 1.5, 1.5 + i, name, color=ink(fill))
+    for i, token in enumerate(tokens):
+        ax.plot([2.5, 4.7], [1.5 + token, 1.5 + i], color="black", linewidth=1.5)
+        box(ax, 4.7, 1 + i, 1.2, 1, [])
+        write(ax, 5.3, 1.5 + i, rows[token][0])
+    x = 7.0
+    for rank, term in enumerate([*terms, total]):
+        name = f"rank {rank}" if rank < ranks else "sum"
+        write(ax, x + D / 2, 0.5, name, weight="bold")
+        if rank:
+            write(ax, x - 0.8, 1 + S / 2, "→" if rank == ranks else "+", FONT + 8)
+        for i, line in enumerate((term + 0.0).tolist()):  # −0 becomes 0
+            for j, value in enumerate(line):
+                if rank == ranks:
+                    cell(ax, x + j, 1 + i, value, range(ranks), FONT)
+                elif any(line):
+                    cell(ax, x + j, 1 + i, value, [rank], FONT)
+                else:
+                    box(ax, x + j, 1 + i, 1, 1, [])
+                    write(ax, x + j + 0.5, 1.5 + i, "0")
+        x += D + 1.6
+
+
+def columns(lines: list[tuple], names: list[str], target: int | None = None):
+    """A vector whose parts lie on ranks, step by step, and what is all-reduced.
+
+    Args:
+        lines: (title, each rank's part, what each rank brings, what it becomes, its
+            value); the last three may be left out.
+        names: of the columns, over all ranks.
+        target: this column has a thick frame.
+    """
+    wide = (2.6, 1) if any(len(line) > 2 for line in lines) else (1,)
+    shape = dict(squeeze=False, layout="constrained", width_ratios=wide)
+    size = (WIDTH, 2.7 * len(lines))
+    _, axes = plt.subplots(len(lines), len(wide), figsize=size, **shape)
+    for (left, *right), (title, parts, *sent) in zip(axes, lines):
+        whole = [(rank, v) for rank, part in enumerate(parts) for v in part.tolist()]
+        finite = [v for _, v in whole if math.isfinite(v)]
+        high = max(*finite, 0) - min(*finite, 0)
+        for i, (rank, v) in enumerate(whole):
+            edge = dict(edgecolor="black", linewidth=4 if i == target else 0.8)
+            left.bar(i, v if math.isfinite(v) else 0, 0.8, color=color(rank), **edge)
+            text, y = (f"{v:.2f}", v) if math.isfinite(v) else ("−∞", 0)
+            side = "top" if y < 0 else "bottom"
+            y += (0.03 if y >= 0 else -0.03) * high
+            left.text(i, y, text, ha="center", va=side, fontsize=FONT - 2)
+        left.set_ylim(min(*finite, 0) - 0.25 * high, max(*finite, 0) + 0.25 * high)
+        left.axhline(0, color="black", linewidth=0.8)
+        left.set(xticks=range(len(whole)), yticks=[], xticklabels=names)
+        left.set_title(title, loc="left", weight="bold")
+        if right:
+            brings(*right, *sent)
+
+
+def brings(ax, each: list[float] = (), what: str = "", value: float = 0.0) -> None:
+    """What each rank brings to an all-reduce, and what it makes of it."""
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    ax.axis("off")
+    if not each:
+        return
+    for rank, number in enumerate(each):
+        frame = dict(facecolor=color(rank), edgecolor="black", pad=5)
+        y = 0.95 - 0.6 * (rank + 0.5) / len(each)
+        text = f"rank {rank}: {number:.4f}"
+        write(ax, 0.5, y, text, FONT - 1, bbox=frame, color=ink(color(rank)))
+    frame = dict(facecolor="white", edgecolor="black", linewidth=2, pad=5)
+    write(ax, 0.5, 0.14, f"{what} {value:.4f}", FONT - 1, bbox=frame)

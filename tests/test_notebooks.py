@@ -281,6 +281,81 @@ WRONG = {  # what people try, and what they are told
             "    return total / count",
          "dL/d loss of one token is"),
     ],
+    "02_transformer_tp": [
+        (1, "def largest_gradient(model, tp_group):\n"
+            "    return max(p.grad.abs().max() for p in model.parameters()).item()",
+         "rank 0: got 1.0, wanted 7.0: the largest is −7 at the end of layers.0.mlp"),
+        (1, "def largest_gradient(model, tp_group):\n"
+            "    mine = max(p.grad.max() for p in model.parameters())\n"
+            "    return all_reduce(mine, tp_group, dist.ReduceOp.MAX)",
+         "got 1.0, wanted 7.0"),
+        (1, "def largest_gradient(model, tp_group):\n"
+            "    return max(all_reduce(p.grad.abs().max(), tp_group, "
+            "dist.ReduceOp.MAX)\n               for p in model.parameters())",
+         "21 collectives were called, not 1"),
+        (2, "sent_in_a_step = lambda B, S, D, L: (2 * L, 8 * L * B * S * D)",
+         "gives (2, 384); counted were (4, 768)"),
+        (2, "sent_in_a_step = lambda B, S, D, L: (4 * L, 16 * L * B * S * D)\n"
+            "parameters_on_a_rank = lambda D, T: (12 * D * D + 13 * D) // T",
+         "gives 1640; counted were 1688"),
+        (3, "SharedLinear = lambda full, group: copy.deepcopy(full)",
+         "dL/d k_proj.weight is wrong: every rank has a term of it"),
+        (3, "class SharedLinear(nn.Module):\n    def __init__(self, full, group):\n"
+            "        super().__init__()\n        self.group = group\n"
+            "        self.weight, self.bias = map(copy.deepcopy, full.parameters())\n"
+            "    def forward(self, x):\n"
+            "        weight = CopyToTP.apply(self.weight, self.group)\n"
+            "        return F.linear(x, weight, self.bias)",
+         "dL/d k_proj.bias is wrong"),
+        (3, "class SharedLinear(nn.Module):\n    def __init__(self, full, group):\n"
+            "        super().__init__()\n        self.group = group\n"
+            "        self.full = copy.deepcopy(full)\n"
+            "    def forward(self, x):\n"
+            "        return self.full(CopyToTP.apply(x, self.group))",
+         "dL/dx is wrong: is x summed twice?"),
+    ],
+    "03_vocab_parallel": [
+        (1, "def likeliest(x, group, V):\n    return x.argmax(-1)",
+         "tokens are wrong"),
+        (1, "def likeliest(x, group, V):\n    return all_gather(x, 2, group)"
+            "[..., :V].argmax(-1)", "two all-reduces are enough"),
+        (1, "def likeliest(x, group, V):\n    m = largest_logit(x, group)\n"
+            "    mine = x.argmax(-1) + first_row(x.shape[-1], group)\n"
+            "    mine = mine.where(x.amax(-1) == m, 2 * V)\n"
+            "    return all_reduce(mine, group, dist.ReduceOp.MIN)",
+         "9 is padding: V is 9"),
+        (1, "def likeliest(x, group, V):\n"
+            "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
+            "    m = largest_logit(x, group)\n"
+            "    mine = x.argmax(-1) + first_row(x.shape[-1], group)\n"
+            "    mine = mine.where(x.amax(-1) == m, 0)\n"
+            "    return all_reduce(mine, group, dist.ReduceOp.MAX)",
+         "V = 10: "),
+        (2, "rows_on_a_rank = lambda V, T: (V // T, V % T)",
+         "rows_on_a_rank of V 9, T 2 gives (4, 1); there are (5, 1)"),
+        (2, "rows_on_a_rank = lambda V, T: (-(-V // T), -V % T)\n"
+            "sent_by_loss = lambda B, S, V, T: (12 * B * S, 4 * B * S * V)",
+         "gives (120, 360); counted were (120, 400)"),
+        (3, "def log_z(x, group, V):\n"
+            "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
+            "    m = largest_logit(x, group)\n"
+            "    return m + all_reduce((x - m[..., None]).exp().sum(-1), group).log()",
+         "no gradient: `all_reduce` is not known to autograd"),
+        (3, "def log_z(x, group, V):\n    m = largest_logit(x.detach(), group)\n"
+            "    z = (x - m[..., None]).exp().sum(-1)\n"
+            "    return m + ReduceFromTP.apply(z, group).log()",
+         "the value is wrong (V = 7"),
+        (3, "def log_z(x, group, V):\n"
+            "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
+            "    return ReduceFromTP.apply(x.exp().sum(-1), group).log()",
+         "the value is wrong (V = 7, logits of about 1000)"),
+        (3, "def log_z(x, group, V):\n"
+            "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
+            "    m = largest_logit(x, group)\n"
+            "    z = CopyToTP.apply((x - m[..., None]).exp().sum(-1), group)\n"
+            "    return m + ReduceFromTP.apply(z, group).log()",
+         "the gradient is wrong, 2.00 times as long"),
+    ],
 }  # fmt: skip
 
 
