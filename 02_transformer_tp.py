@@ -756,12 +756,17 @@ def same_call(here: dict, there: dict) -> bool:
 
 
 def blame(error: Exception, timeout: int, store) -> str:
-    """Where every rank was last seen, and which of them the others waited for."""
+    """Where every rank was last seen, and which of them the others waited for.
+
+    To be asked while some rank is in a collective.
+    """
     places = {}
     for rank in range(dist.get_world_size()):
         if store.check([f"place/{rank}"]):
             places[rank] = json.loads(store.get(f"place/{rank}"))
-    chain = chain_from(dist.get_rank(), places)
+    waiting = [rank for rank, place in places.items() if place["state"] == "in"]
+    here = dist.get_rank()
+    chain = chain_from(here if here in waiting else waiting[0], places)
     calls = {
         rank: (place["number"], place["call"]) if place["state"] == "in" else None
         for rank, place in places.items()
