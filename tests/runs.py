@@ -49,7 +49,7 @@ ALL_RUNS = [
     (SEQUENCE, 2, "--dtype", "float64"),
     (SEQUENCE, 2, *SPLIT, "--save-gathered", "--verbose", "--hf"),
     (SEQUENCE, 4, "--dtype", "bfloat16", "--hf"),
-    (SEQUENCE, 8),
+    (SEQUENCE, 8, "--steps", "2"),
     (MESH, 1, "--dtype", "float64", "--steps", "2"),
     (MESH, 2, "--dtype", "float64"),
     (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", "--dtype", "float64",
