@@ -321,7 +321,12 @@ class SPHead(nn.Module):
 
 
 def position_tables(model: nn.Module, S: int, tp_group) -> tuple[Tensor, ...]:
-    """Rotary tables and causal mask of positions 0 to S − 1, the same on every rank."""
+    """Rotary tables and causal mask of positions 0 to S − 1, the same on every rank.
+
+    Raises: ValueError if the tables are shorter: a slice of them would pass silently.
+    """
+    if S > len(model.cos):
+        raise ValueError(f"{S} positions: the model has tables for {len(model.cos)}")
     return model.cos[:S], model.sin[:S], model.future[:S, :S]
 
 
@@ -2028,7 +2033,7 @@ BREAKS = {
         lambda x_BSD, ranks, value=0: x_BSD,
         "a length that T does not divide is not padded",
         "lengths that T divides work; then one comes that it does not, and an error "
-        "about sizes that differ by one ends the run",
+        "about sizes ends the run",
         "slices of the sequence have to be of one size: collectives and sums need it",
         "github.com/pytorch/torchtitan/issues/1306",
     ),

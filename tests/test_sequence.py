@@ -180,7 +180,6 @@ def test_what_cannot_be_split_or_looked_up(ranks, what, said):
 
 
 @driven
-@pytest.mark.xfail(strict=True, reason="it is cut to the tables' length, silently")
 def test_more_positions_than_the_tables_have(ranks):
     """6 and 5 positions are both padded to 8 on four ranks: no shape gives it away."""
     for rank in ranks:
