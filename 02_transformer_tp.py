@@ -775,7 +775,7 @@ def blame(error: Exception, timeout: int, store) -> str:
     if not guilty:  # a circle: each waits for the next
         chain = chain_from(chain[-1], places)
     waiting = [rank for rank in chain if set(waits_for(rank, places)) & set(guilty)]
-    inside = Counter(calls[rank] for rank in waiting or chain).most_common(2)
+    inside = Counter(calls[rank] for rank in sorted(waiting or chain)).most_common(2)
     common = inside[0][0]
     tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
     guilty = guilty or [rank for rank in chain if calls[rank] != common]
