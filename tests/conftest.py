@@ -9,6 +9,8 @@ What is launched twice with the same flags runs once. A test marked `alone` runs
 when nothing else does.
 """
 
+import sys
+
 import jobs
 import pytest
 
@@ -43,3 +45,11 @@ def pytest_sessionfinish():
     jobs.POOL.shutdown(wait=False, cancel_futures=True)
     for mark in list(jobs.RUNNING):
         jobs.end(mark)
+
+
+@pytest.fixture(autouse=True)
+def no_figure_left():
+    """Every test of a picture starts without one."""
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")

@@ -1,23 +1,9 @@
 """The pictures of notebook 02 show the data they are given."""
 
-import sys
-from pathlib import Path
-
-import matplotlib
 import pytest
 import torch
-
-matplotlib.use("Agg")
-sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
-import draw
 from matplotlib.colors import to_hex
-from test_draw import boxes, colors_at, drawn, texts
-
-
-@pytest.fixture(autouse=True)
-def one_figure():
-    yield
-    draw.plt.close("all")
+from pictures import boxes, colors_at, draw, drawn, texts
 
 
 def test_heads_are_named_by_their_values():

@@ -1,24 +1,10 @@
 """The pictures of notebook 03 show the data they are given."""
 
 import math
-import sys
-from pathlib import Path
 
-import matplotlib
-import pytest
 import torch
-
-matplotlib.use("Agg")
-sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
-import draw
 from matplotlib.colors import to_hex
-from test_draw import boxes, drawn, texts
-
-
-@pytest.fixture(autouse=True)
-def one_figure():
-    yield
-    draw.plt.close("all")
+from pictures import boxes, draw, drawn, texts
 
 
 def test_lookup_joins_tokens_to_rows_and_shows_the_terms():

@@ -1,37 +1,15 @@
 """Lesson 04's pictures show the data they are given: regions, shares, courses."""
 
-import sys
-from pathlib import Path
-
-import matplotlib
 import pytest
 import torch
-
-matplotlib.use("Agg")
-sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
-import draw
 from matplotlib.colors import to_hex
+from pictures import draw, drawn, texts
 
 WHOLE = torch.full((4, 2), 3)
 POSITIONS = torch.tensor([[1, 1], [1, 1], [2, 2], [2, 2]])
 COLUMNS = torch.tensor([[1, 2]] * 4)
 TERMS = [torch.full((4, 2), 1), torch.full((4, 2), 2)]
 CALL = {"does": "reduce-scatter", "moved": 1234}
-
-
-@pytest.fixture(autouse=True)
-def one_figure():
-    yield
-    draw.plt.close("all")
-
-
-def drawn(function, *args, **kwargs):
-    function(*args, **kwargs)
-    return draw.plt.gcf()
-
-
-def texts(figure) -> list[str]:
-    return [t.get_text() for ax in figure.axes for t in ax.texts if t.get_text()]
 
 
 def elements(figure) -> list[tuple]:
