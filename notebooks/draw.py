@@ -1046,12 +1046,13 @@ def in_flight(runs: dict[str, list[tuple]], predicted: dict[str, list[int]]):
     """
     stages = len(next(iter(predicted.values())))
     size = (WIDTH, 1.05 * stages + 1.5)
-    figure, axes = plt.subplots(stages, len(runs), figsize=size, sharex=True,
-                                sharey=True, squeeze=False, layout="constrained")  # fmt: skip
+    figure, axes = plt.subplots(
+        stages, len(runs), figsize=size, sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
     most = max(max(line) for line in predicted.values())
     for column, (name, spans) in enumerate(runs.items()):
-        _, end, _ = computing(spans)
-        begin = min(span[3] for span in spans)
+        begin, end, _ = computing(spans)
         axes[0, column].set_title(name)
         axes[-1, column].set_xlabel("ms")
         for stage, ax in enumerate(axes[:, column]):
