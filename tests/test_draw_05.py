@@ -1,5 +1,7 @@
 """The pictures of notebook 05 show the data they are given."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from matplotlib.colors import to_hex
@@ -41,12 +43,24 @@ def test_cubes_join_the_ranks_of_each_group(sizes):
         (panel,) = {p for p, *place in at if tuple(place) == points[0]}
         if line.get_linewidth() > 3:
             thick[panel].append([at[(panel, *point)] for point in points])
+            for (x0, y0), (x1, y1) in pairwise(points):
+                ways = (y0 == y1), (x0 == x1), x0 < x1 and y0 > y1
+                assert ways[panel], "tp runs across, dp down, pp into the distance"
     for panel, axis in enumerate(reversed(AXES)):
         wanted = sorted({tuple(group[axis]) for group in groups})
         assert sorted(map(tuple, thick[panel])) == wanted
         listed = " ".join(f"[{' '.join(map(str, line))}]" for line in wanted)
         assert listed in texts(figure)
     assert [t for t in texts(figure) if t in AXES] == ["tp", "dp", "pp"]
+
+
+def test_what_stands_on_dark_colours_is_white():
+    counts = [0, 0, 0, 0, 0, 10, 20]
+    figure = drawn(draw.holdings, [("all", 30, counts)], ["rank"] * 7)
+    found = {t.get_text(): t.get_color() for t in figure.axes[0].texts}
+    assert [found[text] for text in ("30", "10", "20")] == [
+        "black", draw.ink(draw.color(5)), "white",
+    ]  # fmt: skip
 
 
 def test_holdings_have_a_box_where_a_rank_holds_something():
@@ -82,11 +96,14 @@ def test_waiting_is_what_is_not_computing():
 
 def test_pipelines_show_each_micro_batch_and_the_bubble():
     half = [(s, w, i, (a - 9) / 2, (b - 9) / 2) for s, w, i, a, b in SPANS]
-    figure = drawn(draw.pipelines, {"A": SPANS, "B": half})
+    one = [span for span in SPANS if span[2] == 0]  # of two micro-batches
+    figure = drawn(draw.pipelines, {"A": SPANS, "B": half, "C": one})
     assert [ax.get_title(loc="left") for ax in figure.axes] == [
-        f"{name}: waiting 0.400 of the time, predicted (P−1)/(M+P−1) = 0.333"
-        for name in "AB"
-    ]
+        f"{name}: waiting {waiting} of the time, predicted (P−1)/(M+P−1) = {predicted}"
+        for name, waiting, predicted in (
+            ("A", "0.400", "0.333"), ("B", "0.400", "0.333"), ("C", "0.571", "0.500"),
+        )
+    ]  # fmt: skip
     done = [span for span in SPANS if span[1] != "wait"]
     for ax, scale in zip(figure.axes, (1000, 500)):
         bars = [p for p in ax.patches if shade(p) != draw.PARTS[2].upper()]

@@ -306,10 +306,10 @@ WRONG = {  # what people try, and what they are told
             "for w in ('backward', 'forward')]", "comes before forward 0"),
         (2, "count_lines = lambda parts, g: all_reduce(torch.tensor("
             "sum(p.shape[1] for p in parts)), g)\npart_by_lines = None",
-         "count_lines gives 8; 7 have a target"),
+         "count_lines gives 16; 14 have a target"),
         (2, "count_lines = lambda parts, g: sum((t != IGNORE).any(1).sum() "
             "for _, t in parts)\npart_by_lines = None",
-         "count_lines gives 2; 7 have a target"),
+         "count_lines gives 3; 14 have a target"),
         (2, COUNT_LINES + "part_by_lines = lambda loss, target, n: loss.mean(1).sum()"
             " / n", "all parts add up to"),
         (2, COUNT_LINES + "part_by_lines = lambda loss, target, n: "
@@ -323,9 +323,9 @@ WRONG = {  # what people try, and what they are told
          "{'tp': 2, 'dp': 2}: "),
         (3, COUNTED + "    for axis in ('tp', 'pp', 'dp'):\n"
             "        n = all_reduce(n, groups[axis])\n    return n.item()",
-         "{'dp': 4}: 73412.0, but one process has 18353"),
+         "{'dp': 4}: 28004.0, but one process has 7001"),
         (3, COUNTED + "    return all_reduce(all_reduce(n, groups['tp']), "
-            "groups['pp']).item()", "{'tp': 2, 'dp': 2}: 18386.0, but one"),
+            "groups['pp']).item()", "{'tp': 2, 'dp': 2}: 7018.0, but one"),
         (3, "def parameters_of_model(stage, groups, V):\n"
             "    T, n = groups['tp'].size(), 0\n"
             "    for name, p in stage.named_parameters():\n"
@@ -334,7 +334,7 @@ WRONG = {  # what people try, and what they are told
             "        n -= vocabulary * (T * len(p) - V) * p[0].numel() / T\n"
             "    n = all_reduce(torch.tensor(n), groups['tp'])\n"
             "    return all_reduce(n, groups['pp']).item()",
-         "{'pp': 2, 'dp': 2, 'tie': True}: 22465.0, but one process has 18353"),
+         "{'pp': 2, 'dp': 2, 'tie': True}: 7001.0, but one process has 4945"),
     ],
     "02_transformer_tp": [
         (1, "def largest_gradient(model, tp_group):\n"
