@@ -243,7 +243,8 @@ def sum_both(x: Tensor, y: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Te
     return sum_x, sum_y
 
 
-# The four sharded products A · B = C. What decides is where the contracted dim J lies.
+# The four sharded products A · B = C. What decides is the contracted dim J: if it is
+# whole in both, there is nothing to send, unless one axis cuts both I and K (case 4).
 
 
 def matmul_case_1(a_iJ: Tensor, b_JK: Tensor) -> Tensor:

@@ -1493,11 +1493,12 @@ def show_ways(report: Report, full: MLP, batch, groups, mesh) -> None:
     report.table(head, sent_rows, "llllrrrr")
     tokens = args.batch_size * args.seq_len
     report.say(
-        "   Data parallel sends every gradient, 2·D·F numbers however few the tokens,\n"
-        "   FSDP the weights too, three times that. TP sends activations, 2·B·S·D,\n"
-        "   however wide the MLP: less than data parallel where B·S < F (here\n"
-        f"   {tokens} and {args.width}). FSDP, TP, 2D hold about 1/T of the weights;\n"
-        "   TP keeps all of x, the others their samples only.\n"
+        "   Data parallel sends every gradient, 2·D·F numbers however few the tokens.\n"
+        "   FSDP gathers the weights too, twice: in a ring 1.5 times those bytes.\n"
+        "   TP sends activations, 2·B·S·D, however wide the MLP: less than data\n"
+        f"   parallel where B·S < F (here {tokens} and {args.width}). FSDP, TP and 2D\n"
+        "   hold about 1/T of the weights; TP keeps all of x, the others their\n"
+        "   samples only.\n"
     )
 
 

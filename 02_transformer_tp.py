@@ -1144,7 +1144,7 @@ BREAKS = {
         "shapes fit and nothing complains; the loss is wrong from step 1 on",
         "the first slice is mostly queries, the last mostly values, and a rank takes "
         "thirds of its slice for its q, k and v. Cut q, k and v each, by heads",
-        "github.com/pytorch/pytorch/issues/149701",
+        "github.com/deepspeedai/DeepSpeed/pull/3844",
     ),
     "mask-heads": Break(
         "sharded_dropout",

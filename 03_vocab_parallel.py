@@ -1610,7 +1610,7 @@ BREAKS = {
         "the padded columns are left in the softmax",
         "the loss is a little too large, by less the larger the vocabulary",
         "a padded column's logit is 0, not −∞, and exp(0) = 1 joins every sum",
-        "github.com/NVIDIA/Megatron-LM/issues/1754, vllm-project/vllm issue 1399",
+        "github.com/mirage-project/mirage/issues/751, vllm-project/vllm issue 1399",
     ),
     "max": Break(
         "largest_logit",

@@ -2,9 +2,10 @@
 
     torchrun … faulty.py LESSON FAULT RANK NUMBER [flags of the lesson]
 
-At its collective NUMBER (1 is the first one), rank RANK is killed, sleeps, skips the
-call, or raises. It notes the time in $FAULT_TIME. With $FAULT_SAVE it does so while it
-writes its checkpoint of that number; ranks that torchrun starts anew do nothing.
+At its collective NUMBER (1 is the first one; those of a group of one do not count),
+rank RANK is killed, sleeps, skips the call, or raises. It notes the time in
+$FAULT_TIME. With $FAULT_SAVE it does so while it writes its checkpoint of that number;
+ranks that torchrun starts anew do nothing.
 """
 
 import os
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from in_ranks import load
 
 NAME, FAULT, RANK, NUMBER = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5])
@@ -49,6 +51,9 @@ FAULTS = {"kill": kill, "sleep": sleep, "skip": skip, "raise": fail}
 def watched(name: str, good, number: int):
     def wrapper(*args):
         global calls
+        groups = [x for x in args if isinstance(x, dist.ProcessGroup)]
+        if groups and groups[0].size() == 1:  # nobody to do harm to
+            return good(*args)
         calls += 1
         mine = int(os.environ["RANK"]) == RANK
         if calls == number and mine and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -4,6 +4,7 @@ That their text outputs are what is committed is checked by nbval, which runs th
 top to bottom. Pictures it does not compare: see test_draw.py.
 """
 
+import base64
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
 
@@ -471,6 +473,20 @@ def test_a_notebook_is_complete(name):
     assert sum("ranks.code(" in cell for cell in code) >= 5
     longest = max((len(line), line) for cell in code for line in cell.splitlines())
     assert longest[0] <= 88, longest
+
+
+def test_pictures_of_the_readme_are_the_notebooks():
+    found = {}
+    for book in NOTEBOOKS.values():
+        for cell in book["cells"]:
+            for tag in cell["metadata"].get("tags", []):
+                if tag.startswith("asset-"):
+                    (png,) = [o["data"]["image/png"] for o in cell["outputs"]]
+                    found[f"{tag.removeprefix('asset-')}.png"] = base64.b64decode(png)
+    stored = {path.name: path.read_bytes() for path in (ROOT / "assets").iterdir()}
+    assert stored == found
+    shown = re.findall(r"^!\[.+\]\(assets/(.+)\)$", README, re.M)
+    assert sorted(shown) == sorted(stored)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
