@@ -3042,11 +3042,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="gradient norm allowed (default 1)")
     add("--tie", action="store_true", help="embedding and head share their weight")
     add("--verbose", action="store_true", help="a row for each layer's parameters")
-    add(
-        "--recompute",
-        action="store_true",
-        help="in section 7 (PyTorch): activations are computed twice",
-    )
+    add("--recompute", action="store_true", help="in section 7: activations twice")
     add("--bf16", action="store_true", help="in section 7: bfloat16 mixed precision")
     args = parser.parse_args()
     args.kv_heads = args.kv_heads or args.heads

@@ -257,6 +257,18 @@ def test_simulated_makespan(run):
     assert [row["measured"] for row in data["in_flight"]] == wanted
 
 
+@over(SIMULATED)
+def test_bytes_in_flight(run):
+    """Stages 1 and 2 have the same layers: so much a micro-batch; the last has less."""
+    rows = jobs.result(*run).data["in_flight"]
+    one = [row["bytes"] / row["measured"] for row in rows]
+    assert one[1] == one[2] > 0 and rows[1]["bytes"] > rows[2]["bytes"]
+    # a layer keeps its input, q, k, v and more: each [b, s, D]
+    size = sizes(run)
+    b = size["B"] // size["M"]
+    assert one[1] > 10 * b * size["S"] * size["D"] * size["e"]
+
+
 ALONE = (LESSON, 4, "--pp", "4", "--microbatches", "8", "--simulate-compute", "50")
 ALONE += ("--steps", "1", "--layers", "4", "--hidden", "16")
 
