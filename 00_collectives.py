@@ -33,6 +33,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -728,6 +729,7 @@ def blame(error: Exception, timeout: int, store) -> str:
 
 def fail(error: Exception, args, store, broken: Break | None) -> None:
     """An exception in main: say who is to blame, once, and end this rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is lost
     if COMM.place["state"] == "in":  # the collective failed: the cause is elsewhere
         message = blame(error, args.timeout, store)
     else:
