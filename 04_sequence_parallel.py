@@ -2317,7 +2317,8 @@ def paper_units(e: int, T: int, heads_by_length: float) -> dict[str, tuple]:
     Args:
         e: bytes of a number; the paper has 2. Masks have 1 byte an element.
         heads_by_length: a·s/h of the paper, N·S/D here.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2, and its text for 2/t;
+        "gathered kept" is counted here.
     """
     square = (2 * e + 1) * heads_by_length
     a, b, c = 16 * e + 2, 4 * e + 2, 12 * e  # all; what TP leaves whole; what it cuts
