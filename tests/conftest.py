@@ -47,6 +47,12 @@ def pytest_sessionfinish():
         jobs.end(mark)
 
 
+@pytest.fixture(scope="module")
+def ranks(request):
+    """What each rank of the module's driver found."""
+    return jobs.result(*request.module.DRIVER)
+
+
 @pytest.fixture(autouse=True)
 def no_figure_left():
     """Every test of a picture starts without one."""

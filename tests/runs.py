@@ -67,6 +67,21 @@ def over(runs):
     return pytest.mark.parametrize("run", cases)
 
 
+def found(ranks, what) -> list:
+    """What all ranks of a driver found of something."""
+    return [case for rank in ranks for case in rank[what]]
+
+
+def check_replicas(cases) -> None:
+    """One digest of the replicas for all ranks of a group, another for each model."""
+    digests = {}
+    for case in cases:
+        key = case["number"], tuple(case["group"])
+        digests.setdefault(key, set()).add(case["replicas"])
+    assert max(map(len, digests.values())) == 1
+    assert len({next(iter(x)) for x in digests.values()}) >= 60, "all models alike"
+
+
 def expect(data, wanted: dict):
     """Rows of the communication table: label → (calls, bytes), and no row besides."""
     found = {}
