@@ -74,6 +74,9 @@ from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 05: data × pipeline × tensor parallelism
 
+# From earlier lessons: COMM counts what is sent, and notes in `with COMM.at(…)` where
+# this rank is (00); PAD is no token, IGNORE no target (02).
+
 AXES = "pp", "dp", "tp"  # outermost first
 
 
@@ -530,7 +533,9 @@ def settings(args) -> dict:
     names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
     alike = {name: getattr(args, name) for name in [*names.split(), "clip"]}
     text = zlib.crc32(Path(__file__).read_bytes())  # the lines that it trains on
-    return {"lesson": "05_3d_parallel"} | alike | {"checksum of this file": text}
+    return (
+        {"lesson": "05_3d_parallel"} | alike | {"the text of this file, checksum": text}
+    )
 
 
 def find_checkpoint(folder: Path, args) -> tuple[Path, int]:
@@ -2323,11 +2328,11 @@ def show_layout(report: Report, training: MeshTraining) -> None:
     rows = []
     for stage in range(P):
         mine = layers_of(stage, P, args.layers)
-        holds = ["embed_tokens"] if stage == 0 else []
+        holds = ["embedding"] if stage == 0 else []
         holds += [
             f"layers {mine[0]}–{mine[-1]}" if len(mine) > 1 else f"layer {mine[0]}"
         ]
-        holds += ["norm, lm_head"] if stage == P - 1 else []
+        holds += ["norm, head"] if stage == P - 1 else []
         cells = [
             str([r for r in range(report.ranks) if places[r][:2] == [stage, d]])
             for d in range(D)
@@ -3020,7 +3025,7 @@ def compare_pytorch(report, model, reference, loss, wanted, rounding: dict) -> N
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__, 3, "steps of AdamW")
+    parser = lesson_parser(__doc__, 3, "steps of AdamW, those before --load included")
     add = parser.add_argument
     add("--dp", type=positive, help="replicas (default: what is left of the ranks)")
     add("--pp", type=positive, help="stages (default: 2 if it divides what tp leaves)")
