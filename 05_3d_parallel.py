@@ -274,7 +274,7 @@ class Pipeline:
         return S, receive(like, self.number - 1, self.pp)
 
     def backward(self, i: int) -> None:
-        """The gradient of micro-batch i back through this stage, and to the last."""
+        """The gradient of micro-batch i through this stage, and to the one before."""
         x, y, sent = self.kept.pop(i)
         grad = None
         if not self.last:
@@ -2231,7 +2231,7 @@ BREAKS = {
         "step 1 are right",
         "all T ranks hold the LayerNorms and row biases: their squares are T times in "
         "the sum over the group. Count a T-th of them on each rank (counted_share)",
-        "github.com/pytorch/torchtitan/issues/2318, TransformerEngine issue 715",
+        "github.com/ROCm/TransformerEngine/pull/715, NVIDIA-NeMo/RL pull request 3788",
     ),
     "tied": Break(
         "sum_tied",
