@@ -33,6 +33,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -710,15 +711,17 @@ def blame(error: Exception, timeout: int, store) -> str:
     tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
     guilty = guilty or [rank for rank in chain if calls[rank] != common]
     lines = [
-        f"  rank {rank}: {place['state']} collective {place['number']}, "
+        f"  rank {rank}: {place['state']} call {place['number']}, "
         f"{place['call']} ({place['line']})"
         for rank, place in places.items()
     ]
     names = ", ".join(map(str, sorted(guilty)))
     who = f"this call was not made by rank {names}"
     who += " (a tie: or the others skipped one before)" if tie else ""
+    if tie and common[1].startswith("message"):
+        who = f"ranks {', '.join(map(str, sorted(chain)))} wait for each other"
     who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
-    head = f"error: collective {common[0]}, {common[1]}, did not come about; {who}"
+    head = f"error: call {common[0]}, {common[1]}, did not come about; {who}"
     first = str(error).strip().split("\n")[0]
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
@@ -726,6 +729,7 @@ def blame(error: Exception, timeout: int, store) -> str:
 
 def fail(error: Exception, args, store, broken: Break | None) -> None:
     """An exception in main: say who is to blame, once, and end this rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is lost
     if COMM.place["state"] == "in":  # the collective failed: the cause is elsewhere
         message = blame(error, args.timeout, store)
     else:

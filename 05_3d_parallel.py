@@ -10,11 +10,12 @@ Run it (8 ranks as 2 × 2 × 2; a laptop will do, and 1, 2 and 4 ranks work too)
 
 What you will see: which rank is where on the mesh; the model trained on 8 ranks beside
 one process that sees the whole batch: losses, every gradient, every parameter after the
-last step; when each stage computed and when it waited, and the bubble; what each axis
-sends, to the byte; the same by PyTorch's own parts. `--pp 4 --simulate-compute 20`
-shows a pipeline's true shape, `--schedule gpipe` the other schedule, `--ragged` batches
-of different lengths, `--zero` a sharded optimizer, `--save` and `--load` checkpoints
-that change the mesh, `--break list` the bugs you can switch on.
+last step; when each stage computed and when it waited because the pipeline fills and
+drains (the bubble); what each axis sends, to the byte; the same by PyTorch's own parts.
+`--pp 4 --simulate-compute 20` shows a pipeline's true shape, `--schedule gpipe` the
+other schedule, `--ragged` batches of different lengths, `--zero` a sharded optimizer,
+`--save` and `--load` checkpoints that change the mesh, `--break list` the bugs you can
+switch on.
 
 New here: the mesh, stages, schedules, sums over replicas, checkpoints. Carried over:
 from 04 the layers (sequence parallelism is on), from 03 the loss, from 02 the
@@ -24,8 +25,8 @@ Shapes: B batch, S sequence, D hidden, V vocabulary; T ranks in the TP group, P 
     M micro-batches. UPPERCASE is the full size, lowercase this rank's slice: x_bsD is
     a micro-batch of b sequences, s = S/T rounded up tokens of each on this rank.
 
-No dropout here: masks that agree with one process would have to be addressed by step,
-    layer and row, wherever that row is computed; large systems let them differ.
+No dropout here: for masks as in one process, each random number would have to belong
+    to a step, a layer and a row, not to a rank. Large systems let them differ.
 Needs: torch (and numpy, else torch warns that it is missing).
 Sources: Megatron-LM on GPU clusters, arXiv:2104.04473 (3D, 1F1B, bubbles); GPipe,
     arXiv:1811.06965; ZeRO, arXiv:1910.02054; docs.pytorch.org, torch.distributed
@@ -41,6 +42,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -72,10 +74,10 @@ from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 05: data × pipeline × tensor parallelism
 
+# From earlier lessons: COMM counts what is sent, and notes in `with COMM.at(…)` where
+# this rank is (00); PAD is no token, IGNORE no target (02).
+
 AXES = "pp", "dp", "tp"  # outermost first
-# AdamW divides by the size of a gradient, number by number: where that is near zero,
-# rounding would become a step of full length. Ten times lesson 02's, for longer sums.
-EPS = 1e-4
 
 
 def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
@@ -83,11 +85,13 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
 
     Rank = (stage · D + replica) · T + tp_rank. The last axis is the innermost: ranks of
     a TP group are neighbours, on the fastest links, since they talk in every layer;
-    those of a PP group are the farthest apart, since they say least.
+    those of a PP group are the farthest apart, since they talk once a stage.
 
-    "back" joins the same ranks as "pp", for gradients on their way back. On GPUs the
-    messages of a group queue up: an activation whose receiver is still busy would hold
-    up the gradient behind it. "ends" joins the first and the last stage, None between.
+    "back" joins the same ranks as "pp", for gradients on their way back. NCCL does the
+    messages of a group one after the other: an activation whose receiver is still busy
+    would hold up the gradient behind it. "ends" joins the first and the last stage, for
+    a tied weight; it is None on stages between. All three move along pp, and are
+    counted there.
     """
     groups = mesh_groups(sizes, timeout)
     lines = torch.arange(dist.get_world_size()).view(sizes["pp"], -1).T.tolist()
@@ -103,7 +107,11 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
 
 
 def layers_of(stage: int, num_stages: int, layers: int) -> range:
-    """The layers of a stage: as equal as can be, the first stages have one more."""
+    """The layers of a stage: as equal as can be, the first stages have one more.
+
+    The step goes at the pace of the slowest stage. Embedding and head are work too:
+    large systems give the stages at the ends fewer layers.
+    """
     each, more = divmod(layers, num_stages)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))
@@ -119,7 +127,8 @@ class Stage(nn.Module):
         groups: of make_mesh; each stage is split over its TP group, as in lesson 04.
 
     Shapes: tokens [b, S] on the first stage, else x_bsD [b, s, D] of the stage before
-        → logits [b, S, v] on the last, else x_bsD for the next.
+        → logits [b, S, v] on the last, else x_bsD for the next. S is given besides:
+        T·s may be more, with padding.
     """
 
     def __init__(self, full: Transformer, groups: dict[str, dist.ProcessGroup]):
@@ -159,6 +168,9 @@ def schedule(
     "1f1b": as many forwards as there are stages to follow, then one forward, one
     backward in turn, then the backwards that are left. A stage keeps P − stage
     micro-batches at most, however many there are (arXiv:2104.04473, sec. 2.2).
+
+    Both take the same time: stages wait while the pipeline fills and drains, P − 1
+    micro-batches long, which is the bubble. 1F1B saves memory.
     """
     P, M = num_stages, num_microbatches
     warm_up = M if kind == "gpipe" else min(P - stage - 1, M)
@@ -178,7 +190,8 @@ def send(parts: list[Tensor], to: int, group: dist.ProcessGroup) -> list[tuple]:
     for part in parts:
         part = part.detach().contiguous()
         COMM.count("send/recv", part.nbytes, group.group_desc)
-        work = dist.isend(part, group=group, group_dst=to)
+        with COMM.at(f"message to rank {rank}", "send", [dist.get_rank(), rank]):
+            work = dist.isend(part, group=group, group_dst=to)
         started.append((work, rank, part))  # a tensor must live until it is sent
     return started
 
@@ -220,6 +233,7 @@ class Pipeline:
         """
         self.micro_batches, self.device = micro_batches, device
         self.kept, self.in_flight, self.events = {}, 0, []
+        self.bytes_of, self.peak = {}, 0  # bytes kept for backward, by micro-batch
         self.losses, self.returned = [], []
         for phase, i in steps:
             COMM.phase = phase
@@ -237,7 +251,8 @@ class Pipeline:
             with self.clock("wait", i):
                 S, x = self.receive_activation()
             x.requires_grad_()
-        with self.clock("forward", i):
+        saved = SavedBytes([*self.stage.parameters(), *self.stage.buffers()])
+        with self.clock("forward", i), saved:
             y = self.stage(x, S)
             if self.last:
                 y = self.loss_of(y, self.micro_batches[i][1])
@@ -248,9 +263,11 @@ class Pipeline:
             sent = send([shape, y], self.number + 1, self.pp)
         self.kept[i] = x, y, sent  # with all that autograd keeps for backward
         self.in_flight = max(self.in_flight, len(self.kept))
+        self.bytes_of[i] = saved.total()
+        self.peak = max(self.peak, sum(self.bytes_of[k] for k in self.kept))
 
     def receive_activation(self) -> tuple[int, Tensor]:
-        """The next stage cannot know how long the sequences are: the shape is first."""
+        """This stage cannot know how long the sequences are: the shape comes first."""
         shape = torch.empty(4, dtype=torch.int64, device=self.device)
         S, *shape = receive(shape, self.number - 1, self.pp).tolist()
         like = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -263,7 +280,7 @@ class Pipeline:
         if not self.last:
             with self.clock("wait", i):
                 grad = receive(y, self.number + 1, self.back)  # shaped as y
-            end_of(sent)  # at once: for this gradient it had to be received
+            end_of(sent)  # no wait: the gradient answers this message, so it arrived
         with self.clock("backward", i):
             y.backward(grad)
         if not self.first:
@@ -375,7 +392,8 @@ class FlatAdamW:
 
     One vector: one collective for all of them. AdamW treats every number on its own, so
     it does not matter how the vector is cut: with `zero` a rank keeps 1/DP of it, and
-    of the two moments (ZeRO stage 1 and 2, arXiv:1910.02054).
+    of the two moments, and of the gradient once it is summed (ZeRO stage 1, with the
+    reduce-scatter of stage 2: arXiv:1910.02054).
 
     Communication: n elements (padded so that DP divides them): one all-reduce over dp;
         with `zero` one reduce-scatter, and after the update one all-gather.
@@ -385,8 +403,8 @@ class FlatAdamW:
         self.parameters = dict(stage.named_parameters())
         self.groups, self.dp_group, self.zero = groups, groups["dp"], zero
         own = self.cut(self.flatten(self.parameters.values()))
-        self.own = nn.Parameter(own)  # beside the model's, as with mixed precision
-        self.adamw = torch.optim.AdamW([self.own], lr=1e-3, eps=EPS)
+        self.own = nn.Parameter(own)  # a copy; each step overwrites the model's from it
+        self.adamw = torch.optim.AdamW([self.own], lr=1e-3, eps=1e-4)
         counts = [
             torch.full_like(p, counted_share(stage, name, groups["tp"]))
             for name, p in self.parameters.items()
@@ -500,6 +518,57 @@ class MeshTraining:
 
 
 # Checkpoints: saved under one mesh, loaded under another.
+
+COMPLETE = "complete.json"  # the last file of a checkpoint
+
+
+def fingerprint(file: Path) -> list[int]:
+    """Size and checksum of a file."""
+    data = file.read_bytes()
+    return [len(data), zlib.crc32(data)]
+
+
+def settings(args) -> dict:
+    """What must be alike for a checkpoint to continue a run; the mesh need not be."""
+    names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
+    alike = {name: getattr(args, name) for name in [*names.split(), "clip"]}
+    text = zlib.crc32(Path(__file__).read_bytes())  # the lines that it trains on
+    return (
+        {"lesson": "05_3d_parallel"} | alike | {"the text of this file, checksum": text}
+    )
+
+
+def find_checkpoint(folder: Path, args) -> tuple[Path, int]:
+    """The newest finished checkpoint of a folder, and its step.
+
+    Raises: ValueError where there is none, where a file of it is missing or damaged,
+        or where it belongs to another model or run.
+    """
+    found = sorted(folder.glob("step_[0-9]*")) if folder.is_dir() else []
+    if not found:
+        raise ValueError(f"--load {folder}: no finished checkpoint step_… in there")
+    path = found[-1]
+    try:
+        about = json.loads((path / COMPLETE).read_text())
+        files, step = dict(about["files"]), int(about["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"--load {path}: no {COMPLETE} of this lesson in it: not one of its "
+            "checkpoints, or a damaged one"
+        ) from None
+    for name, wanted in settings(args).items():
+        if about.get(name) != wanted:
+            raise ValueError(
+                f"--load {path}: made with {name} {about.get(name)}, this run has "
+                f"{wanted}"
+            )
+    for name, wanted in files.items():
+        if not (path / name).is_file() or fingerprint(path / name) != wanted:
+            raise ValueError(
+                f"--load {path}: the file {name} is missing or damaged; without this "
+                "folder the one before it is taken"
+            )
+    return path, step
 
 
 def in_whole(x: Tensor, name: str, stage: Stage, vocab_size: int, mesh) -> DTensor:
@@ -1029,15 +1098,17 @@ def blame(error: Exception, timeout: int, store) -> str:
     tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
     guilty = guilty or [rank for rank in chain if calls[rank] != common]
     lines = [
-        f"  rank {rank}: {place['state']} collective {place['number']}, "
+        f"  rank {rank}: {place['state']} call {place['number']}, "
         f"{place['call']} ({place['line']})"
         for rank, place in places.items()
     ]
     names = ", ".join(map(str, sorted(guilty)))
     who = f"this call was not made by rank {names}"
     who += " (a tie: or the others skipped one before)" if tie else ""
+    if tie and common[1].startswith("message"):
+        who = f"ranks {', '.join(map(str, sorted(chain)))} wait for each other"
     who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
-    head = f"error: collective {common[0]}, {common[1]}, did not come about; {who}"
+    head = f"error: call {common[0]}, {common[1]}, did not come about; {who}"
     first = str(error).strip().split("\n")[0]
     said = f"  the transport, after {timeout} s at most: {first[:150]}"
     return "\n".join([head, *lines, said])
@@ -1045,6 +1116,7 @@ def blame(error: Exception, timeout: int, store) -> str:
 
 def fail(error: Exception, args, store, broken: Break | None) -> None:
     """An exception in main: say who is to blame, once, and end this rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is lost
     if COMM.place["state"] == "in":  # the collective failed: the cause is elsewhere
         message = blame(error, args.timeout, store)
     else:
@@ -2113,10 +2185,10 @@ BREAKS = {
         "broadcast_any",
         guess_shape,
         "TP receivers guess the shape of the batch (switches --ragged on)",
-        "an error of the transport about sizes, an abort, or a rank that waits; worse, "
-        "numbers left over from the batch before",
-        "only the group's first rank has the batch; a buffer of the wrong size takes "
-        "part in another broadcast than the one that was sent",
+        "an error of the transport about sizes (with gloo: so many bytes came, there "
+        "was room for so many), an abort, or a rank that waits",
+        "only the group's first rank has the batch, and the others' buffer has the "
+        "shape of another one. Broadcast the shape, then the batch (broadcast_any)",
         "github.com/NVIDIA/Megatron-LM/pull/4103, and a blog post on input shapes "
         "under 3D parallelism",
     ),
@@ -2127,7 +2199,7 @@ BREAKS = {
         "no error at all; the loss of step 1 is wrong already, and differs from rank "
         "to rank",
         "a TP group is one model in pieces: pieces of answers to different questions "
-        "are added up",
+        "are added up. Let one rank load, and broadcast to its group (share_batch)",
         "github.com/deepspeedai/DeepSpeed/issues/7199",
     ),
     "micro": Break(
@@ -2136,8 +2208,8 @@ BREAKS = {
         "micro-batch losses are averaged, whatever number of targets each has",
         "the loss is a little off, and every gradient; not at all where no batch has "
         "padding",
-        "a mean of means weighs a token of a short micro-batch more than one of a long "
-        "one; the batch's mean weighs all alike",
+        "a mean of means weighs a token of a micro-batch with much padding more than "
+        "others. Divide by the targets of the whole batch, and add up (part_of_mean)",
         "github.com/meta-pytorch/torchtune/pull/1875, pytorch/torchtitan issue 2972",
     ),
     "order": Break(
@@ -2147,7 +2219,8 @@ BREAKS = {
         "two neighbours wait for each other until the timeout; GPipe's schedule, where "
         "all messages go one way at a time, gets through",
         "under 1F1B a stage sends its activation while the next one sends it a "
-        "gradient: each send ends when the other receives, and neither does",
+        "gradient: each send ends when the other receives, and neither does. Start "
+        "sends without waiting, and wait for their end later (send, end_of)",
         "github.com/pytorch/pytorch/issues/109401, NVIDIA/nccl issue 479",
     ),
     "norm": Break(
@@ -2157,7 +2230,7 @@ BREAKS = {
         "the norm is too large, so clipping takes away too much; loss and gradients of "
         "step 1 are right",
         "all T ranks hold the LayerNorms and row biases: their squares are T times in "
-        "the sum over the group",
+        "the sum over the group. Count a T-th of them on each rank (counted_share)",
         "github.com/pytorch/torchtitan/issues/2318, TransformerEngine issue 715",
     ),
     "tied": Break(
@@ -2166,7 +2239,8 @@ BREAKS = {
         "tied embedding and head on two stages are not summed (switches --tie on)",
         "step 1's loss is right; the embedding's gradient lacks the head's part and "
         "the head's the embedding's: two weights that were one part ways",
-        "one weight with two uses gets the sum of two gradients, wherever they arise",
+        "one weight with two uses gets the sum of two gradients, wherever they arise. "
+        "All-reduce it over the first and the last stage after backward (sum_tied)",
         "github.com/NVIDIA/Megatron-LM/issues/844, pytorch/torchtitan issue 2252",
     ),
     "replicas": Break(
@@ -2177,8 +2251,8 @@ BREAKS = {
         ),
         "gradients are averaged over replicas that had different numbers of targets",
         "loss and gradients are a little off, each step by another factor",
-        "each replica divides by its own number of targets, then all are weighed alike;"
-        " the whole batch has one number",
+        "each replica divides by its own number of targets, then all are weighed alike."
+        " Divide by the number in the whole batch, and add up (count_targets)",
         "github.com/pytorch/torchtitan/pull/2206",
     ),
     "group": Break(
@@ -2187,13 +2261,14 @@ BREAKS = {
         "gradients are summed over tp in place of dp",
         "the loss of step 1 is right, every gradient is wrong, and replicas part ways",
         "slices of different parameters are added up, while each replica keeps the "
-        "gradient of its own part of the batch",
+        "gradient of its own part of the batch. Sum over the ranks that hold the same "
+        "parameters: dp",
         "github.com/ooples/AiDotNet/pull/393",
     ),
 }
 
 # The axis that has to have two ranks or more for a bug to show.
-NEEDS = dict.fromkeys(("shape", "data", "norm", "micro"), "tp")
+NEEDS = dict.fromkeys(("shape", "data", "norm"), "tp")
 NEEDS |= dict(order="pp", tied="pp", replicas="dp", group="dp")
 
 
@@ -2253,11 +2328,11 @@ def show_layout(report: Report, training: MeshTraining) -> None:
     rows = []
     for stage in range(P):
         mine = layers_of(stage, P, args.layers)
-        holds = ["embed_tokens"] if stage == 0 else []
+        holds = ["embedding"] if stage == 0 else []
         holds += [
             f"layers {mine[0]}–{mine[-1]}" if len(mine) > 1 else f"layer {mine[0]}"
         ]
-        holds += ["norm, lm_head"] if stage == P - 1 else []
+        holds += ["norm, head"] if stage == P - 1 else []
         cells = [
             str([r for r in range(report.ranks) if places[r][:2] == [stage, d]])
             for d in range(D)
@@ -2266,9 +2341,9 @@ def show_layout(report: Report, training: MeshTraining) -> None:
     replicas = [f"replica {d}" for d in range(D)]
     report.table("|".join(["", *replicas, "holds"]), rows, "l" * (D + 2))
     moves = {
-        "tp": "activations in every layer: fastest links",
-        "dp": "gradients once a step, may overlap backward",
-        "pp": "activations between stages: least, any link",
+        "tp": "activations, in every layer: fastest links",
+        "dp": "gradients, once a step: grows with the model",
+        "pp": "activations, once a stage: slow links will do",
     }
     rows = []
     for axis in reversed(AXES):
@@ -2286,8 +2361,10 @@ def show_layout(report: Report, training: MeshTraining) -> None:
     report.check("ranks laid out TP innermost, then DP, then PP", float(here != wanted))
 
 
-def show_both_losses(report: Report, alone: Training, run: MeshRun, begin: int) -> None:
-    """Section 2: losses and gradient norms of every step."""
+def show_both_losses(
+    report: Report, alone: Training, run: MeshRun, begin: int, target: Tensor
+) -> None:
+    """Section 2: losses and gradient norms of every step; targets of the last."""
     rows, (loss_limit, limit) = [], ALLOWED[report.args.dtype]
     for i, loss in enumerate(run.losses):
         step = begin + i
@@ -2307,6 +2384,12 @@ def show_both_losses(report: Report, alone: Training, run: MeshRun, begin: int) 
     report.say("\n2  Mean losses and gradient norms: one process, and the mesh")
     head = "step|loss alone|mesh|diff.|norm alone|mesh|diff.|ok"
     report.table(head, rows, "rrrrrrrr")
+    parts = split(target, 0, report.args.dp)
+    counts = ", ".join(str(int((part != IGNORE).sum())) for part in parts)
+    report.say(
+        f"   Tokens with a target in the last step, replica by replica: {counts}\n"
+        f"   of {parts[0].numel()} each; the rest is padding. All weigh the same."
+    )
 
 
 def show_parameters_3d(report: Report, alone: Training, run: MeshRun) -> None:
@@ -2351,7 +2434,8 @@ def show_parameters_3d(report: Report, alone: Training, run: MeshRun) -> None:
              for x in (alone.first, run.first)]
             for i in range(2)
         ]  # fmt: skip
-        report.table("g of q_proj.weight, layer 0, alone|on the mesh", rows, "ll")
+        head = "dL/d q_proj.weight, layer 0, its first numbers: alone|on the mesh"
+        report.table(head, rows, "ll")
 
 
 def sort_rows(tokens: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -2378,8 +2462,9 @@ def show_lengths_3d(report: Report, run: MeshRun, batch: tuple) -> None:
         f"   Lengths of the last step's micro-batches, {rows} lines each:\n   "
         + "; ".join(said)
         + f"\n   {tokens} tokens in place of {args.batch_size * args.seq_len} with "
-        f"padding. DP: gradients have the parameters' shapes;\n   PP: the shape goes "
-        f"ahead; TP: it is broadcast first, and all have the same batch: {mark}"
+        "padding (sorted by length, to make\n   lengths differ). Why each axis works: "
+        "DP sums gradients, shaped as parameters;\n   PP sends the shape ahead; TP "
+        f"broadcasts it first: all have the same batch: {mark}"
     )
 
 
@@ -2410,7 +2495,7 @@ def show_after_3d(report: Report, alone: Training, run: MeshRun) -> None:
         for axis, text in what.items()
     ]
     losses = gather_objects(run.losses)
-    what["loss"] = "losses on all ranks"
+    what["loss"] = "losses"
     marks.append(
         report.check(
             "one loss on every rank", float(losses.count(losses[0]) < len(losses))
@@ -2421,7 +2506,7 @@ def show_after_3d(report: Report, alone: Training, run: MeshRun) -> None:
         f"   After the last step all parameters differ by {worst:.1e} at most: "
         f"{'ok' if worst <= limit else '✗'}."
     )
-    said = textwrap.fill(f"Equal to the bit: {said}", 85, initial_indent="   ",
+    said = textwrap.fill(f"Equal to the bit: {said}", 84, initial_indent="   ",
                          subsequent_indent="   ")  # fmt: skip
     report.say(said)
 
@@ -2443,22 +2528,25 @@ def show_holdings_3d(report: Report, run: MeshRun) -> None:
         report.check("micro-batches in flight", abs(in_flight - formula)),
     }
     row = [stage, n, tensor_bytes(parameters), held, wanted, in_flight, formula]
+    row.append(training.pipeline.peak)
     rows = gather_objects([*row, "ok" if marks == {"ok"} else "✗"])
     rows = [rows[i] for i in range(0, report.ranks, report.ranks // P)]
     for row in rows:
         memory = dict(what=f"moments, stage {row[0]}", bytes=row[3])
         report.data["memory"].append(memory | {"predicted_bytes": row[4]})
         report.data["in_flight"].append(
-            dict(stage=row[0], measured=row[5], formula=row[6])
+            dict(stage=row[0], measured=row[5], formula=row[6], bytes=row[7])
         )
-    zero = f"2·n/DP (DP = {D})" if args.zero else "2·n"
+    zero = f"2·n/DP, DP = {D}" if args.zero else "2·n"
     held = "M" if args.schedule == "gpipe" else "min(P − r, M)"
-    report.say(
-        f"\n4  What a rank of stage r holds, bytes; moments of AdamW: {zero}; "
-        f"in flight: {held}"
+    text = (
+        f"4  Of what a rank of stage r holds, in bytes: n parameters; AdamW's moments, "
+        f"{zero}, n rounded up to a multiple of DP; and activations kept for backward. "
+        f"In flight: the micro-batches that these belong to, {held} at most"
     )
-    head = "stage|parameters n|bytes|moments|predicted|in flight|predicted|ok"
-    report.table(head, rows, "rrrrrrrr")
+    report.say("\n" + textwrap.fill(text, 85, subsequent_indent="   "))
+    head = "r|n|parameters|moments|predicted|in flight|predicted|activations|ok"
+    report.table(head, rows, "rrrrrrrrr")
 
 
 def gather_events(report: Report, name: str, events: list, groups) -> list:
@@ -2501,9 +2589,14 @@ def draw_timeline(report: Report, stages: list, P: int, M: int) -> tuple[float, 
         report.say(f"   stage {stage} {''.join(line[:width])}")
     ideal = sum(busy) / len(busy)
     found = span / ideal - 1, 1 - ideal / span
+    wall = f"   wall time {span * 1e3:.0f} ms, of which a stage computes "
+    wall += f"{ideal * 1e3:.0f} (the ideal time)"
+    if P == 1:
+        report.say(f"{wall}; one stage has no bubble")
+        return found
     report.say(
-        f"   {span * 1e3:.0f} ms. Bubble over ideal time {found[0]:.2f}, predicted "
-        f"(P−1)/M = {(P - 1) / M:.2f};\n   over wall time {found[1]:.2f}, predicted "
+        f"{wall}.\n   Bubble over ideal time {found[0]:.2f}, predicted (P−1)/M = "
+        f"{(P - 1) / M:.2f}; over wall time {found[1]:.2f},\n   predicted "
         f"(P−1)/(M+P−1) = {(P - 1) / (M + P - 1):.2f}"
     )
     return found
@@ -2514,20 +2607,36 @@ def show_timeline(report: Report, run: MeshRun) -> None:
     args, groups = report.args, run.groups
     P, M = groups["pp"].size(), args.microbatches
     report.say(
-        f"\n5  The last step, {args.schedule}: 1 2 3 … forwards of micro-batches, "
-        "a b c … backwards, · waits"
+        f"\n5  The last step, {args.schedule}, ranks "
+        f"{dist.get_process_group_ranks(groups['pp'])}: 1 2 3 … forwards of "
+        "micro-batches,\n   a b c … their backwards (with collectives over tp), · waits"
     )
     stages = gather_events(report, "timeline", run.events, groups)
     found = draw_timeline(report, stages, P, M)
     report.data["bubble"] = dict(over_ideal=found[0], over_wall=found[1])
-    cores = os.cpu_count()
-    if args.device == "cpu" and report.ranks > cores and not args.simulate_compute:
-        report.say(
-            f"   {report.ranks} ranks share {cores} cores here: --simulate-compute 20 "
-            "shows the true shape"
-        )
+    if P > 1:
+        explain_bubble(report, run.events, found[0], (P - 1) / M)
     if args.simulate_compute:
         simulate(report, groups)
+
+
+def explain_bubble(report: Report, events: list, found: float, predicted: float):
+    """What a bubble depends on, and why it is not the predicted one here."""
+    args, cores = report.args, os.cpu_count()
+    report.say(
+        "   Both schedules have the same bubble; 1f1b has min(P − r, M) micro-batches\n"
+        "   in flight, gpipe M. A larger M: a smaller bubble, but smaller matrices."
+    )
+    if found < 2 * predicted:
+        return
+    forward = [end - start for what, _, start, end in events if what == "forward"]
+    where = f"a forward takes {1e3 * sum(forward) / len(forward):.0f} ms here"
+    if args.device == "cpu" and report.ranks > cores:
+        where += f", and {report.ranks} ranks share {cores} cores"
+    text = f"The prediction takes equal stages and free messages; {where}."
+    if not args.simulate_compute:
+        text += " --simulate-compute 20 shows the true shape."
+    report.say(textwrap.fill(text, 87, initial_indent="   ", subsequent_indent="   "))
 
 
 class Sleep(torch.autograd.Function):
@@ -2584,7 +2693,9 @@ def simulate(report: Report, groups) -> None:
     report.data["simulation"] = dict(
         over_ideal=found[0], over_wall=found[1], makespan=span, ideal=ideal / 1e3
     )
-    report.say(f"   ideal (M + P − 1)·(forward + backward) = {ideal} ms")
+    report.say(
+        f"   (M + P − 1)·(forward + backward) = {ideal} ms, if messages took no time"
+    )
 
 
 class Sizes:
@@ -2615,24 +2726,24 @@ def predict_traffic(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
     if groups["pp"].size() > 1:
         one, what = size.slices * D * e, "layers"
         if not stage.last:
-            row = "M·(b·s·D + 4)", one + 32 * M
+            row = "M·(e·b·s·D + 32)", one + 32 * M
             found["pp", what, "forward", "send/recv"] = row
         if not stage.first:
-            found["pp", what, "backward", "send/recv"] = "M·b·s·D", one
+            found["pp", what, "backward", "send/recv"] = "M·e·b·s·D", one
         if stage.tied and (stage.first or stage.last):
             weight = (stage.embed_tokens if stage.first else stage.lm_head).weight
-            found["pp", "tied", "", "all-reduce"] = "v·D", weight.nbytes * steps
-        found["pp", "norm", "", "all-reduce"] = "1 float64", 8 * steps
+            found["pp", "tied", "", "all-reduce"] = "e·v·D", weight.nbytes * steps
+        found["pp", "norm", "", "all-reduce"] = "8", 8 * steps
     if groups["dp"].size() > 1:
         if stage.last:
-            found["dp", "batch", "", "all-reduce"] = "1 int64", 8 * steps
+            found["dp", "batch", "", "all-reduce"] = "8", 8 * steps
         if args.zero:
             n *= groups["dp"].size()
-            found["dp", "replicas", "", "reduce-scatter"] = "n", n * steps
-            found["dp", "replicas", "", "all-gather"] = "n", n * steps
-            found["dp", "norm", "", "all-reduce"] = "1 float64", 8 * steps
+            found["dp", "replicas", "", "reduce-scatter"] = "e·n, padded", n * steps
+            found["dp", "replicas", "", "all-gather"] = "e·n, padded", n * steps
+            found["dp", "norm", "", "all-reduce"] = "8", 8 * steps
         else:
-            found["dp", "replicas", "", "all-reduce"] = "n", n * steps
+            found["dp", "replicas", "", "all-reduce"] = "e·n, padded", n * steps
     return found
 
 
@@ -2644,7 +2755,7 @@ def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
     found = {}
     if stage.first or stage.last:
         count = 8 * steps + 24 * size.messages  # how many micro-batches, their shapes
-        row = "1+M·(3+2·b·S)", count + 16 * size.tokens
+        row = "8 + M·(24 + 16·b·S)", count + 16 * size.tokens
         found["tp", "batch", "", "broadcast"] = row
     scatter, gather = 2 * L + stage.first, 2 * L + stage.last
     for phase, collective, calls in (
@@ -2653,11 +2764,11 @@ def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
         ("backward", "all-gather", scatter + gather),
         ("backward", "reduce-scatter", gather),
     ):
-        found["tp", "layers", phase, collective] = "calls·b·s·T·D", calls * one
+        found["tp", "layers", phase, collective] = "calls·e·b·s·T·D", calls * one
     if stage.last:
         wide = max(4, e)
         found["tp", "loss", "forward", "all-reduce"] = (
-            "3·M·b·S",
+            "3·e·M·b·S",
             3 * size.tokens * wide,
         )
     numbers = sum(
@@ -2666,10 +2777,10 @@ def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
         if not tell_placement(stage, name)
     )
     found["tp", "replicated", "", "all-reduce"] = (
-        "replicated n",
+        "e·n replicated",
         numbers * e * steps,
     )
-    found["tp", "norm", "", "all-reduce"] = "1 float64", 8 * steps
+    found["tp", "norm", "", "all-reduce"] = "8", 8 * steps
     return found
 
 
@@ -2692,29 +2803,62 @@ def show_traffic_3d(report: Report, run: MeshRun, batches: list) -> None:
              calls=row[1], bytes=row[2], predicted_bytes=row[3])
         for rank, rows in enumerate(every) for key, row in rows.items()
     ]  # fmt: skip
-    rows = []
-    keys = sorted(
-        {**every[0], **every[-1]}, key=lambda k: ("tp", "pp", "dp").index(k[:2])
-    )
-    for key in keys:
-        axis, what, phase, collective = key.split("|")
-        ends = [one.get(key) for one in (every[0], every[-1])]
-        calls = "/".join(str(r[1] // steps) if r else "–" for r in ends)
-        cells = [calls, *(r[2] // steps if r else "–" for r in ends)]
-        marks = {one[key][4] for one in every if key in one}
-        formula = next(r[0] for r in ends if r)
-        ok = "ok" if marks == {"ok"} else "✗"
-        short = {"forward": "fwd", "backward": "bwd"}.get(phase, "")
-        rows.append([axis, what, short, collective, *cells, formula, ok])
+    line = dist.get_process_group_ranks(run.groups["pp"])
+    numbers = sorted({0, min(1, len(line) - 1), len(line) - 1})  # stages in between: 1
+    shown = [every[line[i]] for i in numbers]
+    rows = traffic_rows(every, shown, steps)
+    if not rows:
+        report.say("\n6  What a step sends: nothing, there is one rank")
+        return
+    some = "some" if len(line) > 3 else "its"
     report.say(
-        "\n6  What a step sends, in bytes: a rank of the first stage / of the last"
+        "\n6  Payload of a step's communication, in bytes (mean of the steps):\n"
+        f"   replica 0 at {some} stages. e: bytes of a number"
     )
-    head = "axis|of|phase|collective|calls|first|last|elements|ok"
-    report.table(head, rows, "llllrrrlr")
-    if rows:
-        report.say(
-            f"   Each as its formula has it, on every rank, and nothing else: {mark}"
+    names = [f"stage {i}" for i in numbers]
+    head = "axis|of|phase|collective|calls|" + "|".join(names)
+    report.table(f"{head}|formula|ok", rows, "lllll" + "r" * len(shown) + "lr")
+    explain_traffic(report, run, {row[-1] for row in rows} | {mark})
+
+
+def traffic_rows(every: list[dict], shown: list[dict], steps: int) -> list[list]:
+    """Rows of the table: means of the steps on the ranks shown, marks of every rank."""
+    whats = "batch", "layers", "loss", "replicated", "tied", "replicas", "norm"
+    order = lambda key: (
+        ("tp", "pp", "dp").index(key[0]), whats.index(key[1]),
+        ("forward", "backward", "").index(key[2]),
+    )  # fmt: skip
+    rows, keys = [], {key for one in shown for key in one}
+    for key in sorted(keys, key=lambda key: order(key.split("|"))):
+        axis, what, phase, collective = key.split("|")
+        found = [one.get(key) for one in shown]
+        calls = "/".join(str(r[1] // steps) if r else "–" for r in found)
+        cells = [r[2] // steps if r else "–" for r in found]
+        marks = {one[key][4] for one in every if key in one}
+        formula = next(r[0] for r in found if r)
+        short = {"forward": "fwd", "backward": "bwd"}.get(phase, "")
+        ok = "ok" if marks == {"ok"} else "✗"
+        rows.append([axis, what, short, collective, calls, *cells, formula, ok])
+    return rows
+
+
+def explain_traffic(report: Report, run: MeshRun, marks: set) -> None:
+    """What the table of section 6 says in words."""
+    args, text = report.args, ""
+    if args.tp > 1:
+        text += (
+            "A layer gathers twice forward and reduce-scatters twice; the embedding "
+            "reduce-scatters, the head gathers. Backward, each becomes the other, and "
+            "inputs are gathered once more (lesson 04). "
         )
+    if args.zero and args.dp > 1:
+        text += (
+            "--zero: reduce-scatter and all-gather are the halves of an all-reduce; "
+            "in a ring they send its bytes. "
+        )
+    ok = "ok" if marks == {"ok"} else "✗"
+    text += f"Each as its formula says, on every rank, and nothing else: {ok}"
+    report.say(textwrap.fill(text, 87, initial_indent="   ", subsequent_indent="   "))
 
 
 class PlainStage(nn.Module):
@@ -2786,10 +2930,14 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> PlainStage:
 
 
 def whole_dtensor(x: Tensor) -> Tensor:
-    """The whole tensor, gathered over one axis after the other."""
+    """The whole tensor, gathered over one axis after the other: dp cut what tp had cut.
+
+    Axes of one rank come first: there is nothing to undo, but DTensor would warn.
+    """
     if not isinstance(x, DTensor):
         return x
-    for i in range(len(x.placements)):
+    sizes = x.device_mesh.shape
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i] > 1):
         placements = [*x.placements]
         placements[i] = Replicate()
         x = x.redistribute(placements=placements)
@@ -2832,11 +2980,24 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     loss = sum((whole_dtensor(x.detach()) for x in losses), torch.zeros(()).to(wanted))
     for axis in ("dp", "pp"):
         loss = all_reduce(loss / (args.dp if axis == "dp" else 1), groups[axis])
-    compare_pytorch(report, model, reference, loss, wanted)
+    rounding = bfloat16_alone(reference, batch) if args.bf16 else {}
+    compare_pytorch(report, model, reference, loss, wanted, rounding)
 
 
-def compare_pytorch(report: Report, model, reference, loss, wanted) -> None:
-    """Loss and every gradient of PyTorch's parts."""
+def bfloat16_alone(reference: Transformer, batch: tuple) -> dict[str, float]:
+    """How far bfloat16's rounding alone moves each gradient, in one process."""
+    small = copy.deepcopy(reference).to(torch.bfloat16)
+    small.zero_grad()
+    mean_loss(small(batch[0]), batch[1]).backward()
+    wide = {name: p.grad for name, p in reference.named_parameters()}
+    return {
+        n: rel_diff(p.grad.to(wide[n]), wide[n]) for n, p in small.named_parameters()
+    }
+
+
+def compare_pytorch(report, model, reference, loss, wanted, rounding: dict) -> None:
+    """Loss and every gradient of PyTorch's parts; in bfloat16 they may differ by three
+    times what rounding does in one process, as in lessons 02 to 04."""
     args, theirs = report.args, dict(reference.named_parameters())
     limits = ALLOWED["bfloat16" if args.bf16 else args.dtype]
     marks = {report.check("PyTorch: loss", rel_diff(loss, wanted), limits[0])}
@@ -2844,74 +3005,27 @@ def compare_pytorch(report: Report, model, reference, loss, wanted) -> None:
     for name, p in model.named_parameters():
         diff = rel_diff(whole_dtensor(p.grad), theirs[name].grad)
         worst = max(worst, diff)
-        if not args.bf16:
-            marks.add(report.check(f"PyTorch: dL/d {name}", diff, limits[1]))
+        limit = max(limits[1], 3 * rounding.get(name, 0.0))
+        marks.add(report.check(f"PyTorch: dL/d {name}", diff, limit))
     worst = max(gather_objects(worst))
     report.data["losses"][0]["dtensor"] = loss.item()
     extra = "".join(
         [", recomputed activations"] * args.recompute + [", bfloat16"] * args.bf16
     )
     kind = "Schedule1F1B" if args.schedule == "1f1b" else "ScheduleGPipe"
+    batch = "the first batch" + ", padded" * args.ragged + ", untied" * args.tie
     report.say(
-        "\n7  The same by PyTorch: init_device_mesh, parallelize_module, fully_shard, "
-        f"{kind}{extra}\n"
+        "\n7  The same by PyTorch: init_device_mesh, parallelize_module, fully_shard,\n"
+        f"   {kind}{extra}\n"
+        f"   Forward and backward of {batch}; fully_shard cuts\n"
+        "   parameters and gradients over dp too (ZeRO stage 3)\n"
         f"   loss {loss.item():.8f}, alone {wanted.item():.8f}; gradients differ by "
         f"{worst:.1e}: {'ok' if marks == {'ok'} else '✗'}\n"
     )
 
 
-COMPLETE = "complete.json"  # the last file of a checkpoint
-
-
-def fingerprint(file: Path) -> list[int]:
-    """Size and checksum of a file."""
-    data = file.read_bytes()
-    return [len(data), zlib.crc32(data)]
-
-
-def settings(args) -> dict:
-    """What must be alike for a checkpoint to continue a run; the mesh need not be."""
-    names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
-    alike = {name: getattr(args, name) for name in [*names.split(), "clip"]}
-    text = zlib.crc32(Path(__file__).read_bytes())  # the lines that it trains on
-    return {"lesson": "05_3d_parallel"} | alike | {"checksum of this file": text}
-
-
-def find_checkpoint(folder: Path, args) -> tuple[Path, int]:
-    """The newest finished checkpoint of a folder, and its step.
-
-    Raises: ValueError where there is none, where a file of it is missing or damaged,
-        or where it belongs to another model or run.
-    """
-    found = sorted(folder.glob("step_[0-9]*")) if folder.is_dir() else []
-    if not found:
-        raise ValueError(f"--load {folder}: no finished checkpoint step_… in there")
-    path = found[-1]
-    try:
-        about = json.loads((path / COMPLETE).read_text())
-        files, step = dict(about["files"]), int(about["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"--load {path}: no {COMPLETE} of this lesson in it: not one of its "
-            "checkpoints, or a damaged one"
-        ) from None
-    for name, wanted in settings(args).items():
-        if about.get(name) != wanted:
-            raise ValueError(
-                f"--load {path}: made with {name} {about.get(name)}, this run has "
-                f"{wanted}"
-            )
-    for name, wanted in files.items():
-        if not (path / name).is_file() or fingerprint(path / name) != wanted:
-            raise ValueError(
-                f"--load {path}: the file {name} is missing or damaged; without this "
-                "folder the one before it is taken"
-            )
-    return path, step
-
-
 def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__, 3, "steps of AdamW")
+    parser = lesson_parser(__doc__, 3, "steps of AdamW, those before --load included")
     add = parser.add_argument
     add("--dp", type=positive, help="replicas (default: what is left of the ranks)")
     add("--pp", type=positive, help="stages (default: 2 if it divides what tp leaves)")
@@ -2935,8 +3049,8 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="gradient norm allowed (default 1)")
     add("--tie", action="store_true", help="embedding and head share their weight")
     add("--verbose", action="store_true", help="a row for each layer's parameters")
-    add("--recompute", action="store_true", help="in 7: activations computed twice")
-    add("--bf16", action="store_true", help="in 7: bfloat16 mixed precision")
+    add("--recompute", action="store_true", help="in section 7: activations twice")
+    add("--bf16", action="store_true", help="in section 7: bfloat16 mixed precision")
     args = parser.parse_args()
     args.kv_heads = args.kv_heads or args.heads
     args.profile, args.dropout = None, 0.0
@@ -3036,14 +3150,16 @@ def main(args: argparse.Namespace, backend: str) -> str:
     if args.ragged:
         batches = [sort_rows(*batch) for batch in batches]
     alone, begin = Training(copy.deepcopy(full), None, args), 0
-    alone.optimizer.param_groups[0]["eps"] = EPS
     run = MeshRun(MeshTraining(full, groups, args))
     if args.load:
         path, begin = args.checkpoint
         load_checkpoint(path, begin, run.training)
         made = json.loads((path / COMPLETE).read_text())["mesh"]
         report.data["loaded"] = dict(step=begin, mesh=made)
-        report.say(f"   goes on after step {begin}, saved by the mesh {made}")
+        report.say(
+            f"   goes on after step {begin}, saved by the mesh {made}; the one process "
+            "beside\n   it starts at step 1 again, and goes through all steps"
+        )
     for step in range(args.steps):
         alone.step(batches, step)
         if step < begin:
@@ -3053,7 +3169,7 @@ def main(args: argparse.Namespace, backend: str) -> str:
         if args.save:
             save_checkpoint(args.save, step + 1, run.training)
     show_layout(report, run.training)
-    show_both_losses(report, alone, run, begin)
+    show_both_losses(report, alone, run, begin, batches[-1][1])
     if args.ragged:
         show_lengths_3d(report, run, batches[-1])
     show_parameters_3d(report, alone, run)

@@ -18,8 +18,11 @@ For a further notebook: `rows` draws small tensors with their values, column by 
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
 `compare` large ones, `flow` a graph of boxes on ranks with collectives between, `bars`
 bytes with predicted marks, `timeline` spans of time, `mesh` ranks on axes, `fit` points
-and the line through them. All return nothing:
-the figure appears below the cell.
+and the line through them; of later lessons, `heads`, `together` (a timeline with
+collectives), `memory` over time and `sums`, `lookup` and `columns` (a vector step by
+step), `regions` of a layer, `shares` of a sum and `course` (numbers by step), `cubes`
+(a mesh of three axes), `holdings`, `pipelines`, `in_flight`, `weighted` means and
+`ragged` batches. All return nothing: the figure appears below the cell.
 """
 
 import math
@@ -964,3 +967,235 @@ def brings(ax, each: list[float] = (), what: str = "", value: float = 0.0) -> No
         write(ax, 0.5, y, text, FONT - 1, bbox=frame, color=ink(color(rank)))
     frame = dict(facecolor="white", edgecolor="black", linewidth=2, pad=5)
     write(ax, 0.5, 0.14, f"{what} {value:.4f}", FONT - 1, bbox=frame)
+
+
+# Lesson 05: the mesh as a cube, stages, schedules, micro-batches in flight, batches
+
+
+def cubes(groups: list[dict[str, list[int]]], axes: tuple[str, ...]):
+    """The ranks of a mesh of three axes, once for each axis, with its groups joined.
+
+    Args:
+        groups: of each rank, axis → the ranks of its group. A rank's place along an
+            axis is where it stands in that list.
+        axes: outermost first: into the distance, down, across.
+    """
+    places = [
+        [group[axis].index(rank) for axis in axes] for rank, group in enumerate(groups)
+    ]
+    far, down, across = (max(column) for column in zip(*places))
+    wide, high = across * 2.1 + far * 1.2 + 1.9, down * 1.7 + far * 0.85 + 2.5
+    ax = blank(3 * wide, high, WIDTH / (3 * wide))
+    for panel, axis in enumerate(reversed(axes)):
+        left = panel * wide + 0.75
+        points = [
+            (left + z * 1.2 + x * 2.1, 1.2 + (far - z) * 0.85 + y * 1.7)
+            for z, y, x in places
+        ]
+        for other in axes:  # the edges of the cube, and thick those of this axis
+            style = dict(color="black", linewidth=6, zorder=2)
+            if other != axis:
+                style = dict(color="#C8C8C8", linewidth=1.5, zorder=1)
+            for line in sorted({tuple(group[other]) for group in groups}):
+                ax.plot(*zip(*(points[rank] for rank in line)), **style)
+        for rank in sorted(range(len(points)), key=lambda rank: -places[rank][0]):
+            x, y = points[rank]
+            box(ax, x - 0.38, y - 0.38, 0.76, 0.76, [rank], zorder=3)
+            ax.patches[-2].set_zorder(3)
+            write(ax, x, y, str(rank), FONT + 2, zorder=4, color=ink(color(rank)))
+        middle = panel * wide + wide / 2
+        write(ax, middle, 0.35, axis, FONT + 3, weight="bold")
+        lines = sorted({tuple(group[axis]) for group in groups})
+        listed = " ".join(f"[{' '.join(map(str, line))}]" for line in lines)
+        write(ax, middle, high - 0.4, listed, FONT)
+
+
+def holdings(rows: list[tuple], heads: list[str]):
+    """How many parameters of each module lie on which rank.
+
+    Args:
+        rows: (module, parameters in one process, parameters on each rank); where a rank
+            has none of it, nothing is drawn.
+        heads: what stands above each rank's column, in two lines.
+    """
+    unit, across = 0.42, 4.2
+    left = max(letters(name, unit) for name, *_ in rows) + 0.6
+    ax = blank(left + across * (len(heads) + 1), len(rows) + 2.2, unit)
+    for column, head in enumerate(["one\nprocess", *heads]):
+        x = left + across * (column + 0.46)
+        write(ax, x, 0.95, head, weight="bold")
+    for i, (name, whole, counts) in enumerate(rows):
+        write(ax, left - 0.3, 2.4 + i, name, ha="right", weight="bold")
+        for column, count in enumerate([whole, *counts]):
+            if not count:
+                continue
+            fill = color(column - 1) if column else "white"
+            x, own = left + across * column, [column - 1] if column else []
+            box(ax, x, 1.9 + i, across - 0.4, 1, own)
+            text = f"{count:,}"
+            write(ax, x + across / 2 - 0.2, 2.4 + i, text, color=ink(fill))
+
+
+def computing(spans: list[tuple]) -> tuple[float, float, float]:
+    """When the first span began and the last ended, and what part of the time stages
+    wait, as a mean over stages.
+
+    Args:
+        spans: (stage, what, micro-batch, start, end); "wait" is not computing.
+    """
+    spans = [span for span in spans if span[1] != "wait"]
+    begin, end = min(span[3] for span in spans), max(span[4] for span in spans)
+    busy = sum(span[4] - span[3] for span in spans)
+    stages = len({span[0] for span in spans})
+    return begin, end, 1 - busy / stages / (end - begin)
+
+
+def pipelines(runs: dict[str, list[tuple]]):
+    """Who computed what when, stage by stage; what is shaded is the bubble.
+
+    Args:
+        runs: name → (stage, what, micro-batch, start, end), in seconds.
+    """
+    stages = 1 + max(span[0] for spans in runs.values() for span in spans)
+    size = (WIDTH, len(runs) * (0.62 * stages + 0.95) + 0.9)
+    figure, axes = plt.subplots(len(runs), 1, figsize=size, sharex=True, squeeze=False,
+                                layout="constrained")  # fmt: skip
+    for ax, (name, spans) in zip(axes[:, 0], runs.items()):
+        begin, end, idle = computing(spans)
+        P, M = (len({span[i] for span in spans}) for i in (0, 2))
+        for stage in range(stages):
+            ax.barh(stage, 1e3 * (end - begin), height=0.9, color=PARTS[2])
+        for stage, what, i, *times in spans:
+            if what == "wait":
+                continue
+            first, last = (1e3 * (t - begin) for t in times)
+            ax.barh(stage, last - first, left=first, height=0.9, color=color(stage),
+                    edgecolor="black", hatch=HATCHES[what == "backward"])  # fmt: skip
+            back = dict(facecolor=color(stage), edgecolor="none", pad=1)
+            ax.text((first + last) / 2, stage, str(i + 1), ha="center", va="center",
+                    bbox=back, color=ink(color(stage)))  # fmt: skip
+        said = f"{name}: waiting {idle:.3f} of the time, predicted (P−1)/(M+P−1) = "
+        ax.set_title(said + f"{(P - 1) / (M + P - 1):.3f}", loc="left")
+        ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+        ax.set(ylim=(stages - 0.45, -0.55))
+    axes[-1, 0].set_xlabel("ms")
+    edge = dict(edgecolor="black")
+    kinds = [dict(facecolor="white"), dict(facecolor="white", hatch=HATCHES[1])]
+    kinds = [edge | kind for kind in kinds] + [dict(facecolor=PARTS[2])]
+    handles = [Rectangle((0, 0), 1, 1, **kind) for kind in kinds]
+    names = ["forward", "backward", "waiting: the bubble"]
+    figure.legend(handles, names, loc="outside upper center", ncols=3, frameon=False)
+
+
+def held_over_time(spans: list[tuple], stage: int) -> list[tuple[float, int]]:
+    """(when, how many micro-batches a stage then holds): from the start of a forward,
+    which makes activations, to the end of the backward, which frees them."""
+    begin, *_ = computing(spans)
+    changes = [(span[3], 1) for span in spans if span[:2] == (stage, "forward")]
+    changes += [(span[4], -1) for span in spans if span[:2] == (stage, "backward")]
+    moments, count = [(0.0, 0)], 0
+    for when, change in sorted(changes):
+        count += change
+        moments.append((when - begin, count))
+    return moments
+
+
+def in_flight(runs: dict[str, list[tuple]], predicted: dict[str, list[int]]):
+    """How many micro-batches each stage holds, over time, beside what is predicted.
+
+    Args:
+        runs: name → (stage, what, micro-batch, start, end), in seconds.
+        predicted: name → the most that each stage should hold.
+    """
+    stages = len(next(iter(predicted.values())))
+    size = (WIDTH, 1.05 * stages + 1.5)
+    figure, axes = plt.subplots(
+        stages, len(runs), figsize=size, sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    most = max(max(line) for line in predicted.values())
+    for column, (name, spans) in enumerate(runs.items()):
+        begin, end, _ = computing(spans)
+        axes[0, column].set_title(name)
+        axes[-1, column].set_xlabel("ms")
+        for stage, ax in enumerate(axes[:, column]):
+            xs, counts = zip(*held_over_time(spans, stage))
+            xs = [1e3 * x for x in xs] + [1e3 * (end - begin)]
+            counts = [*counts, counts[-1]]
+            ax.fill_between(xs, counts, step="post", facecolor=color(stage),
+                            edgecolor="black")  # fmt: skip
+            limit = predicted[name][stage]
+            ax.axhline(limit, color="#D55E00", linewidth=2.5, linestyle="--")
+            ax.text(0.99, 0.86, f"at most {max(counts)}", ha="right", va="top",
+                    transform=ax.transAxes)  # fmt: skip
+            ax.set(ylim=(0, most * 1.12), yticks=sorted({0, most // 2, most}))
+            if not column:
+                style = dict(rotation=0, ha="right", va="center", labelpad=12)
+                ax.set_ylabel(f"stage {stage}", **style)
+    line = plt.Line2D([], [], color="#D55E00", linewidth=2.5, linestyle="--")
+    figure.legend([line], ["predicted"], loc="outside upper center", frameon=False)
+
+
+def weighted(parts: list[tuple], lines: dict[str, float], x: str, y: str):
+    """Means of parts of a batch: as wide as what they are the mean of, so an area is a
+    sum; and ways to make one number of them, as lines.
+
+    Args:
+        parts: (rank, how many, their mean).
+        lines: name → value.
+    """
+    figure, ax = plt.subplots(figsize=(WIDTH, 4.4), layout="constrained")
+    left = 0
+    for rank, count, mean in parts:
+        ax.bar(left, mean, count, align="edge", color=color(rank), edgecolor="black")
+        text = f"rank {rank}" if count > 4 else f"{rank}"
+        ax.text(left + count / 2, mean / 2, text, ha="center", va="center",
+                color=ink(color(rank)))  # fmt: skip
+        left += count
+    styles = ("-", "--", ":")
+    for (name, value), style in zip(lines.items(), styles):
+        label = f"{name}: {value:.4f}"
+        ax.axhline(value, color="black", linestyle=style, linewidth=3, label=label)
+    ax.set(xlabel=x, ylabel=y, xlim=(0, left))
+    figure.legend(loc="outside upper center", ncols=len(lines), frameon=False)
+
+
+def ragged(replicas: list[list[tuple]], pad: int):
+    """Micro-batches of texts as they are cut, and how a TP group gets each.
+
+    Args:
+        replicas: of each replica the micro-batches: (tokens with all padding [b, S],
+            how many columns were sent, ranks of the TP group, messages that its first
+            rank sent, as texts).
+        pad: the token of padding.
+    """
+    widest = max(part[0].shape[1] for parts in replicas for part in parts)
+    across, high = widest + 1.6, replicas[0][0][0].shape[0] + 2.6
+    ax = blank(across * len(replicas[0]), high * len(replicas), 0.42)
+    for d, parts in enumerate(replicas):
+        for i, (tokens, columns, group, messages) in enumerate(parts):
+            x, y = i * across + 0.7, d * high + 1.0
+            title = f"replica {d}, micro-batch {i + 1}"
+            write(ax, x, y - 0.5, title, ha="left", weight="bold")
+            draw_text(ax, x, y, tokens.tolist(), columns, pad)
+            y += len(tokens) + 0.65
+            for place, rank in enumerate(group):
+                box(ax, x + place * 2.0, y - 0.4, 0.9, 0.8, [rank])
+                write(ax, x + place * 2.0 + 0.45, y, str(rank), color=ink(color(rank)))
+                if place:
+                    write(ax, x + place * 2.0 - 0.55, y, "→", FONT + 3)
+            x += len(group) * 2.0 - 0.7
+            write(ax, x, y, ", then ".join(messages), ha="left")
+
+
+def draw_text(ax, x, y, lines: list[list[int]], columns: int, pad: int) -> None:
+    """Tokens as letters; padding is white, and dashed where it was cut off."""
+    for i, line in enumerate(lines):
+        for j, token in enumerate(line):
+            cut = j >= columns
+            style = dict(linewidth=0.5, linestyle=":") if cut else dict(linewidth=0.8)
+            fill = "white" if token == pad else PARTS[2]
+            ax.add_patch(Rectangle((x + j, y + i), 1, 1, facecolor=fill,
+                                   edgecolor="black", **style))  # fmt: skip
+            if token != pad:
+                write(ax, x + j + 0.5, y + i + 0.5, chr(token))

@@ -4,7 +4,7 @@ Launching ranks is most of what the suite costs. A test names what it launches,
 
     @pytest.mark.launches("01_naive_mlp_tp", 2, "--dtype", "float64")
 
-and jobs start in the order of the tests, two at a time, before the tests ask for them.
+and jobs start in the order of the tests, three at a time, before the tests ask.
 What is launched twice with the same flags runs once. A test marked `alone` runs last,
 when nothing else does.
 """
@@ -45,6 +45,12 @@ def pytest_sessionfinish():
     jobs.POOL.shutdown(wait=False, cancel_futures=True)
     for mark in list(jobs.RUNNING):
         jobs.end(mark)
+
+
+@pytest.fixture(scope="module")
+def ranks(request):
+    """What each rank of the module's driver found."""
+    return jobs.result(*request.module.DRIVER)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=8 drive_3d.py FOLDER
 
-For 1, 2, 4 or 8 ranks: every layout of them, sizes and options at random, in float64.
+For 1, 2, 4 or 8 ranks: every layout of them, sizes and options at random, in float64
+and float32.
 Every rank trains the whole model alone on the whole batch, cuts out what it should hold
 by the table CUTS, and compares that with what the lesson's stages have.
 """
@@ -90,12 +91,12 @@ def worst(mine: dict, whole: dict, args, stage, tp_group) -> list:
     return max(found)
 
 
-def try_run(number: int, sizes: tuple) -> dict:
+def try_run(number: int, sizes: tuple, groups: dict, dtype: str) -> dict:
     """STEPS steps on a mesh, against the whole model."""
     args = make(number, sizes)
+    args.dtype = dtype
     full = lesson.make_tied(args)
     batches = lesson.make_batches(args, STEPS)
-    groups = lesson.make_mesh(dict(zip(("pp", "dp", "tp"), sizes)), 60)
     training = lesson.MeshTraining(full, groups, args)
     reference = copy.deepcopy(full)
     wanted = alone(reference, batches, args)
@@ -167,7 +168,11 @@ def try_checkpoints(folder: Path) -> list:
 def main() -> dict:
     start(60)
     shapes = layouts(dist.get_world_size())
-    found = dict(runs=[try_run(n, sizes) for n, sizes in enumerate(shapes)])
+    found = dict(runs=[])
+    for number, sizes in enumerate(shapes):
+        groups = lesson.make_mesh(dict(zip(("pp", "dp", "tp"), sizes)), 60)
+        for dtype in ("float64", "float32"):
+            found["runs"].append(try_run(number, sizes, groups, dtype))
     if dist.get_world_size() == 8:
         found["checkpoints"] = try_checkpoints(Path(sys.argv[1], "checkpoints"))
     return found

@@ -3,7 +3,6 @@
 Outputs, all gradients, what is sent; bitwise on whole numbers, where nothing rounds.
 """
 
-import jobs
 import pytest
 
 DRIVER = ("drive_mlp.py", 4)
@@ -13,11 +12,6 @@ FUNCTIONS = "CopyToTP", "ReduceFromTP", "GatherFromTP", "AllGather", "ReduceScat
 ALLOWED = 1e-12
 
 pytestmark = pytest.mark.launches(*DRIVER)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return jobs.result(*DRIVER)
 
 
 def cases(ranks, way, whole=False):

@@ -250,6 +250,15 @@ GATED_SP = """class GatedSPMLP(nn.Module):
         self.down = SPRowParallelLinear(down, g)
     def forward(self, x, S):
 """
+COUNT_LINES = """def count_lines(micro_batches, dp_group):
+    here = sum((target != IGNORE).any(1).sum() for _, target in micro_batches)
+    return all_reduce(here, dp_group)
+"""
+COUNTED = """def parameters_of_model(stage, groups, V):
+    named = stage.named_parameters()
+    share = lambda name: counted_share(stage, name, groups["tp"])
+    n = torch.tensor(sum(share(name) * p.numel() for name, p in named))
+"""
 WRONG = {  # what people try, and what they are told
     "00_collectives": [
         (1, "mean_over_ranks = all_reduce", "that is the sum"),
@@ -336,6 +345,52 @@ WRONG = {  # what people try, and what they are told
             "    count = all_reduce((target_Bs != IGNORE).sum(), tp_group)\n"
             "    return total / count",
          "dL/d loss of one token is"),
+    ],
+    "05_3d_parallel": [
+        (1, "limited = lambda r, P, M, most: schedule('1f1b', r, P, M)",
+         "stage 0 of 4, M 8, most 2: it keeps 4 at most, and should keep 2"),
+        (1, "limited = lambda r, P, M, most: schedule('gpipe', r, P, M)",
+         "stage 0 of 4, M 8, most 4: it keeps 8 at most, and should keep 4"),
+        (1, "limited = lambda r, P, M, most: "
+            "[(w, i) for i in range(M) for w in ('forward', 'backward')]",
+         "it keeps 1 at most, and should keep 4"),
+        (1, "limited = lambda r, P, M, most: "
+            "schedule('1f1b', r, P, M)[:-1]", "these are not 8 backwards in order"),
+        (1, "limited = lambda r, P, M, most: schedule('1f1b', r, P, M)[::-1]",
+         "these are not 8 forwards in order"),
+        (1, "limited = lambda r, P, M, most: [(w, i) for i in range(M) "
+            "for w in ('backward', 'forward')]", "comes before forward 0"),
+        (2, "count_lines = lambda parts, g: all_reduce(torch.tensor("
+            "sum(p.shape[1] for p in parts)), g)\npart_by_lines = None",
+         "count_lines gives 16; 14 have a target"),
+        (2, "count_lines = lambda parts, g: sum((t != IGNORE).any(1).sum() "
+            "for _, t in parts)\npart_by_lines = None",
+         "count_lines gives 3; 14 have a target"),
+        (2, COUNT_LINES + "part_by_lines = lambda loss, target, n: loss.mean(1).sum()"
+            " / n", "all parts add up to"),
+        (2, COUNT_LINES + "part_by_lines = lambda loss, target, n: "
+            "(loss.sum(1) / (target != IGNORE).sum(1)).sum() / n",
+         "all parts add up to nan"),
+        (2, COUNT_LINES + "part_by_lines = lambda loss, target, n: loss.sum() / "
+            "(target != IGNORE).sum().clamp(1) * len(loss) / n", "all parts add up to"),
+        (3, "def parameters_of_model(stage, groups, V):\n"
+            "    n = torch.tensor(sum(p.numel() for p in stage.parameters()))\n"
+            "    return all_reduce(all_reduce(n, groups['tp']), groups['pp'])",
+         "{'tp': 2, 'dp': 2}: "),
+        (3, COUNTED + "    for axis in ('tp', 'pp', 'dp'):\n"
+            "        n = all_reduce(n, groups[axis])\n    return n.item()",
+         "{'dp': 4}: 28004.0, but one process has 7001"),
+        (3, COUNTED + "    return all_reduce(all_reduce(n, groups['tp']), "
+            "groups['pp']).item()", "{'tp': 2, 'dp': 2}: 7018.0, but one"),
+        (3, "def parameters_of_model(stage, groups, V):\n"
+            "    T, n = groups['tp'].size(), 0\n"
+            "    for name, p in stage.named_parameters():\n"
+            "        vocabulary = name.startswith(('embed', 'lm_head'))\n"
+            "        n += p.numel() * (1 if tell_placement(stage, name) else 1 / T)\n"
+            "        n -= vocabulary * (T * len(p) - V) * p[0].numel() / T\n"
+            "    n = all_reduce(torch.tensor(n), groups['tp'])\n"
+            "    return all_reduce(n, groups['pp']).item()",
+         "{'pp': 2, 'dp': 2, 'tie': True}: 7001.0, but one process has 4945"),
     ],
     "02_transformer_tp": [
         (1, "def largest_gradient(model, tp_group):\n"
@@ -465,6 +520,10 @@ WRONG = {  # what people try, and what they are told
 }  # fmt: skip
 
 
+LIVE = {"05_3d_parallel": 4}  # ranks that stay; elsewhere 2, or as many as you like
+RUN = {"05_3d_parallel": 8}  # of the first run
+
+
 def exercises(name: str) -> dict[int, dict[str, str]]:
     """Number → the cell to fill in, the check, and the folded hint and solution."""
     found, number = {}, None
@@ -483,7 +542,7 @@ def exercises(name: str) -> dict[int, dict[str, str]]:
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_exercises(name, home, capsys):
-    live = ranks.start(2, name, timeout=4)
+    live = ranks.start(LIVE.get(name, 2), name, timeout=4)
     found = exercises(name)
     assert sorted(found) == [1, 2, 3] and all(e["hint"] for e in found.values())
 
@@ -510,7 +569,8 @@ def test_exercises(name, home, capsys):
 def test_a_notebook_is_complete(name):
     code, text = cells(name, "code"), "\n".join(cells(name, "markdown"))
     assert code[0] == cells("00_collectives", "code")[0]  # finds the course
-    assert code[1].startswith("!torchrun --standalone --nproc_per_node=2 " + name)
+    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {name}"
+    assert code[1].startswith(command)
     assert any("broken(" in cell for cell in code)
     assert text.count("<summary><b>Quiz.</b>") >= 5
     assert text.count("<details>") == text.count("</details>")

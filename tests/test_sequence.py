@@ -18,8 +18,10 @@ from runs import (
     ALLOWED,
     SIZES,
     check_gradients,
+    check_replicas,
     expect,
     folded,
+    found,
     gradient_limit,
     over,
 )
@@ -35,15 +37,6 @@ WAYS = [
 ]  # fmt: skip
 
 driven = pytest.mark.launches(*DRIVER)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return jobs.result(*DRIVER)
-
-
-def found(ranks, what) -> list:
-    return [case for rank in ranks for case in rank[what]]
 
 
 # The random models.
@@ -104,12 +97,7 @@ def test_replicated_gradients_are_parts_before_they_are_added(ranks):
 
 @driven
 def test_replicas_stay_equal_to_the_bit(ranks):
-    digests = {}
-    for case in found(ranks, "models"):
-        key = case["number"], tuple(case["group"])
-        digests.setdefault(key, set()).add(case["replicas"])
-    assert max(map(len, digests.values())) == 1
-    assert len({next(iter(x)) for x in digests.values()}) >= 60, "all models alike"
+    check_replicas(found(ranks, "models"))
 
 
 @driven

@@ -11,7 +11,17 @@ import jobs
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import ALL_RUNS, ALLOWED, SIZES, expect, flag, gradient_limit, over
+from runs import (
+    ALL_RUNS,
+    ALLOWED,
+    SIZES,
+    check_replicas,
+    expect,
+    flag,
+    found,
+    gradient_limit,
+    over,
+)
 
 DRIVER = ("drive_transformer.py", 4)
 LESSON = "02_transformer_tp"
@@ -19,16 +29,7 @@ RUNS = [run for run in ALL_RUNS if run[0] == LESSON]
 PROFILED = [run for run in RUNS if "--profile" in run]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return jobs.result(*DRIVER)
-
-
 driven = pytest.mark.launches(*DRIVER)
-
-
-def models(ranks) -> list:
-    return [case for rank in ranks for case in rank["models"]]
 
 
 # The random models.
@@ -39,7 +40,7 @@ def models(ranks) -> list:
     "kind", ["logits", "gradients", "norm", "clipped", "parameters", "eval", "held"]
 )
 def test_float64_equality(ranks, kind):
-    worst = max(models(ranks), key=lambda case: case["diffs"][kind][0])
+    worst = max(found(ranks, "models"), key=lambda case: case["diffs"][kind][0])
     assert worst["diffs"][kind][0] <= (0 if kind == "held" else 1e-12), worst
 
 
@@ -63,7 +64,7 @@ def test_models_cover_the_ground(ranks):
 def test_clips_above_the_limit_only(ranks):
     """The norm told is the whole model's; below the limit nothing moves."""
     seen = set()
-    for case in models(ranks):
+    for case in found(ranks, "models"):
         for over_limit, diff, untouched in case["clips"]:
             assert diff <= 1e-12
             assert untouched is (over_limit < 1), case["clips"]
@@ -74,24 +75,19 @@ def test_clips_above_the_limit_only(ranks):
 @driven
 def test_all_reduces_of_a_step(ranks):
     """2 a layer forward, 2 backward, of B·S·D numbers each; none on one rank."""
-    for case in models(ranks):
+    for case in found(ranks, "models"):
         assert case["sent"] == case["wanted"], case
         assert (case["sent"] == []) is (case["T"] == 1)
 
 
 @driven
 def test_replicas_stay_equal_to_the_bit(ranks):
-    found = {}
-    for case in models(ranks):
-        key = case["number"], tuple(case["group"])
-        found.setdefault(key, set()).add(case["replicas"])
-    assert max(map(len, found.values())) == 1
-    assert len({next(iter(x)) for x in found.values()}) >= 60, "all models alike"
+    check_replicas(found(ranks, "models"))
 
 
 @driven
 def test_parameters_are_copies_with_pytorch_names(ranks):
-    for case in models(ranks):
+    for case in found(ranks, "models"):
         assert case["own"] and case["names"], case
 
 

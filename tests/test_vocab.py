@@ -9,7 +9,7 @@ import re
 
 import jobs
 import pytest
-from runs import ALL_RUNS, ALLOWED, SIZES, check_gradients, expect, flag, over
+from runs import ALL_RUNS, ALLOWED, SIZES, check_gradients, expect, flag, found, over
 
 DRIVER = ("drive_vocab.py", 4)
 LESSON = "03_vocab_parallel"
@@ -22,15 +22,6 @@ GRAD_ALLOWED = {
 }  # fmt: skip
 
 driven = pytest.mark.launches(*DRIVER)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return jobs.result(*DRIVER)
-
-
-def found(ranks, what) -> list:
-    return [case for rank in ranks for case in rank[what]]
 
 
 # The loss.

@@ -18,12 +18,6 @@ WRAPPERS = (*MOVERS, "send_recv", "ring_all_reduce", *MATMULS)
 pytestmark = pytest.mark.launches(*DRIVER)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """What each of the four ranks found."""
-    return jobs.result(*DRIVER)
-
-
 def cases(ranks, wrapper):
     """(rank, case) of all ranks."""
     return [
