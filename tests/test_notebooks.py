@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import jobs
 import pytest
@@ -89,6 +90,59 @@ def test_a_rank_that_raises(live, capsys):
         "", "print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)"
     )
     assert capsys.readouterr().out == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
+
+
+def judged(live, capsys, *lines) -> str:
+    """What `check` says of these claims."""
+    code = "".join(f"    {line}\n" for line in lines)
+    live.px("", f"def claims():\n{code}check(claims())")
+    return capsys.readouterr().out
+
+
+ADD_UP = "all_reduce(torch.ones(2), tp_group{})"
+
+
+def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(live, capsys):
+    wrong = ADD_UP.format(", op='max'")
+    said = judged(live, capsys, f"yield {wrong} is None, ''")
+    assert said.startswith("every rank  not yet: TypeError: (): incompatible function")
+    assert "live.again()" not in said
+    said = judged(live, capsys, f"yield {ADD_UP.format('')}.sum() == 4, ''")
+    assert said == "every rank  right\n"  # the group is as it was
+    said = judged(live, capsys, "yield rank == 0, 'no'")
+    assert said == "every rank  not yet; rank 1: no\n"
+
+    lost = "a collective did not come about; after it, run live.again()\n"
+    for caller in (0, 1):
+        call = f"{ADD_UP.format('')} if rank == {caller} else None"
+        said = judged(live, capsys, f"yield {call} is None, ''")
+        assert said == f"every rank  not yet; rank {caller}: {lost}"
+        live.again()
+        capsys.readouterr()
+    said = judged(
+        live, capsys, f"{ADD_UP.format('')} if rank == 0 else {wrong}", "yield 1, ''"
+    )
+    cause, rest = said.split("\n", 1)
+    assert cause.startswith("every rank  not yet; rank 1: TypeError: ")
+    assert rest.strip() == f"and {lost}".strip()
+    live.again()
+    said = judged(live, capsys, f"yield {ADD_UP.format('')}.sum() == 4, ''")
+    assert said.endswith("every rank  right\n")
+
+
+@pytest.mark.parametrize("error, lost", [
+    (RuntimeError("Timed out waiting 4000ms for recv operation"), True),
+    (RuntimeError("Connection closed by peer [::1]:1"), True),
+    (RuntimeError("[a/third_party/gloo/x.cc:1] sizes differ"), True),
+    (RuntimeError("Invalid scalar type"), False),
+    (ValueError("timeout"), False),
+])  # fmt: skip
+def test_which_errors_mean_that_a_rank_was_lost(monkeypatch, error, lost):
+    comm = SimpleNamespace(place={"state": "in"})
+    monkeypatch.setitem(ranks.HERE, "lesson", SimpleNamespace(COMM=comm))
+    assert ranks.lost_the_others(error) == lost
+    comm.place = {"state": "after"}
+    assert not ranks.lost_the_others(error)
 
 
 @pytest.mark.parametrize("hang", ["import time; time.sleep(600)", "while True: pass"])
@@ -350,12 +404,31 @@ WRONG = {  # what people try, and what they are told
             "    return max(all_reduce(p.grad.abs().max(), tp_group, "
             "dist.ReduceOp.MAX)\n               for p in model.parameters())",
          "21 collectives were called, not 1"),
+        (1, "def largest_gradient(model, tp_group):\n"
+            "    mine = max(p.grad.abs().max() for p in model.parameters())\n"
+            "    dist.all_reduce(mine, dist.ReduceOp.MAX, group=tp_group)\n"
+            "    return mine.item()",
+         "counted were 0 collectives: use the lesson's `all_reduce`"),
+        (1, "def largest_gradient(model, tp_group):\n"
+            "    mine = max(p.grad.abs().max() for p in model.parameters())\n"
+            "    return all_reduce(mine, tp_group, op='max').item()",
+         "every rank  not yet: TypeError: (): incompatible function arguments"),
+        (2, "sent_in_a_step = lambda B, S, D, L: 16 * L * B * S * D",
+         "sent_in_a_step gives 768: return two numbers"),
         (2, "sent_in_a_step = lambda B, S, D, L: (2 * L, 8 * L * B * S * D)",
          "gives (2, 384); counted were (4, 768)"),
         (2, "sent_in_a_step = lambda B, S, D, L: (4 * L, 16 * L * B * S * D)\n"
             "parameters_on_a_rank = lambda D, T: (12 * D * D + 13 * D) // T",
          "gives 1640; counted were 1688"),
         (3, "SharedLinear = lambda full, group: copy.deepcopy(full)",
+         "dL/d k_proj.weight is wrong: every rank has a term of it"),
+        (3, "def SharedLinear(full, tp_group): return full",
+         "dL/d k_proj.weight is wrong: every rank has a term of it"),
+        (3, "class SharedLinear(nn.Module):\n    def __init__(self, full, group):\n"
+            "        super().__init__()\n"
+            "        self.weight, self.bias = full.weight, full.bias\n"
+            "    def forward(self, x):\n"
+            "        return F.linear(x, self.weight, self.bias)",
          "dL/d k_proj.weight is wrong: every rank has a term of it"),
         (3, "class SharedLinear(nn.Module):\n    def __init__(self, full, group):\n"
             "        super().__init__()\n        self.group = group\n"
@@ -388,11 +461,42 @@ WRONG = {  # what people try, and what they are told
             "    mine = mine.where(x.amax(-1) == m, 0)\n"
             "    return all_reduce(mine, group, dist.ReduceOp.MAX)",
          "V = 10: "),
+        (1, "def likeliest(x, group, V):\n    parts = [x.clone().contiguous()"
+            " for _ in range(2)]\n"
+            "    dist.all_gather(parts, x.contiguous(), group=group)\n"
+            "    return torch.cat(parts, 2)[..., :V].argmax(-1)",
+         "counted were 0 collectives: use the lesson's `all_reduce`"),
+        (1, "def likeliest(x, group, V):\n"
+            "    v, first = x.shape[-1], group.rank() * x.shape[-1]\n"
+            "    whole = torch.full((*x.shape[:-1], 2 * v), float('-inf'))\n"
+            "    whole[..., first : first + v] = x\n"
+            "    whole = all_reduce(whole, group, dist.ReduceOp.MAX)\n"
+            "    return whole[..., :V].argmax(-1)",
+         "sent 6,000 bytes; 12 for each token are enough"),
+        (1, "def likeliest(x, group, V):\n"
+            "    return all_gather(x, 2, group)[..., :V].argmax(-1).float()",
+         "its dtype is torch.float32, not torch.int64"),
+        (1, "def likeliest(x, group, V):\n"
+            "    return all_reduce(x.argmax(-1) + 2 * group.rank() + 6, group)",
+         " is no token"),
+        (2, "rows_on_a_rank = lambda V, T: -(-V // T)",
+         "rows_on_a_rank gives 4: return two numbers"),
         (2, "rows_on_a_rank = lambda V, T: (V // T, V % T)",
          "rows_on_a_rank of V 9, T 2 gives (4, 1); there are (5, 1)"),
         (2, "rows_on_a_rank = lambda V, T: (-(-V // T), -V % T)\n"
             "sent_by_loss = lambda B, S, V, T: (12 * B * S, 4 * B * S * V)",
          "gives (120, 360); counted were (120, 400)"),
+        (2, "sent_by_loss = lambda B, S, V, T: 12 * B * S",
+         "sent_by_loss gives 36: return two numbers"),
+        (3, "def log_z(x, group, V):\n"
+            "    return GatherFromTP.apply(x, 2, group)[..., :V].logsumexp(-1)",
+         "sent 384 bytes; 16 for each token are enough"),
+        (3, "def log_z(x, group, V):\n    parts = [x.detach().contiguous()"
+            " for _ in range(2)]\n"
+            "    dist.all_gather(parts, x.detach().contiguous(), group=group)\n"
+            "    parts[group.rank()] = x\n"
+            "    return torch.cat(parts, 2)[..., :V].logsumexp(-1)",
+         "counted were 0 collectives: use the lesson's functions"),
         (3, "def log_z(x, group, V):\n"
             "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
             "    m = largest_logit(x, group)\n"
@@ -442,18 +546,18 @@ def test_exercises(name, home, capsys):
     found = exercises(name)
     assert sorted(found) == [1, 2, 3] and all(e["hint"] for e in found.values())
 
-    def judged(code, number):
+    def verdict(code, number):
         live.px("", code)
         capsys.readouterr()
         live.px("", found[number]["check"])
         return capsys.readouterr().out
 
     for number, exercise in found.items():
-        assert judged(exercise["exercise"], number).startswith("every rank  not yet: ")
-        assert judged(exercise["solution"], number) == "every rank  right\n"
+        assert verdict(exercise["exercise"], number).startswith("every rank  not yet: ")
+        assert verdict(exercise["solution"], number) == "every rank  right\n"
     assert {number for number, *_ in WRONG[name]} == {1, 2, 3}
     for number, code, wanted in WRONG[name]:
-        said = judged(code, number)
+        said = verdict(code, number)
         assert "not yet" in said and wanted in said, (code, said)
     live.stop()
 
