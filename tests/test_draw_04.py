@@ -73,11 +73,11 @@ def extents(figure, what):
 
 
 @pytest.mark.parametrize("dims", [None, {12: "D", 2: "F"}])
-@pytest.mark.parametrize("name", ["tensor 6", "tensor\nof two lines"])
+@pytest.mark.parametrize("name", ["tensor 6", "tensor of\ntwo lines"])
 def test_regions_fit_and_do_not_overlap(name, dims):
-    items = [(f"tensor {i}", COLUMNS.repeat(1, 6)) for i in range(6)]
-    items.append((name, COLUMNS.repeat(1, 6)))
-    line = ("long", [*items, CALL, ("x", TERMS)])
+    names = [name, *(f"tensor {i}" for i in range(6))]  # the first below the title
+    items = [(name, COLUMNS.repeat(1, 6)) for name in names]
+    line = ("a long line", [*items, CALL, ("x", TERMS)])
     figure = drawn(draw.regions, [line, line], 2, dims)
     ax = figure.axes[0]
     words = [t for t in ax.texts if t.get_text()]
@@ -89,6 +89,10 @@ def test_regions_fit_and_do_not_overlap(name, dims):
     for i, (word, one) in enumerate(zip(words, found)):
         for other, two in zip(words[i + 1 :], found[i + 1 :]):
             assert not one.overlaps(two), (word.get_text(), other.get_text())
+    grounds = [p for p in ax.patches if to_hex(p.get_facecolor()) == "#f4f4f4"]
+    ground = extents(figure, grounds)[0]
+    heading = found[[word.get_text() for word in words].index(name)]
+    assert ground.x0 <= heading.x0 and heading.y1 <= ground.y1 + 1
     squares = [
         p for p in ax.patches if to_hex(p.get_facecolor()).upper() in draw.COLORS
     ]
