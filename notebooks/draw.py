@@ -506,11 +506,11 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
 
 # Lesson 04: regions of a layer, shares of a sum, replicas that part
 
-REGIONS = {  # how a tensor lies on the ranks → its shape there, and in a word
-    "whole": ("[B, S, D]", "whole"),
-    "positions": ("[B, s, D]", "positions"),
-    "columns": ("[B, S, d]", "columns"),
-    "terms": ("[B, S, D]", "terms"),
+REGIONS = {  # how a tensor lies on the ranks → its shape there; I is its last dim
+    "whole": "[B, S, I]",
+    "positions": "[B, s, I]",
+    "columns": "[B, S, i]",
+    "terms": "[B, S, I]",
 }
 
 
@@ -538,15 +538,26 @@ def inches(text: str, size: float) -> float:
     return len(text) * 0.0088 * size
 
 
-def grouped(items: list, ranks: int) -> list:
+def words_below(held, ranks: int, dims: dict[int, str] | None) -> tuple[str, ...]:
+    """How a tensor lies: its shape, if `dims` tells the letter of its last dim, and a
+    word."""
+    cut = cut_of(held, ranks)
+    if dims is None:
+        return (cut,)
+    letter = dims[(held[0] if isinstance(held, list) else held).shape[1]]
+    shape = REGIONS[cut].replace("I", letter).replace("i", letter.lower())
+    return shape, cut
+
+
+def grouped(items: list, ranks: int, dims: dict[int, str] | None) -> list:
     """Tensors that follow each other and lie alike, in one run; collectives alone."""
     runs = []
     for item in items:
-        cut = None if isinstance(item, dict) else cut_of(item[1], ranks)
-        if cut and runs and runs[-1][0] == cut:
+        words = None if isinstance(item, dict) else words_below(item[1], ranks, dims)
+        if words and runs and runs[-1][0] == words:
             runs[-1][1].append(item)
         else:
-            runs.append((cut, [item]))
+            runs.append((words, [item]))
     return runs
 
 
@@ -555,21 +566,24 @@ def tensor_span(item, e: float) -> float:
     heading, held = item
     pages = len(held) - 1 if isinstance(held, list) else 0
     columns = held[0].shape[1] if pages else held.shape[1]
-    return max((columns + pages) * e, inches(heading, FONT - 1)) + 0.1
+    wide = max(inches(line, FONT - 1) for line in heading.split("\n"))
+    return max((columns + pages) * e, wide) + 0.1
 
 
 def run_span(run, e: float) -> float:
     """Inches that a run takes: its tensors, or the words below them."""
-    cut, items = run
-    if cut is None:
+    below, items = run
+    if below is None:
         words = [*items[0]["does"].replace("-", "- ").split(), "bytes"]
         words.append(f"{items[0]['moved']:,}")
         return max(inches(word, FONT) for word in words) + 0.15
-    words = max(inches(word, FONT - 1) for word in REGIONS[cut])
+    words = max(inches(word, FONT - 1) for word in below)
     return max(sum(tensor_span(item, e) for item in items), words) + 0.2
 
 
-def regions(lines: list[tuple[str, list]], ranks: int):
+def regions(
+    lines: list[tuple[str, list]], ranks: int, dims: dict[int, str] | None = None
+):
     """The tensors of a layer in order, each element in the colour of who holds it, and
     below them how they lie: the regions of the layer.
 
@@ -577,33 +591,36 @@ def regions(lines: list[tuple[str, list]], ranks: int):
         lines: (title, items); an item is (heading, held), with `held` a matrix of rank
             sets (see `places`), a row a position, or a list of them, one a rank, where
             each has a term of a sum; or {"does", "moved"}: a collective, its payload.
+        dims: number of columns → its letter, as {4: "D"}. Without it, shapes are not
+            written: there may be no name for what the columns are.
     """
-    parts = [(title, grouped(items, ranks)) for title, items in lines]
+    parts = [(title, grouped(items, ranks, dims)) for title, items in lines]
     span = lambda e: max(sum(run_span(r, e) for r in runs) for _, runs in parts)
     e = next(e / 1000 for e in range(200, 20, -2) if span(e / 1000) <= WIDTH - 0.1)
     tensors = [
-        item for _, runs in parts for cut, items in runs if cut for item in items
+        item for _, runs in parts for words, items in runs if words for item in items
     ]
     tall = max(
         held[0].shape[0] + len(held) - 1 if isinstance(held, list) else held.shape[0]
         for _, held in tensors
     )
-    high = tall * e + 1.75
+    headings = max(heading.count("\n") for heading, _ in tensors) * 0.22  # more lines
+    high = tall * e + (1.5 if dims is None else 1.75) + headings
     ax = blank(WIDTH, high * len(parts), 1)
     for line, (title, runs) in enumerate(parts):
         x, top = 0.05, line * high
         write(ax, x, top + 0.2, title, ha="left", weight="bold")
         for run in runs:
-            draw_run(ax, x, top + 0.45, run, e, tall * e, ranks)
+            draw_run(ax, x, top + 0.45, run, e, tall * e, ranks, headings)
             x += run_span(run, e)
 
 
-def draw_run(ax, x, top, run, e, height, ranks) -> None:
+def draw_run(ax, x, top, run, e, height, ranks, headings) -> None:
     """A run of tensors on one ground, with its name; or an arrow with a collective."""
-    cut, items = run
+    words, items = run
     width = run_span(run, e)
-    if cut is None:
-        middle, across = x + width / 2, top + 0.35 + height / 2
+    if words is None:
+        middle, across = x + width / 2, top + headings + 0.35 + height / 2
         style = dict(arrowstyle="-|>", linewidth=2.5, color="black")
         ends = (x + width - 0.06, across), (x + 0.06, across)
         ax.annotate("", *ends, arrowprops=style)
@@ -612,17 +629,20 @@ def draw_run(ax, x, top, run, e, height, ranks) -> None:
         moved = f"{items[0]['moved']:,}\nbytes"
         write(ax, middle, across + 0.1, moved, FONT - 2, va="top", linespacing=0.9)
         return
-    low = height + 1.0
+    low = headings + height + 0.5 + 0.25 * len(words)
     ground = Rectangle((x + 0.03, top), width - 0.06, low, facecolor="#F4F4F4")
     ax.add_patch(ground)
-    shape, word = REGIONS[cut]
-    write(ax, x + width / 2, top + height + 0.55, shape, FONT - 1, weight="bold")
-    write(ax, x + width / 2, top + height + 0.8, word, FONT - 2)
+    for i, word in enumerate(words):
+        style = dict(size=FONT - 2) if i else dict(size=FONT - 1, weight="bold")
+        below = top + headings + height + 0.55 + 0.25 * i
+        write(ax, x + width / 2, below, word, **style)
     x += (width - sum(tensor_span(item, e) for item in items)) / 2
     for item in items:
         across = tensor_span(item, e)
-        write(ax, x + across / 2, top + 0.17, item[0], FONT - 1)
-        draw_held(ax, x, top + 0.35, across, height, item[1], e, ranks)
+        above = top + headings + 0.3
+        style = dict(va="bottom", linespacing=0.95)
+        write(ax, x + across / 2, above, item[0], FONT - 1, **style)
+        draw_held(ax, x, top + headings + 0.35, across, height, item[1], e, ranks)
         x += across
 
 

@@ -250,6 +250,10 @@ GATED_SP = """class GatedSPMLP(nn.Module):
         self.down = SPRowParallelLinear(down, g)
     def forward(self, x, S):
 """
+GATED_SP_END = """        both = [self.gate, self.up]
+        gate, up = linears_of_sequence(x, S, both, self.g)
+        return self.down(F.silu(gate) * up)
+"""
 COUNT_LINES = """def count_lines(micro_batches, dp_group):
     here = sum((target != IGNORE).any(1).sum() for _, target in micro_batches)
     return all_reduce(here, dp_group)
@@ -318,6 +322,49 @@ WRONG = {  # what people try, and what they are told
             "        x = GatherFromTP.apply(x, 1, self.g)[:, :S]\n"
             "        return self.down(F.silu(self.gate(x)) * self.up(x))",
          "dL/dx is wrong: which backward"),
+        (1, GATED_SP.replace(", copy_input=False", "") +
+            "        x = gather_sequence(x, S, self.g)\n"
+            "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+         "an all-reduce too; f is still in your column-parallel layers (copy_input"),
+        (1, GATED_SP.replace(", copy_input=False", "") +
+            "        x = GatherFromTP.apply(x, 1, self.g)[:, :S]\n"
+            "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+         "backward: {'all-gather': 1, 'all-reduce': 2}, not a reduce-scatter and"),
+        (1, GATED_SP +
+            "        x, f = gather_sequence(x, S, self.g), CopyToTP.apply\n"
+            "        gate, up = (F.linear(x, f(one.weight, self.g), one.bias)\n"
+            "                    for one in (self.gate, self.up))\n"
+            "        return self.down(F.silu(gate) * up)",
+         "dL/d gate.weight is wrong"),
+        (1, GATED_SP.replace("    def forward",
+            "        self.gate.weight.register_hook(lambda grad: 2 * grad)\n"
+            "    def forward") + GATED_SP_END,
+         "dL/d gate.weight is wrong"),
+        (1, GATED_SP.replace("    def forward",  # added T times, of 1/T: y is right
+            "        self.down.bias = nn.Parameter(down.bias / g.size())\n"
+            "    def forward") +
+            "        both = [self.gate, self.up]\n"
+            "        gate, up = linears_of_sequence(x, S, both, self.g)\n"
+            "        h = F.silu(gate) * up\n"
+            "        y = F.linear(h, self.down.weight, self.down.bias)\n"
+            "        return scatter_sequence(y, self.g)",
+         "dL/d down.bias is wrong"),
+        (1, GATED_SP +  # the bias by one rank: mend_replicated could not sum it
+            "        both = [self.gate, self.up]\n"
+            "        gate, up = linears_of_sequence(x, S, both, self.g)\n"
+            "        bias = self.down.bias if rank == 0 else None\n"
+            "        y = F.linear(F.silu(gate) * up, self.down.weight, bias)\n"
+            "        return scatter_sequence(y, self.g)",
+         "`down.bias` has no gradient on rank 1"),
+        (1, "class Rows(nn.Module):\n    def __init__(self, full, g):\n"
+            "        super().__init__()\n        self.g = g\n"
+            "        self.weight = nn.Parameter(shard(full.weight, 1, g))\n"
+            "        self.bias = copy.deepcopy(full.bias)\n"
+            "    def forward(self, h):\n"
+            "        return scatter_sequence(F.linear(h, self.weight), self.g)"
+            " + self.bias\n" +
+            GATED_SP.replace("SPRowParallelLinear", "Rows") + GATED_SP_END,
+         "expected [[6], [6, 8], [8], [8], [8, 6], [8, 6]]: a cut parameter needs a"),
         (1, "class GatedSPMLP(nn.Module):\n    def __init__(self, gate, up, down, g):\n"
             "        super().__init__()\n"
             "        self.all = nn.ModuleList([gate, up, down])\n"
@@ -334,7 +381,12 @@ WRONG = {  # what people try, and what they are told
         (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
             "    mean = loss_Bs.sum() / (target_Bs != IGNORE).sum().clamp(1)\n"
             "    return ReduceFromTP.apply(mean, tp_group) / tp_group.size()",
-         "5 of 8 without target"),
+         "with 2 of 8 targets IGNORE the mean is"),
+        (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
+            "    total = ReduceFromTP.apply(loss_Bs.sum(), tp_group)\n"
+            "    count = (target_Bs != IGNORE).sum().clamp(1)\n"
+            "    return total / all_reduce(count, tp_group)",
+         "with 5 of 8 targets IGNORE the mean is"),
         (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
             "    count = all_reduce((target_Bs != IGNORE).sum(), tp_group)\n"
             "    return all_reduce(loss_Bs.sum(), tp_group) / count",
