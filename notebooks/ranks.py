@@ -211,6 +211,8 @@ class Ranks:
 
     def interrupt(self) -> bool:
         """Make every rank idle; False if that cannot be done."""
+        if len(self.client.ids) < self.count:  # it is known already that one is dead
+            return False
         answers = [self.client[r].apply_async(os.getpid) for r in range(self.count)]
         deadline = time.time() + self.timeout + 3
         while time.time() < deadline:

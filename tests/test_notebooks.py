@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from unittest import mock
 from types import SimpleNamespace
 
 import jobs
@@ -184,6 +185,12 @@ def test_a_rank_that_died(live, capsys):
     assert capsys.readouterr().out == "2 new ranks; what the old ones held is lost\n"
     live.px("", "print(all_reduce(torch.ones(1), tp_group).item())")
     assert capsys.readouterr().out == "every rank  2.0\n"
+
+
+def test_a_rank_that_is_known_to_be_dead(live):
+    # The client needs half a minute to notice: then it does not know that rank at all.
+    with mock.patch.object(type(live.client), "ids", [0]):
+        assert live.interrupt() is False
 
 
 def test_how_many_ranks():
