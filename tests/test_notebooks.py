@@ -14,8 +14,8 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from unittest import mock
 from types import SimpleNamespace
+from unittest import mock
 
 import jobs
 import pytest
