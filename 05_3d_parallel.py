@@ -2589,8 +2589,8 @@ def draw_timeline(report: Report, stages: list, P: int, M: int) -> tuple[float, 
         report.say(f"   stage {stage} {''.join(line[:width])}")
     ideal = sum(busy) / len(busy)
     found = span / ideal - 1, 1 - ideal / span
-    wall = f"   wall time {span * 1e3:.0f} ms, of which a stage computes "
-    wall += f"{ideal * 1e3:.0f} (the ideal time)"
+    wall = f"   Wall time {span * 1e3:.0f} ms; a stage computes for {ideal * 1e3:.0f}, "
+    wall += "the ideal time"
     if P == 1:
         report.say(f"{wall}; one stage has no bubble")
         return found
@@ -2726,7 +2726,7 @@ def predict_traffic(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
     if groups["pp"].size() > 1:
         one, what = size.slices * D * e, "layers"
         if not stage.last:
-            row = "M·(e·b·s·D + 32)", one + 32 * M
+            row = "M·(e·b·s·D+32)", one + 32 * M
             found["pp", what, "forward", "send/recv"] = row
         if not stage.first:
             found["pp", what, "backward", "send/recv"] = "M·e·b·s·D", one
@@ -2755,7 +2755,7 @@ def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
     found = {}
     if stage.first or stage.last:
         count = 8 * steps + 24 * size.messages  # how many micro-batches, their shapes
-        row = "8 + M·(24 + 16·b·S)", count + 16 * size.tokens
+        row = "8+M·(24+16·b·S)", count + 16 * size.tokens
         found["tp", "batch", "", "broadcast"] = row
     scatter, gather = 2 * L + stage.first, 2 * L + stage.last
     for phase, collective, calls in (
@@ -2816,7 +2816,7 @@ def show_traffic_3d(report: Report, run: MeshRun, batches: list) -> None:
         f"   replica 0 at {some} stages. e: bytes of a number"
     )
     names = [f"stage {i}" for i in numbers]
-    head = "axis|of|phase|collective|calls|" + "|".join(names)
+    head = "axis|of|way|collective|calls|" + "|".join(names)
     report.table(f"{head}|formula|ok", rows, "lllll" + "r" * len(shown) + "lr")
     explain_traffic(report, run, {row[-1] for row in rows} | {mark})
 

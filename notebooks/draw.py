@@ -506,11 +506,11 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
 
 # Lesson 04: regions of a layer, shares of a sum, replicas that part
 
-REGIONS = {  # how a tensor lies on the ranks → its shape there, and in a word
-    "whole": ("[B, S, D]", "whole"),
-    "positions": ("[B, s, D]", "positions"),
-    "columns": ("[B, S, d]", "columns"),
-    "terms": ("[B, S, D]", "terms"),
+REGIONS = {  # how a tensor lies on the ranks → its shape there; I is its last dim
+    "whole": "[B, S, I]",
+    "positions": "[B, s, I]",
+    "columns": "[B, S, i]",
+    "terms": "[B, S, I]",
 }
 
 
@@ -538,15 +538,26 @@ def inches(text: str, size: float) -> float:
     return len(text) * 0.0088 * size
 
 
-def grouped(items: list, ranks: int) -> list:
+def words_below(held, ranks: int, dims: dict[int, str] | None) -> tuple[str, ...]:
+    """How a tensor lies: its shape, if `dims` tells the letter of its last dim, and a
+    word."""
+    cut = cut_of(held, ranks)
+    if dims is None:
+        return (cut,)
+    letter = dims[(held[0] if isinstance(held, list) else held).shape[1]]
+    shape = REGIONS[cut].replace("I", letter).replace("i", letter.lower())
+    return shape, cut
+
+
+def grouped(items: list, ranks: int, dims: dict[int, str] | None) -> list:
     """Tensors that follow each other and lie alike, in one run; collectives alone."""
     runs = []
     for item in items:
-        cut = None if isinstance(item, dict) else cut_of(item[1], ranks)
-        if cut and runs and runs[-1][0] == cut:
+        words = None if isinstance(item, dict) else words_below(item[1], ranks, dims)
+        if words and runs and runs[-1][0] == words:
             runs[-1][1].append(item)
         else:
-            runs.append((cut, [item]))
+            runs.append((words, [item]))
     return runs
 
 
@@ -555,21 +566,24 @@ def tensor_span(item, e: float) -> float:
     heading, held = item
     pages = len(held) - 1 if isinstance(held, list) else 0
     columns = held[0].shape[1] if pages else held.shape[1]
-    return max((columns + pages) * e, inches(heading, FONT - 1)) + 0.1
+    wide = max(inches(line, FONT - 1) for line in heading.split("\n"))
+    return max((columns + pages) * e, wide) + 0.1
 
 
 def run_span(run, e: float) -> float:
     """Inches that a run takes: its tensors, or the words below them."""
-    cut, items = run
-    if cut is None:
+    below, items = run
+    if below is None:
         words = [*items[0]["does"].replace("-", "- ").split(), "bytes"]
         words.append(f"{items[0]['moved']:,}")
         return max(inches(word, FONT) for word in words) + 0.15
-    words = max(inches(word, FONT - 1) for word in REGIONS[cut])
+    words = max(inches(word, FONT - 1) for word in below)
     return max(sum(tensor_span(item, e) for item in items), words) + 0.2
 
 
-def regions(lines: list[tuple[str, list]], ranks: int):
+def regions(
+    lines: list[tuple[str, list]], ranks: int, dims: dict[int, str] | None = None
+):
     """The tensors of a layer in order, each element in the colour of who holds it, and
     below them how they lie: the regions of the layer.
 
@@ -577,33 +591,36 @@ def regions(lines: list[tuple[str, list]], ranks: int):
         lines: (title, items); an item is (heading, held), with `held` a matrix of rank
             sets (see `places`), a row a position, or a list of them, one a rank, where
             each has a term of a sum; or {"does", "moved"}: a collective, its payload.
+        dims: number of columns → its letter, as {4: "D"}. Without it, shapes are not
+            written: there may be no name for what the columns are.
     """
-    parts = [(title, grouped(items, ranks)) for title, items in lines]
+    parts = [(title, grouped(items, ranks, dims)) for title, items in lines]
     span = lambda e: max(sum(run_span(r, e) for r in runs) for _, runs in parts)
     e = next(e / 1000 for e in range(200, 20, -2) if span(e / 1000) <= WIDTH - 0.1)
     tensors = [
-        item for _, runs in parts for cut, items in runs if cut for item in items
+        item for _, runs in parts for words, items in runs if words for item in items
     ]
     tall = max(
         held[0].shape[0] + len(held) - 1 if isinstance(held, list) else held.shape[0]
         for _, held in tensors
     )
-    high = tall * e + 1.75
+    headings = max(heading.count("\n") for heading, _ in tensors) * 0.22  # more lines
+    high = tall * e + (1.5 if dims is None else 1.75) + headings
     ax = blank(WIDTH, high * len(parts), 1)
     for line, (title, runs) in enumerate(parts):
         x, top = 0.05, line * high
         write(ax, x, top + 0.2, title, ha="left", weight="bold")
         for run in runs:
-            draw_run(ax, x, top + 0.45, run, e, tall * e, ranks)
+            draw_run(ax, x, top + 0.45, run, e, tall * e, ranks, headings)
             x += run_span(run, e)
 
 
-def draw_run(ax, x, top, run, e, height, ranks) -> None:
+def draw_run(ax, x, top, run, e, height, ranks, headings) -> None:
     """A run of tensors on one ground, with its name; or an arrow with a collective."""
-    cut, items = run
+    words, items = run
     width = run_span(run, e)
-    if cut is None:
-        middle, across = x + width / 2, top + 0.35 + height / 2
+    if words is None:
+        middle, across = x + width / 2, top + headings + 0.35 + height / 2
         style = dict(arrowstyle="-|>", linewidth=2.5, color="black")
         ends = (x + width - 0.06, across), (x + 0.06, across)
         ax.annotate("", *ends, arrowprops=style)
@@ -612,17 +629,20 @@ def draw_run(ax, x, top, run, e, height, ranks) -> None:
         moved = f"{items[0]['moved']:,}\nbytes"
         write(ax, middle, across + 0.1, moved, FONT - 2, va="top", linespacing=0.9)
         return
-    low = height + 1.0
+    low = headings + height + 0.5 + 0.25 * len(words)
     ground = Rectangle((x + 0.03, top), width - 0.06, low, facecolor="#F4F4F4")
     ax.add_patch(ground)
-    shape, word = REGIONS[cut]
-    write(ax, x + width / 2, top + height + 0.55, shape, FONT - 1, weight="bold")
-    write(ax, x + width / 2, top + height + 0.8, word, FONT - 2)
+    for i, word in enumerate(words):
+        style = dict(size=FONT - 2) if i else dict(size=FONT - 1, weight="bold")
+        below = top + headings + height + 0.55 + 0.25 * i
+        write(ax, x + width / 2, below, word, **style)
     x += (width - sum(tensor_span(item, e) for item in items)) / 2
     for item in items:
         across = tensor_span(item, e)
-        write(ax, x + across / 2, top + 0.17, item[0], FONT - 1)
-        draw_held(ax, x, top + 0.35, across, height, item[1], e, ranks)
+        above = top + headings + 0.3
+        style = dict(va="bottom", linespacing=0.95)
+        write(ax, x + across / 2, above, item[0], FONT - 1, **style)
+        draw_held(ax, x, top + headings + 0.35, across, height, item[1], e, ranks)
         x += across
 
 
@@ -684,6 +704,8 @@ def course(series: dict[str, list[float]], x: str, y: str, title: str = ""):
 
 # Lesson 02
 
+SHADE = "#C8C8C8"  # of the time that all ranks spend in one collective
+
 
 def named(pieces: list[Tensor], full: dict[str, list[Tensor]]) -> list[str]:
     """What each piece is a copy of: "q3" for full["q"][3]; found by its values."""
@@ -728,13 +750,67 @@ def heads(lanes: list[list[list[str]]], roles: list[str]):
                         ax.plot(ends, [y - high + 1, y], color="black", linewidth=1.5)
 
 
-def together(spans: list[tuple], calls: list[tuple], unit: str = "ms"):
+def head_borders(sizes: dict[int, tuple[int, int]]):
+    """Thick lines between heads, in the picture that `matrices` has just drawn.
+
+    Args:
+        sizes: number of a matrix from the left → (dim that runs over heads, head size).
+    """
+    ax = plt.gca()
+    frames = [p for p in ax.patches if not p.get_fill() and p.get_linewidth() == 1.6]
+    for number, (dim, size) in sizes.items():
+        x, y = frames[number].get_xy()
+        width, height = frames[number].get_width(), frames[number].get_height()
+        length = height if dim == 0 else width
+        for at in range(size, round(length), size):
+            across = [x, x + width] if dim == 0 else [x + at] * 2
+            down = [y + at] * 2 if dim == 0 else [y, y + height]
+            ax.plot(across, down, color="black", linewidth=2.5)
+
+
+def masks(items: list[tuple], ranks: int):
+    """Dropout masks side by side: what is kept is filled, in the colour of who holds
+    it; no numbers in them.
+
+    Args:
+        items: (heading, holders, note, heads): `holders` a matrix of rank sets (see
+            `places`), 0 where dropped; `heads` the numbers of the heads that lie side
+            by side in it, parted by thick lines, or none.
+        ranks: how many there are: what all of them hold is grey.
+    """
+    unit, tall = 0.3, max(holders.shape[0] for _, holders, *_ in items) + 3.6
+    wide = [span(item[:3], unit) + 0.6 for item in items]
+    ax = blank(sum(wide), tall, unit)
+    size, x = min(FONT - 2, FONT * WIDTH / sum(wide) / unit), 0.0
+    for (heading, holders, note, heads), across in zip(items, wide):
+        height, width = holders.shape
+        left, top = x + (across - width) / 2, 1.3
+        write(ax, x + across / 2, 0.6, heading, weight="bold")
+        for i, row in enumerate(holders.tolist()):
+            for j, who in enumerate(row):
+                box(ax, left + j, top + i, 1, 1, bits(who), ranks, linewidth=0.4)
+        frame = Rectangle((left, top), width, height, fill=False, linewidth=1.6)
+        ax.add_patch(frame)
+        for i, head in enumerate(heads):
+            part = width / len(heads)
+            write(ax, left + (i + 0.5) * part, top + height + 0.7, f"head {head}", size)
+            if i:
+                ends = [left + i * part] * 2, [top, top + height]
+                ax.plot(*ends, color="black", linewidth=3)
+        write(ax, x + across / 2, top + height + (1.6 if heads else 0.7), note, size)
+        x += across
+
+
+def together(
+    spans: list[tuple], calls: list[tuple], turn: float | None = None, unit: str = "ms"
+):
     """Who did what when, and where all ranks meet: collectives are black.
 
     Args:
         spans: (rank, what, start, end), in that unit; each `what` has a hatch.
         calls: the same, of collectives, in the order in which they were made: shaded
             from the last rank's coming to the first one's leaving, when all are in it.
+        turn: when forward ended and backward began; a thin line.
     """
     ranks = 1 + max(rank for rank, *_ in spans)
     kinds = list(dict.fromkeys(what for _, what, *_ in spans))
@@ -748,18 +824,24 @@ def together(spans: list[tuple], calls: list[tuple], unit: str = "ms"):
                 color=fill, edgecolor="black", zorder=above)  # fmt: skip
     for call in zip(*([c for c in calls if c[0] == rank] for rank in range(ranks))):
         start, end = max(c[2] for c in call) - zero, min(c[3] for c in call) - zero
-        ax.axvspan(start, end, color="#C8C8C8", zorder=0, linewidth=0)
+        ax.axvspan(start, end, color=SHADE, zorder=0, linewidth=0)
         ax.text((start + end) / 2, -0.6, call[0][1], ha="center", weight="bold")
+    if turn is not None:
+        ax.axvline(turn - zero, color="black", linewidth=1.2)
+        for text, side in (("forward  ", "right"), ("  backward", "left")):
+            ax.text(turn - zero, -1.1, text, ha=side, va="center")
     ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    ax.set(ylim=(ranks - 0.5, -1.1), xlabel=unit)
+    ax.set(ylim=(ranks - 0.5, -1.1 if turn is None else -1.4), xlabel=unit)
     style = dict(edgecolor="black")
     handles = [
         Rectangle((0, 0), 1, 1, facecolor="white", hatch=hatch, **style)
         for hatch in HATCHES[: len(kinds)]
     ]
-    handles.append(Rectangle((0, 0), 1, 1, facecolor="black"))
-    figure.legend(handles, [*kinds, "all-reduce"], loc="outside upper center",
-                  ncols=len(handles), frameon=False)  # fmt: skip
+    for shade in ("black", SHADE):
+        handles.append(Rectangle((0, 0), 1, 1, facecolor=shade))
+    words = [*kinds, "all-reduce", "all ranks are in it"]
+    figure.legend(handles, words, loc="outside upper center", ncols=len(handles),
+                  frameon=False, columnspacing=1.4)  # fmt: skip
 
 
 def memory(timelines: dict[str, list[dict]], parts: list[str]):
@@ -770,10 +852,13 @@ def memory(timelines: dict[str, list[dict]], parts: list[str]):
         parts: what is stacked, from below.
     """
     figure, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
-    begin, gap, most = 0.0, 0.0, 0
-    for name, events in timelines.items():
-        ms = [1000 * (e["seconds"] - events[0]["seconds"]) for e in events]
-        gap = gap or 0.12 * ms[-1]
+    times = [
+        [1000 * (e["seconds"] - events[0]["seconds"]) for e in events]
+        for events in timelines.values()
+    ]
+    begin, gap, most = 0.0, 0.12 * times[0][-1], 0
+    width = sum(ms[-1] for ms in times) + gap * (len(times) - 1)
+    for (name, events), ms in zip(timelines.items(), times):
         xs, below = [begin + t for t in ms], [0] * len(ms)
         for part, fill in zip(parts, PARTS):
             above = [b + e[part] for b, e in zip(below, events)]
@@ -783,15 +868,11 @@ def memory(timelines: dict[str, list[dict]], parts: list[str]):
             below = above
         peak = max(below)
         most = max(most, peak)
-        ax.plot([xs[0], xs[-1]], [peak] * 2, color="#D55E00", linewidth=2)
-        middle = (xs[0] + xs[-1]) / 2
-        ax.text(
-            middle,
-            peak * 1.01,
-            f"{name}: {peak:,} at the peak",
-            ha="center",
-            va="bottom",
-        )
+        ax.plot([xs[0], xs[-1]], [peak] * 2, color="black", linewidth=2)
+        # A text may be longer than its run: it goes on where there is room.
+        side, x = ("left", xs[0]) if begin < width / 2 else ("right", xs[-1])
+        text = f"{name}: {peak:,} at the peak"
+        ax.text(x, peak * 1.01, text, ha=side, va="bottom")
         begin = xs[-1] + gap
     ax.set(xlabel="ms, one step after the other", ylabel="bytes", ylim=(0, most * 1.12))
     ax.yaxis.set_major_formatter("{x:,.0f}")
@@ -827,7 +908,8 @@ def lookup(rows: list[tuple], tokens: list[int], terms: list[Tensor], total: Ten
 
     Args:
         rows: (name, set of ranks as in `places`) of each row of the embedding.
-        tokens: numbers of rows; terms: each rank's [S, D]; total: their sum.
+        tokens: numbers of rows; terms: each rank's [S, D]; total: their sum, a row in
+            the colour of the rank that brought more than zeros.
     """
     unit, (S, D), ranks = 0.5, total.shape, len(terms)
     ax = blank(6.8 + (D + 1.6) * (ranks + 1), max(len(rows), S) + 1.3, unit)
@@ -850,7 +932,8 @@ def lookup(rows: list[tuple], tokens: list[int], terms: list[Tensor], total: Ten
         for i, line in enumerate((term + 0.0).tolist()):  # −0 becomes 0
             for j, value in enumerate(line):
                 if rank == ranks:
-                    cell(ax, x + j, 1 + i, value, range(ranks), FONT)
+                    who = [r for r, part in enumerate(terms) if part[i].any()]
+                    cell(ax, x + j, 1 + i, value, who, FONT)
                 elif any(line):
                     cell(ax, x + j, 1 + i, value, [rank], FONT)
                 else:

@@ -211,6 +211,8 @@ class Ranks:
 
     def interrupt(self) -> bool:
         """Make every rank idle; False if that cannot be done."""
+        if len(self.client.ids) < self.count:  # it is known already that one is dead
+            return False
         answers = [self.client[r].apply_async(os.getpid) for r in range(self.count)]
         deadline = time.time() + self.timeout + 3
         while time.time() < deadline:
@@ -426,6 +428,9 @@ def broken(name: str):
             space[attribute] = good
 
 
+LOST = "a collective did not come about; after it, run live.again()"
+
+
 def check(claims) -> None:
     """Say `right`, or what is wrong on which rank.
 
@@ -441,18 +446,30 @@ def check(claims) -> None:
         wrong = next((text for holds, text in claims if not holds), "")
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-        if HERE["lesson"].COMM.place["state"] == "in":
-            wrong = "a collective did not come about; after it, run live.again()"
-    corner = f"check/{HERE['checks']}"
-    store.set(f"{corner}/{rank}", wrong)
-    everyone = [store.get(f"{corner}/{r}").decode() for r in range(HERE["ranks"])]
-    first = next((r for r, text in enumerate(everyone) if text), None)
+        if lost_the_others(error):
+            wrong = LOST
+    corners = [f"check/{HERE['checks']}/{r}" for r in range(HERE["ranks"])]
+    store.set(corners[rank], wrong)
+    # The others may still be waiting for this rank, in a collective that it left out.
+    store.wait(corners, timedelta(seconds=2 * HERE["timeout"] + 5))
+    everyone = [store.get(corner).decode() for corner in corners]
+    told = {r: text for r, text in enumerate(everyone) if text}
+    first = min(told, key=lambda r: told[r] == LOST, default=None)  # a cause, if told
     if first is None:
         print("right")
-    elif len(set(everyone)) == 1:
-        print(f"not yet: {wrong}")
-    else:
-        print(f"not yet; rank {first}: {everyone[first]}")
+        return
+    who = "not yet:" if len(set(everyone)) == 1 else f"not yet; rank {first}:"
+    print(who, told[first])
+    if LOST in everyone and told[first] != LOST:
+        print("and", LOST)
+
+
+def lost_the_others(error: Exception) -> bool:
+    """Has a collective failed since a rank did not come, or was lost? (One that refuses
+    its arguments leaves the group as it was.)"""
+    inside = HERE["lesson"].COMM.place["state"] == "in"
+    transport = re.search(r"third_party.gloo|timed? ?out|connection", str(error), re.I)
+    return inside and isinstance(error, RuntimeError) and bool(transport)
 
 
 # As a program: one process of the cluster, with its watchdog

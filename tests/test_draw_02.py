@@ -34,6 +34,50 @@ def test_heads_stand_on_their_rank_and_lines_join_what_meets(keys, joins):
     assert at["q0"][1] < at["k0"][1] and at["q0"][0] < at["q1"][0] < at["q2"][0]
 
 
+def test_thick_lines_part_the_heads_of_a_matrix():
+    wide, tall = torch.ones(2, 6), torch.ones(6, 2)
+    items = [
+        ("a", wide.long(), ""),
+        "·",
+        ("b", tall.long(), ""),
+        ("c", tall.long(), ""),
+    ]
+
+    def both():
+        draw.matrices(items, 2)
+        draw.head_borders({0: (1, 2), 2: (0, 3)})
+
+    ax = drawn(both).axes[0]
+    a, _, c = [p for p in ax.patches if p.get_linewidth() == 1.6]
+    (x, y), (left, top) = a.get_xy(), c.get_xy()
+    assert [[list(v) for v in line.get_data()] for line in ax.lines] == [
+        [[x + 2] * 2, [y, y + 2]], [[x + 4] * 2, [y, y + 2]],
+        [[left, left + 2], [top + 3] * 2],
+    ]  # fmt: skip
+
+
+def test_masks_fill_what_is_kept_and_part_the_heads():
+    whole = torch.tensor([[1, 0, 2, 2], [0, 1, 2, 0]])
+    items = [("one", whole, "note", [0, 1]), ("rank 1", whole[:, 2:], "", [1])]
+    figure = drawn(draw.masks, items, 2)
+    ax = figure.axes[0]
+    assert texts(figure) == ["one", "head 0", "head 1", "note", "rank 1", "head 1"]
+    blue, orange, white = draw.color(0), draw.color(1), "#FFFFFF"
+    wanted = [blue, white, orange, orange, white, blue, orange, white]
+    assert [b[-1] for b in boxes(ax)] == [*wanted, orange, orange, orange, white]
+    first = boxes(ax)[0]
+    (line,) = ax.lines  # between the two heads of the first, none in the second
+    assert list(line.get_xdata()) == [first[0] + 2] * 2
+    assert list(line.get_ydata()) == [first[1], first[1] + 2]
+    at = {t.get_text(): t.get_position()[0] for t in ax.texts[:3]}
+    assert (at["head 0"], at["head 1"]) == (first[0] + 1, first[0] + 3)
+    everyone = drawn(draw.masks, [("all", 3 * torch.eye(2).int(), "", [])], 2).axes[0]
+    assert [b[-1] for b in boxes(everyone)] == [draw.EVERYONE, white, white] + [
+        draw.EVERYONE
+    ]
+    assert not everyone.lines
+
+
 def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     spans = [(0, "attention", 5.0, 9.0), (1, "attention", 6.0, 9.5), (1, "MLP", 10, 12)]
     calls = [(0, "g", 7.0, 9.0), (1, "g", 8.0, 9.5)]
@@ -51,7 +95,18 @@ def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     hatches = [p.get_hatch() for p in ax.patches[:3]]
     assert hatches[0] == hatches[1] != hatches[2]
     names = [t.get_text() for t in figure.legends[0].get_texts()]
-    assert names == ["attention", "MLP", "all-reduce"]
+    assert names == ["attention", "MLP", "all-reduce", "all ranks are in it"]
+    shown = [to_hex(p.get_facecolor()) for p in figure.legends[0].get_patches()]
+    assert shown[2:] == ["#000000", "#c8c8c8"]
+    assert not ax.lines
+    figure = drawn(draw.together, spans, calls, 9.8)
+    (line,) = figure.axes[0].lines
+    assert line.get_xdata() == pytest.approx([4.8, 4.8])
+    words = figure.axes[0].texts[1:]
+    assert [(t.get_text().strip(), t.get_ha()) for t in words] == [
+        ("forward", "right"), ("backward", "left"),
+    ]  # fmt: skip
+    assert all(t.get_position()[0] == pytest.approx(4.8) for t in words)
 
 
 def test_memory_is_stacked_run_after_run():
@@ -69,6 +124,26 @@ def test_memory_is_stacked_run_after_run():
     assert fills[0] == fills[2] != fills[1] == fills[3]
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in ax.collections]
     assert tops == [10, 40, 5, 7]
+
+
+@pytest.mark.parametrize("ms", [(1, 1000), (8, 12), (1000, 1), (5, 5, 5)])
+def test_what_is_written_at_a_peak_stays_in_the_picture(ms):
+    runs = {
+        f"run {i}, without TP": [
+            {"seconds": 0.0, "a": 1_000_000}, {"seconds": t / 1000, "a": 3_000_000},
+        ]
+        for i, t in enumerate(ms)
+    }  # fmt: skip
+    figure = drawn(draw.memory, runs, ["a"])
+    figure.canvas.draw()
+    frame = figure.axes[0].get_window_extent()
+    assert len(figure.axes[0].texts) == len(ms)
+    for text, line in zip(figure.axes[0].texts, figure.axes[0].lines):
+        around = text.get_window_extent()
+        assert frame.x0 <= around.x0 and around.x1 <= frame.x1, text
+        assert line.get_color() == "black"  # red is for what is predicted
+        ends = line.get_xdata()[0 if text.get_ha() == "left" else 1]
+        assert text.get_position()[0] == ends
 
 
 def test_sums_are_in_the_colours_of_those_who_bring_them():

@@ -36,6 +36,8 @@ def test_lookup_joins_tokens_to_rows_and_shows_the_terms():
     assert [c for _, c in numbers[:8]] == [
         *white_twice, [blue], [blue], [orange], [orange], *white_twice,
     ]  # fmt: skip
+    brought = [[orange], [orange], [blue], [blue]]  # the sum, by who brought it
+    assert [c for _, c in numbers[8:]] == brought
 
 
 def test_columns_show_each_ranks_part_and_what_it_brings():

@@ -33,7 +33,8 @@ def test_how_a_tensor_lies_is_read_off_its_holders():
 
 def test_regions_name_runs_and_colour_elements():
     items = [("x", POSITIONS), ("norm", POSITIONS), CALL, ("q", COLUMNS), ("w", WHOLE)]
-    figure = drawn(draw.regions, [("a layer", items), ("below", [("", TERMS)])], 2)
+    lines = [("a layer", items), ("below", [("", TERMS)])]
+    figure = drawn(draw.regions, lines, 2, {2: "D"})
     shown = texts(figure)
     wanted = ["a layer", "[B, s, D]", "positions", "x", "norm", "reduce-\nscatter",
               "1,234\nbytes", "[B, S, d]", "columns", "q", "[B, S, D]", "whole", "w",
@@ -50,14 +51,34 @@ def test_regions_name_runs_and_colour_elements():
     assert elements(figure)[0][1] < elements(figure)[32][1]
 
 
+def test_regions_tell_one_dim_from_another():
+    """By its width, where letters are given; where not, no shape is claimed."""
+    items = [("q", COLUMNS), ("up", COLUMNS.repeat(1, 2)), ("x", POSITIONS)]
+    items += [("h", torch.full((4, 4), 3)), ("", [t.repeat(1, 2) for t in TERMS])]
+    shown = texts(drawn(draw.regions, [("", items)], 2, {2: "D", 4: "F"}))
+    wanted = ["[B, S, d]", "columns", "q", "[B, S, f]", "columns", "up"]
+    wanted += ["[B, s, D]", "positions", "x", "[B, S, F]", "whole", "h"]
+    wanted += ["[B, S, F]", "terms"]
+    assert shown == wanted
+    shown = texts(drawn(draw.regions, [("", items)], 2))
+    wanted = ["columns", "q", "up", "positions", "x", "whole", "h", "terms"]
+    assert shown == wanted  # q and up: one run again
+    with pytest.raises(KeyError):
+        draw.regions([("", items)], 2, {2: "D"})
+
+
 def extents(figure, what):
     figure.canvas.draw()
     return [one.get_window_extent() for one in what]
 
 
-def test_regions_fit_and_do_not_overlap():
-    items = [(f"tensor {i}", COLUMNS.repeat(1, 6)) for i in range(7)]
-    figure = drawn(draw.regions, [("long", [*items, CALL, ("x", TERMS)])], 2)
+@pytest.mark.parametrize("dims", [None, {12: "D", 2: "F"}])
+@pytest.mark.parametrize("name", ["tensor 6", "tensor of\ntwo lines"])
+def test_regions_fit_and_do_not_overlap(name, dims):
+    names = [name, *(f"tensor {i}" for i in range(6))]  # the first below the title
+    items = [(name, COLUMNS.repeat(1, 6)) for name in names]
+    line = ("a long line", [*items, CALL, ("x", TERMS)])
+    figure = drawn(draw.regions, [line, line], 2, dims)
     ax = figure.axes[0]
     words = [t for t in ax.texts if t.get_text()]
     found = extents(figure, words)
@@ -68,12 +89,18 @@ def test_regions_fit_and_do_not_overlap():
     for i, (word, one) in enumerate(zip(words, found)):
         for other, two in zip(words[i + 1 :], found[i + 1 :]):
             assert not one.overlaps(two), (word.get_text(), other.get_text())
+    grounds = [p for p in ax.patches if to_hex(p.get_facecolor()) == "#f4f4f4"]
+    ground = extents(figure, grounds)[0]
+    heading = found[[word.get_text() for word in words].index(name)]
+    assert ground.x0 <= heading.x0 and heading.y1 <= ground.y1 + 1
     squares = [
         p for p in ax.patches if to_hex(p.get_facecolor()).upper() in draw.COLORS
     ]
-    name = next(t for t in words if t.get_text() == "[B, S, D]")
-    (below,) = extents(figure, [name])
-    assert min(s.y0 for s in extents(figure, squares)) >= below.y1 - 1
+    for square in extents(figure, squares):
+        for word, one in zip(words, found):
+            low, high = max(square.y0, one.y0), min(square.y1, one.y1)
+            beside = square.x1 <= one.x0 or one.x1 <= square.x0
+            assert beside or high <= low + 1, word.get_text()
 
 
 def test_shares_are_the_numbers():

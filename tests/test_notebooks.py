@@ -14,6 +14,8 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import jobs
 import pytest
@@ -91,6 +93,59 @@ def test_a_rank_that_raises(live, capsys):
     assert capsys.readouterr().out == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
 
 
+def judged(live, capsys, *lines) -> str:
+    """What `check` says of these claims."""
+    code = "".join(f"    {line}\n" for line in lines)
+    live.px("", f"def claims():\n{code}check(claims())")
+    return capsys.readouterr().out
+
+
+ADD_UP = "all_reduce(torch.ones(2), tp_group{})"
+
+
+def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(live, capsys):
+    wrong = ADD_UP.format(", op='max'")
+    said = judged(live, capsys, f"yield {wrong} is None, ''")
+    assert said.startswith("every rank  not yet: TypeError: (): incompatible function")
+    assert "live.again()" not in said
+    said = judged(live, capsys, f"yield {ADD_UP.format('')}.sum() == 4, ''")
+    assert said == "every rank  right\n"  # the group is as it was
+    said = judged(live, capsys, "yield rank == 0, 'no'")
+    assert said == "every rank  not yet; rank 1: no\n"
+
+    lost = "a collective did not come about; after it, run live.again()\n"
+    for caller in (0, 1):
+        call = f"{ADD_UP.format('')} if rank == {caller} else None"
+        said = judged(live, capsys, f"yield {call} is None, ''")
+        assert said == f"every rank  not yet; rank {caller}: {lost}"
+        live.again()
+        capsys.readouterr()
+    said = judged(
+        live, capsys, f"{ADD_UP.format('')} if rank == 0 else {wrong}", "yield 1, ''"
+    )
+    cause, rest = said.split("\n", 1)
+    assert cause.startswith("every rank  not yet; rank 1: TypeError: ")
+    assert rest.strip() == f"and {lost}".strip()
+    live.again()
+    said = judged(live, capsys, f"yield {ADD_UP.format('')}.sum() == 4, ''")
+    assert said.endswith("every rank  right\n")
+
+
+@pytest.mark.parametrize("error, lost", [
+    (RuntimeError("Timed out waiting 4000ms for recv operation"), True),
+    (RuntimeError("Connection closed by peer [::1]:1"), True),
+    (RuntimeError("[a/third_party/gloo/x.cc:1] sizes differ"), True),
+    (RuntimeError("Invalid scalar type"), False),
+    (ValueError("timeout"), False),
+])  # fmt: skip
+def test_which_errors_mean_that_a_rank_was_lost(monkeypatch, error, lost):
+    comm = SimpleNamespace(place={"state": "in"})
+    monkeypatch.setitem(ranks.HERE, "lesson", SimpleNamespace(COMM=comm))
+    assert ranks.lost_the_others(error) == lost
+    comm.place = {"state": "after"}
+    assert not ranks.lost_the_others(error)
+
+
 @pytest.mark.parametrize("hang", ["import time; time.sleep(600)", "while True: pass"])
 def test_a_rank_that_hangs(live, capsys, hang):
     live.px("", "kept = torch.full((2,), rank + 1.0)")
@@ -130,6 +185,12 @@ def test_a_rank_that_died(live, capsys):
     assert capsys.readouterr().out == "2 new ranks; what the old ones held is lost\n"
     live.px("", "print(all_reduce(torch.ones(1), tp_group).item())")
     assert capsys.readouterr().out == "every rank  2.0\n"
+
+
+def test_a_rank_that_is_known_to_be_dead(live):
+    # The client needs half a minute to notice: then it does not know that rank at all.
+    with mock.patch.object(type(live.client), "ids", [0]):
+        assert live.interrupt() is False
 
 
 def test_how_many_ranks():
@@ -195,6 +256,10 @@ GATED_SP = """class GatedSPMLP(nn.Module):
         self.up = ColumnParallelLinear(up, g, copy_input=False)
         self.down = SPRowParallelLinear(down, g)
     def forward(self, x, S):
+"""
+GATED_SP_END = """        both = [self.gate, self.up]
+        gate, up = linears_of_sequence(x, S, both, self.g)
+        return self.down(F.silu(gate) * up)
 """
 COUNT_LINES = """def count_lines(micro_batches, dp_group):
     here = sum((target != IGNORE).any(1).sum() for _, target in micro_batches)
@@ -264,6 +329,49 @@ WRONG = {  # what people try, and what they are told
             "        x = GatherFromTP.apply(x, 1, self.g)[:, :S]\n"
             "        return self.down(F.silu(self.gate(x)) * self.up(x))",
          "dL/dx is wrong: which backward"),
+        (1, GATED_SP.replace(", copy_input=False", "") +
+            "        x = gather_sequence(x, S, self.g)\n"
+            "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+         "an all-reduce too; f is still in your column-parallel layers (copy_input"),
+        (1, GATED_SP.replace(", copy_input=False", "") +
+            "        x = GatherFromTP.apply(x, 1, self.g)[:, :S]\n"
+            "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+         "backward: {'all-gather': 1, 'all-reduce': 2}, not a reduce-scatter and"),
+        (1, GATED_SP +
+            "        x, f = gather_sequence(x, S, self.g), CopyToTP.apply\n"
+            "        gate, up = (F.linear(x, f(one.weight, self.g), one.bias)\n"
+            "                    for one in (self.gate, self.up))\n"
+            "        return self.down(F.silu(gate) * up)",
+         "dL/d gate.weight is wrong"),
+        (1, GATED_SP.replace("    def forward",
+            "        self.gate.weight.register_hook(lambda grad: 2 * grad)\n"
+            "    def forward") + GATED_SP_END,
+         "dL/d gate.weight is wrong"),
+        (1, GATED_SP.replace("    def forward",  # added T times, of 1/T: y is right
+            "        self.down.bias = nn.Parameter(down.bias / g.size())\n"
+            "    def forward") +
+            "        both = [self.gate, self.up]\n"
+            "        gate, up = linears_of_sequence(x, S, both, self.g)\n"
+            "        h = F.silu(gate) * up\n"
+            "        y = F.linear(h, self.down.weight, self.down.bias)\n"
+            "        return scatter_sequence(y, self.g)",
+         "dL/d down.bias is wrong"),
+        (1, GATED_SP +  # the bias by one rank: mend_replicated could not sum it
+            "        both = [self.gate, self.up]\n"
+            "        gate, up = linears_of_sequence(x, S, both, self.g)\n"
+            "        bias = self.down.bias if rank == 0 else None\n"
+            "        y = F.linear(F.silu(gate) * up, self.down.weight, bias)\n"
+            "        return scatter_sequence(y, self.g)",
+         "`down.bias` has no gradient on rank 1"),
+        (1, "class Rows(nn.Module):\n    def __init__(self, full, g):\n"
+            "        super().__init__()\n        self.g = g\n"
+            "        self.weight = nn.Parameter(shard(full.weight, 1, g))\n"
+            "        self.bias = copy.deepcopy(full.bias)\n"
+            "    def forward(self, h):\n"
+            "        return scatter_sequence(F.linear(h, self.weight), self.g)"
+            " + self.bias\n" +
+            GATED_SP.replace("SPRowParallelLinear", "Rows") + GATED_SP_END,
+         "expected [[6], [6, 8], [8], [8], [8, 6], [8, 6]]: a cut parameter needs a"),
         (1, "class GatedSPMLP(nn.Module):\n    def __init__(self, gate, up, down, g):\n"
             "        super().__init__()\n"
             "        self.all = nn.ModuleList([gate, up, down])\n"
@@ -280,7 +388,12 @@ WRONG = {  # what people try, and what they are told
         (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
             "    mean = loss_Bs.sum() / (target_Bs != IGNORE).sum().clamp(1)\n"
             "    return ReduceFromTP.apply(mean, tp_group) / tp_group.size()",
-         "5 of 8 without target"),
+         "with 2 of 8 targets IGNORE the mean is"),
+        (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
+            "    total = ReduceFromTP.apply(loss_Bs.sum(), tp_group)\n"
+            "    count = (target_Bs != IGNORE).sum().clamp(1)\n"
+            "    return total / all_reduce(count, tp_group)",
+         "with 5 of 8 targets IGNORE the mean is"),
         (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
             "    count = all_reduce((target_Bs != IGNORE).sum(), tp_group)\n"
             "    return all_reduce(loss_Bs.sum(), tp_group) / count",
@@ -366,12 +479,31 @@ WRONG = {  # what people try, and what they are told
             "    return max(all_reduce(p.grad.abs().max(), tp_group, "
             "dist.ReduceOp.MAX)\n               for p in model.parameters())",
          "21 collectives were called, not 1"),
+        (1, "def largest_gradient(model, tp_group):\n"
+            "    mine = max(p.grad.abs().max() for p in model.parameters())\n"
+            "    dist.all_reduce(mine, dist.ReduceOp.MAX, group=tp_group)\n"
+            "    return mine.item()",
+         "counted were 0 collectives: use the lesson's `all_reduce`"),
+        (1, "def largest_gradient(model, tp_group):\n"
+            "    mine = max(p.grad.abs().max() for p in model.parameters())\n"
+            "    return all_reduce(mine, tp_group, op='max').item()",
+         "every rank  not yet: TypeError: (): incompatible function arguments"),
+        (2, "sent_in_a_step = lambda B, S, D, L: 16 * L * B * S * D",
+         "sent_in_a_step gives 768: return two numbers"),
         (2, "sent_in_a_step = lambda B, S, D, L: (2 * L, 8 * L * B * S * D)",
          "gives (2, 384); counted were (4, 768)"),
         (2, "sent_in_a_step = lambda B, S, D, L: (4 * L, 16 * L * B * S * D)\n"
             "parameters_on_a_rank = lambda D, T: (12 * D * D + 13 * D) // T",
          "gives 1640; counted were 1688"),
         (3, "SharedLinear = lambda full, group: copy.deepcopy(full)",
+         "dL/d k_proj.weight is wrong: every rank has a term of it"),
+        (3, "def SharedLinear(full, tp_group): return full",
+         "dL/d k_proj.weight is wrong: every rank has a term of it"),
+        (3, "class SharedLinear(nn.Module):\n    def __init__(self, full, group):\n"
+            "        super().__init__()\n"
+            "        self.weight, self.bias = full.weight, full.bias\n"
+            "    def forward(self, x):\n"
+            "        return F.linear(x, self.weight, self.bias)",
          "dL/d k_proj.weight is wrong: every rank has a term of it"),
         (3, "class SharedLinear(nn.Module):\n    def __init__(self, full, group):\n"
             "        super().__init__()\n        self.group = group\n"
@@ -404,11 +536,42 @@ WRONG = {  # what people try, and what they are told
             "    mine = mine.where(x.amax(-1) == m, 0)\n"
             "    return all_reduce(mine, group, dist.ReduceOp.MAX)",
          "V = 10: "),
+        (1, "def likeliest(x, group, V):\n    parts = [x.clone().contiguous()"
+            " for _ in range(2)]\n"
+            "    dist.all_gather(parts, x.contiguous(), group=group)\n"
+            "    return torch.cat(parts, 2)[..., :V].argmax(-1)",
+         "counted were 0 collectives: use the lesson's `all_reduce`"),
+        (1, "def likeliest(x, group, V):\n"
+            "    v, first = x.shape[-1], group.rank() * x.shape[-1]\n"
+            "    whole = torch.full((*x.shape[:-1], 2 * v), float('-inf'))\n"
+            "    whole[..., first : first + v] = x\n"
+            "    whole = all_reduce(whole, group, dist.ReduceOp.MAX)\n"
+            "    return whole[..., :V].argmax(-1)",
+         "sent 6,000 bytes; 12 for each token are enough"),
+        (1, "def likeliest(x, group, V):\n"
+            "    return all_gather(x, 2, group)[..., :V].argmax(-1).float()",
+         "its dtype is torch.float32, not torch.int64"),
+        (1, "def likeliest(x, group, V):\n"
+            "    return all_reduce(x.argmax(-1) + 2 * group.rank() + 6, group)",
+         " is no token"),
+        (2, "rows_on_a_rank = lambda V, T: -(-V // T)",
+         "rows_on_a_rank gives 4: return two numbers"),
         (2, "rows_on_a_rank = lambda V, T: (V // T, V % T)",
          "rows_on_a_rank of V 9, T 2 gives (4, 1); there are (5, 1)"),
         (2, "rows_on_a_rank = lambda V, T: (-(-V // T), -V % T)\n"
             "sent_by_loss = lambda B, S, V, T: (12 * B * S, 4 * B * S * V)",
          "gives (120, 360); counted were (120, 400)"),
+        (2, "sent_by_loss = lambda B, S, V, T: 12 * B * S",
+         "sent_by_loss gives 36: return two numbers"),
+        (3, "def log_z(x, group, V):\n"
+            "    return GatherFromTP.apply(x, 2, group)[..., :V].logsumexp(-1)",
+         "sent 384 bytes; 16 for each token are enough"),
+        (3, "def log_z(x, group, V):\n    parts = [x.detach().contiguous()"
+            " for _ in range(2)]\n"
+            "    dist.all_gather(parts, x.detach().contiguous(), group=group)\n"
+            "    parts[group.rank()] = x\n"
+            "    return torch.cat(parts, 2)[..., :V].logsumexp(-1)",
+         "counted were 0 collectives: use the lesson's functions"),
         (3, "def log_z(x, group, V):\n"
             "    x = x.masked_fill(~real_columns(x, V, group), float('-inf'))\n"
             "    m = largest_logit(x, group)\n"
@@ -458,18 +621,18 @@ def test_exercises(name, home, capsys):
     found = exercises(name)
     assert sorted(found) == [1, 2, 3] and all(e["hint"] for e in found.values())
 
-    def judged(code, number):
+    def verdict(code, number):
         live.px("", code)
         capsys.readouterr()
         live.px("", found[number]["check"])
         return capsys.readouterr().out
 
     for number, exercise in found.items():
-        assert judged(exercise["exercise"], number).startswith("every rank  not yet: ")
-        assert judged(exercise["solution"], number) == "every rank  right\n"
+        assert verdict(exercise["exercise"], number).startswith("every rank  not yet: ")
+        assert verdict(exercise["solution"], number) == "every rank  right\n"
     assert {number for number, *_ in WRONG[name]} == {1, 2, 3}
     for number, code, wanted in WRONG[name]:
-        said = judged(code, number)
+        said = verdict(code, number)
         assert "not yet" in said and wanted in said, (code, said)
     live.stop()
 
