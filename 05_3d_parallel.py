@@ -83,8 +83,8 @@ AXES = "pp", "dp", "tp"  # outermost first
 def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
     """This rank's group along each axis of {"pp": P, "dp": DP, "tp": T}, and two more.
 
-    Rank = (stage · DP + replica) · T + tp_rank. The last axis is the innermost: ranks of
-    a TP group are neighbours, on the fastest links, since they talk in every layer;
+    Rank = (stage · DP + replica) · T + tp_rank. The last axis is the innermost: ranks
+    of a TP group are neighbours, on the fastest links, since they talk in every layer;
     those of a PP group are the farthest apart, since they talk once a stage.
 
     "back" joins the same ranks as "pp", for gradients on their way back. NCCL does the
