@@ -1115,7 +1115,7 @@ def median_seconds(name: str, x: Tensor, group, repeats: int = 7) -> float:
         "all-reduce": lambda: all_reduce(x, group),
     }[name]
     for _ in range(repeats + 1):
-        dist.barrier()
+        dist.barrier(group)
         start = time.perf_counter()
         call()
         if x.is_cuda:
