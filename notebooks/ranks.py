@@ -125,13 +125,15 @@ class Ranks:
         )
         here = ["--ip=127.0.0.1", "--location=127.0.0.1"]
         self.processes = [self.spawn("ipyparallel.controller", *here)]
-        no_nanny = "--IPEngine.enable_nanny=False"
+        security = self.folder / "security"
+        files = [security / f"ipcontroller-{who}.json" for who in ("engine", "client")]
+        wait_until(lambda: all(map(is_json, files)), 60, "the controller")
+        # an engine gives up after 5 seconds otherwise: too few on a busy machine
+        flags = ["--IPEngine.timeout=60", "--IPEngine.enable_nanny=False"]
         for _ in range(self.count):
-            self.processes.append(self.spawn("ipyparallel.engine", no_nanny))
-        file = self.folder / "security" / "ipcontroller-client.json"
-        wait_until(lambda: file.exists() and file.read_text(), 60, "the controller")
-        self.client = ipyparallel.Client(str(file))
-        self.client.wait_for_engines(self.count, timeout=120, interactive=False)
+            self.processes.append(self.spawn("ipyparallel.engine", *flags))
+        self.client = ipyparallel.Client(str(files[1]))
+        self.client.wait_for_engines(self.count, timeout=100, interactive=False)
         self.view = self.client[:]
         self.view.block = True
         self.pids = self.view.apply_sync(os.getpid)
@@ -298,6 +300,14 @@ def show_by_rank(texts: list[str]) -> None:
     for text, label in labels.items():
         for i, line in enumerate(text.splitlines()):
             print(f"{label if i == 0 else '':<{width}}  {line}".rstrip())
+
+
+def is_json(file: Path) -> bool:
+    """Is it there, and written to its end?"""
+    try:
+        return bool(json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return False
 
 
 def wait_until(ready, seconds: float, what: str) -> None:
