@@ -334,6 +334,7 @@ def names() -> dict:
 def load(rank: int, count: int, lesson: str) -> None:
     """Import the lesson and offer its names, before anyone waits for anyone."""
     prepare()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count))  # as torchrun does
     import torch
     import torch.distributed as dist
 
@@ -366,6 +367,9 @@ def join(corner: tuple[int, int], timeout: float) -> None:
         "gloo", store=store, rank=rank, world_size=count, timeout=limit
     )
     lesson.COMM.store, lesson.COMM.rank = store, rank
+    if hasattr(lesson.COMM, "made"):  # until all lessons have moved
+        lesson.COMM.made.clear()
+        lesson.COMM.note()
     tp_group = lesson.mesh_groups({"tp": count}, timeout)["tp"]
     replace(HERE.get("tp_group"), tp_group)
     HERE.update(tp_group=tp_group, store=store, timeout=timeout, checks=0)
@@ -373,19 +377,33 @@ def join(corner: tuple[int, int], timeout: float) -> None:
 
 
 def replace(old, new) -> None:
-    """Modules that were made with the old group go on with the new one."""
+    """Modules and parameters that were made with the old group go on with the new."""
     from torch import nn
 
-    for value in list(names().values()):
-        if old is not None and isinstance(value, nn.Module):
-            for module in value.modules():
-                for name, held in list(vars(module).items()):
-                    if held is old:
-                        setattr(module, name, new)
+    models = [value for value in names().values() if isinstance(value, nn.Module)]
+    for model in models if old is not None else []:
+        for module in model.modules():
+            for name, held in list(vars(module).items()):
+                if held is old:
+                    setattr(module, name, new)
+        for p in model.parameters():
+            if cuts := getattr(p, "cuts", ()):
+                p.cuts = tuple((dim, new if g is old else g) for dim, g in cuts)
 
 
 def who_was_missing() -> list[str]:
-    """The lesson's own words about a collective that did not come about."""
+    """The lesson's own words about a collective that did not complete."""
+    lesson = HERE["lesson"]
+    if not hasattr(lesson, "all_places"):  # until all lessons have moved
+        return who_was_missing_in_an_old_lesson()
+    places = lesson.all_places()
+    if not any("ranks" in place for place in places):
+        return []
+    lines = [f"  rank {rank}: {place['state']}" for rank, place in enumerate(places)]
+    return [lesson.who_is_missing(places), *lines]
+
+
+def who_was_missing_in_an_old_lesson() -> list[str]:
     lesson, store = HERE["lesson"], HERE["store"]
     places = [f"place/{rank}" for rank in range(HERE["ranks"])]
     inside = [
@@ -414,6 +432,29 @@ def senders(call, x):
 @contextlib.contextmanager
 def broken(name: str):
     """Switch one of the lesson's bugs on, as `--break NAME` does, and off again."""
+    lesson = HERE["lesson"]
+    edit = lesson.BREAKS[name]
+    if not isinstance(edit, dict):  # until all lessons have moved
+        with broken_in_an_old_lesson(name):
+            yield
+        return
+    owner, _, attribute = edit["target"].rpartition(".")
+    place = getattr(lesson, owner) if owner else lesson
+    good = vars(place)[attribute]
+    lesson.apply_edit(edit, vars(lesson))
+    seen = () if owner else (names(),)  # cells have names of their own
+    for space in seen:
+        space[attribute] = getattr(lesson, attribute)
+    try:
+        yield
+    finally:
+        setattr(place, attribute, good)
+        for space in seen:
+            space[attribute] = good
+
+
+@contextlib.contextmanager
+def broken_in_an_old_lesson(name: str):
     lesson, absent = HERE["lesson"], object()
     bug = lesson.BREAKS[name]
     owner, _, attribute = bug.target.rpartition(".")
@@ -438,7 +479,7 @@ def broken(name: str):
             space[attribute] = good
 
 
-LOST = "a collective did not come about; after it, run live.again()"
+LOST = "a collective did not complete; after it, run live.again()"
 
 
 def check(claims) -> None:
@@ -477,7 +518,8 @@ def check(claims) -> None:
 def lost_the_others(error: Exception) -> bool:
     """Has a collective failed since a rank did not come, or was lost? (One that refuses
     its arguments leaves the group as it was.)"""
-    inside = HERE["lesson"].COMM.place["state"] == "in"
+    place = HERE["lesson"].COMM.place
+    inside = "ranks" in place or place.get("state") == "in"  # the latter in old lessons
     transport = re.search(r"third_party.gloo|timed? ?out|connection", str(error), re.I)
     return inside and isinstance(error, RuntimeError) and bool(transport)
 

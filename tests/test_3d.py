@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import jobs
 import pytest
-from runs import ALL_RUNS, ALLOWED, SIZES, flag, over
-from test_refusals import as_rank
+from old_runs import ALL_RUNS, ALLOWED, SIZES, flag, over
+from test_old_refusals import as_rank
 
 LESSON = "05_3d_parallel"
 DRIVERS = [("drive_3d.py", ranks) for ranks in (8, 4, 2)]

@@ -13,7 +13,7 @@ import jobs
 import pytest
 import torch
 from alone import arguments, first_step
-from runs import (
+from old_runs import (
     ALL_RUNS,
     ALLOWED,
     SIZES,

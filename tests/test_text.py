@@ -1,207 +1,288 @@
-"""The text of the lessons: same name same text, right banner, no more than they use."""
+"""The text of the lessons: anatomy and gates (DESIGN 2), and same name, same code."""
 
 import ast
 import re
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import jobs
 import pytest
 
-BANNER = re.compile(r"^# ==== (NEW in|CARRIED OVER from|BREAK IT|RUN)\b ?(.*)")
+HEAD, NEW, RUN, BREAK = "", "NEW in", "RUN", "BREAK IT"
+CARRIED, HARNESS = "CARRIED OVER from", "HARNESS"
+TO_READ = [HEAD, NEW, RUN, BREAK]
+BANNER = re.compile(rf"# ==== ({NEW}|{RUN}|{BREAK}|{CARRIED}|{HARNESS})\b ?(.*)")
 FREE = {"parse_args", "main", "BREAKS"}  # may differ from lesson to lesson
-LONGEST = 45  # lines of a function without its docstring
 
+# Lines: to read, NEW, RUN. Lesson 05 may have more.
+GATES = {"to read": 660, NEW: 270, RUN: 270}
+GATES_05 = {"to read": 950, NEW: 400, RUN: 400}
+HARNESS_LINES = 270
+FUNCTION_LINES, LOCAL_NAMES, INNER_LOOPS = 40, 25, 6
+COLUMNS = 88
+# What each file has come to, in lines: one that grows by a tenth has to say why here.
+SIZE = {
+    "01_naive_mlp_tp": 980,
+}
+# Other people's code imports these (DESIGN 10).
+STAY = {
+    "00": "all_reduce all_gather reduce_scatter broadcast all_to_all shard "
+    "ring_all_reduce",
+    "01": "CopyToTP ReduceFromTP ColumnParallelLinear RowParallelLinear MLP tp_mlp",
+    "02": "Transformer tp_transformer",
+    "03": "VocabParallelEmbedding vocab_parallel_cross_entropy",
+    "04": "sp_transformer",
+    "05": "schedule",
+}
 
-class Definition(NamedTuple):
-    name: str
-    section: str  # NEW in, CARRIED OVER from, BREAK IT, RUN, or "" for above them all
-    source: str  # the number of the lesson in a CARRIED OVER banner
-    text: str  # decorators and comments included
-    node: ast.AST
-
-
-def definitions(path: Path) -> dict:
-    """name → everything a lesson defines at its top level."""
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    found = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            name = node.name
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            name, first = ast.unparse(target), node.lineno
-        else:
-            continue
-        banners = [match for line in lines[:first] if (match := BANNER.match(line))]
-        section, rest = banners[-1].groups() if banners else ("", "")
-        source = rest[:2] if section == "CARRIED OVER from" else ""
-        body = "\n".join(lines[first - 1 : node.end_lineno])
-        found[name] = Definition(name, section, source, body, node)
-    return found
-
-
-PATHS = {path.stem: path for path in sorted(jobs.ROOT.glob("0?_*.py"))}
-LESSONS = {name: definitions(path) for name, path in PATHS.items()}
-TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in PATHS.items()}
+LESSONS = sorted(jobs.NEW_ANATOMY)
 each_lesson = pytest.mark.parametrize("lesson", LESSONS)
 
 
-def earlier(lesson: str) -> dict:
-    """name → the first lesson before this one that has it, and its definition there."""
-    found = {}
-    for other in sorted(LESSONS):
-        if other < lesson:
-            for name, definition in LESSONS[other].items():
-                found.setdefault(name, (other, definition))
-    return found
+class Definition(NamedTuple):
+    """What a lesson defines at its top level."""
+
+    name: str
+    part: str
+    source: str  # under CARRIED OVER: the number of the lesson it comes from
+    node: ast.AST
 
 
-def names_used(node: ast.AST) -> set:
-    """Every name and attribute that a piece of a program speaks of."""
-    used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-    used |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-    strings = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-    return used | {word for s in strings if isinstance(s, str) for word in s.split(".")}
+class Lesson:
+    def __init__(self, name: str):
+        self.lines = jobs.PATHS[name].read_text("utf-8").splitlines()
+        self.tree = ast.parse("\n".join(self.lines))
+        self.banners = []  # (part, the rest of its line), in order
+        self.part_of_line = []  # the banner above each line, itself included
+        for line in self.lines:
+            if match := BANNER.match(line):
+                self.banners.append(match.groups())
+            self.part_of_line.append(self.banners[-1] if self.banners else (HEAD, ""))
+        self.definitions = {}
+        for node in self.tree.body:
+            for name in names_defined(node):
+                part, rest = self.part_of_line[node.lineno - 1]
+                source = rest[:2] if part == CARRIED else ""
+                self.definitions[name] = Definition(name, part, source, node)
+
+    def count(self, *parts) -> int:
+        return sum(part in parts for part, _ in self.part_of_line)
+
+    def text(self, part: str) -> str:
+        pairs = zip(self.lines, self.part_of_line)
+        return "\n".join(line for line, (found, _) in pairs if found == part)
 
 
-@each_lesson
-def test_same_name_same_text(lesson):
-    for name, mine in LESSONS[lesson].items():
-        other, first = earlier(lesson).get(name, (None, None))
-        if other and name not in FREE:
-            assert mine.text == first.text, f"{name} differs from {other}"
+def names_defined(node: ast.AST) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return [n.id for n in ast.walk(node) if is_stored(n)]
+    return []
 
 
-@each_lesson
-def test_every_definition_is_under_the_right_banner(lesson):
-    before = earlier(lesson)
-    for name, mine in LESSONS[lesson].items():
-        if "." in name or name in FREE:  # Break.__doc__ = … goes with Break
-            continue
-        assert mine.section, f"{name} stands above all banners"
-        if name not in before:
-            carried = mine.section == "CARRIED OVER from"
-            assert not carried, f"{name} is in no earlier lesson"
-        elif lesson != "00_collectives":
-            assert mine.section == "CARRIED OVER from", f"{name} is not new"
-            first = before[name][0]
-            assert first.startswith(mine.source), f"{name} comes from {first}"
-    for name in FREE:
-        wanted = "BREAK IT" if name == "BREAKS" else "RUN"
-        assert LESSONS[lesson][name].section == wanted, name
+def is_stored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
-@each_lesson
-def test_banners_are_in_order(lesson):
-    lines = PATHS[lesson].read_text("utf-8").splitlines()
-    heads = [line for line in lines if line.startswith("# ====")]
-    number = lesson[:2]
-    assert re.fullmatch(rf"# ==== NEW in {number}: \S.*", heads[0]), heads
-    assert heads[-2:] == ["# ==== BREAK IT", "# ==== RUN"]
-    carried = heads[1:-2]
-    shape = r"# ==== CARRIED OVER from (\d\d), unchanged"
-    sources = [re.fullmatch(shape, head)[1] for head in carried]
-    assert len(sources) == len(set(sources))
-    assert all(source < number for source in sources)
-    mine = LESSONS[lesson].values()
-    assert set(sources) == {d.source for d in mine} - {""}, "a banner over nothing"
+def names_used(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
-@each_lesson
-def test_carries_only_what_it_uses(lesson):
-    mine = LESSONS[lesson]
-    rest = [n for n in TREES[lesson].body if not isinstance(n, ast.Import)]
-    used = {}
-    for node in rest:
-        for name in names_used(node):
-            used.setdefault(name, []).append(node)
-    for name, definition in mine.items():
-        if definition.section == "CARRIED OVER from" and "." not in name:
-            others = [
-                node for node in used.get(name, []) if node is not definition.node
-            ]
-            about_it = [n for n in others if ast.unparse(n).startswith(f"{name}.")]
-            assert len(others) > len(about_it), f"{name} is carried and never used"
+def without_docstrings(node: ast.AST) -> str:
+    copy = ast.parse(ast.unparse(node))
+    for inner in ast.walk(copy):
+        kinds = ast.FunctionDef, ast.ClassDef
+        if isinstance(inner, kinds) and ast.get_docstring(inner) is not None:
+            inner.body = inner.body[1:] or [ast.Pass()]
+    return ast.unparse(copy)
+
+
+ALL = {name: Lesson(name) for name in LESSONS}
+NUMBERS = {name[:2] for name in LESSONS}
+
+
+def first_with(name: str) -> str:
+    """The first lesson that defines a name."""
+    return next(lesson for lesson in LESSONS if name in ALL[lesson].definitions)
 
 
 @each_lesson
-def test_imports_torch_and_the_standard_library_alone(lesson):
-    seen = set()
-    for node in ast.walk(TREES[lesson]):
-        if isinstance(node, ast.Import):
-            seen |= {alias.name.split(".")[0] for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            seen.add(node.module.split(".")[0])
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called == "importlib.import_module":  # an extra of lesson 04, for --hf
-                assert [ast.unparse(x) for x in node.args] == ["'transformers'"]
-            assert called != "__import__"
-    assert "torch" in seen
-    assert seen - {"torch"} <= set(sys.stdlib_module_names), seen
+def test_banners(lesson):
+    found, number = ALL[lesson].banners, lesson[:2]
+    parts = [part for part, _ in found]
+    sources = [rest[:2] for part, rest in found if part == CARRIED]
+    assert parts == [NEW, RUN, BREAK, *[CARRIED] * len(sources), HARNESS]
+    assert re.fullmatch(rf"{number}: \S.*", found[0][1]), found[0]
+    rests = [rest for _, rest in found[1:]]
+    wanted = [f"{source}, unchanged" for source in sources]
+    assert rests == ["", "", *wanted, ", the same in every lesson"]
+    assert len(set(sources)) == len(sources) and all(s < number for s in sources)
+    assert sources == sorted(sources), "the lessons in order"
+    assert ALL[lesson].lines[-2:] == [
+        'if __name__ == "__main__":',
+        "    launch(main, parse_args, globals())",
+    ]
 
 
 @each_lesson
-def test_every_import_is_used(lesson):
-    text = PATHS[lesson].read_text("utf-8")
-    for node in TREES[lesson].body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            if getattr(node, "module", "") == "__future__":
-                continue
-            for alias in node.names:
-                name = alias.asname or alias.name
-                assert len(re.findall(rf"\b{re.escape(name)}\b", text)) > 1, name
+def test_what_nobody_needs_to_read_is_folded(lesson):
+    """Every definition carried or of the harness is in a region, and no other."""
+    mine, folded, in_region = ALL[lesson], False, set()
+    for number, line in enumerate(mine.lines, 1):
+        if re.match(r"# (end)?region\b", line):
+            assert folded == line.startswith("# endregion"), f"line {number}"
+            folded = not folded
+        elif folded:
+            in_region.add(number)
+    assert not folded
+    for name, part, _, node in mine.definitions.values():
+        assert (node.lineno in in_region) == (part in (CARRIED, HARNESS)), name
 
 
 @each_lesson
-def test_columns_and_whitespace(lesson):
-    text = PATHS[lesson].read_text("utf-8")
-    for number, line in enumerate(text.split("\n"), 1):
-        assert len(line) <= 88, f"line {number} has {len(line)} columns"
-        assert line == line.rstrip() and "\t" not in line, f"line {number}"
+def test_gates(lesson):
+    mine, gates = ALL[lesson], GATES_05 if lesson.startswith("05") else GATES
+    assert mine.count(*TO_READ) <= gates["to read"]
+    assert mine.count(NEW) <= gates[NEW]
+    assert mine.count(RUN) <= gates[RUN]
+    assert mine.count(HARNESS) <= HARNESS_LINES
+    assert len(mine.lines) <= 1.1 * SIZE[lesson]
+    for number, line in enumerate(mine.lines, 1):
+        assert len(line) <= COLUMNS, f"line {number} has {len(line)} columns"
 
 
 @each_lesson
 def test_functions_are_short(lesson):
-    for node in ast.walk(TREES[lesson]):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            doc = ast.get_docstring(node, clean=False)
-            lines = node.end_lineno - node.lineno + 1
-            lines -= doc.count("\n") + 1 if doc else 0
-            assert lines <= LONGEST, f"{node.name} has {lines} lines"
+    loops = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda
+    functions = [
+        n for n in ast.walk(ALL[lesson].tree) if isinstance(n, ast.FunctionDef)
+    ]
+    for function in functions:
+        lines = function.end_lineno - function.lineno + 1
+        if ast.get_docstring(function):
+            doc = function.body[0]
+            lines -= doc.end_lineno - doc.lineno + 1
+        names = {n.id for n in ast.walk(function) if is_stored(n)}
+        names |= {n.arg for n in ast.walk(function) if isinstance(n, ast.arg)}
+        inner = sum(isinstance(n, loops) for n in ast.walk(function))
+        assert lines <= FUNCTION_LINES, function.name
+        assert len(names) <= LOCAL_NAMES, function.name
+        assert inner <= INNER_LOOPS, function.name
 
 
 @each_lesson
-def test_what_is_public_says_what_it_does(lesson):
-    """A docstring on every class and function; FREE ones speak for themselves."""
-    tree = TREES[lesson]
-    doc = ast.get_docstring(tree)
-    parts = ["Run it", "What you will see:", "New here:", "Carried over", "Shapes:"]
+def test_same_name_same_code(lesson):
+    for name, mine in ALL[lesson].definitions.items():
+        if name not in FREE:
+            first = first_with(name)
+            wanted = without_docstrings(ALL[first].definitions[name].node)
+            assert without_docstrings(mine.node) == wanted, f"{name} differs in {first}"
+    assert ALL[lesson].text(HARNESS) == ALL[LESSONS[0]].text(HARNESS)
+
+
+@each_lesson
+def test_every_definition_is_under_the_right_banner(lesson):
+    for name, part, source, _ in ALL[lesson].definitions.values():
+        first = first_with(name)
+        if name in FREE:
+            assert part == (BREAK if name == "BREAKS" else RUN), name
+        elif part == CARRIED:
+            if source in NUMBERS:  # until all have moved
+                assert first.startswith(source), f"{name} comes from {first}"
+        elif part != HARNESS:
+            assert part in (NEW, RUN, BREAK), f"{name} stands above all banners"
+            assert first == lesson, f"{name} is not new: it comes from {first}"
+
+
+@each_lesson
+def test_carries_only_what_it_uses(lesson):
+    mine = ALL[lesson].definitions
+    reached = set()  # names used by what is not carried, and by what that uses
+    for node in ALL[lesson].tree.body:
+        if not any(mine[name].part == CARRIED for name in names_defined(node)):
+            reached |= names_used(node)
+    while True:
+        more = set().union(*(names_used(mine[n].node) for n in reached & set(mine)))
+        if more <= reached:
+            break
+        reached |= more
+    unused = {n for n, d in mine.items() if d.part == CARRIED} - reached
+    assert unused == set()
+    banners = {rest[:2] for part, rest in ALL[lesson].banners if part == CARRIED}
+    assert {d.source for d in mine.values()} - {""} == banners
+
+
+@each_lesson
+def test_imports(lesson):
+    """torch and the standard library; each is used. 04 may look for transformers."""
+    tree, used, roots = ALL[lesson].tree, names_used(ALL[lesson].tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots += [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            roots.append(node.module.split(".")[0])
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert "__import__" not in called
+            if called.endswith("import_module"):
+                roots.append(ast.literal_eval(node.args[0]))
+            continue
+        else:
+            continue
+        for alias in node.names:
+            name = (alias.asname or alias.name).split(".")[0]
+            assert name in used | {"annotations"}, f"{name} is imported and never used"
+    foreign = [name for name in roots if name not in sys.stdlib_module_names]
+    foreign = [name for name in foreign if name != "torch"]
+    assert foreign == [] or (foreign, lesson[:2]) == (["transformers"], "04")
+    top = {
+        ast.unparse(n) for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)
+    }
+    assert not any("transformers" in line for line in top), "only where it is needed"
+
+
+@each_lesson
+def test_docstrings(lesson):
+    mine = ALL[lesson]
     ranks = 8 if lesson.startswith("05") else 2
-    parts += [f"torchrun --standalone --nproc_per_node={ranks} {lesson}.py", "Sources:"]
+    doc = ast.get_docstring(mine.tree)
+    parts = [f"torchrun --standalone --nproc_per_node={ranks} {lesson}.py"]
+    parts += ["What you will see:", "How to read this file:", "Shapes:", "Sources:"]
     assert [part for part in parts if part not in doc] == []
-    silent = [
-        d.name
-        for d in LESSONS[lesson].values()
-        if isinstance(d.node, (ast.FunctionDef, ast.ClassDef))
-        and d.name not in FREE
-        and not ast.get_docstring(d.node)
-    ]
-    assert silent == []
+    for name, part, source, node in mine.definitions.values():
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        doc = ast.get_docstring(node)
+        if part == CARRIED and (doc or not name.startswith("_")):
+            wanted = rf"[^\n]*\S \(lesson {source}\)"
+            assert doc and re.fullmatch(wanted, doc), f"{name}: {doc}"
+        if part == NEW and not name.startswith("_"):
+            assert doc, f"{name} has no docstring"
 
 
 @each_lesson
-def test_names_of_a_lesson_are_defined_once(lesson):
-    names = [
-        node.name
-        for node in TREES[lesson].body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    ]
+def test_new_begins_with_a_reminder(lesson):
+    """What from earlier lessons appears here: a comment of at most six lines."""
+    lines = ALL[lesson].text(NEW).splitlines()[1:]
+    first = next(i for i, line in enumerate(lines) if line)
+    comment = next(
+        i for i, line in enumerate(lines[first:]) if not line.startswith("#")
+    )
+    if not lesson.startswith("00"):
+        assert 1 <= comment <= 6
+
+
+@each_lesson
+def test_names_that_stay(lesson):
+    assert set(STAY[lesson[:2]].split()) <= set(ALL[lesson].definitions)
+
+
+@each_lesson
+def test_a_name_is_defined_once_and_words_are_ours(lesson):
+    names = [n for node in ALL[lesson].tree.body for n in names_defined(node)]
     assert len(names) == len(set(names))
-    words = PATHS[lesson].read_text("utf-8").lower()
-    assert "model parallel" not in words, "tensor parallel is what we call it"
+    text = "\n".join(ALL[lesson].lines)
+    assert "model parallel" not in text.lower(), "tensor parallel is what we call it"
+    assert not re.search(r"[ \t]$|\t", text, re.M)

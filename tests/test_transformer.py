@@ -11,7 +11,7 @@ import jobs
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import (
+from old_runs import (
     ALL_RUNS,
     ALLOWED,
     SIZES,

@@ -9,7 +9,7 @@ import re
 
 import jobs
 import pytest
-from runs import ALL_RUNS, ALLOWED, SIZES, check_gradients, expect, flag, found, over
+from old_runs import ALL_RUNS, ALLOWED, SIZES, check_gradients, expect, flag, found, over
 
 DRIVER = ("drive_vocab.py", 4)
 LESSON = "03_vocab_parallel"
