@@ -393,10 +393,12 @@ def replace(old, new) -> None:
 
 def who_was_missing() -> list[str]:
     """The lesson's own words about a collective that did not complete."""
-    lesson = HERE["lesson"]
-    if not hasattr(lesson, "all_places"):  # until all lessons have moved
+    lesson, store = HERE["lesson"], HERE["store"]
+    if not hasattr(lesson, "who_is_missing"):  # until all lessons have moved
         return who_was_missing_in_an_old_lesson()
-    places = lesson.all_places()
+    places = [json.loads(store.get(f"place/{rank}")) for rank in range(HERE["ranks"])]
+    for place in places:
+        place["process"] = lesson.process_of(place)
     if not any("ranks" in place for place in places):
         return []
     lines = [f"  rank {rank}: {place['state']}" for rank, place in enumerate(places)]

@@ -6,20 +6,19 @@ Each rank draws what all ranks of its group hold, so it can tell what must come 
 writes what it found to FOLDER/rank<r>.json.
 """
 
-import json
 import random
-import sys
 from itertools import product
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from in_ranks import finish, load, mesh_table, start
+from in_ranks import finish, load, mesh_table, start, write_found
 
 lesson = load("00_collectives")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 VIEWS = ("plain", "transposed", "strided", "offset", "expanded")
 CASES = 40  # of each wrapper
+MESHES = [{"t4": 4, "t1": 1}, {"far2": 2, "near2": 2}]
+RING_SHAPES = [[1], [3], [4], [8], [9], [4, 3], [5, 3], [7]]  # less and more than T
 
 
 def draw(shape, dtype, view, seed) -> tuple:
@@ -32,21 +31,21 @@ def draw(shape, dtype, view, seed) -> tuple:
             x = x * 2**54 + torch.randint(-99, 100, shape, generator=generator)
         return x.to(dtype)
 
-    shape = list(shape)
-    if view == "transposed" and shape:
+    first, last = shape[:1], shape[-1:]
+    if not shape or view == "plain":
+        base = whole(shape)
+        return base, base
+    if view == "transposed":
         base = whole(shape[::-1])
         return base, base.permute(*reversed(range(len(shape))))
-    if view == "strided" and shape:
-        base = whole([*shape[:-1], 2 * shape[-1]])
+    if view == "strided":
+        base = whole([*shape[:-1], 2 * last[0]])
         return base, base[..., ::2]
-    if view == "offset" and shape:
-        base = whole([shape[0] + 1, *shape[1:]])
+    if view == "offset":
+        base = whole([first[0] + 1, *shape[1:]])
         return base, base[1:]
-    if view == "expanded" and shape:
-        base = whole([1, *shape[1:]])
-        return base, base.expand(shape)
-    base = whole(shape)
-    return base, base
+    base = whole([1, *shape[1:]])
+    return base, base.expand(shape)
 
 
 def piece(x, dim, T, r):
@@ -57,55 +56,53 @@ def add(xs):
     return torch.stack(xs).sum(0, dtype=xs[0].dtype)
 
 
-def turned(xs, dim, T, r):
-    return torch.cat([piece(x, dim, T, r) for x in xs], dim)
-
-
-# wrapper → (name in the counter, its dim must divide by T, call, what must come out on
-# rank r of T, payload as a multiple of the input). peer is a random rank of the group.
-MAX = dist.ReduceOp.MAX
+# wrapper → (the call, what must come out on rank r of T, where xs are all ranks' x).
+# peer is a random rank of the group.
 WRAPPERS = {
     "all_reduce": (
-        "all-reduce", False, lambda x, d, p, g: lesson.all_reduce(x, g),
-        lambda xs, d, p, T, r: add(xs), lambda T: 1,
+        lambda x, dim, peer, g: lesson.all_reduce(x, g),
+        lambda xs, dim, peer, T, r: add(xs),
     ),
     "all_reduce_max": (
-        "all-reduce", False, lambda x, d, p, g: lesson.all_reduce(x, g, MAX),
-        lambda xs, d, p, T, r: torch.stack(xs).amax(0), lambda T: 1,
+        lambda x, dim, peer, g: lesson.all_reduce(x, g, dist.ReduceOp.MAX),
+        lambda xs, dim, peer, T, r: torch.stack(xs).amax(0),
     ),
     "all_gather": (
-        "all-gather", False, lambda x, d, p, g: lesson.all_gather(x, d, g),
-        lambda xs, d, p, T, r: torch.cat(xs, d), lambda T: T,
+        lambda x, dim, peer, g: lesson.all_gather(x, dim, g),
+        lambda xs, dim, peer, T, r: torch.cat(xs, dim),
     ),
     "reduce_scatter": (
-        "reduce-scatter", True, lambda x, d, p, g: lesson.reduce_scatter(x, d, g),
-        lambda xs, d, p, T, r: piece(add(xs), d, T, r), lambda T: 1,
+        lambda x, dim, peer, g: lesson.reduce_scatter(x, dim, g),
+        lambda xs, dim, peer, T, r: piece(add(xs), dim, T, r),
     ),
     "broadcast": (
-        "broadcast", False, lambda x, d, p, g: lesson.broadcast(x, p, g),
-        lambda xs, d, p, T, r: xs[p], lambda T: 1,
+        lambda x, dim, peer, g: lesson.broadcast(x, peer, g),
+        lambda xs, dim, peer, T, r: xs[peer],
     ),
     "all_to_all": (
-        "all-to-all", True, lambda x, d, p, g: lesson.all_to_all(x, g, d),
-        lambda xs, d, p, T, r: turned(xs, d, T, r), lambda T: 1,
+        lambda x, dim, peer, g: lesson.all_to_all(x, g, dim),
+        lambda xs, dim, peer, T, r: torch.cat([piece(x, dim, T, r) for x in xs], dim),
     ),
     "scatter": (
-        "scatter", True, lambda x, d, p, g: lesson.scatter(x, p, g),
-        lambda xs, d, p, T, r: piece(xs[p], 0, T, r), lambda T: 1,
+        lambda x, dim, peer, g: lesson.scatter(x, peer, g),
+        lambda xs, dim, peer, T, r: piece(xs[peer], 0, T, r),
     ),
     "gather": (
-        "gather", False, lambda x, d, p, g: lesson.gather(x, p, g),
-        lambda xs, d, p, T, r: torch.cat(xs) if r == p else None, lambda T: T,
+        lambda x, dim, peer, g: lesson.gather(x, peer, g),
+        lambda xs, dim, peer, T, r: torch.cat(xs) if r == peer else None,
     ),
     "reduce": (
-        "reduce", False, lambda x, d, p, g: lesson.reduce(x, p, g),
-        lambda xs, d, p, T, r: add(xs) if r == p else None, lambda T: 1,
+        lambda x, dim, peer, g: lesson.reduce(x, peer, g),
+        lambda xs, dim, peer, T, r: add(xs) if r == peer else None,
     ),
-    "shard": (
-        None, True, lambda x, d, p, g: lesson.shard(x, d, g),
-        lambda xs, d, p, T, r: piece(xs[r], d, T, r), lambda T: 0,
+    "shard": (  # of a tensor that every rank holds
+        lambda x, dim, peer, g: lesson.shard(x, dim, g),
+        lambda xs, dim, peer, T, r: piece(xs[r], dim, T, r),
     ),
-}  # fmt: skip
+}
+DIVIDES = ("reduce_scatter", "all_to_all", "scatter", "shard")
+ON_DIM_0 = ("scatter", "gather")
+WITH_DIM = ("all_gather", *DIVIDES, *ON_DIM_0)
 
 
 def same(got, wanted) -> bool:
@@ -114,14 +111,6 @@ def same(got, wanted) -> bool:
         return got is wanted
     alike = got.dtype == wanted.dtype and got.shape == wanted.shape
     return alike and torch.equal(got, wanted)
-
-
-def counted(clear=True) -> dict:
-    """What the counter has: (what, phase, collective, axis) → [calls, bytes]."""
-    rows = {key: list(row) for key, row in lesson.COMM.rows.items()}
-    if clear:
-        lesson.COMM.rows.clear()
-    return rows
 
 
 def watch(x, base, call) -> tuple:
@@ -141,113 +130,126 @@ def watch(x, base, call) -> tuple:
     return got, problems
 
 
+class Case:
+    """Which group, dtype, view and random numbers a case has; what it found."""
+
+    def __init__(self, wrapper: str, number: int, groups: dict):
+        self.wrapper, self.number = wrapper, number
+        self.rng = random.Random(f"{wrapper} {number}")
+        self.axis = sorted(groups)[number % len(groups)]
+        self.group = groups[self.axis]
+        self.T, self.r = self.group.size(), self.group.rank()
+        self.dtype = DTYPES[number // len(groups) % len(DTYPES)]
+        self.view = VIEWS[number % len(VIEWS)]
+        self.dim = self.peer = 0
+        lesson.COMM.what, lesson.COMM.phase = wrapper, f"case {number}"
+
+    def draw(self, shapes) -> list[tuple]:
+        """(memory, view of it) of each rank of the group."""
+        seeds = range(self.number * 4, self.number * 4 + self.T)
+        return [draw(s, self.dtype, self.view, i) for s, i in zip(shapes, seeds)]
+
+    def counted(self, collective: str, calls: int, nbytes: int) -> bool:
+        """Is this what the counter has, and nothing else?"""
+        key = (self.wrapper, f"case {self.number}", collective, self.axis)
+        wanted = {key: [calls, nbytes]} if calls else {}
+        return lesson.COMM.rows == wanted
+
+    def found(self, shape, problems) -> dict:
+        names = "wrapper number axis T view dim peer".split()
+        about = {name: getattr(self, name) for name in names}
+        return about | dict(dtype=str(self.dtype), shape=shape, problems=problems)
+
+
 def try_wrapper(wrapper: str, number: int, groups: dict) -> dict:
     """One random case of one wrapper."""
-    collective, divides, call, after, factor = WRAPPERS[wrapper]
-    rng = random.Random(f"{wrapper} {number}")
-    axis = sorted(groups)[number % len(groups)]
-    group = groups[axis]
-    T, r = group.size(), group.rank()
-    dtype = DTYPES[number // len(groups) % len(DTYPES)]
-    view = VIEWS[number % len(VIEWS)]
-    cuts_0 = wrapper in ("scatter", "gather")  # these know dim 0 only
-    no_dim = wrapper in ("all_reduce", "all_reduce_max", "broadcast", "reduce")
-    shape = [rng.randint(1, 5) for _ in range(rng.randint(0 if no_dim else 1, 4))]
-    dim = 0 if cuts_0 or not shape else rng.randrange(-len(shape), len(shape))
-    if divides:
-        shape[dim] = T * rng.randint(1, 3)
-    peer = (number // 4 + number // 16) % T
-    ranks = [draw(shape, dtype, view, seed=number * 4 + i) for i in range(T)]
-    if wrapper == "shard":  # of a tensor that every rank holds
+    case = Case(wrapper, number, groups)
+    rng, T, r = case.rng, case.T, case.r
+    call, after = WRAPPERS[wrapper]
+    least = 1 if wrapper in WITH_DIM else 0
+    shape = [rng.randint(1, 5) for _ in range(rng.randint(least, 4))]
+    if wrapper in WITH_DIM and wrapper not in ON_DIM_0:
+        case.dim = rng.randrange(-len(shape), len(shape))
+    if wrapper in DIVIDES:
+        shape[case.dim] = T * rng.randint(1, 3)
+    case.peer = (number // 4 + number // 16) % T
+    ranks = case.draw([shape] * T)
+    if wrapper == "shard":
         ranks = [ranks[0]] * T
     base, x = ranks[r]
-    x = x.requires_grad_() if dtype.is_floating_point and number % 3 == 0 else x
-    lesson.COMM.what, lesson.COMM.phase = wrapper, f"case {number}"
-    got, problems = watch(x, base, lambda: call(x, dim, peer, group))
-    wanted = after([x.detach() for _, x in ranks], dim, peer, T, r)
-    if not same(got, wanted):
+    x = x.requires_grad_() if case.dtype.is_floating_point and number % 3 == 0 else x
+    got, problems = watch(x, base, lambda: call(x, case.dim, case.peer, case.group))
+    if not same(got, after([x.detach() for _, x in ranks], case.dim, case.peer, T, r)):
         problems.append("value")
-    nbytes = factor(T) * x.numel() * dtype.itemsize
-    row = {(wrapper, f"case {number}", collective, axis): [1, nbytes]}
-    if counted() != (row if T > 1 and collective else {}):
+    collective = wrapper.removesuffix("_max").replace("_", "-")
+    copies = T if wrapper in ("all_gather", "gather") else 1
+    calls = 1 if T > 1 and wrapper != "shard" else 0
+    if not case.counted(collective, calls, copies * x.nbytes):
         problems.append("counted")
-    about = dict(T=T, dtype=str(dtype), view=view, shape=shape, dim=dim, peer=peer)
-    return dict(about, wrapper=wrapper, number=number, axis=axis, problems=problems)
+    return case.found(shape, problems)
 
 
 def try_send(number: int, groups: dict) -> dict:
-    """send_recv around a ring by a random distance; each rank's tensor has its size."""
-    rng = random.Random(f"send {number}")
-    axis = [name for name in sorted(groups) if groups[name].size() > 1][number % 3]
-    group = groups[axis]
-    T, r = group.size(), group.rank()
-    dtype, view = DTYPES[number % 4], VIEWS[number % 5]
-    far, width = rng.randrange(1, T), rng.randint(1, 4)
-    ranks = [draw([i + 1, width], dtype, view, seed=number * 4 + i) for i in range(T)]
-    (base, x), like = ranks[r], ranks[(r - far) % T][1]
-    lesson.COMM.what, lesson.COMM.phase = "send", ""
-    to, source = (r + far) % T, (r - far) % T
-    blank = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    got, problems = watch(
-        x, base, lambda: lesson.send_recv(x, to, blank, source, group)
-    )
-    if not same(got, like) or blank.any():
+    """send_recv around a ring by a random distance; each rank's tensor has its size,
+    and what arrives is shaped like a view, whose strides are not to be copied."""
+    case = Case("send_recv", number, {k: g for k, g in groups.items() if g.size() > 1})
+    T, r = case.T, case.r
+    case.peer, width = case.rng.randrange(1, T), case.rng.randint(1, 4)
+    ranks = case.draw([[rank + 1, width] for rank in range(T)])
+    (base, x), (_, wanted) = ranks[r], ranks[r - case.peer]
+    to, source = (r + case.peer) % T, (r - case.peer) % T
+    like = torch.zeros(wanted.T.shape, dtype=x.dtype).T
+    call = lambda: lesson.send_recv(x, to, like, source, case.group)
+    got, problems = watch(x, base, call)
+    if not same(got, wanted) or like.any():
         problems.append("value")
-    if counted() != {("send", "", "send/recv", axis): [1, x.numel() * dtype.itemsize]}:
+    if not case.counted("send/recv", 1, x.nbytes):
         problems.append("counted")
-    about = dict(T=T, dtype=str(dtype), view=view, shape=list(x.shape))
-    return dict(about, wrapper="send_recv", number=number, problems=problems)
-
-
-def send_like_a_view(group) -> str:
-    """What arrives is shaped like a view; its strides are not to be copied. The last
-    thing tried, as a rank that raised here leaves a message on its way."""
-    x, T = torch.arange(6.0).view(2, 3), group.size()
-    to, source = (group.rank() + 1) % T, (group.rank() - 1) % T
-    try:
-        got = lesson.send_recv(x + group.rank(), to, torch.ones(3, 2).T, source, group)
-    except RuntimeError as error:
-        return f"raised {error}"
-    return "equal" if same(got, x + source) else f"got {got}"
+    return case.found(list(x.shape), problems)
 
 
 def try_ring(number: int, groups: dict) -> dict:
     """The ring all-reduce, on sizes from less than T to many times T."""
-    rng = random.Random(f"ring {number}")
-    axis = sorted(groups)[number % len(groups)]
-    group = groups[axis]
-    T, r = group.size(), group.rank()
-    dtype, view = DTYPES[number // len(groups) % 4], VIEWS[number % 5]
-    shapes = [[1], [3], [T], [2 * T], [2 * T + 1], [T, rng.randint(1, 4)], [5, 3], [7]]
-    shape = shapes[number % len(shapes)]
-    ranks = [draw(shape, dtype, view, seed=number * 4 + i) for i in range(T)]
+    case = Case("ring_all_reduce", number, groups)
+    T, r = case.T, case.r
+    shape = RING_SHAPES[number // len(groups) % len(RING_SHAPES)]
+    ranks = case.draw([shape] * T)
     base, x = ranks[r]
     steps = []
-    lesson.COMM.what, lesson.COMM.phase = "ring", ""
-
-    def note(name, chunks):
-        steps.append([name, [chunk.clone() for chunk in chunks]])
-
-    call = lambda: lesson.ring_all_reduce(x, group, note)
+    note = lambda name, chunks: steps.append((name, list(chunks)))
+    call = lambda: lesson.ring_all_reduce(x, case.group, note)
     got, problems = watch(x, base, call)
     wanted = add([x for _, x in ranks])
     if not same(got, wanted):
         problems.append("value")
-    if len(steps) != 2 * (T - 1):
+    names = [f"{half} {i + 1}" for half in HALVES for i in range(T - 1)]
+    if [name for name, _ in steps] != names:
         problems.append("steps")
-    elif T > 1:  # half-way, chunk r + 1 is complete on rank r
-        done = (r + 1) % T
-        chunk = wanted.flatten().tensor_split(T)[done]
-        if not same(steps[T - 2][1][done], chunk):
+    elif T > 1:  # half-way, rank r has chunk r, as a reduce-scatter leaves it
+        _, chunks = steps[T - 2]
+        if not same(chunks[r], piece(wanted.flatten(), 0, T, r)):
             problems.append("half-way")
-    sends = counted()
-    calls, sent = sends.pop(("ring", "", "send/recv", axis), [0, 0])
-    if sends or calls != 2 * (T - 1):
+    sent = sum(nbytes for _, nbytes in lesson.COMM.rows.values())
+    by_rank = [None] * T
+    dist.all_gather_object(by_rank, sent, group=case.group)
+    everyone = 2 * (T - 1) * x.nbytes
+    even = x.numel() % T or sent == everyone // T
+    if sum(by_rank) != everyone or not even:
+        problems.append("bytes")
+    if not case.counted("send/recv", 2 * (T - 1), sent):
         problems.append("counted")
-    V = x.numel() * dtype.itemsize
-    about = dict(T=T, dtype=str(dtype), view=view, shape=shape, axis=axis)
-    about |= dict(V=V, sent=sent, divides=x.numel() % T == 0)
-    return dict(about, wrapper="ring_all_reduce", number=number, problems=problems)
+    return case.found(shape, problems)
+
+
+HALVES = ("reduce-scatter", "all-gather")
+CALLED = {  # by each product; its payload is the lesson's own formula, which it prints
+    "nothing": {},
+    "AllGather A": {"all-gather"},
+    "AllGather B": {"all-gather"},
+    "AllReduce": {"all-reduce"},
+    "slice B, as 3": {"all-reduce"},
+    "ReduceScatter": {"reduce-scatter"},
+}
 
 
 def cut(x, dim, group):
@@ -256,137 +258,105 @@ def cut(x, dim, group):
     return piece(x, dim, group.size(), group.rank()).contiguous()
 
 
-# The products: A's and B's sharded dim, C's, and the collective and its payload.
-MATMULS = {
-    "matmul_case_1": (0, None, 0, None, lambda I, J, K: 0),
-    "matmul_case_2_gather": (1, None, None, "all-gather", lambda I, J, K: I * J),
-    "matmul_case_2_slice": (1, None, None, "all-reduce", lambda I, J, K: I * K),
-    "matmul_case_3_all_reduce": (1, 0, None, "all-reduce", lambda I, J, K: I * K),
-    "matmul_case_3_reduce_scatter": (1, 0, 1, "reduce-scatter", lambda I, J, K: I * K),
-    "matmul_case_4_left": (0, 1, 1, "all-gather", lambda I, J, K: I * J),
-    "matmul_case_4_right": (0, 1, 0, "all-gather", lambda I, J, K: J * K),
-}
-
-
-def random_product(rng, unit, number):
+def draw_product(case: Case, unit: int) -> tuple:
     """Whole numbers A[I, J] and B[J, K], each dim a multiple of `unit`."""
-    dtype = DTYPES[number % 3]
-    I, J, K = (unit * rng.randint(1, 4) for _ in range(3))
-    generator = torch.Generator().manual_seed(number)
-    whole = lambda *s: torch.randint(-2, 3, s, generator=generator).to(dtype)
-    return whole(I, J), whole(J, K), (I, J, K)
+    case.dtype = DTYPES[case.number % 3]
+    I, J, K = (unit * case.rng.randint(1, 4) for _ in range(3))
+    generator = torch.Generator().manual_seed(case.number)
+    a, b = (torch.randint(-2, 3, s, generator=generator) for s in ((I, J), (J, K)))
+    return a.to(case.dtype), b.to(case.dtype), (I, J, K)
 
 
-def try_matmul(name: str, number: int, groups: dict) -> dict:
-    rng = random.Random(f"{name} {number}")
-    axis = sorted(groups)[number % len(groups)]
-    group = groups[axis]
-    T = group.size()
-    a_dim, b_dim, c_dim, collective, payload = MATMULS[name]
-    a, b, sizes = random_product(rng, T, number)
+def try_products(number: int, groups: dict) -> list[dict]:
+    """Each of the four sharded products in each of its ways, as the lesson lists them,
+    on random sizes."""
+    found = []
+    T = groups[sorted(groups)[number % len(groups)]].size()
+    a, b, sizes = draw_product(Case("", number, groups), T)
+    for row, multiply, a_dim, b_dim, c_dim, elements in lesson.sharded_products(a, b):
+        case = Case(multiply.__name__, number, groups)
+        case.dtype = a.dtype
+        group, called = case.group, CALLED[row["what to do"]] if T > 1 else ()
+        lesson.COMM.rows.clear()
+        got = multiply(cut(a, a_dim, group), cut(b, b_dim, group), group)
+        problems = [] if same(got, cut(a @ b, c_dim, group)) else ["value"]
+        counted = [case.counted(name, 1, elements * a.itemsize) for name in called]
+        if not all(counted or [not lesson.COMM.rows]):
+            problems.append("counted")
+        found.append(case.found(sizes, problems))
+    return found
+
+
+def try_mesh(number: int, outer, inner) -> dict:
+    case = Case("matmul_2d", number, {"outer": outer, "inner": inner})
+    Y, X = outer.size(), inner.size()
+    a, b, (I, J, K) = draw_product(case, Y * X)
     lesson.COMM.rows.clear()
-    lesson.COMM.what = lesson.COMM.phase = ""
-    args = [cut(a, a_dim, group), cut(b, b_dim, group)]
-    args += [] if collective is None else [group]
-    got = getattr(lesson, name)(*args)
-    problems = [] if same(got, cut(a @ b, c_dim, group)) else ["value"]
-    nbytes = payload(*sizes) * a.dtype.itemsize
-    row = {("", "", collective, axis): [1, nbytes]}
-    if counted() != (row if collective and T > 1 else {}):
-        problems.append("counted")
-    about = dict(T=T, dtype=str(a.dtype), view="plain", shape=list(sizes))
-    return dict(about, wrapper=name, number=number, problems=problems)
-
-
-def try_matmul_2d(number: int, mesh: dict, groups: dict) -> dict:
-    y, x = groups["y"], groups["x"]
-    Y, X = y.size(), x.size()
-    rng = random.Random(f"2d {number}")
-    a, b, (I, J, K) = random_product(rng, Y * X, number)
-    lesson.COMM.rows.clear()
-    lesson.COMM.what = lesson.COMM.phase = ""
-    both = lambda t: cut(cut(t, 0, y), 1, x)
-    got = lesson.matmul_2d(both(a), both(b), y, x)
+    both = lambda x: cut(cut(x, 0, outer), 1, inner)
+    got = lesson.matmul_2d(both(a), both(b), outer, inner)
     problems = [] if same(got, both(a @ b)) else ["value"]
-    size = a.dtype.itemsize
+    key = ("matmul_2d", f"case {number}", "all-gather")
     rows = {}
     if X > 1:
-        rows["", "", "all-gather", "x"] = [1, I * J // Y * size]
+        rows[(*key, "inner")] = [1, I * J // Y * a.itemsize]
     if Y > 1:
-        rows["", "", "all-gather", "y"] = [1, J * K // X * size]
-    if counted() != rows:
+        rows[(*key, "outer")] = [1, J * K // X * a.itemsize]
+    if lesson.COMM.rows != rows:
         problems.append("counted")
-    about = dict(T=4, dtype=str(a.dtype), view="plain", shape=[I, J, K], mesh=mesh)
-    return dict(about, wrapper="matmul_2d", number=number, problems=problems)
+    return case.found((I, J, K), problems)
 
 
 def vectors(group) -> dict:
-    """Megatron's rank tests, on 4 ranks."""
+    """Megatron's rank tests, on 4 ranks; and the lesson's own small functions."""
     r = group.rank()
     rows = torch.arange(4.0)[:, None].expand(4, 3)
-    first, second = lesson.sum_both(torch.tensor([1.0]), torch.tensor([10.0]), group)
+    both = lesson.sum_both(torch.tensor([1.0]), torch.tensor([10.0]), group)
+    x = torch.tensor([1.0, 5.0]) * r
     return {
         "all_reduce": lesson.all_reduce(torch.ones(5) * r, group).tolist(),
         "reduce_scatter": lesson.reduce_scatter(rows, 0, group).tolist(),
-        "sum_both": [first.item(), second.item()],
+        "sum_both": [x.item() for x in both],
+        "first_words": [lesson.first_words(x).tolist(), x.tolist()],
     }
 
 
 def refusals(groups: dict) -> list:
-    """ValueErrors for dims that do not divide: (wrapper, shape, dim, T, message)."""
+    """ValueErrors for dims that do not divide: what was called, what it said."""
     found = []
-    calls = {
-        "shard": lambda x, d, g: lesson.shard(x, d, g),
-        "reduce_scatter": lambda x, d, g: lesson.reduce_scatter(x, d, g),
-        "all_to_all": lambda x, d, g: lesson.all_to_all(x, g, d),
-        "scatter": lambda x, d, g: lesson.scatter(x, 0, g),
-    }
-    for (name, call), group in product(calls.items(), groups.values()):
-        T = group.size()
+    for name, group in product(DIVIDES, groups.values()):
+        T, (call, _) = group.size(), WRAPPERS[name]
         for shape, dim in (([4, 7], 1), ([9, 4], 0), ([1], 0)):
             if T == 1 or (name == "scatter" and dim != 0):
                 continue
             lesson.COMM.rows.clear()
             try:
-                call(torch.zeros(shape), dim, group)
+                call(torch.zeros(shape), dim, 0, group)
                 message = "none raised"
             except ValueError as error:
                 message = str(error)
-            found.append([name, shape, dim, T, message, len(lesson.COMM.rows)])
+            about = dict(name=name, shape=shape, dim=dim, T=T, message=message)
+            found.append(about | {"sent": len(lesson.COMM.rows)})
     return found
 
 
 def main() -> dict:
-    start()
-    groups, tables = {}, {}
-    meshes = [{"t4": 4, "t1": 1}, {"far2": 2, "near2": 2}]
-    for sizes in meshes:
-        made = lesson.mesh_groups(sizes, 30)
-        groups |= made
-        tables |= mesh_table(made)
-    cases = []
-    for wrapper in WRAPPERS:
-        for number in range(CASES):
-            cases.append(try_wrapper(wrapper, number, groups))
+    groups, tables, cases = {}, {}, []
+    for sizes in MESHES:
+        groups |= lesson.mesh_groups(sizes, 30)
     for number in range(CASES):
+        cases += [try_wrapper(wrapper, number, groups) for wrapper in WRAPPERS]
         cases += [try_send(number, groups), try_ring(number, groups)]
-    for name in MATMULS:
-        cases += [try_matmul(name, number, groups) for number in range(12)]
+        cases += try_products(number, groups) if number < 12 else []
+    tables["groups"] = mesh_table(groups)
     for Y, X in ((2, 2), (4, 1), (1, 4)):
-        mesh = {"y": Y, "x": X}
-        made = lesson.mesh_groups(mesh, 30)
-        tables |= {f"{axis} {Y}x{X}": t for axis, t in mesh_table(made).items()}
-        cases += [try_matmul_2d(number, mesh, made) for number in range(8)]
-    return dict(
-        cases=cases,
-        groups=tables,
-        vectors=vectors(groups["t4"]),
-        refusals=refusals(groups),
-        like_a_view=send_like_a_view(groups["t4"]),
-    )
+        mesh = lesson.mesh_groups({"outer": Y, "inner": X}, 30)
+        tables[f"{Y} x {X}"] = mesh_table(mesh)
+        cases += [try_mesh(number, mesh["outer"], mesh["inner"]) for number in range(8)]
+    more = dict(vectors=vectors(groups["t4"]), refusals=refusals(groups))
+    return dict(cases=cases, tables=tables) | more
 
 
 if __name__ == "__main__":
-    found = main()
-    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    start()
+    write_found(main())
     finish()

@@ -3,9 +3,9 @@
     torchrun … faulty.py LESSON FAULT RANK NUMBER [flags of the lesson]
 
 At its collective NUMBER (1 is the first one; those of a group of one do not count),
-rank RANK is killed, sleeps, skips the call, or raises. It notes the time in
-$FAULT_TIME. With $FAULT_SAVE it does so while it writes its checkpoint of that number;
-ranks that torchrun starts anew do nothing.
+rank RANK is killed (before the call, or inside it), stopped, sleeps, skips the call, or
+raises. It notes the time in $FAULT_TIME. With $FAULT_SAVE it does so while it writes
+its checkpoint of that number; ranks that torchrun starts anew do nothing.
 """
 
 import os
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from in_ranks import load
+from jobs import NEW_ANATOMY
 
 NAME, FAULT, RANK, NUMBER = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5])
 lesson = load(NAME)
@@ -25,6 +26,17 @@ calls = 0
 
 def kill(*args):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(*args):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill_inside(name, args):
+    """The call is made, and noted; then this rank is gone."""
+    note = lesson.COMM.note
+    lesson.COMM.note = lambda *where, **more: (note(*where, **more), kill())
+    return getattr(lesson, name).good(*args)
 
 
 def sleep(*args):
@@ -45,7 +57,8 @@ def fail(*args):
     raise RuntimeError("out of luck")
 
 
-FAULTS = {"kill": kill, "sleep": sleep, "skip": skip, "raise": fail}
+FAULTS = {"kill": kill, "kill-inside": kill_inside, "stop": stop}
+FAULTS |= {"sleep": sleep, "skip": skip, "raise": fail}
 
 
 def watched(name: str, good, number: int):
@@ -61,6 +74,7 @@ def watched(name: str, good, number: int):
             return FAULTS[FAULT](name, args)
         return good(*args)
 
+    wrapper.good = good
     return wrapper
 
 
@@ -72,6 +86,9 @@ if __name__ == "__main__":
         if hasattr(lesson, name):
             setattr(lesson, name, watched(name, getattr(lesson, name), number))
     sys.argv = [lesson.__file__, *sys.argv[5:]]
-    lesson.launch(
-        lesson.__file__, lesson.parse_args, lesson.main, lesson.BREAKS, vars(lesson)
-    )
+    if NAME in NEW_ANATOMY:
+        lesson.launch(lesson.main, lesson.parse_args, vars(lesson))
+    else:  # until all have moved
+        lesson.launch(
+            lesson.__file__, lesson.parse_args, lesson.main, lesson.BREAKS, vars(lesson)
+        )

@@ -127,7 +127,8 @@ def test_refused_under_torchrun(lesson, ranks, flags):
 def test_without_torchrun(lesson):
     code, out, err = jobs.run_here(lesson)
     assert code == 2 and err == ""
-    assert f"torchrun --standalone --nproc_per_node=2 {lesson}.py" in out
+    ranks = 8 if lesson == MESH else 2
+    assert f"torchrun --standalone --nproc_per_node={ranks} {lesson}.py" in out
     assert len(out.splitlines()) <= 4
 
 
