@@ -8,39 +8,50 @@ Run it (2 ranks on a laptop; try 4 too, 8 at most on a small machine):
 
     torchrun --standalone --nproc_per_node=2 00_collectives.py
 
-What you will see: first how many ranks there are, their mesh (one axis, called tp) and
-who carries their messages (gloo between CPUs, NCCL between GPUs). Then the three ways a
-group can hold a tensor; nine ways to move one, each with every rank's values before and
-after; an all-reduce built by hand as a ring, its bytes counted; the four sharded matrix
-products; a product on a 2D mesh. Every value is checked on every rank. `--trace` shows
-each step of the ring, `--bench` measures time, `--break list` names the bugs you can
-switch on.
+What torchrun does: it starts this file twice, as two processes. They share no memory.
+Each finds a RANK of its own in its environment, all read the same program, and the only
+way from one to another is a collective that both of them call.
 
-New here: everything. Carried over: nothing.
+What you will see: the three ways a group can hold a tensor; nine ways to move one, each
+with every rank's values before and after; an all-reduce built by hand as a ring; the
+four sharded matrix products; a product on a 2D mesh; three traps. Every value is
+checked on every rank, and every byte counted. `--break list` names the bugs you can
+switch on, `--only 2` prints section 2 alone.
+
+How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are the bugs.
+HARNESS counts and compares; no one needs it to understand the rest.
 
 Shapes: A[I, J] · B[J, K] = C[I, K]. A suffix names a tensor's dims, one letter each:
     UPPERCASE is the full size, lowercase this rank's 1/T slice of it (a_Ij: columns).
     A[I, J_tp] says the same in words: dim J is split over the mesh axis tp.
     C[I, K] {U_tp} is unreduced: full shape, still to be summed over tp ("partial_").
-    T is the number of ranks on an axis, V the bytes of a whole tensor.
+    T is the number of ranks on an axis, e the bytes of one number. PyTorch's
+    words: Replicate() for a tensor that every rank holds whole, Shard(dim) for one
+    that is cut along a dim, Partial() for one whose ranks hold terms of a sum.
 
 Needs: torch (and numpy, else torch warns that it is missing).
 Sources: the scaling book, jax-ml.github.io/scaling-book (notation, four products);
     GSPMD, arXiv:2105.04663 (2D mesh); docs.pytorch.org/docs/stable/distributed.html.
 """
 
+from __future__ import annotations
+
 import argparse
 import gc
+import inspect
 import json
+import math
 import os
+import re
 import signal
+import socket
 import sys
 import textwrap
 import time
 import traceback
-from collections import Counter, namedtuple
+from collections import Counter
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,13 +62,21 @@ from torch.utils.flop_counter import FlopCounterMode
 # ==== NEW in 00: collectives
 
 
+def first_words(x: Tensor) -> Tensor:
+    """What everybody's first program with ranks does, between
+    `dist.init_process_group("gloo")`, where all ranks meet, and
+    `dist.destroy_process_group()`, where they part."""
+    out = x.clone()  # the call below overwrites what it is given
+    work = dist.all_reduce(out, async_op=True)  # starts a sum over all ranks
+    twos = torch.ones_like(x) + 1  # meanwhile: anything that leaves `out` alone
+    work.wait()  # now `out` is the sum; without async_op the call itself waits
+    return out + twos
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
     if x.shape[dim] % parts:
-        raise ValueError(
-            f"dim {dim} of {list(x.shape)} has {x.shape[dim]} elements, and "
-            f"{x.shape[dim]} % {parts} ranks = {x.shape[dim] % parts}, not 0"
-        )
+        raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
@@ -65,14 +84,14 @@ def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's slice of a tensor that every rank holds: Replicate() → Shard(dim).
 
     Shapes: full [.., I, ..] → [.., I/T, ..], a new tensor. Communication: none.
-    Raises: ValueError if T does not divide the dim.
     """
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 # Each wrapper returns a new tensor and never changes its input. None of them is known
-# to autograd: the result has no history (lesson 01 teaches them their backward). In a
-# group of one rank nothing is called and nothing counted.
+# to autograd (lesson 01 teaches them their backward). In a group of one rank nothing is
+# called and nothing counted. Bytes are counted as payload: those of the whole tensor
+# that a call is about, by whatever way they travel.
 
 
 def all_reduce(
@@ -80,7 +99,7 @@ def all_reduce(
 ) -> Tensor:
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
-    Shapes: x [...] → [...]. Communication: 1 call on x's elements.
+    Shapes: x [...] → [...]. Communication: 1 call on x's elements. op: or MAX, MIN, …
     """
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
@@ -107,7 +126,6 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, and keep only this rank's slice: Partial() → Shard(dim).
 
     Shapes: x [.., I, ..] → [.., I/T, ..]. Communication: 1 call on x's elements.
-    Raises: ValueError if T does not divide the dim.
     """
     parts = split(x.detach(), dim, group.size())
     out = parts[group.rank()].clone()
@@ -133,7 +151,6 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     """Cut x into T parts along dim, send part j to rank j, join what arrives along dim.
 
     Shapes: x [.., I, ..] → [.., I, ..]. Communication: 1 call on x's elements.
-    Raises: ValueError if T does not divide the dim.
     """
     parts = torch.stack(split(x.detach(), dim, group.size()))
     out = parts.clone()
@@ -208,28 +225,26 @@ def send_recv(
 def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor:
     """All-reduce by hand: each rank speaks only to the next one on a ring.
 
-    x is cut into T chunks. In T − 1 steps each chunk travels around and is added to on
-    the way: rank r then has chunk r + 1 complete (a reduce-scatter). In T − 1 more the
-    complete chunks travel around (an all-gather). T need not divide x.
+    x is cut into T chunks. Chunk r starts at rank r + 1 and travels around; each rank
+    adds its own, and after T − 1 steps it is complete, on rank r (a reduce-scatter).
+    In T − 1 more the complete chunks travel around (an all-gather). T need not divide
+    x; `on_step(name, chunks)` is called after each step.
 
-    Args:
-        on_step: called as on_step(name, chunks) after each of the 2(T−1) steps.
     Shapes: x [...] → [...], Partial() → Replicate().
-    Communication: 2(T−1) sends a rank, together 2·V·(T−1)/T bytes where T divides x;
-        summed over all ranks always 2·V·(T−1).
+    Communication: 2(T−1) sends of a chunk, x's elements / T; of all ranks 2(T−1)·x.
     """
     T, rank = group.size(), group.rank()
     chunks = list(x.detach().flatten().tensor_split(T))
     right, left = (rank + 1) % T, (rank - 1) % T
     for step in range(T - 1):
-        mine = (rank - step) % T  # the chunk that I added to in the last step
-        theirs = (rank - step - 1) % T
+        mine = (rank - step - 1) % T  # the chunk that I added to in the last step
+        theirs = (rank - step - 2) % T
         arrived = send_recv(chunks[mine], right, chunks[theirs], left, group)
         chunks[theirs] = chunks[theirs] + arrived
         if on_step:
             on_step(f"reduce-scatter {step + 1}", chunks)
     for step in range(T - 1):
-        mine, theirs = (rank - step + 1) % T, (rank - step) % T
+        mine, theirs = (rank - step) % T, (rank - step - 1) % T
         chunks[theirs] = send_recv(chunks[mine], right, chunks[theirs], left, group)
         if on_step:
             on_step(f"all-gather {step + 1}", chunks)
@@ -237,8 +252,8 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
 
 
 def sum_both(x: Tensor, y: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Two sums, one after the other. The n-th call of one rank meets the n-th of the
-    others: the order is the only thing that tells collectives of a group apart."""
+    """Two sums. The n-th call of one rank meets the n-th of the others: the order is
+    the only thing that tells collectives of a group apart."""
     sum_x = all_reduce(x, group)
     sum_y = all_reduce(y, group)
     return sum_x, sum_y
@@ -248,7 +263,7 @@ def sum_both(x: Tensor, y: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Te
 # whole in both, there is nothing to send, unless one axis cuts both I and K (case 4).
 
 
-def matmul_case_1(a_iJ: Tensor, b_JK: Tensor) -> Tensor:
+def matmul_case_1(a_iJ: Tensor, b_JK: Tensor, group) -> Tensor:
     """A[I_tp, J] · B[J, K] → C[I_tp, K]: J is whole on every rank, nothing to send."""
     return a_iJ @ b_JK
 
@@ -285,15 +300,15 @@ def matmul_case_4_right(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
     return a_iJ @ all_gather(b_Jk, 1, group)
 
 
-def matmul_2d(a_ij: Tensor, b_jk: Tensor, y_group, x_group) -> Tensor:
-    """A[I_y, J_x] · B[J_y, K_x] → C[I_y, K_x] on a mesh y × x (arXiv:2105.04663).
+def matmul_2d(a_ij: Tensor, b_jk: Tensor, outer, inner) -> Tensor:
+    """A[I_outer, J_inner] · B[J_outer, K_inner] → C[I_outer, K_inner] on a 2D mesh.
 
     Each operand is gathered over the axis that splits J, and C is laid out as A.
-    Communication: all-gather of A[I_y, J] on x (I·J/Y elements), of B[J, K_x] on y
-    (J·K/X elements).
+    Communication: all-gather of A[I_outer, J] over inner (I·J/outer elements), of
+        B[J, K_inner] over outer (J·K/inner elements). Source: arXiv:2105.04663.
     """
-    a_iJ = all_gather(a_ij, 1, x_group)
-    b_Jk = all_gather(b_jk, 0, y_group)
+    a_iJ = all_gather(a_ij, 1, inner)
+    b_Jk = all_gather(b_jk, 0, outer)
     return a_iJ @ b_Jk
 
 
@@ -301,7 +316,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     """This rank's group along each axis of a mesh, the last axis innermost.
 
     Args:
-        sizes: axis → number of ranks, e.g. {"y": 2, "x": 4}, ranks laid out in order.
+        sizes: axis → number of ranks, e.g. {"outer": 2, "inner": 4}; ranks in order.
         timeout: seconds; a new group does not inherit it, its default is 30 minutes.
     """
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
@@ -314,528 +329,20 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     return groups
 
 
-# What counts it all. On a first reading, go on to the next banner.
-
-
-class CommCounter:
-    """Counts calls and payload bytes of every collective, and notes the last one.
-
-    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
-    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
-    (a small key-value server that all ranks can reach), so that when a rank hangs, the
-    others can say where it was last seen.
-    """
-
-    def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
-        self.seconds = 0.0  # spent in collectives, waiting for others included
-        self.store, self.rank = None, 0
-        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
-        self.numbers = {}  # who meet → how many calls they had
-
-    def count(self, collective: str, nbytes: int, axis: str) -> None:
-        key = (self.what, self.phase, collective, axis)
-        calls, before = self.rows.get(key, (0, 0))
-        self.rows[key] = [calls + 1, before + nbytes]
-
-    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
-        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        frame = sys._getframe(2)  # whoever called the wrapper
-        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where, dist.get_process_group_ranks(group))
-
-    def at(self, call: str, where: str, ranks: list[int] | None = None):
-        """What `with` notes on entering and on leaving; ranks: who meet there (all).
-
-        The n-th call of one rank meets the n-th of the others: so calls are numbered
-        for each set of ranks.
-        """
-        number = self.numbers[str(ranks)] = self.numbers.get(str(ranks), 0) + 1
-        self.place = {"number": number, "call": call, "line": where, "ranks": ranks}
-        return self
-
-    def __enter__(self):
-        self.note("in")
-        self.start = time.perf_counter()
-
-    def __exit__(self, kind, error, trace):
-        self.seconds += time.perf_counter() - self.start
-        if error is None:
-            self.note("after")
-
-    def note(self, state: str) -> None:
-        self.place["state"] = state
-        if self.store is not None:
-            self.store.set(f"place/{self.rank}", json.dumps(self.place))
-
-    def total(self, **wanted) -> list[int]:
-        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
-        names = ("what", "phase", "collective", "axis")
-        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
-        hits = [row for key, row in rows if wanted.items() <= key.items()]
-        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
-
-
-COMM = CommCounter()
-
-
-def ring_factor(collective: str, T: int) -> float:
-    """Bytes one rank sends in a ring, as a multiple of the payload V."""
-    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
-
-
-# ==== BREAK IT
-
-Break = namedtuple("Break", "target bug what symptom why thread")
-Break.__doc__ = """A bug to switch on: `target`, a dotted name, is replaced by `bug`."""
-
-
-def skip_on_last_rank(x, group, op=dist.ReduceOp.SUM, good=all_reduce):
-    """The last rank goes on without calling."""
-    return x.clone() if group.rank() == group.size() - 1 else good(x, group, op)
-
-
-def other_order_on_last_rank(x, y, group, good=sum_both):
-    """The last rank calls its two collectives the other way round."""
-    if group.rank() == group.size() - 1:
-        return good(y, x, group)[::-1]
-    return good(x, y, group)
-
-
-def longer_on_last_rank(x, group, op=dist.ReduceOp.SUM, good=all_reduce):
-    """The last rank brings two elements more."""
-    more = x.new_zeros(2) if group.rank() == group.size() - 1 else x.new_zeros(0)
-    return good(torch.cat([x.flatten(), more]), group, op)
-
-
-def in_place_all_reduce(x, group, op=dist.ReduceOp.SUM):
-    """Reduces x where it lies; for a view that is not contiguous, a copy of it."""
-    with COMM.record("all-reduce", x, group):
-        dist.all_reduce(x.contiguous(), op, group=group)
-    return x
-
-
-BREAKS = {
-    "skip": Break(
-        "all_reduce",
-        skip_on_last_rank,
-        "the last rank skips its all-reduce, as under `if rank == 0:`",
-        "nothing fails at first: the other ranks wait, until the timeout ends the job",
-        "a collective returns on no rank before all have called it. The rank that "
-        "skipped it waits too, in its next one, and complains like the others",
-        "github.com/pytorch/pytorch/issues/115964, …/97191",
-    ),
-    "order": Break(
-        "sum_both",
-        other_order_on_last_rank,
-        "the last rank calls two all-reduces in the other order",
-        "no error, no hang, wrong numbers: x of one rank was added to y of another",
-        "calls are matched by their order alone; the names are in your program only",
-        "github.com/pytorch/pytorch/issues/109401",
-    ),
-    "shapes": Break(
-        "all_reduce",
-        longer_on_last_rank,
-        "the last rank brings a longer tensor than the others",
-        "the transport aborts a process, without a Python exception to catch",
-        "no rank tells the others its shape: each takes its own for everyone's",
-        "github.com/pytorch/pytorch/issues/97191",
-    ),
-    "view": Break(
-        "all_reduce",
-        in_place_all_reduce,
-        "an in-place all-reduce of a view that is not contiguous",
-        "contiguous tensors come out right, but overwrite their input: what is printed "
-        "as before is the after; a transposed one comes out as it went in, unreduced",
-        "`.contiguous()` of such a view is a copy: the sum goes into the copy, and the "
-        "copy is dropped",
-        "github.com/NVIDIA/Megatron-LM/issues/5337",
-    ),
-}
-
-
-def apply_break(broken: Break, module: dict) -> None:
-    """Replace the bug's target, `name` or `Class.name`, in a lesson's namespace."""
-    owner, _, name = broken.target.rpartition(".")
-    if owner:
-        setattr(module[owner], name, broken.bug)
-    else:
-        module[name] = broken.bug
-
-
 # ==== RUN
 
-ALLOWED = {  # dtype → largest relative difference of a loss, of any other tensor
-    "float64": (1e-12, 1e-12),
-    "float32": (1e-6, 1e-5),
-    "bfloat16": (2e-2, 2e-2),
-}
 
-
-EXACT = {"float64": 0.0, "float32": 0.0, "bfloat16": 2e-2}  # for sums of whole numbers
-
-
-def rel_diff(a: Tensor, reference: Tensor) -> float:
-    """max|a − reference| / max|reference|; inf for nan and for another shape."""
-    if a.shape != reference.shape:
-        return float("inf")
-    a, reference = a.detach().double(), reference.detach().double()
-    if a.numel() == 0 or torch.equal(a, reference):
-        return 0.0
-    diff = ((a - reference).abs().max() / reference.abs().max()).item()
-    return diff if diff == diff else float("inf")
-
-
-def gather_objects(value) -> list:
-    """Every rank's value, in rank order: bookkeeping of the lesson, so not counted."""
-    everyone = [None] * dist.get_world_size()
-    with COMM.at("gathering of results to print", "gather_objects"):
-        dist.all_gather_object(everyone, value)
-    return everyone
-
-
-class Report:
-    """What a lesson finds: rank 0 prints it, every rank checks it, --json writes it."""
-
-    def __init__(self, lesson: str, args, mesh: dict[str, int], backend: str):
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.lesson, self.args, self.checks = lesson, args, []
-        self.data = {
-            "lesson": lesson, "world_size": self.ranks, "mesh": mesh,
-            "backend": backend, "device": args.device, "dtype": args.dtype,
-            "losses": [], "gradients": [], "communication": [], "memory": [],
-            "checks": [], "text": [],
-        }  # fmt: skip
-        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        where = f"{backend} on {args.device}"
-        self.say(f"{lesson}  {ranks}, mesh {axes}  {where}  {args.dtype}")
-
-    def say(self, text: str = "") -> None:
-        if self.rank == 0:
-            self.data["text"] += text.split("\n")
-            print(text, flush=True)
-
-    def table(self, head: str, rows: list[list], align: str) -> None:
-        """Print rows under `head` (columns parted by |); align has l or r for each."""
-        rows = [head.split("|"), *([str(cell) for cell in row] for row in rows)]
-        width = [max(len(row[i]) for row in rows) for i in range(len(align))]
-        for row in rows:
-            cells = [
-                cell.ljust(width[i]) if align[i] == "l" else cell.rjust(width[i])
-                for i, cell in enumerate(row)
-            ]
-            self.say("   " + "  ".join(cells).rstrip())
-
-    def check(self, name: str, diff: float, allowed: float = 0.0) -> str:
-        """Note one comparison of this rank; "ok" or "✗" for the table."""
-        ok = diff <= allowed  # False for nan too
-        self.checks.append([name, diff, allowed, ok])
-        return "ok" if ok else "✗"
-
-    def moved(self, what: str, collective: str, axis: str, predicted: int, phase=""):
-        """Check counted bytes against a formula; (calls, bytes, "ok" or "✗")."""
-        labels = dict(what=what, collective=collective, axis=axis, phase=phase)
-        calls, measured = COMM.total(**labels)
-        row = dict(labels, calls=calls, bytes=measured, predicted_bytes=predicted)
-        self.data["communication"].append(row)
-        name = " ".join(filter(None, ["bytes of", what, phase, collective, axis]))
-        return calls, measured, self.check(name, abs(measured - predicted))
-
-    def verdict(self, claim: str, broken: Break | None) -> str:
-        """All ranks' checks together: the last line, PASS … or FAIL …."""
-        everyone = gather_objects(self.checks)
-        merged = {}
-        for rank, checks in enumerate(everyone):
-            for name, diff, allowed, ok in checks:
-                row = merged.setdefault(name, dict(name=name, diff=0.0, bad=[]))
-                row["allowed"] = allowed
-                row["diff"] = max(row["diff"], diff)
-                row["bad"] += [] if ok or rank in row["bad"] else [rank]
-        bad = [row for row in merged.values() if row["bad"]]
-        rows = list(merged.values())
-        worst = max(rows, key=lambda row: row["diff"])
-        score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
-        self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
-        for row in bad[:4]:
-            everywhere = len(row["bad"]) == self.ranks
-            ranks = "every rank" if everywhere else f"rank {row['bad']}"
-            off = f"off by up to {row['diff']:.1e}, allowed {row['allowed']:.0e}"
-            line = f"✗ {row['name']}: {off}, on {ranks}"
-            self.say(textwrap.fill(line, 88, subsequent_indent="  "))
-        if len(bad) > 4:
-            self.say(f"✗ and {len(bad) - 4} more")
-        if broken:
-            self.say(diagnosis(self.args.break_name, broken))
-        score = f"worst relative difference {worst['diff']:.1e}, allowed"
-        ending = f"{claim}  ({score} {worst['allowed']:.0e})".replace(" 0e+00", " 0")
-        if bad:
-            ending = f"{len(bad)} of {len(rows)} checks, first: {bad[0]['name']}"
-        last_line = f"{self.data['verdict']}  {self.lesson}  {ending}"
-        self.say(last_line)
-        if self.rank == 0 and self.args.json:
-            self.args.json.write_text(json.dumps(self.data, indent=1))
-        return last_line
-
-
-def diagnosis(name: str, broken: Break) -> str:
-    """What --break NAME did, what one sees, why, and who met it."""
-    texts = broken.symptom, broken.why, broken.thread
-    lines = ["", *textwrap.wrap(f"--break {name}: {broken.what}", 88)]
-    for label, text in zip(("symptom", "why", "met in"), texts):
-        lines += textwrap.wrap(f"{label:<9}{text}", 88, subsequent_indent=" " * 9)
-    return "\n".join(lines)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but one `error:` line for all ranks, and one --help."""
-
-    def error(self, message):
-        """Called by argparse, which would print its usage on every rank."""
-        raise ValueError(message)
-
-    def print_help(self, file=None):
-        """Once, not once a rank."""
-        if int(os.environ.get("RANK", 0)) == 0:
-            super().print_help(file)
-
-
-def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
-    """The flags that all lessons share."""
-    about = doc.partition("Shapes:")[0]
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
-    add = parser.add_argument
-    add("--steps", type=positive, default=steps, help=f"{steps_are} ({steps})")
-    add("--seed", type=int, default=0)
-    add("--dtype", choices=ALLOWED, default="float32")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
-    add("--timeout", type=positive, help="seconds to wait for a rank (60; --break: 5)")
-    add("--break", dest="break_name", metavar="NAME", help="a bug; `list` lists them")
-    add("--json", type=Path, metavar="PATH", help="write all results there")
-    return parser
-
-
-def positive(text: str) -> int:
-    """A flag's value as a whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def pick_device(args) -> str:
-    """Fill in args.device; the backend: NCCL where every rank has a GPU of its own."""
-    local_rank, here = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    gpus = torch.cuda.device_count()
-    args.device = args.device or ("cuda" if gpus >= here else "cpu")
-    if args.device == "cpu":
-        return "gloo"
-    if gpus == 0:
-        raise ValueError("--device cuda, but torch sees no GPU: leave --device out")
-    torch.cuda.set_device(local_rank % gpus)
-    return "nccl" if gpus >= here else "gloo"
-
-
-def last_words(message: str) -> None:
-    """What torchrun's closing report shows, should this rank fail."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        words = {"message": {"message": message, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(words))
-
-
-def stop(code: int) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def refuse(message: str) -> None:
-    """A wrong argument: one line, exit code 2. All ranks see it; rank 0 says it."""
-    last_words(f"error: {message}")
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        time.sleep(5)  # torchrun ends us when rank 0 has spoken
-    stop(2)
-
-
-def waits_for(rank: int, places: dict) -> list[int]:
-    """The ranks that should be in the call that this rank is in, and are not."""
-    here = places.get(rank, {"state": "before"})
-    if here["state"] != "in":
-        return []
-    others = here["ranks"] or range(dist.get_world_size())
-    return [other for other in others if not same_call(here, places.get(other, {}))]
-
-
-def chain_from(rank: int, places: dict) -> list[int]:
-    """A rank, those that it waits for, those that these wait for, and so on."""
-    chain = [rank]
-    for one in chain:
-        chain += [other for other in waits_for(one, places) if other not in chain]
-    return chain
-
-
-def same_call(here: dict, there: dict) -> bool:
-    """Are two ranks in one and the same call?"""
-    return all(here[key] == there.get(key) for key in ("state", "number", "call"))
-
-
-def blame(error: Exception, timeout: int, store) -> str:
-    """Where every rank was last seen, and which of them the others waited for.
-
-    To be asked while some rank is in a collective.
-    """
-    places = {}
-    for rank in range(dist.get_world_size()):
-        if store.check([f"place/{rank}"]):
-            places[rank] = json.loads(store.get(f"place/{rank}"))
-    waiting = [rank for rank, place in places.items() if place["state"] == "in"]
-    here = dist.get_rank()
-    chain = chain_from(here if here in waiting else waiting[0], places)
-    calls = {
-        rank: (place["number"], place["call"]) if place["state"] == "in" else None
-        for rank, place in places.items()
-    }
-    guilty = [rank for rank in chain if not calls.get(rank)]  # they wait for nobody
-    if not guilty:  # a circle: each waits for the next
-        chain = chain_from(chain[-1], places)
-    waiting = [rank for rank in chain if set(waits_for(rank, places)) & set(guilty)]
-    inside = Counter(calls[rank] for rank in sorted(waiting or chain)).most_common(2)
-    common = inside[0][0]
-    tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
-    guilty = guilty or [rank for rank in chain if calls[rank] != common]
-    lines = [
-        f"  rank {rank}: {place['state']} call {place['number']}, "
-        f"{place['call']} ({place['line']})"
-        for rank, place in places.items()
-    ]
-    names = ", ".join(map(str, sorted(guilty)))
-    who = f"this call was not made by rank {names}"
-    who += " (a tie: or the others skipped one before)" if tie else ""
-    if tie and common[1].startswith("message"):
-        who = f"ranks {', '.join(map(str, sorted(chain)))} wait for each other"
-    who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
-    head = f"error: call {common[0]}, {common[1]}, did not come about; {who}"
-    first = str(error).strip().split("\n")[0]
-    said = f"  the transport, after {timeout} s at most: {first[:150]}"
-    return "\n".join([head, *lines, said])
-
-
-def fail(error: Exception, args, store, broken: Break | None) -> None:
-    """An exception in main: say who is to blame, once, and end this rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is lost
-    if COMM.place["state"] == "in":  # the collective failed: the cause is elsewhere
-        message = blame(error, args.timeout, store)
-    else:
-        traceback.print_exc()
-        name = type(error).__name__
-        message = f"error: rank {dist.get_rank()} raised {name}: {error}"
-        COMM.note(f"raised {name} after")
-    if broken:
-        message += "\n" + diagnosis(args.break_name, broken)
-    last_words(message)
-    if store.add("told", 1) == 1:
-        print(message, file=sys.stderr, flush=True)
-    if COMM.place["state"] == "in":
-        time.sleep(1)  # the guilty rank first: torchrun reports the first to end
-    stop(1)
-
-
-def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) -> None:
-    """Run a lesson's main(args, backend) on this rank, from first check to last."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        args = parse_args(ranks)
-        if args.break_name == "list":
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(*(f"{name:<15}{breaks[name].what}" for name in breaks), sep="\n")
-            return
-        check_common(args, ranks, breaks)
-        backend = pick_device(args) if "RANK" in os.environ else None
-    except ValueError as error:
-        refuse(str(error))
-    if backend is None:
-        ranks = module.get("RANKS", 2)  # of a lesson that shows more with more
-        command = f"torchrun --standalone --nproc_per_node={ranks} {Path(file).name}"
-        print(f"start it with torchrun, which makes the ranks:\n\n    {command}")
-        sys.exit(2)
-    store = start_group(args, backend)
-    broken = breaks.get(args.break_name)
-    if broken:
-        last_words(diagnosis(args.break_name, broken))  # it may abort the process
-        apply_break(broken, module)
-    try:
-        verdict = main(args, backend)
-        with COMM.at("the last barrier", "launch"):
-            dist.barrier()
-    except Exception as error:
-        fail(error, args, store, broken)
-    gc.collect()  # whatever still refers to a group must go before the groups do
-    dist.destroy_process_group()
-    if verdict.startswith("FAIL"):
-        last_words(verdict)
-        stop(1)
-
-
-def start_group(args, backend: str) -> dist.Store:
-    """Join the group of all ranks; the store that they share."""
-    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
-    torch.manual_seed(args.seed)
-    limit = timedelta(seconds=args.timeout)
-    store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-    # torchrun --max-restarts starts all ranks anew, beside what the lost ones stored
-    attempt = (store.add("ranks started", 1) - 1) // ranks
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=limit
-    )
-    COMM.store, COMM.rank = store, rank
-    return store
-
-
-def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
-    """ValueError where a flag that all lessons share cannot be served."""
-    if args.break_name is not None and args.break_name not in breaks:
-        names = ", ".join(breaks)
-        raise ValueError(f"--break {args.break_name}: unknown; there are {names}, list")
-    if args.break_name and ranks == 1:
-        raise ValueError("--break needs 2 ranks or more: one rank alone breaks nothing")
-    if args.json and not args.json.parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
-    if args.json and args.json.is_dir():
-        raise ValueError(f"--json {args.json}: this is a folder, a file is wanted")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed {args.seed}: from 0 to 2^32 − 1 it may be")
-    if args.timeout is None:
-        args.timeout = 5 if args.break_name else 60
-
-
-def show_three_ways(report: Report, group, dtype) -> None:
-    """Section 1: the tensor 0 1 2 … as replicated, sharded and partial."""
-    T, rank = group.size(), group.rank()
-    size = 2 * T if T <= 4 else T  # so that a row fits the screen
-    full = torch.arange(size, dtype=dtype, device=report.args.device)
-    mine = shard(full, 0, group)
-    terms = [(full * r) % 5 - 2 for r in range(1, T)]  # any numbers, and what is left
-    term = [full - sum(terms), *terms][rank]
-    joined, added = all_gather(mine, 0, group), all_reduce(term, group)
-    report.check("sharded: slices join to A", rel_diff(joined, full))
-    report.check("partial: terms sum to A", rel_diff(added, full))
-    report.say(
-        "\n1  Three ways for a group to hold a tensor A; notation; PyTorch's word"
-    )
-    rows = [["", "A[I]", "A[I_tp]", "A[I] {U_tp}"]]
-    rows += [["", "Replicate()", "Shard(0)", "Partial()"]]
-    held = gather_objects([numbers(full), numbers(mine), numbers(term)])
-    rows += [[f"rank {r}", *values] for r, values in enumerate(held)]
-    rows += [["", "each has all of it", "join them: A", "add them: A"]]
-    report.table("|replicated|sharded|partial", rows, "llll")
+def main(args, report: Report) -> None:
+    tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
+    report.begin({"tp": args.ranks})
+    show_three_ways(report, tp_group)
+    show_collectives(report, tp_group)
+    show_ring(report, tp_group)
+    show_products(report, tp_group)
+    outer = 2 if args.ranks % 2 == 0 else 1
+    groups = mesh_groups({"outer": outer, "inner": args.ranks // outer}, args.timeout)
+    show_mesh(report, groups["outer"], groups["inner"])
+    show_traps(report, tp_group)
 
 
 def numbers(x: Tensor | None) -> str:
@@ -845,311 +352,741 @@ def numbers(x: Tensor | None) -> str:
     return "[" + " ".join(f"{v:2.0f}" for v in x.flatten().tolist()) + "]"
 
 
-def collectives(T: int) -> list[tuple]:
-    """name, what it does, elements before, the call, the formula for the payload, and
-    `after`: all ranks' tensors before → all ranks' tensors after, in plain torch."""
-    n = 2 if T <= 4 else 1  # elements a slice, so that a row fits the screen
-    none = [None] * (T - 1)
-    add = lambda xs: torch.stack(xs).sum(0)
-    turn = lambda xs, r: [x.tensor_split(T)[r] for x in xs]
-    return [
-        ("broadcast", "rank 0's tensor goes to every rank",
-         4, lambda x, g: broadcast(x, 0, g), lambda xs: [xs[0]] * T),
-        ("scatter", "rank 0 hands each rank one slice of its tensor",
-         n * T, lambda x, g: scatter(x, 0, g), lambda xs: list(xs[0].tensor_split(T))),
-        ("gather", "rank 0 collects every rank's slice",
-         n, lambda x, g: gather(x, 0, g), lambda xs: [torch.cat(xs), *none]),
-        ("reduce", "rank 0 gets the sum, element by element",
-         4, lambda x, g: reduce(x, 0, g), lambda xs: [add(xs), *none]),
-        ("all-reduce", "every rank gets the sum, element by element",
-         4, all_reduce, lambda xs: [add(xs)] * T),
-        ("all-gather", "every rank gets every slice, in rank order",
-         n, lambda x, g: all_gather(x, 0, g), lambda xs: [torch.cat(xs)] * T),
-        ("reduce-scatter", "the sum, of which each rank keeps only its slice",
-         n * T, lambda x, g: reduce_scatter(x, 0, g),
-         lambda xs: list(add(xs).tensor_split(T))),
-        ("all-to-all", "slice j of rank r becomes slice r of rank j",
-         n * T, all_to_all, lambda xs: [torch.cat(turn(xs, r)) for r in range(T)]),
-        ("send/recv", "each rank sends to the next, the last to rank 0",
-         4, lambda x, g: send_recv(x, (g.rank() + 1) % T, x, (g.rank() - 1) % T, g),
-         lambda xs: [xs[r - 1] for r in range(T)]),
-    ]  # fmt: skip
+def count_from(start: int, size: int, args) -> Tensor:
+    """start, start + 1, … as numbers of the run's dtype."""
+    dtype = getattr(torch, args.dtype)
+    return start + torch.arange(size, device=args.device).to(dtype)
 
 
-def show_collectives(report: Report, group, dtype) -> None:
-    """Section 2: nine collectives, each rank's values before and after."""
-    T, rank, device = group.size(), group.rank(), report.args.device
-    report.say(
-        "\n2  Nine ways to move it (rank r starts with 10·r + 0, 1, …; V: its bytes)"
-    )
-    demos = collectives(T)[: None if T > 1 else -1]  # one rank has no one to send to
-    for name, does, size, call, after in demos:
-        COMM.what = "picture"
-        every = [10 * r + torch.arange(size, dtype=dtype) for r in range(T)]
-        mine, wanted = every[rank].to(device), after(every)[rank]
-        got = call(mine, group)
-        if got is None or wanted is None:
-            diff = 0.0 if got is wanted else float("inf")
-        else:
-            diff = rel_diff(got.cpu(), wanted)
-        mark = report.check(name, diff, EXACT[report.args.dtype])
-        V = max(size, after(every)[0].numel()) * mine.element_size()
-        wire = V if T > 1 else 0
-        _, moved, counted = report.moved("picture", name, group.group_desc, wire)
-        marks = mark if counted == "ok" else counted
-        report.say(f"{name:<16}{does:<51}V = {moved:>3} bytes  {marks:>2}")
-        held = gather_objects([numbers(mine), numbers(got)])
-        for r, (before, now) in enumerate(held):
-            report.say(f"   rank {r}  {before} → {now}")
-
-
-def show_ring(report: Report, group, dtype) -> None:
-    """Section 3: an all-reduce from two collectives, then from sends alone."""
-    T, device = group.size(), report.args.device
+def show_three_ways(report: Report, group) -> None:
+    """The tensor 0 1 2 … as replicated, sharded and partial."""
+    T, rank = group.size(), group.rank()
     size = 2 * T if T <= 4 else T  # so that a row fits the screen
-    x = group.rank() + torch.arange(size, dtype=dtype, device=device)
-    COMM.what, allowed = "two halves", EXACT[report.args.dtype]
+    full = count_from(0, size, report.args)
+    mine = shard(full, 0, group)
+    terms = [(full * r) % 5 - 2 for r in range(1, T)]  # any numbers, and what is left
+    term = [full - sum(terms), *terms][rank]
+    COMM.what = "three ways"
+    joined, added = all_gather(mine, 0, group), all_reduce(term, group)
+    report.check("sharded: slices join to A", rel_diff(joined, full))
+    report.check("partial: terms sum to A", rel_diff(added, full))
+    held = gather_objects([numbers(x) for x in (full, mine, term)])
+    texts = [
+        ("in this course", ["A[I]", "A[I_tp]", "A[I] {U_tp}"]),
+        ("PyTorch's word", ["Replicate()", "Shard(0)", "Partial()"]),
+        *((f"rank {r}", texts) for r, texts in enumerate(held)),
+        ("to get A back", ["each has it", "join them", "add them"]),
+    ]
+    heads = ("", "replicated", "sharded", "partial")
+    report.section("Three ways for a group to hold a tensor A")
+    report.table("held", [dict(zip(heads, (name, *text))) for name, text in texts])
+
+
+def show_collectives(report: Report, group) -> None:
+    """Nine collectives, each rank's values before and after."""
+    T, rank, args = group.size(), group.rank(), report.args
+    report.section("Nine ways to move it, and its bytes: rank r starts at 10·r")
+    COMM.what = "picture"
+    n = 2 if T <= 4 else 1  # numbers a slice, so that a row fits the screen
+    # What all ranks start with: four numbers; a slice; a slice for each rank.
+    fours = [count_from(10 * r, 4, args) for r in range(T)]
+    slices = [count_from(10 * r, n, args) for r in range(T)]
+    rows = [count_from(10 * r, n * T, args) for r in range(T)]
+    four, piece, row = fours[rank], slices[rank], rows[rank]
+    joined = torch.cat(slices)
+    after_exchange = torch.cat([other.tensor_split(T)[rank] for other in rows])
+    to, source = (rank + 1) % T, (rank - 1) % T
+    root = T - 1  # any rank can be the one that gives or takes all
+    pictures = [  # name, what it does; this rank's tensor before, after, and as wanted
+        ("broadcast", f"rank {root}'s tensor goes to every rank",
+         four, broadcast(four, root, group), fours[root]),
+        ("scatter", f"rank {root} hands each rank one slice of its own",
+         row, scatter(row, root, group), rows[root].tensor_split(T)[rank]),
+        ("gather", f"rank {root} collects every rank's slice",
+         piece, gather(piece, root, group), joined if rank == root else None),
+        ("reduce", f"rank {root} gets the sum, element by element",
+         four, reduce(four, root, group), sum(fours) if rank == root else None),
+        ("all-reduce", "every rank gets the sum",
+         four, all_reduce(four, group), sum(fours)),
+        ("all-gather", "every rank gets every slice, in order",
+         piece, all_gather(piece, 0, group), joined),
+        ("reduce-scatter", "of the sum each keeps only its slice",
+         row, reduce_scatter(row, 0, group), sum(rows).tensor_split(T)[rank]),
+        ("all-to-all", "slice j of rank r becomes slice r of rank j",
+         row, all_to_all(row, group), after_exchange),
+    ]  # fmt: skip
+    if T > 1:  # alone, there is no one to send to
+        got = send_recv(four, to, four, source, group)
+        does = "each to the next, the last to rank 0"
+        pictures.append(("send/recv", does, four, got, fours[source]))
+    for picture in pictures:
+        show_picture(report, group, *picture)
+
+
+def show_picture(report, group, name, does, before, after, wanted) -> None:
+    """One collective: what it does, its payload; each rank before and after."""
+    held = [x for x in (before, after) if x is not None]
+    payload = max(gather_objects(max(x.nbytes for x in held)))
+    calls, sent = COMM.rows.get(("picture", "", name, group.group_desc), (0, 0))
+    off = abs(calls - 1) + abs(sent - payload) if group.size() > 1 else calls
+    counted = report.check(f"bytes: {name}", off, kind="bytes")
+    none = torch.empty(0)  # of a rank that gets nothing
+    after_, wanted = (none if x is None else x for x in (after, wanted))
+    right = report.check(name, rel_diff(after_, wanted))
+    ok = cell("ok", all(gather_objects(right and counted)))
+    report.say(f"   {name:<16}{does:<46}{sent:>4} bytes  {ok:>2}")
+    texts = gather_objects(f"rank {group.rank()}  {numbers(before)} → {numbers(after)}")
+    width = max(map(len, texts)) + 4
+    a_line = max(1, 82 // width)  # as many ranks as fit
+    for start in range(0, len(texts), a_line):
+        line = "".join(text.ljust(width) for text in texts[start : start + a_line])
+        report.say(f"      {line.rstrip()}")
+
+
+def show_ring(report: Report, group) -> None:
+    """An all-reduce from two collectives, then from sends alone."""
+    T, rank, args = group.size(), group.rank(), report.args
+    report.section("An all-reduce is a reduce-scatter, then an all-gather")
+    COMM.what = "two halves"
+    x = count_from(rank, 2 * T if T <= 4 else T, args)
     whole, half = all_reduce(x, group), reduce_scatter(x, 0, group)
     both = all_gather(half, 0, group)
-    mark = report.check("reduce-scatter + all-gather", rel_diff(both, whole), allowed)
+    ok = report.check("reduce-scatter + all-gather", rel_diff(both, whole))
+    row = {"": f"rank {rank}", "before": numbers(x), "reduce-scatter": numbers(half)}
+    row |= {"all-gather": numbers(both), "ok": ok}
+    report.table("halves", gather_objects(row))
     report.say(
-        "\n3  An all-reduce is a reduce-scatter, then an all-gather (values r + i)"
-    )
-    rows = gather_objects([numbers(x), numbers(half), numbers(both)])
-    rows = [[f"rank {r}", *row, mark] for r, row in enumerate(rows)]
-    report.table("|before|reduce-scatter|all-gather|ok", rows, "llllr")
-    report.say(
-        f"   By hand, as a ring of T = {T} ranks, each sending to the next one only:\n"
-        "   T − 1 steps for each half, V/T bytes sent in every step (--trace)"
+        "   By hand, as a ring: each rank sends to the next one only, T − 1 chunks in\n"
+        f"   each half. bytes: of all {T} ranks together, predicted as 2(T−1) times x"
     )
     rows = []
     for size in (2 * T, 2 * T + 3):
-        x = group.rank() + torch.arange(size, dtype=dtype, device=device)
+        x = count_from(rank, size, args)
         COMM.what = f"ring of {size}"
-        trace = report.args.trace and size == 2 * T
-        whole = all_reduce(x, group)
-        show = partial(show_step, report, whole) if trace else None
-        ring = ring_all_reduce(x, group, show)
-        diff = rel_diff(ring, whole)
-        mark = report.check(f"ring of {size} elements", diff, allowed)
-        V = size * x.element_size()
-        sent = gather_objects(COMM.total(what=COMM.what, collective="send/recv")[1])
-        off = abs(sum(sent) - 2 * V * (T - 1))
-        sums = report.check(f"bytes of ring of {size}", off)
-        each = "–"
-        if size % T == 0:
-            each = f"{2 * V * (T - 1) // T}"
-            report.moved(COMM.what, "send/recv", group.group_desc, 2 * V * (T - 1) // T)
-        low_high = "–".join(map(str, sorted({min(sent), max(sent)})))
-        marks = mark if sums == "ok" else sums
-        rows.append([size, V, low_high, each, sum(sent), 2 * V * (T - 1), marks])
-    head = "elements|V bytes|a rank sent|2V(T−1)/T|all sent|2V(T−1)|= all-reduce"
-    report.table(head, rows, "rrrrrrr")
+        summed = ring_all_reduce(x, group)
+        right = report.check(COMM.what, rel_diff(summed, all_reduce(x, group)))
+        key = COMM.what, "", "send/recv", group.group_desc
+        sent = gather_objects(COMM.rows.get(key, (0, 0))[1])
+        rows.append({
+            "x": f"{size} numbers", "bytes of x": x.nbytes,
+            "a rank sent": " or ".join(f"{n}" for n in sorted({*sent})),
+            "bytes": sum(sent), "predicted_bytes": 2 * x.nbytes * (T - 1), "ok": right,
+        })  # fmt: skip
+    report.measure("ring", rows)
 
 
-def show_step(report: Report, whole: Tensor, name: str, chunks: list[Tensor]) -> None:
-    """One step of the ring: every rank's chunks, a star behind the complete ones."""
-    sums = whole.tensor_split(len(chunks))
-    stars = [
-        "*" if torch.equal(chunk, sum_) else " " for chunk, sum_ in zip(chunks, sums)
-    ]
-    rows = gather_objects(" ".join(numbers(c) + star for c, star in zip(chunks, stars)))
-    for rank, row in enumerate(rows):
-        title = name if rank == 0 else ""
-        report.say(f"     {title:<18} rank {rank}   {row}".rstrip())
-
-
-def products(T: int) -> list[tuple]:
-    """case, how A and B lie, the rule, how C lies, the function, and what it takes: A's
-    and B's sharded dim (None: whole), C's, the collective, its payload in elements."""
-    I, J, K = 2 * T, 4 * T, 3 * T
-    return [
-        (1, "A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]",
-         lambda a, b, g: matmul_case_1(a, b), (0, None, 0), None, 0),
-        (2, "A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]",
-         matmul_case_2_gather, (1, None, None), "all-gather", I * J),
-        (2, "", "slice B, as 3", "C[I, K]",
-         matmul_case_2_slice, (1, None, None), "all-reduce", I * K),
-        (3, "A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]",
-         matmul_case_3_all_reduce, (1, 0, None), "all-reduce", I * K),
-        (3, "", "ReduceScatter", "C[I, K_tp]",
-         matmul_case_3_reduce_scatter, (1, 0, 1), "reduce-scatter", I * K),
-        (4, "A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]",
-         matmul_case_4_left, (0, 1, 1), "all-gather", I * J),
-        (4, "", "AllGather B", "C[I_tp, K]",
-         matmul_case_4_right, (0, 1, 0), "all-gather", J * K),
-    ]  # fmt: skip
-
-
-def show_matmuls(report: Report, group, dtype) -> None:
-    """Section 4: the four sharded products, in `--steps` rounds of random matrices."""
-    T, args = group.size(), report.args
-    generator = torch.Generator().manual_seed(args.seed)
-    cut = lambda x, dim: x if dim is None else shard(x, dim, group)
+def show_products(report: Report, group) -> None:
+    """The four sharded products of whole-number matrices, each in its ways."""
+    T = group.size()
+    a_IJ = random_matrix(2 * T, 4 * T, report.args)
+    b_JK = random_matrix(4 * T, 3 * T, report.args)
     rows = []
-    for case, lies, rule, c_lies, product, dims, collective, size in products(T):
-        COMM.what = f"case {case}: {rule}"
-        diff = 0.0
-        for _ in range(args.steps):
-            a_IJ, b_JK = (
-                torch.randint(-2, 3, shape, generator=generator).to(args.device, dtype)
-                for shape in ((2 * T, 4 * T), (4 * T, 3 * T))
-            )
-            with FlopCounterMode(display=False) as flops:
-                c = product(cut(a_IJ, dims[0]), cut(b_JK, dims[1]), group)
-            diff = max(diff, rel_diff(c, cut(a_IJ @ b_JK, dims[2])))
-        mark = report.check(COMM.what, diff)  # sums of whole numbers are exact: bitwise
-        predicted = size * a_IJ.element_size() * args.steps if T > 1 else 0
-        axis = group.group_desc
-        _, moved, counted = report.moved(COMM.what, collective or "", axis, predicted)
-        row = [lies and f"{case} {lies}", rule, c_lies, flops.get_total_flops()]
-        sent = moved // args.steps
-        wire = f"{sent * ring_factor(collective, T):.0f}" if collective else 0
-        mark = mark if counted == "ok" else counted
-        rows.append([*row, sent, predicted // args.steps, wire, mark])
-    I, J, K = 2 * T, 4 * T, 3 * T
-    report.say(
-        "\n4  C[I, K] = A[I, J] · B[J, K], four ways to be sharded: what about J?\n"
-        "   J is summed over. If it is split, a rank has only some terms of the sum,\n"
-        "   {U_tp}. Splitting I or K only says which part of C is whose, but tp can\n"
-        f"   split only one dim of C (case 4). One process: {2 * I * J * K} flops;\n"
-        "   bytes: payload; ring: what each rank of a ring sends"
-    )
-    head = "A and B lie as|what to do|C lies as|flops|bytes|formula|ring|ok"
-    report.table(head, rows, "lllrrrrr")
-
-
-def show_mesh(report: Report, groups, dtype) -> None:
-    """Section 5: the product on a 2D mesh, every matrix split on both axes."""
-    args = report.args
-    Y, X = groups["y"].size(), groups["x"].size()
-    I, J, K = 2 * Y, 2 * Y * X, 3 * X
-    generator = torch.Generator().manual_seed(args.seed + 1)
-    a_IJ = torch.randint(-2, 3, (I, J), generator=generator).to(args.device, dtype)
-    b_JK = torch.randint(-2, 3, (J, K), generator=generator).to(args.device, dtype)
-    cut = lambda x: shard(shard(x, 0, groups["y"]), 1, groups["x"])
-    COMM.what = "2D product"
-    c_ik = matmul_2d(cut(a_IJ), cut(b_JK), groups["y"], groups["x"])
-    mark = report.check("2D product", rel_diff(c_ik, cut(a_IJ @ b_JK)))
-    report.say(f"\n5  The same on a mesh y {Y} × x {X}: A[I_y, J_x] · B[J_y, K_x]")
-    coordinates = gather_objects([groups["y"].rank(), groups["x"].rank()])
-    for y in range(Y):
-        line = [f"rank {coordinates.index([y, x])} (y {y}, x {x})" for x in range(X)]
-        report.say("   " + "   ".join(line))
-    rows = []
-    for axis, rule, size in (
-        ("x", "A[I_y, J]", I * J // Y),
-        ("y", "B[J, K_x]", J * K // X),
-    ):
-        size *= a_IJ.element_size()
-        row = report.moved("2D product", "all-gather", axis, size)
-        rows.append([f"AllGather over {axis} → {rule}", row[1], size, row[2]])
-    rows.append(["multiply → C[I_y, K_x], laid out as A", 0, 0, mark])
-    report.table("step|bytes|predicted|ok", rows, "lrrr")
-
-
-def show_traps(report: Report, group, dtype) -> None:
-    """Section 6: a view that is not contiguous, and the order of the calls."""
-    T, rank, device = group.size(), group.rank(), report.args.device
-    COMM.what = "traps"
-    x = torch.arange(6, dtype=dtype, device=device).view(2, 3).T  # a view: [3, 2]
-    mine = x + rank  # keeps the view's strides
-    before = mine.clone()
-    got, wanted = all_reduce(mine, group), T * x + T * (T - 1) // 2
-    marks = [report.check("all-reduce of a view", rel_diff(got, wanted))]
-    marks += [report.check("its input untouched", rel_diff(mine, before))]
-    ones, tens = (torch.full((3,), n, dtype=dtype, device=device) for n in (1, 10))
-    sum_1, sum_10 = sum_both(ones, tens, group)
-    marks += [report.check("two sums in order: 1s", rel_diff(sum_1, T * ones))]
-    marks += [report.check("two sums in order: 10s", rel_diff(sum_10, T * tens))]
-    report.say(
-        "\n6  Two traps, avoided: in place, a view can come back as it was (--break "
-        "view);\n   in another order on one rank, 1s are added to 10s (--break order)"
-    )
-    rows = [
-        ["all-reduce of a transposed view", numbers(before), numbers(got), marks[0]],
-        ["and the view itself afterwards", numbers(before), numbers(mine), marks[1]],
-        ["two sums in a row: first the 1s", numbers(ones), numbers(sum_1), marks[2]],
-        ["then the 10s, on every rank", numbers(tens), numbers(sum_10), marks[3]],
-    ]
-    report.table("|rank 0 before|after|ok", rows, "lllr")
-    report.say()
-
-
-def bench(report: Report, group, dtype) -> None:
-    """`--bench`: seconds against bytes, and the line through them; of this machine."""
-    T, device = group.size(), report.args.device
-    rows, points = [], []
-    for V in (2**exponent for exponent in range(10, 25, 2)):
-        x = torch.ones(V // dtype.itemsize // T * T, dtype=dtype, device=device)
-        row = [f"{V // 1024} KiB"]
-        for name in ("all-gather", "reduce-scatter", "all-reduce"):
-            seconds = median_seconds(name, x, group)
-            wire = x.nbytes * ring_factor(name, T)
-            hops = (T - 1) * (2 if name == "all-reduce" else 1)
-            points.append([name, x.nbytes, hops, wire, seconds])
-            row += [f"{seconds * 1e6:.0f}", f"{wire / seconds / 1e6:.0f}"]
-        rows.append(row)
-    report.data["bench"] = points
-    report.say("How long it takes on this machine (median of 7)")
-    head = "V|all-gather µs|MB/s|reduce-scatter µs|MB/s|all-reduce µs|MB/s"
-    report.table(head, rows, "rrrrrrr")
-    for name in ("all-gather", "reduce-scatter", "all-reduce"):
-        mine = torch.tensor([p[2:] for p in points if p[0] == name]).double()
-        weight = 1 / mine[:, 2:]  # a small message counts as much as a big one
-        fit = torch.linalg.lstsq(mine[:, :2] * weight, mine[:, 2:] * weight).solution
-        alpha, slowness = fit.flatten().tolist()
-        report.say(
-            f"   {name:<15} time ≈ {mine[0, 0]:.0f} hops · {alpha * 1e6:.0f} µs "
-            f"+ bytes on the wire / {1e-6 / slowness:.0f} MB/s"
+    for row, product, *dims, elements in sharded_products(a_IJ, b_JK):
+        COMM.what = product.__name__
+        a, b, wanted = (
+            x if dim is None else shard(x, dim, group)
+            for x, dim in zip((a_IJ, b_JK, a_IJ @ b_JK), dims)
         )
-    report.say()
+        with FlopCounterMode(display=False) as flops:
+            c = product(a, b, group)
+        sent = {key[2]: n for key, (_, n) in COMM.rows.items() if key[0] == COMM.what}
+        moved, twice = sum(sent.values()), sent.get("all-reduce", 0)
+        row |= {"flops": flops.get_total_flops(), "bytes": moved}
+        row["predicted_bytes"] = elements * a.itemsize if T > 1 else 0
+        row["ring"] = (moved + twice) * (T - 1) // T
+        off = abs(moved - row["predicted_bytes"])
+        right = report.check(COMM.what, rel_diff(c, wanted))
+        row["ok"] = report.check(f"bytes: {COMM.what}", off, kind="bytes") and right
+        rows.append(row)
+    report.section("C[I, K] = A[I, J] · B[J, K], four ways to be sharded")
+    report.say(
+        "   If J, which is summed over, is split, a rank has only some of the terms,\n"
+        "   {U_tp}. If it is whole, nothing is sent; but tp can split only one dim of\n"
+        "   C (4). ring: the bytes that a rank of a ring sends, in an all-reduce for\n"
+        f"   its two halves. One process alone: {2 * a_IJ.numel() * 3 * T:,} flops"
+    )
+    report.table("communication", rows, hide=["predicted_bytes"])
 
 
-def median_seconds(name: str, x: Tensor, group, repeats: int = 7) -> float:
-    """Median of `repeats` calls after one to warm up."""
-    piece, seconds = shard(x, 0, group), []
-    call = {
-        "all-gather": lambda: all_gather(piece, 0, group),
-        "reduce-scatter": lambda: reduce_scatter(x, 0, group),
-        "all-reduce": lambda: all_reduce(x, group),
-    }[name]
-    for _ in range(repeats + 1):
-        dist.barrier(group)
-        start = time.perf_counter()
-        call()
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds[1:])[repeats // 2]
+def sharded_products(a_IJ: Tensor, b_JK: Tensor) -> list[tuple]:
+    """Each way: how it reads in the table; the function; along which dim A, B and C
+    are cut (None: whole); the payload in elements."""
+    (I, J), K = a_IJ.shape, b_JK.shape[1]
+    ways = [
+        ("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0",
+         matmul_case_1, 0, None, 0, 0),
+        ("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
+         matmul_case_2_gather, 1, None, None, I * J),
+        ("2", "slice B, as 3", "C[I, K]", "I·K·e",
+         matmul_case_2_slice, 1, None, None, I * K),
+        ("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
+         matmul_case_3_all_reduce, 1, 0, None, I * K),
+        ("3", "ReduceScatter", "C[I, K_tp]", "I·K·e",
+         matmul_case_3_reduce_scatter, 1, 0, 1, I * K),
+        ("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "I·J·e",
+         matmul_case_4_left, 0, 1, 1, I * J),
+        ("4", "AllGather B", "C[I_tp, K]", "J·K·e",
+         matmul_case_4_right, 0, 1, 0, J * K),
+    ]  # fmt: skip
+    heads = "A and B lie as", "what to do", "C lies as", "formula"
+    return [(dict(zip(heads, way)), *way[len(heads) :]) for way in ways]
+
+
+def random_matrix(rows: int, columns: int, args) -> Tensor:
+    """Small whole numbers, so that every sum is exact; alike on every rank."""
+    dtype = getattr(torch, args.dtype)
+    return torch.randint(-2, 3, (rows, columns)).to(args.device, dtype)
+
+
+def show_mesh(report: Report, outer, inner) -> None:
+    """The product on a 2D mesh, every matrix split on both axes."""
+    Y, X = outer.size(), inner.size()
+    report.axes = report.axes | {"outer": Y, "inner": X}
+    report.section(f"Mesh {Y} × {X}: A[I_outer, J_inner] · B[J_outer, K_inner]")
+    if min(Y, X) == 1:
+        report.say("   on an axis of 1 rank there is nothing to send: try 4 ranks")
+    for axis, group in (("outer", outer), ("inner", inner)):
+        members = gather_objects(dist.get_process_group_ranks(group))
+        texts = dict.fromkeys(str(ranks) for ranks in members)  # each group once
+        report.say(f"   groups along {axis}: {'  '.join(texts)}")
+    I, J, K = 2 * Y, 2 * Y * X, 3 * X
+    a_IJ, b_JK = (random_matrix(*shape, report.args) for shape in ((I, J), (J, K)))
+    cut = lambda x: shard(shard(x, 0, outer), 1, inner)
+    COMM.what = "2D product"
+    c_ik = matmul_2d(cut(a_IJ), cut(b_JK), outer, inner)
+    report.check(COMM.what, rel_diff(c_ik, cut(a_IJ @ b_JK)))
+    e = a_IJ.element_size()
+    report.ledger({
+        (COMM.what, "", "all-gather", "inner"): (1, "A: I·J·e/outer", I * J * e // Y),
+        (COMM.what, "", "all-gather", "outer"): (1, "B: J·K·e/inner", J * K * e // X),
+    })  # fmt: skip
+
+
+def show_traps(report: Report, group) -> None:
+    """A view that is not contiguous, the order of the calls, and not waiting."""
+    T, rank, args = group.size(), group.rank(), report.args
+    COMM.what = "traps"
+    view = count_from(0, 6, args).view(2, 3).T + rank  # [3, 2], keeps its strides
+    before = view.clone()
+    sum_of_ranks = T * (T - 1) // 2
+    ones = torch.ones_like(view[:, 0])
+    sum_1, sum_10 = sum_both(ones, 10 * ones, group)
+    ranks = rank * ones
+    cases = [  # name; before and after on rank 0; wanted
+        ("all-reduce of a transposed view",
+         before, all_reduce(view, group), T * (before - rank) + sum_of_ranks),
+        ("and the view itself afterwards", before, view, before),
+        ("two sums in a row: first the 1s", ones, sum_1, T * ones),
+        ("then the 10s, on every rank", 10 * ones, sum_10, 10 * T * ones),
+        ("first_words: sum of ranks, plus 2",
+         ranks, first_words(ranks), sum_of_ranks + 2 * ones),
+    ]  # fmt: skip
+    rows = []
+    for name, was, now, wanted in cases:
+        row = {"": name, "rank 0 before": numbers(was), "after": numbers(now)}
+        rows.append(row | {"ok": report.check(name, rel_diff(now, wanted))})
+    report.section("Three traps, avoided")
+    report.say(
+        "   In place, a view can come back as it was (--break view); in another order\n"
+        "   on one rank, 1s are added to 10s (--break order); read before work.wait()\n"
+        "   a sum may be incomplete"
+    )
+    report.table("traps", rows)
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__, 3, "rounds of random matrices")
+    return lesson_parser(__doc__, BREAKS).parse_args()
+
+
+# ==== BREAK IT
+
+# Bugs that people have shipped, each an edit of a definition above. --break NAME
+# switches one on.
+BREAKS = {
+    "skip": dict(
+        target="all_reduce",
+        old="    if group.size() > 1:",
+        new="    if group.rank() != group.size() - 1:",
+        what="the last rank skips its all-reduce, as under `if rank == 0:`",
+        symptom="nothing fails at first: the other ranks wait, until the timeout ends "
+        "the job",
+        why="a collective returns on no rank before all have called it. The rank that "
+        "skipped it waits too, in its next one, and complains like the others",
+        met="github.com/pytorch/pytorch/issues/115964, …/97191",
+    ),
+    "order": dict(
+        target="sum_both",
+        old="    sum_x = all_reduce(x, group)\n    sum_y = all_reduce(y, group)\n",
+        new="    last = group.rank() == group.size() - 1\n"
+        "    sum_y = all_reduce(y, group) if last else None\n"
+        "    sum_x = all_reduce(x, group)\n"
+        "    sum_y = sum_y if last else all_reduce(y, group)\n",
+        what="the last rank calls two all-reduces in the other order",
+        symptom="no error, no hang, wrong numbers: x of one rank was added to y of "
+        "another",
+        why="calls are matched by their order alone: names are in your program only",
+        met="github.com/pytorch/pytorch/issues/109401",
+    ),
+    "shapes": dict(
+        target="all_reduce",
+        old="    out = x.detach().clone(memory_format=torch.contiguous_format)\n",
+        new="    more = 2 if group.rank() == group.size() - 1 else 0\n"
+        "    out = torch.cat([x.flatten(), x.new_zeros(more)])\n",
+        what="the last rank brings a longer tensor than the others",
+        symptom="the transport aborts a process, without a Python exception to catch",
+        why="no rank tells the others its shape: each takes its own for everyone's",
+        met="github.com/pytorch/pytorch/issues/97191",
+    ),
+    "view": dict(
+        target="all_reduce",
+        old="    out = x.detach().clone(memory_format=torch.contiguous_format)\n"
+        "    if group.size() > 1:\n"
+        '        with COMM.record("all-reduce", out, group):\n'
+        "            dist.all_reduce(out, op, group=group)\n",
+        new="    out = x\n"
+        "    if group.size() > 1:\n"
+        '        with COMM.record("all-reduce", out, group):\n'
+        "            dist.all_reduce(out.contiguous(), op, group=group)\n",
+        what="an in-place all-reduce of a view that is not contiguous",
+        symptom="contiguous tensors come out right, but in the place of their input, "
+        "which others still need; a transposed one comes out as it went in",
+        why="`.contiguous()` of such a view is a copy: the sum goes into the copy, and "
+        "the copy is dropped",
+        met="github.com/NVIDIA/Megatron-LM/issues/5337",
+    ),
+}
+
+
+# ==== HARNESS, the same in every lesson
+# region  It counts, compares, prints tables, names lost ranks. Fold it away.
+
+
+class CommCounter:
+    """Calls and payload bytes of every collective, and the call this rank is in now."""
+
+    def __init__(self):
+        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
+        self.what = self.phase = ""  # labels of what is called next
+        self.place, self.made, self.store = {}, Counter(), None
+
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
+        row[0] += 1
+        row[1] += nbytes
+
+    @contextmanager
+    def record(self, collective: str, x: Tensor, group, copies: int = 1):
+        """Around one call on copies·x.nbytes bytes of payload."""
+        self.count(collective, copies * x.nbytes, group.group_desc)
+        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
+        with self.meet(call, dist.get_process_group_ranks(group)):
+            yield
+
+    @contextmanager
+    def meet(self, call: str, ranks: list[int]):
+        """Around a call that ends when all these ranks are in it."""
+        key, before = str(ranks), self.place
+        self.made[key] += 1  # the n-th call of one rank meets the n-th of the others
+        number = self.made[key]
+        state = f"in call {number} of ranks {ranks}, {call}"
+        self.note(state, ranks=ranks, key=key, number=number)
+        yield
+        self.note(**before)  # not after an error: then this rank is still in it
+
+    def note(self, state: str = "in no call", **more) -> None:
+        """Where this rank is, for the others to read if something goes wrong."""
+        self.place = {"state": state, **more}
+        about = {"made": self.made, "host": socket.gethostname(), "pid": os.getpid()}
+        if self.store:
+            self.store.set(f"place/{dist.get_rank()}", json.dumps(self.place | about))
+
+
+COMM = CommCounter()
+ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of a tensor
+
+
+def rel_diff(got, wanted) -> float:
+    """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
+    got, wanted = (torch.as_tensor(x).detach().double().cpu() for x in (got, wanted))
+    if got.shape != wanted.shape:
+        return math.inf
+    if torch.equal(got, wanted):
+        return 0.0
+    diff = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    return diff if diff == diff else math.inf
+
+
+def gather_objects(value) -> list:
+    """Every rank's value, in rank order: for the report, so not counted."""
+    values = [None] * dist.get_world_size()
+    with COMM.meet("gathering of results", [*range(len(values))]):
+        dist.all_gather_object(values, value)
+    return values
+
+
+class Report:
+    """Rank 0 prints, every rank checks, --json keeps the rows of all tables."""
+
+    def __init__(self, lesson: str, args):
+        self.args, self.checks, self.number, self.axes = args, {}, 0, {}
+        self.allowed_loss, self.allowed = ALLOWED[args.dtype]
+        self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
+
+    def begin(self, mesh: dict[str, int]) -> None:
+        """The first line; mesh: axis → ranks."""
+        self.axes = self.data["mesh"] = mesh
+        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+        where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
+        print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
+
+    def section(self, title: str) -> None:
+        self.number += 1
+        self.say(f"\n{self.number}  {title}")
+
+    def say(self, text: str) -> None:
+        if self.args.only in (None, self.number):
+            print(text, flush=True)
+
+    def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
+        """Note one comparison on this rank; does it hold here?"""
+        ok = diff <= allowed  # False for nan, too
+        self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
+        return ok
+
+    def table(self, key: str, rows: list[dict], hide=()) -> None:
+        """Print and keep rows of like keys; diff and ok are the worst of all ranks."""
+        for row, of_ranks in zip(rows, zip(*gather_objects(rows))):
+            for name, worst in (("diff", max), ("ok", all)):
+                if name in row:
+                    row[name] = worst(other[name] for other in of_ranks)
+        self.data.setdefault(key, []).extend(rows)
+        lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
+        for name in [name for name in rows[0] if name not in hide]:
+            texts = [
+                name.replace("_bytes", ""),
+                *(cell(name, row[name]) for row in rows),
+            ]
+            width = max(map(len, texts))
+            pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
+            lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
+        self.say("\n".join(line.rstrip() for line in lines))
+
+    def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
+        """Numbers or tensors of several runs against those of the first run.
+
+        Args:
+            runs: run → name → number or tensor; of a tensor its norm is printed.
+            fold: name → label; names of one label are printed as one row.
+        """
+        allowed = self.allowed if allowed is None else allowed
+        (_, wanted), *others = runs.items()
+        rows, none = {}, torch.empty(0)
+        for name in dict.fromkeys(name for values in runs.values() for name in values):
+            row = {
+                "name": fold(name),
+                **dict.fromkeys(runs, 0.0),
+                "diff": 0.0,
+                "ok": True,
+            }
+            row = rows.setdefault(fold(name), row)
+            for run, values in runs.items():
+                norm = torch.as_tensor(values.get(name, none)).detach().double().norm()
+                row[run] = math.hypot(row[run], norm)
+            for run, values in others:
+                diff = rel_diff(values.get(name, none), wanted.get(name, none))
+                row["diff"] = max(row["diff"], diff)
+                row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+        self.table(key, list(rows.values()))
+
+    def measure(self, key: str, rows: list[dict], hide=()) -> None:
+        """Rows with bytes and predicted_bytes, which have to be equal."""
+        for row in rows:
+            name = " ".join(value for value in row.values() if isinstance(value, str))
+            off = abs(row["bytes"] - row["predicted_bytes"])
+            equal = self.check(f"{key}: {name}", off, kind="bytes")
+            row["ok"] = row.get("ok", True) and equal
+        self.table(key, rows, hide)
+
+    def ledger(self, formulas: dict, steps: int = 1) -> None:
+        """Calls and bytes of a step, as counted, against formulas.
+
+        Args:
+            formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        """
+        rows, whats = [], {key[0] for key in formulas}
+        others = [key for key in COMM.rows if key[0] in whats and key not in formulas]
+        for key in [*formulas, *others]:
+            row = dict(zip(("what", "phase", "collective", "axis"), key))
+            calls, formula, predicted = formulas.get(key, (0, "none", 0))
+            ranks = self.axes[row["axis"]]
+            if ranks == 1:  # nobody to send to
+                calls = predicted = 0
+            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
+            if made or calls:
+                times = 2 if row["collective"] == "all-reduce" else 1
+                row |= {"calls": round(made), "bytes": round(sent), "formula": formula}
+                row["predicted_bytes"] = predicted
+                row["ring"] = round(times * sent * (ranks - 1) / ranks)
+                row["ok"] = self.check(f"calls: {' '.join(key)}", abs(made - calls))
+                rows.append(row)
+        alike = [
+            name for name in ("phase", "axis") if len({r[name] for r in rows}) == 1
+        ]
+        self.measure("communication", rows, hide=["predicted_bytes", *alike])
+
+    def verdict(self) -> str:
+        """PASS or FAIL, of all ranks' checks together."""
+        rows = {}
+        for rank, checks in enumerate(gather_objects(self.checks)):
+            for name, check in checks.items():
+                row = rows.setdefault(name, {"name": name, "bad": []} | check)
+                row["diff"] = max(row["diff"], check["diff"])
+                row["bad"] += [] if check["ok"] else [rank]
+        bad = [row for row in rows.values() if row["bad"]]
+        for row in bad[:4]:
+            off = f"off by {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
+        texts = []
+        for kind, made in Counter(row["kind"] for row in rows.values()).items():
+            wrong = [row for row in bad if row["kind"] == kind]
+            texts.append(
+                f"{len(wrong)} of {made} {kind} differ" if wrong else f"{kind} ok"
+            )
+        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
+        worst = max(numbers, key=lambda row: row["diff"])
+        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = "; ".join(texts) if bad else f"{len(rows)} checks, {diff}"
+        self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
+        if self.args.json and dist.get_rank() == 0:
+            self.args.json.write_text(json.dumps(self.data, indent=1))
+        return f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+
+
+def cell(name: str, value) -> str:
+    """A value as a table shows it."""
+    if isinstance(value, bool):
+        return "ok" if value else "✗"
+    if isinstance(value, float):
+        return f"{value:.1e}" if name == "diff" else f"{value:.7g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def wrap(text: str) -> str:
+    return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its usage, on every rank
+        raise ValueError(message)
+
+
+def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
+    """The flags that all lessons share, and whole numbers with their defaults."""
+    about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
+    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=positive, default=default, help=f"({default})")
     add = parser.add_argument
-    add("--trace", action="store_true", help="show every step of the ring")
-    add("--bench", action="store_true", help="also measure time against size")
-    return parser.parse_args()
+    add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
+    add("--only", type=positive, metavar="N", help="print section N alone")
+    add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")
+    add("--json", type=Path, metavar="PATH", help="write all tables there")
+    return parser
 
 
-def main(args: argparse.Namespace, backend: str) -> str:
-    ranks, dtype = dist.get_world_size(), getattr(torch, args.dtype)
-    mesh = {"tp": ranks}
-    tp_group = mesh_groups(mesh, args.timeout)["tp"]
-    report = Report("00_collectives", args, mesh, backend)
-    show_three_ways(report, tp_group, dtype)
-    show_collectives(report, tp_group, dtype)
-    show_ring(report, tp_group, dtype)
-    show_matmuls(report, tp_group, dtype)
-    if ranks >= 4 and ranks % 2 == 0:
-        show_mesh(report, mesh_groups({"y": 2, "x": ranks // 2}, args.timeout), dtype)
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no whole number from 1 to 2^31 − 1"
+        )
+    return int(text)
+
+
+def apply_edit(edit: dict, module: dict) -> None:
+    """Put an edited copy of its target, a name or Class.name, into a lesson."""
+    owner, _, name = edit["target"].rpartition(".")
+    definition = getattr(module[owner], name) if owner else module[name]
+    source = textwrap.dedent(inspect.getsource(definition))
+    if source.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
+    edited = {}
+    exec(source.replace(edit["old"], edit["new"]), module, edited)
+    if owner:
+        setattr(module[owner], name, edited[name])
     else:
-        report.say("\n5  A product on a 2D mesh: --nproc_per_node=4 shows it")
-    show_traps(report, tp_group, dtype)
-    if args.bench and ranks > 1:
-        bench(report, tp_group, dtype)
-    return report.verdict("with ranks == without", BREAKS.get(args.break_name))
+        module[name] = edited[name]
+
+
+def describe(edit: dict) -> tuple[str, str]:
+    """A bug as a diff; and its symptom, why, and who met it."""
+    lines = [wrap(f"{edit['what']}; in {edit['target']}:")]
+    for sign, text in (("-", edit["old"]), ("+", edit["new"])):
+        lines += [f"{sign} {line}" for line in text.splitlines()]
+    told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
+    return "\n".join(lines), "\n".join(told)
+
+
+def process_of(place: dict) -> str:
+    """A rank's process is "dead", "stopped" or "alive"; "unknown" if elsewhere."""
+    if place["host"] != socket.gethostname():
+        return "unknown"
+    try:
+        os.kill(place["pid"], 0)
+        state = Path(f"/proc/{place['pid']}/stat").read_text().rpartition(") ")[2][0]
+    except ProcessLookupError:
+        return "dead"
+    except OSError:  # a system without /proc, where a stopped process looks alive
+        return "alive"
+    return {"Z": "dead", "T": "stopped"}.get(state, "alive")
+
+
+def who_is_missing(places: list[dict]) -> str:
+    """What the ranks' last notes say for certain; nobody is accused on a guess."""
+    for rank, place in enumerate(places):
+        if place["process"] == "dead" and "ends" not in place:
+            return f"the process of rank {rank} died; it was {place['state']}"
+    raised = {
+        place["raised"]: rank for rank, place in enumerate(places) if "raised" in place
+    }
+    if raised:
+        first = raised[min(raised)]
+        return f"rank {first} {places[first]['state']}"
+    waits = {}  # rank → those that have not come to the call that it is in
+    for rank, place in enumerate(places):
+        if place["process"] == "stopped":
+            return f"the process of rank {rank} is stopped; it was {place['state']}"
+        waits[rank] = {r for r in place.get("ranks", []) if not_in(place, places[r])}
+    for rank in sorted(set().union(*waits.values())):
+        if "ranks" not in places[rank]:
+            others = [other for other in waits if rank in waits[other]]
+            text = f"rank {rank} is {places[rank]['state']}, ranks {others} wait for it"
+            return f"{text}: it hangs, died, or went on without calling"
+    for _ in places:  # who waits for a rank waits for those that it waits for, too
+        waits = {r: late.union(*map(waits.get, late)) for r, late in waits.items()}
+    circle = [rank for rank in waits if rank in waits[rank]]
+    if circle:
+        return f"ranks {circle} wait for each other: one skipped or swapped a call"
+    return "a call failed that every rank had come to"
+
+
+def not_in(place: dict, other: dict) -> bool:
+    """Has another rank not come to the call that a rank is in, or to a different one?"""
+    made = other["made"].get(place["key"], 0)
+    differs = other.get("key") == place["key"] and other["state"] != place["state"]
+    return made < place["number"] or (made == place["number"] and differs)
+
+
+def fail(error: Exception | None, bug: str = "") -> None:
+    """Say what went wrong, once for all ranks; end this rank with exit code 1.
+
+    error: what this rank's main raised, or None: torchrun tells this rank to end.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # let it speak
+    if COMM.store is None:
+        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
+    place = COMM.place | {"ends": True}  # from here on its end is no news
+    words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
+    if error and not (lost and isinstance(error, RuntimeError)):
+        place["state"] = f"raised {type(error).__name__}: {words}"
+        place["raised"] = time.time()
+        if COMM.store.add("raised", 1) == 1:
+            traceback.print_exception(error)
+    COMM.note(**place)
+    time.sleep(1)  # for the notes of the others
+    ranks = range(dist.get_world_size())
+    places = [json.loads(COMM.store.get(f"place/{rank}")) for rank in ranks]
+    for place in places:
+        place["process"] = process_of(place)
+        if place["process"] == "stopped":  # let it go on, so that it can be ended
+            os.kill(place["pid"], signal.SIGCONT)
+    who = who_is_missing(places)
+    if error is None and not re.search("died;|raised", who):
+        os._exit(1)  # torchrun itself was told to end
+    lines = [wrap(f"error: {who}")]
+    lines += [f"  rank {r}: {place['state']}"[:88] for r, place in enumerate(places)]
+    lines += [wrap(f"  transport: {words[:150]}"), bug] if lost else [bug]
+    stop(1, "\n".join(lines).strip(), speaks=COMM.store.add("told", 1) == 1)
+
+
+def stop(code: int, message: str, speaks: bool) -> None:
+    """End this rank at once: tidying up while others are in a collective can hang."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        words = {"message": {"message": message, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(words))
+    sys.stdout.flush()
+    if speaks:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # torchrun reports the first rank that ends
+    os._exit(code)
+
+
+def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
+    """What the command line says; the process ends here if that is a list, or wrong."""
+    try:
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        args = parse_args(ranks)
+        if args.bug == "list":
+            print(*(f"{name:<14}{breaks[name]['what']}" for name in breaks), sep="\n")
+            sys.exit(0)
+        if args.bug and ranks == 1:
+            raise ValueError("--break needs 2 ranks or more: alone nothing breaks")
+        if args.json:
+            args.json.open("a").close()
+    except (ValueError, OSError) as error:
+        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
+    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    args.device = f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu"
+    args.ranks = ranks
+    return args
+
+
+def launch(main, parse_args, module: dict) -> None:
+    """One rank of a lesson, from its command line to its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    lesson, breaks = Path(module["__file__"]), module["BREAKS"]
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
+    under_torchrun = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= {*os.environ}
+    if not under_torchrun and not {"-h", "--help", "list"} & {*sys.argv}:
+        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        print(f"torchrun makes the ranks; start it as\n\n    {command} {lesson.name}")
+        sys.exit(2)
+    args = read_flags(parse_args, breaks)
+    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
+    torch.manual_seed(args.seed)
+    diff, bug = describe(breaks[args.bug]) if args.bug else ("", "")
+    limit = timedelta(seconds=min(args.timeout, 5) if args.bug else args.timeout)
+    try:
+        backend = "gloo" if args.device == "cpu" else "nccl"
+        dist.init_process_group(backend, timeout=limit)
+        COMM.store = dist.distributed_c10d._get_default_store()
+        signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
+        COMM.note()
+        if args.bug:
+            apply_edit(breaks[args.bug], module)
+            print(f"--break {args.bug}: {diff}\n", flush=True)
+        report = Report(lesson.stem, args)
+        main(args, report)
+        line = report.verdict()
+        print("\n".join([bug, line]).strip(), flush=True)
+        with COMM.meet("the last barrier", [*range(args.ranks)]):
+            dist.barrier()
+        COMM.note("finished", ends=True)
+    except Exception as error:
+        fail(error, bug)
+    gc.collect()  # whatever still refers to a group must go before the groups do
+    dist.destroy_process_group()
+    if line.startswith("FAIL"):
+        stop(1, line, speaks=False)
+
+
+# endregion
 
 
 if __name__ == "__main__":
-    launch(__file__, parse_args, main, BREAKS, globals())
+    launch(main, parse_args, globals())
