@@ -1,4 +1,4 @@
-"""Start ranks and watch them: the one place where the tests launch torchrun."""
+"""Start ranks and watch them: the one place where the tests do."""
 
 import contextlib
 import functools
@@ -59,6 +59,60 @@ class Done(NamedTuple):
         return self.out + self.err
 
 
+class Nursery:
+    """A process that starts ranks by forking (nursery.py): one job at a time.
+
+    Most of what a launch costs is importing torch, once a rank; here it is done once.
+    """
+
+    idle = []  # those that no job is using
+
+    def __init__(self):
+        self.mark = uuid.uuid4().hex
+        script = ROOT / "tests" / "nursery.py"
+        self.process = RUNNING[self.mark] = subprocess.Popen(
+            [sys.executable, str(script)], cwd=ROOT, env=CLEAN_ENV | {MARK: self.mark},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert self.process.stdout.readline() == "ready\n"
+        self.own = processes(self.mark)
+
+    def run(self, job: dict, limit: float) -> tuple[int, str]:
+        """Exit code and closing report; whatever takes too long is killed."""
+        alarm = threading.Timer(limit, end, [self.mark])
+        alarm.start()
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        alarm.cancel()
+        return json.loads(answer) if answer else (-9, f"killed after {limit} s")
+
+
+def launch(script, ranks: int, *flags, limit=100, **env) -> Done:
+    """As `torchrun` below, but with ranks from a nursery."""
+    nursery = Nursery.idle.pop() if Nursery.idle else Nursery()
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"script": str(script), "ranks": ranks, "flags": [*map(str, flags)]}
+        start = time.time()
+        code, report = nursery.run(job | {"env": env, "folder": folder}, limit)
+        ended = time.time()
+        left = still_running(nursery.mark, nursery.own) if code != -9 else []
+        out, err = (printed(Path(folder), name) for name in ("stdout", "stderr"))
+    if left or code == -9:
+        end(nursery.mark)
+    else:
+        Nursery.idle.append(nursery)
+    took = ended - start
+    return Done(code, out, err + report, took, took, ended, left, {})
+
+
+def printed(folder: Path, stream: str) -> str:
+    """What all ranks printed, one after the other."""
+    paths = sorted(folder.rglob(f"{stream}.log"))
+    return "".join(path.read_text("utf-8") for path in paths)
+
+
 def torchrun(script, ranks: int, *flags, limit=100, launcher=TORCHRUN, **env) -> Done:
     """Run a script on so many ranks, to its end or for `limit` seconds."""
     mark = uuid.uuid4().hex
@@ -116,10 +170,12 @@ def end(mark: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def still_running(mark: str, grace: float = 2) -> list:
+def still_running(mark: str, own: list = (), grace: float = 2) -> list:
     """The processes of a job that are there even some seconds after its end."""
     until = time.time() + grace
-    while (found := processes(mark)) and time.time() < until:
+    while found := [p for p in processes(mark) if p not in own]:
+        if time.time() > until:
+            break
         time.sleep(0.1)
     return found
 
@@ -159,7 +215,8 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
         path = Path(home, "out.json")
         flags = [folder if flag == FOLDER else flag for flag in flags]
-        done = torchrun(ROOT / f"{lesson}.py", ranks, *flags, "--json", path)
+        start = launch if lesson in NEW_ANATOMY else torchrun
+        done = start(ROOT / f"{lesson}.py", ranks, *flags, "--json", path)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
         if folder in flags:
@@ -170,7 +227,7 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
 def run_driver(script: str, ranks: int) -> list:
     """What each rank of a driver script found."""
     with tempfile.TemporaryDirectory() as folder:
-        done = torchrun(ROOT / "tests" / script, ranks, folder)
+        done = launch(ROOT / "tests" / script, ranks, folder)
         files = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
         if done.code or not all(path.exists() for path in files):
             raise RuntimeError(f"{script} ended with {done.code}:\n{done.text[-8000:]}")
@@ -181,7 +238,8 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
     """A lesson in which one rank goes wrong; data has the time when it did."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "time")
-        done = torchrun(ROOT / "tests" / script, ranks, *flags, FAULT_TIME=str(path))
+        start = launch if flags[0] in NEW_ANATOMY else torchrun
+        done = start(ROOT / "tests" / script, ranks, *flags, FAULT_TIME=str(path))
         data = {"time": float(path.read_text())} if path.exists() else {}
     return done._replace(data=data)
 

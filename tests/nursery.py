@@ -1,0 +1,67 @@
+"""Ranks that need not import torch anew: torchrun's own agent, with a fork server.
+
+jobs.py runs this. A line of JSON on stdin is a job, a line on stdout says how it ended.
+Agent, rendezvous, error files and restarts are torchrun's; what ranks print goes to
+files in the job's folder.
+"""
+
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+PRELOAD = [
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.utils.flop_counter",
+]
+
+
+def rank(path: str, flags: list[str], env: dict[str, str]) -> None:
+    """What each rank runs: a script, as `python script flags` would."""
+    os.environ.update(env)
+    sys.argv = [path, *flags]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def run(job: dict) -> tuple[int, str]:
+    """The job's exit code, and torchrun's closing report if it is not 0."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job["ranks"],
+        run_id="job",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        start_method="forkserver",
+        monitor_interval=0.05,
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=job["folder"], redirects=Std.ALL),
+    )
+    try:
+        elastic_launch(config, rank)(job["script"], job["flags"], job["env"])
+    except ChildFailedError as error:
+        return 1, str(error)
+    return 0, ""
+
+
+if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    resource_tracker.ensure_running()
+    import torch  # noqa: F401  while the fork server does, too
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
