@@ -17,12 +17,12 @@ the ranks' colours is used.
 For a further notebook: `rows` draws small tensors with their values, column by column,
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
 `compare` large ones, `flow` a graph of boxes on ranks with collectives between, `bars`
-bytes with predicted marks, `timeline` spans of time, `mesh` ranks on axes, `fit` points
-and the line through them; of later lessons, `heads`, `together` (a timeline with
-collectives), `memory` over time and `sums`, `lookup` and `columns` (a vector step by
-step), `regions` of a layer, `shares` of a sum and `course` (numbers by step), `cubes`
-(a mesh of three axes), `holdings`, `pipelines`, `in_flight`, `weighted` means and
-`ragged` batches. All return nothing: the figure appears below the cell.
+bytes with predicted marks, `timeline` spans of time, `fit` points and the line through
+them; of later lessons, `heads`, `together` (a timeline with collectives), `memory` over
+time and `sums`, `lookup` and `columns` (a vector step by step), `regions` of a layer,
+`shares` of a sum and `course` (numbers by step), `cubes` (a mesh of three axes),
+`holdings`, `pipelines`, `in_flight`, `weighted` means and `ragged` batches. All return
+nothing: the figure appears below the cell.
 """
 
 import math
@@ -347,7 +347,7 @@ def compare(pairs: dict[str, tuple[Tensor, Tensor]], names=("without TP", "with 
         ax.set_aspect("auto")
 
 
-# Graphs, meshes
+# Graphs
 
 
 def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False):
@@ -390,31 +390,6 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
             text = f"{stage['does']}\npayload\n{moved:,} bytes"
             write(ax, middle, bottom + 0.65, text, FONT - 1)
         x += across
-
-
-def mesh(coordinates: list[list[int]], axes: list[str]):
-    """Ranks at their places on a mesh of two or three axes; the last runs across.
-
-    Args:
-        coordinates: a list for each rank, as its groups' ranks tell.
-    """
-    sizes = [max(column) + 1 for column in zip(*coordinates)]
-    layers, (down, across) = math.prod(sizes[:-2]), sizes[-2:]
-    step = across * 2.2 + 1.2
-    ax = blank(layers * step + 2.0, down * 1.6 + 1.2, 0.6)
-    for rank, place in enumerate(coordinates):
-        layer = place[0] if len(place) == 3 else 0
-        x, y = 2.6 + layer * step + place[-1] * 2.2, 1.1 + place[-2] * 1.6
-        box(ax, x, y, 1.8, 1.2, [rank])
-        write(ax, x + 0.9, y + 0.6, f"rank {rank}", color=ink(color(rank)))
-        if place[-2] == 0:
-            write(ax, x + 0.9, 0.7, f"{axes[-1]} {place[-1]}", weight="bold")
-        if place[-1] == 0 and layer == 0:
-            write(
-                ax, 2.3, y + 0.6, f"{axes[-2]} {place[-2]}", ha="right", weight="bold"
-            )
-        if len(place) == 3 and place[1] == place[2] == 0:
-            write(ax, x, 0.2, f"{axes[0]} {layer}", weight="bold", ha="left")
 
 
 # Bytes, seconds

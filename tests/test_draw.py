@@ -184,24 +184,6 @@ def test_flow_shows_who_sends():
         assert len(arrows) == 2
 
 
-@pytest.mark.parametrize("axes, places", [
-    (["y", "x"], [[0, 0], [0, 1], [1, 0], [1, 1]]),
-    (["pp", "dp", "tp"], [[p, d, t] for p in (0, 1) for d in (0, 1) for t in (0, 1)]),
-])  # fmt: skip
-def test_mesh_puts_ranks_where_they_stand(axes, places):
-    figure = drawn(draw.mesh, places, axes)
-    at = {t.get_text(): t.get_position() for t in figure.axes[0].texts}
-    for rank, place in enumerate(places):
-        for other, there in enumerate(places):
-            (x, y), (u, v) = at[f"rank {rank}"], at[f"rank {other}"]
-            if place[:-1] == there[:-1]:
-                assert y == v and (x < u) == (place[-1] < there[-1])
-            if place[:-2] == there[:-2]:
-                assert (y < v) == (place[-2] < there[-2])
-    assert {f"{a} {n}" for a in axes for n in (0, 1)} <= set(at)
-    assert [b[-1] for b in boxes(figure.axes[0])] == list(draw.COLORS[: len(places)])
-
-
 def test_bars_have_their_lengths_and_marks():
     values = {"one": [10.0, 20.0], "two": [5.0, 1.0]}
     figure = drawn(draw.bars, values, ["a", "b"], {"one": 30, "two": 7}, "bytes")
