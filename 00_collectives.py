@@ -707,7 +707,10 @@ ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of 
 
 def rel_diff(got, wanted) -> float:
     """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
-    got, wanted = (torch.as_tensor(x).detach().double().cpu() for x in (got, wanted))
+    float64 = torch.float64  # of a Python number as_tensor would make float32
+    got, wanted = (
+        torch.as_tensor(x, dtype=float64).detach().cpu() for x in (got, wanted)
+    )
     if got.shape != wanted.shape:
         return math.inf
     if torch.equal(got, wanted):
@@ -749,6 +752,7 @@ class Report:
 
     def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
         """Note one comparison on this rank; does it hold here?"""
+        assert name not in self.checks, f"two checks are called {name}"
         ok = diff <= allowed  # False for nan, too
         self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
         return ok
@@ -760,12 +764,12 @@ class Report:
                 if name in row:
                     row[name] = worst(other[name] for other in of_ranks)
         self.data.setdefault(key, []).extend(rows)
+        if not rows:  # nothing sent: there is one rank
+            return
         lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
         for name in [name for name in rows[0] if name not in hide]:
-            texts = [
-                name.replace("_bytes", ""),
-                *(cell(name, row[name]) for row in rows),
-            ]
+            texts = [cell(name, row[name]) for row in rows]
+            texts.insert(0, name.replace("_bytes", ""))
             width = max(map(len, texts))
             pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
             lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
@@ -782,16 +786,11 @@ class Report:
         (_, wanted), *others = runs.items()
         rows, none = {}, torch.empty(0)
         for name in dict.fromkeys(name for values in runs.values() for name in values):
-            row = {
-                "name": fold(name),
-                **dict.fromkeys(runs, 0.0),
-                "diff": 0.0,
-                "ok": True,
-            }
-            row = rows.setdefault(fold(name), row)
+            row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
+            row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
             for run, values in runs.items():
-                norm = torch.as_tensor(values.get(name, none)).detach().double().norm()
-                row[run] = math.hypot(row[run], norm)
+                value = torch.as_tensor(values.get(name, none), dtype=torch.float64)
+                row[run] = math.hypot(row[run], value.detach().norm())
             for run, values in others:
                 diff = rel_diff(values.get(name, none), wanted.get(name, none))
                 row["diff"] = max(row["diff"], diff)
@@ -827,7 +826,8 @@ class Report:
                 row |= {"calls": round(made), "bytes": round(sent), "formula": formula}
                 row["predicted_bytes"] = predicted
                 row["ring"] = round(times * sent * (ranks - 1) / ranks)
-                row["ok"] = self.check(f"calls: {' '.join(key)}", abs(made - calls))
+                off = abs(made - calls)
+                row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
                 rows.append(row)
         alike = [
             name for name in ("phase", "axis") if len({r[name] for r in rows}) == 1
@@ -846,12 +846,10 @@ class Report:
         for row in bad[:4]:
             off = f"off by {row['diff']:.1e}, allowed {row['allowed']:.0e}"
             print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
-        texts = []
+        texts, wrong = [], Counter(row["kind"] for row in bad)
         for kind, made in Counter(row["kind"] for row in rows.values()).items():
-            wrong = [row for row in bad if row["kind"] == kind]
-            texts.append(
-                f"{len(wrong)} of {made} {kind} differ" if wrong else f"{kind} ok"
-            )
+            some = f"{wrong[kind]} of {made} {kind} differ"
+            texts.append(some if wrong[kind] else f"{kind} all ok")
         numbers = [row for row in rows.values() if row["kind"] == "numbers"]
         worst = max(numbers, key=lambda row: row["diff"])
         diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
@@ -918,13 +916,13 @@ def apply_edit(edit: dict, module: dict) -> None:
         module[name] = edited[name]
 
 
-def describe(edit: dict) -> tuple[str, str]:
+def describe(name: str, edit: dict) -> tuple[str, str]:
     """A bug as a diff; and its symptom, why, and who met it."""
-    lines = [wrap(f"{edit['what']}; in {edit['target']}:")]
+    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
     for sign, text in (("-", edit["old"]), ("+", edit["new"])):
         lines += [f"{sign} {line}" for line in text.splitlines()]
     told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
-    return "\n".join(lines), "\n".join(told)
+    return "\n".join([*lines, ""]), "\n".join(told)
 
 
 def process_of(place: dict) -> str:
@@ -971,7 +969,7 @@ def who_is_missing(places: list[dict]) -> str:
 
 
 def not_in(place: dict, other: dict) -> bool:
-    """Has another rank not come to the call that a rank is in, or to a different one?"""
+    """Has another rank not come to this rank's call, or to a different one?"""
     made = other["made"].get(place["key"], 0)
     differs = other.get("key") == place["key"] and other["state"] != place["state"]
     return made < place["number"] or (made == place["number"] and differs)
@@ -1039,8 +1037,10 @@ def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
     gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    args.device = f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu"
-    args.ranks = ranks
+    args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
+    if gpu:
+        args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
+        torch.cuda.set_device(args.device)
     return args
 
 
@@ -1059,17 +1059,16 @@ def launch(main, parse_args, module: dict) -> None:
     args = read_flags(parse_args, breaks)
     torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
     torch.manual_seed(args.seed)
-    diff, bug = describe(breaks[args.bug]) if args.bug else ("", "")
+    diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
     limit = timedelta(seconds=min(args.timeout, 5) if args.bug else args.timeout)
     try:
-        backend = "gloo" if args.device == "cpu" else "nccl"
-        dist.init_process_group(backend, timeout=limit)
+        dist.init_process_group(args.backend, timeout=limit)
         COMM.store = dist.distributed_c10d._get_default_store()
         signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
         COMM.note()
         if args.bug:
             apply_edit(breaks[args.bug], module)
-            print(f"--break {args.bug}: {diff}\n", flush=True)
+            print(diff, flush=True)
         report = Report(lesson.stem, args)
         main(args, report)
         line = report.verdict()
