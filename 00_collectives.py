@@ -843,6 +843,7 @@ class Report:
                 row["diff"] = max(row["diff"], check["diff"])
                 row["bad"] += [] if check["ok"] else [rank]
         bad = [row for row in rows.values() if row["bad"]]
+        print()
         for row in bad[:4]:
             off = f"off by {row['diff']:.1e}, allowed {row['allowed']:.0e}"
             print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
@@ -1053,8 +1054,9 @@ def launch(main, parse_args, module: dict) -> None:
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
     under_torchrun = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= {*os.environ}
     if not under_torchrun and not {"-h", "--help", "list"} & {*sys.argv}:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
-        print(f"torchrun makes the ranks; start it as\n\n    {command} {lesson.name}")
+        print("start it with torchrun, which makes the ranks:\n")
+        ranks = module.get("RANKS", 2)
+        print(f"    torchrun --standalone --nproc_per_node={ranks} {lesson.name}")
         sys.exit(2)
     args = read_flags(parse_args, breaks)
     torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
@@ -1072,7 +1074,7 @@ def launch(main, parse_args, module: dict) -> None:
         report = Report(lesson.stem, args)
         main(args, report)
         line = report.verdict()
-        print("\n".join([bug, line]).strip(), flush=True)
+        print(f"{bug}\n{line}".strip(), flush=True)
         with COMM.meet("the last barrier", [*range(args.ranks)]):
             dist.barrier()
         COMM.note("finished", ends=True)
