@@ -54,16 +54,54 @@ EXPECTED = {
             "ways: y, 2D",
         ),
     },
+    "02_transformer_tp": {
+        "seed": (
+            "losses: loss, step 1, with TP",
+            "gradients: lm_head.weight, with TP",
+            "losses: loss, step 1, DTensor",
+        ),
+        "qkv": (
+            "losses: loss, step 1, with TP",
+            "gradients: layers.0.self_attn.q_proj.weight, with TP",
+            "losses: loss, step 1, DTensor",
+        ),
+        "mask-heads": (
+            "losses: loss, step 1, with TP",
+            "memory: activations with TP e·A + M + 8·B·S",
+            "replicas: embed_tokens.weight",
+        ),
+        "mask-residual": (
+            "losses: loss, step 1, with TP",
+            "gradients: lm_head.bias, with TP",
+            "losses: loss, step 1, DTensor",
+        ),
+        "clip": (
+            "updates: ‖g‖, step 1, with TP",
+            "calls: with TP clipping all-reduce tp",
+            "losses: loss, step 1, with TP",
+        ),
+        "data": (
+            "losses: loss, step 1, with TP",
+            "updates: ‖g‖, step 1, with TP",
+            "losses: loss, step 1, DTensor",
+        ),
+        "drift": (
+            "replicas: losses",
+            "memory: optimizer state with TP 2e·P + 4 a tensor",
+            "losses: loss, step 1, with TP",
+        ),
+    },
 }
-# Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
-RANKS = {("00_collectives", "skip"): 4, ("01_naive_mlp_tp", "average"): 4}
+# Of a break that two ranks do not show, or not fully: (lesson, name) → ranks, flags.
+RUNS = {("00_collectives", "skip"): (4,), ("01_naive_mlp_tp", "average"): (4,)}
 EXPECTED = {name: EXPECTED.get(name, {}) for name in sorted(jobs.NEW_ANATOMY)}
 
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 
 def run_of(lesson: str, name: str) -> tuple:
-    return lesson, RANKS.get((lesson, name), 2), "--break", name
+    ranks, *flags = RUNS.get((lesson, name), (2,))
+    return lesson, ranks, "--break", name, *flags
 
 
 each_break = pytest.mark.parametrize("lesson, name", [

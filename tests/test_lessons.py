@@ -159,7 +159,7 @@ def test_only_one_section():
     head, *lines = whole.out.splitlines()
     starts = [i for i, line in enumerate(lines) if re.match(r"\d  ", line)]
     section = lines[starts[1] - 1 : starts[2] - 1]
-    assert only.out.splitlines() == [head, *section, lines[-1]]
+    assert only.out.splitlines() == [head, *section, *lines[-2:]]
     assert only.data["checks"] == whole.data["checks"]
 
 
