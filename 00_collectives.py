@@ -1,16 +1,23 @@
 """Lesson 00: collectives, or what ranks can say to each other.
 
-A rank is one process with a number; a collective is a call that every rank of a group
-makes together, and after which each holds something it did not hold before. Tensor
-parallelism is nothing but matrix products with the right collectives between them.
+A rank is one process with a number; a collective is a call that all ranks of a group
+must make: each brings a tensor, and some or all get a result. Tensor parallelism is
+nothing but matrix products with the right collectives between them.
 
 Run it (2 ranks on a laptop; try 4 too, 8 at most on a small machine):
 
     torchrun --standalone --nproc_per_node=2 00_collectives.py
 
 What torchrun does: it starts this file twice, as two processes. They share no memory.
-Each finds a RANK of its own in its environment, all read the same program, and the only
-way from one to another is a collective that both of them call.
+Each finds a RANK of its own in its environment, all run the same program, and the only
+way from one to another is a call that both make. Your own first program could be:
+
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")           # all ranks meet
+    x = torch.ones(3) * dist.get_rank()       # rank 0 has zeros, rank 1 ones, …
+    dist.all_reduce(x)                        # x is now the sum over ranks, on each
+    print(dist.get_rank(), x)
+    dist.destroy_process_group()              # they part
 
 What you will see: the three ways a group can hold a tensor; nine ways to move one, each
 with every rank's values before and after; an all-reduce built by hand as a ring; the
@@ -19,7 +26,9 @@ checked on every rank, and every byte counted. `--break list` names the bugs you
 switch on, `--only 2` prints section 2 alone.
 
 How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are the bugs.
-HARNESS counts and compares; no one needs it to understand the rest.
+HARNESS counts (COMM), compares and prints (report); read past it. A group is a set of
+ranks that call together, group.rank() a rank's number in it. A mesh lays ranks out as a
+grid: outer 2 × inner 2 is [[0, 1], [2, 3]], its groups along inner are the rows.
 
 Shapes: A[I, J] · B[J, K] = C[I, K]. A suffix names a tensor's dims, one letter each:
     UPPERCASE is the full size, lowercase this rank's 1/T slice of it (a_Ij: columns).
@@ -29,7 +38,6 @@ Shapes: A[I, J] · B[J, K] = C[I, K]. A suffix names a tensor's dims, one letter
     words: Replicate() for a tensor that every rank holds whole, Shard(dim) for one
     that is cut along a dim, Partial() for one whose ranks hold terms of a sum.
 
-Needs: torch (and numpy, else torch warns that it is missing).
 Sources: the scaling book, jax-ml.github.io/scaling-book (notation, four products);
     GSPMD, arXiv:2105.04663 (2D mesh); docs.pytorch.org/docs/stable/distributed.html.
 """
@@ -62,15 +70,13 @@ from torch.utils.flop_counter import FlopCounterMode
 # ==== NEW in 00: collectives
 
 
-def first_words(x: Tensor) -> Tensor:
-    """What everybody's first program with ranks does, between
-    `dist.init_process_group("gloo")`, where all ranks meet, and
-    `dist.destroy_process_group()`, where they part."""
+def sum_in_background(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """An all-reduce that is started, and waited for later (async_op)."""
     out = x.clone()  # the call below overwrites what it is given
-    work = dist.all_reduce(out, async_op=True)  # starts a sum over all ranks
-    twos = torch.ones_like(x) + 1  # meanwhile: anything that leaves `out` alone
+    work = dist.all_reduce(out, group=group, async_op=True)
+    # Here a program computes something else, and leaves `out` alone.
     work.wait()  # now `out` is the sum; without async_op the call itself waits
-    return out + twos
+    return out
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -90,8 +96,8 @@ def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 # Each wrapper returns a new tensor and never changes its input. None of them is known
 # to autograd (lesson 01 teaches them their backward). In a group of one rank nothing is
-# called and nothing counted. Bytes are counted as payload: those of the whole tensor
-# that a call is about, by whatever way they travel.
+# called. COMM.record only counts the call and its payload: the bytes of the whole
+# tensor that it is about, by whatever way they travel.
 
 
 def all_reduce(
@@ -231,13 +237,13 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
     x; `on_step(name, chunks)` is called after each step.
 
     Shapes: x [...] → [...], Partial() → Replicate().
-    Communication: 2(T−1) sends of a chunk, x's elements / T; of all ranks 2(T−1)·x.
+    Communication: a rank sends 2(T−1) chunks of x/T; all together 2(T−1) times x.
     """
     T, rank = group.size(), group.rank()
     chunks = list(x.detach().flatten().tensor_split(T))
     right, left = (rank + 1) % T, (rank - 1) % T
     for step in range(T - 1):
-        mine = (rank - step - 1) % T  # the chunk that I added to in the last step
+        mine = (rank - step - 1) % T  # my own at first, then what I just added to
         theirs = (rank - step - 2) % T
         arrived = send_recv(chunks[mine], right, chunks[theirs], left, group)
         chunks[theirs] = chunks[theirs] + arrived
@@ -291,7 +297,8 @@ def matmul_case_3_reduce_scatter(a_Ij: Tensor, b_jK: Tensor, group) -> Tensor:
 
 
 def matmul_case_4_left(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
-    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: C has room for tp once, so gather A."""
+    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: alone, rank r could make block r, r of C
+    only, and no rank the others. So gather A."""
     return all_gather(a_iJ, 0, group) @ b_Jk
 
 
@@ -347,9 +354,8 @@ def main(args, report: Report) -> None:
 
 def numbers(x: Tensor | None) -> str:
     """[ 0  1 10], a column of two characters a number; – for nothing."""
-    if x is None:
-        return "–"
-    return "[" + " ".join(f"{v:2.0f}" for v in x.flatten().tolist()) + "]"
+    texts = [] if x is None else [f"{v:2.0f}" for v in x.flatten().tolist()]
+    return f"[{' '.join(texts)}]" if texts else "–"
 
 
 def count_from(start: int, size: int, args) -> Tensor:
@@ -364,8 +370,8 @@ def show_three_ways(report: Report, group) -> None:
     size = 2 * T if T <= 4 else T  # so that a row fits the screen
     full = count_from(0, size, report.args)
     mine = shard(full, 0, group)
-    terms = [(full * r) % 5 - 2 for r in range(1, T)]  # any numbers, and what is left
-    term = [full - sum(terms), *terms][rank]
+    terms = [(full * r) % 5 - 2 for r in range(1, T)]  # any numbers
+    term = [full - sum(terms), *terms][rank]  # rank 0 has what is left to A
     COMM.what = "three ways"
     joined, added = all_gather(mine, 0, group), all_reduce(term, group)
     report.check("sharded: slices join to A", rel_diff(joined, full))
@@ -375,7 +381,7 @@ def show_three_ways(report: Report, group) -> None:
         ("in this course", ["A[I]", "A[I_tp]", "A[I] {U_tp}"]),
         ("PyTorch's word", ["Replicate()", "Shard(0)", "Partial()"]),
         *((f"rank {r}", texts) for r, texts in enumerate(held)),
-        ("to get A back", ["each has it", "join them", "add them"]),
+        ("to get A back", ["each has it", "join them", "add them up"]),
     ]
     heads = ("", "replicated", "sharded", "partial")
     report.section("Three ways for a group to hold a tensor A")
@@ -385,29 +391,26 @@ def show_three_ways(report: Report, group) -> None:
 def show_collectives(report: Report, group) -> None:
     """Nine collectives, each rank's values before and after."""
     T, rank, args = group.size(), group.rank(), report.args
-    report.section("Nine ways to move it, and its bytes: rank r starts at 10·r")
     COMM.what = "picture"
     n = 2 if T <= 4 else 1  # numbers a slice, so that a row fits the screen
-    # What all ranks start with: four numbers; a slice; a slice for each rank.
-    fours = [count_from(10 * r, 4, args) for r in range(T)]
+    # What all ranks start with: one slice, or a whole tensor of T slices.
     slices = [count_from(10 * r, n, args) for r in range(T)]
     rows = [count_from(10 * r, n * T, args) for r in range(T)]
-    four, piece, row = fours[rank], slices[rank], rows[rank]
+    piece, row = slices[rank], rows[rank]
     joined = torch.cat(slices)
     after_exchange = torch.cat([other.tensor_split(T)[rank] for other in rows])
-    to, source = (rank + 1) % T, (rank - 1) % T
-    root = T - 1  # any rank can be the one that gives or takes all
+    to, source, root = (rank + 1) % T, (rank - 1) % T, T - 1
     pictures = [  # name, what it does; this rank's tensor before, after, and as wanted
         ("broadcast", f"rank {root}'s tensor goes to every rank",
-         four, broadcast(four, root, group), fours[root]),
+         row, broadcast(row, root, group), rows[root]),
         ("scatter", f"rank {root} hands each rank one slice of its own",
          row, scatter(row, root, group), rows[root].tensor_split(T)[rank]),
         ("gather", f"rank {root} collects every rank's slice",
          piece, gather(piece, root, group), joined if rank == root else None),
         ("reduce", f"rank {root} gets the sum, element by element",
-         four, reduce(four, root, group), sum(fours) if rank == root else None),
+         row, reduce(row, root, group), sum(rows) if rank == root else None),
         ("all-reduce", "every rank gets the sum",
-         four, all_reduce(four, group), sum(fours)),
+         row, all_reduce(row, group), sum(rows)),
         ("all-gather", "every rank gets every slice, in order",
          piece, all_gather(piece, 0, group), joined),
         ("reduce-scatter", "of the sum each keeps only its slice",
@@ -416,25 +419,25 @@ def show_collectives(report: Report, group) -> None:
          row, all_to_all(row, group), after_exchange),
     ]  # fmt: skip
     if T > 1:  # alone, there is no one to send to
-        got = send_recv(four, to, four, source, group)
+        got = send_recv(row, to, row, source, group)
         does = "each to the next, the last to rank 0"
-        pictures.append(("send/recv", does, four, got, fours[source]))
+        pictures.append(("send/recv", does, row, got, rows[source]))
+    report.section("Nine ways to move it; rank r starts with 10·r, 10·r + 1, …")
     for picture in pictures:
         show_picture(report, group, *picture)
 
 
 def show_picture(report, group, name, does, before, after, wanted) -> None:
-    """One collective: what it does, its payload; each rank before and after."""
+    """One of the nine: what it does; what each rank has before and after."""
     held = [x for x in (before, after) if x is not None]
     payload = max(gather_objects(max(x.nbytes for x in held)))
     calls, sent = COMM.rows.get(("picture", "", name, group.group_desc), (0, 0))
     off = abs(calls - 1) + abs(sent - payload) if group.size() > 1 else calls
     counted = report.check(f"bytes: {name}", off, kind="bytes")
-    none = torch.empty(0)  # of a rank that gets nothing
-    after_, wanted = (none if x is None else x for x in (after, wanted))
-    right = report.check(name, rel_diff(after_, wanted))
+    got, wanted = (torch.empty(0) if x is None else x for x in (after, wanted))
+    right = report.check(name, rel_diff(got, wanted))
     ok = cell("ok", all(gather_objects(right and counted)))
-    report.say(f"   {name:<16}{does:<46}{sent:>4} bytes  {ok:>2}")
+    report.say(f"   {name:<16}{does:<46}{ok}")
     texts = gather_objects(f"rank {group.rank()}  {numbers(before)} → {numbers(after)}")
     width = max(map(len, texts)) + 4
     a_line = max(1, 82 // width)  # as many ranks as fit
@@ -457,7 +460,7 @@ def show_ring(report: Report, group) -> None:
     report.table("halves", gather_objects(row))
     report.say(
         "   By hand, as a ring: each rank sends to the next one only, T − 1 chunks in\n"
-        f"   each half. bytes: of all {T} ranks together, predicted as 2(T−1) times x"
+        "   each half. bytes: of all ranks together, predicted as 2(T−1) times x"
     )
     rows = []
     for size in (2 * T, 2 * T + 3):
@@ -501,9 +504,10 @@ def show_products(report: Report, group) -> None:
     report.section("C[I, K] = A[I, J] · B[J, K], four ways to be sharded")
     report.say(
         "   If J, which is summed over, is split, a rank has only some of the terms,\n"
-        "   {U_tp}. If it is whole, nothing is sent; but tp can split only one dim of\n"
-        "   C (4). ring: the bytes that a rank of a ring sends, in an all-reduce for\n"
-        f"   its two halves. One process alone: {2 * a_IJ.numel() * 3 * T:,} flops"
+        "   {U_tp}. If it is whole nothing is sent; but in 4 a rank has only its own\n"
+        f"   block of C. I = {2 * T}, J = {4 * T}, K = {3 * T}, e = {a_IJ.itemsize} "
+        f"bytes; one process: {2 * a_IJ.numel() * 3 * T:,} flops.\n"
+        "   ring: what one rank sends, bytes · (T−1)/T, of an all-reduce twice that"
     )
     report.table("communication", rows, hide=["predicted_bytes"])
 
@@ -542,15 +546,14 @@ def show_mesh(report: Report, outer, inner) -> None:
     """The product on a 2D mesh, every matrix split on both axes."""
     Y, X = outer.size(), inner.size()
     report.axes = report.axes | {"outer": Y, "inner": X}
-    report.section(f"Mesh {Y} × {X}: A[I_outer, J_inner] · B[J_outer, K_inner]")
-    if min(Y, X) == 1:
-        report.say("   on an axis of 1 rank there is nothing to send: try 4 ranks")
-    for axis, group in (("outer", outer), ("inner", inner)):
-        members = gather_objects(dist.get_process_group_ranks(group))
-        texts = dict.fromkeys(str(ranks) for ranks in members)  # each group once
-        report.say(f"   groups along {axis}: {'  '.join(texts)}")
+    hint = "" if X > 1 else "; try 4 ranks"
+    report.section(f"Mesh {Y} × {X}: A[I_outer, J_inner] · B[J_outer, K_inner]{hint}")
+    for group in (outer, inner):
+        members = gather_objects(str(dist.get_process_group_ranks(group)))
+        each_once = "  ".join(dict.fromkeys(members))
+        report.say(f"   groups along {group.group_desc}: {each_once}")
     I, J, K = 2 * Y, 2 * Y * X, 3 * X
-    a_IJ, b_JK = (random_matrix(*shape, report.args) for shape in ((I, J), (J, K)))
+    a_IJ, b_JK = random_matrix(I, J, report.args), random_matrix(J, K, report.args)
     cut = lambda x: shard(shard(x, 0, outer), 1, inner)
     COMM.what = "2D product"
     c_ik = matmul_2d(cut(a_IJ), cut(b_JK), outer, inner)
@@ -566,7 +569,7 @@ def show_traps(report: Report, group) -> None:
     """A view that is not contiguous, the order of the calls, and not waiting."""
     T, rank, args = group.size(), group.rank(), report.args
     COMM.what = "traps"
-    view = count_from(0, 6, args).view(2, 3).T + rank  # [3, 2], keeps its strides
+    view = (count_from(0, 6, args) + rank).view(2, 3).T  # [3, 2], not contiguous
     before = view.clone()
     sum_of_ranks = T * (T - 1) // 2
     ones = torch.ones_like(view[:, 0])
@@ -578,8 +581,8 @@ def show_traps(report: Report, group) -> None:
         ("and the view itself afterwards", before, view, before),
         ("two sums in a row: first the 1s", ones, sum_1, T * ones),
         ("then the 10s, on every rank", 10 * ones, sum_10, 10 * T * ones),
-        ("first_words: sum of ranks, plus 2",
-         ranks, first_words(ranks), sum_of_ranks + 2 * ones),
+        ("a sum that is waited for later",
+         ranks, sum_in_background(ranks, group), sum_of_ranks * ones),
     ]  # fmt: skip
     rows = []
     for name, was, now, wanted in cases:
@@ -587,9 +590,8 @@ def show_traps(report: Report, group) -> None:
         rows.append(row | {"ok": report.check(name, rel_diff(now, wanted))})
     report.section("Three traps, avoided")
     report.say(
-        "   In place, a view can come back as it was (--break view); in another order\n"
-        "   on one rank, 1s are added to 10s (--break order); read before work.wait()\n"
-        "   a sum may be incomplete"
+        "   Who reduces view.contiguous() in place reduces a copy (--break view); in\n"
+        "   another order on one rank, 1s are added to 10s (--break order)"
     )
     report.table("traps", rows)
 
@@ -600,8 +602,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # ==== BREAK IT
 
-# Bugs that people have shipped, each an edit of a definition above. --break NAME
-# switches one on.
+# Bugs that people have shipped, each an edit of a definition above.
 BREAKS = {
     "skip": dict(
         target="all_reduce",
@@ -845,7 +846,8 @@ class Report:
         bad = [row for row in rows.values() if row["bad"]]
         print()
         for row in bad[:4]:
-            off = f"off by {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            how = "relative difference" if row["kind"] == "numbers" else "off by"
+            off = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
             print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
         texts, wrong = [], Counter(row["kind"] for row in bad)
         for kind, made in Counter(row["kind"] for row in rows.values()).items():

@@ -316,7 +316,7 @@ def vectors(group) -> dict:
         "all_reduce": lesson.all_reduce(torch.ones(5) * r, group).tolist(),
         "reduce_scatter": lesson.reduce_scatter(rows, 0, group).tolist(),
         "sum_both": [x.item() for x in both],
-        "first_words": [lesson.first_words(x).tolist(), x.tolist()],
+        "sum_in_background": [lesson.sum_in_background(x, group).tolist(), x.tolist()],
     }
 
 

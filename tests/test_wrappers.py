@@ -75,7 +75,7 @@ def test_published_vectors(ranks):
         assert vectors["all_reduce"] == [6.0] * 5
         assert vectors["reduce_scatter"] == [[4.0 * rank] * 3]
         assert vectors["sum_both"] == [4.0, 40.0]
-        assert vectors["first_words"] == [[8.0, 32.0], [1.0 * rank, 5.0 * rank]]
+        assert vectors["sum_in_background"] == [[6.0, 30.0], [1.0 * rank, 5.0 * rank]]
 
 
 def test_dims_that_do_not_divide(ranks):
