@@ -1082,6 +1082,7 @@ def launch(main, parse_args, module: dict) -> None:
         COMM.note("finished", ends=True)
     except Exception as error:
         fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.collect()  # whatever still refers to a group must go before the groups do
     dist.destroy_process_group()
     if line.startswith("FAIL"):
