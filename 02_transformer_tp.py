@@ -4,67 +4,70 @@ Attention splits by heads as an MLP splits by columns: q, k and v by column, o b
 So a layer needs two all-reduces forward and two backward, and what lies between the
 blocks (LayerNorm, residual, dropout, embedding) stays whole and equal on every rank.
 
-Run it (2 ranks on a laptop; 4 and 8 work too):
+Run it (1, 2, 3, 4, 6 or 8 ranks: the sizes follow):
 
     torchrun --standalone --nproc_per_node=2 02_transformer_tp.py
 
-What you will see: a decoder that learns to predict this file, byte by byte, in one
-process and under TP, side by side: losses, every gradient, the gradient norm and its
-clipping, the parameters after the last step. Then what a rank sends and holds, against
-the formulas; why shards are cut from one tensor; which dropout masks are shared; and
-the same by PyTorch's plan. `--bench` times it, `--profile DIR` writes traces for
-Perfetto, `--break list` names the bugs you can switch on.
+What you will see: a decoder that learns this text, byte by byte, in one process, under
+TP and by PyTorch's DTensor, side by side: losses, every gradient, parameters after the
+last step. Then what a rank sends and holds, against formulas.
 
-New here: the model, attention split by heads, dropout, gradient norm under TP, memory.
-Carried over: from 01 the parallel layers, f and g; from 00 the collectives.
+Try: nn.RMSNorm for nn.LayerNorm in DecoderLayer; TP for attention alone (leave out the
+last line of parallelize_layer); a gated MLP, down(gelu(gate(x)) · up(x)), as in Llama.
+
+How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are its bugs
+(`--break list`). If time is short: CoreAttention, parallelize_layer, global_norm.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
     H = D/N head size, V vocabulary, L layers, T ranks in the TP group. UPPERCASE is the
-    full size, lowercase this rank's slice: q_BnSH has this rank's N/T heads.
+    full size, lowercase this rank's slice. Replicate() is PyTorch's word for what every
+    rank holds whole, Shard(dim) for what is cut along a dim.
 
-Needs: torch (and numpy, else torch warns that it is missing).
 Sources: Megatron-LM, arXiv:1909.08053, sec. 3 (the split, dropout); arXiv:2205.05198
-    (what activations are kept); RoFormer, arXiv:2104.09864 (rotary embedding);
-    docs.pytorch.org, torch.distributed.tensor.parallel and torch.profiler.
+    (what is kept for backward); RoFormer, arXiv:2104.09864 (rotary embedding).
 """
 
-from __future__ import annotations  # names that stand further down may be used
+from __future__ import annotations
 
 import argparse
 import copy
 import gc
+import inspect
 import json
 import math
 import os
+import re
 import signal
+import socket
 import sys
 import textwrap
 import time
 import traceback
-import weakref
 from collections import Counter, namedtuple
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 02: a transformer under tensor parallelism
 
-Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
-
+# From lesson 01: f (CopyToTP) is the identity forward and an all-reduce backward, g
+# (ReduceFromTP) the other way round; ColumnParallelLinear has a slice of the outputs,
+# RowParallelLinear of the inputs and then g; tp_mlp is one after the other. A parameter
+# remembers how it was cut: p.cuts = ((dim, group), …), and has none if it is whole.
+# From lesson 00: shard(x, dim, group) is this rank's slice of what every rank holds.
 
 # The reference: one process, plain PyTorch. No collective, no group.
+
+Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
 
 
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
@@ -80,16 +83,8 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
     return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
 
 
-class Dropout(nn.Module):
-    """Zero elements with probability p, scale the others by 1/(1 − p).
-
-    Like nn.Dropout, but the mask kept for backward is boolean, one byte an element, as
-    on a GPU (on a CPU nn.Dropout keeps it in x's dtype).
-    """
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
+class Dropout(nn.Dropout):
+    """With a mask of bytes, one an element: on a CPU nn.Dropout's is of x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -98,33 +93,56 @@ class Dropout(nn.Module):
         return x * keep / (1 - self.p)
 
 
-class Attention(nn.Module):
-    """Causal attention written out, so that what it keeps for backward can be counted.
+class CoreAttention(nn.Module):
+    """The part of attention that has no weights. Heads never meet here, so it works on
+    N and K of them, or on N/T and K/T. Each key/value head serves N/K query heads.
 
-    Shapes: x [B, S, D] → [B, S, D]. K key/value heads serve N/K query heads each.
+    Shapes: q [B, S, N·H], k and v [B, S, K·H], tables [S or more, …] → [B, S, N·H].
     """
+
+    def __init__(self, head_size: int, dropout: float):
+        super().__init__()
+        self.head_size = head_size
+        self.dropout = Dropout(dropout)  # of the attention weights
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: tuple) -> Tensor:
+        S = q.shape[1]
+        cos_SH, sin_SH, future_SS = tables
+        q_BNSH = q.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        k_BKSH = k.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        v_BKSH = v.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        q_BNSH = rotate(q_BNSH, cos_SH[:S], sin_SH[:S])
+        k_BKSH = rotate(k_BKSH, cos_SH[:S], sin_SH[:S])
+        queries_per_kv = q_BNSH.shape[1] // k_BKSH.shape[1]
+        k_BNSH = k_BKSH.repeat_interleave(queries_per_kv, 1)
+        v_BNSH = v_BKSH.repeat_interleave(queries_per_kv, 1)
+        scores_BNSS = q_BNSH @ k_BNSH.mT / math.sqrt(self.head_size)
+        scores_BNSS = scores_BNSS.masked_fill(future_SS[:S, :S], float("-inf"))
+        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
+        return (weights_BNSS @ v_BNSH).transpose(1, 2).flatten(2)
+
+
+def project_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """The same x through several linears."""
+    return [linear(x_BSD) for linear in linears]
+
+
+class Attention(nn.Module):
+    """Causal attention. Shapes: x [B, S, D] → [B, S, D]."""
 
     def __init__(self, config: Config):
         super().__init__()
         D, H = config.hidden, config.hidden // config.heads
-        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
+        self.project = project_each  # how x gets to the three; TP puts f there
+        self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
-        self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
-        q, k, v = (
-            proj(x_BSD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, N, S, H], and [B, K, S, H] twice
-        q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
-        scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
-        scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
-        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
-        return self.o_proj((weights_BNSS @ v).transpose(1, 2).flatten(2))
+    def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        q, k, v = self.project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        return self.o_proj(self.core(q, k, v, tables))
 
 
 class DecoderLayer(nn.Module):
@@ -139,14 +157,16 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(D, 4 * D)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + self.dropout(attended_BSD)
-        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
+    def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        # By keywords, as Hugging Face's layers call their attention.
+        y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), tables=tables)
+        x_BSD = x_BSD + self.dropout(y_BSD)
+        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
+        return x_BSD + self.dropout(y_BSD)
 
 
 class Transformer(nn.Module):
-    """The reference decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
+    """The decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -162,252 +182,502 @@ class Transformer(nn.Module):
         self.register_buffer("future", future_SS, persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        tables = self.cos[:S], self.sin[:S], self.future[:S, :S]
         x_BSD = self.embed_tokens(tokens_BS)
         for layer in self.layers:
-            x_BSD = layer(x_BSD, *tables)
+            x_BSD = layer(x_BSD, (self.cos, self.sin, self.future))
         return self.lm_head(self.norm(x_BSD))
 
 
-# The parallel model, cut from the reference.
+# ---- Tensor parallelism: the same model, edited
 
 
-def replicated_dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout where x is whole on every rank: all must drop the same elements.
-
-    They do, because all draw the same numbers, from one seed and in one order:
-    sharded_dropout, too, draws its whole mask on every rank.
-    """
-    keep = torch.rand(x.shape, device=x.device) >= p
-    return x * keep / (1 - p)
-
-
-def sharded_dropout(x: Tensor, p: float, dim: int, tp_group) -> Tensor:
+class ShardedDropout(nn.Module):
     """Dropout where x is a slice along dim: each rank must drop elements of its own.
 
-    Every rank draws the mask of the whole tensor and keeps its slice, so that the
-    result is the single process's. Megatron does not draw the other ranks' parts: it
-    has a second generator, seeded with an offset by tp_rank. That is less work, and
-    other masks than one process would draw (arXiv:1909.08053, appendix).
-    """
-    whole = list(x.shape)
-    whole[dim] *= tp_group.size()
-    keep = torch.rand(whole, device=x.device) >= p
-    return x * shard(keep, dim, tp_group) / (1 - p)
-
-
-def shard_qkv(full: Attention, tp_group) -> list:
-    """q_proj, k_proj, v_proj cut by heads: each on its own, so that a rank's queries
-    meet the keys and values that belong to them. f comes before, once for the three."""
-    three = full.q_proj, full.k_proj, full.v_proj
-    return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
-
-
-class CoreAttention(nn.Module):
-    """The part of attention that has no weights: this rank's heads, each on its own.
-
-    Args:
-        head_size: H; p: dropout of the attention weights; tp_group: whose heads.
-    Shapes: q [B, S, N·H/T], k and v [B, S, K·H/T], tables [S, H] twice and [S, S]
-        → [B, S, N·H/T]: heads never meet, so nothing is sent.
+    Every rank draws the whole mask and keeps its slice, as one process would draw it.
+    (So where x is whole, on the residual stream, plain Dropout drops the same on all
+    ranks, as it must.) Megatron seeds a second generator by tp_rank: other masks.
     """
 
-    def __init__(self, head_size: int, p: float, tp_group: dist.ProcessGroup):
+    def __init__(self, p: float, dim: int, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.head_size, self.p, self.tp_group = head_size, p, tp_group
+        self.p, self.dim, self.tp_group = p, dim, tp_group
 
-    def forward(self, q_BSd, k_BSe, v_BSe, cos_SH, sin_SH, future_SS) -> Tensor:
-        q_BnSH, k_BkSH, v_BkSH = (
-            x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for x in (q_BSd, k_BSe, v_BSe)
-        )
-        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BkSH = rotate(k_BkSH, cos_SH, sin_SH)
-        queries_per_kv = q_BnSH.shape[1] // k_BkSH.shape[1]
-        k_BnSH = k_BkSH.repeat_interleave(queries_per_kv, 1)
-        v_BnSH = v_BkSH.repeat_interleave(queries_per_kv, 1)
-        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(self.head_size)
-        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
-        if self.p and self.training:
-            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
-        return (weights_BnSS @ v_BnSH).transpose(1, 2).flatten(2)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        whole = list(x.shape)
+        whole[self.dim] *= self.tp_group.size()
+        keep = torch.rand(whole, device=x.device) >= self.p
+        return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-class TPAttention(nn.Module):
-    """Attention by heads: q, k, v by column, o by row; heads never meet in between.
+def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+    """f once for all linears that read x: their terms of dL/dx are added up first."""
+    return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
-    Args:
-        full: the single-process attention; its heads and kv heads are multiples of T.
+
+def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
+    """Put parallel modules in the place of a layer's linears: Megatron's split.
+
+    Attention by heads: q, k and v by column, each on its own, so that a rank's queries
+    meet their own keys and values; then o by row. All but attention's core and the MLP
+    stays whole, and equal on all ranks: LayerNorm, residual, the dropout on it.
 
     Shapes (global → on a rank, placement):
-        x                      [B, S, D] → [B, S, D]         Replicate()
-        q_proj.weight          [D, D]    → [D/T, D]          Shard(0), N/T heads
-        k_proj, v_proj.weight  [K·H, D]  → [K·H/T, D]        Shard(0), K/T heads
-        o_proj.weight          [D, D]    → [D, D/T]          Shard(1)
-    Communication: forward one all-reduce of B·S·D elements (g of o_proj), backward one
-        (f before q, k and v).
-    Raises: ValueError if T does not divide a projection.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+        q_proj.weight          [D, D]    → [D/T, D]       Shard(0), N/T heads
+        k_proj, v_proj.weight  [K·H, D]  → [K·H/T, D]     Shard(0), K/T heads
+        o_proj.weight          [D, D]    → [D, D/T]       Shard(1)
+    Communication: 2 all-reduces forward (g of o_proj and of down_proj) and 2 backward
+        (f before q, k and v together, and before up_proj), each of B·S·D elements.
+    Raises: ValueError if T does not divide the heads. Source: arXiv:1909.08053, sec. 3.
     """
-
-    def __init__(self, full: Attention, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.tp_group = tp_group
-        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
-        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
-        self.o_proj = RowParallelLinear(full.o_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        q_BSd, k_BSe, v_BSe = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
-        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
-
-
-class TPDecoderLayer(nn.Module):
-    """A layer: attention and MLP split; LayerNorm, residual and their dropout whole.
-
-    Communication: 2 all-reduces forward and 2 backward, each of B·S·D elements.
-    """
-
-    def __init__(self, full: DecoderLayer, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.p = full.dropout.p
-        self.input_layernorm = copy.deepcopy(full.input_layernorm)
-        self.self_attn = TPAttention(full.self_attn, tp_group)
-        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
-        self.mlp = TPMLP(full.mlp, tp_group)
-
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        p = self.p if self.training else 0
-        y_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
-        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
-        return x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
+    attn = layer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        full = getattr(attn, name)
+        heads = full.out_features // attn.core.head_size
+        if heads % tp_group.size():
+            raise ValueError(f"{name}: {heads} heads on {tp_group.size()} ranks")
+        setattr(attn, name, ColumnParallelLinear(full, tp_group, copy_input=False))
+    attn.project = copy_then_project
+    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
+    attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
+    layer.mlp = tp_mlp(layer.mlp, tp_group)
 
 
-class TPTransformer(nn.Module):
-    """The decoder, its layers split over the TP group; embedding and head are whole.
+def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
+    """A copy of the decoder with its layers split over the TP group.
 
-    Args:
-        full: the reference, identical on every rank.
-        tp_group: the T ranks that share each layer.
-
-    Shapes: tokens [B, S] → logits [B, S, V], Replicate().
+    Shapes: tokens [B, S] → logits [B, S, V], Replicate(): embedding and head are whole.
     Communication: 2·L all-reduces of B·S·D elements forward, as many backward.
     """
+    model = copy.deepcopy(full)
+    for layer in model.layers:
+        parallelize_layer(layer, tp_group)
+    return model
 
-    def __init__(self, full: Transformer, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.embed_tokens = copy.deepcopy(full.embed_tokens)
-        self.layers = nn.ModuleList(TPDecoderLayer(x, tp_group) for x in full.layers)
-        self.norm = copy.deepcopy(full.norm)
-        self.lm_head = copy.deepcopy(full.lm_head)
-        for name, table in full.named_buffers():
-            self.register_buffer(name, table.clone(), persistent=False)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        x_BSD = self.embed_tokens(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, self.cos[:S], self.sin[:S], self.future[:S, :S])
-        return self.lm_head(self.norm(x_BSD))
+def tp_plan() -> dict:
+    """PyTorch's way to say which linear is split by column, which by row. By hand q, k
+    and v share one f; here each has its own: backward 4·L all-reduces, not 2·L."""
+    column, row = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+    return {
+        "layers.*.self_attn.q_proj": column,
+        "layers.*.self_attn.k_proj": column,
+        "layers.*.self_attn.v_proj": column,
+        "layers.*.self_attn.o_proj": row,
+        "layers.*.mlp.up_proj": column,
+        "layers.*.mlp.down_proj": row,
+    }
+
+
+def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
+    """The model that PyTorch makes of a plan: parameters that are cut are DTensors."""
+    device = next(full.parameters()).device.type
+    mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
+    model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
+    for layer in model.layers:  # a plan is about parameters: masks are ours to cut
+        p = layer.self_attn.core.dropout.p
+        layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
+    return model
+
+
+# ---- After backward: the norm of a gradient in shards
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank.
 
-    A rank has a slice of the sharded gradients: their squares are summed over the
-    group. It has all of the replicated ones: they are counted once.
-    Communication: one all-reduce of one float64.
+    Squares of sharded gradients are summed over the group; of replicated ones every
+    rank has all: they are counted once. Communication: one all-reduce of one float64.
     """
-    sharded, replicated = [], []
-    for name, p in model.named_parameters():
-        squares = p.grad.double().square().sum()
-        (sharded if tell_placement(model, name) else replicated).append(squares)
-    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
+    sharded = replicated = next(model.parameters()).new_zeros((), dtype=torch.float64)
+    for p in model.parameters():
+        squares = 0 if p.grad is None else p.grad.double().square().sum()
+        if getattr(p, "cuts", ()):
+            sharded = sharded + squares
+        else:
+            replicated = replicated + squares
+    return math.sqrt(all_reduce(sharded, tp_group) + replicated)
 
 
-def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
-    """Scale all gradients so that their global norm is at most max_norm; the norm."""
-    norm = global_norm(model, tp_group)
+def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
+    """Scale all gradients by the same: the whole one's norm is max_norm at most."""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     for p in model.parameters():
-        p.grad.mul_(scale)
-    return norm
+        if p.grad is not None:
+            p.grad.mul_(scale)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer: every rank updates what it holds, nothing is sent.
-
-    Replicas stay equal because they started equal and got equal gradients.
-    """
-    optimizer.step()
-    optimizer.zero_grad()
+# ==== RUN
 
 
-def pick_batch(batches: list, step: int) -> tuple[Tensor, Tensor]:
-    """The step's tokens and targets: every rank of a TP group takes the same."""
-    return batches[step]
+def main(args, report: Report) -> None:
+    tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
+    report.begin({"tp": args.ranks})
+    full, batches = make_transformer(args), make_batches(__doc__, args, args.steps)
+    models = {
+        "without TP": copy.deepcopy(full),
+        "with TP": tp_transformer(full, tp_group),
+        "DTensor": dtensor_transformer(full, tp_plan(), tp_group),
+    }
+    runs = {}
+    for what, model in models.items():
+        group = tp_group if what == "with TP" else None
+        runs[what] = train_transformer(what, model, batches, args, mean_loss, group)
+    show_heads(report, full, models["with TP"])
+    show_steps(report, runs, "with TP", models["with TP"], tp_group)
+    show_all_gradients(report, runs)
+    show_all_reduces(report, full.config)
+    show_bytes_held(report, runs, full.config)
+
+
+PAD = 256  # the one token that is not a byte
+IGNORE = -100  # as a target: there is none, F.cross_entropy leaves this token out
+
+
+def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets [B, S]: bytes of random lines of a text, each from some place
+    on. Behind the end of a line stands PAD, which has no target and is none."""
+    lines = [f"{line}\n".encode() for line in text.splitlines() if line.strip()]
+    generator = torch.Generator().manual_seed(args.seed)
+    batches = []
+    for _ in range(count):
+        rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
+        for row in rows:
+            line = lines[torch.randint(len(lines), (), generator=generator)]
+            start = torch.randint(len(line) - 1, (), generator=generator)
+            line = line[start : start + args.seq_len + 1]
+            row[: len(line)] = torch.tensor(list(line))
+        tokens_BS, target_BS = rows[:, :-1].contiguous(), rows[:, 1:]
+        target_BS = target_BS.masked_fill(target_BS == PAD, IGNORE)
+        batches.append((tokens_BS.to(args.device), target_BS.to(args.device)))
+    return batches
 
 
 def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Cross entropy averaged over the tokens that count, in float32 at least."""
-    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
+    """Cross entropy, averaged over the tokens that have a target."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
 
 
-def wide_copy(full: Transformer) -> tuple[Transformer, str]:
-    """The model without dropout, in float32 at least, and the name of its dtype.
+def make_transformer(args) -> Transformer:
+    """The full model, the same on every rank: drawn from the seed before any cut."""
+    torch.manual_seed(args.seed)
+    sizes = {name: getattr(args, name) for name in Config._fields}
+    return Transformer(Config(**sizes)).to(args.device, getattr(torch, args.dtype))
 
-    For comparisons in which rounding is not the question.
+
+class TrainingRun(NamedTuple):
+    losses: dict[str, float]  # by step
+    norms: dict[str, float]  # of the gradient, by step, before it was clipped
+    gradients: dict[str, Tensor]  # of step 1, put together from all ranks
+    parameters: dict[str, Tensor]  # after the last step, too
+    held: dict[str, int]  # bytes on this rank
+
+
+def train_transformer(
+    what, model, batches, args, loss_of, tp_group=None, after_backward=None
+) -> TrainingRun:
+    """A step of AdamW on each batch, with gradients clipped to norm args.clip.
+
+    what: names the run where collectives are counted; loss_of: (logits, target) → loss;
+    tp_group: None for one process and DTensor; after_backward: called with the model.
     """
-    dtype = torch.promote_types(next(full.parameters()).dtype, torch.float32)
-    return copy.deepcopy(full).eval().to(dtype), str(dtype).removeprefix("torch.")
+    # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
+    # and would turn rounding into steps as long as any other.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    losses, norms, held = {}, {}, {}
+    for step, batch in enumerate(batches, 1):
+        model.zero_grad()
+        torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
+        loss, held["activations"] = forward_backward(what, model, batch, loss_of)
+        if after_backward:
+            COMM.what, COMM.phase = what, "after backward"
+            after_backward(model)
+        if step == 1:
+            gradients = put_together(model, "grad")
+        COMM.what, COMM.phase = what, "clipping"
+        losses[f"loss, step {step}"] = loss
+        norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
+        clip_gradients(model, args.clip, norm)
+        norms[f"‖g‖, step {step}"] = norm
+        # Every rank updates what it holds, and nothing is sent. Replicas stay equal
+        # because they started equal and get equal gradients: nothing else sees to it.
+        optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values()]
+    held["parameters"] = nbytes(model.parameters())
+    held["gradients"] = nbytes(p.grad for p in model.parameters())
+    held["optimizer state"] = nbytes(moments)
+    return TrainingRun(losses, norms, gradients, put_together(model, "data"), held)
 
 
-def plan_for(layers: int) -> dict:
-    """PyTorch's way to say the same: which linear is split by column, which by row."""
-    column, row = ColwiseParallel, RowwiseParallel
-    plan = {}
-    for i in range(layers):
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[f"layers.{i}.{name}"] = column()
-        plan[f"layers.{i}.self_attn.o_proj"] = row()
-        plan[f"layers.{i}.mlp.up_proj"] = column()
-        plan[f"layers.{i}.mlp.down_proj"] = row()
-    return plan
+def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
+    """The loss of a batch, and the bytes that the model keeps for backward."""
+    tokens_BS, target_BS = batch
+    saved = SavedBytes([*model.parameters(), *model.buffers()])
+    COMM.what, COMM.phase = what, "forward"
+    with CountDTensor("tp"):
+        with saved:
+            logits = model(tokens_BS)
+        COMM.phase = "loss"
+        loss = loss_of(logits, target_BS)
+        COMM.phase = "backward"
+        loss.backward()
+    return loss.item(), saved.total()
+
+
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which knows DTensors; in float64."""
+    grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(grads, foreach=False).item()
+
+
+def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
+    """All parameters ("data") or gradients ("grad") from all ranks' slices."""
+    COMM.what = COMM.phase = ""  # not the model's calls, but the report's
+    whole = {}
+    for name, p in model.named_parameters():
+        x = getattr(p, what)
+        if isinstance(x, DTensor):
+            x = x.full_tensor()
+        elif x is not None:
+            x = unshard(x, getattr(p, "cuts", ()))
+            x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
+        whole[name] = torch.empty(0) if x is None else x.clone()
+    return whole
+
+
+def show_heads(report: Report, full: Transformer, split_model: Transformer) -> None:
+    """How attention is cut."""
+    rows, held = [], dict(split_model.layers[0].self_attn.named_parameters())
+    for name, p in full.layers[0].self_attn.named_parameters():
+        mine = held.get(name, torch.empty(0))  # in a model of yours it may have gone
+        cuts = [f"Shard({dim})" for dim, _ in getattr(mine, "cuts", ())]
+        row = {"self_attn": name, "global": [*p.shape], "on a rank": [*mine.shape]}
+        rows.append(row | {"placement": ", ".join(cuts) or "Replicate()"})
+    heads, kv_heads = full.config.heads, full.config.kv_heads
+    report.section(f"Who holds what: {heads} heads, {kv_heads} key/value heads")
+    report.say("   MLP: as in 01. Embedding, head and LayerNorms: whole on every rank.")
+    report.table("holdings", rows)
+
+
+def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
+    """Losses, norms, and where training ended; replicas in the run that is split."""
+    args, losses = report.args, {what: run.losses for what, run in runs.items()}
+    ends = {what: run.norms | run.parameters for what, run in runs.items()}
+    labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
+    labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
+    report.section("Losses, AdamW's steps; ‖g‖: the gradient's norm before clipping")
+    report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
+    report.compare("losses", losses, report.allowed_loss)
+    report.compare("updates", ends, fold=labels.get)
+    for name, p in model.named_parameters():
+        if not getattr(p, "cuts", ()):
+            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, tp_group)))
+    of_rank_0 = gather_objects(losses[split])[0]
+    report.check("replicas: losses", float(losses[split] != of_rank_0))
+
+
+def show_all_gradients(report: Report, runs: dict) -> None:
+    """Gradients of step 1, a row for the same module of all layers."""
+    gradients = {what: run.gradients for what, run in runs.items()}
+    report.section("Gradients of step 1: norms; weight, bias and layers in one row")
+    report.compare("gradients", gradients, fold=module_of)
+    name = next(n for n in gradients["with TP"] if "layers.0.self_attn" in n)
+    report.say(f"   The first numbers of dL/d {name}:")
+    for what, of_run in gradients.items():
+        numbers = of_run[name].flatten()[:4].tolist()
+        report.say(f"   {what:<12}" + " ".join(f"{x:11.8f}" for x in numbers))
+
+
+def module_of(name: str) -> str:
+    """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj."""
+    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
+    return ".".join(parts[:-1]) or name
+
+
+def show_all_reduces(report: Report, config: Config) -> None:
+    """Calls and bytes of a step, by hand and by PyTorch's plan."""
+    args, L, e = report.args, config.layers, getattr(torch, report.args.dtype).itemsize
+    x_bytes = args.batch_size * args.seq_len * config.hidden * e
+    two = 2 * L, "2·L·B·S·D", 2 * L * x_bytes
+    four = 4 * L, "4·L·B·S·D", 4 * L * x_bytes
+    report.section("Communication of a step; ring: bytes that a rank of a ring sends")
+    report.say("   By hand q, k and v share one f. In a plan each has an f of its own.")
+    formulas = {
+        ("with TP", "forward", "all-reduce", "tp"): two,
+        ("with TP", "backward", "all-reduce", "tp"): two,
+        ("with TP", "clipping", "all-reduce", "tp"): (1, "one float64", 8),
+        ("DTensor", "forward", "all-reduce", "tp"): two,
+        ("DTensor", "backward", "all-reduce", "tp"): four,
+    }
+    report.ledger(formulas, steps=args.steps)
+
+
+def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
+    """Bytes on a rank. LayerNorm keeps for backward its input, mean and 1/σ; q, k, v
+    their one input and, turned, themselves; softmax its output, dropout a mask and its
+    output; o its input; dropout a mask; up its input, GELU its own, down its own."""
+    args, V, D, L = report.args, config.vocab_size, config.hidden, config.layers
+    C, drops = D // config.heads * config.kv_heads, config.dropout > 0
+    BS, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
+    X, Q, rows = BS * D, BS * config.heads * args.seq_len, []
+    for what, T in (("without TP", 1), ("with TP", args.ranks)):
+        P = L * ((10 * D * D + 2 * D * C + 5 * D + 2 * C) // T + 6 * D)
+        P += 2 * V * D + V + 2 * D
+        A = L * ((12 * X + (1 + drops) * Q) // T + 4 * X + 4 * BS) + 2 * X + 2 * BS
+        M = drops * L * (Q // T + 2 * X)
+        S = 2 * e * P + 4 * len(runs[what].parameters)  # AdamW counts its steps
+        predicted = {
+            "parameters": ("e·P", e * P),
+            "gradients": ("e·P", e * P),
+            "optimizer state": ("2e·P + 4 a tensor", S),
+            "activations": ("e·A + M + 8·B·S", e * A + M + 8 * BS),
+        }
+        for kind, (formula, wanted) in predicted.items():
+            row = {"held": kind, "run": what, "formula": formula}
+            rows.append(
+                row | {"bytes": runs[what].held[kind], "predicted_bytes": wanted}
+            )
+    report.section("Memory of a rank: what lies between f and g is cut by T")
+    report.say("   P = L·((10D² + 2DC + 5D + 2C)/T + 6D) + 2VD + V + 2D   with C = K·H")
+    report.say("   A = L·((12X + 2Q)/T + 4X + 4BS) + 2X + 2BS, masks M = L·(Q/T + 2X)")
+    report.say("   X = B·S·D, Q = B·N·S²; e bytes a number. Without dropout: Q, no M.")
+    report.measure("memory", rows)
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
+    return parse_sizes(lesson_parser(__doc__, BREAKS, steps=5, **sizes), ranks)
+
+
+def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
+    """The model's flags. ValueError if it cannot be built, or cut into `ranks`."""
+    add = parser.add_argument
+    add("--hidden", type=positive, help="D (8 numbers a head)")
+    add("--heads", type=positive, help="N (2 for each key/value head)")
+    add("--kv-heads", type=positive, help="K (4, or more: a multiple of the ranks)")
+    add("--dropout", type=float, default=0.1, help="probability (0.1)")
+    add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
+    args = parser.parse_args()
+    usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
+    args.heads = args.heads or 2 * (args.kv_heads or usual)
+    args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
+    args.hidden = args.hidden or 8 * args.heads
+    must_divide(args, "heads", ranks, "ranks")
+    must_divide(args, "hidden", 2 * args.heads, "numbers in pairs, for each of --heads")
+    must_divide(args, "heads", args.kv_heads, "--kv-heads")
+    must_divide(args, "kv_heads", ranks, "ranks")
+    if args.vocab_size <= PAD:
+        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
+    if args.hidden < 4:
+        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
+    if not 0 <= args.dropout < 1:
+        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
+    if not args.clip > 0:
+        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
+    return args
+
+
+# ==== BREAK IT
+
+BREAKS = {
+    "seed": dict(
+        target="shard_parameter",
+        old="        full = shard(full, dim, group)\n",
+        new="        torch.manual_seed(0)\n"
+        "        full = shard(full, dim, group).normal_(0, 0.1)\n",
+        what="each rank draws its shards itself, all from the same seed",
+        symptom="it trains, but another model: each head and MLP column exists T times",
+        why="equal shards get nearly equal gradients: a T-th of the model is left",
+        met="github.com/modelscope/ms-swift/issues/7944, allenai/OLMo-core issue 307",
+    ),
+    "qkv": dict(
+        target="parallelize_layer",
+        old='    for name in ("q_proj", "k_proj", "v_proj"):\n',
+        new="    three = attn.q_proj, attn.k_proj, attn.v_proj\n"
+        "    slices = torch.cat([x.weight for x in three]).chunk(tp_group.size())\n"
+        "    sizes = [len(x.weight) // tp_group.size() for x in three]\n"
+        "    for linear, rows in zip(three, zip(*(x.split(sizes) for x in slices))):\n"
+        "        linear.weight.data = torch.cat(rows)\n"
+        '    for name in ("q_proj", "k_proj", "v_proj"):\n',
+        what="one weight of q, k and v is cut into T slices, and each slice into three",
+        symptom="shapes fit and nothing complains; the loss is wrong from step 1 on",
+        why="the first slice is mostly queries, the last mostly values",
+        met="github.com/deepspeedai/DeepSpeed/pull/3844",
+    ),
+    "mask-heads": dict(
+        target="parallelize_layer",
+        old="    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)",
+        new="",
+        what="one dropout mask for the heads of all ranks",
+        symptom="no error; losses near the right ones, never equal to them",
+        why="heads on different ranks drop alike: T times fewer random draws",
+        met="github.com/NVIDIA/Megatron-LM/issues/206",
+    ),
+    "mask-residual": dict(
+        target="parallelize_layer",
+        old="    layer.mlp = tp_mlp(layer.mlp, tp_group)\n",
+        new="    layer.mlp = tp_mlp(layer.mlp, tp_group)\n"
+        "    layer.dropout = ShardedDropout(layer.dropout.p, 2, tp_group)\n",
+        what="every rank its own dropout mask on the residual stream",
+        symptom="losses differ from rank to rank; replicated parameters drift apart",
+        why="all ranks hold the same tensor, so all must drop the same elements",
+        met="github.com/NVIDIA/Megatron-LM/issues/206",
+    ),
+    "clip": dict(
+        target="global_norm",
+        old="all_reduce(sharded, tp_group)",
+        new="sharded",
+        what="gradients are clipped by each rank's own norm",
+        symptom="norms are wrong, gradients are right; losses part from step 2 on",
+        why="a rank sees its own shards' squares only: sum them over the group first",
+        met="github.com/pytorch/torchtune/issues/2420, pytorch/torchtitan issue 596",
+    ),
+    "data": dict(
+        target="train_transformer",
+        old="    for step, batch in enumerate(batches, 1):\n",
+        new="    ahead = tp_group.rank() if tp_group else 0\n"
+        "    for step, batch in enumerate(batches[ahead:] + batches[:ahead], 1):\n",
+        what="every rank of the TP group reads a batch of its own",
+        symptom="losses are wrong from step 1 on and differ between ranks; no error",
+        why="ranks of a TP group have terms of sums over features of the same tokens",
+        met="github.com/deepspeedai/DeepSpeed/issues/7199",
+    ),
+    "drift": dict(
+        target="train_transformer",
+        old="        optimizer.step()\n",
+        new="        if tp_group and tp_group.rank() == tp_group.size() - 1:\n"
+        "            model.norm.zero_grad()\n"
+        "        optimizer.step()\n",
+        what="on one rank the last LayerNorm misses its update",
+        symptom="step 1 is right; then replicas differ, and losses part slowly",
+        why="only equal starts, gradients and updates keep replicated parameters equal",
+        met="github.com/NVIDIA/Megatron-LM/issues/1446",
+    ),
+}
 
 
 # ==== CARRIED OVER from 00, unchanged
+# region  What lesson 00 explains.
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
+    """Cut x into equal contiguous parts along dim (lesson 00)."""
     if x.shape[dim] % parts:
-        raise ValueError(
-            f"dim {dim} of {list(x.shape)} has {x.shape[dim]} elements, and "
-            f"{x.shape[dim]} % {parts} ranks = {x.shape[dim] % parts}, not 0"
-        )
+        raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
 def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of a tensor that every rank holds: Replicate() → Shard(dim).
-
-    Shapes: full [.., I, ..] → [.., I/T, ..], a new tensor. Communication: none.
-    Raises: ValueError if T does not divide the dim.
-    """
+    """This rank's slice of a tensor that every rank holds (lesson 00)."""
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
-
-    Shapes: x [...] → [...]. Communication: 1 call on x's elements.
-    """
+    """Every rank gets the sum over ranks: Partial() → Replicate() (lesson 00)."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -416,10 +686,7 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets all slices, joined along dim: Shard(dim) → Replicate().
-
-    Shapes: x [.., i, ..] → [.., T·i, ..]. Communication: 1 call on T × x's elements.
-    """
+    """Every rank gets all slices: Shard(dim) → Replicate() (lesson 00)."""
     x = x.detach().contiguous()
     if group.size() == 1:
         return x.clone()
@@ -430,10 +697,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets the x of group rank src; the others' x gives shape and dtype.
-
-    Shapes: x [...] → [...], Replicate(). Communication: 1 call on x's elements.
-    """
+    """Every rank gets the x of group rank src (lesson 00)."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("broadcast", out, group):
@@ -442,12 +706,7 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    Args:
-        sizes: axis → number of ranks, e.g. {"y": 2, "x": 4}, ranks laid out in order.
-        timeout: seconds; a new group does not inherit it, its default is 30 minutes.
-    """
+    """This rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
@@ -458,442 +717,15 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     return groups
 
 
-class CommCounter:
-    """Counts calls and payload bytes of every collective, and notes the last one.
-
-    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
-    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
-    (a small key-value server that all ranks can reach), so that when a rank hangs, the
-    others can say where it was last seen.
-    """
-
-    def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
-        self.seconds = 0.0  # spent in collectives, waiting for others included
-        self.store, self.rank = None, 0
-        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
-        self.numbers = {}  # who meet → how many calls they had
-
-    def count(self, collective: str, nbytes: int, axis: str) -> None:
-        key = (self.what, self.phase, collective, axis)
-        calls, before = self.rows.get(key, (0, 0))
-        self.rows[key] = [calls + 1, before + nbytes]
-
-    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
-        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        frame = sys._getframe(2)  # whoever called the wrapper
-        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where, dist.get_process_group_ranks(group))
-
-    def at(self, call: str, where: str, ranks: list[int] | None = None):
-        """What `with` notes on entering and on leaving; ranks: who meet there (all).
-
-        The n-th call of one rank meets the n-th of the others: so calls are numbered
-        for each set of ranks.
-        """
-        number = self.numbers[str(ranks)] = self.numbers.get(str(ranks), 0) + 1
-        self.place = {"number": number, "call": call, "line": where, "ranks": ranks}
-        return self
-
-    def __enter__(self):
-        self.note("in")
-        self.start = time.perf_counter()
-
-    def __exit__(self, kind, error, trace):
-        self.seconds += time.perf_counter() - self.start
-        if error is None:
-            self.note("after")
-
-    def note(self, state: str) -> None:
-        self.place["state"] = state
-        if self.store is not None:
-            self.store.set(f"place/{self.rank}", json.dumps(self.place))
-
-    def total(self, **wanted) -> list[int]:
-        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
-        names = ("what", "phase", "collective", "axis")
-        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
-        hits = [row for key, row in rows if wanted.items() <= key.items()]
-        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
-
-
-COMM = CommCounter()
-
-
-def ring_factor(collective: str, T: int) -> float:
-    """Bytes one rank sends in a ring, as a multiple of the payload V."""
-    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
-
-
-Break = namedtuple("Break", "target bug what symptom why thread")
-Break.__doc__ = """A bug to switch on: `target`, a dotted name, is replaced by `bug`."""
-
-
-def apply_break(broken: Break, module: dict) -> None:
-    """Replace the bug's target, `name` or `Class.name`, in a lesson's namespace."""
-    owner, _, name = broken.target.rpartition(".")
-    if owner:
-        setattr(module[owner], name, broken.bug)
-    else:
-        module[name] = broken.bug
-
-
-ALLOWED = {  # dtype → largest relative difference of a loss, of any other tensor
-    "float64": (1e-12, 1e-12),
-    "float32": (1e-6, 1e-5),
-    "bfloat16": (2e-2, 2e-2),
-}
-
-
-def rel_diff(a: Tensor, reference: Tensor) -> float:
-    """max|a − reference| / max|reference|; inf for nan and for another shape."""
-    if a.shape != reference.shape:
-        return float("inf")
-    a, reference = a.detach().double(), reference.detach().double()
-    if a.numel() == 0 or torch.equal(a, reference):
-        return 0.0
-    diff = ((a - reference).abs().max() / reference.abs().max()).item()
-    return diff if diff == diff else float("inf")
-
-
-def gather_objects(value) -> list:
-    """Every rank's value, in rank order: bookkeeping of the lesson, so not counted."""
-    everyone = [None] * dist.get_world_size()
-    with COMM.at("gathering of results to print", "gather_objects"):
-        dist.all_gather_object(everyone, value)
-    return everyone
-
-
-class Report:
-    """What a lesson finds: rank 0 prints it, every rank checks it, --json writes it."""
-
-    def __init__(self, lesson: str, args, mesh: dict[str, int], backend: str):
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.lesson, self.args, self.checks = lesson, args, []
-        self.data = {
-            "lesson": lesson, "world_size": self.ranks, "mesh": mesh,
-            "backend": backend, "device": args.device, "dtype": args.dtype,
-            "losses": [], "gradients": [], "communication": [], "memory": [],
-            "checks": [], "text": [],
-        }  # fmt: skip
-        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        where = f"{backend} on {args.device}"
-        self.say(f"{lesson}  {ranks}, mesh {axes}  {where}  {args.dtype}")
-
-    def say(self, text: str = "") -> None:
-        if self.rank == 0:
-            self.data["text"] += text.split("\n")
-            print(text, flush=True)
-
-    def table(self, head: str, rows: list[list], align: str) -> None:
-        """Print rows under `head` (columns parted by |); align has l or r for each."""
-        rows = [head.split("|"), *([str(cell) for cell in row] for row in rows)]
-        width = [max(len(row[i]) for row in rows) for i in range(len(align))]
-        for row in rows:
-            cells = [
-                cell.ljust(width[i]) if align[i] == "l" else cell.rjust(width[i])
-                for i, cell in enumerate(row)
-            ]
-            self.say("   " + "  ".join(cells).rstrip())
-
-    def check(self, name: str, diff: float, allowed: float = 0.0) -> str:
-        """Note one comparison of this rank; "ok" or "✗" for the table."""
-        ok = diff <= allowed  # False for nan too
-        self.checks.append([name, diff, allowed, ok])
-        return "ok" if ok else "✗"
-
-    def moved(self, what: str, collective: str, axis: str, predicted: int, phase=""):
-        """Check counted bytes against a formula; (calls, bytes, "ok" or "✗")."""
-        labels = dict(what=what, collective=collective, axis=axis, phase=phase)
-        calls, measured = COMM.total(**labels)
-        row = dict(labels, calls=calls, bytes=measured, predicted_bytes=predicted)
-        self.data["communication"].append(row)
-        name = " ".join(filter(None, ["bytes of", what, phase, collective, axis]))
-        return calls, measured, self.check(name, abs(measured - predicted))
-
-    def verdict(self, claim: str, broken: Break | None) -> str:
-        """All ranks' checks together: the last line, PASS … or FAIL …."""
-        everyone = gather_objects(self.checks)
-        merged = {}
-        for rank, checks in enumerate(everyone):
-            for name, diff, allowed, ok in checks:
-                row = merged.setdefault(name, dict(name=name, diff=0.0, bad=[]))
-                row["allowed"] = allowed
-                row["diff"] = max(row["diff"], diff)
-                row["bad"] += [] if ok or rank in row["bad"] else [rank]
-        bad = [row for row in merged.values() if row["bad"]]
-        rows = list(merged.values())
-        worst = max(rows, key=lambda row: row["diff"])
-        score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
-        self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
-        for row in bad[:4]:
-            everywhere = len(row["bad"]) == self.ranks
-            ranks = "every rank" if everywhere else f"rank {row['bad']}"
-            off = f"off by up to {row['diff']:.1e}, allowed {row['allowed']:.0e}"
-            line = f"✗ {row['name']}: {off}, on {ranks}"
-            self.say(textwrap.fill(line, 88, subsequent_indent="  "))
-        if len(bad) > 4:
-            self.say(f"✗ and {len(bad) - 4} more")
-        if broken:
-            self.say(diagnosis(self.args.break_name, broken))
-        score = f"worst relative difference {worst['diff']:.1e}, allowed"
-        ending = f"{claim}  ({score} {worst['allowed']:.0e})".replace(" 0e+00", " 0")
-        if bad:
-            ending = f"{len(bad)} of {len(rows)} checks, first: {bad[0]['name']}"
-        last_line = f"{self.data['verdict']}  {self.lesson}  {ending}"
-        self.say(last_line)
-        if self.rank == 0 and self.args.json:
-            self.args.json.write_text(json.dumps(self.data, indent=1))
-        return last_line
-
-
-def diagnosis(name: str, broken: Break) -> str:
-    """What --break NAME did, what one sees, why, and who met it."""
-    texts = broken.symptom, broken.why, broken.thread
-    lines = ["", *textwrap.wrap(f"--break {name}: {broken.what}", 88)]
-    for label, text in zip(("symptom", "why", "met in"), texts):
-        lines += textwrap.wrap(f"{label:<9}{text}", 88, subsequent_indent=" " * 9)
-    return "\n".join(lines)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but one `error:` line for all ranks, and one --help."""
-
-    def error(self, message):
-        """Called by argparse, which would print its usage on every rank."""
-        raise ValueError(message)
-
-    def print_help(self, file=None):
-        """Once, not once a rank."""
-        if int(os.environ.get("RANK", 0)) == 0:
-            super().print_help(file)
-
-
-def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
-    """The flags that all lessons share."""
-    about = doc.partition("Shapes:")[0]
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
-    add = parser.add_argument
-    add("--steps", type=positive, default=steps, help=f"{steps_are} ({steps})")
-    add("--seed", type=int, default=0)
-    add("--dtype", choices=ALLOWED, default="float32")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
-    add("--timeout", type=positive, help="seconds to wait for a rank (60; --break: 5)")
-    add("--break", dest="break_name", metavar="NAME", help="a bug; `list` lists them")
-    add("--json", type=Path, metavar="PATH", help="write all results there")
-    return parser
-
-
-def positive(text: str) -> int:
-    """A flag's value as a whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def pick_device(args) -> str:
-    """Fill in args.device; the backend: NCCL where every rank has a GPU of its own."""
-    local_rank, here = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    gpus = torch.cuda.device_count()
-    args.device = args.device or ("cuda" if gpus >= here else "cpu")
-    if args.device == "cpu":
-        return "gloo"
-    if gpus == 0:
-        raise ValueError("--device cuda, but torch sees no GPU: leave --device out")
-    torch.cuda.set_device(local_rank % gpus)
-    return "nccl" if gpus >= here else "gloo"
-
-
-def last_words(message: str) -> None:
-    """What torchrun's closing report shows, should this rank fail."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        words = {"message": {"message": message, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(words))
-
-
-def stop(code: int) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def refuse(message: str) -> None:
-    """A wrong argument: one line, exit code 2. All ranks see it; rank 0 says it."""
-    last_words(f"error: {message}")
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        time.sleep(5)  # torchrun ends us when rank 0 has spoken
-    stop(2)
-
-
-def waits_for(rank: int, places: dict) -> list[int]:
-    """The ranks that should be in the call that this rank is in, and are not."""
-    here = places.get(rank, {"state": "before"})
-    if here["state"] != "in":
-        return []
-    others = here["ranks"] or range(dist.get_world_size())
-    return [other for other in others if not same_call(here, places.get(other, {}))]
-
-
-def chain_from(rank: int, places: dict) -> list[int]:
-    """A rank, those that it waits for, those that these wait for, and so on."""
-    chain = [rank]
-    for one in chain:
-        chain += [other for other in waits_for(one, places) if other not in chain]
-    return chain
-
-
-def same_call(here: dict, there: dict) -> bool:
-    """Are two ranks in one and the same call?"""
-    return all(here[key] == there.get(key) for key in ("state", "number", "call"))
-
-
-def blame(error: Exception, timeout: int, store) -> str:
-    """Where every rank was last seen, and which of them the others waited for.
-
-    To be asked while some rank is in a collective.
-    """
-    places = {}
-    for rank in range(dist.get_world_size()):
-        if store.check([f"place/{rank}"]):
-            places[rank] = json.loads(store.get(f"place/{rank}"))
-    waiting = [rank for rank, place in places.items() if place["state"] == "in"]
-    here = dist.get_rank()
-    chain = chain_from(here if here in waiting else waiting[0], places)
-    calls = {
-        rank: (place["number"], place["call"]) if place["state"] == "in" else None
-        for rank, place in places.items()
-    }
-    guilty = [rank for rank in chain if not calls.get(rank)]  # they wait for nobody
-    if not guilty:  # a circle: each waits for the next
-        chain = chain_from(chain[-1], places)
-    waiting = [rank for rank in chain if set(waits_for(rank, places)) & set(guilty)]
-    inside = Counter(calls[rank] for rank in sorted(waiting or chain)).most_common(2)
-    common = inside[0][0]
-    tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
-    guilty = guilty or [rank for rank in chain if calls[rank] != common]
-    lines = [
-        f"  rank {rank}: {place['state']} call {place['number']}, "
-        f"{place['call']} ({place['line']})"
-        for rank, place in places.items()
-    ]
-    names = ", ".join(map(str, sorted(guilty)))
-    who = f"this call was not made by rank {names}"
-    who += " (a tie: or the others skipped one before)" if tie else ""
-    if tie and common[1].startswith("message"):
-        who = f"ranks {', '.join(map(str, sorted(chain)))} wait for each other"
-    who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
-    head = f"error: call {common[0]}, {common[1]}, did not come about; {who}"
-    first = str(error).strip().split("\n")[0]
-    said = f"  the transport, after {timeout} s at most: {first[:150]}"
-    return "\n".join([head, *lines, said])
-
-
-def fail(error: Exception, args, store, broken: Break | None) -> None:
-    """An exception in main: say who is to blame, once, and end this rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is lost
-    if COMM.place["state"] == "in":  # the collective failed: the cause is elsewhere
-        message = blame(error, args.timeout, store)
-    else:
-        traceback.print_exc()
-        name = type(error).__name__
-        message = f"error: rank {dist.get_rank()} raised {name}: {error}"
-        COMM.note(f"raised {name} after")
-    if broken:
-        message += "\n" + diagnosis(args.break_name, broken)
-    last_words(message)
-    if store.add("told", 1) == 1:
-        print(message, file=sys.stderr, flush=True)
-    if COMM.place["state"] == "in":
-        time.sleep(1)  # the guilty rank first: torchrun reports the first to end
-    stop(1)
-
-
-def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) -> None:
-    """Run a lesson's main(args, backend) on this rank, from first check to last."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        args = parse_args(ranks)
-        if args.break_name == "list":
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(*(f"{name:<15}{breaks[name].what}" for name in breaks), sep="\n")
-            return
-        check_common(args, ranks, breaks)
-        backend = pick_device(args) if "RANK" in os.environ else None
-    except ValueError as error:
-        refuse(str(error))
-    if backend is None:
-        ranks = module.get("RANKS", 2)  # of a lesson that shows more with more
-        command = f"torchrun --standalone --nproc_per_node={ranks} {Path(file).name}"
-        print(f"start it with torchrun, which makes the ranks:\n\n    {command}")
-        sys.exit(2)
-    store = start_group(args, backend)
-    broken = breaks.get(args.break_name)
-    if broken:
-        last_words(diagnosis(args.break_name, broken))  # it may abort the process
-        apply_break(broken, module)
-    try:
-        verdict = main(args, backend)
-        with COMM.at("the last barrier", "launch"):
-            dist.barrier()
-    except Exception as error:
-        fail(error, args, store, broken)
-    gc.collect()  # whatever still refers to a group must go before the groups do
-    dist.destroy_process_group()
-    if verdict.startswith("FAIL"):
-        last_words(verdict)
-        stop(1)
-
-
-def start_group(args, backend: str) -> dist.Store:
-    """Join the group of all ranks; the store that they share."""
-    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
-    torch.manual_seed(args.seed)
-    limit = timedelta(seconds=args.timeout)
-    store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-    # torchrun --max-restarts starts all ranks anew, beside what the lost ones stored
-    attempt = (store.add("ranks started", 1) - 1) // ranks
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=limit
-    )
-    COMM.store, COMM.rank = store, rank
-    return store
-
-
-def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
-    """ValueError where a flag that all lessons share cannot be served."""
-    if args.break_name is not None and args.break_name not in breaks:
-        names = ", ".join(breaks)
-        raise ValueError(f"--break {args.break_name}: unknown; there are {names}, list")
-    if args.break_name and ranks == 1:
-        raise ValueError("--break needs 2 ranks or more: one rank alone breaks nothing")
-    if args.json and not args.json.parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
-    if args.json and args.json.is_dir():
-        raise ValueError(f"--json {args.json}: this is a folder, a file is wanted")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed {args.seed}: from 0 to 2^32 − 1 it may be")
-    if args.timeout is None:
-        args.timeout = 5 if args.break_name else 60
+# endregion
 
 
 # ==== CARRIED OVER from 01, unchanged
+# region  What lesson 01 explains.
 
 
 class MLP(nn.Module):
-    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
-
-    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
-    """
+    """The reference: plain PyTorch, one process (lesson 01)."""
 
     def __init__(self, hidden: int, width: int):
         super().__init__()
@@ -904,8 +736,24 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
+def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
+    """This rank's slice of a parameter, which remembers its cuts (lesson 01)."""
+    for dim, group in cuts:
+        full = shard(full, dim, group)
+    mine = nn.Parameter(full.detach().clone())
+    mine.cuts = cuts
+    return mine
+
+
+def unshard(x: Tensor, cuts: tuple) -> Tensor:
+    """The whole tensor from all ranks' slices: cuts undone (lesson 01)."""
+    for dim, group in reversed(cuts):
+        x = all_gather(x, dim, group)
+    return x
+
+
 class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
+    """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -919,7 +767,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Megatron's g: all-reduce forward, identity backward (arXiv:1909.08053, 3)."""
+    """Megatron's g: all-reduce forward, identity backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -933,114 +781,72 @@ class ReduceFromTP(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group.
+    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)."""
 
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-        copy_input: False where the caller has applied f, once for several layers.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, D] → [B, S, D]     Replicate()
-        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
-                                          paper's columns of A are our rows
-        return  [B, S, F] → [B, S, F/T]   Shard(2)
-
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {
-        "weight": (("tp", 0),),
-        "bias": (("tp", 0),),
-    }  # cut over axis tp along dim 0
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
+    def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
         self.tp_group, self.copy_input = tp_group, copy_input
-        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
-        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
+        self.gather_output = gather_output
+        self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
+        self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.copy_input:
             x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
+        y_BSf = F.linear(x_BSD, self.weight, self.bias)
+        if self.gather_output:
+            return GatherFromTP.apply(y_BSf, 2, self.tp_group)
+        return y_BSf
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *input* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]   Shard(2), as ColumnParallelLinear returns it
-        weight  [D, F]    → [D, F/T]      Shard(1)
-        bias    [D]       → [D]           Replicate()
-        return  [B, S, D] → [B, S, D]     Replicate()
-
-    Communication: forward one all-reduce of B·S·D elements (g); backward none.
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {"weight": (("tp", 1),)}
+    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)."""
 
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
         self.tp_group = tp_group
-        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
-        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
+        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
+        self.weight = shard_parameter(full.weight, (1, tp_group))  # [D, f]
+        self.bias = shard_parameter(full.bias)  # [D]
 
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
-        y_BSD = ReduceFromTP.apply(partial_y_BSD, self.tp_group)
+        y_BSD = self.reduce(partial_y_BSD, self.tp_group)
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
-class TPMLP(nn.Module):
-    """Megatron's MLP: columns, then rows. One all-reduce forward, one backward.
-
-    GELU works on single elements, so it needs no neighbour: each rank applies it to the
-    columns it has. That is why the column split comes first.
-    """
-
-    def __init__(self, full: MLP, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
-        self.down_proj = RowParallelLinear(full.down_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
+def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
+    """Megatron's MLP: columns, then rows (lesson 01)."""
+    mlp = copy.deepcopy(full)
+    mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
+    mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
+    return mlp
 
 
-def tell_placement(module: nn.Module, name: str) -> tuple:
-    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
+class GatherFromTP(torch.autograd.Function):
+    """All-gather forward, slice backward (lesson 01)."""
 
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.tp_group = dim, tp_group
+        return all_gather(x, dim, tp_group)
 
-def unshard(
-    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
-) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
-    for axis, dim in reversed(placement):
-        x = all_gather(x, dim, groups[axis])
-    return x
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # All ranks did the same with the result: each has its whole gradient.
+        return shard(grad, ctx.dim, ctx.tp_group), None, None
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
+    """Within `with`: bytes kept for backward, each storage once (lesson 01)."""
 
-    def __init__(self, skip: list[Tensor]):
-        self.skip = {x.untyped_storage().data_ptr() for x in skip}
+    def __init__(self, skip):
+        self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
         self.storages = {}
         super().__init__(self.pack, lambda x: x)
 
     def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
+        storage = local(x).untyped_storage()
         if storage.data_ptr() not in self.skip:
             self.storages[storage.data_ptr()] = storage.nbytes()
         return x
@@ -1050,8 +856,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted too. (PyTorch's CommDebugMode
-    counts calls, not bytes, and takes half a second to import.)"""
+    """Within `with`: DTensor's collectives are counted, too (lesson 01)."""
 
     names = {
         "_c10d_functional::all_reduce": "all-reduce",
@@ -1072,730 +877,461 @@ class CountDTensor(TorchDispatchMode):
         return out
 
 
-def in_words(placement: tuple) -> str:
-    """PyTorch's words for a placement on one axis."""
-    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
+def local(x: Tensor) -> Tensor:
+    """This rank's piece of a DTensor (lesson 01)."""
+    return x._local_tensor if isinstance(x, DTensor) else x
 
 
-# ==== BREAK IT
+def nbytes(tensors) -> int:
+    """Bytes of these tensors on this rank (lesson 01)."""
+    return sum(local(x).nbytes for x in tensors if x is not None)
 
 
-def same_seed_shard(full, dim, group, good=shard):
-    """Each rank draws its weights itself, all from one seed: the shards are copies."""
-    mine = good(full, dim, group)
-    if not full.is_floating_point():
-        return mine
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(mine.shape, generator=generator).to(mine) * full.std()
+def must_divide(args, name: str, parts: int, what: str) -> None:
+    """ValueError with the arithmetic if a flag's value is no multiple (lesson 01)."""
+    value = getattr(args, name)
+    if value % parts:
+        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
+        left = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
 
 
-def cut_fused_qkv(full, tp_group, good=shard_qkv):
-    """q, k and v stacked into one weight, which is then cut into T equal pieces."""
-    layers = good(full, tp_group)
-    for kind in ("weight", "bias"):
-        three = [getattr(x, kind) for x in (full.q_proj, full.k_proj, full.v_proj)]
-        mine = shard(torch.cat(three), 0, tp_group)
-        for layer, part in zip(
-            layers, mine.split([len(getattr(x, kind)) for x in layers])
-        ):
-            getattr(layer, kind).data = part
-    return layers
+# endregion
 
 
-def first_slice_dropout(x, p, dim, tp_group):
-    """Every rank keeps the first slice of the mask."""
-    whole = list(x.shape)
-    whole[dim] *= tp_group.size()
-    keep = torch.rand(whole, device=x.device) >= p
-    return x * keep.chunk(tp_group.size(), dim)[0] / (1 - p)
+# ==== HARNESS, the same in every lesson
+# region  It counts, compares, prints tables, names lost ranks. Fold it away.
 
 
-def own_mask_dropout(x, p):
-    """Each rank its own mask (moved by its number) for a tensor that all share."""
-    keep = torch.rand(x.shape, device=x.device) >= p
-    return x * keep.roll(dist.get_rank(), -1) / (1 - p)
+class CommCounter:
+    """Calls and payload bytes of every collective, and the call this rank is in now."""
+
+    def __init__(self):
+        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
+        self.what = self.phase = ""  # labels of what is called next
+        self.place, self.made, self.store = {}, Counter(), None
+
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
+        row[0] += 1
+        row[1] += nbytes
+
+    @contextmanager
+    def record(self, collective: str, x: Tensor, group, copies: int = 1):
+        """Around one call on copies·x.nbytes bytes of payload."""
+        self.count(collective, copies * x.nbytes, group.group_desc)
+        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
+        with self.meet(call, dist.get_process_group_ranks(group)):
+            yield
+
+    @contextmanager
+    def meet(self, call: str, ranks: list[int]):
+        """Around a call that ends when all these ranks are in it."""
+        key, before = str(ranks), self.place
+        self.made[key] += 1  # the n-th call of one rank meets the n-th of the others
+        number = self.made[key]
+        state = f"in call {number} of ranks {ranks}, {call}"
+        self.note(state, ranks=ranks, key=key, number=number)
+        yield
+        self.note(**before)  # not after an error: then this rank is still in it
+
+    def note(self, state: str = "in no call", **more) -> None:
+        """Where this rank is, for the others to read if something goes wrong."""
+        self.place = {"state": state, **more}
+        about = {"made": self.made, "host": socket.gethostname(), "pid": os.getpid()}
+        if self.store:
+            self.store.set(f"place/{dist.get_rank()}", json.dumps(self.place | about))
 
 
-def local_norm(model, tp_group):
-    """torch.nn.utils.get_total_norm on what this rank has."""
-    return math.sqrt(sum(p.grad.double().square().sum() for p in model.parameters()))
+COMM = CommCounter()
+ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of a tensor
 
 
-def skip_norms_on_last_rank(model, optimizer):
-    """The last rank's LayerNorms are left out of the update."""
-    last = dist.get_rank() == dist.get_world_size() - 1
-    if last and isinstance(model, TPTransformer):
-        for name, p in model.named_parameters():
-            p.grad = None if "norm" in name else p.grad
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-BREAKS = {
-    "seed": Break(
-        "shard",
-        same_seed_shard,
-        "each rank initialises its shard itself, all from the same seed",
-        "it trains, but another model: every head and every MLP column exists T times",
-        "equal shards get equal gradients (but for attention's dropout masks) and stay "
-        "equal; a T-th of the model is left. Cut the shards from one tensor, or seed "
-        "each rank differently",
-        "github.com/modelscope/ms-swift/issues/7944, allenai/OLMo-core issue 307",
-    ),
-    "qkv": Break(
-        "shard_qkv",
-        cut_fused_qkv,
-        "a fused q-k-v weight is cut into contiguous slices",
-        "shapes fit and nothing complains; the loss is wrong from step 1 on",
-        "the first slice is mostly queries, the last mostly values, and a rank takes "
-        "thirds of its slice for its q, k and v. Cut q, k and v each, by heads",
-        "github.com/deepspeedai/DeepSpeed/pull/3844",
-    ),
-    "mask-heads": Break(
-        "sharded_dropout",
-        first_slice_dropout,
-        "one dropout mask for the heads of all ranks",
-        "no error; losses near the right ones, never equal to them",
-        "heads on different ranks drop the same positions: T times fewer random draws "
-        "than the model has. In a sharded region each rank needs draws of its own",
-        "github.com/NVIDIA/Megatron-LM/issues/206",
-    ),
-    "mask-residual": Break(
-        "replicated_dropout",
-        own_mask_dropout,
-        "every rank its own dropout mask on the residual stream",
-        "the ranks' losses differ from each other; replicated parameters drift apart",
-        "the residual stream is one tensor that all ranks hold, so all must drop the "
-        "same elements of it",
-        "github.com/NVIDIA/Megatron-LM/issues/206",
-    ),
-    "clip": Break(
-        "global_norm",
-        local_norm,
-        "gradients are clipped by each rank's own norm",
-        "step 1's loss and gradients are right, the norms are not; ranks scale by "
-        "different factors, and losses part from step 2 on",
-        "a rank sees its own shards' squares only: sum them over the group first",
-        "github.com/pytorch/torchtune/issues/2420, pytorch/torchtitan issue 596",
-    ),
-    "data": Break(
-        "pick_batch",
-        lambda batches, step: batches[(step + dist.get_rank()) % len(batches)],
-        "every rank of the TP group reads a batch of its own",
-        "the losses are wrong from step 1 on and differ between ranks; nothing hangs",
-        "the ranks of a TP group work on one and the same batch: each has its terms of "
-        "sums over features of the same tokens. Split the batch over data parallelism",
-        "github.com/deepspeedai/DeepSpeed/issues/7199",
-    ),
-    "drift": Break(
-        "update",
-        skip_norms_on_last_rank,
-        "one rank's LayerNorms miss their update",
-        "step 1 is right in everything; then that rank's replicas differ from the "
-        "others', and losses part slowly",
-        "nothing re-synchronises replicated parameters: only equal starts, equal "
-        "gradients and equal updates keep them equal",
-        "github.com/NVIDIA/Megatron-LM/issues/1446",
-    ),
-}
-
-
-# ==== RUN
-
-PAD = 256  # the one token that is not a byte
-IGNORE = -100  # what F.cross_entropy takes for "no target here"
-
-
-def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
-
-    Indentation is cut to half a row: among nothing but spaces every weighting of values
-    gives the same, and the gradients of q and k would be zero, or rather rounding.
-    """
-    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    half = args.seq_len // 2
-    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
-    generator = torch.Generator().manual_seed(args.seed)
-    batches = []
-    for _ in range(count):
-        picks = torch.randint(len(lines), (args.batch_size,), generator=generator)
-        rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
-        for row, pick in zip(rows, picks.tolist()):
-            text = (lines[pick] + b"\n")[: args.seq_len + 1]
-            row[: len(text)] = torch.tensor(list(text))
-        tokens, target = rows[:, :-1].clone(), rows[:, 1:].clone()
-        target[target == PAD] = IGNORE
-        batches.append((tokens.to(args.device), target.to(args.device)))
-    return batches
-
-
-def make_transformer(args) -> Transformer:
-    """The full model, the same on every rank: drawn from the seed before any cut."""
-    torch.manual_seed(args.seed)
-    config = Config(
-        args.vocab_size, args.hidden, args.heads, args.kv_heads, args.layers,
-        args.seq_len, args.dropout,
-    )  # fmt: skip
-    return Transformer(config).to(args.device, getattr(torch, args.dtype))
-
-
-def tensor_bytes(tensors) -> int:
-    """Bytes of all tensors among these."""
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-
-
-class Training:
-    """One model in training, and what was measured of it."""
-
-    def __init__(self, model: nn.Module, tp_group: dist.ProcessGroup | None, args):
-        self.model, self.tp_group, self.args = model, tp_group, args
-        # eps above the rounding error of a gradient: AdamW divides by the gradient's
-        # size, and would turn rounding into steps as long as any other.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-        self.losses, self.norms, self.held, self.first = [], [], {}, {}
-        self.rounding = {}  # of bfloat16: measure_rounding
-
-    def step(self, batches: list, step: int, watch=None) -> None:
-        tokens, target = (
-            batches[step] if not self.tp_group else pick_batch(batches, step)
-        )
-        torch.manual_seed(self.args.seed + step)  # the masks of this step
-        parameters = list(self.model.parameters())
-        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
-        COMM.what, COMM.phase = "layers", "forward"
-        with saved:
-            logits_BSV = self.model(tokens)
-        loss = self.loss(logits_BSV, target)
-        COMM.phase = "backward"
-        self.backward(loss)
-        COMM.what, COMM.phase = "bookkeeping", ""
-        self.losses.append(loss.item())
-        if not self.first:
-            self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
-            self.held = {
-                "parameters": tensor_bytes(parameters),
-                "gradients": tensor_bytes(p.grad for p in parameters),
-                "activations": saved.total(),
-            }
-        COMM.what = "clipping"
-        if self.tp_group:
-            self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
-        else:
-            # clip_grad_norm_, but with the squares of large tensors added in float64
-            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
-            self.norms.append(norm.item())
-        COMM.what = "bookkeeping"
-        update(self.model, self.optimizer)
-        if "optimizer state" not in self.held:
-            state = self.optimizer.state.values()
-            moments = [x for one in state for x in one.values()]
-            self.held["optimizer state"] = tensor_bytes(moments)
-
-    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-        return mean_loss(logits_BSV, target_BS)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def named(self):
-        return self.model.named_parameters()
-
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        """A parameter, or its gradient, put together from all ranks."""
-        where = tell_placement(self.model, name) if self.tp_group else ()
-        return unshard(x.detach(), where, {"tp": self.tp_group}).clone()
-
-
-def show_losses_and_norms(report: Report, without: Training, tp: Training) -> None:
-    """Loss and gradient norm of each step, without and with TP."""
-    loss_limit, limit = ALLOWED[report.args.dtype]
-    report.say(
-        f"\n1  Training on lines of this file: AdamW, gradients clipped to norm "
-        f"{report.args.clip:g}. ‖g‖:\n   the norm before it; diff.: relative difference"
+def rel_diff(got, wanted) -> float:
+    """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
+    float64 = torch.float64  # of a Python number as_tensor would make float32
+    got, wanted = (
+        torch.as_tensor(x, dtype=float64).detach().cpu() for x in (got, wanted)
     )
-    rows = []
-    columns = zip(without.losses, tp.losses, without.norms, tp.norms)
-    for step, (a, b, norm_a, norm_b) in enumerate(columns, 1):
-        diff, norm_diff = abs(b - a) / abs(a), abs(norm_b - norm_a) / norm_a
-        marks = [
-            report.check(f"loss at step {step}", diff, loss_limit),
-            report.check(f"gradient norm at step {step}", norm_diff, limit),
+    if got.shape != wanted.shape:
+        return math.inf
+    if torch.equal(got, wanted):
+        return 0.0
+    diff = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    return diff if diff == diff else math.inf
+
+
+def gather_objects(value) -> list:
+    """Every rank's value, in rank order: for the report, so not counted."""
+    values = [None] * dist.get_world_size()
+    with COMM.meet("gathering of results", [*range(len(values))]):
+        dist.all_gather_object(values, value)
+    return values
+
+
+class Report:
+    """Rank 0 prints, every rank checks, --json keeps the rows of all tables."""
+
+    def __init__(self, lesson: str, args):
+        self.args, self.checks, self.number, self.axes = args, {}, 0, {}
+        self.allowed_loss, self.allowed = ALLOWED[args.dtype]
+        self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
+
+    def begin(self, mesh: dict[str, int]) -> None:
+        """The first line; mesh: axis → ranks."""
+        self.axes = self.data["mesh"] = mesh
+        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+        where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
+        print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
+
+    def section(self, title: str) -> None:
+        self.number += 1
+        self.say(f"\n{self.number}  {title}")
+
+    def say(self, text: str) -> None:
+        if self.args.only in (None, self.number):
+            print(text, flush=True)
+
+    def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
+        """Note one comparison on this rank; does it hold here?"""
+        assert name not in self.checks, f"two checks are called {name}"
+        ok = diff <= allowed  # False for nan, too
+        self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
+        return ok
+
+    def table(self, key: str, rows: list[dict], hide=()) -> None:
+        """Print and keep rows of like keys; diff and ok are the worst of all ranks."""
+        for row, of_ranks in zip(rows, zip(*gather_objects(rows))):
+            for name, worst in (("diff", max), ("ok", all)):
+                if name in row:
+                    row[name] = worst(other[name] for other in of_ranks)
+        self.data.setdefault(key, []).extend(rows)
+        if not rows:  # nothing sent: there is one rank
+            return
+        lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
+        for name in [name for name in rows[0] if name not in hide]:
+            texts = [cell(name, row[name]) for row in rows]
+            texts.insert(0, name.replace("_bytes", ""))
+            width = max(map(len, texts))
+            pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
+            lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
+        self.say("\n".join(line.rstrip() for line in lines))
+
+    def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
+        """Numbers or tensors of several runs against those of the first run.
+
+        Args:
+            runs: run → name → number or tensor; of a tensor its norm is printed.
+            fold: name → label; names of one label are printed as one row.
+        """
+        allowed = self.allowed if allowed is None else allowed
+        (_, wanted), *others = runs.items()
+        rows, none = {}, torch.empty(0)
+        for name in dict.fromkeys(name for values in runs.values() for name in values):
+            row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
+            row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
+            for run, values in runs.items():
+                value = torch.as_tensor(values.get(name, none), dtype=torch.float64)
+                row[run] = math.hypot(row[run], value.detach().norm())
+            for run, values in others:
+                diff = rel_diff(values.get(name, none), wanted.get(name, none))
+                row["diff"] = max(row["diff"], diff)
+                row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+        self.table(key, list(rows.values()))
+
+    def measure(self, key: str, rows: list[dict], hide=()) -> None:
+        """Rows with bytes and predicted_bytes, which have to be equal."""
+        for row in rows:
+            name = " ".join(value for value in row.values() if isinstance(value, str))
+            off = abs(row["bytes"] - row["predicted_bytes"])
+            equal = self.check(f"{key}: {name}", off, kind="bytes")
+            row["ok"] = row.get("ok", True) and equal
+        self.table(key, rows, hide)
+
+    def ledger(self, formulas: dict, steps: int = 1) -> None:
+        """Calls and bytes of a step, as counted, against formulas.
+
+        Args:
+            formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        """
+        rows, whats = [], {key[0] for key in formulas}
+        others = [key for key in COMM.rows if key[0] in whats and key not in formulas]
+        for key in [*formulas, *others]:
+            row = dict(zip(("what", "phase", "collective", "axis"), key))
+            calls, formula, predicted = formulas.get(key, (0, "none", 0))
+            ranks = self.axes[row["axis"]]
+            if ranks == 1:  # nobody to send to
+                calls = predicted = 0
+            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
+            if made or calls:
+                times = 2 if row["collective"] == "all-reduce" else 1
+                row |= {"calls": round(made), "bytes": round(sent), "formula": formula}
+                row["predicted_bytes"] = predicted
+                row["ring"] = round(times * sent * (ranks - 1) / ranks)
+                off = abs(made - calls)
+                row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
+                rows.append(row)
+        alike = [
+            name for name in ("phase", "axis") if len({r[name] for r in rows}) == 1
         ]
-        report.data["losses"].append({"step": step, "without": a, "with": b})
-        cells = f"{a:.8f}", f"{b:.8f}", f"{diff:.1e}", f"{norm_a:.6f}", f"{norm_b:.6f}"
-        mark = "ok" if marks == ["ok"] * 2 else "✗"
-        rows.append([step, *cells, f"{norm_diff:.1e}", mark])
-    head = "step|loss without TP|loss with TP|diff.|‖g‖ alone|‖g‖ with TP|diff.|ok"
-    report.table(head, rows, "rrrrrrrr")
+        self.measure("communication", rows, hide=["predicted_bytes", *alike])
+
+    def verdict(self) -> str:
+        """PASS or FAIL, of all ranks' checks together."""
+        rows = {}
+        for rank, checks in enumerate(gather_objects(self.checks)):
+            for name, check in checks.items():
+                row = rows.setdefault(name, {"name": name, "bad": []} | check)
+                row["diff"] = max(row["diff"], check["diff"])
+                row["bad"] += [] if check["ok"] else [rank]
+        bad = [row for row in rows.values() if row["bad"]]
+        print()
+        for row in bad[:4]:
+            how = "relative difference" if row["kind"] == "numbers" else "off by"
+            off = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
+        texts, wrong = [], Counter(row["kind"] for row in bad)
+        for kind, made in Counter(row["kind"] for row in rows.values()).items():
+            some = f"{wrong[kind]} of {made} {kind} differ"
+            texts.append(some if wrong[kind] else f"{kind} all ok")
+        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
+        worst = max(numbers, key=lambda row: row["diff"])
+        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = "; ".join(texts) if bad else f"{len(rows)} checks, {diff}"
+        self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
+        if self.args.json and dist.get_rank() == 0:
+            self.args.json.write_text(json.dumps(self.data, indent=1))
+        return f"{self.data['verdict']}  {self.data['lesson']}  {text}"
 
 
-def measure_rounding(run: Training, full: Transformer, batches: list) -> None:
-    """How far bfloat16's rounding alone moves each gradient: against float32, no TP.
-
-    A gradient is a sum of many terms, some large and of both signs: what is left of
-    them can be as small as their rounding. So no one tolerance fits all tensors.
-    """
-    wide = argparse.Namespace(**vars(run.args) | {"dtype": "float32"})
-    exact = Training(copy.deepcopy(full).float(), None, wide)
-    exact.step(batches, 0)
-    run.rounding = {n: rel_diff(run.first[n], g) for n, g in exact.first.items()}
+def cell(name: str, value) -> str:
+    """A value as a table shows it."""
+    if isinstance(value, bool):
+        return "ok" if value else "✗"
+    if isinstance(value, float):
+        return f"{value:.1e}" if name == "diff" else f"{value:.7g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def allowed(without: Training, name: str) -> float:
-    """The largest relative difference of a parameter's gradient that is no bug.
-
-    In bfloat16 it is 2e-2, or three times what rounding does to it without TP.
-    """
-    floor = ALLOWED[without.args.dtype][1]
-    return max(floor, 3 * without.rounding.get(name, 0.0))
+def wrap(text: str) -> str:
+    return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def fold(name: str, verbose: bool) -> str:
-    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
-    parts = name.split(".")
-    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its usage, on every rank
+        raise ValueError(message)
 
 
-def show_parameters(report: Report, without: Training, tp: Training) -> None:
-    """Who holds what, and every gradient of step 1, layers folded into one row."""
-    here, rows = dict(tp.named()), {}
-    for name, reference in without.first.items():
-        diff = rel_diff(tp.first[name], reference)
-        mark = report.check(f"dL/d {name}", diff, allowed(without, name))
-        where = in_words(tell_placement(tp.model, name))
-        cell = rows.setdefault(fold(name, report.args.verbose), [])
-        norms = [x.double().square().sum().item() for x in (reference, tp.first[name])]
-        cell.append([list(here[name].shape), where, *norms, diff, mark != "ok"])
-    worst = gather_objects(
-        {key: [max(c[i] for c in cell) for i in (4, 5)] for key, cell in rows.items()}
-    )
-    table = []
-    for key, cell in rows.items():
-        shape, where = cell[0][:2]
-        norms = [math.sqrt(sum(c[i] for c in cell)) for i in (2, 3)]
-        diff, bad = (max(w[key][i] for w in worst) for i in (0, 1))
-        row = dict(name=key, placement=where, rel_diff=diff, ok=not bad)
-        row |= dict(norm_without=norms[0], norm_with=norms[1])
-        report.data["gradients"].append(row)
-        cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
-        key = key.removeprefix("layers.")  # --verbose: the row fits the screen
-        table.append([key, shape, where, *cells, "✗" if bad else "ok"])
-    layers = report.args.layers
-    report.say(
-        f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
-    )
-    head = "parameter|on a rank|placement|alone|split|diff.|ok"
-    report.table(head, table, "lllrrrr")
-    name = "layers.0.self_attn.q_proj.weight"
-    rows = [
-        [
-            " ".join(f"{v:9.6f}" for v in x.first[name][i, :3].tolist())
-            for x in (without, tp)
-        ]
-        for i in range(2)
-    ]
-    report.table("dL/d q_proj.weight, layer 0, alone|split", rows, "ll")
-
-
-def show_after(report: Report, without: Training, tp: Training) -> None:
-    """The parameters after the last step; replicas equal to the bit on all ranks."""
-    marks, diffs, squares = [], [], [0.0, 0.0]
-    limit, reference = ALLOWED[report.args.dtype][1], dict(without.named())
-    for name, p in tp.named():
-        p, q = tp.whole(name, p), reference[name].detach()
-        diffs.append(rel_diff(p, q))
-        squares[0] += (p - q).double().square().sum().item()
-        squares[1] += q.double().square().sum().item()
-        if report.args.dtype != "bfloat16":
-            check = f"{name} after the last step"
-            marks.append(report.check(check, diffs[-1], limit))
-    if report.args.dtype == "bfloat16":
-        # AdamW makes steps of one length from large gradients and from rounding: the
-        # parameters that started at zero differ, and only all together are compared.
-        diffs = [math.sqrt(squares[0] / squares[1])]
-        check = "all parameters after the last step"
-        marks.append(report.check(check, diffs[0], limit))
-    found = gather_objects([max(diffs), "✗" if "✗" in marks else "ok"])
-    worst, mark = max(row[0] for row in found), max(row[1] for row in found)
-    whole = {n: p for n, p in tp.named() if not tell_placement(tp.model, n)}
-    off = 0.0
-    for p in whole.values():
-        off = max(off, rel_diff(broadcast(p, 0, tp.tp_group), p))
-    off = max(gather_objects(off))  # rank 0, which prints, is equal to itself
-    same = report.check("replicas equal on every rank", off)
-    losses = gather_objects(tp.losses)
-    one = report.check(
-        "one loss on every rank", float(losses != [losses[0]] * len(losses))
-    )
-    report.say(
-        f"   After {report.args.steps} steps the parameters differ by {worst:.1e} at "
-        f"most: {mark}.\n   Equal to the bit on all ranks: the {len(whole)} replicated "
-        f"tensors {same}, the losses {one}"
-    )
-
-
-def show_start(report: Report, full: Transformer, tp_group) -> None:
-    """Initialisation: shards of one tensor, against shards drawn from one seed."""
-    T = tp_group.size()
-    weight = full.layers[0].mlp.up_proj.weight
-    cut = all_gather(shard(weight, 0, tp_group), 0, tp_group)
-    torch.manual_seed(report.args.seed)
-    mine = torch.randn(len(weight) // T, weight.shape[1], device=weight.device)
-    drawn = all_gather(mine, 0, tp_group)
-    rows = [len(x.unique(dim=0)) for x in (weight.detach(), cut, drawn)]
-    mark = report.check("shards differ from rank to rank", float(rows[1] != rows[0]))
-    report.say(
-        "\n3  Initialisation: every rank draws the full model from one seed and cuts\n"
-        f"   it. up_proj has {rows[0]} different rows; put together from its shards "
-        f"{rows[1]}: {mark}.\n   Had each rank drawn its own shard from that seed: "
-        f"{rows[2]}, each {T} times over.\n"
-        "   q, k and v are cut one by one, by heads: a rank's queries need their own\n"
-        "   keys and values. A slice of [q; k; v] would mix them (--break qkv)."
-    )
-    if full.config.dropout == 0:
-        return
-    report.say(
-        "   Dropout: all ranks draw from one seed, so masks are as in one process.\n"
-        "   Residual stream, twice a layer: replicated, so all ranks share the mask.\n"
-        "   Attention weights: sharded by heads, a rank keeps its slice of the mask.\n"
-        "   (Megatron draws the slice alone, from a generator seeded by tp_rank.)"
-    )
-
-
-def show_traffic(report: Report, config: Config, ranks: int) -> None:
-    """All-reduces of the layers, and of clipping, against the formulas."""
-    args = report.args
-    size = getattr(torch, args.dtype).itemsize if ranks > 1 else 0
-    one = args.batch_size * args.seq_len * config.hidden * size
-    rows = []
-    for phase in ("forward", "backward"):
-        wanted = 2 * config.layers * one
-        cells = report.moved("layers", "all-reduce", "tp", wanted * args.steps, phase)
-        calls, moved, mark = cells
-        wire = moved // args.steps * ring_factor("all-reduce", ranks)
-        rows.append([f"{config.layers} layers", phase, calls // args.steps])
-        rows[-1] += [moved // args.steps, "2·L·B·S·D", wanted, f"{wire:.0f}", mark]
-    wanted = 8 if ranks > 1 else 0  # one float64
-    calls, moved, mark = report.moved(
-        "clipping", "all-reduce", "tp", wanted * args.steps
-    )
-    share = moved / max(1, COMM.total(axis="tp", collective="all-reduce")[1])
-    rows.append(["gradient norm", "update", calls // args.steps, moved // args.steps])
-    rows[-1] += [
-        "one number",
-        wanted,
-        f"{wanted * ring_factor('all-reduce', ranks):.0f}",
-    ]
-    rows[-1].append(mark)
-    calls, moved = COMM.total(what="layers")
-    rest = [calls // args.steps - 4 * config.layers * (ranks > 1)]
-    rest += [moved // args.steps - 4 * config.layers * one]
-    rows.append(["embedding, head", "both", *rest, "whole on all ranks", 0, 0, ""])
-    report.say(
-        "\n4  Communication in a step: all-reduces; ring: what a rank of a ring sends"
-    )
-    head = "where|phase|calls|bytes|formula|predicted|ring|ok"
-    report.table(head, rows, "llrrlrrr")
-    report.say(f"   share of bytes outside the layers: {100 * share:.3f} %")
-
-
-def predict_held(config: Config, args, T: int) -> dict[str, int]:
-    """Bytes on a rank: parameters, gradients, optimizer state, activations.
-
-    Activations per layer, in the order of forward: LayerNorm keeps its input, mean and
-    rstd; q, k and v their one input and, turned, themselves; softmax its output,
-    dropout a mask of bytes and its output; o its input, dropout a mask; LayerNorm
-    again; up its input, GELU its own, down its own; dropout a mask.
-    """
-    e = getattr(torch, args.dtype).itemsize
-    statistic = (
-        4 if args.device == "cuda" else e
-    )  # a GPU keeps mean and rstd in float32
-    V, D, L, N = config.vocab_size, config.hidden, config.layers, config.heads
-    kv, F = 2 * D * config.kv_heads // N, 4 * D
-    cut = (D * D + D) + kv * (D + 1) + D * D + (D * F + F) + D * F
-    P = L * (cut // T + 2 * D + 4 * D) + V * D + 2 * D + V * D + V
-    B, S = args.batch_size, args.seq_len
-    tokens, square, drop = B * S, B * N * S * S, config.dropout > 0
-    attention = e * (3 * tokens * D + square * (2 if drop else 1) + tokens * D) // T
-    layer = (
-        e * 4 * tokens * D + statistic * 4 * tokens
-    )  # LayerNorms: inputs and outputs
-    layer += attention + e * 2 * tokens * F // T
-    layer += (square // T + 2 * tokens * D) if drop else 0  # masks, one byte an element
-    ends = 8 * tokens + e * 2 * tokens * D + statistic * 2 * tokens
-    return {
-        "parameters": P * e,
-        "gradients": P * e,
-        "optimizer state": 2 * P * e + 4 * (16 * L + 5),  # and a step count each
-        "activations": L * layer + ends,
-    }
-
-
-def show_memory(report: Report, without: Training, tp: Training, ranks: int) -> None:
-    """Bytes held by a rank, without and with TP, against the formulas."""
-    config, args = without.model.config, report.args
-    wanted = [predict_held(config, args, T) for T in (1, ranks)]
-    rows = []
-    for kind in wanted[0]:
-        cells, marks = [], []
-        for name, run, predicted in zip(
-            ("without TP", "with TP"), (without, tp), wanted
-        ):
-            n = run.held[kind]
-            row = dict(what=f"{kind} {name}", bytes=n, predicted_bytes=predicted[kind])
-            report.data["memory"].append(row)
-            cells += [n, predicted[kind]]
-            off = abs(n - predicted[kind])
-            marks.append(report.check(f"bytes of {kind} {name}", off))
-        mark = "ok" if marks == ["ok"] * 2 else "✗"
-        rows.append([kind, *cells, f"{cells[2] / cells[0]:.2f}", mark])
-    total = [sum(row[i] for row in rows) for i in range(1, 5)]
-    rows.append(["sum", *total, f"{total[2] / total[0]:.2f}", ""])
-    report.say(
-        "\n5  Memory of a rank, in bytes (step 1; model alone, without the loss)"
-    )
-    head = "|without TP|predicted|with TP|predicted|ratio|ok"
-    report.table(head, rows, "lrrrrrr")
-    report.say(
-        "   Cut by T: attention and MLP, their weights and what they keep in between.\n"
-        "   Whole on every rank: embedding, head, LayerNorm, residual and its masks."
-    )
-
-
-def show_plan(report: Report, full: Transformer, batch, tp_group) -> None:
-    """The same by PyTorch's own API, without dropout: loss, gradients, collectives."""
-    args, config = report.args, full.config
-    device, (tokens, target) = args.device, batch
-    mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-    (reference, dtype), (planned, _) = wide_copy(full), wide_copy(full)
-    planned = parallelize_module(planned, mesh, plan_for(config.layers))
-    wanted = mean_loss(reference(tokens), target)
-    wanted.backward()
-    COMM.what, COMM.phase = "DTensor", "forward"
-    with CountDTensor("tp"):
-        loss = mean_loss(planned(tokens), target)
-        COMM.phase = "backward"
-        loss.backward()
-    COMM.what = COMM.phase = ""
-    diff, worst = abs(loss.item() - wanted.item()) / wanted.item(), 0.0
-    loss_limit, limit = ALLOWED[dtype]
-    marks = [report.check("DTensor's loss", diff, loss_limit)]
-    for (name, p), q in zip(planned.named_parameters(), reference.parameters()):
-        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        diff = rel_diff(grad, q.grad)
-        marks.append(report.check(f"DTensor's dL/d {name}", diff, limit))
-        worst = max(worst, diff)
-    size = getattr(torch, dtype).itemsize if tp_group.size() > 1 else 0
-    one = tokens.numel() * config.hidden * size
-    L, row = config.layers, []
-    for phase, times in (("forward", 2), ("backward", 4)):
-        cells = report.moved("DTensor", "all-reduce", "tp", times * L * one, phase)
-        row.append(
-            f"{cells[0]} all-reduces {phase}, {cells[1]} bytes ({times}·L·B·S·D)"
-        )
-        marks.append(cells[2])
-    report.data["losses"][0]["dtensor"] = loss.item()
-    mark = "ok" if set(marks) == {"ok"} else "✗"
-    report.say(
-        "\n6  The same by PyTorch's own plan, a dict of ColwiseParallel() and "
-        "RowwiseParallel()\n"
-        f"   Without dropout, {dtype}: loss {loss.item():.8f}, alone "
-        f"{wanted.item():.8f};\n   gradients differ by {worst:.1e}: {mark}\n"
-        f"   {row[0]}\n   {row[1]}:\n"
-        "   each of q, k and v has an f of its own; by hand they share one\n"
-    )
-
-
-def bench_sizes(report: Report, args, tp_group) -> None:
-    """`--bench`: a step without and with TP over hidden sizes, as ratios."""
-    rows = []
-    for hidden in (8 * args.heads * scale for scale in (1, 4, 8, 16)):
-        sizes = argparse.Namespace(**vars(args) | dict(hidden=hidden, layers=1))
-        full, batches = make_transformer(sizes), make_batches(sizes, 1)
-        runs = [Training(full, None, sizes)]
-        runs.append(Training(TPTransformer(full, tp_group), tp_group, sizes))
-        seconds, waits = [[], []], []
-        for _ in range(12 if hidden <= 256 else 6):
-            for which, run in enumerate(runs):
-                dist.barrier()
-                start, COMM.seconds = time.perf_counter(), 0.0
-                if which or dist.get_rank() == 0:  # one process: the others wait
-                    run.step([batches[0]], 0)
-                seconds[which].append(time.perf_counter() - start)
-            waits.append(COMM.seconds / seconds[1][-1])
-        middle = [sorted(s[1:])[len(s) // 2 - 1] for s in seconds]
-        share = sorted(waits[1:])[len(waits) // 2 - 1]
-        alone, tp, share = gather_objects([*middle, share])[0]
-        row = dict(hidden=hidden, alone=alone, tp=tp, share_in_collectives=share)
-        report.data.setdefault("bench", []).append(row)
-        cells = f"{1000 * alone:.1f}", f"{1000 * tp:.1f}", f"{alone / tp:.2f}"
-        rows.append([hidden, *cells, f"{100 * share:.0f} %"])
-    report.say(
-        f"7  Time of a step of 1 layer, {args.batch_size * args.seq_len} tokens, here"
-    )
-    head = "hidden|one process ms|TP ms|TP is faster by|of TP's time in collectives"
-    report.table(head, rows, "rrrrr")
-    report.say()
-
-
-class MemoryTimeline(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes held over time by what they are, noted whenever one of them changes."""
-
-    def __init__(self, run: Training):
-        self.start, self.events, self.users = time.perf_counter(), [], {}
-        parameters = list(run.model.parameters())
-        tensors = [*parameters, *run.model.buffers()]
-        self.skip = {x.untyped_storage().data_ptr() for x in tensors}
-        self.now = {
-            "parameters": tensor_bytes(parameters),
-            "optimizer state": run.held["optimizer state"],
-            "gradients": 0,
-            "activations": 0,
-        }
-        for p in parameters:
-            p.register_post_accumulate_grad_hook(
-                lambda p: self.note("gradients", p.grad.nbytes)
-            )
-        super().__init__(self.pack, lambda kept: kept[0])
-
-    def note(self, kind: str, change: int) -> None:
-        self.now[kind] += change
-        row = {"seconds": time.perf_counter() - self.start, **self.now}
-        self.events.append(row)
-
-    def pack(self, x: Tensor):
-        storage = x.untyped_storage()
-        key, size = storage.data_ptr(), storage.nbytes()
-        kept = Kept([x])  # autograd lets go of it once backward has used it
-        if key not in self.skip:
-            self.users[key] = self.users.get(key, 0) + 1
-            if self.users[key] == 1:
-                self.note("activations", size)
-            weakref.finalize(kept, self.let_go, key, size)
-        return kept
-
-    def let_go(self, key: int, size: int) -> None:
-        self.users[key] -= 1
-        if self.users[key] == 0:
-            self.note("activations", -size)
-
-
-class Kept(list):
-    """A list that can be watched."""
-
-
-def profile_steps(report: Report, full: Transformer, batches, tp_group) -> None:
-    """`--profile DIR`: a trace of a step each way, and memory over time by its use."""
-    args = report.args
-    runs = {"without_tp": Training(copy.deepcopy(full), None, args)}
-    runs["with_tp"] = Training(TPTransformer(full, tp_group), tp_group, args)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if args.device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    for name, run in runs.items():
-        run.step(batches, 0)  # a first step makes the optimizer's state
-        path = args.profile / f"{name}.rank{report.rank}"
-        with torch.profiler.profile(
-            activities=activities, profile_memory=True, record_shapes=True
-        ) as profiler:
-            run.step(batches, 0)
-        profiler.export_chrome_trace(f"{path}.trace.json")
-        timeline = MemoryTimeline(run)
-        with timeline:
-            run.step(batches, 0, timeline)
-        timeline.note("gradients", -timeline.now["gradients"])  # update drops them
-        Path(f"{path}.memory.json").write_text(json.dumps(timeline.events))
-        peak = max(sum(list(row.values())[1:]) for row in timeline.events)
-        report.data.setdefault("peak_bytes", {})[name] = peak
-    peaks = " and ".join(map(str, report.data["peak_bytes"].values()))
-    report.say(
-        f"   --profile: at the peak {peaks} bytes, without and with TP. Memory over\n"
-        f"   time and traces (for ui.perfetto.dev) are in {args.profile}\n"
-    )
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__, 5, "steps of AdamW")
+def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
+    """The flags that all lessons share, and whole numbers with their defaults."""
+    about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
+    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=positive, default=default, help=f"({default})")
     add = parser.add_argument
-    add("--hidden", type=positive, default=64, help="D (default 64)")
-    add("--heads", type=positive, default=8, help="N (default 8)")
-    add("--kv-heads", type=positive, help="K (default N)")
-    add("--layers", type=positive, default=2, help="L (default 2)")
-    add("--batch-size", type=positive, default=4, help="B (default 4)")
-    add("--seq-len", type=positive, default=32, help="S (default 32)")
-    add("--vocab-size", type=positive, default=257, help="V (default 257)")
-    add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
-    add("--clip", type=float, default=1.0, help="gradient norm allowed (default 1)")
-    add("--verbose", action="store_true", help="a row for each layer's parameters")
-    add("--bench", action="store_true", help="also measure the time of a step")
-    add("--profile", type=Path, metavar="DIR", help="write traces and memory over time")
-    args = parser.parse_args()
-    args.kv_heads = args.kv_heads or args.heads
-    check_sizes(args, ranks)
+    add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
+    add("--only", type=positive, metavar="N", help="print section N alone")
+    add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")
+    add("--json", type=Path, metavar="PATH", help="write all tables there")
+    return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no whole number from 1 to 2^31 − 1"
+        )
+    return int(text)
+
+
+def apply_edit(edit: dict, module: dict) -> None:
+    """Put an edited copy of its target, a name or Class.name, into a lesson."""
+    owner, _, name = edit["target"].rpartition(".")
+    definition = getattr(module[owner], name) if owner else module[name]
+    source = textwrap.dedent(inspect.getsource(definition))
+    if source.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
+    edited = {}
+    exec(source.replace(edit["old"], edit["new"]), module, edited)
+    if owner:
+        setattr(module[owner], name, edited[name])
+    else:
+        module[name] = edited[name]
+
+
+def describe(name: str, edit: dict) -> tuple[str, str]:
+    """A bug as a diff; and its symptom, why, and who met it."""
+    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
+    for sign, text in (("-", edit["old"]), ("+", edit["new"])):
+        lines += [f"{sign} {line}" for line in text.splitlines()]
+    told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
+    return "\n".join([*lines, ""]), "\n".join(told)
+
+
+def process_of(place: dict) -> str:
+    """A rank's process is "dead", "stopped" or "alive"; "unknown" if elsewhere."""
+    if place["host"] != socket.gethostname():
+        return "unknown"
+    try:
+        os.kill(place["pid"], 0)
+        state = Path(f"/proc/{place['pid']}/stat").read_text().rpartition(") ")[2][0]
+    except ProcessLookupError:
+        return "dead"
+    except OSError:  # a system without /proc, where a stopped process looks alive
+        return "alive"
+    return {"Z": "dead", "T": "stopped"}.get(state, "alive")
+
+
+def who_is_missing(places: list[dict]) -> str:
+    """What the ranks' last notes say for certain; nobody is accused on a guess."""
+    for rank, place in enumerate(places):
+        if place["process"] == "dead" and "ends" not in place:
+            return f"the process of rank {rank} died; it was {place['state']}"
+    raised = {
+        place["raised"]: rank for rank, place in enumerate(places) if "raised" in place
+    }
+    if raised:
+        first = raised[min(raised)]
+        return f"rank {first} {places[first]['state']}"
+    waits = {}  # rank → those that have not come to the call that it is in
+    for rank, place in enumerate(places):
+        if place["process"] == "stopped":
+            return f"the process of rank {rank} is stopped; it was {place['state']}"
+        waits[rank] = {r for r in place.get("ranks", []) if not_in(place, places[r])}
+    for rank in sorted(set().union(*waits.values())):
+        if "ranks" not in places[rank]:
+            others = [other for other in waits if rank in waits[other]]
+            text = f"rank {rank} is {places[rank]['state']}, ranks {others} wait for it"
+            return f"{text}: it hangs, died, or went on without calling"
+    for _ in places:  # who waits for a rank waits for those that it waits for, too
+        waits = {r: late.union(*map(waits.get, late)) for r, late in waits.items()}
+    circle = [rank for rank in waits if rank in waits[rank]]
+    if circle:
+        return f"ranks {circle} wait for each other: one skipped or swapped a call"
+    return "a call failed that every rank had come to"
+
+
+def not_in(place: dict, other: dict) -> bool:
+    """Has another rank not come to this rank's call, or to a different one?"""
+    made = other["made"].get(place["key"], 0)
+    differs = other.get("key") == place["key"] and other["state"] != place["state"]
+    return made < place["number"] or (made == place["number"] and differs)
+
+
+def fail(error: Exception | None, bug: str = "") -> None:
+    """Say what went wrong, once for all ranks; end this rank with exit code 1.
+
+    error: what this rank's main raised, or None: torchrun tells this rank to end.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # let it speak
+    if COMM.store is None:
+        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
+    place = COMM.place | {"ends": True}  # from here on its end is no news
+    words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
+    if error and not (lost and isinstance(error, RuntimeError)):
+        place["state"] = f"raised {type(error).__name__}: {words}"
+        place["raised"] = time.time()
+        if COMM.store.add("raised", 1) == 1:
+            traceback.print_exception(error)
+    COMM.note(**place)
+    time.sleep(1)  # for the notes of the others
+    ranks = range(dist.get_world_size())
+    places = [json.loads(COMM.store.get(f"place/{rank}")) for rank in ranks]
+    for place in places:
+        place["process"] = process_of(place)
+        if place["process"] == "stopped":  # let it go on, so that it can be ended
+            os.kill(place["pid"], signal.SIGCONT)
+    who = who_is_missing(places)
+    if error is None and not re.search("died;|raised", who):
+        os._exit(1)  # torchrun itself was told to end
+    lines = [wrap(f"error: {who}")]
+    lines += [f"  rank {r}: {place['state']}"[:88] for r, place in enumerate(places)]
+    lines += [wrap(f"  transport: {words[:150]}"), bug] if lost else [bug]
+    stop(1, "\n".join(lines).strip(), speaks=COMM.store.add("told", 1) == 1)
+
+
+def stop(code: int, message: str, speaks: bool) -> None:
+    """End this rank at once: tidying up while others are in a collective can hang."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        words = {"message": {"message": message, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(words))
+    sys.stdout.flush()
+    if speaks:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # torchrun reports the first rank that ends
+    os._exit(code)
+
+
+def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
+    """What the command line says; the process ends here if that is a list, or wrong."""
+    try:
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        args = parse_args(ranks)
+        if args.bug == "list":
+            print(*(f"{name:<14}{breaks[name]['what']}" for name in breaks), sep="\n")
+            sys.exit(0)
+        if args.bug and ranks == 1:
+            raise ValueError("--break needs 2 ranks or more: alone nothing breaks")
+        if args.json:
+            args.json.open("a").close()
+    except (ValueError, OSError) as error:
+        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
+    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
+    if gpu:
+        args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
+        torch.cuda.set_device(args.device)
     return args
 
 
-def check_sizes(args, ranks: int) -> None:
-    """ValueError where the model cannot be built, or cannot be cut into `ranks`."""
-    pairs = [
-        ("--hidden", args.hidden, "--heads", args.heads),
-        ("--heads", args.heads, "--kv-heads", args.kv_heads),
-        ("--heads", args.heads, "ranks, by --nproc_per_node", ranks),
-        ("--kv-heads", args.kv_heads, "ranks, by --nproc_per_node", ranks),
-    ]
-    for flag, value, other, parts in pairs:
-        if value % parts:
-            raise ValueError(
-                f"{flag} {value} is not a multiple of {parts} ({other}): {value} % "
-                f"{parts} = {value % parts}; {flag} {value + parts - value % parts} "
-                "would do"
-            )
-    if args.hidden // args.heads % 2:
-        raise ValueError(
-            f"--hidden {args.hidden} / --heads {args.heads} = "
-            f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
-            "must be even"
-        )
-    if args.vocab_size < 257:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
-        )
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
-    if args.profile and not args.profile.is_dir():
-        raise ValueError(f"--profile {args.profile}: there is no such folder")
+def launch(main, parse_args, module: dict) -> None:
+    """One rank of a lesson, from its command line to its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    lesson, breaks = Path(module["__file__"]), module["BREAKS"]
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
+    under_torchrun = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= {*os.environ}
+    if not under_torchrun and not {"-h", "--help", "list"} & {*sys.argv}:
+        print("start it with torchrun, which makes the ranks:\n")
+        ranks = module.get("RANKS", 2)
+        print(f"    torchrun --standalone --nproc_per_node={ranks} {lesson.name}")
+        sys.exit(2)
+    args = read_flags(parse_args, breaks)
+    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
+    torch.manual_seed(args.seed)
+    diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
+    limit = timedelta(seconds=min(args.timeout, 5) if args.bug else args.timeout)
+    try:
+        dist.init_process_group(args.backend, timeout=limit)
+        COMM.store = dist.distributed_c10d._get_default_store()
+        signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
+        COMM.note()
+        if args.bug:
+            apply_edit(breaks[args.bug], module)
+            print(diff, flush=True)
+        report = Report(lesson.stem, args)
+        main(args, report)
+        line = report.verdict()
+        print(f"{bug}\n{line}".strip(), flush=True)
+        with COMM.meet("the last barrier", [*range(args.ranks)]):
+            dist.barrier()
+        COMM.note("finished", ends=True)
+    except Exception as error:
+        fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.collect()  # whatever still refers to a group must go before the groups do
+    dist.destroy_process_group()
+    if line.startswith("FAIL"):
+        stop(1, line, speaks=False)
 
 
-def main(args: argparse.Namespace, backend: str) -> str:
-    ranks = dist.get_world_size()
-    tp_group = mesh_groups({"tp": ranks}, args.timeout)["tp"]
-    report = Report("02_transformer_tp", args, {"tp": ranks}, backend)
-    full, batches = make_transformer(args), make_batches(args, args.steps)
-    without = Training(copy.deepcopy(full), None, args)
-    tp = Training(TPTransformer(full, tp_group), tp_group, args)
-    for step in range(args.steps):
-        without.step(batches, step)
-        tp.step(batches, step)
-    if args.dtype == "bfloat16":
-        measure_rounding(without, full, batches)
-    show_losses_and_norms(report, without, tp)
-    show_parameters(report, without, tp)
-    show_after(report, without, tp)
-    show_start(report, full, tp_group)
-    show_traffic(report, full.config, ranks)
-    show_memory(report, without, tp, ranks)
-    show_plan(report, full, batches[0], tp_group)
-    if args.bench:
-        bench_sizes(report, args, tp_group)
-    if args.profile:
-        profile_steps(report, full, batches, tp_group)
-    return report.verdict("with TP == without TP", BREAKS.get(args.break_name))
+# endregion
 
 
 if __name__ == "__main__":
-    launch(__file__, parse_args, main, BREAKS, globals())
+    launch(main, parse_args, globals())
