@@ -22,6 +22,9 @@ ALIKE = {
 WITH_FLAGS = [
     (MLP, 2, *PROOF, "--hidden", "32", "--width", "96", "--seed", "7"),
     (MLP, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
+    (MLP, 4, "--mesh", "4x1"),
+    (MLP, 4, "--mesh", "1x4"),
+    (MLP, 2, "--steps", "200"),  # SGD stays stable
 ]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 ALL_RUNS = [run for run in ALL_RUNS if run[0] in jobs.NEW_ANATOMY]

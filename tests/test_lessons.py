@@ -163,6 +163,22 @@ def test_only_one_section():
     assert only.data["checks"] == whole.data["checks"]
 
 
+@pytest.mark.skipif(MLP not in jobs.NEW_ANATOMY, reason="not the old lesson")
+def test_a_changed_model_reaches_the_comparison(tmp_path):
+    """A student's norm: numbers are compared and right, formulas do not know of it."""
+    text = jobs.PATHS[MLP].read_text("utf-8")
+    for old, new in (
+        ("        self.up_proj = ", "        self.norm = nn.RMSNorm(hidden)\n{}"),
+        ("F.gelu(self.up_proj(x_BSD))", "F.gelu(self.up_proj(self.norm(x_BSD)))"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new.format(old))
+    script = tmp_path / f"{MLP}.py"
+    script.write_text(text, "utf-8")
+    last = jobs.launch(script, 2, "--mesh", "2x1").out.splitlines()[-1]
+    assert last.startswith("FAIL") and re.search("numbers (all )?ok", last), last
+
+
 EMPTY = """
 import torch.distributed as dist
 dist.init_process_group("gloo")

@@ -37,7 +37,7 @@ SHARED = [
 REFUSED = [(lesson, 2, *case) for lesson in (COLLECTIVES, MESH) for case in SHARED]
 REFUSED += [
     (COLLECTIVES, 1, ("--break", "skip"), "--break", "2 ranks"),
-    (MLP, 4, ("--hidden", "66"), "--hidden 66", "4"),
+    (MLP, 4, ("--hidden", "66"), "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
     (MLP, 3, ("--width", "64"), "--width 64", "3"),
     (MLP, 4, ("--batch-size", "6"), "--batch-size 6", "4"),
     (MLP, 2, ("--steps", "0"), "--steps", "0"),
@@ -45,6 +45,9 @@ REFUSED += [
     (MLP, 2, ("--hidden", "-64"), "--hidden", "-64"),
     (MLP, 2, ("--hidden", "1.5"), "--hidden", "1.5"),
     (MLP, 2, ("--width", "wide"), "--width", "wide"),
+    (MLP, 4, ("--mesh", "2x3"), "--mesh 2x3", "2 · 3 = 6", "4 ranks"),
+    (MLP, 4, ("--mesh", "2x"), "--mesh 2x", "4 ranks"),
+    (MLP, 4, ("--mesh", "two"), "--mesh two", "4 ranks"),
 ]
 # Of the model's sizes, which 02 to 05 share.
 MODEL = [
