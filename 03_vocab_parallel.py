@@ -4,77 +4,87 @@ The largest matrices of a model are often its embedding and its head, [V, D] eac
 the largest activation its logits, [B, S, V]. Each rank takes a range of the vocabulary:
 it looks up the tokens it has, and the loss is computed without ever gathering logits.
 
-Run it (2 ranks on a laptop; 4 and 8 work too):
+Run it (2 ranks on a laptop; 1, 3, 4, 6 and 8 work too, the sizes follow):
 
     torchrun --standalone --nproc_per_node=2 03_vocab_parallel.py
 
-What you will see: lesson 02's transformer with its vocabulary split, trained beside one
-process with F.cross_entropy and with the loss written by hand; who has which rows,
-where 257 does not divide; one token's loss as it comes about; padding tokens, large
-logits, label smoothing; bytes and memory against gathering the logits; the same by
-PyTorch's loss_parallel. `--tie` ties embedding and head; `--train 300` trains longer
-and lets the model write; `--break list` names the bugs you can switch on.
+What you will see: who has which rows, where 257 does not divide; lesson 02's decoder,
+its vocabulary split, trained beside one process with F.cross_entropy, one with the loss
+by hand, and PyTorch's loss_parallel; batches on which a loss goes wrong easily; bytes
+sent and kept, against gathering the logits; tokens drawn from logits that nobody has
+whole. `--tie` ties embedding and head, `--break list` names the bugs to switch on.
 
-New here: the embedding, the head, the cross entropy, sampling. Carried over: from 02
-the transformer and its training, from 01 the parallel layers, from 00 the collectives.
+How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are the bugs.
+Below that stands what lessons 00 to 02 explained; fold it away. Short of time? Read
+VocabParallelEmbedding, vocab_transformer and VocabParallelCrossEntropy.forward.
 
-Shapes: B batch, S sequence, D hidden, V vocabulary, T ranks in the TP group. UPPERCASE
-    is the full size, lowercase this rank's slice: logits_BSv has this rank's columns of
-    the vocabulary, v = V/T rounded up; what is too much is padding.
+Try this, and see what the checks say:
+- in vocab_transformer leave the embedding whole (delete its line), and cut the head;
+- there, too, give ColumnParallelLinear gather_output=True: the loss is right, and yet;
+- in VocabParallelCrossEntropy.forward drop the second all-reduce, but not its sum.
 
-Needs: torch (and numpy, else torch warns that it is missing).
+Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks in the TP group.
+    UPPERCASE is the full size, lowercase this rank's slice: logits_BSv has this rank's
+    columns of the vocabulary, v = V/T rounded up; what is too much is padding.
+    `partial_` in front: full shape, still to be summed over the group. x → y: on a rank
+    instead of global. PyTorch says Replicate() for what every rank holds, Shard(dim)
+    for what is cut along a dim.
+
 Sources: Megatron-LM, arXiv:1909.08053, sec. 3 (embedding, loss); docs.pytorch.org,
     torch.distributed.tensor.parallel.loss_parallel.
 """
 
-from __future__ import annotations  # names that stand further down may be used
+from __future__ import annotations
 
 import argparse
 import copy
 import gc
+import inspect
 import json
 import math
 import os
+import re
 import signal
+import socket
 import sys
 import textwrap
 import time
 import traceback
-import weakref
 from collections import Counter, namedtuple
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 03: the vocabulary, split
 
+# From lesson 02: tp_transformer copies the model and puts parallel modules in the place
+# of its linears; the same edit goes on here, with the embedding and the head.
+# ColumnParallelLinear has a slice of the outputs (01); shard_parameter cuts a parameter
+# and notes in p.cuts how. g (ReduceFromTP): all-reduce forward, identity backward.
+# IGNORE as a target: this token has none.
 
-def pad_vocab(full: Tensor, ranks: int) -> Tensor:
-    """Zero rows below an embedding or a head, so that T divides them: any V and T.
 
-    Shapes: [V, ...] → [⌈V/T⌉·T, ...]. Zeros stay zeros: no token is looked up there,
-    and the loss gives those columns no gradient.
+def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
+    """An embedding or a head with rows of zeros at the end, so that T divides them.
+
+    Shapes: weight [V, D] → [⌈V/T⌉·T, D], bias [V] → [⌈V/T⌉·T]. Zeros stay zeros: no
+    token is looked up there, and the loss gives those columns no gradient.
     """
-    missing = -len(full) % ranks
-    return torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
-
-
-def first_row(v: int, tp_group: dist.ProcessGroup) -> int:
-    """Rank t has the tokens from t·v to (t + 1)·v − 1 of the vocabulary."""
-    return tp_group.rank() * v
+    padded = copy.deepcopy(full)
+    for name, p in full.named_parameters():
+        zeros = p.new_zeros(-len(p) % ranks, *p.shape[1:])  # as many as are missing
+        setattr(padded, name, nn.Parameter(torch.cat([p.detach(), zeros])))
+    return padded
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
@@ -86,26 +96,12 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         )
 
 
-def look_up(tokens_BS: Tensor, weight_vD: Tensor, V: int, tp_group) -> Tensor:
-    """The embeddings of this rank's tokens, zeros for the others': a term of the sum.
-
-    Shapes: tokens [B, S], weight [v, D] → [B, S, D] {U_tp}. ValueError for a token ≥ V.
-    """
-    check_tokens(tokens_BS, V)
-    local_BS = tokens_BS - first_row(len(weight_vD), tp_group)
-    mine_BS = (local_BS >= 0) & (local_BS < len(weight_vD))
-    # Another rank's token looks up row 0, any row would do: it is zeroed next.
-    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_vD)
-    return x_BSD * mine_BS.unsqueeze(-1)  # others' tokens: zero
-
-
 class VocabParallelEmbedding(nn.Module):
     """An embedding whose rows are split over the TP group.
 
     Args:
         full: the single-process embedding, identical on every rank.
-        tp_group: the T ranks that share it.
-
+        tp_group: the T ranks that share it. Rank t has tokens t·v to (t + 1)·v − 1.
     Shapes (global → on a rank, placement):
         tokens  [B, S] int64 → the same       Replicate()
         weight  [V, D]       → [⌈V/T⌉, D]     Shard(0), the last ones padded
@@ -115,64 +111,44 @@ class VocabParallelEmbedding(nn.Module):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
     """
 
-    placement = {"weight": (("tp", 0),)}
-
     def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
         super().__init__()
         self.vocab_size, self.tp_group = full.num_embeddings, tp_group
-        padded = pad_vocab(full.weight.detach(), tp_group.size())
-        self.weight = nn.Parameter(shard(padded, 0, tp_group))  # [v, D]
+        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
+        padded = pad_vocab(full, tp_group.size())
+        self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        partial_x_BSD = look_up(tokens_BS, self.weight, self.vocab_size, self.tp_group)
-        return ReduceFromTP.apply(partial_x_BSD, self.tp_group)
+        check_tokens(tokens_BS, self.vocab_size)
+        v = len(self.weight)
+        row_BS = tokens_BS - self.tp_group.rank() * v
+        mine_BS = (row_BS >= 0) & (row_BS < v)
+        # Another rank's token looks up row 0, any row would do: it is zeroed next.
+        x_BSD = F.embedding(row_BS.where(mine_BS, 0), self.weight)
+        partial_x_BSD = x_BSD * mine_BS.unsqueeze(-1)
+        return self.reduce(partial_x_BSD, self.tp_group)
 
 
-class VocabParallelHead(nn.Module):
-    """A head whose output features, the vocabulary, are split; logits stay split.
+def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
+    """Lesson 02's model with embedding and head split over the vocabulary, too.
 
-    Args:
-        full: the single-process head.
-        tied: this rank's rows of the embedding, where head and embedding share them.
-    Shapes: x [B, S, D] Replicate() → logits [B, S, ⌈V/T⌉] Shard(2).
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
+    Shapes: tokens [B, S] → logits [B, S, ⌈V/T⌉] Shard(2); a rank's columns of them are
+        its rows of the head and, where the two are tied, of the embedding.
+    Communication: that of tp_transformer, and one all-reduce of B·S·D elements forward
+        (g of the embedding) and one backward (f of the head).
     """
-
-    placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}
-
-    def __init__(self, full: nn.Linear, tp_group, tied: nn.Parameter | None = None):
-        super().__init__()
-        self.tp_group, T = tp_group, tp_group.size()
-        weight = shard(pad_vocab(full.weight.detach(), T), 0, tp_group)
-        self.weight = nn.Parameter(weight) if tied is None else tied  # [v, D]
-        bias = shard(pad_vocab(full.bias.detach(), T), 0, tp_group)
-        self.bias = nn.Parameter(bias)  # [v]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)
+    model = tp_transformer(full, tp_group)
+    model.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
+    head = pad_vocab(full.lm_head, tp_group.size())
+    model.lm_head = ColumnParallelLinear(head, tp_group)
+    if full.lm_head.weight is full.embed_tokens.weight:
+        model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
+    for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
+        p.rows = full.config.vocab_size  # the other rows are padding
+    return model
 
 
-def real_columns(logits_BSv: Tensor, vocab_size: int, tp_group) -> Tensor:
-    """[v] bool: which of this rank's columns are tokens, and not padding."""
-    v = logits_BSv.shape[-1]
-    token_v = first_row(v, tp_group) + torch.arange(v, device=logits_BSv.device)
-    return token_v < vocab_size
-
-
-def largest_logit(logits_BSv: Tensor, tp_group) -> Tensor:
-    """[B, S]: the maximum over the whole vocabulary, so that no exp overflows."""
-    return all_reduce(logits_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
-
-
-def to_softmax(exp_BSv: Tensor, total_BS: Tensor) -> Tensor:
-    """This rank's columns of the softmax: all that backward needs."""
-    return exp_BSv / total_BS.unsqueeze(-1)
-
-
-def without_ignored(grad_BSv: Tensor, has_target_BS: Tensor) -> Tensor:
-    """Zero the rows of tokens that have no target, also where they are nan."""
-    return grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
+# ---- The loss, without ever gathering the logits
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -184,28 +160,31 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
+        v = logits_BSv.shape[-1]
+        first = tp_group.rank() * v  # the token of this rank's first column
+        column_v = torch.arange(v, device=logits_BSv.device)
+        padding_v = first + column_v >= vocab_size
         wide = torch.promote_types(logits_BSv.dtype, torch.float32)
-        real_v = real_columns(logits_BSv, vocab_size, tp_group)
-        x_BSv = logits_BSv.to(wide).masked_fill(~real_v, float("-inf"))
-        # First all-reduce: the largest logit.
-        x_BSv = x_BSv - largest_logit(x_BSv, tp_group).unsqueeze(-1)
+        x_BSv = logits_BSv.to(wide).masked_fill(padding_v, float("-inf"))
+        # First all-reduce: the largest logit, so that no exp overflows.
+        max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
+        x_BSv = x_BSv - max_BS.unsqueeze(-1)
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
-        total_BS = all_reduce(exp_BSv.sum(-1), tp_group)
+        sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
         # Third: the target's logit. One rank has its column, the others give zero.
-        v = logits_BSv.shape[-1]
-        local_BS = target_BS - first_row(v, tp_group)
-        mine_BS = (local_BS >= 0) & (local_BS < v)
-        local_BS = local_BS.where(mine_BS, 0)
-        picked_BS = x_BSv.gather(-1, local_BS.unsqueeze(-1)).squeeze(-1)
+        column_BS = target_BS - first
+        mine_BS = (column_BS >= 0) & (column_BS < v)
+        column_BS = column_BS.where(mine_BS, 0)
+        picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(mine_BS, 0)
         if smoothing:  # and the mean of all logits, in the same all-reduce
-            sum_BS = x_BSv.masked_fill(~real_v, 0).sum(-1)
-            picked_BS = (1 - smoothing) * picked_BS + smoothing * sum_BS / vocab_size
-        loss_BS = total_BS.log() - all_reduce(picked_BS, tp_group)
+            total_BS = x_BSv.masked_fill(padding_v, 0).sum(-1)
+            picked_BS = (1 - smoothing) * picked_BS + smoothing * total_BS / vocab_size
+        loss_BS = sum_BS.log() - all_reduce(picked_BS, tp_group)
+        softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
         has_target_BS = target_BS != ignore
-        softmax_BSv = to_softmax(exp_BSv, total_BS)
-        ctx.save_for_backward(softmax_BSv, local_BS, mine_BS, has_target_BS, real_v)
+        ctx.save_for_backward(softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v)
         ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         ctx.dtype = logits_BSv.dtype
         return loss_BS.where(has_target_BS, 0)
@@ -214,12 +193,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream_BS):
         # dloss/dx = softmax − onehot(target): each rank has what it takes for its
         # columns, so nothing is sent.
-        softmax_BSv, local_BS, mine_BS, has_target_BS, real_v = ctx.saved_tensors
-        even = ctx.smoothing / ctx.vocab_size  # what smoothing gives to every token
-        grad_BSv = softmax_BSv - even * real_v.to(softmax_BSv)
+        softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v = ctx.saved_tensors
+        even = ctx.smoothing / ctx.vocab_size  # smoothing's target for every token
+        grad_BSv = (softmax_BSv - even).masked_fill(padding_v, 0)
         hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, local_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
-        grad_BSv = without_ignored(grad_BSv * upstream_BS.unsqueeze(-1), has_target_BS)
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
+        grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
+        # The loss of an ignored token is zero; softmax − onehot is not.
+        grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
 
@@ -256,82 +237,447 @@ def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
     return loss_BS.sum() / (target_BS != IGNORE).sum()
 
 
-class VocabParallelTransformer(nn.Module):
-    """Lesson 02's transformer with embedding and head split over the vocabulary.
+def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size) -> Tensor:
+    """The mean loss, from logits as they are."""
+    loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, vocab_size)
+    return mean_over_targets(loss_BS, target_BS)
 
-    Shapes: tokens [B, S] → logits [B, S, ⌈V/T⌉] Shard(2).
-    Communication: that of TPTransformer, and one all-reduce of B·S·D elements forward
-        (embedding) and one backward (head).
+
+def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size):
+    """What it saves: all columns on every rank, and F.cross_entropy of them."""
+    logits_BSV = GatherFromTP.apply(logits_BSv, 2, tp_group)[..., :vocab_size]
+    return mean_loss(logits_BSV, target_BS)
+
+
+def vocab_plan() -> dict:
+    """PyTorch's way to split the vocabulary. Logits stay a DTensor: it need not be
+    padded, a DTensor knows that its shards are of different sizes."""
+    column, row = parallel.ColwiseParallel, parallel.RowwiseParallel
+    head = column(output_layouts=Shard(-1), use_local_output=False)
+    embedding = row(input_layouts=Replicate())
+    return tp_plan() | {"embed_tokens": embedding, "lm_head": head}
+
+
+def train_by_pytorch(full: Transformer, tp_group: dist.ProcessGroup, train):
+    """PyTorch's way to the loss: in this context F.cross_entropy of sharded logits does
+    the same three all-reduces. Backward has to be in it, too: here all of training is.
     """
+    model = dtensor_transformer(full, vocab_plan(), tp_group)
+    if full.lm_head.weight is full.embed_tokens.weight:
+        model.lm_head.weight = model.embed_tokens.weight  # the plan has cut it twice
+    with parallel.loss_parallel():
+        return train("DTensor", model, loss_of=mean_loss)
 
-    def __init__(self, full: Transformer, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.vocab_size = full.config.vocab_size
-        self.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
-        self.layers = nn.ModuleList(TPDecoderLayer(x, tp_group) for x in full.layers)
-        self.norm = copy.deepcopy(full.norm)
-        tied = full.lm_head.weight is full.embed_tokens.weight
-        shared = self.embed_tokens.weight if tied else None
-        self.lm_head = VocabParallelHead(full.lm_head, tp_group, shared)
-        for name, table in full.named_buffers():
-            self.register_buffer(name, table.clone(), persistent=False)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        x_BSD = self.embed_tokens(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, self.cos[:S], self.sin[:S], self.future[:S, :S])
-        return self.lm_head(self.norm(x_BSD))
+# ---- A token drawn from sharded logits
 
 
 def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int) -> int:
     """Draw a token from sharded logits, sending two numbers instead of V.
 
-    The largest of logits + Gumbel noise is a draw from softmax(logits): so each rank
-    needs to offer only its best column. The noise is drawn whole on
-    every rank from one seed, so that the draw is the one that a single process makes.
+    The largest of logits + Gumbel noise is a draw from softmax(logits): each rank needs
+    to offer only its best column. The noise is drawn whole on every rank from one seed,
+    so the draw is the one that a single process makes.
     Communication: two all-reduces of one value: the best score, and who has it.
     """
-    start = first_row(len(logits_v), tp_group)
-    mine = min(len(logits_v), max(0, vocab_size - start))  # columns that are tokens
-    score, best = torch.tensor([float("-inf")], device=logits_v.device), vocab_size
-    if mine:
-        scores = logits_v[:mine].float() + noise_V[start : start + mine]
-        score, best = scores.max().view(1), start + int(scores.argmax())
+    v, T = len(logits_v), tp_group.size()
+    padding = 0, v * T - vocab_size  # is never drawn
+    noise_v = shard(F.pad(noise_V, padding, value=float("-inf")), 0, tp_group)
+    scores_v = logits_v.float() + noise_v
+    score, token = scores_v.max(), scores_v.argmax() + tp_group.rank() * v
     top = all_reduce(score, tp_group, dist.ReduceOp.MAX)
-    best = torch.tensor([best if score == top else vocab_size], device=logits_v.device)
-    return int(all_reduce(best, tp_group, dist.ReduceOp.MIN))  # of equals, the first
+    token = token.where(score == top, vocab_size)  # no token: another rank has a better
+    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # of equals, the first
+
+
+# ==== RUN
+
+
+def main(args, report: Report) -> None:
+    groups = mesh_groups({"tp": args.ranks}, args.timeout)
+    groups |= mesh_groups({"others": args.ranks, "alone": 1}, args.timeout)
+    tp_group, V = groups["tp"], args.vocab_size
+    report.begin({"tp": args.ranks})
+    full, batches = make_tied(args), make_batches(__doc__, args, args.steps)
+    plain, split = copy.deepcopy(full), vocab_transformer(full, tp_group)
+    train = partial(train_transformer, batches=batches, args=args)
+    by_hand = partial(sharded_loss, tp_group=groups["alone"], vocab_size=V)
+    with_tp = partial(sharded_loss, tp_group=tp_group, vocab_size=V)
+    runs = {
+        "without TP": train("without TP", plain, loss_of=mean_loss),
+        "loss by hand": train("loss by hand", copy.deepcopy(full), loss_of=by_hand),
+        "with TP": train("with TP", split, loss_of=with_tp, tp_group=tp_group),
+    }
+    if args.ranks > 1:
+        runs["DTensor"] = train_by_pytorch(full, tp_group, train)
+    show_cuts(report, full, split)
+    show_ranges(report, split, batches[0], tp_group)
+    show_steps(report, runs, "with TP", split, tp_group)
+    show_news(report, runs)
+    show_hard_batches(report, args, tp_group)
+    show_traffic(report, args)
+    show_gathering(report, args, tp_group)
+    show_sampling(report, plain, split, batches[0], tp_group)
+
+
+def make_tied(args) -> Transformer:
+    """Lesson 02's model; with --tie, head and embedding share their weight."""
+    full = make_transformer(args)
+    if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
+        nn.init.normal_(full.embed_tokens.weight, std=0.02)
+        full.lm_head.weight = full.embed_tokens.weight
+    return full
+
+
+def fold_old(name: str) -> str:
+    """A row for each parameter that is cut here anew, and one for the rest."""
+    news = name.startswith(("embed_tokens", "lm_head"))
+    return name if news else "all others, as in 02"
+
+
+def show_cuts(report: Report, full, split) -> None:
+    report.section("Who holds what: a row of embedding and head for each token")
+    rows, others = {}, Counter()
+    for name, p in split.named_parameters():
+        shape, cuts = full.get_parameter(name).shape, getattr(p, "cuts", ())
+        row = {"parameter": name, "global": str([*shape]), "on a rank": str([*p.shape])}
+        placement = ", ".join(f"Shard({dim})" for dim, _ in cuts) or "Replicate()"
+        if name != fold_old(name):
+            others.update({"global": shape.numel(), "on a rank": p.numel()})
+            numbers = {place: f"{count:,} numbers" for place, count in others.items()}
+            row, placement = {"parameter": fold_old(name), **numbers}, ""
+        rows[fold_old(name)] = row | {"placement": placement}
+    report.table("holdings", [*rows.values()])
+
+
+def show_ranges(report: Report, split, batch, tp_group) -> None:
+    """Who has which tokens, and how many of a batch are looked up there."""
+    V, rank = report.args.vocab_size, tp_group.rank()
+    v = -(-V // tp_group.size())
+    mine = range(v * rank, min(V, v * rank + v))  # may be none
+    row = {"rank": rank, "tokens": f"{mine[0]} to {mine[-1]}" if mine else "none"}
+    for name, x_BS in zip(("inputs", "targets"), batch):
+        row[name] = ((x_BS >= mine.start) & (x_BS < mine.stop)).sum().item()
+    ends = [p for p in split.parameters() if hasattr(p, "rows") and hasattr(p, "cuts")]
+    row["padding"] = v - len(mine)
+    row["its sum"] = sum(p[len(mine) :].abs().sum().item() for p in ends)
+    row["ok"] = report.check("padding is zero after training", row["its sum"])
+    ranks, tokens = gather_objects(row), batch[0].numel()
+    looked_up = sum(row["inputs"] for row in ranks)
+    report.check("every token is looked up once", abs(looked_up - tokens))
+    report.say(
+        f"   Who has which of {V} tokens, and where {tokens} of them are looked up. "
+        "Padding:\n   rows that belong to no token; they are zero, and stay so."
+    )
+    report.table("rows", ranks)
+
+
+def show_news(report: Report, runs: dict) -> None:
+    """Gradients of what is cut here, and all others in one row; some in numbers."""
+    report.section("Gradients of step 1: norms; diff: max|a − b| / max|b|")
+    gradients = {what: run.gradients for what, run in runs.items()}
+    report.compare("gradients", gradients, fold=fold_old)
+    rows = []
+    for token in "ae":
+        row = {"": f"dL/d embedding of {token}"}
+        for what in ("without TP", "with TP"):
+            corner = runs[what].gradients["embed_tokens.weight"][ord(token), :3]
+            row[what] = " ".join(f"{x:9.6f}" for x in corner.tolist())
+        rows.append(row)
+    report.table("corner", rows)
+
+
+class Case(NamedTuple):
+    """Random logits and targets, and what is hard about them."""
+
+    vocab_size: int = 257
+    size: float = 1.0  # of the logits
+    ignored: float = 0.2  # share of the tokens
+    smoothing: float = 0.0
+
+
+def show_hard_batches(report: Report, args, tp_group) -> None:
+    """Batches on which a loss goes wrong easily, against F.cross_entropy."""
+    cases = {
+        "logits of about 10,000": Case(size=10000.0),
+        "label smoothing 0.1": Case(smoothing=0.1),
+        "no token has a target": Case(ignored=1.0),
+        "a vocabulary of 1": Case(vocab_size=1),
+        "GPT-2's vocabulary": Case(vocab_size=50257),
+    }
+    rows = []
+    for name, case in cases.items():
+        (wanted, got), gradients = try_case(case, args, tp_group)
+        diffs = nan_or_diff(got, wanted), nan_or_diff(*gradients)
+        right = report.check(f"{name}: loss", diffs[0], report.allowed_loss)
+        right &= report.check(f"{name}: gradient", diffs[1], report.allowed)
+        row = {"case": name, "V": case.vocab_size, "F.cross_entropy": wanted.item()}
+        rows.append(row | {"with TP": got.item(), "diff": max(diffs), "ok": right})
+    report.section("Where a loss goes wrong easily; diff: of loss and gradient")
+    report.table("hard_batches", rows)
+
+
+def try_case(case: Case, args, tp_group) -> tuple:
+    """Loss and gradient of random logits, each by F.cross_entropy and with TP."""
+    generator = torch.Generator().manual_seed(args.seed)
+    V, T = case.vocab_size, tp_group.size()
+    x_BSV = torch.randn(3, 5, V, generator=generator) * case.size
+    target_BS = torch.randint(V, (3, 5), generator=generator)
+    target_BS[torch.rand(3, 5, generator=generator) < case.ignored] = IGNORE
+    target_BS = target_BS.to(args.device)
+    x_BSV = x_BSV.to(args.device, getattr(torch, args.dtype)).requires_grad_()
+    wanted = F.cross_entropy(
+        x_BSV.flatten(0, 1), target_BS.flatten(), label_smoothing=case.smoothing
+    )
+    wanted.backward()
+    padding = 0, -V % T  # of any content: nothing of it may join in
+    x_BSv = shard(F.pad(x_BSV, padding, value=9.0), 2, tp_group).requires_grad_()
+    COMM.what = "hard batches"
+    loss_BS = vocab_parallel_cross_entropy(
+        x_BSv, target_BS, tp_group, V, label_smoothing=case.smoothing
+    )
+    loss = mean_over_targets(loss_BS, target_BS)
+    loss.backward()
+    gradient = all_gather(x_BSv.grad, 2, tp_group)
+    return (wanted, loss), (F.pad(x_BSV.grad, padding), gradient)
+
+
+def nan_or_diff(got: Tensor, wanted: Tensor) -> float:
+    """rel_diff; where nan is right, nan is no difference."""
+    if not torch.equal(got.isnan(), wanted.isnan()):
+        return math.inf
+    return rel_diff(got.where(~got.isnan(), 0), wanted.where(~wanted.isnan(), 0))
+
+
+def show_traffic(report: Report, args) -> None:
+    """What a step sends, by hand and by PyTorch."""
+    L, e = args.layers, getattr(torch, args.dtype).itemsize
+    tokens = args.batch_size * args.seq_len
+    each = tokens * args.hidden * e
+    n, many = 2 * L + 1, 4 * L + 1
+    once = n, "(2L + 1)·B·S·D", n * each
+    more = many, "(4L + 1)·B·S·D", many * each
+    three = 3, "3·B·S", 3 * tokens * e
+    report.section("Communication of a step: the loss sends three numbers a token")
+    report.say(
+        "   In a plan q, k and v have an f each. ring: what a rank of a ring sends."
+    )
+    formulas = {
+        ("with TP", "forward", "all-reduce", "tp"): once,
+        ("with TP", "loss", "all-reduce", "tp"): three,
+        ("with TP", "backward", "all-reduce", "tp"): once,
+        ("with TP", "clipping", "all-reduce", "tp"): (1, "one float64", 8),
+        ("DTensor", "forward", "all-reduce", "tp"): once,
+        ("DTensor", "loss", "all-reduce", "tp"): three,
+        ("DTensor", "backward", "all-reduce", "tp"): more,
+    }
+    report.ledger(formulas, args.steps)
+
+
+def show_gathering(report: Report, args, tp_group) -> None:
+    """The loss alone, from gathered and from sharded logits: bytes sent, and kept."""
+    rows, T, e = [], tp_group.size(), getattr(torch, args.dtype).itemsize
+    tokens = args.batch_size * args.seq_len
+    for V in (257, 50257):
+        v = -(-V // T)
+        row = measure_loss("gathered", gathered_loss, V, args, tp_group)
+        row["formula"] = "B·S·V·e + e"  # log-softmax; a count of targets
+        row["predicted_bytes"] = tokens * V * e + e
+        check_sent(report, row, "all-gather", 1, tokens * v * T * e)
+        rows.append(row)
+        row = measure_loss("sharded", sharded_loss, V, args, tp_group)
+        # Softmax; of a token the column and two masks; what is padding; a count.
+        row["formula"] = "B·S·(v·e + 10) + v + 8"
+        row["predicted_bytes"] = tokens * (v * e + 10) + v + 8
+        check_sent(report, row, "all-reduce", 3, 3 * tokens * e)
+        rows.append(row)
+    report.section(
+        "The loss alone, in bytes: logits gathered on every rank, or sharded"
+    )
+    report.say(
+        "   sent: B·S·v·T·e in one all-gather, 3·B·S·e in three all-reduces; bytes:"
+    )
+    report.say(
+        "   what is kept for backward. e: of a number; v = ⌈V/T⌉ columns on a rank"
+    )
+    report.measure("memory", rows)
+
+
+def measure_loss(name: str, loss_of, V: int, args, tp_group) -> dict:
+    """What one loss of V tokens sends, and keeps for backward."""
+    shape = args.batch_size, args.seq_len
+    x_BSv = torch.zeros(*shape, -(-V // tp_group.size()), device=args.device)
+    x_BSv = x_BSv.to(getattr(torch, args.dtype)).requires_grad_()
+    target_BS = torch.zeros(shape, dtype=torch.int64, device=args.device)
+    COMM.what, COMM.phase = f"{name}, V {V}", ""
+    saved = SavedBytes([x_BSv, target_BS])
+    with saved:
+        loss = loss_of(x_BSv, target_BS, tp_group, V)
+    loss.backward()
+    return {"V": f"{V}", "logits": name, "sent": 0, "bytes": saved.total()}
+
+
+def check_sent(report: Report, row: dict, collective: str, calls: int, nbytes) -> None:
+    """Calls and bytes that were counted under the row's name."""
+    key = f"{row['logits']}, V {row['V']}", "", collective, "tp"
+    made, row["sent"] = COMM.rows.get(key, (0, 0))
+    wanted = (calls, nbytes) if report.axes["tp"] > 1 else (0, 0)
+    off = abs(made - wanted[0]) + abs(row["sent"] - wanted[1])
+    row["ok"] = report.check(f"bytes: sent, {key[0]}", off, kind="bytes")
+
+
+def show_sampling(report: Report, plain, split, batch, tp_group) -> None:
+    """A token after each of a line's first bytes, drawn from the softmax."""
+    args, (tokens_BS, _), count = report.args, batch, 6
+    generator = torch.Generator().manual_seed(args.seed)
+    with torch.no_grad():
+        logits_SV = plain.eval()(tokens_BS[:1])[0]
+        logits_Sv = split.eval()(tokens_BS[:1])[0]
+    COMM.what = "sampling"
+    wanted, drawn = [], []
+    for logits_V, logits_v in zip(logits_SV[:count], logits_Sv):
+        uniform_V = torch.rand(args.vocab_size, generator=generator)
+        noise_V = -(-uniform_V.log()).log().to(args.device)  # Gumbel
+        wanted.append(int((logits_V + noise_V).argmax()))
+        drawn.append(sample_sharded(logits_v, noise_V, tp_group, args.vocab_size))
+    _, sent = COMM.rows.get(("sampling", "", "all-reduce", "tp"), (0, 0))
+    row = {"without TP": str(wanted), "with TP": str(drawn), "bytes": sent}
+    row["predicted_bytes"] = count * (4 + 8) if tp_group.size() > 1 else 0
+    row["ok"] = report.check("tokens drawn", float(drawn != wanted))
+    report.section(
+        "Tokens drawn from the softmax: sent are a score and a number, not V"
+    )
+    report.measure("sampling", [row])
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
+    parser = lesson_parser(__doc__, BREAKS, steps=3, **sizes)
+    parser.add_argument("--tie", action="store_true", help="one weight for both ends")
+    args = parse_sizes(parser, ranks)
+    args.tie = args.tie or args.bug == "tie"
+    return args
+
+
+# ==== BREAK IT
+
+# Bugs that people have shipped, each an edit. --break NAME switches one on.
+BREAKS = {
+    "ignored": dict(
+        target="VocabParallelCrossEntropy.backward",
+        old="    grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n"
+        "    return grad_BSv",
+        new="    return grad_BSv",
+        what="the gradient rows of ignored tokens are not zeroed",
+        symptom="the loss of step 1 is right: an ignored token's loss is zero; its "
+        "gradient is not, and losses part from step 2 on",
+        why="dloss/dx = softmax − onehot is not zero where the loss was masked to zero",
+        met="docs.pytorch.org, torch.nn.functional.cross_entropy, ignore_index",
+    ),
+    "mean": dict(
+        target="mean_over_targets",
+        old="    return loss_BS.sum() / (target_BS != IGNORE).sum()",
+        new="    return loss_BS.mean()",
+        what="the mean is taken over all tokens, padding included",
+        symptom="the loss is too small by the share of padding, and so is every "
+        "gradient; AdamW divides by a gradient's size, and hides most of it",
+        why="a padding token adds zero to the sum, and one to the count if you let it",
+        met="docs.pytorch.org, torch.nn.functional.cross_entropy, reduction='mean'",
+    ),
+    "gathered": dict(
+        target="vocab_parallel_cross_entropy",
+        old="    return VocabParallelCrossEntropy.apply(\n",
+        new="    logits_BSv = GatherFromTP.apply(\n"
+        "        logits_BSv, logits_BSv.dim() - 1, tp_group\n"
+        "    )\n"
+        "    vocab_size = logits_BSv.shape[-1] * tp_group.size()\n"
+        "    return VocabParallelCrossEntropy.apply(\n",
+        what="gathered logits are fed to the loss for sharded ones",
+        symptom="the loss is too large by log T, whatever the model does, and a little "
+        "more where columns of padding join in",
+        why="every rank adds all of Σ exp to the sum over ranks: it counts T times",
+        met="github.com/NVIDIA/Megatron-LM/issues/7452",
+    ),
+    "padding": dict(
+        target="VocabParallelCrossEntropy.forward",
+        old="padding_v = first + column_v >= vocab_size",
+        new="padding_v = first + column_v >= v * tp_group.size()",
+        what="the padded columns are left in the softmax",
+        symptom="the loss is a little too large, by less the larger the vocabulary",
+        why="a padded column's logit is 0, not −∞, and exp(0) = 1 joins every sum",
+        met="github.com/mirage-project/mirage/issues/751, vllm-project/vllm 1399",
+    ),
+    "max": dict(
+        target="VocabParallelCrossEntropy.forward",
+        old="max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
+        new="max_BS = torch.zeros_like(x_BSv[..., 0])",
+        what="the largest logit is not subtracted",
+        symptom="no loss changes while logits are small; large ones give inf or nan; "
+        "two all-reduces are left of three",
+        why="exp(x) overflows float32 above x = 88; exp(x − max) never does",
+        met="Megatron-LM, arXiv:1909.08053, sec. 3; the first of its three all-reduces",
+    ),
+    "exponentials": dict(
+        target="VocabParallelCrossEntropy.forward",
+        old="softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)",
+        new="softmax_BSv = exp_BSv",
+        what="the exponentials are kept for backward, and not the softmax",
+        symptom="step 1's loss is right, the gradients are not: too large, about Σ "
+        "times",
+        why="the gradient is softmax − onehot: exp without its 1/Σ is too large by Σ",
+        met="github.com/xrsrke/pipegoose",
+    ),
+    "tie": dict(
+        target="vocab_transformer",
+        old="model.lm_head.weight = model.embed_tokens.weight  # one tensor, both "
+        "gradients",
+        new="model.lm_head.weight.data = model.embed_tokens.weight.data",
+        what="tied weights are two parameters on one storage (switches --tie on)",
+        symptom="step 1's loss is right; the embedding's gradient lacks the head's "
+        "part, and there is a parameter more than in one process",
+        why="one parameter with two uses gets the sum of two gradients; two that only "
+        "look at the same numbers get one each, and one update each",
+        met="github.com/pytorch/torchtitan/issues/1524, NVIDIA/Megatron-LM issue 844",
+    ),
+    "loss-parallel": dict(
+        target="train_by_pytorch",
+        old="    with parallel.loss_parallel():\n"
+        '        return train("DTensor", model, loss_of=mean_loss)\n',
+        new="    def loss_of(logits, target_BS):\n"
+        "        with parallel.loss_parallel():\n"
+        "            return mean_loss(logits, target_BS)\n"
+        "\n"
+        '    return train("DTensor", model, loss_of=loss_of)\n',
+        what="PyTorch's loss_parallel: backward is called outside the context",
+        symptom="an error from deep inside, or a wrong gradient, in backward",
+        why="the context swaps the kernels of log-softmax and of the loss, and of "
+        "their backward, for sharded ones; outside it the ordinary ones meet sharded "
+        "logits",
+        met="github.com/pytorch/pytorch/issues/190746",
+    ),
+}
 
 
 # ==== CARRIED OVER from 00, unchanged
+# region  What lesson 00 explains.
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
+    """Cut x into equal contiguous parts along dim (lesson 00)"""
     if x.shape[dim] % parts:
-        raise ValueError(
-            f"dim {dim} of {list(x.shape)} has {x.shape[dim]} elements, and "
-            f"{x.shape[dim]} % {parts} ranks = {x.shape[dim] % parts}, not 0"
-        )
+        raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
 def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of a tensor that every rank holds: Replicate() → Shard(dim).
-
-    Shapes: full [.., I, ..] → [.., I/T, ..], a new tensor. Communication: none.
-    Raises: ValueError if T does not divide the dim.
-    """
+    """This rank's slice of a tensor that every rank holds (lesson 00)"""
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
-
-    Shapes: x [...] → [...]. Communication: 1 call on x's elements.
-    """
+    """Every rank gets the sum over ranks, element by element (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -340,10 +686,7 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets all slices, joined along dim: Shard(dim) → Replicate().
-
-    Shapes: x [.., i, ..] → [.., T·i, ..]. Communication: 1 call on T × x's elements.
-    """
+    """Every rank gets all slices, joined along dim (lesson 00)"""
     x = x.detach().contiguous()
     if group.size() == 1:
         return x.clone()
@@ -354,10 +697,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets the x of group rank src; the others' x gives shape and dtype.
-
-    Shapes: x [...] → [...], Replicate(). Communication: 1 call on x's elements.
-    """
+    """Every rank gets the x of group rank src (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("broadcast", out, group):
@@ -366,12 +706,7 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    Args:
-        sizes: axis → number of ranks, e.g. {"y": 2, "x": 4}, ranks laid out in order.
-        timeout: seconds; a new group does not inherit it, its default is 30 minutes.
-    """
+    """This rank's group along each axis of a mesh, the last innermost (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
@@ -382,442 +717,15 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     return groups
 
 
-class CommCounter:
-    """Counts calls and payload bytes of every collective, and notes the last one.
-
-    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
-    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
-    (a small key-value server that all ranks can reach), so that when a rank hangs, the
-    others can say where it was last seen.
-    """
-
-    def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
-        self.seconds = 0.0  # spent in collectives, waiting for others included
-        self.store, self.rank = None, 0
-        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
-        self.numbers = {}  # who meet → how many calls they had
-
-    def count(self, collective: str, nbytes: int, axis: str) -> None:
-        key = (self.what, self.phase, collective, axis)
-        calls, before = self.rows.get(key, (0, 0))
-        self.rows[key] = [calls + 1, before + nbytes]
-
-    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
-        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        frame = sys._getframe(2)  # whoever called the wrapper
-        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where, dist.get_process_group_ranks(group))
-
-    def at(self, call: str, where: str, ranks: list[int] | None = None):
-        """What `with` notes on entering and on leaving; ranks: who meet there (all).
-
-        The n-th call of one rank meets the n-th of the others: so calls are numbered
-        for each set of ranks.
-        """
-        number = self.numbers[str(ranks)] = self.numbers.get(str(ranks), 0) + 1
-        self.place = {"number": number, "call": call, "line": where, "ranks": ranks}
-        return self
-
-    def __enter__(self):
-        self.note("in")
-        self.start = time.perf_counter()
-
-    def __exit__(self, kind, error, trace):
-        self.seconds += time.perf_counter() - self.start
-        if error is None:
-            self.note("after")
-
-    def note(self, state: str) -> None:
-        self.place["state"] = state
-        if self.store is not None:
-            self.store.set(f"place/{self.rank}", json.dumps(self.place))
-
-    def total(self, **wanted) -> list[int]:
-        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
-        names = ("what", "phase", "collective", "axis")
-        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
-        hits = [row for key, row in rows if wanted.items() <= key.items()]
-        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
-
-
-COMM = CommCounter()
-
-
-def ring_factor(collective: str, T: int) -> float:
-    """Bytes one rank sends in a ring, as a multiple of the payload V."""
-    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
-
-
-Break = namedtuple("Break", "target bug what symptom why thread")
-Break.__doc__ = """A bug to switch on: `target`, a dotted name, is replaced by `bug`."""
-
-
-def apply_break(broken: Break, module: dict) -> None:
-    """Replace the bug's target, `name` or `Class.name`, in a lesson's namespace."""
-    owner, _, name = broken.target.rpartition(".")
-    if owner:
-        setattr(module[owner], name, broken.bug)
-    else:
-        module[name] = broken.bug
-
-
-ALLOWED = {  # dtype → largest relative difference of a loss, of any other tensor
-    "float64": (1e-12, 1e-12),
-    "float32": (1e-6, 1e-5),
-    "bfloat16": (2e-2, 2e-2),
-}
-
-
-def rel_diff(a: Tensor, reference: Tensor) -> float:
-    """max|a − reference| / max|reference|; inf for nan and for another shape."""
-    if a.shape != reference.shape:
-        return float("inf")
-    a, reference = a.detach().double(), reference.detach().double()
-    if a.numel() == 0 or torch.equal(a, reference):
-        return 0.0
-    diff = ((a - reference).abs().max() / reference.abs().max()).item()
-    return diff if diff == diff else float("inf")
-
-
-def gather_objects(value) -> list:
-    """Every rank's value, in rank order: bookkeeping of the lesson, so not counted."""
-    everyone = [None] * dist.get_world_size()
-    with COMM.at("gathering of results to print", "gather_objects"):
-        dist.all_gather_object(everyone, value)
-    return everyone
-
-
-class Report:
-    """What a lesson finds: rank 0 prints it, every rank checks it, --json writes it."""
-
-    def __init__(self, lesson: str, args, mesh: dict[str, int], backend: str):
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.lesson, self.args, self.checks = lesson, args, []
-        self.data = {
-            "lesson": lesson, "world_size": self.ranks, "mesh": mesh,
-            "backend": backend, "device": args.device, "dtype": args.dtype,
-            "losses": [], "gradients": [], "communication": [], "memory": [],
-            "checks": [], "text": [],
-        }  # fmt: skip
-        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        where = f"{backend} on {args.device}"
-        self.say(f"{lesson}  {ranks}, mesh {axes}  {where}  {args.dtype}")
-
-    def say(self, text: str = "") -> None:
-        if self.rank == 0:
-            self.data["text"] += text.split("\n")
-            print(text, flush=True)
-
-    def table(self, head: str, rows: list[list], align: str) -> None:
-        """Print rows under `head` (columns parted by |); align has l or r for each."""
-        rows = [head.split("|"), *([str(cell) for cell in row] for row in rows)]
-        width = [max(len(row[i]) for row in rows) for i in range(len(align))]
-        for row in rows:
-            cells = [
-                cell.ljust(width[i]) if align[i] == "l" else cell.rjust(width[i])
-                for i, cell in enumerate(row)
-            ]
-            self.say("   " + "  ".join(cells).rstrip())
-
-    def check(self, name: str, diff: float, allowed: float = 0.0) -> str:
-        """Note one comparison of this rank; "ok" or "✗" for the table."""
-        ok = diff <= allowed  # False for nan too
-        self.checks.append([name, diff, allowed, ok])
-        return "ok" if ok else "✗"
-
-    def moved(self, what: str, collective: str, axis: str, predicted: int, phase=""):
-        """Check counted bytes against a formula; (calls, bytes, "ok" or "✗")."""
-        labels = dict(what=what, collective=collective, axis=axis, phase=phase)
-        calls, measured = COMM.total(**labels)
-        row = dict(labels, calls=calls, bytes=measured, predicted_bytes=predicted)
-        self.data["communication"].append(row)
-        name = " ".join(filter(None, ["bytes of", what, phase, collective, axis]))
-        return calls, measured, self.check(name, abs(measured - predicted))
-
-    def verdict(self, claim: str, broken: Break | None) -> str:
-        """All ranks' checks together: the last line, PASS … or FAIL …."""
-        everyone = gather_objects(self.checks)
-        merged = {}
-        for rank, checks in enumerate(everyone):
-            for name, diff, allowed, ok in checks:
-                row = merged.setdefault(name, dict(name=name, diff=0.0, bad=[]))
-                row["allowed"] = allowed
-                row["diff"] = max(row["diff"], diff)
-                row["bad"] += [] if ok or rank in row["bad"] else [rank]
-        bad = [row for row in merged.values() if row["bad"]]
-        rows = list(merged.values())
-        worst = max(rows, key=lambda row: row["diff"])
-        score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
-        self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
-        for row in bad[:4]:
-            everywhere = len(row["bad"]) == self.ranks
-            ranks = "every rank" if everywhere else f"rank {row['bad']}"
-            off = f"off by up to {row['diff']:.1e}, allowed {row['allowed']:.0e}"
-            line = f"✗ {row['name']}: {off}, on {ranks}"
-            self.say(textwrap.fill(line, 88, subsequent_indent="  "))
-        if len(bad) > 4:
-            self.say(f"✗ and {len(bad) - 4} more")
-        if broken:
-            self.say(diagnosis(self.args.break_name, broken))
-        score = f"worst relative difference {worst['diff']:.1e}, allowed"
-        ending = f"{claim}  ({score} {worst['allowed']:.0e})".replace(" 0e+00", " 0")
-        if bad:
-            ending = f"{len(bad)} of {len(rows)} checks, first: {bad[0]['name']}"
-        last_line = f"{self.data['verdict']}  {self.lesson}  {ending}"
-        self.say(last_line)
-        if self.rank == 0 and self.args.json:
-            self.args.json.write_text(json.dumps(self.data, indent=1))
-        return last_line
-
-
-def diagnosis(name: str, broken: Break) -> str:
-    """What --break NAME did, what one sees, why, and who met it."""
-    texts = broken.symptom, broken.why, broken.thread
-    lines = ["", *textwrap.wrap(f"--break {name}: {broken.what}", 88)]
-    for label, text in zip(("symptom", "why", "met in"), texts):
-        lines += textwrap.wrap(f"{label:<9}{text}", 88, subsequent_indent=" " * 9)
-    return "\n".join(lines)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but one `error:` line for all ranks, and one --help."""
-
-    def error(self, message):
-        """Called by argparse, which would print its usage on every rank."""
-        raise ValueError(message)
-
-    def print_help(self, file=None):
-        """Once, not once a rank."""
-        if int(os.environ.get("RANK", 0)) == 0:
-            super().print_help(file)
-
-
-def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
-    """The flags that all lessons share."""
-    about = doc.partition("Shapes:")[0]
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
-    add = parser.add_argument
-    add("--steps", type=positive, default=steps, help=f"{steps_are} ({steps})")
-    add("--seed", type=int, default=0)
-    add("--dtype", choices=ALLOWED, default="float32")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
-    add("--timeout", type=positive, help="seconds to wait for a rank (60; --break: 5)")
-    add("--break", dest="break_name", metavar="NAME", help="a bug; `list` lists them")
-    add("--json", type=Path, metavar="PATH", help="write all results there")
-    return parser
-
-
-def positive(text: str) -> int:
-    """A flag's value as a whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def pick_device(args) -> str:
-    """Fill in args.device; the backend: NCCL where every rank has a GPU of its own."""
-    local_rank, here = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    gpus = torch.cuda.device_count()
-    args.device = args.device or ("cuda" if gpus >= here else "cpu")
-    if args.device == "cpu":
-        return "gloo"
-    if gpus == 0:
-        raise ValueError("--device cuda, but torch sees no GPU: leave --device out")
-    torch.cuda.set_device(local_rank % gpus)
-    return "nccl" if gpus >= here else "gloo"
-
-
-def last_words(message: str) -> None:
-    """What torchrun's closing report shows, should this rank fail."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        words = {"message": {"message": message, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(words))
-
-
-def stop(code: int) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def refuse(message: str) -> None:
-    """A wrong argument: one line, exit code 2. All ranks see it; rank 0 says it."""
-    last_words(f"error: {message}")
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        time.sleep(5)  # torchrun ends us when rank 0 has spoken
-    stop(2)
-
-
-def waits_for(rank: int, places: dict) -> list[int]:
-    """The ranks that should be in the call that this rank is in, and are not."""
-    here = places.get(rank, {"state": "before"})
-    if here["state"] != "in":
-        return []
-    others = here["ranks"] or range(dist.get_world_size())
-    return [other for other in others if not same_call(here, places.get(other, {}))]
-
-
-def chain_from(rank: int, places: dict) -> list[int]:
-    """A rank, those that it waits for, those that these wait for, and so on."""
-    chain = [rank]
-    for one in chain:
-        chain += [other for other in waits_for(one, places) if other not in chain]
-    return chain
-
-
-def same_call(here: dict, there: dict) -> bool:
-    """Are two ranks in one and the same call?"""
-    return all(here[key] == there.get(key) for key in ("state", "number", "call"))
-
-
-def blame(error: Exception, timeout: int, store) -> str:
-    """Where every rank was last seen, and which of them the others waited for.
-
-    To be asked while some rank is in a collective.
-    """
-    places = {}
-    for rank in range(dist.get_world_size()):
-        if store.check([f"place/{rank}"]):
-            places[rank] = json.loads(store.get(f"place/{rank}"))
-    waiting = [rank for rank, place in places.items() if place["state"] == "in"]
-    here = dist.get_rank()
-    chain = chain_from(here if here in waiting else waiting[0], places)
-    calls = {
-        rank: (place["number"], place["call"]) if place["state"] == "in" else None
-        for rank, place in places.items()
-    }
-    guilty = [rank for rank in chain if not calls.get(rank)]  # they wait for nobody
-    if not guilty:  # a circle: each waits for the next
-        chain = chain_from(chain[-1], places)
-    waiting = [rank for rank in chain if set(waits_for(rank, places)) & set(guilty)]
-    inside = Counter(calls[rank] for rank in sorted(waiting or chain)).most_common(2)
-    common = inside[0][0]
-    tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
-    guilty = guilty or [rank for rank in chain if calls[rank] != common]
-    lines = [
-        f"  rank {rank}: {place['state']} call {place['number']}, "
-        f"{place['call']} ({place['line']})"
-        for rank, place in places.items()
-    ]
-    names = ", ".join(map(str, sorted(guilty)))
-    who = f"this call was not made by rank {names}"
-    who += " (a tie: or the others skipped one before)" if tie else ""
-    if tie and common[1].startswith("message"):
-        who = f"ranks {', '.join(map(str, sorted(chain)))} wait for each other"
-    who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
-    head = f"error: call {common[0]}, {common[1]}, did not come about; {who}"
-    first = str(error).strip().split("\n")[0]
-    said = f"  the transport, after {timeout} s at most: {first[:150]}"
-    return "\n".join([head, *lines, said])
-
-
-def fail(error: Exception, args, store, broken: Break | None) -> None:
-    """An exception in main: say who is to blame, once, and end this rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is lost
-    if COMM.place["state"] == "in":  # the collective failed: the cause is elsewhere
-        message = blame(error, args.timeout, store)
-    else:
-        traceback.print_exc()
-        name = type(error).__name__
-        message = f"error: rank {dist.get_rank()} raised {name}: {error}"
-        COMM.note(f"raised {name} after")
-    if broken:
-        message += "\n" + diagnosis(args.break_name, broken)
-    last_words(message)
-    if store.add("told", 1) == 1:
-        print(message, file=sys.stderr, flush=True)
-    if COMM.place["state"] == "in":
-        time.sleep(1)  # the guilty rank first: torchrun reports the first to end
-    stop(1)
-
-
-def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) -> None:
-    """Run a lesson's main(args, backend) on this rank, from first check to last."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        args = parse_args(ranks)
-        if args.break_name == "list":
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(*(f"{name:<15}{breaks[name].what}" for name in breaks), sep="\n")
-            return
-        check_common(args, ranks, breaks)
-        backend = pick_device(args) if "RANK" in os.environ else None
-    except ValueError as error:
-        refuse(str(error))
-    if backend is None:
-        ranks = module.get("RANKS", 2)  # of a lesson that shows more with more
-        command = f"torchrun --standalone --nproc_per_node={ranks} {Path(file).name}"
-        print(f"start it with torchrun, which makes the ranks:\n\n    {command}")
-        sys.exit(2)
-    store = start_group(args, backend)
-    broken = breaks.get(args.break_name)
-    if broken:
-        last_words(diagnosis(args.break_name, broken))  # it may abort the process
-        apply_break(broken, module)
-    try:
-        verdict = main(args, backend)
-        with COMM.at("the last barrier", "launch"):
-            dist.barrier()
-    except Exception as error:
-        fail(error, args, store, broken)
-    gc.collect()  # whatever still refers to a group must go before the groups do
-    dist.destroy_process_group()
-    if verdict.startswith("FAIL"):
-        last_words(verdict)
-        stop(1)
-
-
-def start_group(args, backend: str) -> dist.Store:
-    """Join the group of all ranks; the store that they share."""
-    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
-    torch.manual_seed(args.seed)
-    limit = timedelta(seconds=args.timeout)
-    store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-    # torchrun --max-restarts starts all ranks anew, beside what the lost ones stored
-    attempt = (store.add("ranks started", 1) - 1) // ranks
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=limit
-    )
-    COMM.store, COMM.rank = store, rank
-    return store
-
-
-def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
-    """ValueError where a flag that all lessons share cannot be served."""
-    if args.break_name is not None and args.break_name not in breaks:
-        names = ", ".join(breaks)
-        raise ValueError(f"--break {args.break_name}: unknown; there are {names}, list")
-    if args.break_name and ranks == 1:
-        raise ValueError("--break needs 2 ranks or more: one rank alone breaks nothing")
-    if args.json and not args.json.parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
-    if args.json and args.json.is_dir():
-        raise ValueError(f"--json {args.json}: this is a folder, a file is wanted")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed {args.seed}: from 0 to 2^32 − 1 it may be")
-    if args.timeout is None:
-        args.timeout = 5 if args.break_name else 60
+# endregion
 
 
 # ==== CARRIED OVER from 01, unchanged
+# region  What lesson 01 explains.
 
 
 class MLP(nn.Module):
-    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
-
-    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
-    """
+    """The reference: plain PyTorch, one process (lesson 01)"""
 
     def __init__(self, hidden: int, width: int):
         super().__init__()
@@ -828,8 +736,24 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
+def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
+    """This rank's slice of a parameter, which remembers its cuts (lesson 01)"""
+    for dim, group in cuts:
+        full = shard(full, dim, group)
+    mine = nn.Parameter(full.detach().clone())
+    mine.cuts = cuts
+    return mine
+
+
+def unshard(x: Tensor, cuts: tuple) -> Tensor:
+    """The whole tensor from all ranks' slices (lesson 01)"""
+    for dim, group in reversed(cuts):
+        x = all_gather(x, dim, group)
+    return x
+
+
 class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
+    """Megatron's f: identity forward, all-reduce backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -842,8 +766,41 @@ class CopyToTP(torch.autograd.Function):
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
+class GatherFromTP(torch.autograd.Function):
+    """All-gather forward, slice backward (lesson 01)"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.tp_group = dim, tp_group
+        return all_gather(x, dim, tp_group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # All ranks did the same with the result: each has its whole gradient.
+        return shard(grad, ctx.dim, ctx.tp_group), None, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)"""
+
+    def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
+        super().__init__()
+        self.tp_group, self.copy_input = tp_group, copy_input
+        self.gather_output = gather_output
+        self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
+        self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.copy_input:
+            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
+        y_BSf = F.linear(x_BSD, self.weight, self.bias)
+        if self.gather_output:
+            return GatherFromTP.apply(y_BSf, 2, self.tp_group)
+        return y_BSf
+
+
 class ReduceFromTP(torch.autograd.Function):
-    """Megatron's g: all-reduce forward, identity backward (arXiv:1909.08053, 3)."""
+    """Megatron's g: all-reduce forward, identity backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -856,132 +813,40 @@ class ReduceFromTP(torch.autograd.Function):
         return grad, None
 
 
-class GatherFromTP(torch.autograd.Function):
-    """All-gather forward; backward each rank keeps its own slice of the gradient.
-
-    For consumers that are replicated: all ranks go on to do the same with y, so every
-    rank has the whole gradient. Compare AllGather.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
-        return all_gather(x, dim, tp_group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return shard(grad, ctx.dim, ctx.tp_group), None, None
-
-
-class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-        copy_input: False where the caller has applied f, once for several layers.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, D] → [B, S, D]     Replicate()
-        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
-                                          paper's columns of A are our rows
-        return  [B, S, F] → [B, S, F/T]   Shard(2)
-
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {
-        "weight": (("tp", 0),),
-        "bias": (("tp", 0),),
-    }  # cut over axis tp along dim 0
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
-        super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
-        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
-        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.copy_input:
-            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
-
-
 class RowParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *input* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]   Shard(2), as ColumnParallelLinear returns it
-        weight  [D, F]    → [D, F/T]      Shard(1)
-        bias    [D]       → [D]           Replicate()
-        return  [B, S, D] → [B, S, D]     Replicate()
-
-    Communication: forward one all-reduce of B·S·D elements (g); backward none.
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {"weight": (("tp", 1),)}
+    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)"""
 
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
         self.tp_group = tp_group
-        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
-        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
+        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
+        self.weight = shard_parameter(full.weight, (1, tp_group))  # [D, f]
+        self.bias = shard_parameter(full.bias)  # [D]
 
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
-        y_BSD = ReduceFromTP.apply(partial_y_BSD, self.tp_group)
+        y_BSD = self.reduce(partial_y_BSD, self.tp_group)
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
-class TPMLP(nn.Module):
-    """Megatron's MLP: columns, then rows. One all-reduce forward, one backward.
-
-    GELU works on single elements, so it needs no neighbour: each rank applies it to the
-    columns it has. That is why the column split comes first.
-    """
-
-    def __init__(self, full: MLP, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
-        self.down_proj = RowParallelLinear(full.down_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
-
-
-def tell_placement(module: nn.Module, name: str) -> tuple:
-    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
-
-
-def unshard(
-    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
-) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
-    for axis, dim in reversed(placement):
-        x = all_gather(x, dim, groups[axis])
-    return x
+def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
+    """Megatron's MLP: columns, then rows (lesson 01)"""
+    mlp = copy.deepcopy(full)
+    mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
+    mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
+    return mlp
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
+    """Within `with`: bytes kept for backward, each storage once (lesson 01)"""
 
-    def __init__(self, skip: list[Tensor]):
-        self.skip = {x.untyped_storage().data_ptr() for x in skip}
+    def __init__(self, skip):
+        self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
         self.storages = {}
         super().__init__(self.pack, lambda x: x)
 
     def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
+        storage = local(x).untyped_storage()
         if storage.data_ptr() not in self.skip:
             self.storages[storage.data_ptr()] = storage.nbytes()
         return x
@@ -991,8 +856,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted too. (PyTorch's CommDebugMode
-    counts calls, not bytes, and takes half a second to import.)"""
+    """Within `with`: DTensor's collectives are counted, too (lesson 01)"""
 
     names = {
         "_c10d_functional::all_reduce": "all-reduce",
@@ -1013,40 +877,51 @@ class CountDTensor(TorchDispatchMode):
         return out
 
 
-def in_words(placement: tuple) -> str:
-    """PyTorch's words for a placement on one axis."""
-    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
+def local(x: Tensor) -> Tensor:
+    """This rank's piece of a DTensor (lesson 01)"""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
+
+
+def nbytes(tensors) -> int:
+    """Bytes of these tensors on this rank (lesson 01)"""
+    return sum(local(x).nbytes for x in tensors if x is not None)
+
+
+def must_divide(args, name: str, parts: int, what: str) -> None:
+    """ValueError if a flag's value is no multiple of parts (lesson 01)"""
+    value = getattr(args, name)
+    if value % parts:
+        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
+        left = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+
+
+# endregion
 
 
 # ==== CARRIED OVER from 02, unchanged
+# region  What lesson 02 explains.
 
 
 Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
 
 
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864)."""
+    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (lesson 02)"""
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
     angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
     return angle_SH.cos(), angle_SH.sin()
 
 
 def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) of a head by its position's angle."""
+    """Turn each pair (i, i + H/2) of a head by its position's angle (lesson 02)"""
     first, second = x_BNSH.chunk(2, -1)
     return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
 
 
-class Dropout(nn.Module):
-    """Zero elements with probability p, scale the others by 1/(1 − p).
-
-    Like nn.Dropout, but the mask kept for backward is boolean, one byte an element, as
-    on a GPU (on a CPU nn.Dropout keeps it in x's dtype).
-    """
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
+class Dropout(nn.Dropout):
+    """Dropout with a mask of bytes, one an element (lesson 02)"""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -1055,37 +930,56 @@ class Dropout(nn.Module):
         return x * keep / (1 - self.p)
 
 
-class Attention(nn.Module):
-    """Causal attention written out, so that what it keeps for backward can be counted.
+class CoreAttention(nn.Module):
+    """The part of attention that has no weights, written out (lesson 02)"""
 
-    Shapes: x [B, S, D] → [B, S, D]. K key/value heads serve N/K query heads each.
-    """
+    def __init__(self, head_size: int, dropout: float):
+        super().__init__()
+        self.head_size = head_size
+        self.dropout = Dropout(dropout)  # of the attention weights
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: tuple) -> Tensor:
+        S = q.shape[1]
+        cos_SH, sin_SH, future_SS = tables
+        q_BNSH = q.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        k_BKSH = k.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        v_BKSH = v.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        q_BNSH = rotate(q_BNSH, cos_SH[:S], sin_SH[:S])
+        k_BKSH = rotate(k_BKSH, cos_SH[:S], sin_SH[:S])
+        queries_per_kv = q_BNSH.shape[1] // k_BKSH.shape[1]
+        k_BNSH = k_BKSH.repeat_interleave(queries_per_kv, 1)
+        v_BNSH = v_BKSH.repeat_interleave(queries_per_kv, 1)
+        scores_BNSS = q_BNSH @ k_BNSH.mT / math.sqrt(self.head_size)
+        scores_BNSS = scores_BNSS.masked_fill(future_SS[:S, :S], float("-inf"))
+        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
+        return (weights_BNSS @ v_BNSH).transpose(1, 2).flatten(2)
+
+
+def project_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """The same x through several linears (lesson 02)"""
+    return [linear(x_BSD) for linear in linears]
+
+
+class Attention(nn.Module):
+    """Causal attention (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
         D, H = config.hidden, config.hidden // config.heads
-        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
+        self.project = project_each  # how x gets to the three; TP puts f there
+        self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
-        self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
-        q, k, v = (
-            proj(x_BSD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, N, S, H], and [B, K, S, H] twice
-        q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
-        scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
-        scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
-        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
-        return self.o_proj((weights_BNSS @ v).transpose(1, 2).flatten(2))
+    def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        q, k, v = self.project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        return self.o_proj(self.core(q, k, v, tables))
 
 
 class DecoderLayer(nn.Module):
-    """Pre-LayerNorm: x + dropout(attention(norm(x))), then + dropout(MLP(norm(x)))."""
+    """Pre-LayerNorm: attention and MLP, each on a norm, each added to x (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1096,14 +990,16 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(D, 4 * D)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + self.dropout(attended_BSD)
-        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
+    def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        # By keywords, as Hugging Face's layers call their attention.
+        y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), tables=tables)
+        x_BSD = x_BSD + self.dropout(y_BSD)
+        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
+        return x_BSD + self.dropout(y_BSD)
 
 
 class Transformer(nn.Module):
-    """The reference decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
+    """The decoder (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1119,997 +1015,695 @@ class Transformer(nn.Module):
         self.register_buffer("future", future_SS, persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        tables = self.cos[:S], self.sin[:S], self.future[:S, :S]
         x_BSD = self.embed_tokens(tokens_BS)
         for layer in self.layers:
-            x_BSD = layer(x_BSD, *tables)
+            x_BSD = layer(x_BSD, (self.cos, self.sin, self.future))
         return self.lm_head(self.norm(x_BSD))
 
 
-def replicated_dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout where x is whole on every rank: all must drop the same elements.
+class ShardedDropout(nn.Module):
+    """Dropout where x is a slice along dim: a slice of one whole mask (lesson 02)"""
 
-    They do, because all draw the same numbers, from one seed and in one order:
-    sharded_dropout, too, draws its whole mask on every rank.
-    """
-    keep = torch.rand(x.shape, device=x.device) >= p
-    return x * keep / (1 - p)
-
-
-def sharded_dropout(x: Tensor, p: float, dim: int, tp_group) -> Tensor:
-    """Dropout where x is a slice along dim: each rank must drop elements of its own.
-
-    Every rank draws the mask of the whole tensor and keeps its slice, so that the
-    result is the single process's. Megatron does not draw the other ranks' parts: it
-    has a second generator, seeded with an offset by tp_rank. That is less work, and
-    other masks than one process would draw (arXiv:1909.08053, appendix).
-    """
-    whole = list(x.shape)
-    whole[dim] *= tp_group.size()
-    keep = torch.rand(whole, device=x.device) >= p
-    return x * shard(keep, dim, tp_group) / (1 - p)
-
-
-def shard_qkv(full: Attention, tp_group) -> list:
-    """q_proj, k_proj, v_proj cut by heads: each on its own, so that a rank's queries
-    meet the keys and values that belong to them. f comes before, once for the three."""
-    three = full.q_proj, full.k_proj, full.v_proj
-    return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
-
-
-class CoreAttention(nn.Module):
-    """The part of attention that has no weights: this rank's heads, each on its own.
-
-    Args:
-        head_size: H; p: dropout of the attention weights; tp_group: whose heads.
-    Shapes: q [B, S, N·H/T], k and v [B, S, K·H/T], tables [S, H] twice and [S, S]
-        → [B, S, N·H/T]: heads never meet, so nothing is sent.
-    """
-
-    def __init__(self, head_size: int, p: float, tp_group: dist.ProcessGroup):
+    def __init__(self, p: float, dim: int, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.head_size, self.p, self.tp_group = head_size, p, tp_group
+        self.p, self.dim, self.tp_group = p, dim, tp_group
 
-    def forward(self, q_BSd, k_BSe, v_BSe, cos_SH, sin_SH, future_SS) -> Tensor:
-        q_BnSH, k_BkSH, v_BkSH = (
-            x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for x in (q_BSd, k_BSe, v_BSe)
-        )
-        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BkSH = rotate(k_BkSH, cos_SH, sin_SH)
-        queries_per_kv = q_BnSH.shape[1] // k_BkSH.shape[1]
-        k_BnSH = k_BkSH.repeat_interleave(queries_per_kv, 1)
-        v_BnSH = v_BkSH.repeat_interleave(queries_per_kv, 1)
-        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(self.head_size)
-        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
-        if self.p and self.training:
-            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
-        return (weights_BnSS @ v_BnSH).transpose(1, 2).flatten(2)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        whole = list(x.shape)
+        whole[self.dim] *= self.tp_group.size()
+        keep = torch.rand(whole, device=x.device) >= self.p
+        return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-class TPAttention(nn.Module):
-    """Attention by heads: q, k, v by column, o by row; heads never meet in between.
-
-    Args:
-        full: the single-process attention; its heads and kv heads are multiples of T.
-
-    Shapes (global → on a rank, placement):
-        x                      [B, S, D] → [B, S, D]         Replicate()
-        q_proj.weight          [D, D]    → [D/T, D]          Shard(0), N/T heads
-        k_proj, v_proj.weight  [K·H, D]  → [K·H/T, D]        Shard(0), K/T heads
-        o_proj.weight          [D, D]    → [D, D/T]          Shard(1)
-    Communication: forward one all-reduce of B·S·D elements (g of o_proj), backward one
-        (f before q, k and v).
-    Raises: ValueError if T does not divide a projection.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    def __init__(self, full: Attention, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.tp_group = tp_group
-        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
-        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
-        self.o_proj = RowParallelLinear(full.o_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        q_BSd, k_BSe, v_BSe = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
-        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
+def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+    """f once for all linears that read x (lesson 02)"""
+    return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
-class TPDecoderLayer(nn.Module):
-    """A layer: attention and MLP split; LayerNorm, residual and their dropout whole.
+def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
+    """Put parallel modules in the place of a layer's linears (lesson 02)"""
+    attn = layer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        full = getattr(attn, name)
+        heads = full.out_features // attn.core.head_size
+        if heads % tp_group.size():
+            raise ValueError(f"{name}: {heads} heads on {tp_group.size()} ranks")
+        setattr(attn, name, ColumnParallelLinear(full, tp_group, copy_input=False))
+    attn.project = copy_then_project
+    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
+    attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
+    layer.mlp = tp_mlp(layer.mlp, tp_group)
 
-    Communication: 2 all-reduces forward and 2 backward, each of B·S·D elements.
-    """
 
-    def __init__(self, full: DecoderLayer, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.p = full.dropout.p
-        self.input_layernorm = copy.deepcopy(full.input_layernorm)
-        self.self_attn = TPAttention(full.self_attn, tp_group)
-        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
-        self.mlp = TPMLP(full.mlp, tp_group)
+def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
+    """A copy of the decoder with its layers split over the TP group (lesson 02)"""
+    model = copy.deepcopy(full)
+    for layer in model.layers:
+        parallelize_layer(layer, tp_group)
+    return model
 
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        p = self.p if self.training else 0
-        y_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
-        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
-        return x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
+
+def tp_plan() -> dict:
+    """PyTorch's way to say which linear is split by column, which by row (lesson 02)"""
+    column, row = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+    return {
+        "layers.*.self_attn.q_proj": column,
+        "layers.*.self_attn.k_proj": column,
+        "layers.*.self_attn.v_proj": column,
+        "layers.*.self_attn.o_proj": row,
+        "layers.*.mlp.up_proj": column,
+        "layers.*.mlp.down_proj": row,
+    }
+
+
+def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
+    """The model that PyTorch makes of a plan (lesson 02)"""
+    device = next(full.parameters()).device.type
+    mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
+    model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
+    for layer in model.layers:  # a plan is about parameters: masks are ours to cut
+        p = layer.self_attn.core.dropout.p
+        layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
+    return model
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank.
-
-    A rank has a slice of the sharded gradients: their squares are summed over the
-    group. It has all of the replicated ones: they are counted once.
-    Communication: one all-reduce of one float64.
-    """
-    sharded, replicated = [], []
-    for name, p in model.named_parameters():
-        squares = p.grad.double().square().sum()
-        (sharded if tell_placement(model, name) else replicated).append(squares)
-    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
+    """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
+    sharded = replicated = next(model.parameters()).new_zeros((), dtype=torch.float64)
+    for p in model.parameters():
+        squares = 0 if p.grad is None else p.grad.double().square().sum()
+        if getattr(p, "cuts", ()):
+            sharded = sharded + squares
+        else:
+            replicated = replicated + squares
+    return math.sqrt(all_reduce(sharded, tp_group) + replicated)
 
 
-def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
-    """Scale all gradients so that their global norm is at most max_norm; the norm."""
-    norm = global_norm(model, tp_group)
+def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
+    """Scale all gradients so that their norm is at most max_norm (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     for p in model.parameters():
-        p.grad.mul_(scale)
-    return norm
-
-
-def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer: every rank updates what it holds, nothing is sent.
-
-    Replicas stay equal because they started equal and got equal gradients.
-    """
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def pick_batch(batches: list, step: int) -> tuple[Tensor, Tensor]:
-    """The step's tokens and targets: every rank of a TP group takes the same."""
-    return batches[step]
-
-
-def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Cross entropy averaged over the tokens that count, in float32 at least."""
-    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
-
-
-def wide_copy(full: Transformer) -> tuple[Transformer, str]:
-    """The model without dropout, in float32 at least, and the name of its dtype.
-
-    For comparisons in which rounding is not the question.
-    """
-    dtype = torch.promote_types(next(full.parameters()).dtype, torch.float32)
-    return copy.deepcopy(full).eval().to(dtype), str(dtype).removeprefix("torch.")
-
-
-def plan_for(layers: int) -> dict:
-    """PyTorch's way to say the same: which linear is split by column, which by row."""
-    column, row = ColwiseParallel, RowwiseParallel
-    plan = {}
-    for i in range(layers):
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[f"layers.{i}.{name}"] = column()
-        plan[f"layers.{i}.self_attn.o_proj"] = row()
-        plan[f"layers.{i}.mlp.up_proj"] = column()
-        plan[f"layers.{i}.mlp.down_proj"] = row()
-    return plan
+        if p.grad is not None:
+            p.grad.mul_(scale)
 
 
 PAD = 256  # the one token that is not a byte
 
 
-IGNORE = -100  # what F.cross_entropy takes for "no target here"
+IGNORE = -100  # as a target: there is none, F.cross_entropy leaves this token out
 
 
-def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
-
-    Indentation is cut to half a row: among nothing but spaces every weighting of values
-    gives the same, and the gradients of q and k would be zero, or rather rounding.
-    """
-    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    half = args.seq_len // 2
-    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
+def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Random pieces of a text's lines as bytes: tokens and targets (lesson 02)"""
+    lines = [f"{line}\n".encode() for line in text.splitlines() if line.strip()]
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
     for _ in range(count):
-        picks = torch.randint(len(lines), (args.batch_size,), generator=generator)
         rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
-        for row, pick in zip(rows, picks.tolist()):
-            text = (lines[pick] + b"\n")[: args.seq_len + 1]
-            row[: len(text)] = torch.tensor(list(text))
-        tokens, target = rows[:, :-1].clone(), rows[:, 1:].clone()
-        target[target == PAD] = IGNORE
-        batches.append((tokens.to(args.device), target.to(args.device)))
+        for row in rows:
+            line = lines[torch.randint(len(lines), (), generator=generator)]
+            start = torch.randint(len(line) - 1, (), generator=generator)
+            line = line[start : start + args.seq_len + 1]
+            row[: len(line)] = torch.tensor(list(line))
+        tokens_BS, target_BS = rows[:, :-1].contiguous(), rows[:, 1:]
+        target_BS = target_BS.masked_fill(target_BS == PAD, IGNORE)
+        batches.append((tokens_BS.to(args.device), target_BS.to(args.device)))
     return batches
 
 
+def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+    """Cross entropy, averaged over the tokens that have a target (lesson 02)"""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
+
+
 def make_transformer(args) -> Transformer:
-    """The full model, the same on every rank: drawn from the seed before any cut."""
+    """The full model, the same on every rank (lesson 02)"""
     torch.manual_seed(args.seed)
-    config = Config(
-        args.vocab_size, args.hidden, args.heads, args.kv_heads, args.layers,
-        args.seq_len, args.dropout,
-    )  # fmt: skip
-    return Transformer(config).to(args.device, getattr(torch, args.dtype))
+    sizes = {name: getattr(args, name) for name in Config._fields}
+    return Transformer(Config(**sizes)).to(args.device, getattr(torch, args.dtype))
 
 
-def tensor_bytes(tensors) -> int:
-    """Bytes of all tensors among these."""
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+class TrainingRun(NamedTuple):
+    """What the training of one model gave, tensors whole (lesson 02)"""
+
+    losses: dict[str, float]  # by step
+    norms: dict[str, float]  # of the gradient, by step, before it was clipped
+    gradients: dict[str, Tensor]  # of step 1, put together from all ranks
+    parameters: dict[str, Tensor]  # after the last step, too
+    held: dict[str, int]  # bytes on this rank
 
 
-class Training:
-    """One model in training, and what was measured of it."""
+def train_transformer(
+    what, model, batches, args, loss_of, tp_group=None, after_backward=None
+) -> TrainingRun:
+    """A step of AdamW on each batch, with gradients clipped (lesson 02)"""
+    # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
+    # and would turn rounding into steps as long as any other.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    losses, norms, held = {}, {}, {}
+    for step, batch in enumerate(batches, 1):
+        model.zero_grad()
+        torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
+        loss, held["activations"] = forward_backward(what, model, batch, loss_of)
+        if after_backward:
+            COMM.what, COMM.phase = what, "after backward"
+            after_backward(model)
+        if step == 1:
+            gradients = put_together(model, "grad")
+        COMM.what, COMM.phase = what, "clipping"
+        losses[f"loss, step {step}"] = loss
+        norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
+        clip_gradients(model, args.clip, norm)
+        norms[f"‖g‖, step {step}"] = norm
+        # Every rank updates what it holds, and nothing is sent. Replicas stay equal
+        # because they started equal and get equal gradients: nothing else sees to it.
+        optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values()]
+    held["parameters"] = nbytes(model.parameters())
+    held["gradients"] = nbytes(p.grad for p in model.parameters())
+    held["optimizer state"] = nbytes(moments)
+    return TrainingRun(losses, norms, gradients, put_together(model, "data"), held)
 
-    def __init__(self, model: nn.Module, tp_group: dist.ProcessGroup | None, args):
-        self.model, self.tp_group, self.args = model, tp_group, args
-        # eps above the rounding error of a gradient: AdamW divides by the gradient's
-        # size, and would turn rounding into steps as long as any other.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-        self.losses, self.norms, self.held, self.first = [], [], {}, {}
-        self.rounding = {}  # of bfloat16: measure_rounding
 
-    def step(self, batches: list, step: int, watch=None) -> None:
-        tokens, target = (
-            batches[step] if not self.tp_group else pick_batch(batches, step)
-        )
-        torch.manual_seed(self.args.seed + step)  # the masks of this step
-        parameters = list(self.model.parameters())
-        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
-        COMM.what, COMM.phase = "layers", "forward"
+def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
+    """The loss of a batch, and the bytes kept for backward (lesson 02)"""
+    tokens_BS, target_BS = batch
+    saved = SavedBytes([*model.parameters(), *model.buffers()])
+    COMM.what, COMM.phase = what, "forward"
+    with CountDTensor("tp"):
         with saved:
-            logits_BSV = self.model(tokens)
-        loss = self.loss(logits_BSV, target)
+            logits = model(tokens_BS)
+        COMM.phase = "loss"
+        loss = loss_of(logits, target_BS)
         COMM.phase = "backward"
-        self.backward(loss)
-        COMM.what, COMM.phase = "bookkeeping", ""
-        self.losses.append(loss.item())
-        if not self.first:
-            self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
-            self.held = {
-                "parameters": tensor_bytes(parameters),
-                "gradients": tensor_bytes(p.grad for p in parameters),
-                "activations": saved.total(),
-            }
-        COMM.what = "clipping"
-        if self.tp_group:
-            self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
-        else:
-            # clip_grad_norm_, but with the squares of large tensors added in float64
-            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
-            self.norms.append(norm.item())
-        COMM.what = "bookkeeping"
-        update(self.model, self.optimizer)
-        if "optimizer state" not in self.held:
-            state = self.optimizer.state.values()
-            moments = [x for one in state for x in one.values()]
-            self.held["optimizer state"] = tensor_bytes(moments)
-
-    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-        return mean_loss(logits_BSV, target_BS)
-
-    def backward(self, loss: Tensor) -> None:
         loss.backward()
-
-    def named(self):
-        return self.model.named_parameters()
-
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        """A parameter, or its gradient, put together from all ranks."""
-        where = tell_placement(self.model, name) if self.tp_group else ()
-        return unshard(x.detach(), where, {"tp": self.tp_group}).clone()
+    return loss.item(), saved.total()
 
 
-def measure_rounding(run: Training, full: Transformer, batches: list) -> None:
-    """How far bfloat16's rounding alone moves each gradient: against float32, no TP.
-
-    A gradient is a sum of many terms, some large and of both signs: what is left of
-    them can be as small as their rounding. So no one tolerance fits all tensors.
-    """
-    wide = argparse.Namespace(**vars(run.args) | {"dtype": "float32"})
-    exact = Training(copy.deepcopy(full).float(), None, wide)
-    exact.step(batches, 0)
-    run.rounding = {n: rel_diff(run.first[n], g) for n, g in exact.first.items()}
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which knows DTensors (lesson 02)"""
+    grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(grads, foreach=False).item()
 
 
-def allowed(without: Training, name: str) -> float:
-    """The largest relative difference of a parameter's gradient that is no bug.
-
-    In bfloat16 it is 2e-2, or three times what rounding does to it without TP.
-    """
-    floor = ALLOWED[without.args.dtype][1]
-    return max(floor, 3 * without.rounding.get(name, 0.0))
-
-
-def fold(name: str, verbose: bool) -> str:
-    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
-    parts = name.split(".")
-    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
-
-
-def show_parameters(report: Report, without: Training, tp: Training) -> None:
-    """Who holds what, and every gradient of step 1, layers folded into one row."""
-    here, rows = dict(tp.named()), {}
-    for name, reference in without.first.items():
-        diff = rel_diff(tp.first[name], reference)
-        mark = report.check(f"dL/d {name}", diff, allowed(without, name))
-        where = in_words(tell_placement(tp.model, name))
-        cell = rows.setdefault(fold(name, report.args.verbose), [])
-        norms = [x.double().square().sum().item() for x in (reference, tp.first[name])]
-        cell.append([list(here[name].shape), where, *norms, diff, mark != "ok"])
-    worst = gather_objects(
-        {key: [max(c[i] for c in cell) for i in (4, 5)] for key, cell in rows.items()}
-    )
-    table = []
-    for key, cell in rows.items():
-        shape, where = cell[0][:2]
-        norms = [math.sqrt(sum(c[i] for c in cell)) for i in (2, 3)]
-        diff, bad = (max(w[key][i] for w in worst) for i in (0, 1))
-        row = dict(name=key, placement=where, rel_diff=diff, ok=not bad)
-        row |= dict(norm_without=norms[0], norm_with=norms[1])
-        report.data["gradients"].append(row)
-        cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
-        key = key.removeprefix("layers.")  # --verbose: the row fits the screen
-        table.append([key, shape, where, *cells, "✗" if bad else "ok"])
-    layers = report.args.layers
-    report.say(
-        f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
-    )
-    head = "parameter|on a rank|placement|alone|split|diff.|ok"
-    report.table(head, table, "lllrrrr")
-    name = "layers.0.self_attn.q_proj.weight"
-    rows = [
-        [
-            " ".join(f"{v:9.6f}" for v in x.first[name][i, :3].tolist())
-            for x in (without, tp)
-        ]
-        for i in range(2)
-    ]
-    report.table("dL/d q_proj.weight, layer 0, alone|split", rows, "ll")
+def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
+    """A parameter or its gradient from all ranks' slices (lesson 02)"""
+    COMM.what = COMM.phase = ""  # not the model's calls, but the report's
+    whole = {}
+    for name, p in model.named_parameters():
+        x = getattr(p, what)
+        if isinstance(x, DTensor):
+            x = x.full_tensor()
+        elif x is not None:
+            x = unshard(x, getattr(p, "cuts", ()))
+            x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
+        whole[name] = torch.empty(0) if x is None else x.clone()
+    return whole
 
 
-def show_after(report: Report, without: Training, tp: Training) -> None:
-    """The parameters after the last step; replicas equal to the bit on all ranks."""
-    marks, diffs, squares = [], [], [0.0, 0.0]
-    limit, reference = ALLOWED[report.args.dtype][1], dict(without.named())
-    for name, p in tp.named():
-        p, q = tp.whole(name, p), reference[name].detach()
-        diffs.append(rel_diff(p, q))
-        squares[0] += (p - q).double().square().sum().item()
-        squares[1] += q.double().square().sum().item()
-        if report.args.dtype != "bfloat16":
-            check = f"{name} after the last step"
-            marks.append(report.check(check, diffs[-1], limit))
-    if report.args.dtype == "bfloat16":
-        # AdamW makes steps of one length from large gradients and from rounding: the
-        # parameters that started at zero differ, and only all together are compared.
-        diffs = [math.sqrt(squares[0] / squares[1])]
-        check = "all parameters after the last step"
-        marks.append(report.check(check, diffs[0], limit))
-    found = gather_objects([max(diffs), "✗" if "✗" in marks else "ok"])
-    worst, mark = max(row[0] for row in found), max(row[1] for row in found)
-    whole = {n: p for n, p in tp.named() if not tell_placement(tp.model, n)}
-    off = 0.0
-    for p in whole.values():
-        off = max(off, rel_diff(broadcast(p, 0, tp.tp_group), p))
-    off = max(gather_objects(off))  # rank 0, which prints, is equal to itself
-    same = report.check("replicas equal on every rank", off)
-    losses = gather_objects(tp.losses)
-    one = report.check(
-        "one loss on every rank", float(losses != [losses[0]] * len(losses))
-    )
-    report.say(
-        f"   After {report.args.steps} steps the parameters differ by {worst:.1e} at "
-        f"most: {mark}.\n   Equal to the bit on all ranks: the {len(whole)} replicated "
-        f"tensors {same}, the losses {one}"
-    )
+def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
+    """Losses, norms, where training ended; replicas still equal (lesson 02)"""
+    args, losses = report.args, {what: run.losses for what, run in runs.items()}
+    ends = {what: run.norms | run.parameters for what, run in runs.items()}
+    labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
+    labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
+    report.section("Losses, AdamW's steps; ‖g‖: the gradient's norm before clipping")
+    report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
+    report.compare("losses", losses, report.allowed_loss)
+    report.compare("updates", ends, fold=labels.get)
+    for name, p in model.named_parameters():
+        if not getattr(p, "cuts", ()):
+            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, tp_group)))
+    of_rank_0 = gather_objects(losses[split])[0]
+    report.check("replicas: losses", float(losses[split] != of_rank_0))
 
 
-def check_sizes(args, ranks: int) -> None:
-    """ValueError where the model cannot be built, or cannot be cut into `ranks`."""
-    pairs = [
-        ("--hidden", args.hidden, "--heads", args.heads),
-        ("--heads", args.heads, "--kv-heads", args.kv_heads),
-        ("--heads", args.heads, "ranks, by --nproc_per_node", ranks),
-        ("--kv-heads", args.kv_heads, "ranks, by --nproc_per_node", ranks),
-    ]
-    for flag, value, other, parts in pairs:
-        if value % parts:
-            raise ValueError(
-                f"{flag} {value} is not a multiple of {parts} ({other}): {value} % "
-                f"{parts} = {value % parts}; {flag} {value + parts - value % parts} "
-                "would do"
-            )
-    if args.hidden // args.heads % 2:
-        raise ValueError(
-            f"--hidden {args.hidden} / --heads {args.heads} = "
-            f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
-            "must be even"
-        )
-    if args.vocab_size < 257:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
-        )
+def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
+    """The model's flags; ValueError if it cannot be built (lesson 02)"""
+    add = parser.add_argument
+    add("--hidden", type=positive, help="D (8 numbers a head)")
+    add("--heads", type=positive, help="N (2 for each key/value head)")
+    add("--kv-heads", type=positive, help="K (4, or more: a multiple of the ranks)")
+    add("--dropout", type=float, default=0.1, help="probability (0.1)")
+    add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
+    args = parser.parse_args()
+    usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
+    args.heads = args.heads or 2 * (args.kv_heads or usual)
+    args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
+    args.hidden = args.hidden or 8 * args.heads
+    must_divide(args, "heads", ranks, "ranks")
+    must_divide(args, "hidden", 2 * args.heads, "numbers in pairs, for each of --heads")
+    must_divide(args, "heads", args.kv_heads, "--kv-heads")
+    must_divide(args, "kv_heads", ranks, "ranks")
+    if args.vocab_size <= PAD:
+        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
+    if args.hidden < 4:
+        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
     if not 0 <= args.dropout < 1:
         raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
     if not args.clip > 0:
         raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
-    if args.profile and not args.profile.is_dir():
-        raise ValueError(f"--profile {args.profile}: there is no such folder")
-
-
-# ==== BREAK IT
-
-
-def gathered_logits(logits, target, tp_group, vocab_size, *rest, good=None):
-    """All logits on every rank, and the loss for sharded ones on top of them."""
-    whole_BSV = GatherFromTP.apply(logits, logits.dim() - 1, tp_group)
-    columns = whole_BSV.shape[-1] * tp_group.size()
-    return VocabParallelCrossEntropy.apply(
-        whole_BSV, target, tp_group, columns, IGNORE, 0.0
-    )
-
-
-def detached_head(self, x_BSD):
-    """The head reads the embedding's rows, but its gradient does not reach them."""
-    x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-    return F.linear(x_BSD, self.weight.detach(), self.bias)
-
-
-def backward_outside(loss_of):
-    """loss.backward() after the context has been left."""
-    with loss_parallel():
-        loss = loss_of()
-    loss.backward()
-    return loss
-
-
-BREAKS = {
-    "ignored": Break(
-        "without_ignored",
-        lambda grad_BSv, has_target_BS: grad_BSv,
-        "the gradient rows of ignored tokens are not zeroed",
-        "the loss of step 1 is right: an ignored token's loss is zero; its gradient is "
-        "not, and losses part from step 2 on",
-        "dloss/dx = softmax − onehot is not zero where the loss was masked to zero",
-        "docs.pytorch.org, torch.nn.functional.cross_entropy, ignore_index; a "
-        "predecessor of this course got it wrong",
-    ),
-    "mean": Break(
-        "mean_over_targets",
-        lambda loss_BS, target_BS: loss_BS.mean(),
-        "the mean is taken over all tokens, padding included",
-        "the loss is too small by the share of padding, and so is every gradient; "
-        "clipping and AdamW hide the scale, and parameters come out right here",
-        "a padding token adds zero to the sum, and one to the count if you let it",
-        "docs.pytorch.org, torch.nn.functional.cross_entropy, reduction='mean'; a "
-        "predecessor of this course got it wrong",
-    ),
-    "gathered": Break(
-        "vocab_parallel_cross_entropy",
-        gathered_logits,
-        "gathered logits are fed to the loss for sharded ones",
-        "the loss is too large by log T, whatever the model does",
-        "every rank adds all of Σ exp to the sum over ranks: it counts T times",
-        "github.com/NVIDIA/Megatron-LM/issues/7452",
-    ),
-    "padding": Break(
-        "real_columns",
-        lambda logits, vocab_size, tp_group: torch.ones(
-            logits.shape[-1], dtype=torch.bool, device=logits.device
-        ),
-        "the padded columns are left in the softmax",
-        "the loss is a little too large, by less the larger the vocabulary",
-        "a padded column's logit is 0, not −∞, and exp(0) = 1 joins every sum",
-        "github.com/mirage-project/mirage/issues/751, vllm-project/vllm issue 1399",
-    ),
-    "max": Break(
-        "largest_logit",
-        lambda logits_BSv, tp_group: torch.zeros_like(logits_BSv[..., 0]),
-        "the largest logit is not subtracted",
-        "no loss changes while logits are small; large ones give inf or nan; "
-        "two all-reduces are left of three",
-        "exp(x) overflows float32 above x = 88; exp(x − max) never does",
-        "Megatron-LM, arXiv:1909.08053, sec. 3; the first of its three all-reduces",
-    ),
-    "exponentials": Break(
-        "to_softmax",
-        lambda exp_BSv, total_BS: exp_BSv,
-        "the exponentials are kept for backward, and not the softmax",
-        "step 1's loss is right, the gradients are not: too large, about Σ times",
-        "the gradient is softmax − onehot: exp without its 1/Σ is too large by Σ",
-        "github.com/xrsrke/pipegoose",
-    ),
-    "tie": Break(
-        "VocabParallelHead.forward",
-        detached_head,
-        "tied embedding and head, with the head's gradient lost (switches --tie on)",
-        "step 1's loss is right, the shared weight's gradient lacks the head's part",
-        "one parameter with two uses gets the sum of two gradients",
-        "github.com/pytorch/torchtitan/issues/1524, NVIDIA/Megatron-LM issue 844",
-    ),
-    "loss-parallel": Break(
-        "backward_inside",
-        backward_outside,
-        "PyTorch's loss_parallel: backward is called outside the context",
-        "an error from deep inside, or a wrong gradient, in backward",
-        "the context swaps the kernels of log-softmax and of the loss, and of their "
-        "backward, for sharded ones; outside it the ordinary ones meet sharded logits",
-        "github.com/pytorch/pytorch/issues/190746",
-    ),
-}
-
-
-# ==== RUN
-
-
-class VocabTraining(Training):
-    """Training with the loss by hand; padding rows cut off what is put together."""
-
-    def __init__(self, model, tp_group, args, loss_group):
-        super().__init__(model, tp_group, args)
-        self.loss_group = loss_group
-
-    def loss(self, logits_BSv: Tensor, target_BS: Tensor) -> Tensor:
-        COMM.what = "loss"
-        V = self.args.vocab_size
-        loss_BS = vocab_parallel_cross_entropy(
-            logits_BSv, target_BS, self.loss_group, V
-        )
-        COMM.what = "layers"
-        return mean_over_targets(loss_BS, target_BS)
-
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        full = super().whole(name, x)
-        vocabulary = name.startswith(("embed_tokens", "lm_head"))
-        return full[: self.args.vocab_size] if vocabulary else full
-
-
-def make_tied(args) -> Transformer:
-    """Lesson 02's model; with --tie, head and embedding share their weight."""
-    full = make_transformer(args)
-    if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
-        nn.init.normal_(full.embed_tokens.weight, std=0.02)
-        full.lm_head.weight = full.embed_tokens.weight
-    return full
-
-
-def show_three_losses(report: Report, runs: list[Training], batches) -> None:
-    """Three columns: F.cross_entropy, by hand on one rank, with TP."""
-    args, rows = report.args, []
-    loss_limit, limit = ALLOWED[args.dtype]
-    for step, (_, target) in enumerate(batches):
-        losses = [run.losses[step] for run in runs]
-        norms = [run.norms[step] for run in runs]
-        diff = max(abs(x - losses[0]) / losses[0] for x in losses)
-        marks = [
-            report.check(f"loss at step {step + 1}, {name}", abs(a - b) / b, bound)
-            for name, a, b, bound in (
-                ("by hand alone", losses[1], losses[0], loss_limit),
-                ("with TP", losses[2], losses[0], loss_limit),
-                ("gradient norm", norms[2], norms[0], limit),
-            )
-        ]
-        row = {"step": step + 1, "without": losses[0], "with": losses[2]}
-        row |= {"by_hand": losses[1], "tokens": target.numel()}
-        padding = (target == IGNORE).sum().item()
-        report.data["losses"].append(row | {"padding": padding})
-        cells = [f"{x:.8f}" for x in losses]
-        size = f"{args.batch_size} × {args.seq_len}"
-        mark = "ok" if marks == ["ok"] * 3 else "✗"
-        rows.append([step + 1, size, padding, *cells, f"{diff:.1e}", mark])
-    report.say(
-        "\n1  Losses on lines of this file, as bytes; PAD = 256 fills up short ones"
-    )
-    head = "step|tokens|no target|F.cross_entropy|by hand alone|with TP|diff.|ok"
-    report.table(head, rows, "rrrrrrrr")
-    report.say(
-        "   by hand alone: this lesson's loss in one process; diff.: largest, relative"
-    )
-
-
-def show_rows(report: Report, tp: Training, batches) -> None:
-    """Who has which rows, and how many of the batch's tokens and targets are there."""
-    V, (tokens, target) = report.args.vocab_size, batches[0]
-    v = len(tp.model.embed_tokens.weight)
-    start = first_row(v, tp.tp_group)
-    end = min(V, start + v)
-    inside = [((x >= start) & (x < end)).sum().item() for x in (tokens, target)]
-    words = f"{start} to {end - 1}" if end > start else "none"
-    real = max(0, end - start)
-    mine = [words, real, v - real, *inside]
-    report.say(
-        f"\n3  Who has which of the {V} tokens, and where the batch's are looked up"
-    )
-    rows = [[f"rank {r}", *row] for r, row in enumerate(gather_objects(mine))]
-    report.table(
-        "|tokens|rows|padding rows|of the inputs|of the targets", rows, "llrrrr"
-    )
-    report.say(
-        "   Most of the text is ASCII, below 128: low tokens are looked up more.\n"
-        "   Padding rows make the ranks equal in size; the loss leaves them out."
-    )
-    looked_up = sum(row[4] for row in rows)
-    report.check("every token is looked up once", float(looked_up != tokens.numel()))
-
-
-def show_one_token(report: Report, tp: Training, batches) -> None:
-    """One token's loss: what each rank has, and the three all-reduces."""
-    group, V = tp.tp_group, report.args.vocab_size
-    COMM.what = "one token"
-    tokens, target = batches[0]
-    at = int((tokens[0] != target[0]).int().argmax())  # where it is not too easy
-    with torch.no_grad():
-        logits_v = tp.model.eval()(tokens[:1])[0, at].float()
-    tp.model.train()
-    wanted, v = target[0, at].item(), len(logits_v)
-    real_v = real_columns(logits_v, V, group)
-    x_v = logits_v.masked_fill(~real_v, float("-inf"))
-    largest = largest_logit(x_v.unsqueeze(0), group)[0]
-    total = (x_v - largest).exp().sum()
-    start = first_row(v, group)
-    has = start <= wanted < start + v
-    picked = x_v[wanted - start] - largest if has else torch.zeros_like(largest)
-    cells = [f"{x:.4f}" for x in (x_v.max().item(), total.item(), picked.item())]
-    cells[2] = cells[2] if has else "not here"
-    rows = [[f"rank {r}", *row] for r, row in enumerate(gather_objects(cells))]
-    m, z, t = largest.item(), *(all_reduce(x, group).item() for x in (total, picked))
-    rows.append(["all-reduce", f"max {m:.4f}", f"sum {z:.4f}", f"sum {t:.4f}"])
-    report.say(
-        f"\n4  One token's loss: after byte {tokens[0, at]} comes {wanted}. x are its "
-        "logits, m the largest"
-    )
-    report.table("|largest x here|Σ exp(x − m)|target's x − m", rows, "lrrr")
-    report.say(f"   loss = log {z:.4f} − ({t:.4f}) = {math.log(z) - t:.4f}")
-
-
-def show_corner_cases(report: Report, group, args) -> None:
-    """Batches where a loss goes wrong easily, against F.cross_entropy."""
-    dtype, limits = getattr(torch, args.dtype), ALLOWED[args.dtype]
-    generator = torch.Generator().manual_seed(args.seed)
-    COMM.what, marks = "corner cases", []
-    cases = {
-        "logits up to 10,000": (257, 10000.0, 0.2, 0.0),
-        "label smoothing 0.1": (257, 1.0, 0.2, 0.1),
-        "only ignored tokens": (257, 1.0, 1.0, 0.0),
-        "a vocabulary of 1": (1, 1.0, 0.2, 0.0),
-        "V = 50,257": (50257, 1.0, 0.2, 0.0),
-    }
-    for name, (V, size, ignored, smoothing) in cases.items():
-        x = torch.randn(3, 5, V, generator=generator).to(args.device, dtype) * size
-        target = torch.randint(V, (3, 5), generator=generator)
-        target[torch.rand(3, 5, generator=generator) < ignored] = IGNORE
-        target = target.to(args.device)
-        whole = x.clone().requires_grad_()
-        wide = torch.promote_types(dtype, torch.float32)
-        wanted = F.cross_entropy(
-            whole.to(wide).flatten(0, 1), target.flatten(), label_smoothing=smoothing
-        )
-        wanted.backward()
-        padded = pad_vocab(x.movedim(-1, 0), group.size())
-        mine = shard(padded, 0, group).movedim(0, -1).requires_grad_()
-        loss_BS = vocab_parallel_cross_entropy(
-            mine, target, group, V, IGNORE, smoothing
-        )
-        loss = mean_over_targets(loss_BS, target)
-        loss.backward()
-        grad = all_gather(mine.grad, -1, group)[..., :V]
-        both_nan = loss.isnan() and wanted.isnan()
-        diff = 0.0 if both_nan else rel_diff(loss, wanted)
-        mark = report.check(f"{name}: loss", diff, limits[0])
-        both_nan = whole.grad.isnan().sum() == grad.isnan().sum() > 0
-        diff = 0.0 if both_nan else rel_diff(grad, whole.grad)
-        off = report.check(f"{name}: gradient", diff, limits[1])
-        marks.append(f"{name} {mark if off == 'ok' else off}")
-    report.say(
-        "   Against F.cross_entropy, loss and gradient:\n   " + ", ".join(marks[:3])
-    )
-    report.say("   " + ", ".join(marks[3:]))
-
-
-def show_vocab_bytes(report: Report, args, ranks: int) -> None:
-    """What a step sends, against the formulas."""
-    dtype = getattr(torch, args.dtype)
-    one = args.batch_size * args.seq_len * args.hidden * dtype.itemsize
-    wide = torch.promote_types(dtype, torch.float32).itemsize
-    few = args.batch_size * args.seq_len * wide
-    rows, L = [], args.layers
-    for what, where, phase, formula, n in (
-        (
-            "layers",
-            f"embedding, {L} layers",
-            "forward",
-            "(2L + 1)·B·S·D",
-            (2 * L + 1) * one,
-        ),
-        (
-            "layers",
-            f"{L} layers, head",
-            "backward",
-            "(2L + 1)·B·S·D",
-            (2 * L + 1) * one,
-        ),
-        ("loss", "loss", "forward", "3·B·S", 3 * few),
-    ):
-        n = n if ranks > 1 else 0
-        calls, moved, mark = report.moved(
-            what, "all-reduce", "tp", n * args.steps, phase
-        )
-        each = calls // args.steps, moved // args.steps
-        wire = each[1] * ring_factor("all-reduce", ranks)
-        rows.append([where, phase, *each, formula, n, f"{wire:.0f}", mark])
-    report.say(
-        "\n5  Communication in a step: all-reduces; ring: what a rank of a ring sends"
-    )
-    head = "where|phase|calls|bytes|formula|predicted|ring|ok"
-    report.table(head, rows, "llrrlrrr")
-
-
-class PeakBytes(TorchDispatchMode):
-    """Within `with`: the most bytes that tensors made there took up at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, Tensor):
-                self.watch(x.untyped_storage())
-        return out
-
-    def watch(self, storage) -> None:
-        key, size = storage.data_ptr(), storage.nbytes()
-        if key in self.seen or not size:
-            return
-        self.seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.freed, key, size)
-
-    def freed(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
-
-
-def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, V: int) -> Tensor:
-    """What the loss by hand saves: gather all logits, then F.cross_entropy."""
-    whole_BSV = GatherFromTP.apply(logits_BSv, 2, tp_group)[..., :V]
-    return mean_loss(whole_BSV, target_BS)
-
-
-def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, V: int) -> Tensor:
-    """The loss by hand, averaged."""
-    loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, V)
-    return mean_over_targets(loss_BS, target_BS)
-
-
-def measure_loss(label: str, loss_of, args, tp_group, V: int) -> tuple[int, int]:
-    """Bytes that one loss keeps for backward, and has at its peak."""
-    shape = args.batch_size, args.seq_len
-    generator = torch.Generator().manual_seed(args.seed)
-    target = torch.randint(V, shape, generator=generator).to(args.device)
-    dtype, v = getattr(torch, args.dtype), -(-V // tp_group.size())
-    x = torch.zeros(*shape, v, dtype=dtype, device=args.device, requires_grad=True)
-    saved, peak = SavedBytes(skip=[x, target]), PeakBytes()
-    COMM.what = label
-    with saved, peak:
-        loss = loss_of(x, target, tp_group, V)
-    kept = saved.total()
-    with peak:
-        loss.backward()
-    return kept, peak.peak
-
-
-def show_gathering(report: Report, tp_group, args) -> None:
-    """Sharded loss against gathered logits: bytes sent, kept for backward, at peak."""
-    T, rows, tokens = tp_group.size(), [], args.batch_size * args.seq_len
-    size = getattr(torch, args.dtype).itemsize
-    wide = max(4, size)  # the loss is computed in float32 at least
-    for V in sorted({args.vocab_size, 257, 50257}):
-        v = -(-V // T)
-        masks = 2 * tokens + v + 8  # whose target, which count, real columns; a count
-        for name, loss_of, collective, sent, wanted in (
-            ("gathered", gathered_loss, "all-gather", tokens * v * T * size,
-             tokens * V * wide + wide),  # log-softmax; the sum of weights
-            ("sharded", sharded_loss, "all-reduce", 3 * tokens * wide,
-             tokens * v * wide + 8 * tokens + masks),  # softmax, the target's column
-        ):  # fmt: skip
-            label = f"{name}, V {V}"
-            kept, peak = measure_loss(label, loss_of, args, tp_group, V)
-            sent = sent if T > 1 else 0
-            _, moved, mark = report.moved(label, collective, "tp", sent)
-            off = report.check(f"bytes kept, {label}", abs(kept - wanted))
-            mark = mark if off == "ok" else off
-            row = dict(what=f"logits {label}", bytes=kept, predicted_bytes=wanted)
-            report.data["memory"].append(row | {"peak_bytes": peak})
-            rows.append([V, name, moved, sent, kept, wanted, peak, mark])
-    report.say(
-        f"\n6  The loss alone, {tokens} tokens, bytes: logits gathered, or sharded"
-    )
-    head = "V|logits|sent|predicted|kept|predicted|at peak|ok"
-    report.table(head, rows, "rlrrrrrr")
-
-
-def backward_inside(loss_of):
-    """loss.backward() within loss_parallel()."""
-    with loss_parallel():
-        loss = loss_of()
-        loss.backward()
-    return loss
-
-
-def show_loss_parallel(report: Report, full: Transformer, batch, tp_group) -> None:
-    """The same by PyTorch's own API: loss, gradients, collectives; no dropout."""
-    args, (tokens, target) = report.args, batch
-    mesh = DeviceMesh.from_group(tp_group, args.device, mesh_dim_names=("tp",))
-    (reference, dtype), (planned, _) = wide_copy(full), wide_copy(full)
-    plan = plan_for(args.layers)
-    plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    planned = parallelize_module(planned, mesh, plan)
-    if args.tie:  # the plan has cut one weight twice
-        planned.lm_head.weight = planned.embed_tokens.weight
-    wanted = mean_loss(reference(tokens), target)
-    wanted.backward()
-    COMM.what, COMM.phase = "DTensor", ""
-    with CountDTensor("tp"):
-        logits = planned(tokens)
-        before = COMM.total(what="DTensor")[0]
-        loss = backward_inside(lambda: mean_loss(logits, target))
-    COMM.what = COMM.phase = ""
-    after = COMM.total(what="DTensor")[0]
-    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-    loss_limit, limit = ALLOWED[dtype]
-    marks = [report.check("loss_parallel: loss", rel_diff(loss, wanted), loss_limit)]
-    if tp_group.size() > 1:
-        off = abs(before - 2 * args.layers - 1) + abs(
-            after - before - 4 * args.layers - 4
-        )
-        marks.append(report.check("loss_parallel: collectives", off))
-    worst = 0.0
-    for (name, p), q in zip(planned.named_parameters(), reference.parameters()):
-        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        diff = rel_diff(grad, q.grad)
-        marks.append(report.check(f"loss_parallel: dL/d {name}", diff, limit))
-        worst = max(worst, diff)
-    report.data["losses"][0]["dtensor"] = loss.item()
-    mark = "ok" if set(marks) == {"ok"} else "✗"
-    report.say(
-        "\n7  The same by PyTorch: RowwiseParallel embedding, ColwiseParallel head, "
-        "loss_parallel()\n"
-        f"   Without dropout, {dtype}: loss {loss.item():.8f}, alone "
-        f"{wanted.item():.8f};\n   gradients differ by {worst:.1e}: {mark}\n"
-        f"   Collectives: model forward {before} (2L + 1), loss and backward "
-        f"{after - before} (3 + 4L + 1)\n"
-    )
-
-
-def train_and_write(report: Report, args, tp_group) -> None:
-    """`--train N`: N steps with TP, then a text, the same without and with TP."""
-    full, batches = make_tied(args), make_batches(args, args.train)
-    tp = VocabTraining(
-        VocabParallelTransformer(full, tp_group), tp_group, args, tp_group
-    )
-    for step in range(args.train):
-        tp.step(batches, step)
-        if (step + 1) % max(1, args.train // 6) == 0:
-            recent = tp.losses[-20:]
-            mean = sum(recent) / len(recent)
-            report.say(f"   step {step + 1:>5} of {args.train}, loss {mean:.3f}")
-    state = {name: tp.whole(name, p) for name, p in tp.model.named_parameters()}
-    if args.tie:
-        state["lm_head.weight"] = state["embed_tokens.weight"]
-    full.load_state_dict(state)  # the padding rows were cut off
-    texts = [write(full, None, args), write(tp.model, tp_group, args)]
-    mark = report.check(
-        "the same text without and with TP", float(texts[0] != texts[1])
-    )
-    report.data["text_written"] = texts[1]
-    report.say(f"   It writes, without and with TP the same ({mark}):\n")
-    for line in (args.prompt + texts[1]).split("\n"):
-        shown = "".join(c if c.isprintable() else "·" for c in line)
-        report.say("   | " + shown[:80])
-    report.say()
-
-
-def write(model: nn.Module, tp_group, args) -> str:
-    """`--write` bytes after the prompt; from sharded logits if there is a group."""
-    generator = torch.Generator().manual_seed(args.seed)
-    tokens, V = list(args.prompt.encode()), args.vocab_size
-    prompt = len(tokens)
-    model.eval()
-    for _ in range(args.write):
-        window = torch.tensor([tokens[-args.seq_len :]], device=args.device)
-        with torch.no_grad():
-            logits = model(window)[0, -1].float()
-        uniform = torch.rand(V, generator=generator).clamp_min(1e-20)
-        noise_V = -args.temperature * (-uniform.log()).log()  # Gumbel
-        noise_V[256:] = float("-inf")  # bytes only
-        noise_V = noise_V.to(args.device)
-        if tp_group is None:
-            tokens.append(int((logits + noise_V).argmax()))
-        else:
-            tokens.append(sample_sharded(logits, noise_V, tp_group, V))
-    return bytes(tokens[prompt:]).decode(errors="replace")
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__, 5, "steps of AdamW")
-    add = parser.add_argument
-    add("--hidden", type=positive, default=64, help="D (default 64)")
-    add("--heads", type=positive, default=8, help="N (default 8)")
-    add("--kv-heads", type=positive, help="K (default N)")
-    add("--layers", type=positive, default=2, help="L (default 2)")
-    add("--batch-size", type=positive, default=4, help="B (default 4)")
-    add("--seq-len", type=positive, default=32, help="S (default 32)")
-    add("--vocab-size", type=positive, default=257, help="V (default 257)")
-    add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
-    add("--clip", type=float, default=1.0, help="gradient norm allowed (default 1)")
-    add("--tie", action="store_true", help="embedding and head share their weight")
-    add("--verbose", action="store_true", help="a row for each layer's parameters")
-    add("--train", type=positive, metavar="N", help="train N steps more, then write")
-    add("--prompt", default="def ", help="what the text begins with")
-    add("--write", type=positive, default=200, help="bytes to write (default 200)")
-    add("--temperature", type=float, default=0.5, help="0: always the likeliest byte")
-    args = parser.parse_args()
-    args.kv_heads = args.kv_heads or args.heads
-    args.profile = None
-    args.tie = args.tie or args.break_name == "tie"
-    check_sizes(args, ranks)
-    if not args.prompt:
-        raise ValueError(
-            "--prompt '': one byte at least, the model continues something"
-        )
-    if not 0 <= args.temperature < math.inf:
-        raise ValueError(f"--temperature {args.temperature}: 0 or more is wanted")
     return args
 
 
-def main(args: argparse.Namespace, backend: str) -> str:
-    ranks = dist.get_world_size()
-    groups = mesh_groups({"tp": ranks}, args.timeout)
-    groups |= mesh_groups({"ranks": ranks, "alone": 1}, args.timeout)
-    tp_group = groups["tp"]
-    report = Report("03_vocab_parallel", args, {"tp": ranks}, backend)
-    full, batches = make_tied(args), make_batches(args, args.steps)
-    without = Training(copy.deepcopy(full), None, args)
-    by_hand = VocabTraining(copy.deepcopy(full), None, args, groups["alone"])
-    split = VocabParallelTransformer(full, tp_group)
-    tp = VocabTraining(split, tp_group, args, tp_group)
-    for step in range(args.steps):
-        for run in (without, by_hand, tp):
-            run.step(batches, step)
-    if args.dtype == "bfloat16":
-        measure_rounding(without, full, batches)
-    show_three_losses(report, [without, by_hand, tp], batches)
-    show_parameters(report, without, tp)
-    show_after(report, without, tp)
-    show_rows(report, tp, batches)
-    show_one_token(report, tp, batches)
-    show_corner_cases(report, tp_group, args)
-    show_vocab_bytes(report, args, ranks)
-    show_gathering(report, tp_group, args)
-    show_loss_parallel(report, full, batches[0], tp_group)
-    if args.train:
-        train_and_write(report, args, tp_group)
-    return report.verdict("with TP == without TP", BREAKS.get(args.break_name))
+# endregion
+
+
+# ==== HARNESS, the same in every lesson
+# region  It counts, compares, prints tables, names lost ranks. Fold it away.
+
+
+class CommCounter:
+    """Calls and payload bytes of every collective, and the call this rank is in now."""
+
+    def __init__(self):
+        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
+        self.what = self.phase = ""  # labels of what is called next
+        self.place, self.made, self.store = {}, Counter(), None
+
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
+        row[0] += 1
+        row[1] += nbytes
+
+    @contextmanager
+    def record(self, collective: str, x: Tensor, group, copies: int = 1):
+        """Around one call on copies·x.nbytes bytes of payload."""
+        self.count(collective, copies * x.nbytes, group.group_desc)
+        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
+        with self.meet(call, dist.get_process_group_ranks(group)):
+            yield
+
+    @contextmanager
+    def meet(self, call: str, ranks: list[int]):
+        """Around a call that ends when all these ranks are in it."""
+        key, before = str(ranks), self.place
+        self.made[key] += 1  # the n-th call of one rank meets the n-th of the others
+        number = self.made[key]
+        state = f"in call {number} of ranks {ranks}, {call}"
+        self.note(state, ranks=ranks, key=key, number=number)
+        yield
+        self.note(**before)  # not after an error: then this rank is still in it
+
+    def note(self, state: str = "in no call", **more) -> None:
+        """Where this rank is, for the others to read if something goes wrong."""
+        self.place = {"state": state, **more}
+        about = {"made": self.made, "host": socket.gethostname(), "pid": os.getpid()}
+        if self.store:
+            self.store.set(f"place/{dist.get_rank()}", json.dumps(self.place | about))
+
+
+COMM = CommCounter()
+ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of a tensor
+
+
+def rel_diff(got, wanted) -> float:
+    """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
+    float64 = torch.float64  # of a Python number as_tensor would make float32
+    got, wanted = (
+        torch.as_tensor(x, dtype=float64).detach().cpu() for x in (got, wanted)
+    )
+    if got.shape != wanted.shape:
+        return math.inf
+    if torch.equal(got, wanted):
+        return 0.0
+    diff = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    return diff if diff == diff else math.inf
+
+
+def gather_objects(value) -> list:
+    """Every rank's value, in rank order: for the report, so not counted."""
+    values = [None] * dist.get_world_size()
+    with COMM.meet("gathering of results", [*range(len(values))]):
+        dist.all_gather_object(values, value)
+    return values
+
+
+class Report:
+    """Rank 0 prints, every rank checks, --json keeps the rows of all tables."""
+
+    def __init__(self, lesson: str, args):
+        self.args, self.checks, self.number, self.axes = args, {}, 0, {}
+        self.allowed_loss, self.allowed = ALLOWED[args.dtype]
+        self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
+
+    def begin(self, mesh: dict[str, int]) -> None:
+        """The first line; mesh: axis → ranks."""
+        self.axes = self.data["mesh"] = mesh
+        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+        where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
+        print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
+
+    def section(self, title: str) -> None:
+        self.number += 1
+        self.say(f"\n{self.number}  {title}")
+
+    def say(self, text: str) -> None:
+        if self.args.only in (None, self.number):
+            print(text, flush=True)
+
+    def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
+        """Note one comparison on this rank; does it hold here?"""
+        assert name not in self.checks, f"two checks are called {name}"
+        ok = diff <= allowed  # False for nan, too
+        self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
+        return ok
+
+    def table(self, key: str, rows: list[dict], hide=()) -> None:
+        """Print and keep rows of like keys; diff and ok are the worst of all ranks."""
+        for row, of_ranks in zip(rows, zip(*gather_objects(rows))):
+            for name, worst in (("diff", max), ("ok", all)):
+                if name in row:
+                    row[name] = worst(other[name] for other in of_ranks)
+        self.data.setdefault(key, []).extend(rows)
+        if not rows:  # nothing sent: there is one rank
+            return
+        lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
+        for name in [name for name in rows[0] if name not in hide]:
+            texts = [cell(name, row[name]) for row in rows]
+            texts.insert(0, name.replace("_bytes", ""))
+            width = max(map(len, texts))
+            pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
+            lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
+        self.say("\n".join(line.rstrip() for line in lines))
+
+    def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
+        """Numbers or tensors of several runs against those of the first run.
+
+        Args:
+            runs: run → name → number or tensor; of a tensor its norm is printed.
+            fold: name → label; names of one label are printed as one row.
+        """
+        allowed = self.allowed if allowed is None else allowed
+        (_, wanted), *others = runs.items()
+        rows, none = {}, torch.empty(0)
+        for name in dict.fromkeys(name for values in runs.values() for name in values):
+            row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
+            row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
+            for run, values in runs.items():
+                value = torch.as_tensor(values.get(name, none), dtype=torch.float64)
+                row[run] = math.hypot(row[run], value.detach().norm())
+            for run, values in others:
+                diff = rel_diff(values.get(name, none), wanted.get(name, none))
+                row["diff"] = max(row["diff"], diff)
+                row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+        self.table(key, list(rows.values()))
+
+    def measure(self, key: str, rows: list[dict], hide=()) -> None:
+        """Rows with bytes and predicted_bytes, which have to be equal."""
+        for row in rows:
+            name = " ".join(value for value in row.values() if isinstance(value, str))
+            off = abs(row["bytes"] - row["predicted_bytes"])
+            equal = self.check(f"{key}: {name}", off, kind="bytes")
+            row["ok"] = row.get("ok", True) and equal
+        self.table(key, rows, hide)
+
+    def ledger(self, formulas: dict, steps: int = 1) -> None:
+        """Calls and bytes of a step, as counted, against formulas.
+
+        Args:
+            formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        """
+        rows, whats = [], {key[0] for key in formulas}
+        others = [key for key in COMM.rows if key[0] in whats and key not in formulas]
+        for key in [*formulas, *others]:
+            row = dict(zip(("what", "phase", "collective", "axis"), key))
+            calls, formula, predicted = formulas.get(key, (0, "none", 0))
+            ranks = self.axes[row["axis"]]
+            if ranks == 1:  # nobody to send to
+                calls = predicted = 0
+            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
+            if made or calls:
+                times = 2 if row["collective"] == "all-reduce" else 1
+                row |= {"calls": round(made), "bytes": round(sent), "formula": formula}
+                row["predicted_bytes"] = predicted
+                row["ring"] = round(times * sent * (ranks - 1) / ranks)
+                off = abs(made - calls)
+                row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
+                rows.append(row)
+        alike = [
+            name for name in ("phase", "axis") if len({r[name] for r in rows}) == 1
+        ]
+        self.measure("communication", rows, hide=["predicted_bytes", *alike])
+
+    def verdict(self) -> str:
+        """PASS or FAIL, of all ranks' checks together."""
+        rows = {}
+        for rank, checks in enumerate(gather_objects(self.checks)):
+            for name, check in checks.items():
+                row = rows.setdefault(name, {"name": name, "bad": []} | check)
+                row["diff"] = max(row["diff"], check["diff"])
+                row["bad"] += [] if check["ok"] else [rank]
+        bad = [row for row in rows.values() if row["bad"]]
+        print()
+        for row in bad[:4]:
+            how = "relative difference" if row["kind"] == "numbers" else "off by"
+            off = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
+        texts, wrong = [], Counter(row["kind"] for row in bad)
+        for kind, made in Counter(row["kind"] for row in rows.values()).items():
+            some = f"{wrong[kind]} of {made} {kind} differ"
+            texts.append(some if wrong[kind] else f"{kind} all ok")
+        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
+        worst = max(numbers, key=lambda row: row["diff"])
+        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = "; ".join(texts) if bad else f"{len(rows)} checks, {diff}"
+        self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
+        if self.args.json and dist.get_rank() == 0:
+            self.args.json.write_text(json.dumps(self.data, indent=1))
+        return f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+
+
+def cell(name: str, value) -> str:
+    """A value as a table shows it."""
+    if isinstance(value, bool):
+        return "ok" if value else "✗"
+    if isinstance(value, float):
+        return f"{value:.1e}" if name == "diff" else f"{value:.7g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def wrap(text: str) -> str:
+    return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its usage, on every rank
+        raise ValueError(message)
+
+
+def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
+    """The flags that all lessons share, and whole numbers with their defaults."""
+    about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
+    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=positive, default=default, help=f"({default})")
+    add = parser.add_argument
+    add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
+    add("--only", type=positive, metavar="N", help="print section N alone")
+    add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")
+    add("--json", type=Path, metavar="PATH", help="write all tables there")
+    return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no whole number from 1 to 2^31 − 1"
+        )
+    return int(text)
+
+
+def apply_edit(edit: dict, module: dict) -> None:
+    """Put an edited copy of its target, a name or Class.name, into a lesson."""
+    owner, _, name = edit["target"].rpartition(".")
+    definition = getattr(module[owner], name) if owner else module[name]
+    source = textwrap.dedent(inspect.getsource(definition))
+    if source.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
+    edited = {}
+    exec(source.replace(edit["old"], edit["new"]), module, edited)
+    if owner:
+        setattr(module[owner], name, edited[name])
+    else:
+        module[name] = edited[name]
+
+
+def describe(name: str, edit: dict) -> tuple[str, str]:
+    """A bug as a diff; and its symptom, why, and who met it."""
+    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
+    for sign, text in (("-", edit["old"]), ("+", edit["new"])):
+        lines += [f"{sign} {line}" for line in text.splitlines()]
+    told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
+    return "\n".join([*lines, ""]), "\n".join(told)
+
+
+def process_of(place: dict) -> str:
+    """A rank's process is "dead", "stopped" or "alive"; "unknown" if elsewhere."""
+    if place["host"] != socket.gethostname():
+        return "unknown"
+    try:
+        os.kill(place["pid"], 0)
+        state = Path(f"/proc/{place['pid']}/stat").read_text().rpartition(") ")[2][0]
+    except ProcessLookupError:
+        return "dead"
+    except OSError:  # a system without /proc, where a stopped process looks alive
+        return "alive"
+    return {"Z": "dead", "T": "stopped"}.get(state, "alive")
+
+
+def who_is_missing(places: list[dict]) -> str:
+    """What the ranks' last notes say for certain; nobody is accused on a guess."""
+    for rank, place in enumerate(places):
+        if place["process"] == "dead" and "ends" not in place:
+            return f"the process of rank {rank} died; it was {place['state']}"
+    raised = {
+        place["raised"]: rank for rank, place in enumerate(places) if "raised" in place
+    }
+    if raised:
+        first = raised[min(raised)]
+        return f"rank {first} {places[first]['state']}"
+    waits = {}  # rank → those that have not come to the call that it is in
+    for rank, place in enumerate(places):
+        if place["process"] == "stopped":
+            return f"the process of rank {rank} is stopped; it was {place['state']}"
+        waits[rank] = {r for r in place.get("ranks", []) if not_in(place, places[r])}
+    for rank in sorted(set().union(*waits.values())):
+        if "ranks" not in places[rank]:
+            others = [other for other in waits if rank in waits[other]]
+            text = f"rank {rank} is {places[rank]['state']}, ranks {others} wait for it"
+            return f"{text}: it hangs, died, or went on without calling"
+    for _ in places:  # who waits for a rank waits for those that it waits for, too
+        waits = {r: late.union(*map(waits.get, late)) for r, late in waits.items()}
+    circle = [rank for rank in waits if rank in waits[rank]]
+    if circle:
+        return f"ranks {circle} wait for each other: one skipped or swapped a call"
+    return "a call failed that every rank had come to"
+
+
+def not_in(place: dict, other: dict) -> bool:
+    """Has another rank not come to this rank's call, or to a different one?"""
+    made = other["made"].get(place["key"], 0)
+    differs = other.get("key") == place["key"] and other["state"] != place["state"]
+    return made < place["number"] or (made == place["number"] and differs)
+
+
+def fail(error: Exception | None, bug: str = "") -> None:
+    """Say what went wrong, once for all ranks; end this rank with exit code 1.
+
+    error: what this rank's main raised, or None: torchrun tells this rank to end.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # let it speak
+    if COMM.store is None:
+        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
+    place = COMM.place | {"ends": True}  # from here on its end is no news
+    words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
+    if error and not (lost and isinstance(error, RuntimeError)):
+        place["state"] = f"raised {type(error).__name__}: {words}"
+        place["raised"] = time.time()
+        if COMM.store.add("raised", 1) == 1:
+            traceback.print_exception(error)
+    COMM.note(**place)
+    time.sleep(1)  # for the notes of the others
+    ranks = range(dist.get_world_size())
+    places = [json.loads(COMM.store.get(f"place/{rank}")) for rank in ranks]
+    for place in places:
+        place["process"] = process_of(place)
+        if place["process"] == "stopped":  # let it go on, so that it can be ended
+            os.kill(place["pid"], signal.SIGCONT)
+    who = who_is_missing(places)
+    if error is None and not re.search("died;|raised", who):
+        os._exit(1)  # torchrun itself was told to end
+    lines = [wrap(f"error: {who}")]
+    lines += [f"  rank {r}: {place['state']}"[:88] for r, place in enumerate(places)]
+    lines += [wrap(f"  transport: {words[:150]}"), bug] if lost else [bug]
+    stop(1, "\n".join(lines).strip(), speaks=COMM.store.add("told", 1) == 1)
+
+
+def stop(code: int, message: str, speaks: bool) -> None:
+    """End this rank at once: tidying up while others are in a collective can hang."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        words = {"message": {"message": message, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(words))
+    sys.stdout.flush()
+    if speaks:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # torchrun reports the first rank that ends
+    os._exit(code)
+
+
+def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
+    """What the command line says; the process ends here if that is a list, or wrong."""
+    try:
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        args = parse_args(ranks)
+        if args.bug == "list":
+            print(*(f"{name:<14}{breaks[name]['what']}" for name in breaks), sep="\n")
+            sys.exit(0)
+        if args.bug and ranks == 1:
+            raise ValueError("--break needs 2 ranks or more: alone nothing breaks")
+        if args.json:
+            args.json.open("a").close()
+    except (ValueError, OSError) as error:
+        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
+    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
+    if gpu:
+        args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
+        torch.cuda.set_device(args.device)
+    return args
+
+
+def launch(main, parse_args, module: dict) -> None:
+    """One rank of a lesson, from its command line to its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    lesson, breaks = Path(module["__file__"]), module["BREAKS"]
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
+    under_torchrun = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= {*os.environ}
+    if not under_torchrun and not {"-h", "--help", "list"} & {*sys.argv}:
+        print("start it with torchrun, which makes the ranks:\n")
+        ranks = module.get("RANKS", 2)
+        print(f"    torchrun --standalone --nproc_per_node={ranks} {lesson.name}")
+        sys.exit(2)
+    args = read_flags(parse_args, breaks)
+    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
+    torch.manual_seed(args.seed)
+    diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
+    limit = timedelta(seconds=min(args.timeout, 5) if args.bug else args.timeout)
+    try:
+        dist.init_process_group(args.backend, timeout=limit)
+        COMM.store = dist.distributed_c10d._get_default_store()
+        signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
+        COMM.note()
+        if args.bug:
+            apply_edit(breaks[args.bug], module)
+            print(diff, flush=True)
+        report = Report(lesson.stem, args)
+        main(args, report)
+        line = report.verdict()
+        print(f"{bug}\n{line}".strip(), flush=True)
+        with COMM.meet("the last barrier", [*range(args.ranks)]):
+            dist.barrier()
+        COMM.note("finished", ends=True)
+    except Exception as error:
+        fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.collect()  # whatever still refers to a group must go before the groups do
+    dist.destroy_process_group()
+    if line.startswith("FAIL"):
+        stop(1, line, speaks=False)
+
+
+# endregion
 
 
 if __name__ == "__main__":
-    launch(__file__, parse_args, main, BREAKS, globals())
+    launch(main, parse_args, globals())

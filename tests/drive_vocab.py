@@ -8,12 +8,14 @@ Every rank computes the whole thing alone, in float64, and cuts out what it shou
 import copy
 import math
 import random
+import weakref
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from in_ranks import difference, finish, groups_of_4, load, start, write_found
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 lesson = load("03_vocab_parallel")
 SIZES = [*range(1, 61), 257, 1000] * 3 + [1, 2, 3] * 8
@@ -124,12 +126,22 @@ def megatron(group) -> list:
     return loss.tolist()
 
 
+def on_boundaries(V: int, T: int, shape, generator):
+    """Random tokens, and the first and last of every rank's where there is room."""
+    v = -(-V // T)
+    ends = [end for i in range(0, V, v) for end in (i, min(i + v, V) - 1)]
+    tokens = torch.randint(V, shape, generator=generator)
+    room = tokens.view(-1)[: len(ends)]
+    room.copy_(torch.tensor(ends[: len(room)]))
+    return tokens
+
+
 def try_ends(number: int, group) -> dict:
     """Embedding and head, tied or not, against nn.Embedding and nn.Linear."""
     rng = random.Random(f"ends {number}")
     generator = torch.Generator().manual_seed(number)
     V, D = (*range(1, 13), 30, 61, 257)[number % 15], rng.randint(1, 6)
-    B, S, tied = rng.randint(1, 3), rng.randint(1, 5), number // 4 % 2 == 0
+    B, S, tied = rng.randint(1, 3), rng.randint(8, 10), number // 4 % 2 == 0
     draw = lambda *s: torch.randn(s, generator=generator, dtype=torch.float64)
     embedding, head = nn.Embedding(V, D).double(), nn.Linear(D, V).double()
     with torch.no_grad():
@@ -137,18 +149,20 @@ def try_ends(number: int, group) -> dict:
             p.copy_(draw(*p.shape))
     if tied:
         head.weight = embedding.weight
-    tokens = torch.randint(V, (B, S), generator=generator)
+    tokens = on_boundaries(V, group.size(), (B, S), generator)
     upstream = draw(B, S, V)
     v = -(-V // group.size())
 
     mine = lesson.VocabParallelEmbedding(embedding, group)
-    shared = mine.weight if tied else None
-    mine_head = lesson.VocabParallelHead(head, group, shared)
+    padded = lesson.pad_vocab(head, group.size())
+    mine_head = lesson.ColumnParallelLinear(padded, group)
     held = [
         difference(mine.weight.detach(), rows(embedding.weight.detach(), v, group)),
         difference(mine_head.weight.detach(), rows(head.weight.detach(), v, group)),
         difference(mine_head.bias.detach(), rows(head.bias.detach(), v, group)),
     ]
+    if tied:  # as vocab_transformer does
+        mine_head.weight = mine.weight
     x = embedding(tokens)
     head(x.tanh()).backward(upstream)
     got_x = mine(tokens)
@@ -166,20 +180,21 @@ def try_ends(number: int, group) -> dict:
     for name, (grad, whole) in pairs.items():
         off = (grad - rows(whole, v, group)).abs().max().item() / scale(whole)
         grads[name] = off if off == off else math.inf
+    first = group.rank() * v
+    ends = {first, first + real - 1} if real else set()
     return dict(
         number=number, V=V, T=group.size(), tied=tied, held=max(held),
-        x=difference(got_x, x), grads=grads,
+        x=difference(got_x, x), grads=grads, ends=ends <= {*tokens.view(-1).tolist()},
         logits=(got - wanted)[..., :real].abs().max().item() / scale(wanted) if real
         else 0.0,
         padding=sum((p.grad[real:] != 0).sum().item() for p in mine_head.parameters()),
-        one=(mine_head.weight is mine.weight) is tied,
     )  # fmt: skip
 
 
 def try_model(number: int, group) -> dict:
     """The whole model: mean loss and all gradients, some batches all padding."""
     rng = random.Random(f"model {number}")
-    V, T = (5, 11, 37)[number % 3], group.size()
+    V = (5, 11, 37)[number % 3]
     config = lesson.Config(V, 16, 4, 4, rng.randint(1, 2), 6, (0.0, 0.2)[number % 2])
     torch.manual_seed(number)
     full = lesson.Transformer(config).double()
@@ -189,37 +204,74 @@ def try_model(number: int, group) -> dict:
     target[torch.rand(2, 6) < 0.4] = -100
     if number >= MODELS - 3:  # groups of 4, 2, and 1 have one
         target[:] = -100
-    alone, tp = copy.deepcopy(full), lesson.VocabParallelTransformer(full, group)
+    alone, tp = copy.deepcopy(full), lesson.vocab_transformer(full, group)
+    one = (tp.lm_head.weight is tp.embed_tokens.weight) is tied
     torch.manual_seed(number)
     wanted = F.cross_entropy(alone(tokens).flatten(0, 1), target.flatten())
     wanted.backward()
-    torch.manual_seed(number)
-    losses = lesson.vocab_parallel_cross_entropy(tp(tokens), target, group, V)
-    loss = lesson.mean_over_targets(losses, target)
-    loss.backward()
-    v, found = -(-V // T), {}
-    for name, p in alone.named_parameters():
-        grad, dim = dict(tp.named_parameters())[name].grad, None
-        if name.startswith(("embed_tokens", "lm_head")):
-            here = rows(p.grad, v, group)
-        else:
-            cuts = {"q": 0, "k": 0, "v": 0, "u": 0, "o": 1, "d": 1}
-            if ".self_attn." in name or ".mlp." in name:
-                dim = cuts[name.split(".")[3][0]]
-                dim = None if dim == 1 and name.endswith("bias") else dim
-            here = p.grad if dim is None else p.grad.tensor_split(T, dim)[group.rank()]
-        if wanted.isnan():  # all gradients are nan, or 0, as PyTorch's are
-            found[name] = 0.0 if torch.equal(grad.isnan(), here.isnan()) else math.inf
-        else:
-            off = (grad - here).abs().max().item() / p.grad.abs().max().item()
-            found[name] = off if off == off else math.inf
-    loss_off = abs(loss - wanted).item() / wanted.item()
-    if wanted.isnan():
-        loss_off = 0.0 if loss.isnan() else math.inf
+    found = {}
+    for way in ("sharded_loss", "gathered_loss"):
+        tp.zero_grad()
+        torch.manual_seed(number)
+        logits_BSv = tp(tokens)
+        loss = getattr(lesson, way)(logits_BSv, target, group, V)
+        loss.backward()
+        got = lesson.put_together(tp, "grad")
+        for name, p in alone.named_parameters():
+            found[f"{way} {name}"] = nan_or_off(got[name], p.grad)
+        found[f"{way} loss"] = nan_or_off(loss, wanted)
     return dict(
-        number=number, T=T, V=V, tied=tied, nan=bool(wanted.isnan()), loss=loss_off,
-        grads=found, names=sorted(found) == sorted(n for n, _ in tp.named_parameters()),
+        number=number, T=group.size(), V=V, tied=tied, nan=bool(wanted.isnan()),
+        grads=found, one=one, names=[*got] == [n for n, _ in alone.named_parameters()],
     )  # fmt: skip
+
+
+def nan_or_off(got, wanted) -> float:
+    """difference; where nan is right, nan is no difference."""
+    if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
+        return math.inf
+    return difference(got.nan_to_num(0.0), wanted.nan_to_num(0.0))
+
+
+class PeakBytes(TorchDispatchMode):
+    """Within `with`: the most bytes that tensors made there took up at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.watch(x.untyped_storage())
+        return out
+
+    def watch(self, storage) -> None:
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key in self.seen or not size:
+            return
+        self.seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.freed, key, size)
+
+    def freed(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+def peaks(group) -> dict:
+    """At most so many bytes at a time, for GPT-2's vocabulary: forward and backward."""
+    V, found = 50257, {}
+    for way in ("sharded_loss", "gathered_loss"):
+        x = torch.zeros(2, 8, -(-V // group.size()), requires_grad=True)
+        target = torch.zeros(2, 8, dtype=torch.int64)
+        with PeakBytes() as watch:
+            getattr(lesson, way)(x, target, group, V).backward()
+        found[way] = watch.peak
+    return found
 
 
 def draws(groups) -> dict:
@@ -282,6 +334,7 @@ def main() -> dict:
         ends=[try_ends(n, groups[n % 4]) for n in range(ENDS)],
         models=[try_model(n, groups[(n + n // 4) % 4]) for n in range(MODELS)],
         draws=draws(groups),
+        peaks=[(group.size(), peaks(group)) for group in groups],
         refusals=refusals(groups[2]),
         rank=dist.get_rank(),
     )
