@@ -451,8 +451,8 @@ def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
     report.section(f"Five ways to spread it: what a rank holds (2D: {mesh})")
     report.say(
         "   DP (data parallel) cuts the batch; FSDP the weights, too; 2D features as\n"
-        "   well. Kept for backward are x, GELU's input and output: 1/T of each, but\n"
-        "   in Megatron's way (TP) all of x"
+        "   well (4 ranks: on a mesh 2 × 2). Kept for backward are x, GELU's input\n"
+        "   and its output: 1/T of each, but in Megatron's way (TP) all of x"
     )
     P, _, bias, x, h = count_bytes(report.args)
     kept, T = x + 2 * h, report.args.ranks
@@ -482,28 +482,28 @@ def show_bytes(report) -> None:
     P, weights, _, x, h = count_bytes(report.args)
     report.section("Communication in a step (P = 2DF + F + D; FSDP: outer T, inner 1)")
     report.say(
-        "   formula: elements of the payload; ring: bytes that a rank sends. FSDP's\n"
-        "   are 1.5 times DP's: weights are gathered twice. Both do not grow with\n"
-        "   the tokens, TP's do not with F: it sends less than DP where B·S < F"
+        "   formula: elements of the payload; ring: bytes that a rank sends, FSDP 1.5\n"
+        "   times DP's, as weights are gathered twice; neither grows with the tokens.\n"
+        "   Megatron's (TP) do not grow with F: less than DP's where B·S < F"
     )
     formulas = {
-        ("naive", "forward", "all-gather", "tp"): (2, "B·S·(F+D)", h + x),
-        ("naive", "backward", "all-reduce", "tp"): (2, "B·S·(F+D)", h + x),
+        ("naive", "forward", "all-gather", "tp"): (2, "BS(F+D)", h + x),
+        ("naive", "backward", "all-reduce", "tp"): (2, "BS(F+D)", h + x),
         ("DP", "backward", "all-reduce", "dp"): (4, "P", P),
     }
     for name in ("Megatron", "DTensor"):
         for phase in ("forward", "backward"):
-            formulas[name, phase, "all-reduce", "tp"] = (1, "B·S·D", x)
+            formulas[name, phase, "all-reduce", "tp"] = (1, "BSD", x)
     for name, outer, inner in (("FSDP", "dp", "alone"), ("2D", "outer", "inner")):
         X, x_b = report.axes[inner], x // report.axes[outer]
         formulas |= {
             (name, "forward", "all-gather", outer): (4, "P/inner", P // X),
-            (name, "forward", "all-gather", inner): (1, "B·S·D/outer", x_b),
-            (name, "forward", "reduce-scatter", inner): (1, "B·S·D/outer", x_b),
+            (name, "forward", "all-gather", inner): (1, "BSD/outer", x_b),
+            (name, "forward", "reduce-scatter", inner): (1, "BSD/outer", x_b),
             (name, "backward", "all-gather", outer): (2, "2DF/inner", weights // X),
             (name, "backward", "all-gather", inner): (2, "2BSD/outer", 2 * x_b),
             (name, "backward", "reduce-scatter", outer): (4, "P/inner", P // X),
-            (name, "backward", "reduce-scatter", inner): (1, "B·S·D/outer", x_b),
+            (name, "backward", "reduce-scatter", inner): (1, "BSD/outer", x_b),
         }
     report.ledger(formulas, report.args.steps)
 
@@ -571,7 +571,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     sizes = [int(n) if n.isdecimal() else 0 for n in args.mesh.split("x")]
     if len(sizes) != 2 or math.prod(sizes) != ranks:
         product = f"{args.mesh.replace('x', ' · ')} = {math.prod(sizes)}"
-        raise ValueError(f"--mesh {args.mesh}: {product}, not {ranks} ranks")
+        raise ValueError(f"--mesh {args.mesh}: {product}, not {ranks}; take 1x{ranks}")
     args.mesh = dict(zip(("outer", "inner"), sizes))
     return args
 
@@ -908,7 +908,8 @@ class Report:
         bad = [row for row in rows.values() if row["bad"]]
         print()
         for row in bad[:4]:
-            off = f"off by {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            how = "relative difference" if row["kind"] == "numbers" else "off by"
+            off = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
             print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
         texts, wrong = [], Counter(row["kind"] for row in bad)
         for kind, made in Counter(row["kind"] for row in rows.values()).items():
@@ -1143,6 +1144,7 @@ def launch(main, parse_args, module: dict) -> None:
         COMM.note("finished", ends=True)
     except Exception as error:
         fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.collect()  # whatever still refers to a group must go before the groups do
     dist.destroy_process_group()
     if line.startswith("FAIL"):
