@@ -1,398 +1,230 @@
 """Lesson 04: sequence parallelism.
 
-Tensor parallelism leaves LayerNorm, dropout and the residual whole on every rank: the
-same work, and the same memory, T times. Here each rank takes a slice of the sequence
-for them: each all-reduce becomes a gather and a scatter, of the same bytes on a ring,
-and a layer keeps 1/T of what it keeps in one process.
+Tensor parallelism (TP) leaves LayerNorm, dropout and the residual whole on every rank:
+the same work and the same memory, T times. Here each rank takes a slice of the sequence
+for them: every all-reduce becomes a reduce-scatter and an all-gather, which send as
+much, and a layer keeps 1/T of what it keeps in one process.
 
-Run it (2 ranks on a laptop; 4 and 8 work too):
+Run it (2 ranks on a laptop; 1, 3, 4, 6 and 8 work too, the sizes follow):
 
     torchrun --standalone --nproc_per_node=2 04_sequence_parallel.py
 
-What you will see: lesson 03's transformer beside one with sequence parallelism, losses
-and gradients equal to one process; the gradients that need an all-reduce, before and
-after it; which backward belongs to which scatter and gather; the bytes sent; the memory
-of a layer, to the byte, as in the paper; lengths that T does not divide; the same by
-PyTorch's SequenceParallel. `--hf` adds a Hugging Face model, `--save-gathered` keeps
-what the paper does not; `--break list` names the bugs you can switch on.
+What you will see: lesson 03's transformer without TP, with it, with TP and sequence
+parallelism (SP), and by PyTorch's plan; gradients that need one more sum; the bytes
+sent; what a layer keeps for backward, to the byte, as in the paper; lengths that T does
+not divide. `--hf` adds a Hugging Face model, `--break list` names bugs to switch on.
 
-New here: the sequence, split. Carried over: from 03 the vocabulary, from 02 the
-transformer and its training, from 01 the parallel layers, from 00 the collectives.
+How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are the bugs;
+fold away what stands below. Short of time? Read GatherThenLinear, split_sequence and
+all_reduce_replicated_gradients. Try this, and see what the checks say: leave the line
+of down_proj out of split_sequence; write nn.RMSNorm for nn.LayerNorm in DecoderLayer;
+give --seq-len 33, or --save-gathered, and look at the bytes.
 
-Shapes: B batch, S sequence, D hidden, F MLP width, V vocabulary, T ranks in the TP
-    group. UPPERCASE is the full size, lowercase this rank's slice: x_BsD has the
-    positions of this rank, s = S/T rounded up; what is too much is padding.
+Shapes: B batch, S sequence, D hidden, N heads, V vocabulary, L layers, T ranks in the
+    TP group. UPPERCASE is the full size, lowercase this rank's slice: x_BsD has this
+    rank's s = S/T positions. `partial_` in front: full shape, still to be summed over
+    the group, {U_tp}. x → y: on a rank instead of global. PyTorch says Replicate() for
+    what every rank holds, Shard(dim) for what is cut, Partial() for terms of a sum.
 
-Needs: torch (and numpy, else torch warns that it is missing); for --hf transformers.
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism, memory);
     docs.pytorch.org, torch.distributed.tensor.parallel.SequenceParallel.
 """
 
-from __future__ import annotations  # names that stand further down may be used
+from __future__ import annotations
 
 import argparse
 import copy
 import gc
-import importlib
+import inspect
 import json
 import math
 import os
+import re
 import signal
+import socket
 import sys
 import textwrap
 import time
 import traceback
 from collections import Counter, namedtuple
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
 
+# From lesson 01: f before column-parallel linears (identity, all-reduce backward), g
+# after row-parallel ones (all-reduce, identity backward). From 02 and 03: tp_ and
+# vocab_transformer edit a copy of the model, at places made to be exchanged: `project`
+# of attention (f, then q, k, v), `reduce` of row-parallel linears and the embedding
+# (g). ShardedDropout(p, dim, group) drops on a slice along dim. p.cuts: how a parameter
+# was cut; one that is whole on every rank has none.
 
-def pad_sequence(x_BSD: Tensor, ranks: int, value: float = 0) -> Tensor:
-    """Positions at the end, so that T divides them: [B, S, …] → [B, ⌈S/T⌉·T, …].
 
-    At the end: the others keep their positions. Where the whole x is put together it
-    is cut off again; a model that does not (pad_batch) has a causal mask against it.
+def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
+    """Positions at the end of a batch, so that T divides them: [B, S] → [B, ⌈S/T⌉·T].
+
+    At the end: the others keep their places, and the causal mask hides what follows.
     """
-    missing = -x_BSD.shape[1] % ranks
-    filling = x_BSD.new_full((len(x_BSD), missing, *x_BSD.shape[2:]), value)
-    return torch.cat([x_BSD, filling], 1) if missing else x_BSD
+    missing = -tokens_BS.shape[1] % ranks
+    tokens_BS = F.pad(tokens_BS, (0, missing), value=PAD)
+    return tokens_BS, F.pad(target_BS, (0, missing), value=IGNORE)
 
 
-def gather_sequence(x_BsD: Tensor, S: int, tp_group: dist.ProcessGroup) -> Tensor:
-    """Into the tensor-parallel region: all slices, and the padding cut off again.
+# g becomes a reduce-scatter: an all-reduce is that and an all-gather.
 
-    Each rank goes on with x in its own way, with its columns of W, so each has a term
-    of the gradient: backward sums them. What padded rows hold (a bias, say) is cut off,
-    so no gradient comes back to it.
-    Shapes: x [B, s, D] → [B, S, D]. Communication: forward one all-gather of B·s·T·D
-        elements (s·T is S, padded), backward one reduce-scatter of them.
+
+def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
+    """The ranks' terms are summed, and each keeps its slice of positions.
+
+    Shapes: y [B, S, D] {U_tp} → [B, s, D] Shard(1). Communication: one reduce-scatter
+        of B·S·D elements forward, one all-gather of them backward.
     """
-    return AllGather.apply(x_BsD, 1, tp_group)[:, :S]
+    return ReduceScatter.apply(partial_y_BSD, 1, tp_group)
 
 
-def scatter_sequence(partial_y_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Out of it: the ranks' terms are summed, and each keeps its slice of positions.
-
-    Shapes: y [B, S, D] {U_tp} → [B, s, D]. Communication: forward one reduce-scatter of
-        B·s·T·D elements, backward one all-gather of them. In lesson 02 an all-reduce
-        stood here: that is a reduce-scatter and an all-gather.
-    Megatron-LM calls it reduce_scatter_to_sequence_parallel_region; its scatter_to… is
-    the mere split below.
-    """
-    return ReduceScatter.apply(
-        pad_sequence(partial_y_BSD, tp_group.size()), 1, tp_group
-    )
-
-
-class ScatterToSequence(torch.autograd.Function):
-    """Cut a tensor that all ranks have: split forward, all-gather backward.
-
-    For a model whose input comes whole, as from an embedding that is not split. Each
-    rank has the gradient of its slice alone; the whole x needs all of them.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
-        return shard(x, dim, tp_group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return all_gather(grad, ctx.dim, ctx.tp_group), None, None
-
-
-def sum_to_slices(partial_grad_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Backward of the gather in GatherThenLinear: every rank has a term of the gradient
-    for every position. (gather_sequence has the same from lesson 01's AllGather.)"""
-    padded_BSD = pad_sequence(partial_grad_BSD, tp_group.size())
-    return reduce_scatter(padded_BSD, 1, tp_group)
+# f becomes the all-gather: gather_then_project by default; gather_and_keep, which is
+# --save-gathered, gives the same numbers and keeps more for backward.
 
 
 class GatherThenLinear(torch.autograd.Function):
-    """gather_sequence and linears on it, keeping this rank's slice for backward.
+    """All-gather the sequence, then linears; this rank's slice is kept for backward.
 
     The weights' gradients need the whole x. Plain autograd would keep it, T slices; the
     paper keeps one slice and gathers again in backward (arXiv:2205.05198, sec. 4.2.2).
     """
 
     @staticmethod
-    def forward(ctx, x_BsD: Tensor, S: int, tp_group, *parameters: Tensor) -> tuple:
-        weights, biases = parameters[::2], parameters[1::2]
+    def forward(ctx, x_BsD: Tensor, tp_group, *parameters: Tensor) -> tuple:
+        weights, biases = parameters[::2], parameters[1::2]  # they come in turn
         ctx.save_for_backward(x_BsD, *weights)
-        ctx.S, ctx.tp_group = S, tp_group
-        x_BSD = all_gather(x_BsD, 1, tp_group)[:, :S]
+        ctx.tp_group = tp_group
+        x_BSD = all_gather(x_BsD, 1, tp_group)
         return tuple(F.linear(x_BSD, W, b) for W, b in zip(weights, biases))
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
         x_BsD, *weights = ctx.saved_tensors
-        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)[:, : ctx.S]  # the extra all-gather
-        grads = []  # of weight and bias in turn, as forward was given them
-        for grad_BSf in grads_BSf:
+        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the extra all-gather
+        grads, partial_grad_BSD = [], 0
+        for grad_BSf, weight in zip(grads_BSf, weights):
             grad_Rf = grad_BSf.flatten(0, 1)  # R rows: all tokens
             grads += [grad_Rf.T @ x_BSD.flatten(0, 1), grad_Rf.sum(0)]
-        partial_grad_BSD = sum(g @ W for g, W in zip(grads_BSf, weights))
-        return sum_to_slices(partial_grad_BSD, ctx.tp_group), None, None, *grads
+            partial_grad_BSD = partial_grad_BSD + grad_BSf @ weight
+        # Each rank went on with x in its own way, with its columns of W, so each has a
+        # term of dL/dx for every position: sum them, and keep this rank's positions.
+        grad_BsD = reduce_scatter(partial_grad_BSD, 1, ctx.tp_group)
+        return grad_BsD, None, *grads
 
 
-def linears_of_sequence(
-    x_BsD: Tensor, S: int, linears: list, tp_group, save_gathered: bool = False
-) -> list[Tensor]:
-    """Column-parallel linears of a split sequence: one gather for all of them.
+def gather_then_project(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Column-parallel linears of a split sequence: one all-gather for all of them.
 
-    Args:
-        linears: layers with this rank's rows of a weight, and its part of the bias.
-        save_gathered: keep the whole x for backward; more memory, one gather less.
-    Shapes: x [B, s, D], weights [f, D] → [B, S, f] each.
-    Communication: forward one all-gather of B·s·T·D elements; backward one
-        reduce-scatter and, unless save_gathered, one all-gather of as many.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2.
+    Shapes: x [B, s, D] Shard(1) → [B, S, f] Shard(2), one for each linear.
+    Communication: forward one all-gather of B·S·D elements; backward one
+        reduce-scatter, and one all-gather more.
     """
-    if save_gathered:
-        x_BSD = gather_sequence(x_BsD, S, tp_group)
-        return [F.linear(x_BSD, one.weight, one.bias) for one in linears]
-    parameters = [p for one in linears for p in (one.weight, one.bias)]
-    return list(GatherThenLinear.apply(x_BsD, S, tp_group, *parameters))
+    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
+    return list(GatherThenLinear.apply(x_BsD, linears[0].tp_group, *parameters))
 
 
-class SPRowParallelLinear(nn.Module):
-    """RowParallelLinear that leaves each rank its slice of the sequence.
+def gather_and_keep(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """The same as plain autograd does it: all of x is kept, one all-gather less."""
+    x_BSD = AllGather.apply(x_BsD, 1, linears[0].tp_group)
+    return [F.linear(x_BSD, linear.weight, linear.bias) for linear in linears]
 
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]     Shard(2)
-        weight  [D, F]    → [D, F/T]        Shard(1)
-        bias    [D]       → [D]             Replicate(), but see mend_replicated
-        return  [B, S, D] → [B, ⌈S/T⌉, D]   Shard(1)
-    Communication: forward one reduce-scatter of B·S·D elements, backward one
-        all-gather of them.
-    """
 
-    placement = {"weight": (("tp", 1),)}
+class SPColumnParallelLinear(nn.Module):
+    """ColumnParallelLinear of a split sequence. Shapes: x [B, s, D] → [B, S, f]."""
 
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
+    def __init__(self, column: ColumnParallelLinear, project):
         super().__init__()
-        self.tp_group = tp_group
-        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
-        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
+        self.tp_group, self.project = column.tp_group, project
+        self.weight, self.bias = column.weight, column.bias
 
-    def forward(self, x_BSf: Tensor) -> Tensor:
-        partial_y_BSD = F.linear(x_BSf, self.weight)
-        return scatter_sequence(partial_y_BSD, self.tp_group) + self.bias
-
-
-class SPAttention(nn.Module):
-    """Attention by heads, from a slice of the sequence to a slice of it.
-
-    A head needs all positions: q, k and v share one gather. Inside, on whole sequences,
-    rotary tables and causal mask are those of lesson 02, by global position. (To leave
-    the sequence split inside attention, too, is another method: context parallelism.)
-    """
-
-    def __init__(self, full: Attention, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.tp_group, self.save_gathered = tp_group, save_gathered
-        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
-        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
-        self.o_proj = SPRowParallelLinear(full.o_proj, tp_group)
-
-    def forward(self, x_BsD: Tensor, *tables: Tensor) -> Tensor:
-        three, S = [self.q_proj, self.k_proj, self.v_proj], len(tables[0])
-        q_BSd, k_BSe, v_BSe = linears_of_sequence(
-            x_BsD, S, three, self.tp_group, self.save_gathered
-        )
-        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        (y_BSf,) = self.project(x_BsD, self)
+        return y_BSf
 
 
-class SPMLP(nn.Module):
-    """Megatron's MLP, from a slice of the sequence to a slice of it."""
+def split_sequence(layer: DecoderLayer, tp_group, project=gather_then_project) -> None:
+    """Edit a layer of tp_transformer: nothing of size S·D is kept whole in it.
 
-    def __init__(self, full: MLP, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.tp_group, self.save_gathered = tp_group, save_gathered
-        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group, copy_input=False)
-        self.down_proj = SPRowParallelLinear(full.down_proj, tp_group)
+    [B, s, D] around LayerNorm, dropout and residual; this rank's heads, and columns of
+    the MLP, in between. A head needs all positions: so rotary tables and causal mask
+    are still those of the whole sequence, by global position. (To leave the sequence
+    split inside attention, too, is another method: context parallelism.)
 
-    def forward(self, x_BsD: Tensor, S: int) -> Tensor:
-        (h_BSf,) = linears_of_sequence(
-            x_BsD, S, [self.up_proj], self.tp_group, self.save_gathered
-        )
-        return self.down_proj(F.gelu(h_BSf))
-
-
-def sequence_dropout(x_BsD: Tensor, p: float, S: int, tp_group) -> Tensor:
-    """Dropout of a slice of positions: each rank its part of one mask [B, S, D].
-
-    As in sharded_dropout of lesson 02, every rank draws the whole mask, of the length
-    without padding, so that the result is the single process's.
-    """
-    keep_BSD = torch.rand(len(x_BsD), S, x_BsD.shape[2], device=x_BsD.device) >= p
-    padded_BSD = pad_sequence(keep_BSD, tp_group.size())
-    return x_BsD * shard(padded_BSD, 1, tp_group) / (1 - p)
-
-
-class SPDecoderLayer(nn.Module):
-    """A layer that keeps nothing whole for backward: [B, s, D] around LayerNorm,
-    dropout and residual; this rank's heads, and columns of the MLP, in between.
-
-    Communication: forward 2 all-gathers and 2 reduce-scatters, backward the same and 2
-        all-gathers more, each of B·S·D elements, S padded.
+    Communication: 2 all-gathers and 2 reduce-scatters forward, as many backward, and 2
+        all-gathers more unless project is gather_and_keep; each of B·S·D elements.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2, fig. 5.
     """
-
-    def __init__(self, full: DecoderLayer, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.p, self.tp_group = full.dropout.p, tp_group
-        self.input_layernorm = copy.deepcopy(full.input_layernorm)
-        self.self_attn = SPAttention(full.self_attn, tp_group, save_gathered)
-        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
-        self.mlp = SPMLP(full.mlp, tp_group, save_gathered)
-
-    def forward(self, x_BsD: Tensor, *tables: Tensor) -> Tensor:
-        S = len(tables[0])
-        y_BsD = self.self_attn(self.input_layernorm(x_BsD), *tables)
-        x_BsD = x_BsD + self.dropout(y_BsD, S)
-        y_BsD = self.mlp(self.post_attention_layernorm(x_BsD), S)
-        return x_BsD + self.dropout(y_BsD, S)
-
-    def dropout(self, y_BsD: Tensor, S: int) -> Tensor:
-        p = self.p if self.training else 0
-        return sequence_dropout(y_BsD, p, S, self.tp_group) if p else y_BsD
+    layer.self_attn.project = project
+    layer.self_attn.o_proj.reduce = reduce_scatter_sequence
+    layer.mlp.up_proj = SPColumnParallelLinear(layer.mlp.up_proj, project)
+    layer.mlp.down_proj.reduce = reduce_scatter_sequence
+    layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)  # of [B, s, D]
 
 
-class SPEmbedding(nn.Module):
-    """VocabParallelEmbedding that leaves each rank its slice of the sequence.
-
-    Shapes: tokens [B, S] → [B, ⌈S/T⌉, D] Shard(1); weight as in lesson 03.
-    Communication: forward one reduce-scatter of B·S·D elements, backward one
-        all-gather of them.
-    """
-
-    placement = {"weight": (("tp", 0),)}
-
-    def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.vocab_size, self.tp_group = full.num_embeddings, tp_group
-        padded = pad_vocab(full.weight.detach(), tp_group.size())
-        self.weight = nn.Parameter(shard(padded, 0, tp_group))  # [v, D]
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        partial_x_BSD = look_up(tokens_BS, self.weight, self.vocab_size, self.tp_group)
-        return scatter_sequence(partial_x_BSD, self.tp_group)
-
-
-class SPHead(nn.Module):
-    """VocabParallelHead on a split sequence: x [B, s, D] → logits [B, S, v] Shard(2).
-
-    Communication: that of linears_of_sequence.
-    """
-
-    placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}
-
-    def __init__(self, full: nn.Linear, tp_group, tied: nn.Parameter | None = None):
-        super().__init__()
-        self.tp_group, self.save_gathered, T = tp_group, False, tp_group.size()
-        weight = shard(pad_vocab(full.weight.detach(), T), 0, tp_group)
-        self.weight = nn.Parameter(weight) if tied is None else tied  # [v, D]
-        bias = shard(pad_vocab(full.bias.detach(), T), 0, tp_group)
-        self.bias = nn.Parameter(bias)  # [v]
-
-    def forward(self, x_BsD: Tensor, S: int) -> Tensor:
-        return linears_of_sequence(x_BsD, S, [self], self.tp_group, self.save_gathered)[
-            0
-        ]
-
-
-def position_tables(model: nn.Module, S: int, tp_group) -> tuple[Tensor, ...]:
-    """Rotary tables and causal mask of positions 0 to S − 1, the same on every rank.
-
-    Raises: ValueError if the tables are shorter: a slice of them would pass silently.
-    """
-    if S > len(model.cos):
-        raise ValueError(f"{S} positions: the model has tables for {len(model.cos)}")
-    return model.cos[:S], model.sin[:S], model.future[:S, :S]
-
-
-class SPTransformer(nn.Module):
-    """Lesson 03's transformer with sequence parallelism: nothing of size S·D is whole
-    between its layers.
+def sp_transformer(
+    full: Transformer, tp_group: dist.ProcessGroup, save_gathered: bool = False
+) -> Transformer:
+    """Lesson 03's model with the sequence split between its linears.
 
     Args:
         full: the single-process model, identical on every rank.
         save_gathered: keep gathered inputs for backward, as plain autograd does.
-    Shapes: tokens [B, S], any S ≥ 1 → logits [B, S, ⌈V/T⌉] Shard(2).
-    Communication of L layers and both ends, B·S·D elements a call, S padded: forward
-        2L + 1 all-gathers and 2L + 1 reduce-scatters; backward as many, and 2L + 1
-        all-gathers more, of the inputs. mend_replicated has to follow backward.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2.
+    Shapes: tokens [B, S], T divides S (pad_batch) → logits [B, S, ⌈V/T⌉] Shard(2).
+    Communication: that of L layers, and one of each for both ends: a reduce-scatter
+        after the embedding, an all-gather before the head. After backward there must
+        come all_reduce_replicated_gradients.
     """
-
-    def __init__(self, full: Transformer, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.vocab_size, self.tp_group = full.config.vocab_size, tp_group
-        self.embed_tokens = SPEmbedding(full.embed_tokens, tp_group)
-        self.layers = nn.ModuleList(
-            SPDecoderLayer(x, tp_group, save_gathered) for x in full.layers
-        )
-        self.norm = copy.deepcopy(full.norm)
-        tied = full.lm_head.weight is full.embed_tokens.weight
-        shared = self.embed_tokens.weight if tied else None
-        self.lm_head = SPHead(full.lm_head, tp_group, shared)
-        self.lm_head.save_gathered = save_gathered
-        for name, table in full.named_buffers():
-            self.register_buffer(name, table.clone(), persistent=False)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        tables = position_tables(self, S, self.tp_group)
-        x_BsD = self.embed_tokens(tokens_BS)
-        for layer in self.layers:
-            x_BsD = layer(x_BsD, *tables)
-        return self.lm_head(self.norm(x_BsD), S)
+    project = gather_and_keep if save_gathered else gather_then_project
+    model = vocab_transformer(full, tp_group)
+    for layer in model.layers:
+        split_sequence(layer, tp_group, project)
+    model.embed_tokens.reduce = reduce_scatter_sequence
+    model.lm_head = SPColumnParallelLinear(model.lm_head, project)
+    return model
 
 
-def mend_replicated(model: nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters over the TP group: after backward,
-    before clipping. (Megatron-LM does so in finalize_model_grads.)
+def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
+    """Sum the gradients of replicated parameters over the TP group, before clipping.
 
-    LayerNorms and the biases of row-parallel linears are whole on every rank, but met
-    only its slice of the sequence: each rank has the part of the gradient that comes
-    from its tokens. Without SP every rank had met all tokens, and no sum was needed.
+    LayerNorms and the biases of row-parallel linears are whole on every rank, but each
+    met one slice of the sequence: it has the part of its gradient that comes from those
+    tokens. Without SP it had met all tokens. (Megatron-LM: finalize_model_grads.)
     Communication: one all-reduce of (6L + 2)·D elements, all gradients in one tensor.
     """
-    # A parameter without a placement is not cut: it is whole on every rank.
-    replicated = [
-        p for name, p in model.named_parameters() if not tell_placement(model, name)
-    ]
+    trained = [p for p in model.parameters() if p.grad is not None]
+    replicated = [p for p in trained if not getattr(p, "cuts", ())]
     flat = torch.cat([p.grad.flatten() for p in replicated])
-    parts = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
-    for p, whole in zip(replicated, parts):
-        p.grad.copy_(whole.view_as(p))
+    sums = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
+    for p, grad in zip(replicated, sums):
+        p.grad.copy_(grad.view_as(p))
+
+
+# ---- Less memory still: compute again what was not kept
 
 
 class Recomputed(nn.Module):
-    """A module that keeps its input for backward and computes the rest again there.
+    """A module that keeps its input for backward, and computes the rest again there.
 
-    Around CoreAttention: selective recompute, that drops what grows with S² and costs
-    little to compute. Around a layer: full recompute (arXiv:2205.05198, sec. 5).
+    Around an attention's core (selective recompute) it drops what grows with S², and is
+    cheap to compute; around a layer, all (full recompute; arXiv:2205.05198, sec. 5).
     """
 
     def __init__(self, inner: nn.Module):
@@ -403,35 +235,445 @@ class Recomputed(nn.Module):
         return checkpoint(self.inner, *inputs, use_reentrant=False)
 
 
+# ---- The same by PyTorch's own API
+
+
+def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
+    """PyTorch's way to say all this, for this model and for Hugging Face's alike.
+
+    Args:
+        keyword: the name by which a layer hands x to its attention.
+        local: between modules x is a plain [B, s, D]; else a DTensor [B, S, D].
+    """
+    by_keyword = parallel.PrepareModuleInput(  # it is called with keywords alone
+        input_kwarg_layouts={keyword: Shard(1)},
+        desired_input_kwarg_layouts={keyword: Replicate()},
+    )
+    gather = parallel.PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate()
+    )
+    column, norm = parallel.ColwiseParallel(), parallel.SequenceParallel()
+    row = parallel.RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
+    embedding = parallel.RowwiseParallel(  # a norm takes a plain tensor for a slice
+        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local
+    )
+    head = parallel.ColwiseParallel(  # logits stay a DTensor: loss_parallel wants one
+        input_layouts=Shard(1), use_local_output=False
+    )
+    return {
+        "embed_tokens": embedding,
+        "layers.*.input_layernorm": norm,
+        "layers.*.self_attn": by_keyword,
+        "layers.*.self_attn.q_proj": column,
+        "layers.*.self_attn.k_proj": column,
+        "layers.*.self_attn.v_proj": column,
+        "layers.*.self_attn.o_proj": row,
+        "layers.*.post_attention_layernorm": norm,
+        "layers.*.mlp": gather,
+        "layers.*.mlp.up_proj": column,
+        "layers.*.mlp.down_proj": row,
+        "norm": norm,
+        "lm_head": head,
+    }
+
+
+def planned_transformer(full: Transformer, tp_group) -> Transformer:
+    """The model by PyTorch's plan; its dropout, which no plan is about, by hand."""
+    model = dtensor_transformer(full, sp_plan(), tp_group)
+    for layer in model.layers:
+        layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
+    if full.lm_head.weight is full.embed_tokens.weight:  # the plan has cut it twice
+        model.lm_head.weight = model.embed_tokens.weight
+    return model
+
+
+def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
+    """Within loss_parallel(), as its backward. A DTensor knows what is left to sum, and
+    full_tensor() does it; dist.all_reduce of a DTensor fails."""
+    return mean_loss(logits, target_BS).full_tensor()
+
+
+# ==== RUN
+
+
+def main(args, report: Report) -> None:
+    tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
+    report.begin({"tp": args.ranks})
+    batches = make_batches(__doc__, args, args.steps)
+    batches = [pad_batch(*batch, args.ranks) for batch in batches]
+    args.seq_len = batches[0][0].shape[1]  # from here on T divides it
+    full = make_tied(args)
+    sp = sp_transformer(full, tp_group, args.save_gathered)
+    runs = train_all(full, sp, batches, args, tp_group)
+    show_steps(report, runs, "TP + SP", sp, tp_group)
+    show_replicated(report, runs, sp)
+    show_parts(report, full, batches[0], runs, tp_group)
+    show_communication(report, full.config)
+    show_memory(report, tp_group)
+    show_lengths(report, tp_group)
+    if args.hf:
+        show_hugging_face(report, batches[0], tp_group)
+
+
+def train_all(full, sp, batches, args, tp_group) -> dict[str, TrainingRun]:
+    """Four models, on the same batches and with the same masks of dropout."""
+    by_hand = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
+    sum_up = partial(all_reduce_replicated_gradients, tp_group=tp_group)
+    train = partial(train_transformer, batches=batches, args=args)
+    runs = {"without TP": train("without TP", copy.deepcopy(full), loss_of=mean_loss)}
+    tp = vocab_transformer(full, tp_group)
+    runs["TP"] = train("TP", tp, loss_of=by_hand, tp_group=tp_group)
+    runs["TP + SP"] = train(
+        "TP + SP", sp, loss_of=by_hand, tp_group=tp_group, after_backward=sum_up
+    )
+    if args.ranks > 1:  # a plan for one rank has nothing to split
+        planned = planned_transformer(full, tp_group)
+        with parallel.loss_parallel():
+            runs["DTensor"] = train("DTensor", planned, loss_of=planned_loss)
+    return runs
+
+
+def show_replicated(report: Report, runs: dict, sp: nn.Module) -> None:
+    """Every gradient of step 1; those of parameters that no rank has cut, by name."""
+
+    def fold(name: str) -> str:
+        cut = getattr(sp.get_parameter(name), "cuts", ())
+        return "cut, as in lesson 03" if cut else module_of(name)
+
+    gradients = {what: run.gradients for what, run in runs.items() if what != "TP"}
+    report.section("Gradients of step 1; by name: parameters that every rank has whole")
+    report.compare("gradients", gradients, fold=fold)
+
+
+def show_parts(report: Report, full, batch, runs: dict, tp_group) -> None:
+    """Gradients of replicated parameters, before and after the all-reduce."""
+    args, (tokens_BS, target_BS) = report.args, batch
+    model = sp_transformer(full, tp_group, args.save_gathered)
+    torch.manual_seed(args.seed + 1)  # the masks of step 1
+    sharded_loss(model(tokens_BS), target_BS, tp_group, args.vocab_size).backward()
+    summed, wanted = runs["TP + SP"].gradients, runs["without TP"].gradients
+    last, parts, s = args.layers - 1, {}, args.seq_len // args.ranks
+    for name in ("input_layernorm.weight", "self_attn.o_proj.bias"):
+        name = f"layers.{last}.{name}"
+        if name not in wanted:  # a changed model
+            continue
+        parts[name] = model.get_parameter(name).grad
+        is_whole = args.ranks > 1 and rel_diff(parts[name], wanted[name]) < 1e-3
+        report.check(f"{name}: a rank has a part", float(is_whole))
+    rows = []
+    for rank, numbers in enumerate(gather_objects(first_numbers(parts, parts))):
+        row = {"": f"rank {rank}", "positions": f"{rank * s} to {rank * s + s - 1}"}
+        rows.append(row | numbers)
+    rows.append({"": "their sum", "positions": "all"} | first_numbers(summed, parts))
+    rows.append({"": "without TP", "positions": "all"} | first_numbers(wanted, parts))
+    report.section(f"First numbers of two gradients, layer {last}: ranks have parts")
+    report.table("parts", rows)
+
+
+def first_numbers(tensors: dict[str, Tensor], names) -> dict[str, str]:
+    texts = {}
+    for name in names:
+        three = tensors[name].flatten()[:3].tolist()
+        texts[name.split(".", 2)[2]] = " ".join(f"{x:9.6f}" for x in three)
+    return texts
+
+
+def show_communication(report: Report, config: Config) -> None:
+    """Calls and bytes of a step: all-reduces against gathers and scatters."""
+    args, L, D = report.args, config.layers, config.hidden
+    tokens, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
+    n, halves, formulas = 2 * L + 1, ("all-gather", "reduce-scatter"), {}
+    kinds = {"TP": ("all-reduce",), "TP + SP": halves, "DTensor": halves}
+    for what, collectives in kinds.items():
+        for phase, collective in product(("forward", "backward"), collectives):
+            sent = n, "n·B·S·D", n * tokens * D * e
+            formulas[what, phase, collective, "tp"] = sent
+        formulas[what, "loss", "all-reduce", "tp"] = 3, "3·B·S", 3 * tokens * e
+        if what == "TP + SP":
+            sent = 1, "(6L + 2)·D", (6 * L + 2) * D * e
+            formulas[what, "after backward", "all-reduce", "tp"] = sent
+        if what != "DTensor":
+            formulas[what, "clipping", "all-reduce", "tp"] = 1, "8 bytes", 8
+    if not args.save_gathered:
+        sent = 2 * n, "2·n·B·S·D", 2 * n * tokens * D * e
+        formulas["TP + SP", "backward", "all-gather", "tp"] = sent
+    report.section("Communication of a step; n = 2L + 1: two a layer, one for the ends")
+    report.ledger(formulas, args.steps)
+    ring = Counter()
+    for row in report.data["communication"]:
+        if row["phase"] in ("forward", "backward"):
+            ring[row["what"]] += row["ring"]
+    extra = 0 if args.save_gathered else ring["TP"] // 4
+    off = abs(ring["TP + SP"] - extra - ring["TP"])
+    report.check("a ring sends as much with SP", off, kind="bytes")
+    again = f"and {extra:,} bytes to gather inputs again"
+    report.say(f"   ring: sent by a rank of a ring; by SP as by TP, {again}")
+
+
+def layer_ways(full: DecoderLayer, tp_group, scores: float, norms: float) -> list:
+    """One layer in the ways of arXiv:2205.05198, table 2 (2/T stands in its text), each
+    with the formula for the bytes it keeps, and what of it is whole, what cut by T.
+    (The paper's s, b, h, a, t are our S, B, D, N, T.)"""
+
+    def tp() -> DecoderLayer:
+        layer = copy.deepcopy(full)
+        parallelize_layer(layer, tp_group)
+        return layer
+
+    def sp(project=gather_then_project) -> DecoderLayer:
+        layer = tp()
+        split_sequence(layer, tp_group, project)
+        return layer
+
+    def selective(layer: DecoderLayer) -> DecoderLayer:
+        layer.self_attn.core = Recomputed(layer.self_attn.core)
+        return layer
+
+    around, between = 10 + norms, 24
+    both, every = around + between, around + between + scores
+    return [
+        ("without TP", full, "34 + 5NS/D", every, 0),
+        ("TP", tp(), "10 + (24 + 5NS/D)/T", around, between + scores),
+        ("TP + SP", sp(), "(34 + 5NS/D)/T", 0, every),
+        ("TP + SP, gathered kept", sp(gather_and_keep), "… + 4 − 4/T", 4, every - 4),
+        ("TP, selective recompute", selective(tp()), "10 + 24/T", around, between),
+        ("TP + SP, selective", selective(sp()), "34/T", 0, both),
+        ("TP, full recompute", Recomputed(tp()), "2", 2, 0),
+        ("TP + SP, full", Recomputed(sp()), "2/T", 0, 2),
+    ]
+
+
+def show_memory(report: Report, tp_group) -> None:
+    """What a layer keeps for backward, measured, against the paper's table."""
+    args, T, rows = report.args, report.args.ranks, []
+    B, S, D, N = args.batch_size, args.seq_len, args.hidden, args.heads
+    # As in the paper: with dropout, and as many key/value heads as heads.
+    model = Transformer(Config(1, D, N, N, 1, S, 0.1)).to(args.device, torch.bfloat16)
+    tables = model.cos, model.sin, model.future
+    x_BSD = torch.randn(B, S, D).to(args.device, torch.bfloat16)
+    # Mean and 1/σ of the two LayerNorms, which the paper leaves out.
+    norms = 4 * (2 if args.device == "cpu" else 4) / D  # a GPU has them in float32
+    ways = layer_ways(model.layers[0], tp_group, 5 * N * S / D, norms)
+    COMM.what = "memory"
+    for name, layer, formula, whole, cut in ways:
+        x = shard(x_BSD, 1, tp_group) if "SP" in name else x_BSD.clone()
+        saved = SavedBytes([*layer.parameters(), *tables])
+        with saved:
+            layer(x.requires_grad_(), tables)
+        predicted = (whole + cut / T) * x_BSD.numel()
+        row = {"layer": name, "formula": formula, "bytes": saved.total()}
+        row["÷ BSD"] = saved.total() / x_BSD.numel()
+        rows.append(row | {"predicted_bytes": round(predicted)})
+    report.section("Bytes that a layer keeps for backward, in bfloat16, with dropout")
+    report.say(
+        f"   The paper's formulas, times B·S·D = {x_BSD.numel():,}; NS/D = "
+        f"{N * S / D:g}. Mean and 1/σ of LayerNorms,\n   which it leaves out, add "
+        f"{norms:.4g} to 34 and to 10. 5NS/D: scores; 24: between linears."
+    )
+    report.measure("memory", rows)
+
+
+def show_lengths(report: Report, tp_group) -> None:
+    """Lengths that T does not divide: padded, against one process without padding."""
+    args, S = report.args, report.args.seq_len
+    by_hand = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
+    sizes = vars(args) | {"dtype": "float64", "dropout": 0.0}
+    longest = argparse.Namespace(**sizes | {"seq_len": 2 * S + 3 + args.ranks})
+    full, losses = make_tied(longest), {"without TP": {}, "TP + SP": {}}
+    gradients = {"without TP": {}, "TP + SP": {}}
+    for length in sorted({1, max(1, S - 1), 2 * S + 3}):
+        shorter = argparse.Namespace(**sizes | {"seq_len": length})
+        (batch,) = make_batches(__doc__, shorter, 1)
+        padded = pad_batch(*batch, args.ranks)
+        for what, model, given, loss_of in (
+            ("without TP", copy.deepcopy(full), batch, mean_loss),
+            ("TP + SP", sp_transformer(full, tp_group), padded, by_hand),
+        ):
+            loss, _ = forward_backward("lengths", model, given, loss_of)
+            if what == "TP + SP":
+                all_reduce_replicated_gradients(model, tp_group)
+            name = f"loss, length {length}, padded to {padded[0].shape[1]}"
+            losses[what][name] = loss
+            for name, gradient in put_together(model, "grad").items():
+                gradients[what][f"length {length}: dL/d {name}"] = gradient
+    report.section("Lengths that T does not divide, float64, no dropout: SP has PAD")
+    limit, _ = ALLOWED["float64"]
+    report.compare("lengths", losses, limit)
+    report.compare("length gradients", gradients, limit, lambda name: "all gradients")
+
+
+def make_qwen2(args) -> nn.Module:
+    """Hugging Face's Qwen2 with random weights; in float32, as its norms always are."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=args.vocab_size, hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden, num_hidden_layers=args.layers,
+        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
+        max_position_embeddings=args.seq_len, tie_word_embeddings=args.tie,
+        attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(args.seed)
+    return Qwen2ForCausalLM(config).to(args.device).eval()
+
+
+def show_hugging_face(report: Report, batch, tp_group) -> None:
+    """`--hf`: the same plan on a model that was not written for this course."""
+    # x stays a DTensor between modules: Qwen2 counts positions and cuts its causal mask
+    # by the shape of x, which must read S and not s.
+    plan = sp_plan("hidden_states", local=False)
+    plan["layers.*.mlp.gate_proj"] = parallel.ColwiseParallel()
+    plan = {f"model.{name}": style for name, style in plan.items()}
+    plan["lm_head"] = plan.pop("model.lm_head")
+    models = {"without TP": make_qwen2(report.args), "DTensor": make_qwen2(report.args)}
+    device = models["DTensor"].device.type
+    mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
+    planned = parallel.parallelize_module(models["DTensor"], mesh, plan)
+    if report.args.tie:  # the plan has cut one weight twice
+        planned.lm_head.weight = planned.model.embed_tokens.weight
+    loss_of = lambda output, target_BS: mean_loss(output.logits, target_BS)
+    losses, gradients = {}, {}
+    with parallel.loss_parallel():
+        for what, model in models.items():
+            loss, _ = forward_backward(f"Qwen2, {what}", model, batch, loss_of)
+            losses[what] = {"loss": loss}
+            gradients[what] = put_together(model, "grad")
+    report.section("The same plan on Hugging Face's Qwen2, in float32, random weights")
+    allowed_loss, allowed = ALLOWED["float32"]
+    report.compare("Qwen2 loss", losses, allowed_loss)
+    report.compare("Qwen2", gradients, allowed, module_of)
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
+    parser = lesson_parser(__doc__, BREAKS, steps=3, **sizes)
+    add = parser.add_argument
+    add("--tie", action="store_true", help="embedding and head share their weight")
+    add("--save-gathered", action="store_true", help="keep gathered inputs")
+    add("--hf", action="store_true", help="also Hugging Face's Qwen2, by the plan")
+    args = parse_sizes(parser, ranks)
+    if args.hf and not find_spec("transformers"):
+        raise ValueError("--hf needs Hugging Face's: pip install transformers==5.20.2")
+    return args
+
+
+# ==== BREAK IT
+
+BREAKS = {
+    "norms": dict(
+        target="all_reduce_replicated_gradients",
+        old="    sums = all_reduce(flat, tp_group).split(",
+        new="    sums = flat.split(",
+        what="gradients of LayerNorms and row-parallel biases are not all-reduced",
+        symptom="step 1's loss is right; then replicas differ, and losses drift",
+        why="they are whole on every rank, which met its own slice of the tokens only",
+        met="github.com/NVIDIA/Megatron-LM/issues/443, 474, 1446; NVIDIA/apex/1686",
+    ),
+    "row-bias": dict(
+        target="RowParallelLinear.forward",
+        old="    partial_y_BSD = F.linear(x_BSf, self.weight)\n",
+        new="    partial_y_BSD = F.linear(x_BSf, self.weight, self.bias)\n"
+        "    return self.reduce(partial_y_BSD, self.tp_group)\n",
+        what="the row-parallel bias is added before the reduce-scatter",
+        symptom="the first loss is off, also TP's, whose function is the same; where "
+        "biases start at zero it is right, and their gradients are T times too large",
+        why="the sum adds it T times; after it each position gets it once, on one rank",
+        met="github.com/huggingface/text-generation-inference/issues/1036",
+    ),
+    "length": dict(
+        target="pad_batch",
+        old="    missing = -tokens_BS.shape[1] % ranks\n",
+        new="    missing = 0\n",
+        what="a batch whose length T does not divide is not padded",
+        symptom="all is well until such a length comes: an error about sizes ends it",
+        why="slices of the sequence have to be of one size: sums over ranks need it",
+        met="github.com/pytorch/torchtitan/issues/1306, DeepSpeed issue 5177",
+    ),
+    "rotary": dict(
+        target="sp_transformer",
+        old="    model.embed_tokens.reduce = reduce_scatter_sequence\n",
+        new="    model.embed_tokens.reduce = reduce_scatter_sequence\n"
+        "    s = full.config.seq_len // tp_group.size()\n"
+        "    position_S = torch.arange(len(model.cos), device=model.cos.device) % s\n"
+        "    model.cos, model.sin = model.cos[position_S], model.sin[position_S]\n",
+        what="rotary positions are counted from the start of each slice",
+        symptom="no error, a loss that looks right; on a trained model it would not",
+        why="rank t's first token is number t·s of the sequence, not number 0",
+        met="github.com/NVIDIA/Megatron-LM/issues/560 asks it of context parallelism",
+    ),
+    "mask": dict(
+        target="split_sequence",
+        old="    layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)",
+        new="    layer.dropout = Dropout(layer.dropout.p)",
+        what="all slices of the sequence drop the same elements",
+        symptom="it trains; losses are not one process's, tokens share their masks",
+        why="with one seed on all ranks, each must take its own part of what is drawn",
+        met="github.com/NVIDIA/Megatron-LM/issues/206",
+    ),
+    "split": dict(
+        target="GatherThenLinear.backward",
+        old="reduce_scatter(partial_grad_BSD, 1, ctx.tp_group)",
+        new="shard(partial_grad_BSD, 1, ctx.tp_group)",
+        what="backward of the gather takes a slice, and does not sum before",
+        symptom="step 1's loss and the head's gradients are right, all others are not",
+        why="each rank went on with x in its own way, with its columns of W: it has a "
+        "term of dL/dx for every position",
+        met="github.com/NVIDIA/Megatron-LM/issues/1635, pytorch/pytorch issue 153016",
+    ),
+    "keywords": dict(
+        target="sp_plan",
+        old="        input_kwarg_layouts={keyword: Shard(1)},\n"
+        "        desired_input_kwarg_layouts={keyword: Replicate()},\n",
+        new="        input_layouts=Shard(1), desired_input_layouts=Replicate()\n",
+        what="PyTorch's plan: keyword arguments, and no input_kwarg_layouts",
+        symptom="an error at the first forward: inputs and input_layouts do not match",
+        why="a module called by keywords alone has no input for input_layouts to name",
+        met="github.com/pytorch/pytorch/pull/124114, which added input_kwarg_layouts",
+    ),
+    "dtensor-loss": dict(
+        target="planned_loss",
+        old="    return mean_loss(logits, target_BS).full_tensor()",
+        new="    loss = mean_loss(logits, target_BS)\n"
+        "    dist.all_reduce(loss)\n"
+        "    return loss",
+        what="PyTorch's plan: dist.all_reduce of a loss that is a DTensor",
+        symptom="an error: no sharding strategy for it (older: found no DeviceMesh)",
+        why="a DTensor knows what there is to sum: .full_tensor() does it; after "
+        ".to_local() a sum would count a loss that is whole already T times",
+        met="github.com/pytorch/pytorch/issues/152712, pytorch/torchtitan pull 779",
+    ),
+    "tiled": dict(
+        target="sp_plan",
+        old="output_layouts=Shard(1), use_local_output=local\n    )",
+        new="output_layouts=Replicate(), use_local_output=local\n    )",
+        what="PyTorch's plan: SequenceParallel is given a whole tensor",
+        symptom="x leaves the first norm T·S long, and meets what is shorter: an error",
+        why="SequenceParallel takes a plain tensor for this rank's slice and cuts none",
+        met="github.com/pytorch/pytorch/issues/129355, pytorch/examples issue 1271",
+    ),
+}
+
+
 # ==== CARRIED OVER from 00, unchanged
+# region
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
+    """Cut x into equal contiguous parts along dim (lesson 00)"""
     if x.shape[dim] % parts:
-        raise ValueError(
-            f"dim {dim} of {list(x.shape)} has {x.shape[dim]} elements, and "
-            f"{x.shape[dim]} % {parts} ranks = {x.shape[dim] % parts}, not 0"
-        )
+        raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
 def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of a tensor that every rank holds: Replicate() → Shard(dim).
-
-    Shapes: full [.., I, ..] → [.., I/T, ..], a new tensor. Communication: none.
-    Raises: ValueError if T does not divide the dim.
-    """
+    """This rank's slice of a tensor that every rank holds (lesson 00)"""
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
-
-    Shapes: x [...] → [...]. Communication: 1 call on x's elements.
-    """
+    """Every rank gets the sum over ranks: Partial() → Replicate() (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -440,10 +682,7 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets all slices, joined along dim: Shard(dim) → Replicate().
-
-    Shapes: x [.., i, ..] → [.., T·i, ..]. Communication: 1 call on T × x's elements.
-    """
+    """Every rank gets all slices: Shard(dim) → Replicate() (lesson 00)"""
     x = x.detach().contiguous()
     if group.size() == 1:
         return x.clone()
@@ -454,11 +693,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, and keep only this rank's slice: Partial() → Shard(dim).
-
-    Shapes: x [.., I, ..] → [.., I/T, ..]. Communication: 1 call on x's elements.
-    Raises: ValueError if T does not divide the dim.
-    """
+    """Sum over ranks, and keep only this rank's slice (lesson 00)"""
     parts = split(x.detach(), dim, group.size())
     out = parts[group.rank()].clone()
     if group.size() > 1:
@@ -468,10 +703,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets the x of group rank src; the others' x gives shape and dtype.
-
-    Shapes: x [...] → [...], Replicate(). Communication: 1 call on x's elements.
-    """
+    """Every rank gets the x of group rank src (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("broadcast", out, group):
@@ -479,28 +711,8 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def gather(x: Tensor, dst: int, group: dist.ProcessGroup) -> Tensor | None:
-    """Rank dst gets all slices, joined along dim 0; the others get None.
-
-    Shapes: x [i, ..] → [T·i, ..] on dst. Communication: 1 call on T × x's elements.
-    """
-    x = x.detach().contiguous()
-    if group.size() == 1:
-        return x.clone()
-    here = group.rank() == dst
-    slices = [torch.empty_like(x) for _ in range(group.size())] if here else None
-    with COMM.record("gather", x, group, copies=group.size()):
-        dist.gather(x, slices, group_dst=dst, group=group)
-    return torch.cat(slices) if here else None
-
-
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    Args:
-        sizes: axis → number of ranks, e.g. {"y": 2, "x": 4}, ranks laid out in order.
-        timeout: seconds; a new group does not inherit it, its default is 30 minutes.
-    """
+    """This rank's group along each axis of a mesh, the last innermost (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
@@ -511,442 +723,15 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     return groups
 
 
-class CommCounter:
-    """Counts calls and payload bytes of every collective, and notes the last one.
-
-    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
-    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
-    (a small key-value server that all ranks can reach), so that when a rank hangs, the
-    others can say where it was last seen.
-    """
-
-    def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
-        self.seconds = 0.0  # spent in collectives, waiting for others included
-        self.store, self.rank = None, 0
-        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
-        self.numbers = {}  # who meet → how many calls they had
-
-    def count(self, collective: str, nbytes: int, axis: str) -> None:
-        key = (self.what, self.phase, collective, axis)
-        calls, before = self.rows.get(key, (0, 0))
-        self.rows[key] = [calls + 1, before + nbytes]
-
-    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
-        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        frame = sys._getframe(2)  # whoever called the wrapper
-        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where, dist.get_process_group_ranks(group))
-
-    def at(self, call: str, where: str, ranks: list[int] | None = None):
-        """What `with` notes on entering and on leaving; ranks: who meet there (all).
-
-        The n-th call of one rank meets the n-th of the others: so calls are numbered
-        for each set of ranks.
-        """
-        number = self.numbers[str(ranks)] = self.numbers.get(str(ranks), 0) + 1
-        self.place = {"number": number, "call": call, "line": where, "ranks": ranks}
-        return self
-
-    def __enter__(self):
-        self.note("in")
-        self.start = time.perf_counter()
-
-    def __exit__(self, kind, error, trace):
-        self.seconds += time.perf_counter() - self.start
-        if error is None:
-            self.note("after")
-
-    def note(self, state: str) -> None:
-        self.place["state"] = state
-        if self.store is not None:
-            self.store.set(f"place/{self.rank}", json.dumps(self.place))
-
-    def total(self, **wanted) -> list[int]:
-        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
-        names = ("what", "phase", "collective", "axis")
-        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
-        hits = [row for key, row in rows if wanted.items() <= key.items()]
-        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
-
-
-COMM = CommCounter()
-
-
-def ring_factor(collective: str, T: int) -> float:
-    """Bytes one rank sends in a ring, as a multiple of the payload V."""
-    return {"all-reduce": 2 * (T - 1) / T}.get(collective, (T - 1) / T)
-
-
-Break = namedtuple("Break", "target bug what symptom why thread")
-Break.__doc__ = """A bug to switch on: `target`, a dotted name, is replaced by `bug`."""
-
-
-def apply_break(broken: Break, module: dict) -> None:
-    """Replace the bug's target, `name` or `Class.name`, in a lesson's namespace."""
-    owner, _, name = broken.target.rpartition(".")
-    if owner:
-        setattr(module[owner], name, broken.bug)
-    else:
-        module[name] = broken.bug
-
-
-ALLOWED = {  # dtype → largest relative difference of a loss, of any other tensor
-    "float64": (1e-12, 1e-12),
-    "float32": (1e-6, 1e-5),
-    "bfloat16": (2e-2, 2e-2),
-}
-
-
-def rel_diff(a: Tensor, reference: Tensor) -> float:
-    """max|a − reference| / max|reference|; inf for nan and for another shape."""
-    if a.shape != reference.shape:
-        return float("inf")
-    a, reference = a.detach().double(), reference.detach().double()
-    if a.numel() == 0 or torch.equal(a, reference):
-        return 0.0
-    diff = ((a - reference).abs().max() / reference.abs().max()).item()
-    return diff if diff == diff else float("inf")
-
-
-def gather_objects(value) -> list:
-    """Every rank's value, in rank order: bookkeeping of the lesson, so not counted."""
-    everyone = [None] * dist.get_world_size()
-    with COMM.at("gathering of results to print", "gather_objects"):
-        dist.all_gather_object(everyone, value)
-    return everyone
-
-
-class Report:
-    """What a lesson finds: rank 0 prints it, every rank checks it, --json writes it."""
-
-    def __init__(self, lesson: str, args, mesh: dict[str, int], backend: str):
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.lesson, self.args, self.checks = lesson, args, []
-        self.data = {
-            "lesson": lesson, "world_size": self.ranks, "mesh": mesh,
-            "backend": backend, "device": args.device, "dtype": args.dtype,
-            "losses": [], "gradients": [], "communication": [], "memory": [],
-            "checks": [], "text": [],
-        }  # fmt: skip
-        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        where = f"{backend} on {args.device}"
-        self.say(f"{lesson}  {ranks}, mesh {axes}  {where}  {args.dtype}")
-
-    def say(self, text: str = "") -> None:
-        if self.rank == 0:
-            self.data["text"] += text.split("\n")
-            print(text, flush=True)
-
-    def table(self, head: str, rows: list[list], align: str) -> None:
-        """Print rows under `head` (columns parted by |); align has l or r for each."""
-        rows = [head.split("|"), *([str(cell) for cell in row] for row in rows)]
-        width = [max(len(row[i]) for row in rows) for i in range(len(align))]
-        for row in rows:
-            cells = [
-                cell.ljust(width[i]) if align[i] == "l" else cell.rjust(width[i])
-                for i, cell in enumerate(row)
-            ]
-            self.say("   " + "  ".join(cells).rstrip())
-
-    def check(self, name: str, diff: float, allowed: float = 0.0) -> str:
-        """Note one comparison of this rank; "ok" or "✗" for the table."""
-        ok = diff <= allowed  # False for nan too
-        self.checks.append([name, diff, allowed, ok])
-        return "ok" if ok else "✗"
-
-    def moved(self, what: str, collective: str, axis: str, predicted: int, phase=""):
-        """Check counted bytes against a formula; (calls, bytes, "ok" or "✗")."""
-        labels = dict(what=what, collective=collective, axis=axis, phase=phase)
-        calls, measured = COMM.total(**labels)
-        row = dict(labels, calls=calls, bytes=measured, predicted_bytes=predicted)
-        self.data["communication"].append(row)
-        name = " ".join(filter(None, ["bytes of", what, phase, collective, axis]))
-        return calls, measured, self.check(name, abs(measured - predicted))
-
-    def verdict(self, claim: str, broken: Break | None) -> str:
-        """All ranks' checks together: the last line, PASS … or FAIL …."""
-        everyone = gather_objects(self.checks)
-        merged = {}
-        for rank, checks in enumerate(everyone):
-            for name, diff, allowed, ok in checks:
-                row = merged.setdefault(name, dict(name=name, diff=0.0, bad=[]))
-                row["allowed"] = allowed
-                row["diff"] = max(row["diff"], diff)
-                row["bad"] += [] if ok or rank in row["bad"] else [rank]
-        bad = [row for row in merged.values() if row["bad"]]
-        rows = list(merged.values())
-        worst = max(rows, key=lambda row: row["diff"])
-        score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
-        self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
-        for row in bad[:4]:
-            everywhere = len(row["bad"]) == self.ranks
-            ranks = "every rank" if everywhere else f"rank {row['bad']}"
-            off = f"off by up to {row['diff']:.1e}, allowed {row['allowed']:.0e}"
-            line = f"✗ {row['name']}: {off}, on {ranks}"
-            self.say(textwrap.fill(line, 88, subsequent_indent="  "))
-        if len(bad) > 4:
-            self.say(f"✗ and {len(bad) - 4} more")
-        if broken:
-            self.say(diagnosis(self.args.break_name, broken))
-        score = f"worst relative difference {worst['diff']:.1e}, allowed"
-        ending = f"{claim}  ({score} {worst['allowed']:.0e})".replace(" 0e+00", " 0")
-        if bad:
-            ending = f"{len(bad)} of {len(rows)} checks, first: {bad[0]['name']}"
-        last_line = f"{self.data['verdict']}  {self.lesson}  {ending}"
-        self.say(last_line)
-        if self.rank == 0 and self.args.json:
-            self.args.json.write_text(json.dumps(self.data, indent=1))
-        return last_line
-
-
-def diagnosis(name: str, broken: Break) -> str:
-    """What --break NAME did, what one sees, why, and who met it."""
-    texts = broken.symptom, broken.why, broken.thread
-    lines = ["", *textwrap.wrap(f"--break {name}: {broken.what}", 88)]
-    for label, text in zip(("symptom", "why", "met in"), texts):
-        lines += textwrap.wrap(f"{label:<9}{text}", 88, subsequent_indent=" " * 9)
-    return "\n".join(lines)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but one `error:` line for all ranks, and one --help."""
-
-    def error(self, message):
-        """Called by argparse, which would print its usage on every rank."""
-        raise ValueError(message)
-
-    def print_help(self, file=None):
-        """Once, not once a rank."""
-        if int(os.environ.get("RANK", 0)) == 0:
-            super().print_help(file)
-
-
-def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
-    """The flags that all lessons share."""
-    about = doc.partition("Shapes:")[0]
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
-    add = parser.add_argument
-    add("--steps", type=positive, default=steps, help=f"{steps_are} ({steps})")
-    add("--seed", type=int, default=0)
-    add("--dtype", choices=ALLOWED, default="float32")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
-    add("--timeout", type=positive, help="seconds to wait for a rank (60; --break: 5)")
-    add("--break", dest="break_name", metavar="NAME", help="a bug; `list` lists them")
-    add("--json", type=Path, metavar="PATH", help="write all results there")
-    return parser
-
-
-def positive(text: str) -> int:
-    """A flag's value as a whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def pick_device(args) -> str:
-    """Fill in args.device; the backend: NCCL where every rank has a GPU of its own."""
-    local_rank, here = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    gpus = torch.cuda.device_count()
-    args.device = args.device or ("cuda" if gpus >= here else "cpu")
-    if args.device == "cpu":
-        return "gloo"
-    if gpus == 0:
-        raise ValueError("--device cuda, but torch sees no GPU: leave --device out")
-    torch.cuda.set_device(local_rank % gpus)
-    return "nccl" if gpus >= here else "gloo"
-
-
-def last_words(message: str) -> None:
-    """What torchrun's closing report shows, should this rank fail."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        words = {"message": {"message": message, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(words))
-
-
-def stop(code: int) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def refuse(message: str) -> None:
-    """A wrong argument: one line, exit code 2. All ranks see it; rank 0 says it."""
-    last_words(f"error: {message}")
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        time.sleep(5)  # torchrun ends us when rank 0 has spoken
-    stop(2)
-
-
-def waits_for(rank: int, places: dict) -> list[int]:
-    """The ranks that should be in the call that this rank is in, and are not."""
-    here = places.get(rank, {"state": "before"})
-    if here["state"] != "in":
-        return []
-    others = here["ranks"] or range(dist.get_world_size())
-    return [other for other in others if not same_call(here, places.get(other, {}))]
-
-
-def chain_from(rank: int, places: dict) -> list[int]:
-    """A rank, those that it waits for, those that these wait for, and so on."""
-    chain = [rank]
-    for one in chain:
-        chain += [other for other in waits_for(one, places) if other not in chain]
-    return chain
-
-
-def same_call(here: dict, there: dict) -> bool:
-    """Are two ranks in one and the same call?"""
-    return all(here[key] == there.get(key) for key in ("state", "number", "call"))
-
-
-def blame(error: Exception, timeout: int, store) -> str:
-    """Where every rank was last seen, and which of them the others waited for.
-
-    To be asked while some rank is in a collective.
-    """
-    places = {}
-    for rank in range(dist.get_world_size()):
-        if store.check([f"place/{rank}"]):
-            places[rank] = json.loads(store.get(f"place/{rank}"))
-    waiting = [rank for rank, place in places.items() if place["state"] == "in"]
-    here = dist.get_rank()
-    chain = chain_from(here if here in waiting else waiting[0], places)
-    calls = {
-        rank: (place["number"], place["call"]) if place["state"] == "in" else None
-        for rank, place in places.items()
-    }
-    guilty = [rank for rank in chain if not calls.get(rank)]  # they wait for nobody
-    if not guilty:  # a circle: each waits for the next
-        chain = chain_from(chain[-1], places)
-    waiting = [rank for rank in chain if set(waits_for(rank, places)) & set(guilty)]
-    inside = Counter(calls[rank] for rank in sorted(waiting or chain)).most_common(2)
-    common = inside[0][0]
-    tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
-    guilty = guilty or [rank for rank in chain if calls[rank] != common]
-    lines = [
-        f"  rank {rank}: {place['state']} call {place['number']}, "
-        f"{place['call']} ({place['line']})"
-        for rank, place in places.items()
-    ]
-    names = ", ".join(map(str, sorted(guilty)))
-    who = f"this call was not made by rank {names}"
-    who += " (a tie: or the others skipped one before)" if tie else ""
-    if tie and common[1].startswith("message"):
-        who = f"ranks {', '.join(map(str, sorted(chain)))} wait for each other"
-    who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
-    head = f"error: call {common[0]}, {common[1]}, did not come about; {who}"
-    first = str(error).strip().split("\n")[0]
-    said = f"  the transport, after {timeout} s at most: {first[:150]}"
-    return "\n".join([head, *lines, said])
-
-
-def fail(error: Exception, args, store, broken: Break | None) -> None:
-    """An exception in main: say who is to blame, once, and end this rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is lost
-    if COMM.place["state"] == "in":  # the collective failed: the cause is elsewhere
-        message = blame(error, args.timeout, store)
-    else:
-        traceback.print_exc()
-        name = type(error).__name__
-        message = f"error: rank {dist.get_rank()} raised {name}: {error}"
-        COMM.note(f"raised {name} after")
-    if broken:
-        message += "\n" + diagnosis(args.break_name, broken)
-    last_words(message)
-    if store.add("told", 1) == 1:
-        print(message, file=sys.stderr, flush=True)
-    if COMM.place["state"] == "in":
-        time.sleep(1)  # the guilty rank first: torchrun reports the first to end
-    stop(1)
-
-
-def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) -> None:
-    """Run a lesson's main(args, backend) on this rank, from first check to last."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        args = parse_args(ranks)
-        if args.break_name == "list":
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(*(f"{name:<15}{breaks[name].what}" for name in breaks), sep="\n")
-            return
-        check_common(args, ranks, breaks)
-        backend = pick_device(args) if "RANK" in os.environ else None
-    except ValueError as error:
-        refuse(str(error))
-    if backend is None:
-        ranks = module.get("RANKS", 2)  # of a lesson that shows more with more
-        command = f"torchrun --standalone --nproc_per_node={ranks} {Path(file).name}"
-        print(f"start it with torchrun, which makes the ranks:\n\n    {command}")
-        sys.exit(2)
-    store = start_group(args, backend)
-    broken = breaks.get(args.break_name)
-    if broken:
-        last_words(diagnosis(args.break_name, broken))  # it may abort the process
-        apply_break(broken, module)
-    try:
-        verdict = main(args, backend)
-        with COMM.at("the last barrier", "launch"):
-            dist.barrier()
-    except Exception as error:
-        fail(error, args, store, broken)
-    gc.collect()  # whatever still refers to a group must go before the groups do
-    dist.destroy_process_group()
-    if verdict.startswith("FAIL"):
-        last_words(verdict)
-        stop(1)
-
-
-def start_group(args, backend: str) -> dist.Store:
-    """Join the group of all ranks; the store that they share."""
-    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
-    torch.manual_seed(args.seed)
-    limit = timedelta(seconds=args.timeout)
-    store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-    # torchrun --max-restarts starts all ranks anew, beside what the lost ones stored
-    attempt = (store.add("ranks started", 1) - 1) // ranks
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=limit
-    )
-    COMM.store, COMM.rank = store, rank
-    return store
-
-
-def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
-    """ValueError where a flag that all lessons share cannot be served."""
-    if args.break_name is not None and args.break_name not in breaks:
-        names = ", ".join(breaks)
-        raise ValueError(f"--break {args.break_name}: unknown; there are {names}, list")
-    if args.break_name and ranks == 1:
-        raise ValueError("--break needs 2 ranks or more: one rank alone breaks nothing")
-    if args.json and not args.json.parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
-    if args.json and args.json.is_dir():
-        raise ValueError(f"--json {args.json}: this is a folder, a file is wanted")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed {args.seed}: from 0 to 2^32 − 1 it may be")
-    if args.timeout is None:
-        args.timeout = 5 if args.break_name else 60
+# endregion
 
 
 # ==== CARRIED OVER from 01, unchanged
+# region
 
 
 class MLP(nn.Module):
-    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
-
-    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
-    """
+    """The reference (lesson 01)"""
 
     def __init__(self, hidden: int, width: int):
         super().__init__()
@@ -957,8 +742,24 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
+def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
+    """This rank's slice of a parameter, which remembers its cuts (lesson 01)"""
+    for dim, group in cuts:
+        full = shard(full, dim, group)
+    mine = nn.Parameter(full.detach().clone())
+    mine.cuts = cuts
+    return mine
+
+
+def unshard(x: Tensor, cuts: tuple) -> Tensor:
+    """The whole tensor from all ranks' slices: cuts undone (lesson 01)"""
+    for dim, group in reversed(cuts):
+        x = all_gather(x, dim, group)
+    return x
+
+
 class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
+    """Megatron's f (lesson 01)"""
 
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -971,8 +772,41 @@ class CopyToTP(torch.autograd.Function):
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
+class GatherFromTP(torch.autograd.Function):
+    """All-gather forward, slice backward (lesson 01)"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.tp_group = dim, tp_group
+        return all_gather(x, dim, tp_group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # All ranks did the same with the result: each has its whole gradient.
+        return shard(grad, ctx.dim, ctx.tp_group), None, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)"""
+
+    def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
+        super().__init__()
+        self.tp_group, self.copy_input = tp_group, copy_input
+        self.gather_output = gather_output
+        self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
+        self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.copy_input:
+            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
+        y_BSf = F.linear(x_BSD, self.weight, self.bias)
+        if self.gather_output:
+            return GatherFromTP.apply(y_BSf, 2, self.tp_group)
+        return y_BSf
+
+
 class ReduceFromTP(torch.autograd.Function):
-    """Megatron's g: all-reduce forward, identity backward (arXiv:1909.08053, 3)."""
+    """Megatron's g (lesson 01)"""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -985,29 +819,32 @@ class ReduceFromTP(torch.autograd.Function):
         return grad, None
 
 
-class GatherFromTP(torch.autograd.Function):
-    """All-gather forward; backward each rank keeps its own slice of the gradient.
+class RowParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)"""
 
-    For consumers that are replicated: all ranks go on to do the same with y, so every
-    rank has the whole gradient. Compare AllGather.
-    """
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.tp_group = tp_group
+        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
+        self.weight = shard_parameter(full.weight, (1, tp_group))  # [D, f]
+        self.bias = shard_parameter(full.bias)  # [D]
 
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
-        return all_gather(x, dim, tp_group)
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        partial_y_BSD = F.linear(x_BSf, self.weight)
+        y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return shard(grad, ctx.dim, ctx.tp_group), None, None
+
+def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
+    """Megatron's MLP: columns, then rows (lesson 01)"""
+    mlp = copy.deepcopy(full)
+    mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
+    mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
+    return mlp
 
 
 class AllGather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward.
-
-    For consumers that differ: every rank uses the gathered x in its own way, so each
-    has one term of the gradient, and the terms are added. Compare GatherFromTP.
-    """
+    """All-gather forward, reduce-scatter backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -1016,11 +853,12 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
+        # Each rank used the result in its own way: it has a term of each gradient.
         return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of AllGather."""
+    """Reduce-scatter forward, all-gather backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -1032,115 +870,16 @@ class ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-        copy_input: False where the caller has applied f, once for several layers.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, D] → [B, S, D]     Replicate()
-        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
-                                          paper's columns of A are our rows
-        return  [B, S, F] → [B, S, F/T]   Shard(2)
-
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {
-        "weight": (("tp", 0),),
-        "bias": (("tp", 0),),
-    }  # cut over axis tp along dim 0
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
-        super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
-        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
-        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.copy_input:
-            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
-
-
-class RowParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *input* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]   Shard(2), as ColumnParallelLinear returns it
-        weight  [D, F]    → [D, F/T]      Shard(1)
-        bias    [D]       → [D]           Replicate()
-        return  [B, S, D] → [B, S, D]     Replicate()
-
-    Communication: forward one all-reduce of B·S·D elements (g); backward none.
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {"weight": (("tp", 1),)}
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.tp_group = tp_group
-        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
-        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
-
-    def forward(self, x_BSf: Tensor) -> Tensor:
-        partial_y_BSD = F.linear(x_BSf, self.weight)
-        y_BSD = ReduceFromTP.apply(partial_y_BSD, self.tp_group)
-        return y_BSD + self.bias  # after the sum: before it, it would be added T times
-
-
-class TPMLP(nn.Module):
-    """Megatron's MLP: columns, then rows. One all-reduce forward, one backward.
-
-    GELU works on single elements, so it needs no neighbour: each rank applies it to the
-    columns it has. That is why the column split comes first.
-    """
-
-    def __init__(self, full: MLP, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
-        self.down_proj = RowParallelLinear(full.down_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_BSD)))
-
-
-def tell_placement(module: nn.Module, name: str) -> tuple:
-    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
-
-
-def unshard(
-    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
-) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
-    for axis, dim in reversed(placement):
-        x = all_gather(x, dim, groups[axis])
-    return x
-
-
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
+    """Within `with`: bytes kept for backward, each storage once (lesson 01)"""
 
-    def __init__(self, skip: list[Tensor]):
-        self.skip = {x.untyped_storage().data_ptr() for x in skip}
+    def __init__(self, skip):
+        self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
         self.storages = {}
         super().__init__(self.pack, lambda x: x)
 
     def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
+        storage = local(x).untyped_storage()
         if storage.data_ptr() not in self.skip:
             self.storages[storage.data_ptr()] = storage.nbytes()
         return x
@@ -1150,8 +889,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted too. (PyTorch's CommDebugMode
-    counts calls, not bytes, and takes half a second to import.)"""
+    """Within `with` (lesson 01)"""
 
     names = {
         "_c10d_functional::all_reduce": "all-reduce",
@@ -1172,40 +910,51 @@ class CountDTensor(TorchDispatchMode):
         return out
 
 
-def in_words(placement: tuple) -> str:
-    """PyTorch's words for a placement on one axis."""
-    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
+def local(x: Tensor) -> Tensor:
+    """This rank's piece of a DTensor (lesson 01)"""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
+
+
+def nbytes(tensors) -> int:
+    """Bytes of these tensors on this rank (lesson 01)"""
+    return sum(local(x).nbytes for x in tensors if x is not None)
+
+
+def must_divide(args, name: str, parts: int, what: str) -> None:
+    """ValueError with the arithmetic if a flag is no multiple of parts (lesson 01)"""
+    value = getattr(args, name)
+    if value % parts:
+        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
+        left = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+
+
+# endregion
 
 
 # ==== CARRIED OVER from 02, unchanged
+# region
 
 
 Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
 
 
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864)."""
+    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (lesson 02)"""
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
     angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
     return angle_SH.cos(), angle_SH.sin()
 
 
 def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) of a head by its position's angle."""
+    """Turn each pair (i, i + H/2) of a head by its position's angle (lesson 02)"""
     first, second = x_BNSH.chunk(2, -1)
     return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
 
 
-class Dropout(nn.Module):
-    """Zero elements with probability p, scale the others by 1/(1 − p).
-
-    Like nn.Dropout, but the mask kept for backward is boolean, one byte an element, as
-    on a GPU (on a CPU nn.Dropout keeps it in x's dtype).
-    """
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
+class Dropout(nn.Dropout):
+    """With a mask of bytes, one an element (lesson 02)"""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -1214,37 +963,56 @@ class Dropout(nn.Module):
         return x * keep / (1 - self.p)
 
 
-class Attention(nn.Module):
-    """Causal attention written out, so that what it keeps for backward can be counted.
+class CoreAttention(nn.Module):
+    """The part of attention that has no weights, written out (lesson 02)"""
 
-    Shapes: x [B, S, D] → [B, S, D]. K key/value heads serve N/K query heads each.
-    """
+    def __init__(self, head_size: int, dropout: float):
+        super().__init__()
+        self.head_size = head_size
+        self.dropout = Dropout(dropout)  # of the attention weights
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: tuple) -> Tensor:
+        S = q.shape[1]
+        cos_SH, sin_SH, future_SS = tables
+        q_BNSH = q.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        k_BKSH = k.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        v_BKSH = v.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        q_BNSH = rotate(q_BNSH, cos_SH[:S], sin_SH[:S])
+        k_BKSH = rotate(k_BKSH, cos_SH[:S], sin_SH[:S])
+        queries_per_kv = q_BNSH.shape[1] // k_BKSH.shape[1]
+        k_BNSH = k_BKSH.repeat_interleave(queries_per_kv, 1)
+        v_BNSH = v_BKSH.repeat_interleave(queries_per_kv, 1)
+        scores_BNSS = q_BNSH @ k_BNSH.mT / math.sqrt(self.head_size)
+        scores_BNSS = scores_BNSS.masked_fill(future_SS[:S, :S], float("-inf"))
+        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
+        return (weights_BNSS @ v_BNSH).transpose(1, 2).flatten(2)
+
+
+def project_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """The same x through several linears (lesson 02)"""
+    return [linear(x_BSD) for linear in linears]
+
+
+class Attention(nn.Module):
+    """Causal attention (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
         D, H = config.hidden, config.hidden // config.heads
-        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
+        self.project = project_each  # how x gets to the three; TP puts f there
+        self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
-        self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
-        q, k, v = (
-            proj(x_BSD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, N, S, H], and [B, K, S, H] twice
-        q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
-        scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
-        scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
-        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
-        return self.o_proj((weights_BNSS @ v).transpose(1, 2).flatten(2))
+    def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        q, k, v = self.project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        return self.o_proj(self.core(q, k, v, tables))
 
 
 class DecoderLayer(nn.Module):
-    """Pre-LayerNorm: x + dropout(attention(norm(x))), then + dropout(MLP(norm(x)))."""
+    """Pre-LayerNorm (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1255,14 +1023,16 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(D, 4 * D)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + self.dropout(attended_BSD)
-        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
+    def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        # By keywords, as Hugging Face's layers call their attention.
+        y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), tables=tables)
+        x_BSD = x_BSD + self.dropout(y_BSD)
+        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
+        return x_BSD + self.dropout(y_BSD)
 
 
 class Transformer(nn.Module):
-    """The reference decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
+    """The decoder (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1278,445 +1048,270 @@ class Transformer(nn.Module):
         self.register_buffer("future", future_SS, persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        tables = self.cos[:S], self.sin[:S], self.future[:S, :S]
         x_BSD = self.embed_tokens(tokens_BS)
         for layer in self.layers:
-            x_BSD = layer(x_BSD, *tables)
+            x_BSD = layer(x_BSD, (self.cos, self.sin, self.future))
         return self.lm_head(self.norm(x_BSD))
 
 
-def replicated_dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout where x is whole on every rank: all must drop the same elements.
+class ShardedDropout(nn.Module):
+    """Dropout where x is a slice along dim (lesson 02)"""
 
-    They do, because all draw the same numbers, from one seed and in one order:
-    sharded_dropout, too, draws its whole mask on every rank.
-    """
-    keep = torch.rand(x.shape, device=x.device) >= p
-    return x * keep / (1 - p)
-
-
-def sharded_dropout(x: Tensor, p: float, dim: int, tp_group) -> Tensor:
-    """Dropout where x is a slice along dim: each rank must drop elements of its own.
-
-    Every rank draws the mask of the whole tensor and keeps its slice, so that the
-    result is the single process's. Megatron does not draw the other ranks' parts: it
-    has a second generator, seeded with an offset by tp_rank. That is less work, and
-    other masks than one process would draw (arXiv:1909.08053, appendix).
-    """
-    whole = list(x.shape)
-    whole[dim] *= tp_group.size()
-    keep = torch.rand(whole, device=x.device) >= p
-    return x * shard(keep, dim, tp_group) / (1 - p)
-
-
-def shard_qkv(full: Attention, tp_group) -> list:
-    """q_proj, k_proj, v_proj cut by heads: each on its own, so that a rank's queries
-    meet the keys and values that belong to them. f comes before, once for the three."""
-    three = full.q_proj, full.k_proj, full.v_proj
-    return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
-
-
-class CoreAttention(nn.Module):
-    """The part of attention that has no weights: this rank's heads, each on its own.
-
-    Args:
-        head_size: H; p: dropout of the attention weights; tp_group: whose heads.
-    Shapes: q [B, S, N·H/T], k and v [B, S, K·H/T], tables [S, H] twice and [S, S]
-        → [B, S, N·H/T]: heads never meet, so nothing is sent.
-    """
-
-    def __init__(self, head_size: int, p: float, tp_group: dist.ProcessGroup):
+    def __init__(self, p: float, dim: int, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.head_size, self.p, self.tp_group = head_size, p, tp_group
+        self.p, self.dim, self.tp_group = p, dim, tp_group
 
-    def forward(self, q_BSd, k_BSe, v_BSe, cos_SH, sin_SH, future_SS) -> Tensor:
-        q_BnSH, k_BkSH, v_BkSH = (
-            x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for x in (q_BSd, k_BSe, v_BSe)
-        )
-        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BkSH = rotate(k_BkSH, cos_SH, sin_SH)
-        queries_per_kv = q_BnSH.shape[1] // k_BkSH.shape[1]
-        k_BnSH = k_BkSH.repeat_interleave(queries_per_kv, 1)
-        v_BnSH = v_BkSH.repeat_interleave(queries_per_kv, 1)
-        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(self.head_size)
-        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
-        if self.p and self.training:
-            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
-        return (weights_BnSS @ v_BnSH).transpose(1, 2).flatten(2)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        whole = list(x.shape)
+        whole[self.dim] *= self.tp_group.size()
+        keep = torch.rand(whole, device=x.device) >= self.p
+        return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-class TPAttention(nn.Module):
-    """Attention by heads: q, k, v by column, o by row; heads never meet in between.
-
-    Args:
-        full: the single-process attention; its heads and kv heads are multiples of T.
-
-    Shapes (global → on a rank, placement):
-        x                      [B, S, D] → [B, S, D]         Replicate()
-        q_proj.weight          [D, D]    → [D/T, D]          Shard(0), N/T heads
-        k_proj, v_proj.weight  [K·H, D]  → [K·H/T, D]        Shard(0), K/T heads
-        o_proj.weight          [D, D]    → [D, D/T]          Shard(1)
-    Communication: forward one all-reduce of B·S·D elements (g of o_proj), backward one
-        (f before q, k and v).
-    Raises: ValueError if T does not divide a projection.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    def __init__(self, full: Attention, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.tp_group = tp_group
-        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
-        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
-        self.o_proj = RowParallelLinear(full.o_proj, tp_group)
-
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        q_BSd, k_BSe, v_BSe = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
-        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
+def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+    """f once for all linears that read x (lesson 02)"""
+    return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
-class TPDecoderLayer(nn.Module):
-    """A layer: attention and MLP split; LayerNorm, residual and their dropout whole.
+def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
+    """Put parallel modules in the place of a layer's linears (lesson 02)"""
+    attn = layer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        full = getattr(attn, name)
+        heads = full.out_features // attn.core.head_size
+        if heads % tp_group.size():
+            raise ValueError(f"{name}: {heads} heads on {tp_group.size()} ranks")
+        setattr(attn, name, ColumnParallelLinear(full, tp_group, copy_input=False))
+    attn.project = copy_then_project
+    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
+    attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
+    layer.mlp = tp_mlp(layer.mlp, tp_group)
 
-    Communication: 2 all-reduces forward and 2 backward, each of B·S·D elements.
-    """
 
-    def __init__(self, full: DecoderLayer, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.p = full.dropout.p
-        self.input_layernorm = copy.deepcopy(full.input_layernorm)
-        self.self_attn = TPAttention(full.self_attn, tp_group)
-        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
-        self.mlp = TPMLP(full.mlp, tp_group)
+def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
+    """A copy of the decoder with its layers split over the TP group (lesson 02)"""
+    model = copy.deepcopy(full)
+    for layer in model.layers:
+        parallelize_layer(layer, tp_group)
+    return model
 
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        p = self.p if self.training else 0
-        y_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
-        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
-        return x_BSD + (replicated_dropout(y_BSD, p) if p else y_BSD)
+
+def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
+    """The model that PyTorch makes of a plan (lesson 02)"""
+    device = next(full.parameters()).device.type
+    mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
+    model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
+    for layer in model.layers:  # a plan is about parameters: masks are ours to cut
+        p = layer.self_attn.core.dropout.p
+        layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
+    return model
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank.
-
-    A rank has a slice of the sharded gradients: their squares are summed over the
-    group. It has all of the replicated ones: they are counted once.
-    Communication: one all-reduce of one float64.
-    """
-    sharded, replicated = [], []
-    for name, p in model.named_parameters():
-        squares = p.grad.double().square().sum()
-        (sharded if tell_placement(model, name) else replicated).append(squares)
-    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
+    """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
+    sharded = replicated = next(model.parameters()).new_zeros((), dtype=torch.float64)
+    for p in model.parameters():
+        squares = 0 if p.grad is None else p.grad.double().square().sum()
+        if getattr(p, "cuts", ()):
+            sharded = sharded + squares
+        else:
+            replicated = replicated + squares
+    return math.sqrt(all_reduce(sharded, tp_group) + replicated)
 
 
-def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
-    """Scale all gradients so that their global norm is at most max_norm; the norm."""
-    norm = global_norm(model, tp_group)
+def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
+    """Scale all gradients by the same (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     for p in model.parameters():
-        p.grad.mul_(scale)
-    return norm
-
-
-def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer: every rank updates what it holds, nothing is sent.
-
-    Replicas stay equal because they started equal and got equal gradients.
-    """
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def pick_batch(batches: list, step: int) -> tuple[Tensor, Tensor]:
-    """The step's tokens and targets: every rank of a TP group takes the same."""
-    return batches[step]
-
-
-def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Cross entropy averaged over the tokens that count, in float32 at least."""
-    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
-
-
-def wide_copy(full: Transformer) -> tuple[Transformer, str]:
-    """The model without dropout, in float32 at least, and the name of its dtype.
-
-    For comparisons in which rounding is not the question.
-    """
-    dtype = torch.promote_types(next(full.parameters()).dtype, torch.float32)
-    return copy.deepcopy(full).eval().to(dtype), str(dtype).removeprefix("torch.")
+        if p.grad is not None:
+            p.grad.mul_(scale)
 
 
 PAD = 256  # the one token that is not a byte
 
 
-IGNORE = -100  # what F.cross_entropy takes for "no target here"
+IGNORE = -100  # as a target: there is none, F.cross_entropy leaves this token out
 
 
-def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
-
-    Indentation is cut to half a row: among nothing but spaces every weighting of values
-    gives the same, and the gradients of q and k would be zero, or rather rounding.
-    """
-    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    half = args.seq_len // 2
-    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
+def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets [B, S] (lesson 02)"""
+    lines = [f"{line}\n".encode() for line in text.splitlines() if line.strip()]
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
     for _ in range(count):
-        picks = torch.randint(len(lines), (args.batch_size,), generator=generator)
         rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
-        for row, pick in zip(rows, picks.tolist()):
-            text = (lines[pick] + b"\n")[: args.seq_len + 1]
-            row[: len(text)] = torch.tensor(list(text))
-        tokens, target = rows[:, :-1].clone(), rows[:, 1:].clone()
-        target[target == PAD] = IGNORE
-        batches.append((tokens.to(args.device), target.to(args.device)))
+        for row in rows:
+            line = lines[torch.randint(len(lines), (), generator=generator)]
+            start = torch.randint(len(line) - 1, (), generator=generator)
+            line = line[start : start + args.seq_len + 1]
+            row[: len(line)] = torch.tensor(list(line))
+        tokens_BS, target_BS = rows[:, :-1].contiguous(), rows[:, 1:]
+        target_BS = target_BS.masked_fill(target_BS == PAD, IGNORE)
+        batches.append((tokens_BS.to(args.device), target_BS.to(args.device)))
     return batches
 
 
+def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+    """Cross entropy, averaged over the tokens that have a target (lesson 02)"""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
+
+
 def make_transformer(args) -> Transformer:
-    """The full model, the same on every rank: drawn from the seed before any cut."""
+    """The full model, the same on every rank (lesson 02)"""
     torch.manual_seed(args.seed)
-    config = Config(
-        args.vocab_size, args.hidden, args.heads, args.kv_heads, args.layers,
-        args.seq_len, args.dropout,
-    )  # fmt: skip
-    return Transformer(config).to(args.device, getattr(torch, args.dtype))
+    sizes = {name: getattr(args, name) for name in Config._fields}
+    return Transformer(Config(**sizes)).to(args.device, getattr(torch, args.dtype))
 
 
-def tensor_bytes(tensors) -> int:
-    """Bytes of all tensors among these."""
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+class TrainingRun(NamedTuple):
+    """What the training of one model gave, tensors whole (lesson 02)"""
+
+    losses: dict[str, float]  # by step
+    norms: dict[str, float]  # of the gradient, by step, before it was clipped
+    gradients: dict[str, Tensor]  # of step 1, put together from all ranks
+    parameters: dict[str, Tensor]  # after the last step, too
+    held: dict[str, int]  # bytes on this rank
 
 
-class Training:
-    """One model in training, and what was measured of it."""
+def train_transformer(
+    what, model, batches, args, loss_of, tp_group=None, after_backward=None
+) -> TrainingRun:
+    """A step of AdamW on each batch, with gradients clipped (lesson 02)"""
+    # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
+    # and would turn rounding into steps as long as any other.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    losses, norms, held = {}, {}, {}
+    for step, batch in enumerate(batches, 1):
+        model.zero_grad()
+        torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
+        loss, held["activations"] = forward_backward(what, model, batch, loss_of)
+        if after_backward:
+            COMM.what, COMM.phase = what, "after backward"
+            after_backward(model)
+        if step == 1:
+            gradients = put_together(model, "grad")
+        COMM.what, COMM.phase = what, "clipping"
+        losses[f"loss, step {step}"] = loss
+        norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
+        clip_gradients(model, args.clip, norm)
+        norms[f"‖g‖, step {step}"] = norm
+        # Every rank updates what it holds, and nothing is sent. Replicas stay equal
+        # because they started equal and get equal gradients: nothing else sees to it.
+        optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values()]
+    held["parameters"] = nbytes(model.parameters())
+    held["gradients"] = nbytes(p.grad for p in model.parameters())
+    held["optimizer state"] = nbytes(moments)
+    return TrainingRun(losses, norms, gradients, put_together(model, "data"), held)
 
-    def __init__(self, model: nn.Module, tp_group: dist.ProcessGroup | None, args):
-        self.model, self.tp_group, self.args = model, tp_group, args
-        # eps above the rounding error of a gradient: AdamW divides by the gradient's
-        # size, and would turn rounding into steps as long as any other.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-        self.losses, self.norms, self.held, self.first = [], [], {}, {}
-        self.rounding = {}  # of bfloat16: measure_rounding
 
-    def step(self, batches: list, step: int, watch=None) -> None:
-        tokens, target = (
-            batches[step] if not self.tp_group else pick_batch(batches, step)
-        )
-        torch.manual_seed(self.args.seed + step)  # the masks of this step
-        parameters = list(self.model.parameters())
-        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
-        COMM.what, COMM.phase = "layers", "forward"
+def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
+    """The loss of a batch, and the bytes kept for backward (lesson 02)"""
+    tokens_BS, target_BS = batch
+    saved = SavedBytes([*model.parameters(), *model.buffers()])
+    COMM.what, COMM.phase = what, "forward"
+    with CountDTensor("tp"):
         with saved:
-            logits_BSV = self.model(tokens)
-        loss = self.loss(logits_BSV, target)
+            logits = model(tokens_BS)
+        COMM.phase = "loss"
+        loss = loss_of(logits, target_BS)
         COMM.phase = "backward"
-        self.backward(loss)
-        COMM.what, COMM.phase = "bookkeeping", ""
-        self.losses.append(loss.item())
-        if not self.first:
-            self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
-            self.held = {
-                "parameters": tensor_bytes(parameters),
-                "gradients": tensor_bytes(p.grad for p in parameters),
-                "activations": saved.total(),
-            }
-        COMM.what = "clipping"
-        if self.tp_group:
-            self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
-        else:
-            # clip_grad_norm_, but with the squares of large tensors added in float64
-            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
-            self.norms.append(norm.item())
-        COMM.what = "bookkeeping"
-        update(self.model, self.optimizer)
-        if "optimizer state" not in self.held:
-            state = self.optimizer.state.values()
-            moments = [x for one in state for x in one.values()]
-            self.held["optimizer state"] = tensor_bytes(moments)
-
-    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-        return mean_loss(logits_BSV, target_BS)
-
-    def backward(self, loss: Tensor) -> None:
         loss.backward()
-
-    def named(self):
-        return self.model.named_parameters()
-
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        """A parameter, or its gradient, put together from all ranks."""
-        where = tell_placement(self.model, name) if self.tp_group else ()
-        return unshard(x.detach(), where, {"tp": self.tp_group}).clone()
+    return loss.item(), saved.total()
 
 
-def measure_rounding(run: Training, full: Transformer, batches: list) -> None:
-    """How far bfloat16's rounding alone moves each gradient: against float32, no TP.
-
-    A gradient is a sum of many terms, some large and of both signs: what is left of
-    them can be as small as their rounding. So no one tolerance fits all tensors.
-    """
-    wide = argparse.Namespace(**vars(run.args) | {"dtype": "float32"})
-    exact = Training(copy.deepcopy(full).float(), None, wide)
-    exact.step(batches, 0)
-    run.rounding = {n: rel_diff(run.first[n], g) for n, g in exact.first.items()}
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which knows DTensors (lesson 02)"""
+    grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(grads, foreach=False).item()
 
 
-def allowed(without: Training, name: str) -> float:
-    """The largest relative difference of a parameter's gradient that is no bug.
-
-    In bfloat16 it is 2e-2, or three times what rounding does to it without TP.
-    """
-    floor = ALLOWED[without.args.dtype][1]
-    return max(floor, 3 * without.rounding.get(name, 0.0))
-
-
-def fold(name: str, verbose: bool) -> str:
-    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
-    parts = name.split(".")
-    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
-
-
-def show_parameters(report: Report, without: Training, tp: Training) -> None:
-    """Who holds what, and every gradient of step 1, layers folded into one row."""
-    here, rows = dict(tp.named()), {}
-    for name, reference in without.first.items():
-        diff = rel_diff(tp.first[name], reference)
-        mark = report.check(f"dL/d {name}", diff, allowed(without, name))
-        where = in_words(tell_placement(tp.model, name))
-        cell = rows.setdefault(fold(name, report.args.verbose), [])
-        norms = [x.double().square().sum().item() for x in (reference, tp.first[name])]
-        cell.append([list(here[name].shape), where, *norms, diff, mark != "ok"])
-    worst = gather_objects(
-        {key: [max(c[i] for c in cell) for i in (4, 5)] for key, cell in rows.items()}
-    )
-    table = []
-    for key, cell in rows.items():
-        shape, where = cell[0][:2]
-        norms = [math.sqrt(sum(c[i] for c in cell)) for i in (2, 3)]
-        diff, bad = (max(w[key][i] for w in worst) for i in (0, 1))
-        row = dict(name=key, placement=where, rel_diff=diff, ok=not bad)
-        row |= dict(norm_without=norms[0], norm_with=norms[1])
-        report.data["gradients"].append(row)
-        cells = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
-        key = key.removeprefix("layers.")  # --verbose: the row fits the screen
-        table.append([key, shape, where, *cells, "✗" if bad else "ok"])
-    layers = report.args.layers
-    report.say(
-        f"\n2  Who holds what; norms of step 1's gradients (a row for {layers} layers)"
-    )
-    head = "parameter|on a rank|placement|alone|split|diff.|ok"
-    report.table(head, table, "lllrrrr")
-    name = "layers.0.self_attn.q_proj.weight"
-    rows = [
-        [
-            " ".join(f"{v:9.6f}" for v in x.first[name][i, :3].tolist())
-            for x in (without, tp)
-        ]
-        for i in range(2)
-    ]
-    report.table("dL/d q_proj.weight, layer 0, alone|split", rows, "ll")
+def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
+    """All parameters or gradients from all ranks' slices (lesson 02)"""
+    COMM.what = COMM.phase = ""  # not the model's calls, but the report's
+    whole = {}
+    for name, p in model.named_parameters():
+        x = getattr(p, what)
+        if isinstance(x, DTensor):
+            x = x.full_tensor()
+        elif x is not None:
+            x = unshard(x, getattr(p, "cuts", ()))
+            x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
+        whole[name] = torch.empty(0) if x is None else x.clone()
+    return whole
 
 
-def show_after(report: Report, without: Training, tp: Training) -> None:
-    """The parameters after the last step; replicas equal to the bit on all ranks."""
-    marks, diffs, squares = [], [], [0.0, 0.0]
-    limit, reference = ALLOWED[report.args.dtype][1], dict(without.named())
-    for name, p in tp.named():
-        p, q = tp.whole(name, p), reference[name].detach()
-        diffs.append(rel_diff(p, q))
-        squares[0] += (p - q).double().square().sum().item()
-        squares[1] += q.double().square().sum().item()
-        if report.args.dtype != "bfloat16":
-            check = f"{name} after the last step"
-            marks.append(report.check(check, diffs[-1], limit))
-    if report.args.dtype == "bfloat16":
-        # AdamW makes steps of one length from large gradients and from rounding: the
-        # parameters that started at zero differ, and only all together are compared.
-        diffs = [math.sqrt(squares[0] / squares[1])]
-        check = "all parameters after the last step"
-        marks.append(report.check(check, diffs[0], limit))
-    found = gather_objects([max(diffs), "✗" if "✗" in marks else "ok"])
-    worst, mark = max(row[0] for row in found), max(row[1] for row in found)
-    whole = {n: p for n, p in tp.named() if not tell_placement(tp.model, n)}
-    off = 0.0
-    for p in whole.values():
-        off = max(off, rel_diff(broadcast(p, 0, tp.tp_group), p))
-    off = max(gather_objects(off))  # rank 0, which prints, is equal to itself
-    same = report.check("replicas equal on every rank", off)
-    losses = gather_objects(tp.losses)
-    one = report.check(
-        "one loss on every rank", float(losses != [losses[0]] * len(losses))
-    )
-    report.say(
-        f"   After {report.args.steps} steps the parameters differ by {worst:.1e} at "
-        f"most: {mark}.\n   Equal to the bit on all ranks: the {len(whole)} replicated "
-        f"tensors {same}, the losses {one}"
-    )
+def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
+    """Losses, norms, where training ended; replicas still equal (lesson 02)"""
+    args, losses = report.args, {what: run.losses for what, run in runs.items()}
+    ends = {what: run.norms | run.parameters for what, run in runs.items()}
+    labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
+    labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
+    report.section("Losses, AdamW's steps; ‖g‖: the gradient's norm before clipping")
+    report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
+    report.compare("losses", losses, report.allowed_loss)
+    report.compare("updates", ends, fold=labels.get)
+    for name, p in model.named_parameters():
+        if not getattr(p, "cuts", ()):
+            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, tp_group)))
+    of_rank_0 = gather_objects(losses[split])[0]
+    report.check("replicas: losses", float(losses[split] != of_rank_0))
 
 
-def check_sizes(args, ranks: int) -> None:
-    """ValueError where the model cannot be built, or cannot be cut into `ranks`."""
-    pairs = [
-        ("--hidden", args.hidden, "--heads", args.heads),
-        ("--heads", args.heads, "--kv-heads", args.kv_heads),
-        ("--heads", args.heads, "ranks, by --nproc_per_node", ranks),
-        ("--kv-heads", args.kv_heads, "ranks, by --nproc_per_node", ranks),
-    ]
-    for flag, value, other, parts in pairs:
-        if value % parts:
-            raise ValueError(
-                f"{flag} {value} is not a multiple of {parts} ({other}): {value} % "
-                f"{parts} = {value % parts}; {flag} {value + parts - value % parts} "
-                "would do"
-            )
-    if args.hidden // args.heads % 2:
-        raise ValueError(
-            f"--hidden {args.hidden} / --heads {args.heads} = "
-            f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
-            "must be even"
-        )
-    if args.vocab_size < 257:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
-        )
+def module_of(name: str) -> str:
+    """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj (lesson 02)"""
+    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
+    return ".".join(parts[:-1]) or name
+
+
+def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
+    """The model's flags; ValueError if it cannot be built (lesson 02)"""
+    add = parser.add_argument
+    add("--hidden", type=positive, help="D (8 numbers a head)")
+    add("--heads", type=positive, help="N (2 for each key/value head)")
+    add("--kv-heads", type=positive, help="K (4, or more: a multiple of the ranks)")
+    add("--dropout", type=float, default=0.1, help="probability (0.1)")
+    add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
+    args = parser.parse_args()
+    usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
+    args.heads = args.heads or 2 * (args.kv_heads or usual)
+    args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
+    args.hidden = args.hidden or 8 * args.heads
+    must_divide(args, "heads", ranks, "ranks")
+    must_divide(args, "hidden", 2 * args.heads, "numbers in pairs, for each of --heads")
+    must_divide(args, "heads", args.kv_heads, "--kv-heads")
+    must_divide(args, "kv_heads", ranks, "ranks")
+    if args.vocab_size <= PAD:
+        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
+    if args.hidden < 4:
+        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
     if not 0 <= args.dropout < 1:
         raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
     if not args.clip > 0:
         raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
-    if args.profile and not args.profile.is_dir():
-        raise ValueError(f"--profile {args.profile}: there is no such folder")
+    return args
+
+
+# endregion
 
 
 # ==== CARRIED OVER from 03, unchanged
+# region
 
 
-def pad_vocab(full: Tensor, ranks: int) -> Tensor:
-    """Zero rows below an embedding or a head, so that T divides them: any V and T.
-
-    Shapes: [V, ...] → [⌈V/T⌉·T, ...]. Zeros stay zeros: no token is looked up there,
-    and the loss gives those columns no gradient.
-    """
-    missing = -len(full) % ranks
-    return torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
-
-
-def first_row(v: int, tp_group: dist.ProcessGroup) -> int:
-    """Rank t has the tokens from t·v to (t + 1)·v − 1 of the vocabulary."""
-    return tp_group.rank() * v
+def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
+    """An embedding or head with rows of zeros, so that T divides them (lesson 03)"""
+    padded = copy.deepcopy(full)
+    for name, p in full.named_parameters():
+        zeros = p.new_zeros(-len(p) % ranks, *p.shape[1:])  # as many as are missing
+        setattr(padded, name, nn.Parameter(torch.cat([p.detach(), zeros])))
+    return padded
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError for a token that no rank has; nn.Embedding raises IndexError."""
+    """ValueError for a token that no rank has (lesson 03)"""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         low, high = tokens.min().item(), tokens.max().item()
         raise ValueError(
@@ -1724,126 +1319,70 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         )
 
 
-def look_up(tokens_BS: Tensor, weight_vD: Tensor, V: int, tp_group) -> Tensor:
-    """The embeddings of this rank's tokens, zeros for the others': a term of the sum.
-
-    Shapes: tokens [B, S], weight [v, D] → [B, S, D] {U_tp}. ValueError for a token ≥ V.
-    """
-    check_tokens(tokens_BS, V)
-    local_BS = tokens_BS - first_row(len(weight_vD), tp_group)
-    mine_BS = (local_BS >= 0) & (local_BS < len(weight_vD))
-    # Another rank's token looks up row 0, any row would do: it is zeroed next.
-    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_vD)
-    return x_BSD * mine_BS.unsqueeze(-1)  # others' tokens: zero
-
-
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose rows are split over the TP group.
-
-    Args:
-        full: the single-process embedding, identical on every rank.
-        tp_group: the T ranks that share it.
-
-    Shapes (global → on a rank, placement):
-        tokens  [B, S] int64 → the same       Replicate()
-        weight  [V, D]       → [⌈V/T⌉, D]     Shard(0), the last ones padded
-        return  [B, S, D]    → [B, S, D]      Replicate()
-    Communication: forward one all-reduce of B·S·D elements (g); backward none.
-    Raises: ValueError for a token outside the vocabulary.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {"weight": (("tp", 0),)}
+    """An embedding whose rows are split over the TP group (lesson 03)"""
 
     def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
         super().__init__()
         self.vocab_size, self.tp_group = full.num_embeddings, tp_group
-        padded = pad_vocab(full.weight.detach(), tp_group.size())
-        self.weight = nn.Parameter(shard(padded, 0, tp_group))  # [v, D]
+        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
+        padded = pad_vocab(full, tp_group.size())
+        self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        partial_x_BSD = look_up(tokens_BS, self.weight, self.vocab_size, self.tp_group)
-        return ReduceFromTP.apply(partial_x_BSD, self.tp_group)
+        check_tokens(tokens_BS, self.vocab_size)
+        v = len(self.weight)
+        row_BS = tokens_BS - self.tp_group.rank() * v
+        mine_BS = (row_BS >= 0) & (row_BS < v)
+        # Another rank's token looks up row 0, any row would do: it is zeroed next.
+        x_BSD = F.embedding(row_BS.where(mine_BS, 0), self.weight)
+        partial_x_BSD = x_BSD * mine_BS.unsqueeze(-1)
+        return self.reduce(partial_x_BSD, self.tp_group)
 
 
-class VocabParallelHead(nn.Module):
-    """A head whose output features, the vocabulary, are split; logits stay split.
-
-    Args:
-        full: the single-process head.
-        tied: this rank's rows of the embedding, where head and embedding share them.
-    Shapes: x [B, S, D] Replicate() → logits [B, S, ⌈V/T⌉] Shard(2).
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
-    """
-
-    placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}
-
-    def __init__(self, full: nn.Linear, tp_group, tied: nn.Parameter | None = None):
-        super().__init__()
-        self.tp_group, T = tp_group, tp_group.size()
-        weight = shard(pad_vocab(full.weight.detach(), T), 0, tp_group)
-        self.weight = nn.Parameter(weight) if tied is None else tied  # [v, D]
-        bias = shard(pad_vocab(full.bias.detach(), T), 0, tp_group)
-        self.bias = nn.Parameter(bias)  # [v]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)
-
-
-def real_columns(logits_BSv: Tensor, vocab_size: int, tp_group) -> Tensor:
-    """[v] bool: which of this rank's columns are tokens, and not padding."""
-    v = logits_BSv.shape[-1]
-    token_v = first_row(v, tp_group) + torch.arange(v, device=logits_BSv.device)
-    return token_v < vocab_size
-
-
-def largest_logit(logits_BSv: Tensor, tp_group) -> Tensor:
-    """[B, S]: the maximum over the whole vocabulary, so that no exp overflows."""
-    return all_reduce(logits_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
-
-
-def to_softmax(exp_BSv: Tensor, total_BS: Tensor) -> Tensor:
-    """This rank's columns of the softmax: all that backward needs."""
-    return exp_BSv / total_BS.unsqueeze(-1)
-
-
-def without_ignored(grad_BSv: Tensor, has_target_BS: Tensor) -> Tensor:
-    """Zero the rows of tokens that have no target, also where they are nan."""
-    return grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
+def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
+    """The model with embedding and head split over the vocabulary (lesson 03)"""
+    model = tp_transformer(full, tp_group)
+    model.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
+    head = pad_vocab(full.lm_head, tp_group.size())
+    model.lm_head = ColumnParallelLinear(head, tp_group)
+    if full.lm_head.weight is full.embed_tokens.weight:
+        model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
+    for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
+        p.rows = full.config.vocab_size  # the other rows are padding
+    return model
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """−log softmax(logits)[target] of sharded logits: vocab_parallel_cross_entropy.
-
-    With m the largest logit, z = Σ exp(x − m): loss = log z − (x[target] − m). Each of
-    m, z and x[target] takes a number from every rank: one all-reduce of B·S values.
-    """
+    """−log softmax(logits)[target] of sharded logits (lesson 03)"""
 
     @staticmethod
     def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
+        v = logits_BSv.shape[-1]
+        first = tp_group.rank() * v  # the token of this rank's first column
+        column_v = torch.arange(v, device=logits_BSv.device)
+        padding_v = first + column_v >= vocab_size
         wide = torch.promote_types(logits_BSv.dtype, torch.float32)
-        real_v = real_columns(logits_BSv, vocab_size, tp_group)
-        x_BSv = logits_BSv.to(wide).masked_fill(~real_v, float("-inf"))
-        # First all-reduce: the largest logit.
-        x_BSv = x_BSv - largest_logit(x_BSv, tp_group).unsqueeze(-1)
+        x_BSv = logits_BSv.to(wide).masked_fill(padding_v, float("-inf"))
+        # First all-reduce: the largest logit, so that no exp overflows.
+        max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
+        x_BSv = x_BSv - max_BS.unsqueeze(-1)
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
-        total_BS = all_reduce(exp_BSv.sum(-1), tp_group)
+        sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
         # Third: the target's logit. One rank has its column, the others give zero.
-        v = logits_BSv.shape[-1]
-        local_BS = target_BS - first_row(v, tp_group)
-        mine_BS = (local_BS >= 0) & (local_BS < v)
-        local_BS = local_BS.where(mine_BS, 0)
-        picked_BS = x_BSv.gather(-1, local_BS.unsqueeze(-1)).squeeze(-1)
+        column_BS = target_BS - first
+        mine_BS = (column_BS >= 0) & (column_BS < v)
+        column_BS = column_BS.where(mine_BS, 0)
+        picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(mine_BS, 0)
         if smoothing:  # and the mean of all logits, in the same all-reduce
-            sum_BS = x_BSv.masked_fill(~real_v, 0).sum(-1)
-            picked_BS = (1 - smoothing) * picked_BS + smoothing * sum_BS / vocab_size
-        loss_BS = total_BS.log() - all_reduce(picked_BS, tp_group)
+            total_BS = x_BSv.masked_fill(padding_v, 0).sum(-1)
+            picked_BS = (1 - smoothing) * picked_BS + smoothing * total_BS / vocab_size
+        loss_BS = sum_BS.log() - all_reduce(picked_BS, tp_group)
+        softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
         has_target_BS = target_BS != ignore
-        softmax_BSv = to_softmax(exp_BSv, total_BS)
-        ctx.save_for_backward(softmax_BSv, local_BS, mine_BS, has_target_BS, real_v)
+        ctx.save_for_backward(softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v)
         ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         ctx.dtype = logits_BSv.dtype
         return loss_BS.where(has_target_BS, 0)
@@ -1852,12 +1391,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream_BS):
         # dloss/dx = softmax − onehot(target): each rank has what it takes for its
         # columns, so nothing is sent.
-        softmax_BSv, local_BS, mine_BS, has_target_BS, real_v = ctx.saved_tensors
-        even = ctx.smoothing / ctx.vocab_size  # what smoothing gives to every token
-        grad_BSv = softmax_BSv - even * real_v.to(softmax_BSv)
+        softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v = ctx.saved_tensors
+        even = ctx.smoothing / ctx.vocab_size  # smoothing's target for every token
+        grad_BSv = (softmax_BSv - even).masked_fill(padding_v, 0)
         hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, local_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
-        grad_BSv = without_ignored(grad_BSv * upstream_BS.unsqueeze(-1), has_target_BS)
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
+        grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
+        # The loss of an ignored token is zero; softmax − onehot is not.
+        grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
 
@@ -1869,20 +1410,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of every token, from logits whose vocabulary is split over the TP group.
-
-    Args:
-        logits_BSv: this rank's columns, padding included.
-        target_BS: the right tokens, the same on every rank.
-        vocab_size: V, the tokens there are; columns from V on are padding.
-        ignore_index: a target that gives no loss and no gradient.
-        label_smoothing: ε, as in F.cross_entropy.
-    Shapes: logits [B, S, v] Shard(2), target [B, S] → loss [B, S] Replicate(), float32
-        or wider; any number of leading dims will do.
-    Communication: forward three all-reduces of B·S values; backward none.
-    Raises: ValueError for a target outside the vocabulary.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
+    """The loss of every token, from sharded logits (lesson 03)"""
     check_tokens(target_BS[target_BS != ignore_index], vocab_size)
     return VocabParallelCrossEntropy.apply(
         logits_BSv, target_BS, tp_group, vocab_size, ignore_index, label_smoothing
@@ -1890,62 +1418,18 @@ def vocab_parallel_cross_entropy(
 
 
 def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
-    """The mean over the tokens that have a target; nan if none has, as in PyTorch."""
+    """The mean over the tokens that have a target (lesson 03)"""
     return loss_BS.sum() / (target_BS != IGNORE).sum()
 
 
-class VocabParallelTransformer(nn.Module):
-    """Lesson 02's transformer with embedding and head split over the vocabulary.
-
-    Shapes: tokens [B, S] → logits [B, S, ⌈V/T⌉] Shard(2).
-    Communication: that of TPTransformer, and one all-reduce of B·S·D elements forward
-        (embedding) and one backward (head).
-    """
-
-    def __init__(self, full: Transformer, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.vocab_size = full.config.vocab_size
-        self.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
-        self.layers = nn.ModuleList(TPDecoderLayer(x, tp_group) for x in full.layers)
-        self.norm = copy.deepcopy(full.norm)
-        tied = full.lm_head.weight is full.embed_tokens.weight
-        shared = self.embed_tokens.weight if tied else None
-        self.lm_head = VocabParallelHead(full.lm_head, tp_group, shared)
-        for name, table in full.named_buffers():
-            self.register_buffer(name, table.clone(), persistent=False)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        x_BSD = self.embed_tokens(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, self.cos[:S], self.sin[:S], self.future[:S, :S])
-        return self.lm_head(self.norm(x_BSD))
-
-
-class VocabTraining(Training):
-    """Training with the loss by hand; padding rows cut off what is put together."""
-
-    def __init__(self, model, tp_group, args, loss_group):
-        super().__init__(model, tp_group, args)
-        self.loss_group = loss_group
-
-    def loss(self, logits_BSv: Tensor, target_BS: Tensor) -> Tensor:
-        COMM.what = "loss"
-        V = self.args.vocab_size
-        loss_BS = vocab_parallel_cross_entropy(
-            logits_BSv, target_BS, self.loss_group, V
-        )
-        COMM.what = "layers"
-        return mean_over_targets(loss_BS, target_BS)
-
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        full = super().whole(name, x)
-        vocabulary = name.startswith(("embed_tokens", "lm_head"))
-        return full[: self.args.vocab_size] if vocabulary else full
+def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size) -> Tensor:
+    """The mean loss, from logits as they are (lesson 03)"""
+    loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, vocab_size)
+    return mean_over_targets(loss_BS, target_BS)
 
 
 def make_tied(args) -> Transformer:
-    """Lesson 02's model; with --tie, head and embedding share their weight."""
+    """Lesson 02's model (lesson 03)"""
     full = make_transformer(args)
     if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
@@ -1953,782 +1437,442 @@ def make_tied(args) -> Transformer:
     return full
 
 
-# ==== BREAK IT
+# endregion
 
 
-def biased_terms(self, x_BSf):
-    """The bias joins every rank's term, before the sum over ranks."""
-    partial_y_BSD = F.linear(x_BSf, self.weight, self.bias)
-    return scatter_sequence(partial_y_BSD, self.tp_group)
+# ==== HARNESS, the same in every lesson
+# region  It counts, compares, prints tables, names lost ranks. Fold it away.
 
 
-def local_positions(model, S, tp_group):
-    """Every slice counts its positions from 0."""
-    s = -(-S // tp_group.size())
-    position_S = torch.arange(S, device=model.cos.device) % s
-    return model.cos[position_S], model.sin[position_S], model.future[:S, :S]
+class CommCounter:
+    """Calls and payload bytes of every collective, and the call this rank is in now."""
+
+    def __init__(self):
+        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
+        self.what = self.phase = ""  # labels of what is called next
+        self.place, self.made, self.store = {}, Counter(), None
+
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
+        row[0] += 1
+        row[1] += nbytes
+
+    @contextmanager
+    def record(self, collective: str, x: Tensor, group, copies: int = 1):
+        """Around one call on copies·x.nbytes bytes of payload."""
+        self.count(collective, copies * x.nbytes, group.group_desc)
+        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
+        with self.meet(call, dist.get_process_group_ranks(group)):
+            yield
+
+    @contextmanager
+    def meet(self, call: str, ranks: list[int]):
+        """Around a call that ends when all these ranks are in it."""
+        key, before = str(ranks), self.place
+        self.made[key] += 1  # the n-th call of one rank meets the n-th of the others
+        number = self.made[key]
+        state = f"in call {number} of ranks {ranks}, {call}"
+        self.note(state, ranks=ranks, key=key, number=number)
+        yield
+        self.note(**before)  # not after an error: then this rank is still in it
+
+    def note(self, state: str = "in no call", **more) -> None:
+        """Where this rank is, for the others to read if something goes wrong."""
+        self.place = {"state": state, **more}
+        about = {"made": self.made, "host": socket.gethostname(), "pid": os.getpid()}
+        if self.store:
+            self.store.set(f"place/{dist.get_rank()}", json.dumps(self.place | about))
 
 
-def one_mask(x_BsD, p, S, tp_group):
-    """All slices drop the same elements: each rank draws for its slice, seeds alike."""
-    keep_BsD = torch.rand(x_BsD.shape, device=x_BsD.device) >= p
-    return x_BsD * keep_BsD / (1 - p)
+COMM = CommCounter()
+ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of a tensor
 
 
-def own_slice(partial_grad_BSD, tp_group):
-    """This rank's slice of its own term: the other ranks' terms are lost."""
-    return shard(pad_sequence(partial_grad_BSD, tp_group.size()), 1, tp_group)
+def rel_diff(got, wanted) -> float:
+    """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
+    float64 = torch.float64  # of a Python number as_tensor would make float32
+    got, wanted = (
+        torch.as_tensor(x, dtype=float64).detach().cpu() for x in (got, wanted)
+    )
+    if got.shape != wanted.shape:
+        return math.inf
+    if torch.equal(got, wanted):
+        return 0.0
+    diff = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    return diff if diff == diff else math.inf
 
 
-def summed_slices(ctx, grad):
-    """A sum over ranks that all have the whole gradient: T times too large."""
-    return reduce_scatter(grad, ctx.dim, ctx.tp_group), None, None
+def gather_objects(value) -> list:
+    """Every rank's value, in rank order: for the report, so not counted."""
+    values = [None] * dist.get_world_size()
+    with COMM.meet("gathering of results", [*range(len(values))]):
+        dist.all_gather_object(values, value)
+    return values
 
 
-def mean_of_means(loss_BS, target_BS, slices=2):
-    """Each slice's mean, then the mean of those: a short slice's tokens weigh more."""
-    losses, targets = loss_BS.chunk(slices, 1), target_BS.chunk(slices, 1)
-    means = [x.sum() / (y != IGNORE).sum().clamp(1) for x, y in zip(losses, targets)]
-    return sum(means) / len(means)
+class Report:
+    """Rank 0 prints, every rank checks, --json keeps the rows of all tables."""
 
+    def __init__(self, lesson: str, args):
+        self.args, self.checks, self.number, self.axes = args, {}, 0, {}
+        self.allowed_loss, self.allowed = ALLOWED[args.dtype]
+        self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
 
-def without_keywords(keyword=None):
-    """PrepareModuleInput told of positional arguments, where there are none."""
-    return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    def begin(self, mesh: dict[str, int]) -> None:
+        """The first line; mesh: axis → ranks."""
+        self.axes = self.data["mesh"] = mesh
+        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+        where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
+        print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
 
+    def section(self, title: str) -> None:
+        self.number += 1
+        self.say(f"\n{self.number}  {title}")
 
-def reduced_dtensor(loss):
-    """dist.all_reduce of a DTensor."""
-    total = loss.detach()
-    dist.all_reduce(total)
-    return total
+    def say(self, text: str) -> None:
+        if self.args.only in (None, self.number):
+            print(text, flush=True)
 
+    def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
+        """Note one comparison on this rank; does it hold here?"""
+        assert name not in self.checks, f"two checks are called {name}"
+        ok = diff <= allowed  # False for nan, too
+        self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
+        return ok
 
-def whole_to_norm(local=True):
-    """The norm is handed the whole x by every rank, and takes it for a slice."""
-    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    def table(self, key: str, rows: list[dict], hide=()) -> None:
+        """Print and keep rows of like keys; diff and ok are the worst of all ranks."""
+        for row, of_ranks in zip(rows, zip(*gather_objects(rows))):
+            for name, worst in (("diff", max), ("ok", all)):
+                if name in row:
+                    row[name] = worst(other[name] for other in of_ranks)
+        self.data.setdefault(key, []).extend(rows)
+        if not rows:  # nothing sent: there is one rank
+            return
+        lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
+        for name in [name for name in rows[0] if name not in hide]:
+            texts = [cell(name, row[name]) for row in rows]
+            texts.insert(0, name.replace("_bytes", ""))
+            width = max(map(len, texts))
+            pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
+            lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
+        self.say("\n".join(line.rstrip() for line in lines))
 
+    def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
+        """Numbers or tensors of several runs against those of the first run.
 
-BREAKS = {
-    "norms": Break(
-        "mend_replicated",
-        lambda model, tp_group: None,
-        "gradients of LayerNorms and row-parallel biases are not all-reduced",
-        "step 1's loss is right; these gradients are not, and differ from rank to "
-        "rank; so do the replicas from step 2 on, and losses drift, slowly",
-        "these parameters are whole on every rank, but met only its tokens: each rank "
-        "has the part of the gradient that comes from its slice",
-        "github.com/NVIDIA/Megatron-LM/issues/443, 474, 1446; "
-        "NVIDIA/TransformerEngine issue 435, NVIDIA/apex issue 1686",
-    ),
-    "row-bias": Break(
-        "SPRowParallelLinear.forward",
-        biased_terms,
-        "the row-parallel bias is added before the reduce-scatter",
-        "the first loss is off; where biases start at zero, as in many a model, it is "
-        "right, but not their gradients: T times too large at once",
-        "the sum over ranks adds it T times; after the sum each position gets it once, "
-        "on the rank that has the position",
-        "lesson 01's --break bias, with a reduce-scatter in the all-reduce's place; "
-        "github.com/huggingface/text-generation-inference/issues/1036",
-    ),
-    "length": Break(
-        "pad_sequence",
-        lambda x_BSD, ranks, value=0: x_BSD,
-        "a length that T does not divide is not padded",
-        "lengths that T divides work; then one comes that it does not, and an error "
-        "about sizes ends the run",
-        "slices of the sequence have to be of one size: collectives and sums need it",
-        "github.com/pytorch/torchtitan/issues/1306",
-    ),
-    "rotary": Break(
-        "position_tables",
-        local_positions,
-        "rotary positions are counted from the start of each slice",
-        "no error, and a loss that looks right; on a trained model it would not",
-        "rank t's first token is number t·s of the sequence, not number 0",
-        "a trap in models that count positions by the length of the x they see; "
-        "github.com/NVIDIA/Megatron-LM/issues/560 asks it of context parallelism",
-    ),
-    "mask": Break(
-        "sequence_dropout",
-        one_mask,
-        "all slices of the sequence drop the same elements",
-        "training goes on; the loss differs from one process's, and tokens that are s "
-        "positions apart share their masks",
-        "with one seed on all ranks, each must take its own part of what is drawn, or "
-        "have a generator of its own",
-        "github.com/NVIDIA/Megatron-LM/issues/206",
-    ),
-    "split": Break(
-        "sum_to_slices",
-        own_slice,
-        "backward of the gather takes a slice, where it should sum and take a slice",
-        "step 1's loss is right, and so are the head's gradients; all before it lack "
-        "the other ranks' terms",
-        "each rank used the gathered x in its own way, with its columns of W: every "
-        "rank has a term of dL/dx for every position",
-        "github.com/NVIDIA/Megatron-LM/issues/1635, pytorch/pytorch issue 153016",
-    ),
-    "sum": Break(
-        "GatherFromTP.backward",
-        summed_slices,
-        "backward of the other gather sums, where it should take a slice",
-        "every gradient before that gather is T times too large, and AdamW hides it; "
-        "this model has no such gather, so one check of section 4 sees it",
-        "all ranks went on alike with the gathered x: each has the whole dL/dx, and a "
-        "sum counts it T times",
-        "github.com/NVIDIA/Megatron-LM/issues/323, pytorch/pytorch issue 153016",
-    ),
-    "slice-mean": Break(
-        "mean_over_targets",
-        mean_of_means,
-        "the loss is averaged in each slice of the sequence, then over the slices",
-        "right as long as all slices have as many targets; with padding tokens it is "
-        "not; here in TP's column too, whose loss is the same function",
-        "lines of text end before the row does: the last slice has fewer targets, and "
-        "its mean weighs as much as the others'",
-        "github.com/pytorch/torchtitan/issues/2972, the same with micro-batches",
-    ),
-    "keywords": Break(
-        "gather_keyword",
-        without_keywords,
-        "PyTorch's plan: keyword arguments, and no input_kwarg_layouts",
-        "an error at the first forward: inputs and input_layouts differ in length",
-        "the module is called with keywords alone, as Hugging Face's attention is: it "
-        "has no positional input for input_layouts to name",
-        "github.com/pytorch/pytorch/pull/124114, which added input_kwarg_layouts",
-    ),
-    "dtensor-loss": Break(
-        "whole_loss",
-        reduced_dtensor,
-        "PyTorch's plan: dist.all_reduce of a loss that is a DTensor",
-        "an error: no sharding strategy for the all-reduce (older versions: found no "
-        "DeviceMesh)",
-        "a DTensor knows what there is to sum: .full_tensor() does it; after "
-        ".to_local() a sum would count a loss that is whole already T times",
-        "github.com/pytorch/pytorch/issues/152712, pytorch/torchtitan pull 779",
-    ),
-    "tiled": Break(
-        "embedding_to_slices",
-        whole_to_norm,
-        "PyTorch's plan: SequenceParallel is given a whole tensor",
-        "x comes out of the first norm T·S long, tiled; an error where it meets a "
-        "tensor of another length, and silently wrong gradients where it does not",
-        "SequenceParallel takes a plain tensor for this rank's slice; it shards none",
-        "github.com/pytorch/pytorch/issues/129355, pytorch/examples issue 1271",
-    ),
-}
+        Args:
+            runs: run → name → number or tensor; of a tensor its norm is printed.
+            fold: name → label; names of one label are printed as one row.
+        """
+        allowed = self.allowed if allowed is None else allowed
+        (_, wanted), *others = runs.items()
+        rows, none = {}, torch.empty(0)
+        for name in dict.fromkeys(name for values in runs.values() for name in values):
+            row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
+            row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
+            for run, values in runs.items():
+                value = torch.as_tensor(values.get(name, none), dtype=torch.float64)
+                row[run] = math.hypot(row[run], value.detach().norm())
+            for run, values in others:
+                diff = rel_diff(values.get(name, none), wanted.get(name, none))
+                row["diff"] = max(row["diff"], diff)
+                row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+        self.table(key, list(rows.values()))
 
+    def measure(self, key: str, rows: list[dict], hide=()) -> None:
+        """Rows with bytes and predicted_bytes, which have to be equal."""
+        for row in rows:
+            name = " ".join(value for value in row.values() if isinstance(value, str))
+            off = abs(row["bytes"] - row["predicted_bytes"])
+            equal = self.check(f"{key}: {name}", off, kind="bytes")
+            row["ok"] = row.get("ok", True) and equal
+        self.table(key, rows, hide)
 
-# ==== RUN
+    def ledger(self, formulas: dict, steps: int = 1) -> None:
+        """Calls and bytes of a step, as counted, against formulas.
 
-
-class SPTraining(VocabTraining):
-    """Training in which backward is followed by the sum of the replicas' gradients."""
-
-    def __init__(self, model, tp_group, args, loss_group):
-        super().__init__(model, tp_group, args, loss_group)
-        self.parts = {}  # gradients of the replicated parameters before that sum
-
-    def backward(self, loss: Tensor) -> None:
-        super().backward(loss)
-        if not self.parts:
-            self.parts = {n: p.grad.clone() for n, p in self.named()}
-        COMM.what = "replicated"
-        mend_replicated(self.model, self.tp_group)
-
-
-def show_with_sequence(report: Report, runs: list[Training], batches) -> None:
-    """Losses and gradient norms: one process, TP, TP with SP."""
-    args, rows = report.args, []
-    loss_limit, limit = ALLOWED[args.dtype]
-    for step, (_, target) in enumerate(batches):
-        losses, norms = ([x[step] for x in (r.losses, r.norms)] for r in runs), []
-        losses, norms = zip(*losses)
-        diff = max(abs(x - xs[0]) / xs[0] for xs in (losses, norms) for x in xs)
-        marks = [
-            report.check(f"loss at step {step + 1}, {name}", abs(a - b) / b, bound)
-            for name, a, b, bound in (
-                ("TP", losses[1], losses[0], loss_limit),
-                ("TP + SP", losses[2], losses[0], loss_limit),
-                ("gradient norm", norms[2], norms[0], limit),
-            )
+        Args:
+            formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        """
+        rows, whats = [], {key[0] for key in formulas}
+        others = [key for key in COMM.rows if key[0] in whats and key not in formulas]
+        for key in [*formulas, *others]:
+            row = dict(zip(("what", "phase", "collective", "axis"), key))
+            calls, formula, predicted = formulas.get(key, (0, "none", 0))
+            ranks = self.axes[row["axis"]]
+            if ranks == 1:  # nobody to send to
+                calls = predicted = 0
+            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
+            if made or calls:
+                times = 2 if row["collective"] == "all-reduce" else 1
+                row |= {"calls": round(made), "bytes": round(sent), "formula": formula}
+                row["predicted_bytes"] = predicted
+                row["ring"] = round(times * sent * (ranks - 1) / ranks)
+                off = abs(made - calls)
+                row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
+                rows.append(row)
+        alike = [
+            name for name in ("phase", "axis") if len({r[name] for r in rows}) == 1
         ]
-        row = {"step": step + 1, "without": losses[0], "with": losses[2]}
-        padding = (target == IGNORE).sum().item()
-        row |= {"tp": losses[1], "tokens": target.numel(), "padding": padding}
-        report.data["losses"].append(row)
-        cells = [f"{x:.8f}" for x in losses] + [f"{norms[0]:.5f}", f"{norms[2]:.5f}"]
-        mark = "ok" if marks == ["ok"] * 3 else "✗"
-        rows.append([step + 1, padding, *cells, f"{diff:.1e}", mark])
-    size = f"{args.batch_size} × {args.seq_len}"
-    report.say(f"\n1  Losses and gradient norms, {size} tokens a step")
-    head = "step|no target|alone|TP|TP + SP|‖g‖ alone|‖g‖ SP|diff.|ok"
-    report.table(head, rows, "rrrrrrrrr")
-    report.say(
-        "   alone: one process; TP: lesson 03's model; ‖g‖: norm of the gradient; "
-        "diff.: largest,\n   relative; no target: tokens after which there is padding"
-    )
+        self.measure("communication", rows, hide=["predicted_bytes", *alike])
+
+    def verdict(self) -> str:
+        """PASS or FAIL, of all ranks' checks together."""
+        rows = {}
+        for rank, checks in enumerate(gather_objects(self.checks)):
+            for name, check in checks.items():
+                row = rows.setdefault(name, {"name": name, "bad": []} | check)
+                row["diff"] = max(row["diff"], check["diff"])
+                row["bad"] += [] if check["ok"] else [rank]
+        bad = [row for row in rows.values() if row["bad"]]
+        print()
+        for row in bad[:4]:
+            how = "relative difference" if row["kind"] == "numbers" else "off by"
+            off = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
+        texts, wrong = [], Counter(row["kind"] for row in bad)
+        for kind, made in Counter(row["kind"] for row in rows.values()).items():
+            some = f"{wrong[kind]} of {made} {kind} differ"
+            texts.append(some if wrong[kind] else f"{kind} all ok")
+        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
+        worst = max(numbers, key=lambda row: row["diff"])
+        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = "; ".join(texts) if bad else f"{len(rows)} checks, {diff}"
+        self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
+        if self.args.json and dist.get_rank() == 0:
+            self.args.json.write_text(json.dumps(self.data, indent=1))
+        return f"{self.data['verdict']}  {self.data['lesson']}  {text}"
 
 
-def show_replicated(report: Report, without: Training, sp: Training) -> None:
-    """Gradients of replicated parameters, before and after the all-reduce."""
-    T, s = report.ranks, -(-report.args.seq_len // report.ranks)
-    last = f"layers.{report.args.layers - 1}."
-    names = [f"{last}input_layernorm.weight", f"{last}self_attn.o_proj.bias"]
-    report.say(
-        "\n3  Whole on every rank, but each met only its own tokens: LayerNorms, and "
-        "the biases\n   of row-parallel linears. First numbers of two gradients of "
-        "layer "
-        f"{report.args.layers - 1}"
-    )
-    corner = lambda x: " ".join(f"{v:8.5f}" for v in x[:3].tolist())
-    parts = gather_objects([corner(sp.parts[name]) for name in names])
-    rows = []
-    for rank, cells in enumerate(parts):
-        start, end = rank * s, min(report.args.seq_len, (rank + 1) * s) - 1
-        where = f"{start} to {end}" if end >= start else "padding"
-        rows.append([f"rank {rank}", where, *cells])
-    off = [rel_diff(sp.first[n], without.first[n]) for n in names]
-    bad = [x > allowed(without, n) for x, n in zip(off, names)]  # checked in section 2
-    bad = [any(marks) for marks in zip(*gather_objects(bad))]
-    mended = [corner(sp.first[n]) + (" ✗" if b else " ok") for n, b in zip(names, bad)]
-    rows.append(["mended", "all", *mended])
-    rows.append(["one process", "all", *(corner(without.first[n]) for n in names)])
-    report.table("|positions|input_layernorm.weight|o_proj.bias", rows, "llll")
-    alike = sum(parts.count(part) > 1 for part in parts) if T > 1 else 0
-    report.check("each rank has a part of its own", float(alike == T > 1))
-    keep = {name: [part[i] for part in parts] for i, name in enumerate(names)}
-    report.data["replicated"] = keep
-    report.say(
-        "   mended: mend_replicated adds up all ranks' parts, in one all-reduce after "
-        "backward.\n   Without it (--break norms) each rank updates its copy in its "
-        "own "
-        "way."
-    )
+def cell(name: str, value) -> str:
+    """A value as a table shows it."""
+    if isinstance(value, bool):
+        return "ok" if value else "✗"
+    if isinstance(value, float):
+        return f"{value:.1e}" if name == "diff" else f"{value:.7g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def show_pairs(report: Report, tp_group) -> None:
-    """Which backward belongs to which forward: each pair on numbers, by its rule."""
-    T, rank = tp_group.size(), tp_group.rank()
-    generator, S, D = torch.Generator().manual_seed(report.args.seed), 2 * T, 3
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    terms, uses = (draw(T, 2, S, D).to(report.args.device) for _ in range(2))
-    x, use, eye = terms[0], uses[rank], torch.eye(D).to(terms)
-    cut = lambda whole: shard(whole, 1, tp_group)
-    # Into a pair goes `given`, out of it comes y, and the loss is Σ y·upstream. Where
-    # each rank has a use of its own for y, the loss is the sum over ranks.
-    own, alike = "whole, own uses", "whole, one use"
-    pairs = [
-        ("f", "identity", "all-reduce", f"whole → {own}",
-         lambda y: CopyToTP.apply(y, tp_group), x, use, uses.sum(0)),
-        ("g", "all-reduce", "identity", f"terms → {alike}",
-         lambda y: ReduceFromTP.apply(y, tp_group), terms[rank], uses[0], uses[0]),
-        ("ScatterToSequence", "split", "all-gather", "whole → slices",
-         lambda y: ScatterToSequence.apply(y, 1, tp_group), x, cut(uses[0]), uses[0]),
-        ("GatherFromTP", "all-gather", "split", f"slices → {alike}",
-         lambda y: GatherFromTP.apply(y, 1, tp_group), cut(x), uses[0], cut(uses[0])),
-        ("gather_sequence", "all-gather", "reduce-scatter", f"slices → {own}",
-         lambda y: gather_sequence(y, S, tp_group), cut(x), use, cut(uses.sum(0))),
-        ("GatherThenLinear", "all-gather", "reduce-scatter", "the same, twice gathered",
-         lambda y: GatherThenLinear.apply(y, S, tp_group, eye, eye[0] * 0)[0], cut(x),
-         use, cut(uses.sum(0))),
-        ("scatter_sequence", "reduce-scatter", "all-gather", "terms → slices",
-         lambda y: scatter_sequence(y, tp_group), terms[rank], cut(uses[0]), uses[0]),
-    ]  # fmt: skip
-    rows, marks = [], []
-    for name, forward, backward, kind, pair, given, upstream, wanted in pairs:
-        given = given.clone().requires_grad_()
-        COMM.what = "pairs"
-        pair(given).backward(upstream)
-        diff = rel_diff(given.grad, wanted)
-        marks.append(report.check(f"pair {name}: dL/dx", diff, ALLOWED["float64"][1]))
-        rows.append([name, forward, backward, kind])
-    marks = [max(found) for found in zip(*gather_objects(marks))]  # ✗ above ok
-    rows = [[*row, mark] for row, mark in zip(rows, marks)]
-    report.say("\n4  Which backward goes with which forward; each tried on numbers")
-    report.table("|forward|backward|x → y|ok", rows, "llllr")
-    report.say(
-        "   terms: to be summed over ranks, {U_tp}. own uses: each rank goes on with y "
-        "in its own\n   way, so its dL/dy is a term: sum them. one use: all go on "
-        "alike, "
-        "so each has all of\n   dL/dy, and a sum would be T times it."
-    )
+def wrap(text: str) -> str:
+    return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def show_sp_bytes(report: Report, args, ranks: int) -> None:
-    """What a step sends: lesson 03's all-reduces against gathers and scatters."""
-    e, L, D = getattr(torch, args.dtype).itemsize, args.layers, args.hidden
-    S = -(-args.seq_len // ranks) * ranks
-    one = args.batch_size * args.seq_len * D * e
-    padded = args.batch_size * S * D * e
-    n = 2 * L + 1
-    again = 0 if args.save_gathered else n
-    table, ring = [], {"TP": 0.0, "TP + SP": 0.0, "again": 0.0}
-    for who, what, collective, phase, calls, size, formula in (
-        ("TP", "layers", "all-reduce", "forward", n, one, "(2L + 1)·B·S·D"),
-        ("TP", "layers", "all-reduce", "backward", n, one, "(2L + 1)·B·S·D"),
-        ("TP + SP", "layers", "all-gather", "forward", n, padded, "(2L + 1)·B·S·D"),
-        ("TP + SP", "layers", "reduce-scatter", "forward", n, padded, "the same"),
-        ("TP + SP", "layers", "reduce-scatter", "backward", n, padded, "the same"),
-        ("TP + SP", "layers", "all-gather", "backward", n + again, padded,
-         "(2L + 1)·B·S·D" if args.save_gathered else "2·(2L + 1)·B·S·D"),
-        ("TP + SP", "replicated", "all-reduce", "backward", 1, (6 * L + 2) * D * e,
-         "(6L + 2)·D"),
-    ):  # fmt: skip
-        predicted = calls * size if ranks > 1 else 0
-        cells = report.moved(what, collective, "tp", predicted * args.steps, phase)
-        count, moved = cells[0] // args.steps, cells[1] // args.steps
-        wire = moved * ring_factor(collective, ranks)
-        if what == "layers":
-            ring[who] += wire
-        row = [who[-2:], collective, phase, count, moved, formula, predicted]
-        table.append([*row, f"{wire:.0f}", cells[2]])
-    report.say(
-        f"\n5  Communication in a step; formulas in elements of {e} bytes; ring: what "
-        "a rank sends"
-    )
-    head = "|collective|phase|calls|bytes|formula|predicted|ring|ok"
-    report.table(head, table, "lllrrlrrr")
-    extra = again * padded * ring_factor("all-gather", ranks) if ranks > 1 else 0
-    compare_rings(report, ring, extra, args.seq_len, S)
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its usage, on every rank
+        raise ValueError(message)
 
 
-def compare_rings(report: Report, ring: dict, extra: float, S: int, padded: int):
-    """What a rank of a ring sends with TP, and with SP but for the second gather."""
-    off = abs((ring["TP + SP"] - extra) * S - ring["TP"] * padded)
-    mark = report.check("a ring sends as much with SP as with TP alone", off)
-    report.data["ring_bytes"] = ring | {"again": extra}
-    longer = f" (length {padded} for {S})" if padded > S else ""
-    report.say(
-        "   2L + 1: two a layer, and embedding or head. In a ring an all-reduce is a "
-        "scatter and\n   a gather and sends 2(T − 1)/T of its bytes, each of those "
-        f"(T − 1)/T. TP sends\n   {ring['TP']:.0f}, SP as much, "
-        f"{ring['TP + SP'] - extra:.0f}{longer}: {mark}; and {extra:.0f} to gather "
-        "inputs again\n   in backward (the paper overlaps that with computing), and "
-        "the replicas' (6L + 2)·D."
-    )
-
-
-def paper_units(e: int, T: int, heads_by_length: float) -> dict[str, tuple]:
-    """Way → bytes kept by a layer in units of S·B·D, the formula, share of LayerNorms.
-
-    Args:
-        e: bytes of a number; the paper has 2. Masks have 1 byte an element.
-        heads_by_length: a·s/h of the paper, N·S/D here.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2, and its text for 2/t;
-        "gathered kept" is counted here.
-    """
-    square = (2 * e + 1) * heads_by_length
-    a, b, c = 16 * e + 2, 4 * e + 2, 12 * e  # all; what TP leaves whole; what it cuts
-    gathered = 2 * e * (1 - 1 / T)
-    q = f"{2 * e + 1}as/h"
-    return {
-        "no parallelism": (a + square, f"{a} + {q}", 1),
-        "TP": (b + (c + square) / T, f"{b} + ({c} + {q})/t", 1),
-        "TP + SP": ((a + square) / T, f"({a} + {q})/t", 1 / T),
-        "TP + SP, gathered kept": (
-            (a + square) / T + gathered, f"… + {2 * e}(1 − 1/t)", 1 / T),
-        "TP, selective recompute": (b + c / T, f"{b} + {c}/t", 1),
-        "TP + SP, selective": (a / T, f"{a}/t", 1 / T),
-        "TP, full recompute": (e, f"{e}", 0),
-        "TP + SP, full recompute": (e / T, f"{e}/t", 0),
-    }  # fmt: skip
-
-
-def build_layers(full: DecoderLayer, tp_group) -> dict[str, nn.Module]:
-    """The same layer in each of the ways."""
-    tp = lambda: TPDecoderLayer(full, tp_group)
-    sp = lambda save=False: SPDecoderLayer(full, tp_group, save)
-    ways = {
-        "no parallelism": full,
-        "TP": tp(), "TP + SP": sp(), "TP + SP, gathered kept": sp(True),
-        "TP, selective recompute": tp(), "TP + SP, selective": sp(),
-        "TP, full recompute": Recomputed(tp()),
-        "TP + SP, full recompute": Recomputed(sp()),
-    }  # fmt: skip
-    for name, layer in ways.items():
-        if "selective" in name:
-            layer.self_attn.core = Recomputed(layer.self_attn.core)
-    return ways
-
-
-def measure_layers(report: Report, tp_group, dtype: torch.dtype) -> list[list]:
-    """Bytes that a layer keeps for backward, measured and as the paper says.
-
-    As in the paper, with dropout and as many key/value heads as heads. In float32 and
-    wider output and gradient, too, are compared with the layer in one process.
-    """
-    args, T = report.args, tp_group.size()
-    S = -(-args.seq_len // T) * T  # the paper's lengths divide
-    torch.manual_seed(args.seed)
-    config = Config(0, args.hidden, args.heads, args.heads, 1, S, 0.1)
-    full = DecoderLayer(config).to(args.device, dtype)
-    tables = [*rotary_table(S, args.hidden // args.heads)]
-    tables = [x.to(args.device, dtype) for x in tables]
-    tables.append(torch.ones(S, S, dtype=torch.bool, device=args.device).triu(1))
-    shape = args.batch_size, S, args.hidden
-    x_BSD, upstream_BSD = (torch.randn(shape).to(args.device, dtype) for _ in range(2))
-    e, sbh = dtype.itemsize, math.prod(shape)
-    statistic = 4 if args.device == "cuda" else e  # a GPU has mean and rstd in float32
-    units, rows, wanted = paper_units(e, T, args.heads * S / args.hidden), [], None
-    for name, layer in build_layers(full, tp_group).items():
-        cut = (lambda x: shard(x, 1, tp_group)) if "SP" in name else torch.clone
-        x = cut(x_BSD).requires_grad_()
-        saved = SavedBytes(skip=[*layer.parameters(), *tables])
-        torch.manual_seed(args.seed)  # one mask for all
-        COMM.what = "layer by layer"
-        with saved:
-            y = layer(x, *tables)
-        y.backward(cut(upstream_BSD))
-        found = [y.detach(), x.grad]
-        wanted = wanted or [found[0].clone(), found[1].clone()]
-        mark = "ok"
-        if dtype != torch.bfloat16:
-            diff = max(rel_diff(a, cut(b)) for a, b in zip(found, wanted))
-            kind = str(dtype).removeprefix("torch.")
-            check = f"a layer, {name}: y and dL/dx"
-            mark = report.check(check, diff, ALLOWED[kind][1])
-        unit, formula, share = units[name]
-        stats = round(4 * statistic * args.batch_size * S * share)
-        paper = round(unit * sbh)
-        rows.append([name, saved.total(), unit, formula, stats, paper, mark])
-    return rows
-
-
-def show_layer_memory(report: Report, tp_group) -> None:
-    """A layer's memory against the paper's table, in bfloat16 and in float32."""
-    args, T = report.args, tp_group.size()
-    S = -(-args.seq_len // T) * T
-    sbh, table, scaled = args.batch_size * S * args.hidden, [], []
-    wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
-    for dtype in (torch.bfloat16, wide):
-        kind = str(dtype).removeprefix("torch.")
-        for row in measure_layers(report, tp_group, dtype):
-            name, measured, unit, formula, stats, paper, mark = row
-            what = f"a layer, {name}, {kind}"
-            off = abs(measured - paper - stats)
-            mark = max(mark, report.check(f"bytes kept, {what}", off))  # ✗ above ok
-            line = dict(what=what, bytes=measured, predicted_bytes=paper + stats)
-            line |= dict(units_of_sbh=measured / sbh, paper_units=unit, residue=stats)
-            report.data["memory"].append(line | dict(formula=formula))
-            coefficient = f"{(measured - stats) / sbh:.2f}"
-            cells = [name, measured, stats, coefficient, formula, f"{unit:.2f}", mark]
-            (table if kind == "bfloat16" else scaled).append(cells)
-    report.say(
-        "\n6  What a layer keeps for backward, bytes; bfloat16, dropout; in the "
-        f"paper's letters\n   s = {S} positions, b = {args.batch_size} rows, h = "
-        f"{args.hidden} hidden, a = {args.heads} heads, t = {T} ranks; sbh = {sbh}"
-    )
-    head = "|bytes|stats|rest ÷ sbh|formula|gives|ok"
-    report.table(head, table, "lrrrlrr")
-    marks, kind = {row[-1] for row in scaled}, str(wide).removeprefix("torch.")
-    bytes32 = [str(row[1]) for row in scaled[:3]]
-    report.say(
-        "   5as/h: the heads' scores; 24: between linears; TP cuts both. 10: around "
-        "LayerNorm and\n   residual, whole under TP, cut by SP. Gathered inputs kept "
-        "are "
-        "what the paper avoids;\n   stats, mean and rstd of the LayerNorms, it leaves "
-        f"out. In {kind}, masks still of\n   1 byte, the first three are "
-        f"{' → '.join(bytes32)}; all {len(scaled)} rows "
-        f"{'ok' if marks == {'ok'} else '✗'}"
-    )
-
-
-def show_lengths(report: Report, tp_group) -> None:
-    """Lengths that T does not divide: one step, dropout on, in float64."""
-    args, T, rows = report.args, tp_group.size(), []
-    longest = 2 * args.seq_len + 3
-    lengths = sorted({1, 5, max(1, args.seq_len - 1), longest})
-    sizes = vars(args) | {"dtype": "float64"}
-    full = make_tied(argparse.Namespace(**sizes | {"seq_len": longest}))
-    loss_limit, limit = ALLOWED["float64"]
-    COMM.what = "lengths"
-    for S in lengths:
-        some = argparse.Namespace(**sizes | {"seq_len": S})
-        ((tokens, target),) = make_batches(some, 1)
-        without = Training(copy.deepcopy(full), None, some)
-        sp = SPTransformer(full, tp_group, args.save_gathered)
-        sp = SPTraining(sp, tp_group, some, tp_group)
-        for run in (without, sp):
-            run.step([(tokens, target)], 0)
-        marks = [report.check(
-            f"length {S}: loss",
-            abs(sp.losses[0] - without.losses[0]) / without.losses[0], loss_limit,
-        )]  # fmt: skip
-        worst = 0.0
-        for name, g in without.first.items():
-            diff = rel_diff(sp.first[name], g)
-            marks.append(report.check(f"length {S}: dL/d {name}", diff, limit))
-            worst = max(worst, diff)
-        s = -(-S // T)
-        found = gather_objects([worst, *marks])
-        worst = max(row[0] for row in found)
-        mark = max(max(row[1:]) for row in found)  # ✗ above ok
-        cells = [f"{run.losses[0]:.10f}" for run in (without, sp)]
-        rows.append([S, s * T, s, *cells, f"{worst:.1e}", mark])
-    report.say(
-        "\n7  Other lengths, float64: zeros up to a multiple of T before each "
-        "reduce-scatter,\n   cut off after each gather"
-    )
-    head = "length|padded|a rank's|loss alone|TP + SP|worst gradient|ok"
-    report.table(head, rows, "rrrrrrr")
-
-
-class KeywordDecoderLayer(DecoderLayer):
-    """DecoderLayer that calls its attention with keywords, as Hugging Face's do."""
-
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
-        tables = dict(cos_SH=cos_SH, sin_SH=sin_SH, future_SS=future_SS)
-        y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), **tables)
-        x_BSD = x_BSD + self.dropout(y_BSD)
-        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
-
-
-def gather_keyword(keyword: str) -> PrepareModuleInput:
-    """All-gather the argument of that name before a module: Shard(1) → Replicate()."""
-    return PrepareModuleInput(
-        input_kwarg_layouts={keyword: Shard(1)},
-        desired_input_kwarg_layouts={keyword: Replicate()},
-    )
-
-
-def embedding_to_slices(local: bool = True) -> RowwiseParallel:
-    """An embedding by rows, its output reduce-scattered along the sequence."""
-    return RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local
-    )
-
-
-def sequence_plan(layers: int, keyword: str, local: bool = True) -> dict:
-    """PyTorch's way to say all this, for this model and for Hugging Face's alike.
-
-    Args:
-        keyword: the name under which a layer hands x to its attention.
-        local: x is a plain tensor [B, s, D] between modules; else a DTensor, whose
-            shape reads [B, S, D], for models that count positions by it.
-    """
-    row = dict(output_layouts=Shard(1), use_local_output=local)  # reduce-scatter
-    gather = PrepareModuleInput(
-        input_layouts=Shard(1), desired_input_layouts=Replicate()
-    )
-    plan = {"embed_tokens": embedding_to_slices(local), "norm": SequenceParallel()}
-    for i in range(layers):
-        layer = {
-            "input_layernorm": SequenceParallel(),
-            "self_attn": gather_keyword(keyword),
-            "self_attn.q_proj": ColwiseParallel(),
-            "self_attn.k_proj": ColwiseParallel(),
-            "self_attn.v_proj": ColwiseParallel(),
-            "self_attn.o_proj": RowwiseParallel(**row),
-            "post_attention_layernorm": SequenceParallel(),
-            "mlp": gather,
-            "mlp.gate_proj": ColwiseParallel(),  # Qwen2's MLP has one
-            "mlp.up_proj": ColwiseParallel(),
-            "mlp.down_proj": RowwiseParallel(**row),
-        }
-        plan |= {f"layers.{i}.{name}": style for name, style in layer.items()}
-    return plan
-
-
-def split_head() -> ColwiseParallel:
-    """Logits stay split along the vocabulary, as a DTensor: loss_parallel wants one."""
-    return ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-
-
-def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
-    """For models that do not pad: PAD behind the tokens, IGNORE behind the targets."""
-    return pad_sequence(tokens_BS, ranks, PAD), pad_sequence(target_BS, ranks, IGNORE)
-
-
-def whole_loss(loss: Tensor) -> Tensor:
-    """A plain tensor, from a DTensor too."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
-
-
-def compare_planned(report: Report, label: str, models, logits_of, batch) -> list:
-    """Loss and every gradient of a model under PyTorch's plan, against itself whole.
-
-    Returns: loss whole, loss planned, worst gradient, "ok" or "✗".
-    """
-    (reference, dtype), planned = models
-    loss_limit, limit = ALLOWED[dtype]
-    tokens, target = batch
-    wanted = mean_loss(logits_of(reference, tokens), target)
-    wanted.backward()
-    COMM.what, COMM.phase = label, "forward"
-    tokens, target = pad_batch(tokens, target, report.ranks)
-    with CountDTensor("tp"), loss_parallel():
-        logits = logits_of(planned, tokens)
-        COMM.phase = "loss and backward"
-        loss = mean_loss(logits, target)
-        loss.backward()
-    COMM.what = COMM.phase = ""
-    loss = whole_loss(loss)
-    marks = [report.check(f"{label}: loss", rel_diff(loss, wanted), loss_limit)]
-    worst, whole = 0.0, dict(reference.named_parameters())
-    for name, p in planned.named_parameters():
-        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        diff = rel_diff(grad, whole[name].grad)
-        marks.append(report.check(f"{label}: dL/d {name}", diff, limit))
-        worst = max(worst, diff)
-    mark = "ok" if set(marks) == {"ok"} else "✗"
-    return [wanted.item(), loss.item(), worst, mark]
-
-
-def show_sequence_plan(report: Report, full: Transformer, batch, tp_group) -> None:
-    """The same by PyTorch's own API; no dropout."""
-    args = report.args
-    mesh = DeviceMesh.from_group(tp_group, args.device, mesh_dim_names=("tp",))
-    one = wide_copy(full)
-    # DTensor needs lengths that T divides; the tables have to reach as far.
-    longer = argparse.Namespace(**vars(args) | {"seq_len": args.seq_len + report.ranks})
-    planned, _ = wide_copy(make_tied(longer))
-    for layer in planned.layers:
-        layer.__class__ = KeywordDecoderLayer
-    plan = sequence_plan(args.layers, "x_BSD") | {"lm_head": split_head()}
-    plan = {n: x for n, x in plan.items() if "gate_proj" not in n}
-    planned = parallelize_module(planned, mesh, plan)
-    if args.tie:  # the plan has cut one weight twice
-        planned.lm_head.weight = planned.embed_tokens.weight
-    alone, loss, worst, mark = compare_planned(
-        report, "DTensor", (one, planned), lambda model, x: model(x), batch
-    )
-    report.data["losses"][0]["dtensor"] = loss
-    calls = [
-        f"{COMM.total(what='DTensor', phase=phase, collective=name)[0]} {name}s"
-        for phase in ("forward", "loss and backward")
-        for name in ("all-gather", "reduce-scatter", "all-reduce")
-    ]
-    n = 2 * args.layers + 1 if report.ranks > 1 else 0
-    wanted = [n, n, 0, n, n, 3]  # the loss has three, also over one rank
-    off = sum(abs(int(x.split()[0]) - y) for x, y in zip(calls, wanted))
-    counts = report.check("DTensor: collectives", off)
-    kinds = {
-        str(p.grad.placements) for n, p in planned.named_parameters() if "norm" in n
-    }
-    placements = f"{', '.join(sorted(kinds))}: .full_tensor() is the sum over ranks"
-    report.say(
-        "\n8  The same by PyTorch: SequenceParallel, PrepareModuleInput, "
-        "RowwiseParallel(Shard(1))\n"
-        f"   Without dropout, {one[1]}: loss {loss:.8f}, alone {alone:.8f};\n"
-        f"   gradients differ by {worst:.1e}: {mark}\n"
-        f"   Forward: {', '.join(calls[:3])}\n"
-        f"   Loss and backward: {', '.join(calls[3:])} (the loss's): {counts}\n"
-        "   It keeps the gathered inputs, so it gathers none again. Gradients of norms "
-        "are\n   " + placements
-    )
-
-
-def import_transformers():
-    """Hugging Face's transformers; ValueError where it is not installed."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        raise ValueError(
-            "--hf needs Hugging Face's transformers, an extra of this course: "
-            "pip install transformers==5.20.2"
-        ) from None
-
-
-def make_qwen2(args) -> nn.Module:
-    """Hugging Face's Qwen2 with random weights, of this lesson's sizes, in float32:
-    whatever the dtype, it computes norms and softmax in float32."""
-    transformers = import_transformers()
-    config = transformers.Qwen2Config(
-        vocab_size=args.vocab_size, hidden_size=args.hidden,
-        intermediate_size=4 * args.hidden, num_hidden_layers=args.layers,
-        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
-        max_position_embeddings=args.seq_len, tie_word_embeddings=args.tie,
-        attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(args.seed)
-    return transformers.Qwen2ForCausalLM(config).to(args.device).eval()
-
-
-def show_hugging_face(report: Report, batch, tp_group) -> None:
-    """`--hf`: the same plan on a model that was not written for this course.
-
-    Between its modules x stays a DTensor: Qwen2 counts positions and cuts its causal
-    mask by the shape of x, which must read S and not s.
-    """
-    args = report.args
-    mesh = DeviceMesh.from_group(tp_group, args.device, mesh_dim_names=("tp",))
-    plan = sequence_plan(args.layers, "hidden_states", local=False)
-    plan = {f"model.{name}": style for name, style in plan.items()}
-    plan["lm_head"] = split_head()
-    planned = parallelize_module(make_qwen2(args), mesh, plan)
-    if args.tie:
-        planned.lm_head.weight = planned.model.embed_tokens.weight
-    reference = make_qwen2(args)
-    alone, loss, worst, mark = compare_planned(
-        report, "Qwen2", ((reference, "float32"), planned),
-        lambda model, x: model(x).logits, batch,
-    )  # fmt: skip
-    count = sum(p.numel() for p in reference.parameters())
-    report.say(
-        f"\n9  The same plan on Hugging Face's Qwen2, {count} random weights, float32\n"
-        f"   Loss {loss:.8f}, alone {alone:.8f}; gradients differ by {worst:.1e}: "
-        + mark
-    )
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__, 5, "steps of AdamW")
+def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
+    """The flags that all lessons share, and whole numbers with their defaults."""
+    about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
+    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=positive, default=default, help=f"({default})")
     add = parser.add_argument
-    add("--hidden", type=positive, default=64, help="D (default 64)")
-    add("--heads", type=positive, default=8, help="N (default 8)")
-    add("--kv-heads", type=positive, help="K (default N)")
-    add("--layers", type=positive, default=2, help="L (default 2)")
-    add("--batch-size", type=positive, default=4, help="B (default 4)")
-    add("--seq-len", type=positive, default=32, help="S (default 32)")
-    add("--vocab-size", type=positive, default=257, help="V (default 257)")
-    add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
-    add("--clip", type=float, default=1.0, help="gradient norm allowed (default 1)")
-    add("--tie", action="store_true", help="embedding and head share their weight")
-    add("--verbose", action="store_true", help="a row for each layer's parameters")
-    add("--save-gathered", action="store_true", help="keep gathered inputs")
-    add("--hf", action="store_true", help="also Hugging Face's Qwen2 by PyTorch's plan")
-    args = parser.parse_args()
-    args.kv_heads = args.kv_heads or args.heads
-    args.profile = None
-    check_sizes(args, ranks)
-    if args.hf:
-        import_transformers()
+    add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
+    add("--only", type=positive, metavar="N", help="print section N alone")
+    add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")
+    add("--json", type=Path, metavar="PATH", help="write all tables there")
+    return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no whole number from 1 to 2^31 − 1"
+        )
+    return int(text)
+
+
+def apply_edit(edit: dict, module: dict) -> None:
+    """Put an edited copy of its target, a name or Class.name, into a lesson."""
+    owner, _, name = edit["target"].rpartition(".")
+    definition = getattr(module[owner], name) if owner else module[name]
+    source = textwrap.dedent(inspect.getsource(definition))
+    if source.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
+    edited = {}
+    exec(source.replace(edit["old"], edit["new"]), module, edited)
+    if owner:
+        setattr(module[owner], name, edited[name])
+    else:
+        module[name] = edited[name]
+
+
+def describe(name: str, edit: dict) -> tuple[str, str]:
+    """A bug as a diff; and its symptom, why, and who met it."""
+    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
+    for sign, text in (("-", edit["old"]), ("+", edit["new"])):
+        lines += [f"{sign} {line}" for line in text.splitlines()]
+    told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
+    return "\n".join([*lines, ""]), "\n".join(told)
+
+
+def process_of(place: dict) -> str:
+    """A rank's process is "dead", "stopped" or "alive"; "unknown" if elsewhere."""
+    if place["host"] != socket.gethostname():
+        return "unknown"
+    try:
+        os.kill(place["pid"], 0)
+        state = Path(f"/proc/{place['pid']}/stat").read_text().rpartition(") ")[2][0]
+    except ProcessLookupError:
+        return "dead"
+    except OSError:  # a system without /proc, where a stopped process looks alive
+        return "alive"
+    return {"Z": "dead", "T": "stopped"}.get(state, "alive")
+
+
+def who_is_missing(places: list[dict]) -> str:
+    """What the ranks' last notes say for certain; nobody is accused on a guess."""
+    for rank, place in enumerate(places):
+        if place["process"] == "dead" and "ends" not in place:
+            return f"the process of rank {rank} died; it was {place['state']}"
+    raised = {
+        place["raised"]: rank for rank, place in enumerate(places) if "raised" in place
+    }
+    if raised:
+        first = raised[min(raised)]
+        return f"rank {first} {places[first]['state']}"
+    waits = {}  # rank → those that have not come to the call that it is in
+    for rank, place in enumerate(places):
+        if place["process"] == "stopped":
+            return f"the process of rank {rank} is stopped; it was {place['state']}"
+        waits[rank] = {r for r in place.get("ranks", []) if not_in(place, places[r])}
+    for rank in sorted(set().union(*waits.values())):
+        if "ranks" not in places[rank]:
+            others = [other for other in waits if rank in waits[other]]
+            text = f"rank {rank} is {places[rank]['state']}, ranks {others} wait for it"
+            return f"{text}: it hangs, died, or went on without calling"
+    for _ in places:  # who waits for a rank waits for those that it waits for, too
+        waits = {r: late.union(*map(waits.get, late)) for r, late in waits.items()}
+    circle = [rank for rank in waits if rank in waits[rank]]
+    if circle:
+        return f"ranks {circle} wait for each other: one skipped or swapped a call"
+    return "a call failed that every rank had come to"
+
+
+def not_in(place: dict, other: dict) -> bool:
+    """Has another rank not come to this rank's call, or to a different one?"""
+    made = other["made"].get(place["key"], 0)
+    differs = other.get("key") == place["key"] and other["state"] != place["state"]
+    return made < place["number"] or (made == place["number"] and differs)
+
+
+def fail(error: Exception | None, bug: str = "") -> None:
+    """Say what went wrong, once for all ranks; end this rank with exit code 1.
+
+    error: what this rank's main raised, or None: torchrun tells this rank to end.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # let it speak
+    if COMM.store is None:
+        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
+    place = COMM.place | {"ends": True}  # from here on its end is no news
+    words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
+    if error and not (lost and isinstance(error, RuntimeError)):
+        place["state"] = f"raised {type(error).__name__}: {words}"
+        place["raised"] = time.time()
+        if COMM.store.add("raised", 1) == 1:
+            traceback.print_exception(error)
+    COMM.note(**place)
+    time.sleep(1)  # for the notes of the others
+    ranks = range(dist.get_world_size())
+    places = [json.loads(COMM.store.get(f"place/{rank}")) for rank in ranks]
+    for place in places:
+        place["process"] = process_of(place)
+        if place["process"] == "stopped":  # let it go on, so that it can be ended
+            os.kill(place["pid"], signal.SIGCONT)
+    who = who_is_missing(places)
+    if error is None and not re.search("died;|raised", who):
+        os._exit(1)  # torchrun itself was told to end
+    lines = [wrap(f"error: {who}")]
+    lines += [f"  rank {r}: {place['state']}"[:88] for r, place in enumerate(places)]
+    lines += [wrap(f"  transport: {words[:150]}"), bug] if lost else [bug]
+    stop(1, "\n".join(lines).strip(), speaks=COMM.store.add("told", 1) == 1)
+
+
+def stop(code: int, message: str, speaks: bool) -> None:
+    """End this rank at once: tidying up while others are in a collective can hang."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        words = {"message": {"message": message, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(words))
+    sys.stdout.flush()
+    if speaks:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # torchrun reports the first rank that ends
+    os._exit(code)
+
+
+def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
+    """What the command line says; the process ends here if that is a list, or wrong."""
+    try:
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        args = parse_args(ranks)
+        if args.bug == "list":
+            print(*(f"{name:<14}{breaks[name]['what']}" for name in breaks), sep="\n")
+            sys.exit(0)
+        if args.bug and ranks == 1:
+            raise ValueError("--break needs 2 ranks or more: alone nothing breaks")
+        if args.json:
+            args.json.open("a").close()
+    except (ValueError, OSError) as error:
+        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
+    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
+    if gpu:
+        args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
+        torch.cuda.set_device(args.device)
     return args
 
 
-def main(args: argparse.Namespace, backend: str) -> str:
-    ranks = dist.get_world_size()
-    tp_group = mesh_groups({"tp": ranks}, args.timeout)["tp"]
-    report = Report("04_sequence_parallel", args, {"tp": ranks}, backend)
-    full, batches = make_tied(args), make_batches(args, args.steps)
-    without = Training(copy.deepcopy(full), None, args)
-    tp = VocabParallelTransformer(full, tp_group)
-    tp = VocabTraining(tp, tp_group, args, tp_group)
-    sp = SPTransformer(full, tp_group, args.save_gathered)
-    sp = SPTraining(sp, tp_group, args, tp_group)
-    for step in range(args.steps):
-        for run in (without, tp, sp):
-            run.step(batches, step)
-    if args.dtype == "bfloat16":
-        measure_rounding(without, full, batches)
-    show_with_sequence(report, [without, tp, sp], batches)
-    show_parameters(report, without, sp)
-    show_after(report, without, sp)
-    show_replicated(report, without, sp)
-    show_pairs(report, tp_group)
-    show_sp_bytes(report, args, ranks)
-    show_layer_memory(report, tp_group)
-    show_lengths(report, tp_group)
-    show_sequence_plan(report, full, batches[0], tp_group)
-    if args.hf:
-        show_hugging_face(report, batches[0], tp_group)
-    report.say()
-    claim = "with sequence parallelism == without TP"
-    return report.verdict(claim, BREAKS.get(args.break_name))
+def launch(main, parse_args, module: dict) -> None:
+    """One rank of a lesson, from its command line to its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    lesson, breaks = Path(module["__file__"]), module["BREAKS"]
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
+    under_torchrun = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= {*os.environ}
+    if not under_torchrun and not {"-h", "--help", "list"} & {*sys.argv}:
+        print("start it with torchrun, which makes the ranks:\n")
+        ranks = module.get("RANKS", 2)
+        print(f"    torchrun --standalone --nproc_per_node={ranks} {lesson.name}")
+        sys.exit(2)
+    args = read_flags(parse_args, breaks)
+    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
+    torch.manual_seed(args.seed)
+    diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
+    limit = timedelta(seconds=min(args.timeout, 5) if args.bug else args.timeout)
+    try:
+        dist.init_process_group(args.backend, timeout=limit)
+        COMM.store = dist.distributed_c10d._get_default_store()
+        signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
+        COMM.note()
+        if args.bug:
+            apply_edit(breaks[args.bug], module)
+            print(diff, flush=True)
+        report = Report(lesson.stem, args)
+        main(args, report)
+        line = report.verdict()
+        print(f"{bug}\n{line}".strip(), flush=True)
+        with COMM.meet("the last barrier", [*range(args.ranks)]):
+            dist.barrier()
+        COMM.note("finished", ends=True)
+    except Exception as error:
+        fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.collect()  # whatever still refers to a group must go before the groups do
+    dist.destroy_process_group()
+    if line.startswith("FAIL"):
+        stop(1, line, speaks=False)
+
+
+# endregion
 
 
 if __name__ == "__main__":
-    launch(__file__, parse_args, main, BREAKS, globals())
+    launch(main, parse_args, globals())
