@@ -96,7 +96,7 @@ def try_model(number: int, group) -> dict:
     """Three steps of training and one forward without dropout, both ways."""
     config, full, B, S, generator = make(number, group.size())
     before = {name: p.clone() for name, p in parameters(full).items()}
-    alone, tp = copy.deepcopy(full), lesson.TPTransformer(full, group)
+    alone, tp = copy.deepcopy(full), lesson.tp_transformer(full, group)
     same_names = list(parameters(tp)) == list(parameters(full))
     held = worst_off(parameters(tp), parameters(full), group)
     models = (alone, tp)
@@ -119,23 +119,24 @@ def try_model(number: int, group) -> dict:
         got = tp(tokens)
         lesson.COMM.phase = "backward"
         backward(got, target, upstream, lesson.mean_loss)
-        sent = {key[1:]: row for key, row in lesson.COMM.rows.items()}
+        sent = {key[1:]: [*row] for key, row in lesson.COMM.rows.items()}
         wanted = gradients(alone)
         here = {"logits": [difference(got, logits), ""]}
         here["gradients"] = worst_off(gradients(tp), wanted, group)
         norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
-        here["norm"] = [abs(lesson.global_norm(tp, group) - norm) / norm, ""]
         limit = norm * (0.3, 3.0, 0.01)[(number + step) % 3]
         unclipped = gradients(tp)
         torch.nn.utils.clip_grad_norm_(alone.parameters(), limit)
-        told = lesson.clip_gradients(tp, limit, group)
+        told = lesson.global_norm(tp, group)
+        lesson.clip_gradients(tp, limit, told)
         here["clipped"] = worst_off(gradients(tp), gradients(alone), group)
         untouched = all(torch.equal(a, unclipped[n]) for n, a in gradients(tp).items())
-        clips.append([norm / limit, abs(told - norm) / norm, untouched])
+        here["norm"] = [abs(told - norm) / norm, ""]
+        clips.append([norm / limit, untouched])
         diffs = {kind: max(diffs[kind], here[kind]) for kind in diffs}
-        optimizers[0].step()
-        alone.zero_grad()
-        lesson.update(tp, optimizers[1])
+        for model, optimizer in zip(models, optimizers):
+            optimizer.step()
+            model.zero_grad()
     diffs["parameters"] = worst_off(parameters(tp), parameters(alone), group)
     diffs["held"] = held
     with torch.no_grad():
@@ -175,11 +176,13 @@ def try_dropout(number: int, group) -> dict:
     keep = torch.rand(shape) >= p
     after = torch.rand(3)
     found = {}
-    for name, cut in (("sharded", part), ("replicated", lambda whole: whole)):
+    sharded, whole = lesson.ShardedDropout(p, dim, group), lesson.Dropout(p)
+    for name, dropout, cut in (
+        ("sharded", sharded, part), ("whole", whole, lambda whole: whole),
+    ):  # fmt: skip
         mine = cut(x).clone().requires_grad_()
         torch.manual_seed(number)
-        extra = (dim, group) if name == "sharded" else ()
-        got = getattr(lesson, f"{name}_dropout")(mine, p, *extra)
+        got = dropout(mine)
         in_step = torch.equal(torch.rand(3), after)
         got.backward(cut(upstream))
         found[name] = [
@@ -196,7 +199,7 @@ def refusals(group) -> list:
     for what, heads, kv_heads in (("kv-heads", 4, 1), ("heads", 2, 1)):
         full = lesson.Transformer(lesson.Config(5, 2 * heads, heads, kv_heads, 1, 4, 0))
         try:
-            lesson.TPTransformer(full, group)
+            lesson.tp_transformer(full, group)
             found.append([what, "none raised"])
         except ValueError as error:
             found.append([what, str(error)])
