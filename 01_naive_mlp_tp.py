@@ -1,10 +1,10 @@
 """Lesson 01: one MLP, split over ranks.
 
-Split the first matrix by columns and the second by rows: each rank computes its part of
-the hidden layer, nonlinearity included, and a single all-reduce adds up the outputs.
-That is tensor parallelism (TP); the rest of this lesson is its backward.
+The naive split cuts both matrices by columns, and gathers after each. Better: cut the
+second one by rows. Each rank then computes its part of the hidden layer, nonlinearity
+included, and a single all-reduce adds up the outputs: tensor parallelism (TP).
 
-Run it (2 ranks on a laptop; 3, 4 and 8 work too):
+Run it (2 ranks on a laptop; 3, 4 and 8 work too; 2D needs 4):
 
     torchrun --standalone --nproc_per_node=2 01_naive_mlp_tp.py
 
@@ -12,17 +12,16 @@ What you will see: the same MLP in one process, split the naive way, Megatron's 
 by PyTorch's DTensor, trained side by side: losses, gradients; then spread in other ways
 (data parallel, FSDP, a 2D mesh), with what each holds and sends.
 
-Try: naive_mlp without its last layer, so that a whole one stands beside a split one; an
-nn.RMSNorm before up_proj (it needs whole tokens: --mesh 2x1); a gated MLP, down(gelu(
-gate(x)) · up(x)), where gate_proj takes a line wherever up_proj is split.
+Try: delete naive_mlp's down_proj line; an nn.RMSNorm before up_proj (it needs whole
+tokens: --mesh 2x1); a gated MLP, down(gelu(gate(x)) · up(x)), with a line for gate_proj
+wherever up_proj is split. Numbers stay ok; bytes get a ✗, predicted for our MLP.
 
-How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are its bugs
-(`--break list`). Below stand lesson 00's collectives and what counts and compares.
+How to read this file: NEW is the lesson, RUN what it prints, BREAK IT its bugs.
 
 Shapes: B batch, S sequence, D hidden, F MLP width, T ranks in the TP group. UPPERCASE
     is the full size, lowercase this rank's slice: h_BSf is [B, S, F/T]. `partial_` in
     front: full shape, still to be summed over the group. Mesh axes: tp; dp (data
-    parallel); outer × inner (2D). In code F is also torch.nn.functional.
+    parallel); outer × inner (2D). F is also torch.nn.functional; f, in prose, CopyToTP.
 
 Sources: Megatron-LM, arXiv:1909.08053, sec. 3; ZeRO, arXiv:1910.02054 (FSDP); GSPMD,
     arXiv:2105.04663 (2D mesh); docs.pytorch.org, torch.distributed.tensor.parallel.
@@ -59,10 +58,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 01: one MLP, split
 
-# From lesson 00: all_reduce, all_gather and reduce_scatter return new tensors, of which
-# autograd knows nothing; shard(x, dim, group) is this rank's slice of what all hold.
-# Over a group a tensor is Replicate(): whole on every rank, Shard(dim): cut in slices,
-# or Partial(): full shape, still to be summed. W[F_tp, D]: dim F is cut over axis tp.
+# From lesson 00: all_reduce, all_gather, reduce_scatter return new tensors, of which
+# autograd knows nothing; shard(x, dim, group) is this rank's slice of what all hold. A
+# tensor is Replicate(): whole on every rank, Shard(dim), or Partial(): to be summed.
 
 
 class MLP(nn.Module):
@@ -93,8 +91,15 @@ def unshard(x: Tensor, cuts: tuple) -> Tensor:
     return x
 
 
-# Collectives with a backward. Which one is right depends on what the ranks do with the
-# result: the same (then each has its whole gradient), or each its own (then a term).
+# Collectives with a backward: which one is right depends on what the ranks do next. If
+# all do the same, each gets the whole gradient; if each its own, a term of a sum.
+#     class             forward         what the ranks do next      backward
+#     CopyToTP (f)      nothing         each with its slice of W    all-reduce
+#     GatherFromTP      all-gather      the same, or begin with f   slice
+#     ReduceFromTP (g)  all-reduce      the same                    nothing
+#     AllGather         all-gather      each its own                reduce-scatter
+#     ReduceScatter     reduce-scatter  each with its slice         all-gather
+# (backward returns a gradient for each argument of forward, None where there is none.)
 class CopyToTP(torch.autograd.Function):
     """Megatron's f: identity forward, all-reduce backward."""
 
@@ -119,7 +124,6 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # All ranks did the same with the result: each has its whole gradient.
         return shard(grad, ctx.dim, ctx.tp_group), None, None
 
 
@@ -206,10 +210,8 @@ class RowParallelLinear(nn.Module):
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Megatron's MLP: columns, then rows. One all-reduce forward, one backward.
-
-    Columns first, for GELU: it works on single elements, and these are whole then.
-    """
+    """Megatron's MLP: columns, then rows; one all-reduce forward, one backward. Columns
+    first, as GELU needs finished elements: rows would give terms of them."""
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
@@ -220,8 +222,8 @@ def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
     """The same by PyTorch: a DTensor knows its placement, and calls its collectives."""
     device = full.up_proj.weight.device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-    plan = {"up_proj": parallel.ColwiseParallel()}
-    plan["down_proj"] = parallel.RowwiseParallel()
+    colwise, rowwise = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+    plan = {"up_proj": colwise, "down_proj": rowwise}
     return parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
 
 
@@ -229,7 +231,7 @@ def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
 
 
 class AllGather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward. Compare GatherFromTP."""
+    """All-gather forward, reduce-scatter backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -238,7 +240,6 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Each rank used the result in its own way: it has a term of each gradient.
         return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
 
 
@@ -258,9 +259,8 @@ class ReduceScatter(torch.autograd.Function):
 class GatheredMatmul(torch.autograd.Function):
     """X Wᵀ from slices of both: gathered for use, not kept, gathered again in backward.
 
-    x is gathered along its last dim over x_group (None: not at all), the weight along
-    w_dim over w_group; gradients are reduce-scattered where these were gathered.
-    """
+    x along its last dim over x_group (None: not at all), the weight along w_dim over
+    w_group. Gradients are reduce-scattered where these were gathered."""
 
     @staticmethod
     def forward(ctx, x, weight, x_group, w_dim, w_group):
@@ -305,7 +305,7 @@ class DownLinear2D(nn.Module):
 
     def forward(self, h_bSf: Tensor) -> Tensor:
         partial_y_bSD = GatheredMatmul.apply(h_bSf, self.weight, None, 0, self.outer)
-        y_bSd = ReduceScatter.apply(partial_y_bSD, 2, self.inner)  # TP: all-reduce
+        y_bSd = ReduceScatter.apply(partial_y_bSD, 2, self.inner)  # TP: g
         return y_bSd + AllGather.apply(self.bias, 0, self.outer)
 
 
@@ -322,7 +322,7 @@ def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
     """A rank's loss is the mean over its own samples; the mean over all is wanted."""
     for p in tensors:
         if batch_group not in [group for _, group in getattr(p, "cuts", ())]:
-            p.grad = all_reduce(p.grad, batch_group)  # else reduce-scattered
+            p.grad = all_reduce(p.grad, batch_group)  # weights of FSDP and 2D: summed
         p.grad = p.grad / batch_group.size()
 
 
@@ -338,7 +338,7 @@ def main(args, report: Report) -> None:
     report.axes = {axis: group.size() for axis, group in groups.items()}
     torch.manual_seed(args.seed)  # every rank draws the same weights and the same batch
     full = MLP(args.hidden, args.width).to(args.device, getattr(torch, args.dtype))
-    batch = torch.randn(2, args.batch_size, args.seq_len, args.hidden)
+    batch = torch.randn(2, args.batch_size, args.seq_len, args.hidden)  # x and target
     batch = batch.to(full.up_proj.weight)  # its device and dtype
     losses, tensors, held = {}, {}, {}
 
@@ -351,8 +351,7 @@ def main(args, report: Report) -> None:
     run("Megatron", tp_mlp(full, tp))
     run("DTensor", dtensor_mlp(full, tp))
     show_holdings(report, full, tp_mlp(full, tp))
-    show_losses(report, losses)
-    show_gradients(report, tensors)
+    show_training(report, losses, tensors)
     run("DP", copy.deepcopy(full), ((0, dp),), dp)
     run("FSDP", mlp_2d(full, dp, alone), ((0, dp),), dp)
     run("2D", mlp_2d(full, outer, inner), ((0, outer), (2, inner)), outer)
@@ -384,8 +383,8 @@ def train(name: str, mlp: nn.Module, batch: Tensor, args, cuts, batch_group) -> 
         y = unshard(y.detach(), cuts)
         losses[f"step {step}"] = squared_error(y, batch[1]).item()
         if step == 1:
-            gradients = {f"dL/d {n}": whole_gradient(p) for n, p in tensors.items()}
-            first = {"y": y, **gradients}
+            first = {f"dL/d {n}": whole_gradient(p) for n, p in tensors.items()}
+            first = {"y": y, **first}
             held["parameters"] = nbytes(mlp.parameters())
             held["gradients"] = nbytes(p.grad for p in mlp.parameters())
             held["kept"] = saved.total()
@@ -421,12 +420,9 @@ def show_holdings(report, full: MLP, tp: MLP) -> None:
     report.table("holdings", rows)
 
 
-def show_losses(report, losses: dict) -> None:
+def show_training(report, losses: dict, tensors: dict) -> None:
     report.section("Losses: squared distance, mean over tokens; SGD moves W, b and x")
     report.compare("losses", losses, report.allowed_loss)
-
-
-def show_gradients(report, tensors: dict) -> None:
     report.section("Output and gradients of step 1: norms, and the largest difference")
     report.compare("gradients", tensors)
     rows, name = [], "dL/d up_proj.weight"
@@ -447,12 +443,11 @@ def count_bytes(args) -> list[int]:
 
 
 def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
-    mesh = "{outer} × {inner}".format_map(report.args.mesh)
-    report.section(f"Five ways to spread it: what a rank holds (2D: {mesh})")
+    mesh = " × ".join(map(str, report.args.mesh.values()))
+    report.section(f"Five ways, the same numbers: what a rank holds (2D: {mesh})")
     report.say(
-        "   DP (data parallel) cuts the batch; FSDP the weights, too; 2D features as\n"
-        "   well (4 ranks: on a mesh 2 × 2). Kept for backward are x, GELU's input\n"
-        "   and its output: 1/T of each, but in Megatron's way (TP) all of x"
+        "   DP (data parallel) cuts the batch, FSDP weights, too, 2D also features.\n"
+        "   Kept for backward: 1/T of x, GELU's input and output (Megatron: all of x)"
     )
     P, _, bias, x, h = count_bytes(report.args)
     kept, T = x + 2 * h, report.args.ranks
@@ -463,11 +458,10 @@ def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
         "Megatron": ((P - bias) // T + bias, x + 2 * h // T),
         "2D": (P // T, kept // T),
     }
-    losses, tensors = (
-        {name: of[name] for name in predicted} for of in (losses, tensors)
-    )
-    report.compare("losses of ways", losses, report.allowed_loss, lambda _: "losses")
-    report.compare("ways", tensors, fold=lambda _: "y, dL/d…")
+    losses = {name: losses[name] for name in predicted}
+    tensors = {name: tensors[name] for name in predicted}
+    report.compare("losses of ways", losses, report.allowed_loss, lambda _: "‖losses‖")
+    report.compare("ways", tensors, fold=lambda _: "‖y, dL/d…‖")
     rows = []
     for name, (P, kept) in predicted.items():
         wanted = {"parameters": P, "gradients": P, "kept": kept}
@@ -480,11 +474,13 @@ def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
 
 def show_bytes(report) -> None:
     P, weights, _, x, h = count_bytes(report.args)
-    report.section("Communication in a step (P = 2DF + F + D; FSDP: outer T, inner 1)")
+    title = (
+        "Communication in a step: B {batch_size}, S {seq_len}, D {hidden}, F {width}"
+    )
+    report.section(title.format_map(vars(report.args)) + ", P = 2DF + F + D")
     report.say(
-        "   formula: elements of the payload; ring: bytes that a rank sends, FSDP 1.5\n"
-        "   times DP's, as weights are gathered twice; neither grows with the tokens.\n"
-        "   Megatron's (TP) do not grow with F: less than DP's where B·S < F"
+        "   bytes: formula × bytes of a number (FSDP: outer T, inner 1); ring: what a\n"
+        "   rank sends; of DP and FSDP it grows with weights, of Megatron with tokens"
     )
     formulas = {
         ("naive", "forward", "all-gather", "tp"): (2, "BS(F+D)", h + x),
@@ -506,6 +502,10 @@ def show_bytes(report) -> None:
             (name, "backward", "reduce-scatter", inner): (1, "BSD/outer", x_b),
         }
     report.ledger(formulas, report.args.steps)
+    totals = Counter()
+    for row in report.data["communication"]:
+        totals[row["what"]] += row["ring"]
+    report.table("totals", [{"ring, in all": "", **totals}] if totals else [])
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -549,8 +549,9 @@ class CountDTensor(TorchDispatchMode):
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor; any other tensor as it is."""
-    return x._local_tensor if isinstance(x, DTensor) else x
+    """This rank's piece of a DTensor, waited for; any other tensor as it is."""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
 def nbytes(tensors) -> int:
