@@ -8,9 +8,8 @@ Run it (2 ranks on a laptop; 3, 4 and 8 work too; 2D needs 4):
 
     torchrun --standalone --nproc_per_node=2 01_naive_mlp_tp.py
 
-What you will see: the same MLP in one process, split the naive way, Megatron's way and
-by PyTorch's DTensor, trained side by side: losses, gradients; then spread in other ways
-(data parallel, FSDP, a 2D mesh), with what each holds and sends.
+What you will see: the same MLP in one process, split the naive way, Megatron's and by
+PyTorch's DTensor, side by side; then other ways (data parallel, FSDP, a 2D mesh).
 
 Try: delete naive_mlp's down_proj line; an nn.RMSNorm before up_proj (it needs whole
 tokens: --mesh 2x1); a gated MLP, down(gelu(gate(x)) · up(x)), with a line for gate_proj
@@ -52,7 +51,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -138,8 +136,7 @@ class ColumnParallelLinear(nn.Module):
         x       [B, S, D] → [B, S, D]     Replicate()
         weight  [F, D]    → [F/T, D]      Shard(0): the paper's columns, torch's rows
         return  [B, S, F] → [B, S, F/T]   Shard(2)
-    Communication: backward an all-reduce of B·S·D elements (f); forward none, or with
-        gather_output an all-gather of B·S·F.
+    Communication: backward f's all-reduce of B·S·D elements; gather_output B·S·F.
     Raises: ValueError if T does not divide F. Source: arXiv:1909.08053, sec. 3.
     """
 
@@ -221,7 +218,7 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
 def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
     """The same by PyTorch: a DTensor knows its placement, and calls its collectives."""
     device = full.up_proj.weight.device.type
-    mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
+    mesh = dist.DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     colwise, rowwise = parallel.ColwiseParallel(), parallel.RowwiseParallel()
     plan = {"up_proj": colwise, "down_proj": rowwise}
     return parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
@@ -333,7 +330,7 @@ def main(args, report: Report) -> None:
     groups = {}
     for mesh in ({"tp": args.ranks}, {"dp": args.ranks, "alone": 1}, args.mesh):
         groups |= mesh_groups(mesh, args.timeout)
-    tp, dp, alone, outer, inner = groups.values()
+    tp, dp, outer, inner = (groups[name] for name in ("tp", "dp", "outer", "inner"))
     report.begin({"tp": args.ranks})
     report.axes = {axis: group.size() for axis, group in groups.items()}
     torch.manual_seed(args.seed)  # every rank draws the same weights and the same batch
@@ -353,7 +350,7 @@ def main(args, report: Report) -> None:
     show_holdings(report, full, tp_mlp(full, tp))
     show_training(report, losses, tensors)
     run("DP", copy.deepcopy(full), ((0, dp),), dp)
-    run("FSDP", mlp_2d(full, dp, alone), ((0, dp),), dp)
+    run("FSDP", mlp_2d(full, dp, groups["alone"]), ((0, dp),), dp)
     run("2D", mlp_2d(full, outer, inner), ((0, outer), (2, inner)), outer)
     show_ways(report, losses, tensors, held)
     show_bytes(report)
@@ -383,16 +380,16 @@ def train(name: str, mlp: nn.Module, batch: Tensor, args, cuts, batch_group) -> 
         y = unshard(y.detach(), cuts)
         losses[f"step {step}"] = squared_error(y, batch[1]).item()
         if step == 1:
-            first = {f"dL/d {n}": whole_gradient(p) for n, p in tensors.items()}
-            first = {"y": y, **first}
+            gradients = {f"dL/d {n}": whole_gradient(p) for n, p in tensors.items()}
+            first = {"y": y, **gradients}
             held["parameters"] = nbytes(mlp.parameters())
             held["gradients"] = nbytes(p.grad for p in mlp.parameters())
             held["kept"] = saved.total()
         # The rate falls with the steps: at a constant one roundings might grow.
-        rate = 0.25 / (args.hidden * step)
+        rate, tokens = 0.25 / (args.hidden * step), args.batch_size * args.seq_len
         with torch.no_grad():
-            for n, p in trained.items():
-                p -= rate * (batch[0, ..., 0].numel() if n == "x" else 1) * p.grad
+            for n, p in trained.items():  # the mean's 1/tokens would leave x still
+                p -= rate * (tokens if n == "x" else 1) * p.grad
                 p.grad = None
     return losses, first, held
 
@@ -425,21 +422,17 @@ def show_training(report, losses: dict, tensors: dict) -> None:
     report.compare("losses", losses, report.allowed_loss)
     report.section("Output and gradients of step 1: norms, and the largest difference")
     report.compare("gradients", tensors)
-    rows, name = [], "dL/d up_proj.weight"
-    for i in range(2 if name in tensors["without TP"] else 0):
-        row = {"as numbers": f"{name}[{i}, :3]"}
-        for run in ("without TP", "Megatron"):
-            numbers = tensors[run][name][i, :3].tolist()
-            row[run] = " ".join(f"{number:8.5f}" for number in numbers)
-        rows.append(row)
-    report.table("corner", rows)
+    for run in ("without TP", "Megatron"):
+        grad = tensors[run].get("dL/d up_proj.weight", torch.zeros(1, 5))
+        numbers = " ".join(f"{number:8.5f}" for number in grad[0, :5].tolist())
+        report.say(f"   {run:<10}  dL/d up_proj.weight[0, :5] = {numbers}")
 
 
-def count_bytes(args) -> list[int]:
-    """Of all parameters, the weights, down_proj's bias, x [B, S, D] and h [B, S, F]."""
+def count_bytes(args) -> dict[str, int]:
+    """Of all parameters (P), weights, down_proj's bias, x [B, S, D] and h [B, S, F]."""
     BS, D, F = args.batch_size * args.seq_len, args.hidden, args.width
-    e = getattr(torch, args.dtype).itemsize
-    return [n * e for n in (2 * D * F + F + D, 2 * D * F, D, BS * D, BS * F)]
+    size = dict(P=2 * D * F + F + D, weights=2 * D * F, bias=D, x=BS * D, h=BS * F)
+    return {name: n * getattr(torch, args.dtype).itemsize for name, n in size.items()}
 
 
 def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
@@ -449,13 +442,13 @@ def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
         "   DP (data parallel) cuts the batch, FSDP weights, too, 2D also features.\n"
         "   Kept for backward: 1/T of x, GELU's input and output (Megatron: all of x)"
     )
-    P, _, bias, x, h = count_bytes(report.args)
-    kept, T = x + 2 * h, report.args.ranks
+    size, T = count_bytes(report.args), report.args.ranks
+    P, bias, kept = size["P"], size["bias"], size["x"] + 2 * size["h"]
     predicted = {  # bytes of parameters, and of what is kept
         "without TP": (P, kept),
         "DP": (P, kept // T),
         "FSDP": (P // T, kept // T),
-        "Megatron": ((P - bias) // T + bias, x + 2 * h // T),
+        "Megatron": ((P - bias) // T + bias, size["x"] + 2 * size["h"] // T),
         "2D": (P // T, kept // T),
     }
     losses = {name: losses[name] for name in predicted}
@@ -463,8 +456,12 @@ def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
     report.compare("losses of ways", losses, report.allowed_loss, lambda _: "‖losses‖")
     report.compare("ways", tensors, fold=lambda _: "‖y, dL/d…‖")
     rows = []
-    for name, (P, kept) in predicted.items():
-        wanted = {"parameters": P, "gradients": P, "kept": kept}
+    for name, (parameters, activations) in predicted.items():
+        wanted = {
+            "parameters": parameters,
+            "gradients": parameters,
+            "kept": activations,
+        }
         for kind, n in wanted.items():
             report.check(f"{kind}, {name}", abs(held[name][kind] - n), kind="bytes")
         row = {"what": name, **held[name], "bytes": sum(held[name].values())}
@@ -473,14 +470,13 @@ def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
 
 
 def show_bytes(report) -> None:
-    P, weights, _, x, h = count_bytes(report.args)
-    title = (
-        "Communication in a step: B {batch_size}, S {seq_len}, D {hidden}, F {width}"
-    )
-    report.section(title.format_map(vars(report.args)) + ", P = 2DF + F + D")
+    size, args = count_bytes(report.args), report.args
+    x, h, P = size["x"], size["h"], size["P"]
+    sizes = f"B·S {args.batch_size * args.seq_len}, D {args.hidden}, F {args.width}"
+    report.section(f"Communication in a step: {sizes}, P = 2DF + F + D")
     report.say(
-        "   bytes: formula × bytes of a number (FSDP: outer T, inner 1); ring: what a\n"
-        "   rank sends; of DP and FSDP it grows with weights, of Megatron with tokens"
+        "   formula × bytes of a number (FSDP: outer T, inner 1); ring: what a rank\n"
+        "   sends. For DP and FSDP it grows with the weights, for Megatron with tokens"
     )
     formulas = {
         ("naive", "forward", "all-gather", "tp"): (2, "BS(F+D)", h + x),
@@ -491,18 +487,22 @@ def show_bytes(report) -> None:
         for phase in ("forward", "backward"):
             formulas[name, phase, "all-reduce", "tp"] = (1, "BSD", x)
     for name, outer, inner in (("FSDP", "dp", "alone"), ("2D", "outer", "inner")):
-        X, x_b = report.axes[inner], x // report.axes[outer]
+        n, x_slice = report.axes[inner], x // report.axes[outer]
         formulas |= {
-            (name, "forward", "all-gather", outer): (4, "P/inner", P // X),
-            (name, "forward", "all-gather", inner): (1, "BSD/outer", x_b),
-            (name, "forward", "reduce-scatter", inner): (1, "BSD/outer", x_b),
-            (name, "backward", "all-gather", outer): (2, "2DF/inner", weights // X),
-            (name, "backward", "all-gather", inner): (2, "2BSD/outer", 2 * x_b),
-            (name, "backward", "reduce-scatter", outer): (4, "P/inner", P // X),
-            (name, "backward", "reduce-scatter", inner): (1, "BSD/outer", x_b),
+            (name, "forward", "all-gather", outer): (4, "P/inner", P // n),
+            (name, "forward", "all-gather", inner): (1, "BSD/outer", x_slice),
+            (name, "forward", "reduce-scatter", inner): (1, "BSD/outer", x_slice),
+            (name, "backward", "all-gather", outer): (
+                2,
+                "2DF/inner",
+                size["weights"] // n,
+            ),
+            (name, "backward", "all-gather", inner): (2, "2BSD/outer", 2 * x_slice),
+            (name, "backward", "reduce-scatter", outer): (4, "P/inner", P // n),
+            (name, "backward", "reduce-scatter", inner): (1, "BSD/outer", x_slice),
         }
-    report.ledger(formulas, report.args.steps)
-    totals = Counter()
+    report.ledger(formulas, args.steps)
+    totals = {row["what"]: 0 for row in report.data["communication"]}
     for row in report.data["communication"]:
         totals[row["what"]] += row["ring"]
     report.table("totals", [{"ring, in all": "", **totals}] if totals else [])
@@ -749,11 +749,11 @@ class CommCounter:
     @contextmanager
     def meet(self, call: str, ranks: list[int]):
         """Around a call that ends when all these ranks are in it."""
-        key, before = str(ranks), self.place
-        self.made[key] += 1  # the n-th call of one rank meets the n-th of the others
-        number = self.made[key]
+        before = self.place
+        self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
+        number = self.made[str(ranks)]
         state = f"in call {number} of ranks {ranks}, {call}"
-        self.note(state, ranks=ranks, key=key, number=number)
+        self.note(state, ranks=ranks, number=number)
         yield
         self.note(**before)  # not after an error: then this rank is still in it
 
@@ -771,10 +771,8 @@ ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of 
 
 def rel_diff(got, wanted) -> float:
     """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
-    float64 = torch.float64  # of a Python number as_tensor would make float32
-    got, wanted = (
-        torch.as_tensor(x, dtype=float64).detach().cpu() for x in (got, wanted)
-    )
+    got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
+    wanted = torch.as_tensor(wanted, dtype=torch.float64).detach().cpu()
     if got.shape != wanted.shape:
         return math.inf
     if torch.equal(got, wanted):
@@ -840,25 +838,24 @@ class Report:
         self.say("\n".join(line.rstrip() for line in lines))
 
     def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
-        """Numbers or tensors of several runs against those of the first run.
+        """Numbers, or tensors by their norms: of several runs against the first one.
 
-        Args:
-            runs: run → name → number or tensor; of a tensor its norm is printed.
-            fold: name → label; names of one label are printed as one row.
+        runs: run → name → value; fold: name → the label of its row.
         """
         allowed = self.allowed if allowed is None else allowed
-        (_, wanted), *others = runs.items()
-        rows, none = {}, torch.empty(0)
+        rows, missing, first = {}, torch.empty(0), next(iter(runs))
         for name in dict.fromkeys(name for values in runs.values() for name in values):
             row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
             row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
+            wanted = runs[first].get(name, missing)
             for run, values in runs.items():
-                value = torch.as_tensor(values.get(name, none), dtype=torch.float64)
-                row[run] = math.hypot(row[run], value.detach().norm())
-            for run, values in others:
-                diff = rel_diff(values.get(name, none), wanted.get(name, none))
-                row["diff"] = max(row["diff"], diff)
-                row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+                value = values.get(name, missing)
+                norm = torch.as_tensor(value, dtype=torch.float64).detach().norm()
+                row[run] = math.hypot(row[run], norm)
+                if run != first:
+                    diff = rel_diff(value, wanted)
+                    row["diff"] = max(row["diff"], diff)
+                    row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
         self.table(key, list(rows.values()))
 
     def measure(self, key: str, rows: list[dict], hide=()) -> None:
@@ -873,19 +870,17 @@ class Report:
     def ledger(self, formulas: dict, steps: int = 1) -> None:
         """Calls and bytes of a step, as counted, against formulas.
 
-        Args:
-            formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        formulas: (what, phase, collective, axis) → (calls, formula, bytes).
         """
-        rows, whats = [], {key[0] for key in formulas}
-        others = [key for key in COMM.rows if key[0] in whats and key not in formulas]
-        for key in [*formulas, *others]:
+        rows, whats = [], {what for what, *_ in formulas}
+        for key in dict.fromkeys([*formulas, *COMM.rows]):
             row = dict(zip(("what", "phase", "collective", "axis"), key))
             calls, formula, predicted = formulas.get(key, (0, "none", 0))
-            ranks = self.axes[row["axis"]]
+            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
+            ranks = self.axes.get(row["axis"], 1)
             if ranks == 1:  # nobody to send to
                 calls = predicted = 0
-            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
-            if made or calls:
+            if row["what"] in whats and (made or calls):
                 times = 2 if row["collective"] == "all-reduce" else 1
                 row |= {"calls": round(made), "bytes": round(sent), "formula": formula}
                 row["predicted_bytes"] = predicted
@@ -893,9 +888,7 @@ class Report:
                 off = abs(made - calls)
                 row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
                 rows.append(row)
-        alike = [
-            name for name in ("phase", "axis") if len({r[name] for r in rows}) == 1
-        ]
+        alike = [name for name in ("phase", "axis") if len({r[name] for r in rows}) < 2]
         self.measure("communication", rows, hide=["predicted_bytes", *alike])
 
     def verdict(self) -> str:
@@ -910,16 +903,19 @@ class Report:
         print()
         for row in bad[:4]:
             how = "relative difference" if row["kind"] == "numbers" else "off by"
-            off = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
-            print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
-        texts, wrong = [], Counter(row["kind"] for row in bad)
-        for kind, made in Counter(row["kind"] for row in rows.values()).items():
-            some = f"{wrong[kind]} of {made} {kind} differ"
-            texts.append(some if wrong[kind] else f"{kind} all ok")
-        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
-        worst = max(numbers, key=lambda row: row["diff"])
-        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
-        text = "; ".join(texts) if bad else f"{len(rows)} checks, {diff}"
+            diff = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
+        kinds = Counter(row["kind"] for row in rows.values())
+        wrong = Counter(row["kind"] for row in bad)
+        diff, allowed = max(
+            (r["diff"], r["allowed"]) for r in rows.values() if r["kind"] == "numbers"
+        )
+        worst = f"worst difference {diff:.1e} (allowed {allowed:.0e})"
+        text = f"{len(rows)} checks, {worst}"
+        if bad:
+            some = [f"{n} of {kinds[kind]} {kind}" for kind, n in wrong.items()]
+            fine = "".join(f"; {kind} all ok" for kind in kinds if not wrong[kind])
+            text = f"{', '.join(some)} differ{fine}"
         self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
@@ -931,7 +927,7 @@ def cell(name: str, value) -> str:
     if isinstance(value, bool):
         return "ok" if value else "✗"
     if isinstance(value, float):
-        return f"{value:.1e}" if name == "diff" else f"{value:.7g}"
+        return f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -961,9 +957,7 @@ def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(
-            f"{text} is no whole number from 1 to 2^31 − 1"
-        )
+        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
     return int(text)
 
 
@@ -1008,18 +1002,13 @@ def process_of(place: dict) -> str:
 def who_is_missing(places: list[dict]) -> str:
     """What the ranks' last notes say for certain; nobody is accused on a guess."""
     for rank, place in enumerate(places):
-        if place["process"] == "dead" and "ends" not in place:
-            return f"the process of rank {rank} died; it was {place['state']}"
-    raised = {
-        place["raised"]: rank for rank, place in enumerate(places) if "raised" in place
-    }
-    if raised:
-        first = raised[min(raised)]
-        return f"rank {first} {places[first]['state']}"
+        ended = {"dead": "died", "stopped": "is stopped"}.get(place["process"])
+        if ended and "ends" not in place:
+            return f"the process of rank {rank} {ended}; it was {place['state']}"
     waits = {}  # rank → those that have not come to the call that it is in
     for rank, place in enumerate(places):
-        if place["process"] == "stopped":
-            return f"the process of rank {rank} is stopped; it was {place['state']}"
+        if place.get("raised") == 1:  # the first to raise; others may have since
+            return f"rank {rank} {place['state']}"
         waits[rank] = {r for r in place.get("ranks", []) if not_in(place, places[r])}
     for rank in sorted(set().union(*waits.values())):
         if "ranks" not in places[rank]:
@@ -1036,9 +1025,10 @@ def who_is_missing(places: list[dict]) -> str:
 
 def not_in(place: dict, other: dict) -> bool:
     """Has another rank not come to this rank's call, or to a different one?"""
-    made = other["made"].get(place["key"], 0)
-    differs = other.get("key") == place["key"] and other["state"] != place["state"]
-    return made < place["number"] or (made == place["number"] and differs)
+    made = other["made"].get(str(place["ranks"]), 0)
+    if made == place["number"] and other.get("ranks") == place["ranks"]:
+        return other["state"] != place["state"]
+    return made < place["number"]
 
 
 def fail(error: Exception | None, bug: str = "") -> None:
@@ -1054,8 +1044,8 @@ def fail(error: Exception | None, bug: str = "") -> None:
     lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
     if error and not (lost and isinstance(error, RuntimeError)):
         place["state"] = f"raised {type(error).__name__}: {words}"
-        place["raised"] = time.time()
-        if COMM.store.add("raised", 1) == 1:
+        place["raised"] = COMM.store.add("raised", 1)
+        if place["raised"] == 1:
             traceback.print_exception(error)
     COMM.note(**place)
     time.sleep(1)  # for the notes of the others
@@ -1077,9 +1067,8 @@ def fail(error: Exception | None, bug: str = "") -> None:
 def stop(code: int, message: str, speaks: bool) -> None:
     """End this rank at once: tidying up while others are in a collective can hang."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        words = {"message": {"message": message, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(words))
+        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": words}))
     sys.stdout.flush()
     if speaks:
         print(message, file=sys.stderr, flush=True)
@@ -1102,9 +1091,8 @@ def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
         stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
-    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
-    if gpu:
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
         torch.cuda.set_device(args.device)
     return args
@@ -1117,23 +1105,22 @@ def launch(main, parse_args, module: dict) -> None:
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
-    under_torchrun = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= {*os.environ}
-    if not under_torchrun and not {"-h", "--help", "list"} & {*sys.argv}:
+    if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
+        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
         print("start it with torchrun, which makes the ranks:\n")
-        ranks = module.get("RANKS", 2)
-        print(f"    torchrun --standalone --nproc_per_node={ranks} {lesson.name}")
+        print(f"    {command} {lesson.name}")
         sys.exit(2)
     args = read_flags(parse_args, breaks)
     torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
     torch.manual_seed(args.seed)
     diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
-    limit = timedelta(seconds=min(args.timeout, 5) if args.bug else args.timeout)
     try:
-        dist.init_process_group(args.backend, timeout=limit)
+        dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
         COMM.store = dist.distributed_c10d._get_default_store()
         signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
         COMM.note()
         if args.bug:
+            args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
             print(diff, flush=True)
         report = Report(lesson.stem, args)
