@@ -565,8 +565,8 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
     args.hidden = args.hidden or 8 * args.heads
     must_divide(args, "heads", ranks, "ranks")
-    must_divide(args, "hidden", 2 * args.heads, "numbers in pairs, for each of --heads")
-    must_divide(args, "heads", args.kv_heads, "--kv-heads")
+    must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
+    must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
     must_divide(args, "kv_heads", ranks, "ranks")
     if args.vocab_size <= PAD:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
@@ -833,7 +833,6 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # All ranks did the same with the result: each has its whole gradient.
         return shard(grad, ctx.dim, ctx.tp_group), None, None
 
 
@@ -878,8 +877,9 @@ class CountDTensor(TorchDispatchMode):
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor (lesson 01)."""
-    return x._local_tensor if isinstance(x, DTensor) else x
+    """This rank's piece of a DTensor, waited for (lesson 01)."""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
 def nbytes(tensors) -> int:
@@ -927,11 +927,11 @@ class CommCounter:
     @contextmanager
     def meet(self, call: str, ranks: list[int]):
         """Around a call that ends when all these ranks are in it."""
-        key, before = str(ranks), self.place
-        self.made[key] += 1  # the n-th call of one rank meets the n-th of the others
-        number = self.made[key]
+        before = self.place
+        self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
+        number = self.made[str(ranks)]
         state = f"in call {number} of ranks {ranks}, {call}"
-        self.note(state, ranks=ranks, key=key, number=number)
+        self.note(state, ranks=ranks, number=number)
         yield
         self.note(**before)  # not after an error: then this rank is still in it
 
@@ -949,10 +949,8 @@ ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of 
 
 def rel_diff(got, wanted) -> float:
     """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
-    float64 = torch.float64  # of a Python number as_tensor would make float32
-    got, wanted = (
-        torch.as_tensor(x, dtype=float64).detach().cpu() for x in (got, wanted)
-    )
+    got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
+    wanted = torch.as_tensor(wanted, dtype=torch.float64).detach().cpu()
     if got.shape != wanted.shape:
         return math.inf
     if torch.equal(got, wanted):
@@ -1018,25 +1016,24 @@ class Report:
         self.say("\n".join(line.rstrip() for line in lines))
 
     def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
-        """Numbers or tensors of several runs against those of the first run.
+        """Numbers, or tensors by their norms: of several runs against the first one.
 
-        Args:
-            runs: run → name → number or tensor; of a tensor its norm is printed.
-            fold: name → label; names of one label are printed as one row.
+        runs: run → name → value; fold: name → the label of its row.
         """
         allowed = self.allowed if allowed is None else allowed
-        (_, wanted), *others = runs.items()
-        rows, none = {}, torch.empty(0)
+        rows, missing, first = {}, torch.empty(0), next(iter(runs))
         for name in dict.fromkeys(name for values in runs.values() for name in values):
             row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
             row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
+            wanted = runs[first].get(name, missing)
             for run, values in runs.items():
-                value = torch.as_tensor(values.get(name, none), dtype=torch.float64)
-                row[run] = math.hypot(row[run], value.detach().norm())
-            for run, values in others:
-                diff = rel_diff(values.get(name, none), wanted.get(name, none))
-                row["diff"] = max(row["diff"], diff)
-                row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+                value = values.get(name, missing)
+                norm = torch.as_tensor(value, dtype=torch.float64).detach().norm()
+                row[run] = math.hypot(row[run], norm)
+                if run != first:
+                    diff = rel_diff(value, wanted)
+                    row["diff"] = max(row["diff"], diff)
+                    row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
         self.table(key, list(rows.values()))
 
     def measure(self, key: str, rows: list[dict], hide=()) -> None:
@@ -1051,19 +1048,17 @@ class Report:
     def ledger(self, formulas: dict, steps: int = 1) -> None:
         """Calls and bytes of a step, as counted, against formulas.
 
-        Args:
-            formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        formulas: (what, phase, collective, axis) → (calls, formula, bytes).
         """
-        rows, whats = [], {key[0] for key in formulas}
-        others = [key for key in COMM.rows if key[0] in whats and key not in formulas]
-        for key in [*formulas, *others]:
+        rows, whats = [], {what for what, *_ in formulas}
+        for key in dict.fromkeys([*formulas, *COMM.rows]):
             row = dict(zip(("what", "phase", "collective", "axis"), key))
             calls, formula, predicted = formulas.get(key, (0, "none", 0))
-            ranks = self.axes[row["axis"]]
+            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
+            ranks = self.axes.get(row["axis"], 1)
             if ranks == 1:  # nobody to send to
                 calls = predicted = 0
-            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
-            if made or calls:
+            if row["what"] in whats and (made or calls):
                 times = 2 if row["collective"] == "all-reduce" else 1
                 row |= {"calls": round(made), "bytes": round(sent), "formula": formula}
                 row["predicted_bytes"] = predicted
@@ -1071,9 +1066,7 @@ class Report:
                 off = abs(made - calls)
                 row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
                 rows.append(row)
-        alike = [
-            name for name in ("phase", "axis") if len({r[name] for r in rows}) == 1
-        ]
+        alike = [name for name in ("phase", "axis") if len({r[name] for r in rows}) < 2]
         self.measure("communication", rows, hide=["predicted_bytes", *alike])
 
     def verdict(self) -> str:
@@ -1088,16 +1081,19 @@ class Report:
         print()
         for row in bad[:4]:
             how = "relative difference" if row["kind"] == "numbers" else "off by"
-            off = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
-            print(wrap(f"✗ {row['name']}: {off}, on ranks {row['bad']}"))
-        texts, wrong = [], Counter(row["kind"] for row in bad)
-        for kind, made in Counter(row["kind"] for row in rows.values()).items():
-            some = f"{wrong[kind]} of {made} {kind} differ"
-            texts.append(some if wrong[kind] else f"{kind} all ok")
-        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
-        worst = max(numbers, key=lambda row: row["diff"])
-        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
-        text = "; ".join(texts) if bad else f"{len(rows)} checks, {diff}"
+            diff = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
+        kinds = Counter(row["kind"] for row in rows.values())
+        wrong = Counter(row["kind"] for row in bad)
+        diff, allowed = max(
+            (r["diff"], r["allowed"]) for r in rows.values() if r["kind"] == "numbers"
+        )
+        worst = f"worst difference {diff:.1e} (allowed {allowed:.0e})"
+        text = f"{len(rows)} checks, {worst}"
+        if bad:
+            some = [f"{n} of {kinds[kind]} {kind}" for kind, n in wrong.items()]
+            fine = "".join(f"; {kind} all ok" for kind in kinds if not wrong[kind])
+            text = f"{', '.join(some)} differ{fine}"
         self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
@@ -1109,7 +1105,7 @@ def cell(name: str, value) -> str:
     if isinstance(value, bool):
         return "ok" if value else "✗"
     if isinstance(value, float):
-        return f"{value:.1e}" if name == "diff" else f"{value:.7g}"
+        return f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -1139,9 +1135,7 @@ def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(
-            f"{text} is no whole number from 1 to 2^31 − 1"
-        )
+        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
     return int(text)
 
 
@@ -1186,18 +1180,13 @@ def process_of(place: dict) -> str:
 def who_is_missing(places: list[dict]) -> str:
     """What the ranks' last notes say for certain; nobody is accused on a guess."""
     for rank, place in enumerate(places):
-        if place["process"] == "dead" and "ends" not in place:
-            return f"the process of rank {rank} died; it was {place['state']}"
-    raised = {
-        place["raised"]: rank for rank, place in enumerate(places) if "raised" in place
-    }
-    if raised:
-        first = raised[min(raised)]
-        return f"rank {first} {places[first]['state']}"
+        ended = {"dead": "died", "stopped": "is stopped"}.get(place["process"])
+        if ended and "ends" not in place:
+            return f"the process of rank {rank} {ended}; it was {place['state']}"
     waits = {}  # rank → those that have not come to the call that it is in
     for rank, place in enumerate(places):
-        if place["process"] == "stopped":
-            return f"the process of rank {rank} is stopped; it was {place['state']}"
+        if place.get("raised") == 1:  # the first to raise; others may have since
+            return f"rank {rank} {place['state']}"
         waits[rank] = {r for r in place.get("ranks", []) if not_in(place, places[r])}
     for rank in sorted(set().union(*waits.values())):
         if "ranks" not in places[rank]:
@@ -1214,9 +1203,10 @@ def who_is_missing(places: list[dict]) -> str:
 
 def not_in(place: dict, other: dict) -> bool:
     """Has another rank not come to this rank's call, or to a different one?"""
-    made = other["made"].get(place["key"], 0)
-    differs = other.get("key") == place["key"] and other["state"] != place["state"]
-    return made < place["number"] or (made == place["number"] and differs)
+    made = other["made"].get(str(place["ranks"]), 0)
+    if made == place["number"] and other.get("ranks") == place["ranks"]:
+        return other["state"] != place["state"]
+    return made < place["number"]
 
 
 def fail(error: Exception | None, bug: str = "") -> None:
@@ -1232,8 +1222,8 @@ def fail(error: Exception | None, bug: str = "") -> None:
     lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
     if error and not (lost and isinstance(error, RuntimeError)):
         place["state"] = f"raised {type(error).__name__}: {words}"
-        place["raised"] = time.time()
-        if COMM.store.add("raised", 1) == 1:
+        place["raised"] = COMM.store.add("raised", 1)
+        if place["raised"] == 1:
             traceback.print_exception(error)
     COMM.note(**place)
     time.sleep(1)  # for the notes of the others
@@ -1255,9 +1245,8 @@ def fail(error: Exception | None, bug: str = "") -> None:
 def stop(code: int, message: str, speaks: bool) -> None:
     """End this rank at once: tidying up while others are in a collective can hang."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        words = {"message": {"message": message, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(words))
+        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": words}))
     sys.stdout.flush()
     if speaks:
         print(message, file=sys.stderr, flush=True)
@@ -1280,9 +1269,8 @@ def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
         stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
-    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
-    if gpu:
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
         torch.cuda.set_device(args.device)
     return args
@@ -1295,23 +1283,22 @@ def launch(main, parse_args, module: dict) -> None:
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
-    under_torchrun = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= {*os.environ}
-    if not under_torchrun and not {"-h", "--help", "list"} & {*sys.argv}:
+    if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
+        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
         print("start it with torchrun, which makes the ranks:\n")
-        ranks = module.get("RANKS", 2)
-        print(f"    torchrun --standalone --nproc_per_node={ranks} {lesson.name}")
+        print(f"    {command} {lesson.name}")
         sys.exit(2)
     args = read_flags(parse_args, breaks)
     torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
     torch.manual_seed(args.seed)
     diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
-    limit = timedelta(seconds=min(args.timeout, 5) if args.bug else args.timeout)
     try:
-        dist.init_process_group(args.backend, timeout=limit)
+        dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
         COMM.store = dist.distributed_c10d._get_default_store()
         signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
         COMM.note()
         if args.bug:
+            args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
             print(diff, flush=True)
         report = Report(lesson.stem, args)
