@@ -957,6 +957,8 @@ def who_is_missing(places: list[dict]) -> str:
     circle = [rank for rank in waits if rank in waits[rank]]
     if circle:
         return f"ranks {circle} wait for each other: one skipped or swapped a call"
+    if not any("ranks" in place for place in places):
+        return "a call failed of which nothing is noted: see what the transport says"
     return "a call failed that every rank had come to"
 
 
