@@ -406,7 +406,7 @@ def show_communication(report: Report, config: Config) -> None:
     extra = 0 if args.save_gathered else ring["TP"] // 4
     off = abs(ring["TP + SP"] - extra - ring["TP"])
     report.check("a ring sends as much with SP", off, kind="bytes")
-    again = f"{extra:,} bytes to gather inputs again"
+    again = f"{extra:,} bytes to gather again"
     report.say(f"   ring: of a rank in a ring; with SP as with TP, and {again}")
 
 
@@ -1624,16 +1624,15 @@ class Report:
             print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
         kinds = Counter(row["kind"] for row in rows.values())
         wrong = Counter(row["kind"] for row in bad)
-        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
-        diff, allowed = max((row["diff"], row["allowed"]) for row in numbers)
+        diff, allowed = max(
+            (r["diff"], r["allowed"]) for r in rows.values() if r["kind"] == "numbers"
+        )
         worst = f"worst difference {diff:.1e} (allowed {allowed:.0e})"
         text = f"{len(rows)} checks, {worst}"
         if bad:
-            text = ", ".join(
-                f"{wrong[k]} of {n} {k}" for k, n in kinds.items() if wrong[k]
-            )
-            fine = ", ".join(kind for kind in kinds if not wrong[kind])
-            text += f" differ; {fine} all ok" if fine else " differ"
+            some = [f"{n} of {kinds[kind]} {kind}" for kind, n in wrong.items()]
+            fine = "".join(f"; {kind} all ok" for kind in kinds if not wrong[kind])
+            text = f"{', '.join(some)} differ{fine}"
         self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
@@ -1645,7 +1644,7 @@ def cell(name: str, value) -> str:
     if isinstance(value, bool):
         return "ok" if value else "✗"
     if isinstance(value, float):
-        return f"{value:.1e}" if name == "diff" else f"{value:.7g}"
+        return f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -1738,6 +1737,8 @@ def who_is_missing(places: list[dict]) -> str:
     circle = [rank for rank in waits if rank in waits[rank]]
     if circle:
         return f"ranks {circle} wait for each other: one skipped or swapped a call"
+    if not any("ranks" in place for place in places):
+        return "a call failed of which nothing is noted: see what the transport says"
     return "a call failed that every rank had come to"
 
 
