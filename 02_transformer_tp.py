@@ -663,21 +663,21 @@ BREAKS = {
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim (lesson 00)."""
+    """Cut x into equal contiguous parts along dim (lesson 00)"""
     if x.shape[dim] % parts:
         raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
 def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of a tensor that every rank holds (lesson 00)."""
+    """This rank's slice of a tensor that every rank holds (lesson 00)"""
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Every rank gets the sum over ranks: Partial() → Replicate() (lesson 00)."""
+    """Every rank gets the sum over ranks: Partial() → Replicate() (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -686,7 +686,7 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets all slices: Shard(dim) → Replicate() (lesson 00)."""
+    """Every rank gets all slices: Shard(dim) → Replicate() (lesson 00)"""
     x = x.detach().contiguous()
     if group.size() == 1:
         return x.clone()
@@ -697,7 +697,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets the x of group rank src (lesson 00)."""
+    """Every rank gets the x of group rank src (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("broadcast", out, group):
@@ -706,7 +706,7 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh (lesson 00)."""
+    """This rank's group along each axis of a mesh (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
@@ -725,7 +725,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
 
 class MLP(nn.Module):
-    """The reference: plain PyTorch, one process (lesson 01)."""
+    """The reference: plain PyTorch, one process (lesson 01)"""
 
     def __init__(self, hidden: int, width: int):
         super().__init__()
@@ -737,7 +737,7 @@ class MLP(nn.Module):
 
 
 def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts (lesson 01)."""
+    """This rank's slice of a parameter, which remembers its cuts (lesson 01)"""
     for dim, group in cuts:
         full = shard(full, dim, group)
     mine = nn.Parameter(full.detach().clone())
@@ -746,14 +746,14 @@ def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Pa
 
 
 def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone (lesson 01)."""
+    """The whole tensor from all ranks' slices: cuts undone (lesson 01)"""
     for dim, group in reversed(cuts):
         x = all_gather(x, dim, group)
     return x
 
 
 class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
+    """Megatron's f: identity forward, all-reduce backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -767,7 +767,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Megatron's g: all-reduce forward, identity backward (lesson 01)."""
+    """Megatron's g: all-reduce forward, identity backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -781,7 +781,7 @@ class ReduceFromTP(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)."""
+    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)"""
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
@@ -800,7 +800,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)."""
+    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)"""
 
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
@@ -816,7 +816,7 @@ class RowParallelLinear(nn.Module):
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Megatron's MLP: columns, then rows (lesson 01)."""
+    """Megatron's MLP: columns, then rows (lesson 01)"""
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
@@ -824,7 +824,7 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
 
 
 class GatherFromTP(torch.autograd.Function):
-    """All-gather forward, slice backward (lesson 01)."""
+    """All-gather forward, slice backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
@@ -837,7 +837,7 @@ class GatherFromTP(torch.autograd.Function):
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once (lesson 01)."""
+    """Within `with`: bytes kept for backward, each storage once (lesson 01)"""
 
     def __init__(self, skip):
         self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
@@ -855,7 +855,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted, too (lesson 01)."""
+    """Within `with`: DTensor's collectives are counted, too (lesson 01)"""
 
     names = {
         "_c10d_functional::all_reduce": "all-reduce",
@@ -877,18 +877,18 @@ class CountDTensor(TorchDispatchMode):
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, waited for (lesson 01)."""
+    """This rank's piece of a DTensor, waited for (lesson 01)"""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
 def nbytes(tensors) -> int:
-    """Bytes of these tensors on this rank (lesson 01)."""
+    """Bytes of these tensors on this rank (lesson 01)"""
     return sum(local(x).nbytes for x in tensors if x is not None)
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
-    """ValueError with the arithmetic if a flag's value is no multiple (lesson 01)."""
+    """ValueError with the arithmetic if a flag's value is no multiple (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
         flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
