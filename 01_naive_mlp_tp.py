@@ -881,10 +881,11 @@ class Report:
             if ranks == 1:  # nobody to send to
                 calls = predicted = 0
             if row["what"] in whats and (made or calls):
-                times = 2 if row["collective"] == "all-reduce" else 1
-                row |= {"calls": round(made), "bytes": round(sent), "formula": formula}
-                row["predicted_bytes"] = predicted
-                row["ring"] = round(times * sent * (ranks - 1) / ranks)
+                share = (ranks - 1) / ranks  # of the payload, in a half of a ring
+                share = {"all-reduce": 2 * share, "send/recv": 1}.get(key[2], share)
+                sent = int(sent) if sent.is_integer() else sent
+                row |= {"calls": round(made), "bytes": sent, "formula": formula}
+                row |= {"predicted_bytes": predicted, "ring": round(share * sent)}
                 off = abs(made - calls)
                 row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
                 rows.append(row)
