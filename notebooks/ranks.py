@@ -366,10 +366,9 @@ def join(corner: tuple[int, int], timeout: float) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=count, timeout=limit
     )
-    lesson.COMM.store, lesson.COMM.rank = store, rank
-    if hasattr(lesson.COMM, "made"):  # until all lessons have moved
-        lesson.COMM.made.clear()
-        lesson.COMM.note()
+    lesson.COMM.store = store
+    lesson.COMM.made.clear()
+    lesson.COMM.note()
     tp_group = lesson.mesh_groups({"tp": count}, timeout)["tp"]
     replace(HERE.get("tp_group"), tp_group)
     HERE.update(tp_group=tp_group, store=store, timeout=timeout, checks=0)
@@ -394,8 +393,6 @@ def replace(old, new) -> None:
 def who_was_missing() -> list[str]:
     """The lesson's own words about a collective that did not complete."""
     lesson, store = HERE["lesson"], HERE["store"]
-    if not hasattr(lesson, "who_is_missing"):  # until all lessons have moved
-        return who_was_missing_in_an_old_lesson()
     places = [json.loads(store.get(f"place/{rank}")) for rank in range(HERE["ranks"])]
     for place in places:
         place["process"] = lesson.process_of(place)
@@ -403,21 +400,6 @@ def who_was_missing() -> list[str]:
         return []
     lines = [f"  rank {rank}: {place['state']}" for rank, place in enumerate(places)]
     return [lesson.who_is_missing(places), *lines]
-
-
-def who_was_missing_in_an_old_lesson() -> list[str]:
-    lesson, store = HERE["lesson"], HERE["store"]
-    places = [f"place/{rank}" for rank in range(HERE["ranks"])]
-    inside = [
-        json.loads(store.get(place))["state"] == "in"
-        for place in places
-        if store.check([place])
-    ]
-    if not any(inside):
-        return []
-    said = lesson.blame(Exception("…"), HERE["timeout"], store).splitlines()
-    lines = [said[0].removeprefix("error: "), *said[1:-1]]
-    return [re.sub(r"\((\w+), line \d+\)", r"(\1)", line) for line in lines]
 
 
 def senders(call, x):
@@ -436,10 +418,6 @@ def broken(name: str):
     """Switch one of the lesson's bugs on, as `--break NAME` does, and off again."""
     lesson = HERE["lesson"]
     edit = lesson.BREAKS[name]
-    if not isinstance(edit, dict):  # until all lessons have moved
-        with broken_in_an_old_lesson(name):
-            yield
-        return
     owner, _, attribute = edit["target"].rpartition(".")
     place = getattr(lesson, owner) if owner else lesson
     good = vars(place)[attribute]
@@ -452,32 +430,6 @@ def broken(name: str):
     finally:
         setattr(place, attribute, good)
         for space in seen:
-            space[attribute] = good
-
-
-@contextlib.contextmanager
-def broken_in_an_old_lesson(name: str):
-    lesson, absent = HERE["lesson"], object()
-    bug = lesson.BREAKS[name]
-    owner, _, attribute = bug.target.rpartition(".")
-    if owner:
-        owner = getattr(lesson, owner)
-        good = vars(owner).get(attribute, absent)
-        lesson.apply_break(bug, vars(lesson))
-        try:
-            yield
-        finally:
-            delattr(owner, attribute)
-            if good is not absent:
-                setattr(owner, attribute, good)
-        return
-    good = getattr(lesson, attribute)
-    for space in (vars(lesson), names()):
-        space[attribute] = bug.bug
-    try:
-        yield
-    finally:
-        for space in (vars(lesson), names()):
             space[attribute] = good
 
 

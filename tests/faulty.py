@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from in_ranks import load
-from jobs import NEW_ANATOMY
 
 NAME, FAULT, RANK, NUMBER = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5])
 lesson = load(NAME)
@@ -86,9 +85,4 @@ if __name__ == "__main__":
         if hasattr(lesson, name):
             setattr(lesson, name, watched(name, getattr(lesson, name), number))
     sys.argv = [lesson.__file__, *sys.argv[5:]]
-    if NAME in NEW_ANATOMY:
-        lesson.launch(lesson.main, lesson.parse_args, vars(lesson))
-    else:  # until all have moved
-        lesson.launch(
-            lesson.__file__, lesson.parse_args, lesson.main, lesson.BREAKS, vars(lesson)
-        )
+    lesson.launch(lesson.main, lesson.parse_args, vars(lesson))

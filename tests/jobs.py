@@ -23,11 +23,6 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 PATHS = {path.stem: path for path in sorted(ROOT.glob("0?_*.py"))}
 LESSONS = [*PATHS]
-NEW_ANATOMY = {  # until all have moved; then `git rm tests/*old_*` and this
-    lesson
-    for lesson, path in PATHS.items()
-    if "\n# ==== HARNESS, the same in every lesson\n" in path.read_text("utf-8")
-}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 FOLDER = "FOLDER"  # as a flag of a lesson: a folder, whose files come back as text
 MARK = "COURSE_TEST_JOB"  # in the environment of every process of a job
@@ -215,8 +210,7 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
         path = Path(home, "out.json")
         flags = [folder if flag == FOLDER else flag for flag in flags]
-        start = launch if lesson in NEW_ANATOMY else torchrun
-        done = start(ROOT / f"{lesson}.py", ranks, *flags, "--json", path)
+        done = launch(ROOT / f"{lesson}.py", ranks, *flags, "--json", path)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
         if folder in flags:
@@ -238,8 +232,7 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
     """A lesson in which one rank goes wrong; data has the time when it did."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "time")
-        start = launch if flags[0] in NEW_ANATOMY else torchrun
-        done = start(ROOT / "tests" / script, ranks, *flags, FAULT_TIME=str(path))
+        done = launch(ROOT / "tests" / script, ranks, *flags, FAULT_TIME=str(path))
         data = {"time": float(path.read_text())} if path.exists() else {}
     return done._replace(data=data)
 

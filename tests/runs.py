@@ -27,7 +27,6 @@ WITH_FLAGS = [
     (MLP, 2, "--steps", "200"),  # SGD stays stable
 ]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
-ALL_RUNS = [run for run in ALL_RUNS if run[0] in jobs.NEW_ANATOMY]
 
 
 def flag(run, name, default):

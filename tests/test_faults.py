@@ -42,7 +42,6 @@ FAULTS = [
     (MESH, 6, "skip", 1, 50),
     (MESH, 6, "skip", 2, 35),
 ]
-FAULTS = [case for case in FAULTS if case[0] in jobs.NEW_ANATOMY]
 BY_3 = ("--pp", "2", "--tp", "3", "--heads", "3", "--hidden", "48")
 
 

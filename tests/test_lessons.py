@@ -136,7 +136,7 @@ def test_bytes_are_counted_and_as_predicted(run):
 
 @pytest.mark.parametrize("lesson", [
     pytest.param(name, marks=[pytest.mark.launches(*run) for run in runs])
-    for name, runs in ALIKE.items() if name in jobs.NEW_ANATOMY
+    for name, runs in ALIKE.items()
 ])  # fmt: skip
 def test_more_ranks_change_nothing(lesson):
     """Neither the reference nor the parallel losses and gradients."""
@@ -152,7 +152,6 @@ def test_more_ranks_change_nothing(lesson):
 ONLY = (MLP, 2, "--only", "2")
 
 
-@pytest.mark.skipif(MLP not in jobs.NEW_ANATOMY, reason="the old lesson has no --only")
 @pytest.mark.launches(MLP, 2)
 def test_only_one_section():
     whole, only = jobs.result(MLP, 2), jobs.result(*ONLY)
@@ -163,7 +162,6 @@ def test_only_one_section():
     assert only.data["checks"] == whole.data["checks"]
 
 
-@pytest.mark.skipif(MLP not in jobs.NEW_ANATOMY, reason="not the old lesson")
 def test_a_changed_model_reaches_the_comparison(tmp_path):
     """A student's norm: numbers are compared and right, formulas do not know of it."""
     text = jobs.PATHS[MLP].read_text("utf-8")

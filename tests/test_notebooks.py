@@ -56,7 +56,6 @@ def home():
 
 
 MLP = "01_naive_mlp_tp"
-MOVED = MLP in jobs.NEW_ANATOMY  # until all lessons have
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +79,7 @@ def test_what_ranks_print(live, capsys):
 
 
 def test_a_rank_that_raises(live, capsys):
-    split = "tp_mlp" if MOVED else "TPMLP"
-    live.px("", f"kept = torch.ones(2) + rank\nmlp = {split}(MLP(2, 4), tp_group)")
+    live.px("", "kept = torch.ones(2) + rank\nmlp = tp_mlp(MLP(2, 4), tp_group)")
     with pytest.raises(ranks.RankFailed) as failed:
         live.px(
             "", "if rank == 1:\n    raise ValueError('out')\nall_reduce(kept, tp_group)"
@@ -92,16 +90,15 @@ def test_a_rank_that_raises(live, capsys):
     assert failed.value._render_traceback_()[-1].endswith(": live.again()")
     live.again()
     said = capsys.readouterr().out
-    words = "rank 1 is in no call" if MOVED else "this call was not made by rank 1"
-    assert words in said and "is kept" in said
+    assert "rank 1 is in no call" in said and "is kept" in said
     live.px(
         "", "print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)"
     )
     assert capsys.readouterr().out == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
-    if MOVED:  # what its parameters remember of their cuts has the new group, too
-        live.px("", "print([list(unshard(p, p.cuts).shape) for p in mlp.parameters()])")
-        said = capsys.readouterr().out
-        assert said == "every rank  [[4, 2], [4], [2, 4], [2]]\n"
+    # What its parameters remember of their cuts has the new group, too.
+    live.px("", "print([list(unshard(p, p.cuts).shape) for p in mlp.parameters()])")
+    said = capsys.readouterr().out
+    assert said == "every rank  [[4, 2], [4], [2, 4], [2]]\n"
 
 
 def judged(live, capsys, *lines) -> str:

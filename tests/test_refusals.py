@@ -63,8 +63,6 @@ MODEL = [
 REFUSED += [
     (lesson, 4, *case) for lesson in (TRANSFORMER, VOCAB, SEQUENCE) for case in MODEL
 ]
-REFUSED = [case for case in REFUSED if case[0] in jobs.NEW_ANATOMY]
-NEW = sorted(jobs.NEW_ANATOMY)
 
 
 def as_rank(rank: int, ranks: int) -> dict:
@@ -112,7 +110,7 @@ def test_refused(lesson, ranks, flags, words, tmp_path):
     case for case in [
         (MLP, 4, ("--hidden", "66")),
         (COLLECTIVES, 2, ("--break", "nope")),
-    ] if case[0] in NEW
+    ] if case[0] in jobs.LESSONS
 ])  # fmt: skip
 def test_refused_under_torchrun(lesson, ranks, flags):
     done = jobs.torchrun(jobs.PATHS[lesson], ranks, *flags, limit=40)
@@ -126,7 +124,7 @@ def test_refused_under_torchrun(lesson, ranks, flags):
     assert done.left == [] and done.wall < 30
 
 
-@pytest.mark.parametrize("lesson", NEW)
+@pytest.mark.parametrize("lesson", jobs.LESSONS)
 def test_without_torchrun(lesson):
     code, out, err = jobs.run_here(lesson)
     assert code == 2 and err == ""
@@ -143,7 +141,7 @@ def test_without_torchrun_in_a_process_of_its_own():
     assert done.returncode == 2 and "torchrun" in done.stdout and done.stderr == ""
 
 
-@pytest.mark.parametrize("lesson", NEW)
+@pytest.mark.parametrize("lesson", jobs.LESSONS)
 @pytest.mark.parametrize("env", [{}, as_rank(0, 2)], ids=["alone", "rank 0"])
 def test_help(lesson, env):
     code, out, err = jobs.run_here(lesson, "--help", **env)
@@ -155,5 +153,5 @@ def test_help(lesson, env):
 
 @pytest.mark.parametrize("flags", [("--break", "list"), ("--help",)])
 def test_rank_0_alone_answers(flags):
-    for lesson in NEW:
+    for lesson in jobs.LESSONS:
         assert jobs.run_here(lesson, *flags, **as_rank(1, 2)) == (0, "", "")

@@ -40,7 +40,7 @@ STAY = {
     "05": "schedule",
 }
 
-LESSONS = sorted(jobs.NEW_ANATOMY)
+LESSONS = jobs.LESSONS
 each_lesson = pytest.mark.parametrize("lesson", LESSONS)
 
 
