@@ -4,13 +4,13 @@ Attention splits by heads as an MLP splits by columns: q, k and v by column, o b
 So a layer needs two all-reduces forward and two backward, and what lies between the
 blocks (LayerNorm, residual, dropout, embedding) stays whole and equal on every rank.
 
-Run it (1, 2, 3, 4, 6 or 8 ranks: the sizes follow):
+Run it (1, 2 or 4 ranks; or 3, 6, 8: more heads, a wider D, so another loss):
 
     torchrun --standalone --nproc_per_node=2 02_transformer_tp.py
 
-What you will see: a decoder that learns this text, byte by byte, in one process, under
-TP and by PyTorch's DTensor, side by side: losses, every gradient, parameters after the
-last step. Then what a rank sends and holds, against formulas.
+What you will see: a decoder's first steps on this text, byte by byte, in one process,
+under TP and by PyTorch's DTensor, side by side: losses, every gradient, parameters
+after the last step. Then what a rank sends and holds, against formulas.
 
 Try: nn.RMSNorm for nn.LayerNorm in DecoderLayer; TP for attention alone (leave out the
 last line of parallelize_layer); a gated MLP, down(gelu(gate(x)) · up(x)), as in Llama.
@@ -84,7 +84,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """With a mask of bytes, one an element: on a CPU nn.Dropout's is of x's dtype."""
+    """nn.Dropout, but drawn as ShardedDropout draws, and with a mask of bytes."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -194,9 +194,9 @@ class Transformer(nn.Module):
 class ShardedDropout(nn.Module):
     """Dropout where x is a slice along dim: each rank must drop elements of its own.
 
-    Every rank draws the whole mask and keeps its slice, as one process would draw it.
-    (So where x is whole, on the residual stream, plain Dropout drops the same on all
-    ranks, as it must.) Megatron seeds a second generator by tp_rank: other masks.
+    Every rank draws the same whole mask (all are seeded alike) and keeps its slice; so
+    plain Dropout, where x is whole (the residual stream), still drops the same on all
+    ranks, as it must. For slices Megatron seeds another generator, by tp_rank.
     """
 
     def __init__(self, p: float, dim: int, tp_group: dist.ProcessGroup):
@@ -221,8 +221,8 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Put parallel modules in the place of a layer's linears: Megatron's split.
 
     Attention by heads: q, k and v by column, each on its own, so that a rank's queries
-    meet their own keys and values; then o by row. All but attention's core and the MLP
-    stays whole, and equal on all ranks: LayerNorm, residual, the dropout on it.
+    meet their own keys and values; then o by row. What enters and leaves attention and
+    MLP stays whole, and equal on all ranks: LayerNorm, residual, the dropout on it.
 
     Shapes (global → on a rank, placement):
         q_proj.weight          [D, D]    → [D/T, D]       Shard(0), N/T heads
@@ -337,8 +337,8 @@ IGNORE = -100  # as a target: there is none, F.cross_entropy leaves this token o
 
 
 def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S]: bytes of random lines of a text, each from some place
-    on. Behind the end of a line stands PAD, which has no target and is none."""
+    """Tokens and targets [B, S]: bytes of random lines of a text, each from a random
+    place on. Short lines are filled up with PAD, which the loss leaves out."""
     lines = [f"{line}\n".encode() for line in text.splitlines() if line.strip()]
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
@@ -381,7 +381,7 @@ def train_transformer(
     """A step of AdamW on each batch, with gradients clipped to norm args.clip.
 
     what: names the run where collectives are counted; loss_of: (logits, target) → loss;
-    tp_group: None for one process and DTensor; after_backward: called with the model.
+    tp_group: None for one process and DTensor; after_backward: for lesson 04.
     """
     # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
     # and would turn rounding into steps as long as any other.
@@ -467,7 +467,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     ends = {what: run.norms | run.parameters for what, run in runs.items()}
     labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
     labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
-    report.section("Losses, AdamW's steps; ‖g‖: the gradient's norm before clipping")
+    report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
     report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
@@ -503,7 +503,7 @@ def show_all_reduces(report: Report, config: Config) -> None:
     two = 2 * L, "2·L·B·S·D", 2 * L * x_bytes
     four = 4 * L, "4·L·B·S·D", 4 * L * x_bytes
     report.section("Communication of a step; ring: bytes that a rank of a ring sends")
-    report.say("   By hand q, k and v share one f. In a plan each has an f of its own.")
+    report.say("   formula × bytes of a number. q, k, v share an f; in a plan: no.")
     formulas = {
         ("with TP", "forward", "all-reduce", "tp"): two,
         ("with TP", "backward", "all-reduce", "tp"): two,
@@ -515,9 +515,9 @@ def show_all_reduces(report: Report, config: Config) -> None:
 
 
 def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
-    """Bytes on a rank. LayerNorm keeps for backward its input, mean and 1/σ; q, k, v
-    their one input and, turned, themselves; softmax its output, dropout a mask and its
-    output; o its input; dropout a mask; up its input, GELU its own, down its own."""
+    """Bytes on a rank. Kept for backward: LayerNorm's input, mean and 1/σ; the input of
+    q, k, v, and these, k and v once a query head; softmax's output, dropout's mask and
+    output; inputs of o, up, GELU and down; the masks of the two dropouts on x."""
     args, V, D, L = report.args, config.vocab_size, config.hidden, config.layers
     C, drops = D // config.heads * config.kv_heads, config.dropout > 0
     BS, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
@@ -603,7 +603,7 @@ BREAKS = {
         '    for name in ("q_proj", "k_proj", "v_proj"):\n',
         what="one weight of q, k and v is cut into T slices, and each slice into three",
         symptom="shapes fit and nothing complains; the loss is wrong from step 1 on",
-        why="the first slice is mostly queries, the last mostly values",
+        why="the first slice is all queries: some serve rank 0 as keys and values",
         met="github.com/deepspeedai/DeepSpeed/pull/3844",
     ),
     "mask-heads": dict(

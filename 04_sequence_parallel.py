@@ -1247,7 +1247,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     ends = {what: run.norms | run.parameters for what, run in runs.items()}
     labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
     labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
-    report.section("Losses, AdamW's steps; ‖g‖: the gradient's norm before clipping")
+    report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
     report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
