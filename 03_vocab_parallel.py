@@ -155,7 +155,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """−log softmax(logits)[target] of sharded logits: vocab_parallel_cross_entropy.
 
     With m the largest logit, z = Σ exp(x − m): loss = log z − (x[target] − m). Each of
-    m, z and x[target] takes a number from every rank: one all-reduce of B·S values.
+    the three, m, z and x[target], costs one all-reduce of B·S values: three in all.
     """
 
     @staticmethod
@@ -244,7 +244,7 @@ def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size) ->
 
 
 def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size):
-    """What it saves: all columns on every rank, and F.cross_entropy of them."""
+    """For comparison: all columns gathered on every rank, then F.cross_entropy."""
     logits_BSV = GatherFromTP.apply(logits_BSv, 2, tp_group)[..., :vocab_size]
     return mean_loss(logits_BSV, target_BS)
 
@@ -366,8 +366,8 @@ def show_ranges(report: Report, split, batch, tp_group) -> None:
     looked_up = sum(row["inputs"] for row in ranks)
     report.check("every token is looked up once", abs(looked_up - tokens))
     report.say(
-        f"   Who has which of {V} tokens, and where {tokens} of them are looked up. "
-        "Padding:\n   rows that belong to no token; they are zero, and stay so."
+        f"   Who has which of {V} tokens, and looks up how many of a batch's {tokens}; "
+        "some have\n   no target. Padding: rows that belong to no token; they stay 0."
     )
     report.table("rows", ranks)
 
@@ -460,7 +460,7 @@ def show_traffic(report: Report, args) -> None:
     three = 3, "3·B·S", 3 * tokens * e
     report.section("Communication of a step: the loss sends three numbers a token")
     report.say(
-        "   In a plan q, k and v have an f each. ring: what a rank of a ring sends."
+        f"   formula × {e} = bytes. DTensor: an f each for q, k, v; clipping uncounted."
     )
     formulas = {
         ("with TP", "forward", "all-reduce", "tp"): once,
@@ -495,10 +495,10 @@ def show_gathering(report: Report, args, tp_group) -> None:
         "The loss alone, in bytes: logits gathered on every rank, or sharded"
     )
     report.say(
-        "   sent: B·S·v·T·e in one all-gather, 3·B·S·e in three all-reduces; bytes:"
+        "   sent: bytes, B·S·v·T·e in one all-gather, 3·B·S·e in three all-reduces."
     )
     report.say(
-        "   what is kept for backward. e: of a number; v = ⌈V/T⌉ columns on a rank"
+        "   bytes: kept for backward. A number has e; v = ⌈V/T⌉ columns on a rank"
     )
     report.measure("memory", rows)
 
@@ -578,10 +578,10 @@ BREAKS = {
         target="mean_over_targets",
         old="    return loss_BS.sum() / (target_BS != IGNORE).sum()",
         new="    return loss_BS.mean()",
-        what="the mean is taken over all tokens, padding included",
-        symptom="the loss is too small by the share of padding, and so is every "
+        what="the mean is taken over all tokens, those without a target included",
+        symptom="the loss is too small by the share of ignored tokens, so is every "
         "gradient; AdamW divides by a gradient's size, and hides most of it",
-        why="a padding token adds zero to the sum, and one to the count if you let it",
+        why="an ignored token adds zero to the sum, and one to the count if you let it",
         met="docs.pytorch.org, torch.nn.functional.cross_entropy, reduction='mean'",
     ),
     "gathered": dict(

@@ -84,7 +84,7 @@ def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
     return tokens_BS, F.pad(target_BS, (0, missing), value=IGNORE)
 
 
-# g becomes a reduce-scatter: an all-reduce is that and an all-gather.
+# g (all-reduce; backward identity) becomes a reduce-scatter; backward an all-gather.
 
 
 def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
@@ -96,8 +96,8 @@ def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
     return ReduceScatter.apply(partial_y_BSD, 1, tp_group)
 
 
-# f becomes the all-gather: gather_then_project by default; gather_and_keep, which is
-# --save-gathered, gives the same numbers and keeps more for backward.
+# f (identity; backward all-reduce) becomes an all-gather; backward a reduce-scatter.
+# gather_and_keep, which is --save-gathered: the same numbers, more kept for backward.
 
 
 class GatherThenLinear(torch.autograd.Function):
@@ -124,8 +124,8 @@ class GatherThenLinear(torch.autograd.Function):
             grad_Rf = grad_BSf.flatten(0, 1)  # R rows: all tokens
             grads += [grad_Rf.T @ x_BSD.flatten(0, 1), grad_Rf.sum(0)]
             partial_grad_BSD = partial_grad_BSD + grad_BSf @ weight
-        # Each rank went on with x in its own way, with its columns of W, so each has a
-        # term of dL/dx for every position: sum them, and keep this rank's positions.
+        # Each rank used all of x, with its own columns: it has a term of dL/dx for
+        # every position. Sum them over ranks, and keep this rank's positions.
         grad_BsD = reduce_scatter(partial_grad_BSD, 1, ctx.tp_group)
         return grad_BsD, None, *grads
 
@@ -207,7 +207,7 @@ def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
     LayerNorms and the biases of row-parallel linears are whole on every rank, but each
     met one slice of the sequence: it has the part of its gradient that comes from those
     tokens. Without SP it had met all tokens. (Megatron-LM: finalize_model_grads.)
-    Communication: one all-reduce of (6L + 2)·D elements, all gradients in one tensor.
+    Communication: one all-reduce of (6L + 2)·D: norms (4L + 2)·D, biases 2L·D.
     """
     trained = [p for p in model.parameters() if p.grad is not None]
     replicated = [p for p in trained if not getattr(p, "cuts", ())]
@@ -288,8 +288,8 @@ def planned_transformer(full: Transformer, tp_group) -> Transformer:
 
 
 def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
-    """Within loss_parallel(), as its backward. A DTensor knows what is left to sum, and
-    full_tensor() does it; dist.all_reduce of a DTensor fails."""
+    """Call it, and its backward, within loss_parallel(). A DTensor knows what is left
+    to sum, and full_tensor() does it; dist.all_reduce of a DTensor fails."""
     return mean_loss(logits, target_BS).full_tensor()
 
 
@@ -341,7 +341,7 @@ def show_replicated(report: Report, runs: dict, sp: nn.Module) -> None:
         return "cut, as in lesson 03" if cut else module_of(name)
 
     gradients = {what: run.gradients for what, run in runs.items() if what != "TP"}
-    report.section("Gradients of step 1; by name: parameters that every rank has whole")
+    report.section("Gradients of step 1; by name: whole on every rank (o, down: bias)")
     report.compare("gradients", gradients, fold=fold)
 
 
@@ -392,12 +392,12 @@ def show_communication(report: Report, config: Config) -> None:
         if what == "TP + SP":
             sent = 1, "(6L + 2)·D", (6 * L + 2) * D * e
             formulas[what, "after backward", "all-reduce", "tp"] = sent
-        if what != "DTensor":
+        if what != "DTensor":  # whose calls are counted to the end of backward
             formulas[what, "clipping", "all-reduce", "tp"] = 1, "8 bytes", 8
     if not args.save_gathered:
         sent = 2 * n, "2·n·B·S·D", 2 * n * tokens * D * e
         formulas["TP + SP", "backward", "all-gather", "tp"] = sent
-    report.section("Communication of a step; n = 2L + 1: two a layer, one for the ends")
+    report.section(f"Communication of a step; n = 2L + 1; a number has {e} bytes")
     report.ledger(formulas, args.steps)
     ring = Counter()
     for row in report.data["communication"]:
@@ -406,8 +406,8 @@ def show_communication(report: Report, config: Config) -> None:
     extra = 0 if args.save_gathered else ring["TP"] // 4
     off = abs(ring["TP + SP"] - extra - ring["TP"])
     report.check("a ring sends as much with SP", off, kind="bytes")
-    again = f"{extra:,} bytes to gather again"
-    report.say(f"   ring: of a rank in a ring; with SP as with TP, and {again}")
+    again = f"{extra:,} to gather again"
+    report.say(f"   bytes: whole tensors; ring: what a rank sends: TP's and {again}")
 
 
 def layer_ways(full: DecoderLayer, tp_group, scores: float, norms: float) -> list:
@@ -496,7 +496,7 @@ def show_lengths(report: Report, tp_group) -> None:
             losses[what][name] = loss
             for name, gradient in put_together(model, "grad").items():
                 gradients[what][f"length {length}: dL/d {name}"] = gradient
-    report.section("Lengths that T does not divide, float64, no dropout: SP has PAD")
+    report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     limit, _ = ALLOWED["float64"]
     report.compare("lengths", losses, limit)
     report.compare("length gradients", gradients, limit, lambda name: "all gradients")
