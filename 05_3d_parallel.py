@@ -1,49 +1,50 @@
 """Lesson 05: data × pipeline × tensor parallelism, on one mesh of ranks.
 
-Three ways to spread a model, at right angles to each other: tensor parallelism cuts
-every matrix, a pipeline cuts the stack of layers into stages, data parallelism cuts the
-batch. A rank has one place on each of the three axes, and one group along each.
+Three ways to spread a model, at right angles to each other: tensor parallelism (TP)
+cuts every matrix, a pipeline (PP) cuts the stack of layers into stages, data
+parallelism (DP) cuts the batch. A rank has a place on each of the three axes.
 
-Run it (8 ranks as 2 × 2 × 2; a laptop will do, and 1, 2 and 4 ranks work too):
+Run it (1, 2, 3, 4 and 6 ranks work too; sizes follow the mesh):
 
     torchrun --standalone --nproc_per_node=8 05_3d_parallel.py
 
-What you will see: which rank is where on the mesh; the model trained on 8 ranks beside
-one process that sees the whole batch: losses, every gradient, every parameter after the
-last step; when each stage computed and when it waited because the pipeline fills and
-drains (the bubble); what each axis sends, to the byte; the same by PyTorch's own parts.
-`--pp 4 --simulate-compute 20` shows a pipeline's true shape, `--schedule gpipe` the
-other schedule, `--ragged` batches of different lengths, `--zero` a sharded optimizer,
-`--save` and `--load` checkpoints that change the mesh, `--break list` the bugs you can
-switch on.
+What you will see: who is where; training beside one process; what each rank holds; when
+a stage computes and waits; what each axis sends, to the byte; the same by PyTorch.
 
-New here: the mesh, stages, schedules, sums over replicas, checkpoints. Carried over:
-from 04 the layers (sequence parallelism is on), from 03 the loss, from 02 the
-transformer, from 01 the parallel layers, from 00 the collectives.
+Try: --pp 4 --schedule gpipe --microbatches 16; --zero (AdamW's moments are sharded),
+--ragged (padding is cut off), --tie, --recompute, --bf16; --save ck --steps 2, then
+--load ck --steps 4 on another mesh; nn.RMSNorm in DecoderLayer.
 
-Shapes: B batch, S sequence, D hidden, V vocabulary; T ranks in the TP group, P stages,
-    M micro-batches. UPPERCASE is the full size, lowercase this rank's slice: x_bsD is
-    a micro-batch of b sequences, s = S/T rounded up tokens of each on this rank.
+How to read this file: in two sittings, up to `schedule` and from there. NEW is the
+lesson, RUN what it prints, BREAK IT are bugs (--break list). Short of time? Read
+schedule, Pipeline and MeshTraining.
 
-No dropout here: for masks as in one process, each random number would have to belong
-    to a step, a layer and a row, not to a rank. Large systems let them differ.
-Needs: torch (and numpy, else torch warns that it is missing).
-Sources: Megatron-LM on GPU clusters, arXiv:2104.04473 (3D, 1F1B, bubbles); GPipe,
-    arXiv:1811.06965; ZeRO, arXiv:1910.02054; docs.pytorch.org, torch.distributed
-    (pipelining, fully_shard, tensor.parallel, checkpoint).
+Shapes: B batch, S sequence, D hidden, V vocabulary, L layers; T ranks in the TP group,
+    P stages, M micro-batches. UPPERCASE is the full size, lowercase this rank's slice:
+    x_bsD is a micro-batch of b sequences, s = S/T tokens of each. x → y: input, output.
+    Replicate(): every rank holds it, Shard(dim): it is cut, Partial(): terms of a sum.
+No dropout: for masks as in one process, random numbers would have to belong to a step,
+    a layer and a row, not to a rank. Large systems let them differ.
+Sources: Megatron-LM, arXiv:2104.04473 (3D, 1F1B, bubbles); GPipe, arXiv:1811.06965;
+    ZeRO, arXiv:1910.02054; docs.pytorch.org, torch.distributed.pipelining.
 """
 
-from __future__ import annotations  # names that stand further down may be used
+from __future__ import annotations
 
 import argparse
 import copy
 import gc
+import inspect
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import signal
+import socket
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
@@ -52,46 +53,37 @@ from collections import Counter, namedtuple
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 05: data × pipeline × tensor parallelism
 
-# From earlier lessons: COMM counts what is sent, and notes in `with COMM.at(…)` where
-# this rank is (00); PAD is no token, IGNORE no target (02).
-
-AXES = "pp", "dp", "tp"  # outermost first
+# From earlier lessons: COMM counts what is sent, and notes where this rank waits (00);
+# p.cuts says how a parameter was cut, ((dim, group), …), if it was (01); PAD is no
+# token, IGNORE no target (02); p.rows are a vocabulary's rows without padding (03);
+# sp_transformer is the model edited: heads, columns, vocabulary and sequence cut over
+# the TP group, and all_reduce_replicated_gradients has to follow its backward (04).
 
 
 def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
     """This rank's group along each axis of {"pp": P, "dp": DP, "tp": T}, and two more.
 
-    Rank = (stage · DP + replica) · T + tp_rank. The last axis is the innermost: ranks
-    of a TP group are neighbours, on the fastest links, since they talk in every layer;
-    those of a PP group are the farthest apart, since they talk once a stage.
-
-    "back" joins the same ranks as "pp", for gradients on their way back. NCCL does the
-    messages of a group one after the other: an activation whose receiver is still busy
-    would hold up the gradient behind it. "ends" joins the first and the last stage, for
-    a tied weight; it is None on stages between. All three move along pp, and are
-    counted there.
+    Rank = (stage · DP + replica) · T + tp_rank: a TP group, which talks in every layer,
+    has neighbours, on the fastest links; a PP group's ranks are the farthest apart.
+    "back" is "pp" again, for gradients: NCCL does the messages of a group in turn, and
+    an activation whose receiver is busy would hold up the gradient behind it. "ends"
+    joins first and last stage, for a tied weight (None between). Both count as pp.
     """
     groups = mesh_groups(sizes, timeout)
     lines = torch.arange(dist.get_world_size()).view(sizes["pp"], -1).T.tolist()
@@ -103,74 +95,32 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
     return groups
 
 
-# The pipeline: the layers in stages, the batch in micro-batches.
+def keep_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
+    """Take what other stages have out of a model; its forward is that of a stage then.
 
-
-def layers_of(stage: int, num_stages: int, layers: int) -> range:
-    """The layers of a stage: as equal as can be, the first stages have one more.
-
-    The step goes at the pace of the slowest stage. Embedding and head are work too:
-    large systems give the stages at the ends fewer layers.
+    The first ones may have a layer more. The slowest stage sets the pace: large systems
+    give those with embedding and head fewer layers.
+    Shapes: tokens [b, S] on the first stage, else x_bsD [b, S/T, D] of the stage before
+        → logits [b, S, v] on the last stage, else x_bsD for the next.
     """
-    each, more = divmod(layers, num_stages)
-    start = stage * each + min(stage, more)
-    return range(start, start + each + (stage < more))
+    mine = torch.arange(len(model.layers)).tensor_split(num_stages)[stage]
+    model.layers = nn.ModuleList(model.layers[i] for i in mine)
+    if stage > 0:
+        model.embed_tokens = nn.Identity()
+    if stage < num_stages - 1:
+        model.norm, model.lm_head = nn.Identity(), nn.Identity()
+    return model
 
 
-class Stage(nn.Module):
-    """One stage: embedding on the first, then layers, norm and head on the last.
-
-    Parameters keep the names that they have in the full model, layers their numbers.
-
-    Args:
-        full: the single-process model, identical on every rank.
-        groups: of make_mesh; each stage is split over its TP group, as in lesson 04.
-
-    Shapes: tokens [b, S] on the first stage, else x_bsD [b, s, D] of the stage before
-        → logits [b, S, v] on the last, else x_bsD for the next. S is given besides:
-        T·s may be more, with padding.
-    """
-
-    def __init__(self, full: Transformer, groups: dict[str, dist.ProcessGroup]):
-        super().__init__()
-        stage, num_stages = groups["pp"].rank(), groups["pp"].size()
-        self.first, self.last = stage == 0, stage == num_stages - 1
-        tp_group, shared = groups["tp"], None
-        self.tied = full.lm_head.weight is full.embed_tokens.weight
-        if self.first:
-            self.embed_tokens = SPEmbedding(full.embed_tokens, tp_group)
-        mine = layers_of(stage, num_stages, len(full.layers))
-        layers = {str(i): SPDecoderLayer(full.layers[i], tp_group) for i in mine}
-        self.layers = nn.ModuleDict(layers)
-        if self.last:
-            self.norm = copy.deepcopy(full.norm)
-            if self.tied and self.first:  # else the last stage has a copy: sum_tied
-                shared = self.embed_tokens.weight
-            self.lm_head = SPHead(full.lm_head, tp_group, shared)
-        for name, table in full.named_buffers():
-            self.register_buffer(name, table.clone(), persistent=False)
-
-    def forward(self, x: Tensor, S: int) -> Tensor:
-        if self.first:
-            x = self.embed_tokens(x)
-        for layer in self.layers.values():
-            x = layer(x, self.cos[:S], self.sin[:S], self.future[:S, :S])
-        return self.lm_head(self.norm(x), S) if self.last else x
-
-
-def schedule(
-    kind: str, stage: int, num_stages: int, num_microbatches: int
-) -> list[tuple[str, int]]:
+def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> list:
     """What a stage does, in order: [("forward", 0), …, ("backward", 0), …].
 
-    "gpipe": all forwards, then all backwards. Every micro-batch's activations are kept
-    at the same time (arXiv:1811.06965).
-    "1f1b": as many forwards as there are stages to follow, then one forward, one
-    backward in turn, then the backwards that are left. A stage keeps P − stage
-    micro-batches at most, however many there are (arXiv:2104.04473, sec. 2.2).
-
-    Both take the same time: stages wait while the pipeline fills and drains, P − 1
-    micro-batches long, which is the bubble. 1F1B saves memory.
+    "gpipe": all forwards, then all backwards: every micro-batch's activations are kept
+    at the same time (arXiv:1811.06965). "1f1b": as many forwards as there are stages to
+    follow, then one forward, one backward in turn, then the backwards that are left: a
+    stage keeps P − stage micro-batches at most (arXiv:2104.04473, sec. 2.2). Both take
+    the same time: the pipeline fills and drains while stages wait, P − 1 micro-batches
+    long, which is the bubble.
     """
     P, M = num_stages, num_microbatches
     warm_up = M if kind == "gpipe" else min(P - stage - 1, M)
@@ -180,512 +130,844 @@ def schedule(
     return steps + [("backward", i) for i in range(M - warm_up, M)]
 
 
-def send(parts: list[Tensor], to: int, group: dist.ProcessGroup) -> list[tuple]:
-    """Start sending tensors to stage `to`, and do not wait; what to wait for later.
-
-    A send ends when the other side receives. Two neighbours that both waited for their
-    send, one of an activation, one of a gradient, would wait for ever (--break order).
-    """
-    started, rank = [], dist.get_global_rank(group, to)
-    for part in parts:
-        part = part.detach().contiguous()
-        COMM.count("send/recv", part.nbytes, group.group_desc)
-        with COMM.at(f"message to rank {rank}", "send", [dist.get_rank(), rank]):
-            work = dist.isend(part, group=group, group_dst=to)
-        started.append((work, rank, part))  # a tensor must live until it is sent
-    return started
+# ---- Running it: messages between stages, micro-batches, sums, the optimizer
 
 
-def end_of(started: list[tuple]) -> None:
-    """Wait until what `send` started has been received."""
-    for work, rank, _ in started:
-        with COMM.at(f"message to rank {rank}", "end_of", [dist.get_rank(), rank]):
+def send(x: Tensor, to: int, group: dist.ProcessGroup) -> tuple:
+    """Start sending a tensor to stage `to`, and do not wait: a send ends when the other
+    side receives, and two neighbours, one with an activation and one with a gradient,
+    would wait for each other (--break order). What wait_for waits for."""
+    x = x.detach().contiguous()
+    COMM.count("send/recv", x.nbytes, group.group_desc)
+    work = dist.isend(x, group=group, group_dst=to)
+    ranks = [dist.get_rank(), dist.get_global_rank(group, to)]
+    return work, ranks, x  # x must live until it is received
+
+
+def wait_for(messages: list[tuple]) -> None:
+    """Wait until messages have been received."""
+    for work, ranks, _ in messages:
+        with COMM.meet("message", ranks):
             work.wait()
 
 
-def receive(like: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """Wait for a tensor shaped `like` from stage `source`."""
-    out = torch.empty_like(like)
-    rank = dist.get_global_rank(group, source)
-    with COMM.at(f"message from rank {rank}", "receive", [rank, dist.get_rank()]):
+def receive(out: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+    """Wait for a tensor from stage `source`, which is written into `out`."""
+    with COMM.meet("message", [dist.get_global_rank(group, source), dist.get_rank()]):
         dist.recv(out, group=group, group_src=source)
     return out
 
 
 class Pipeline:
     """Runs a stage's list of steps: receive, compute, send; and notes when.
+    Communication: a micro-batch takes b·s·D elements to the next stage, with the shape
+    ahead of them (3 int64), and b·s·D elements back."""
 
-    Communication: per micro-batch and stage boundary b·s·D elements forward, with the
-        shape ahead of them (4 int64), and b·s·D elements backward.
-    """
-
-    def __init__(self, stage: nn.Module, loss_of, groups, dtype: torch.dtype):
-        self.stage, self.loss_of, self.dtype = stage, loss_of, dtype
+    def __init__(self, stage: nn.Module, loss_of, groups):
+        self.stage, self.loss_of, self.rank = stage, loss_of, groups["pp"].rank()
         self.pp, self.back = groups["pp"], groups["back"]
-        self.number = self.pp.rank()
-        self.first = self.number == 0
-        self.last = self.number == self.pp.size() - 1
+        self.first, self.last = self.rank == 0, self.rank == self.pp.size() - 1
+        self.like = next(stage.parameters())  # tensors are of its dtype, on its device
 
-    def run(self, steps: list, micro_batches: list, device: str) -> Tensor:
-        """All steps of a list; the sum of the micro-batch losses (0 but on the last).
-
-        micro_batches: [2, b, S] each, tokens and targets; None on stages in between.
-        """
-        self.micro_batches, self.device = micro_batches, device
-        self.kept, self.in_flight, self.events = {}, 0, []
-        self.bytes_of, self.peak = {}, 0  # bytes kept for backward, by micro-batch
-        self.losses, self.returned = [], []
+    def run(self, steps: list[tuple[str, int]], micro_batches: list) -> Tensor:
+        """All steps; the sum of the micro-batch losses (0 but on the last stage)."""
+        self.micro_batches, self.loss = micro_batches, self.like.new_zeros(())
+        self.in_flight, self.returned, self.events = {}, [], []
         for phase, i in steps:
             COMM.phase = phase
-            (self.forward if phase == "forward" else self.backward)(i)
-        end_of(self.returned)
+            if phase == "forward":
+                self.forward(i)
+            else:
+                self.backward(i)
+        wait_for(self.returned)
         COMM.phase = ""
-        return sum(self.losses, torch.zeros((), dtype=self.dtype, device=device))
+        return self.loss
 
     def forward(self, i: int) -> None:
         """Micro-batch i through this stage, and on to the next."""
-        if self.first:
-            x = self.micro_batches[i][0]
-            S = x.shape[1]
-        else:
-            with self.clock("wait", i):
-                S, x = self.receive_activation()
+        x, target = self.micro_batches[i]
+        if not self.first:  # it cannot know how long they are: the shape comes first
+            shape = self.like.new_empty(3, dtype=torch.int64)
+            shape = receive(shape, self.rank - 1, self.pp).tolist()
+            x = receive(self.like.new_empty(shape), self.rank - 1, self.pp)
             x.requires_grad_()
-        saved = SavedBytes([*self.stage.parameters(), *self.stage.buffers()])
-        with self.clock("forward", i), saved:
-            y = self.stage(x, S)
+        with self.watch("forward", i):
+            y = self.stage(x)
             if self.last:
-                y = self.loss_of(y, self.micro_batches[i][1])
-                self.losses.append(y.detach())
+                y = self.loss_of(y, target)
+                self.loss = self.loss + y.detach()
         sent = []
         if not self.last:
-            shape = torch.tensor([S, *y.shape], device=self.device)
-            sent = send([shape, y], self.number + 1, self.pp)
-        self.kept[i] = x, y, sent  # with all that autograd keeps for backward
-        self.in_flight = max(self.in_flight, len(self.kept))
-        self.bytes_of[i] = saved.total()
-        self.peak = max(self.peak, sum(self.bytes_of[k] for k in self.kept))
-
-    def receive_activation(self) -> tuple[int, Tensor]:
-        """This stage cannot know how long the sequences are: the shape comes first."""
-        shape = torch.empty(4, dtype=torch.int64, device=self.device)
-        S, *shape = receive(shape, self.number - 1, self.pp).tolist()
-        like = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return S, receive(like, self.number - 1, self.pp)
+            shape = torch.tensor(y.shape, device=y.device)
+            sent = [send(part, self.rank + 1, self.pp) for part in (shape, y)]
+        self.in_flight[i] = x, y, sent  # with all that autograd keeps for backward
 
     def backward(self, i: int) -> None:
         """The gradient of micro-batch i through this stage, and to the one before."""
-        x, y, sent = self.kept.pop(i)
-        grad = None
+        (x, y, sent), grad = self.in_flight.pop(i), None
         if not self.last:
-            with self.clock("wait", i):
-                grad = receive(y, self.number + 1, self.back)  # shaped as y
-            end_of(sent)  # no wait: the gradient answers this message, so it arrived
-        with self.clock("backward", i):
+            grad = receive(torch.empty_like(y), self.rank + 1, self.back)
+            wait_for(sent)  # not long: the gradient is the answer to it
+        with self.watch("backward", i):
             y.backward(grad)
         if not self.first:
-            self.returned += send([x.grad], self.number - 1, self.back)
+            self.returned.append(send(x.grad, self.rank - 1, self.back))
 
     @contextmanager
-    def clock(self, what: str, i: int):
-        """Note when something began and ended, by the clock that all ranks share."""
-        start = time.time()
-        yield
-        if self.device == "cuda":
+    def watch(self, what: str, i: int):
+        """Note when this stage computed, and the bytes that autograd keeps of it."""
+        event = {"what": what, "microbatch": i, "start": time.time()}
+        saved = SavedBytes([*self.stage.parameters(), *self.stage.buffers()])
+        with saved:
+            yield
+        if self.like.is_cuda:
             torch.cuda.synchronize()
-        self.events.append((what, i, start, time.time()))
+        self.events.append(event | {"end": time.time(), "bytes": saved.total()})
 
 
-# The batch: cut over replicas and into micro-batches, dealt out to a TP group.
-
-
-def cut_batch(batch: tuple, dp_group, num_microbatches: int, ragged: bool) -> list:
-    """This replica's rows of the batch, as M micro-batches [2, b, S].
-
-    ragged: each without the columns that are nothing but padding, so that every
-    replica and every micro-batch has its own length.
-    """
-    mine = shard(torch.stack(batch), 1, dp_group)
+def cut_batch(batch: tuple, groups, num_microbatches: int, ragged: bool) -> list:
+    """This replica's rows of the batch, as M micro-batches [2, b, S]; ragged: each as
+    long as its longest line, rounded up to a multiple of T."""
+    mine = shard(torch.stack(batch), 1, groups["dp"])
     parts = split(mine, 1, num_microbatches)
-    if not ragged:
-        return parts
-    lengths = [int((tokens != PAD).any(0).sum()) for tokens, _ in parts]
-    return [part[..., :length].contiguous() for part, length in zip(parts, lengths)]
+    for i, (tokens, _) in enumerate(parts if ragged else []):
+        length = int((tokens != PAD).any(0).sum())
+        length += -length % groups["tp"].size()
+        parts[i] = parts[i][..., :length].contiguous()
+    return parts
 
 
-def share_batch(load, tp_group: dist.ProcessGroup, device: str) -> list[Tensor]:
-    """The micro-batches that the first rank of a TP group loads, on all of them.
-
-    All ranks of a TP group must compute on the same tokens. The others do not know
-    their number: the shape is broadcast first, then the batch.
-    """
-    loads = tp_group.rank() == 0
-    parts = load() if loads else []
-    count = broadcast(torch.tensor(len(parts), device=device), 0, tp_group)
-    return [
-        broadcast_any(parts[i] if loads else None, tp_group, device)
-        for i in range(count)
-    ]
-
-
-def broadcast_any(x: Tensor | None, tp_group, device: str) -> Tensor:
-    """[2, b, S] from the group's first rank, whatever b and S are; None elsewhere."""
-    shape = torch.tensor([0, 0, 0] if x is None else x.shape, device=device)
-    shape = broadcast(shape, 0, tp_group).tolist()
-    if x is None:
-        x = torch.empty(shape, dtype=torch.int64, device=device)
-    return broadcast(x, 0, tp_group)
+def share_batch(batch: tuple, groups, args) -> list[Tensor]:
+    """This replica's micro-batches: one rank of a TP group loads them, all get them;
+    the others do not know how long they are, so the shape comes before the batch."""
+    shared, micro_batches = [], [None] * args.microbatches
+    if groups["tp"].rank() == 0:
+        micro_batches = cut_batch(batch, groups, args.microbatches, args.ragged)
+    for x in micro_batches:
+        shape = torch.tensor([0, 0, 0] if x is None else x.shape, device=args.device)
+        shape = broadcast(shape, 0, groups["tp"]).tolist()
+        if x is None:
+            x = torch.empty(shape, dtype=torch.int64, device=args.device)
+        shared.append(broadcast(x, 0, groups["tp"]))
+    return shared
 
 
 def count_targets(micro_batches: list[Tensor], dp_group) -> Tensor:
-    """Tokens with a target in the whole batch, of all micro-batches and replicas.
-
-    Communication: one all-reduce of one int64 over dp.
-    """
-    here = sum((target != IGNORE).sum() for _, target in micro_batches)
-    return all_reduce(here, dp_group)
+    """Targets in the whole batch, of all replicas: one all-reduce of one int64."""
+    mine = sum((target != IGNORE).sum() for _, target in micro_batches)
+    return all_reduce(mine, dp_group)
 
 
-def part_of_mean(loss_bS: Tensor, target_bS: Tensor, batch_targets: Tensor) -> Tensor:
-    """What a micro-batch adds to the mean loss of the whole batch.
-
-    Every token weighs the same, wherever it is: divided by the number in the batch, not
-    in the micro-batch, parts just add up, over micro-batches and over replicas; and so
-    do their gradients.
-    """
+def part_of_mean(loss_bS: Tensor, batch_targets: Tensor) -> Tensor:
+    """What a micro-batch adds to the batch's mean loss. Divided by the batch's targets,
+    not its own, parts just add up, and so do gradients: every token weighs the same."""
     return loss_bS.sum() / batch_targets
 
 
-# After the last backward: sums of gradients, the norm, the update.
-
-
-def sum_tied(stage: Stage, ends: dist.ProcessGroup | None) -> None:
-    """Tied embedding and head on different stages: the gradient is the sum of both.
-
-    Each of the two stages has a copy of the weight. The copies started equal, get the
-    same gradient here and take the same steps: they stay equal.
-    Communication: one all-reduce of v·D elements between first and last stage.
-    """
-    if stage.tied and stage.first != stage.last and (stage.first or stage.last):
-        weight = (stage.embed_tokens if stage.first else stage.lm_head).weight
-        weight.grad = all_reduce(weight.grad, ends)
-
-
-def is_copy(stage: Stage, name: str) -> bool:
-    """Is this the last stage's copy of the embedding?"""
-    return stage.tied and not stage.first and name == "lm_head.weight"
-
-
-def counted_share(stage: Stage, name: str, tp_group) -> float:
-    """By how much a parameter's squares count here in the norm of the whole model.
-
-    A slice counts fully. What all T ranks of a TP group hold whole counts 1/T on each,
-    so once; the copy of a tied weight has been counted on the first stage.
-    """
-    if is_copy(stage, name):
-        return 0.0
-    return 1.0 if tell_placement(stage, name) else 1 / tp_group.size()
-
-
 class FlatAdamW:
-    """AdamW on all parameters of a rank as one vector; gradients summed over replicas.
-
-    One vector: one collective for all of them. AdamW treats every number on its own, so
-    it does not matter how the vector is cut: with `zero` a rank keeps 1/DP of it, and
-    of the two moments, and of the gradient once it is summed (ZeRO stage 1, with the
-    reduce-scatter of stage 2: arXiv:1910.02054).
-
+    """AdamW on parameters of a rank as one vector: one collective sums all gradients.
+    AdamW treats every number on its own, so it does not matter how the vector is cut:
+    with `zero` a rank keeps 1/DP of it, and of the two moments, and of the gradient
+    once it is summed (ZeRO stage 1, the reduce-scatter of stage 2: arXiv:1910.02054).
     Communication: n elements (padded so that DP divides them): one all-reduce over dp;
         with `zero` one reduce-scatter, and after the update one all-gather.
     """
 
-    def __init__(self, stage: Stage, groups: dict[str, dist.ProcessGroup], zero: bool):
-        self.parameters = dict(stage.named_parameters())
-        self.groups, self.dp_group, self.zero = groups, groups["dp"], zero
-        own = self.cut(self.flatten(self.parameters.values()))
-        self.own = nn.Parameter(own)  # a copy; each step overwrites the model's from it
-        self.adamw = torch.optim.AdamW([self.own], lr=1e-3, eps=1e-4)
-        counts = [
-            torch.full_like(p, counted_share(stage, name, groups["tp"]))
-            for name, p in self.parameters.items()
-        ]
-        self.counts = self.cut(self.flatten(counts))
+    def __init__(self, parameters: dict[str, nn.Parameter], groups, zero: bool):
+        self.parameters, self.groups, self.zero = parameters, groups, zero
+        self.vector = nn.Parameter(self.cut(parameters))
+        self.adamw = torch.optim.AdamW([self.vector], lr=1e-3, eps=1e-4)
+        shares = {}  # of the squares that count in the norm of the whole model
+        for name, p in parameters.items():  # what is not cut, all T ranks have
+            share = 1.0 if getattr(p, "cuts", ()) else 1 / groups["tp"].size()
+            shares[name] = torch.full_like(p, share)
+        self.shares = self.cut(shares)
 
-    def flatten(self, tensors) -> Tensor:
-        """One vector of many tensors."""
-        flat = torch.cat([x.detach().flatten() for x in tensors])
-        return F.pad(flat, (0, -len(flat) % self.dp_group.size()))
+    def flatten(self, tensors: dict[str, Tensor]) -> Tensor:
+        """One vector of a tensor for each parameter."""
+        flat = torch.cat([tensors[name].detach().flatten() for name in self.parameters])
+        return F.pad(flat, (0, -len(flat) % self.groups["dp"].size()))
 
-    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a vector, shaped as the parameters are."""
+    def cut(self, tensors: dict[str, Tensor]) -> Tensor:
+        """This replica's part of their vector: a slice with `zero`, else all of it."""
+        flat = self.flatten(tensors)
+        return shard(flat, 0, self.groups["dp"]) if self.zero else flat
+
+    def whole(self, part: Tensor) -> dict[str, Tensor]:
+        """The opposite: a tensor for each parameter, from all parts of a vector."""
+        flat = all_gather(part, 0, self.groups["dp"]) if self.zero else part.detach()
         sizes = [p.numel() for p in self.parameters.values()]
-        parts = flat[: sum(sizes)].split(sizes)
-        named = self.parameters.items()
-        return {name: x.view(p.shape) for (name, p), x in zip(named, parts)}
-
-    def cut(self, flat: Tensor) -> Tensor:
-        """This replica's part of a vector: a slice with `zero`, else all of it."""
-        return shard(flat, 0, self.dp_group) if self.zero else flat.clone()
-
-    def whole(self, part: Tensor) -> Tensor:
-        """The vector whose part this is."""
-        return all_gather(part, 0, self.dp_group) if self.zero else part.detach()
+        parts = zip(self.parameters.items(), flat[: sum(sizes)].split(sizes))
+        return {name: x.view(p.shape) for (name, p), x in parts}
 
     def sum_over_replicas(self) -> None:
         """Each replica's gradient is a part of the batch's: they are added up."""
-        flat = self.flatten(p.grad for p in self.parameters.values())
+        flat = self.flatten({name: p.grad for name, p in self.parameters.items()})
         if self.zero:
-            self.own.grad = reduce_scatter(flat, 0, self.dp_group)
+            self.vector.grad = reduce_scatter(flat, 0, self.groups["dp"])
         else:
-            self.own.grad = all_reduce(flat, self.dp_group)
-
-    def clip(self, max_norm: float) -> float:
-        """Scale the gradient so that its norm over the mesh is at most that; the norm.
-
-        Communication: one all-reduce of one float64 over tp, pp, and dp with `zero`.
-        """
-        squares = (self.own.grad.double().square() * self.counts).sum()
-        for axis in ("tp", "pp", *(["dp"] if self.zero else [])):
-            squares = all_reduce(squares, self.groups[axis])
-        norm = squares.sqrt().item()
-        self.own.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
-        return norm
+            self.vector.grad = all_reduce(flat, self.groups["dp"])
 
     def step(self) -> None:
         """Update this replica's part, and put the whole back into the model."""
         self.adamw.step()
-        self.put_back()
-        self.own.grad = None
-
-    def put_back(self) -> None:
-        """The model's parameters from the vector's parts."""
-        for name, x in self.unflatten(self.whole(self.own)).items():
+        for name, x in self.whole(self.vector).items():
             self.parameters[name].data.copy_(x)
-            self.parameters[name].grad = None
 
 
 class MeshTraining:
-    """One model in training on the whole mesh, as this rank takes part in it."""
+    """One model in training on the whole mesh, as this rank takes part in it.
+    A tied weight belongs to the first stage, which gets the sum of both gradients; the
+    last has a copy, renewed in each step. (Two owners, as in Megatron-LM, drift apart
+    if replicas are summed in two orders.)
+    """
 
     def __init__(self, full: Transformer, groups: dict[str, dist.ProcessGroup], args):
-        self.groups, self.args = groups, args
-        self.stage = Stage(full, groups)
-        dtype = next(self.stage.parameters()).dtype
-        self.pipeline = Pipeline(self.stage, self.loss, groups, dtype)
-        self.optimizer = FlatAdamW(self.stage, groups, args.zero)
-        pp = groups["pp"]
+        self.groups, self.args, pp = groups, args, groups["pp"]
+        model = sp_transformer(full, groups["tp"])
+        tied = model.lm_head.weight is model.embed_tokens.weight and groups["ends"]
+        self.tied = model.lm_head.weight if tied else None
+        names = {p: name for name, p in model.named_parameters()}
+        self.stage = keep_stage(model, pp.rank(), pp.size())
+        # By names of the full model, in which a tied head has its embedding's.
+        self.parameters = {names[p]: p for p in self.stage.parameters()}
+        owned = dict(self.parameters)
+        if tied and pp.rank() > 0:
+            del owned["embed_tokens.weight"]  # a copy
+        self.optimizer = FlatAdamW(owned, groups, args.zero)
+        self.pipeline = Pipeline(self.stage, self.loss, groups)
         self.steps = schedule(args.schedule, pp.rank(), pp.size(), args.microbatches)
 
     def loss(self, logits_bSv: Tensor, target_bS: Tensor) -> Tensor:
         """A micro-batch's part of the batch's mean loss (lesson 03)."""
-        COMM.what = "loss"
-        loss_bS = vocab_parallel_cross_entropy(
-            logits_bSv, target_bS, self.groups["tp"], self.args.vocab_size
-        )
+        COMM.what, tp_group, V = "loss", self.groups["tp"], self.args.vocab_size
+        loss_bS = vocab_parallel_cross_entropy(logits_bSv, target_bS, tp_group, V)
         COMM.what = "layers"
-        return part_of_mean(loss_bS, target_bS, self.batch_targets)
+        return part_of_mean(loss_bS, self.batch_targets)
 
     def gradients(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Forward and backward of a batch; its mean loss where the last stage is."""
-        args, groups = self.args, self.groups
-        micro_batches = None
+        args, groups, pipeline = self.args, self.groups, self.pipeline
         COMM.what = "batch"
-        if self.stage.first or self.stage.last:  # the others need no tokens
-            load = lambda: cut_batch(
-                batch, groups["dp"], args.microbatches, args.ragged
-            )
-            micro_batches = share_batch(load, groups["tp"], args.device)
-        if self.stage.last:
+        micro_batches = [(None, None)] * args.microbatches
+        if pipeline.first or pipeline.last:  # the others need no tokens
+            micro_batches = share_batch(batch, groups, args)
+        if pipeline.last:
             self.batch_targets = count_targets(micro_batches, groups["dp"])
         COMM.what = "layers"
-        loss = self.pipeline.run(self.steps, micro_batches, args.device)
-        COMM.what = "replicated"
-        mend_replicated(self.stage, groups["tp"])
+        loss = pipeline.run(self.steps, micro_batches)
+        COMM.what = "whole"
+        all_reduce_replicated_gradients(self.stage, groups["tp"])
         COMM.what = "tied"
-        sum_tied(self.stage, groups["ends"])
+        if self.tied is not None:
+            self.tied.grad = all_reduce(self.tied.grad, groups["ends"])
         COMM.what = "replicas"
         self.optimizer.sum_over_replicas()
         return loss
 
     def update(self) -> float:
-        """Clip and step; the gradient's norm before clipping."""
+        """Clip the gradient by its norm over the whole mesh, and step; that norm.
+        Communication: an all-reduce of one float64 over tp, pp, and dp with `zero`."""
         COMM.what = "norm"
-        norm = self.optimizer.clip(self.args.clip)
+        grad = self.optimizer.vector.grad
+        squares = (grad.double().square() * self.optimizer.shares).sum()
+        for axis in ("tp", "pp", "dp") if self.args.zero else ("tp", "pp"):
+            squares = all_reduce(squares, self.groups[axis])
+        norm = squares.sqrt().item()
+        grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))
         COMM.what = "replicas"
         self.optimizer.step()
+        COMM.what = "tied"
+        if self.tied is not None:
+            self.tied.data.copy_(broadcast(self.tied, 0, self.groups["ends"]))
+        self.stage.zero_grad()
         COMM.what = ""
         return norm
 
 
-# Checkpoints: saved under one mesh, loaded under another.
+# ---- Checkpoints: saved under one mesh, loaded under another
 
 COMPLETE = "complete.json"  # the last file of a checkpoint
+MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's names for them
 
 
-def fingerprint(file: Path) -> list[int]:
-    """Size and checksum of a file."""
-    data = file.read_bytes()
-    return [len(data), zlib.crc32(data)]
-
-
-def settings(args) -> dict:
-    """What must be alike for a checkpoint to continue a run; the mesh need not be."""
-    names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
-    alike = {name: getattr(args, name) for name in [*names.split(), "clip"]}
-    text = zlib.crc32(Path(__file__).read_bytes())  # the lines that it trains on
-    return (
-        {"lesson": "05_3d_parallel"} | alike | {"the text of this file, checksum": text}
-    )
-
-
-def find_checkpoint(folder: Path, args) -> tuple[Path, int]:
-    """The newest finished checkpoint of a folder, and its step.
-
-    Raises: ValueError where there is none, where a file of it is missing or damaged,
-        or where it belongs to another model or run.
-    """
-    found = sorted(folder.glob("step_[0-9]*")) if folder.is_dir() else []
-    if not found:
-        raise ValueError(f"--load {folder}: no finished checkpoint step_… in there")
-    path = found[-1]
-    try:
-        about = json.loads((path / COMPLETE).read_text())
-        files, step = dict(about["files"]), int(about["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"--load {path}: no {COMPLETE} of this lesson in it: not one of its "
-            "checkpoints, or a damaged one"
-        ) from None
-    for name, wanted in settings(args).items():
-        if about.get(name) != wanted:
-            raise ValueError(
-                f"--load {path}: made with {name} {about.get(name)}, this run has "
-                f"{wanted}"
-            )
-    for name, wanted in files.items():
-        if not (path / name).is_file() or fingerprint(path / name) != wanted:
-            raise ValueError(
-                f"--load {path}: the file {name} is missing or damaged; without this "
-                "folder the one before it is taken"
-            )
-    return path, step
-
-
-def in_whole(x: Tensor, name: str, stage: Stage, vocab_size: int, mesh) -> DTensor:
-    """A rank's slice as a DTensor, which knows its place in the whole tensor.
-
-    So torch.distributed.checkpoint can hand any other mesh its parts of it. Rows that
-    pad the vocabulary are left out: how many there are depends on T.
-    """
-    x = x.detach()
-    placement = tell_placement(stage, name)
-    if not placement:
-        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    ((_, dim),) = placement
-    shape = list(x.shape)
-    shape[dim] *= mesh.size()
-    if name.startswith(("embed_tokens", "lm_head")):
-        start = mesh.get_local_rank() * len(x)
-        x, shape[0] = x[: max(0, vocab_size - start)], vocab_size
+def as_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTensor:
+    """x, cut as p is, as a DTensor, which knows its place in the whole tensor: so dcp
+    can hand any other mesh its parts. Rows that pad the vocabulary are left out."""
+    x, shape, placement = x.detach(), list(x.shape), Replicate()
+    for dim, _ in getattr(p, "cuts", ()):
+        placement = Shard(dim)
+        shape[dim] *= tp_group.size()
+    if hasattr(p, "rows"):
+        first = tp_group.rank() * len(x)
+        x, shape[0] = x[: max(0, p.rows - first)], p.rows
+    mesh = DeviceMesh.from_group(tp_group, x.device.type)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        x, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
+        x, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
 def state_to_save(training: MeshTraining, moments: dict[str, dict]) -> dict:
-    """Parameters and AdamW's moments by the names of the full model.
-
-    Replicas and TP ranks may hold the same tensor: it is written once. A tied head has
-    its embedding's name: whichever stages hold it take it from there.
-    """
-    args, stage, tp_group = training.args, training.stage, training.groups["tp"]
-    mesh = DeviceMesh.from_group(tp_group, args.device, mesh_dim_names=("tp",))
-    state = {}
-    for name, p in training.optimizer.parameters.items():
-        shared = "embed_tokens.weight" if is_copy(stage, name) else name
-        for kind, x in (("weight", p), *((k, m[name]) for k, m in moments.items())):
-            whole = in_whole(x, name, stage, args.vocab_size, mesh)
-            state[f"{kind}/{shared}"] = whole
+    """Weights and moments. What several ranks have has one name: it is written once."""
+    state, tp_group = {}, training.groups["tp"]
+    for kind, tensors in {"weight": training.parameters, **moments}.items():
+        for name, x in tensors.items():
+            state[f"{kind}/{name}"] = as_dtensor(x, training.parameters[name], tp_group)
     return state
 
 
-def save_checkpoint(folder: Path, step: int, training: MeshTraining) -> None:
-    """Write folder/step_NNNNNN: whole, or not at all.
-
-    It is written under another name, with a list of its files at the end, and renamed
-    when all ranks are done: a rename happens or does not. What a kill leaves behind has
-    the other name, and the checkpoints of earlier steps are not touched.
-    """
-    part, final = folder / f"part_{step:06}", folder / f"step_{step:06}"
-    optimizer, first = training.optimizer, dist.get_rank() == 0
-    adam = optimizer.adamw.state[optimizer.own]
-    moments = {
-        kind: optimizer.unflatten(optimizer.whole(adam[kind]))
-        for kind in ("exp_avg", "exp_avg_sq")
-    }
-    with COMM.at(f"saving of step {step}", "save_checkpoint"):
-        if first:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        dist.barrier()
+def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict):
+    """Write folder/step_NNNNNN: whole, or not at all: it is written under another name,
+    and renamed when all ranks are done. What a kill leaves behind has that other name.
+    about: what a run must have in common with this one to go on from here."""
+    part, first = folder / f"part_{step:06}", dist.get_rank() == 0
+    optimizer = training.optimizer
+    adam = optimizer.adamw.state[optimizer.vector]
+    moments = {kind: optimizer.whole(adam[kind]) for kind in MOMENTS}
+    if first:
+        shutil.rmtree(part, ignore_errors=True)
+    with COMM.meet(f"saving of step {step}", [*range(dist.get_world_size())]):
         dcp.save(state_to_save(training, moments), checkpoint_id=part)
-        dist.barrier()
-        if first:
-            files = {file.name: fingerprint(file) for file in sorted(part.iterdir())}
-            mesh = " × ".join(f"{x} {getattr(training.args, x)}" for x in AXES)
-            about = settings(training.args) | dict(step=step, mesh=mesh, files=files)
-            with open(part / COMPLETE, "w") as file:
-                file.write(json.dumps(about, indent=1))
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(final)
-        dist.barrier()
+    if first:
+        files = {file.name: zlib.crc32(file.read_bytes()) for file in part.iterdir()}
+        (part / COMPLETE).write_text(json.dumps(about | {"step": step, "files": files}))
+        part.rename(folder / f"step_{step:06}")
 
 
 def load_checkpoint(path: Path, step: int, training: MeshTraining) -> None:
     """Fill this rank's parameters and moments from a checkpoint of any mesh."""
-    optimizer = training.optimizer
-    moments = {
-        kind: {n: torch.zeros_like(p) for n, p in optimizer.parameters.items()}
-        for kind in ("exp_avg", "exp_avg_sq")
-    }
-    with COMM.at(f"loading of step {step}", "load_checkpoint"):
+    optimizer, moments = training.optimizer, {}
+    for kind in MOMENTS:
+        moments[kind] = optimizer.whole(torch.zeros_like(optimizer.vector))
+    with COMM.meet(f"loading of step {step}", [*range(dist.get_world_size())]):
         dcp.load(state_to_save(training, moments), checkpoint_id=path)  # in place
-    optimizer.own.data = optimizer.cut(optimizer.flatten(optimizer.parameters.values()))
-    adam = {k: optimizer.cut(optimizer.flatten(m.values())) for k, m in moments.items()}
-    optimizer.adamw.state[optimizer.own] = adam | {"step": torch.tensor(float(step))}
+    optimizer.vector.data = optimizer.cut(training.parameters)
+    adam = {kind: optimizer.cut(tensors) for kind, tensors in moments.items()}
+    optimizer.adamw.state[optimizer.vector] = adam | {"step": torch.tensor(float(step))}
+
+
+# ---- The same by PyTorch's own API
+
+
+def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
+    """This rank's part, and the names of its parameters: lesson 04's plan over tp, this
+    stage of it, fully_shard over dp (ZeRO stage 3: parameters and gradients, too)."""
+    model = parallel.parallelize_module(copy.deepcopy(full), mesh["tp"], sp_plan())
+    names = {p: name for name, p in model.named_parameters()}
+    model = keep_stage(model, mesh["pp"].get_local_rank(), args.pp)
+    names = [names[p] for p in model.parameters()]  # fully_shard makes new ones
+    options = {"mesh": mesh["dp"]}
+    if args.bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if args.recompute:
+        model.layers = nn.ModuleList(map(Recomputed, model.layers))
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options), names
+
+
+# ==== RUN
+
+AXES = "pp", "dp", "tp"  # outermost first
+RANKS = 8  # in the command that a start without torchrun shows
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}  # PyTorch's
+
+
+def main(args, report: Report) -> None:
+    sizes = {axis: getattr(args, axis) for axis in AXES}
+    groups = make_mesh(sizes, args.timeout)
+    report.begin(sizes)
+    batches = make_batches(__doc__, args, args.steps)
+    batches = [pad_batch(*batch, args.tp) for batch in batches]
+    args.seq_len = batches[0][0].shape[1]  # from here on T divides it
+    full = make_tied(args)
+    alone = train_transformer("", copy.deepcopy(full), batches, args, mean_loss)
+    training = MeshTraining(full, groups, args)
+    mesh = train_on_mesh(training, batches, args)
+    show_places(report, training)
+    show_equality(report, alone, mesh, training, batches[-1])
+    if not args.begin:
+        show_layers(report, {"one process": alone, "mesh": mesh})
+    show_held(report, training)
+    show_timeline(report, training)
+    show_traffic_3d(report, training, batches[args.begin :])
+    show_pytorch(report, full, batches[0], groups)
+
+
+def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
+    losses, norms, gradients, optimizer = {}, {}, {}, training.optimizer
+    try:
+        if args.begin:
+            load_checkpoint(args.checkpoint, args.begin, training)
+        for step, batch in enumerate(batches[args.begin :], args.begin + 1):
+            with COMM.meet("start of a step", [*range(args.ranks)]):
+                dist.barrier()  # one start for all, for the timeline
+            loss = training.gradients(batch)
+            COMM.what = ""
+            for axis in ("dp", "pp"):  # parts add up; only the last stage has one
+                loss = all_reduce(loss, training.groups[axis])
+            losses[f"loss, step {step}"] = loss.item()
+            if step == 1:
+                gradients = collect(training, optimizer.whole(optimizer.vector.grad))
+            norms[f"‖g‖, step {step}"] = training.update()
+            if args.save:
+                save_checkpoint(args.save, step, training, args.settings)
+    except dcp.CheckpointException as error:  # no Exception, and many lines long
+        failure, _ = next(iter(error.failures.values()))
+        raise RuntimeError(f"checkpoint: {failure}") from None
+    parameters = collect(training, training.parameters)
+    return TrainingRun(losses, norms, gradients, parameters, {})
+
+
+def collect(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
+    """Whole tensors of all stages by name; what this rank has, from itself."""
+    mine, found = {}, {}
+    for name, x in tensors.items():
+        p = training.parameters[name]
+        x = unshard(x.detach(), getattr(p, "cuts", ()))
+        mine[name] = x[: getattr(p, "rows", None)].cpu().clone()
+    for of_rank in gather_objects(mine):
+        found |= of_rank
+    return found | mine
+
+
+def show_places(report: Report, training: MeshTraining) -> None:
+    args, groups, rows = report.args, training.groups, []
+    here = {axis: dist.get_process_group_ranks(groups[axis]) for axis in AXES}
+    report.data["groups"] = members = gather_objects(here)
+    stage, replica, t = (groups[axis].rank() for axis in AXES)
+    rank = (stage * args.dp + replica) * args.tp + t
+    report.check("rank = (stage · DP + replica) · T + t", abs(rank - dist.get_rank()))
+    names = [part_of(name) for name in training.parameters]
+    holds = gather_objects(f"{names[0]} … {names[-1]}")
+    for stage in range(args.pp):
+        row = {"": f"stage {stage}"}
+        for replica in range(args.dp):
+            first = (stage * args.dp + replica) * args.tp
+            row[f"dp {replica}"] = str(members[first]["tp"])
+        rows.append(row | {"holds": holds[first]})
+    report.section("The mesh: rank = (stage · DP + replica) · T + tp_rank")
+    report.say(
+        "   [ ]: a TP group sends activations in each layer, on the fastest links. In a"
+        "\n   row replicas send gradients, once a step. In a column a pipeline sends "
+        "activations,\n   once a stage."
+    )
+    report.table("stages", rows)
+    two = args.ranks if args.ranks % 2 else 2
+    flags = [f"--{axis} {two}" for axis in AXES if getattr(args, axis) == 1]
+    if flags:
+        report.say(f"   An axis with one rank here can be seen by {', '.join(flags)}.")
+
+
+def part_of(name: str) -> str:
+    return re.match(r"layers\.\d+|\w+", name)[0]
+
+
+def show_equality(report: Report, alone, mesh, training, batch: tuple) -> None:
+    args, groups, pipeline = report.args, training.groups, training.pipeline
+    losses = {step: alone.losses[step] for step in mesh.losses}  # not before --load
+    norms = {step: alone.norms[step] for step in mesh.norms}
+    runs = {"one process": alone._replace(losses=losses, norms=norms), "mesh": mesh}
+    show_steps(report, runs, "mesh", training.stage, groups["tp"])
+    for name, p in training.parameters.items():
+        diff = rel_diff(p, broadcast(p, 0, groups["dp"]))
+        report.check(f"replicas over dp: {name}", diff)
+    if training.tied is not None:
+        diff = rel_diff(training.tied, broadcast(training.tied, 0, groups["ends"]))
+        report.check("replicas over pp: the tied weight", diff)
+    if args.begin:
+        report.say(f"   Went on from {args.checkpoint}, saved by {args.made_by}.")
+    wanted = cut_batch(batch, groups, args.microbatches, args.ragged)
+    if pipeline.first or pipeline.last:
+        same = all(map(torch.equal, pipeline.micro_batches, wanted))
+        report.check("a TP group has its first rank's batch", float(not same))
+    every = gather_objects([x.shape[2] for x in wanted])
+    lengths = report.data["lengths"] = every[: args.dp * args.tp : args.tp]
+    targets = [int((part != IGNORE).sum()) for part in split(batch[1], 0, args.dp)]
+    report.say(wrap(f"   Targets in the last batch, by replica: {str(targets)[1:-1]}"))
+    report.say(wrap(f"   Lengths of its micro-batches: {str(lengths)[1:-1]}"))
+
+
+def show_layers(report: Report, runs: dict) -> None:
+    gradients = {what: run.gradients for what, run in runs.items()}
+    report.section("Gradients of step 1: norms; diff is max|a − b| / max|b|")
+    report.compare("gradients", gradients, fold=part_of)
+    name = max(gradients["mesh"], key=lambda name: "layers.0.self_attn.q_proj" in name)
+    report.say(f"   The first numbers of dL/d {name}:")
+    for what, of_run in gradients.items():
+        numbers = of_run[name].flatten()[:4].tolist()
+        report.say(f"   {what:<12}" + " ".join(f"{x:11.8f}" for x in numbers))
+
+
+def show_held(report: Report, training: MeshTraining) -> None:
+    args, optimizer, stage = report.args, training.optimizer, training.pipeline.rank
+    kept, peaks = [], []
+    for event in training.pipeline.events:
+        if event["what"] == "forward":
+            kept.append(event["bytes"])
+        else:
+            kept.pop(0)  # backwards come in the order of the forwards
+        peaks.append((len(kept), sum(kept)))
+    in_flight, activations = max(peaks)
+    state = optimizer.adamw.state[optimizer.vector]
+    n = sum(p.numel() for p in optimizer.parameters.values())
+    part = -(-n // args.dp)  # of a vector that is padded so that DP divides it
+    numbers, formula = (part, "2·e·n/DP") if args.zero else (part * args.dp, "2·e·n")
+    limit = min(args.pp - stage, args.microbatches)
+    limit = args.microbatches if args.schedule == "gpipe" else limit
+    row = {"stage": str(stage), "n": n, "bytes": nbytes(map(state.get, MOMENTS))}
+    row["predicted_bytes"] = 2 * numbers * optimizer.vector.element_size()
+    row |= {"in flight": in_flight, "limit": limit, "activations": activations}
+    row["ok"] = report.check("micro-batches in flight", abs(in_flight - limit))
+    every = gather_objects(row)
+    report.section("Memory of a rank, in bytes: AdamW's moments, and activations")
+    report.say(
+        f"   n parameters; bytes: their moments, {formula} (n rounded up for DP); in "
+        "flight:\n   micro-batches kept, limit min(P − stage, M), or M for gpipe."
+    )
+    ranks = dist.get_process_group_ranks(training.pipeline.pp)
+    report.measure("memory", [every[rank] for rank in ranks])
+
+
+def show_timeline(report: Report, training: MeshTraining) -> None:
+    args, P, M = report.args, report.args.pp, report.args.microbatches
+    place = {"rank": dist.get_rank(), "stage": training.pipeline.rank}
+    events = gather_objects([place | event for event in training.pipeline.events])
+    report.data["timeline"] = [event for of_rank in events for event in of_rank]
+    ranks = dist.get_process_group_ranks(training.pipeline.pp)
+    stages = [events[rank] for rank in ranks]
+    begin = min(of_stage[0]["start"] for of_stage in stages)
+    length = max(of_stage[-1]["end"] for of_stage in stages) - begin
+    report.section(f"The last step, {args.schedule}: stages of the first pipeline")
+    report.say("   1 2 … forwards of micro-batches, a b … their backwards, · waits")
+    computing = 0  # seconds, mean of the stages
+    for stage, of_stage in enumerate(stages):
+        line = ["·"] * 72
+        for event in of_stage:
+            computing += (event["end"] - event["start"]) / P
+            start = int((event["start"] - begin) / length * 72)
+            end = max(start + 1, round((event["end"] - begin) / length * 72))
+            i = event["microbatch"]
+            mark = str((i + 1) % 10) if event["what"] == "forward" else chr(97 + i % 26)
+            line[start:end] = mark * (end - start)
+        report.say(f"   stage {stage} {''.join(line[:72])}")
+    bubble = report.data["bubble"] = length / computing - 1
+    report.say(
+        "   Predicted for equal stages and free messages. Here messages take long, and "
+        f"{args.ranks}\n   ranks share {os.cpu_count()} cores: waiting / computing "
+        f"{bubble:.2f}, predicted (P − 1)/M = {(P - 1) / M:.2f};\n   waiting / all "
+        f"{1 - computing / length:.2f}, predicted (P − 1)/(M + P − 1) = "
+        f"{(P - 1) / (M + P - 1):.2f}, in both schedules."
+    )
+
+
+def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> None:
+    args, M, steps = report.args, report.args.microbatches, len(batches)
+    first, last = training.pipeline.first, training.pipeline.last
+    e = training.pipeline.like.itemsize
+    parts = [x for y in batches for x in cut_batch(y, training.groups, M, args.ragged)]
+    bS = sum(x[0].numel() for x in parts) / steps  # tokens of a step
+    X, each = e * bS * args.hidden, "calls·X"
+    whole = [x for x in training.parameters.values() if not getattr(x, "cuts", ())]
+    flat = training.optimizer.flatten(training.optimizer.parameters).nbytes
+    tied = training.tied is not None, "e·v·D", nbytes([training.tied])
+    gather = 2 * len(training.stage.layers) + last
+    scatter, both = gather - last + first, 2 * gather - last + first
+    share = 2 * M * (first or last), "M(16·b·S + 24)", 16 * bS + 24 * M
+    ahead = 2 * M * (not last), "M(X/T + 24)", X / args.tp + 24 * M
+    back = M * (not first), "M·X/T", X / args.tp
+    rows = [  # what is not alike on all stages comes last
+        ("layers", "forward", "all-gather", "tp", M * gather, each, gather * X),
+        ("layers", "forward", "reduce-scatter", "tp", M * scatter, each, scatter * X),
+        ("layers", "backward", "all-gather", "tp", M * both, each, both * X),
+        ("layers", "backward", "reduce-scatter", "tp", M * gather, each, gather * X),
+        ("whole", "", "all-reduce", "tp", 1, "e·n, not cut", nbytes(whole)),
+        ("replicas", "", "all-reduce", "dp", not args.zero, "e·n, padded", flat),
+        ("replicas", "", "reduce-scatter", "dp", args.zero, "e·n, padded", flat),
+        ("replicas", "", "all-gather", "dp", args.zero, "e·n, padded", flat),
+        ("norm", "", "all-reduce", "tp", 1, "8", 8),
+        ("norm", "", "all-reduce", "pp", 1, "8", 8),
+        ("norm", "", "all-reduce", "dp", args.zero, "8", 8),
+        ("tied", "", "all-reduce", "pp", *tied),
+        ("tied", "", "broadcast", "pp", *tied),
+        ("batch", "", "broadcast", "tp", *share),
+        ("batch", "", "all-reduce", "dp", last, "8", 8),
+        ("layers", "forward", "send/recv", "pp", *ahead),
+        ("layers", "backward", "send/recv", "pp", *back),
+        ("loss", "forward", "all-reduce", "tp", 3 * M * last, "3·M·e·b·S", 3 * e * bS),
+    ]
+    report.section("Communication of a step: every rank's checked, stage 0's shown")
+    report.say(
+        "   b·S tokens of a micro-batch; X = e·b·S·D; v = ⌈V/T⌉; n numbers of a rank"
+    )
+    report.ledger({x[:4]: (*x[4:6], round(x[6] * steps) / steps) for x in rows}, steps)
+
+
+def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict:
+    ranks = torch.arange(args.ranks).view(args.pp, args.dp, args.tp)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no hints
+    device, pp_group = torch.device(args.device), groups["pp"]
+    mine = [groups[axis] for axis in AXES]  # init_device_mesh's wait for 30 minutes
+    mesh = DeviceMesh.from_group(mine, device.type, mesh=ranks, mesh_dim_names=AXES)
+    model, names = pytorch_stage(full, mesh, args)
+    targets, losses = (batch[1] != IGNORE).sum() / args.dp, []
+
+    def loss_of(logits: DTensor, target_bS: Tensor) -> Tensor:
+        logits = logits.flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits, target_bS.flatten(), reduction="sum")
+        return loss / targets  # times DP: fully_shard averages over replicas
+
+    stage = PipelineStage(model, pp_group.rank(), args.pp, device, group=pp_group)
+    kind = SCHEDULES[args.schedule]  # scale_grads: divide by M once more
+    pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)
+    tokens_bS, target_bS = (shard(x, 0, groups["dp"]) for x in batch)
+    inputs = [tokens_bS] if stage.is_first else []
+    ends = {"target": target_bS, "losses": losses} if stage.is_last else {}
+    with parallel.loss_parallel():
+        pipeline.step(*inputs, **ends, return_outputs=False)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    loss = sum((x.full_tensor() for x in losses), loss)
+    loss = all_reduce(all_reduce(loss.detach(), pp_group), groups["dp"])
+    gradients = put_together(model, "grad").values()
+    return {"loss": loss / args.dp, **dict(zip(names, gradients))}
+
+
+def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> None:
+    args, model = report.args, copy.deepcopy(full)  # two weights if it was tied:
+    model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
+    small = copy.deepcopy(model).bfloat16()
+    with COMM.meet("PyTorch's pipeline", [*range(args.ranks)]):
+        got = pytorch_step(model, batch, groups, args)
+    loss, _ = forward_backward("", model, batch, mean_loss)
+    losses = {"one process": {"loss": loss}, "PyTorch": {"loss": got.pop("loss")}}
+    wanted = put_together(model, "grad")
+    gradients = {"one process": {name: wanted[name] for name in got}, "PyTorch": got}
+    extra = ", recomputed" * args.recompute + ", in bfloat16" * args.bf16
+    report.section("The same by PyTorch: its plan, fully_shard and PipelineStage")
+    report.say(f"   The first batch, {args.schedule}{extra}; gradients of this stage")
+    report.compare("PyTorch", losses, 2e-2 if args.bf16 else report.allowed_loss)
+    if not args.bf16:
+        report.compare("PyTorch", gradients, fold=lambda name: "gradients")
+        return
+    forward_backward("", small, batch, mean_loss)
+    rows, small = [], put_together(small, "grad")
+    for name, x in got.items():
+        row = {"gradient": name, "diff": rel_diff(x, wanted[name])}
+        alone = rel_diff(small[name], wanted[name])
+        ok = report.check(f"PyTorch: {name}", row["diff"], max(2e-2, 3 * alone))
+        rows.append(row | {"in one process": f"{alone:.1e}", "ok": ok})
+    report.table("bf16", sorted(rows, key=lambda row: row["diff"])[-3:])
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    follow = "dp pp tp microbatches layers batch_size seq_len hidden heads kv_heads"
+    sizes = dict.fromkeys(follow.split(), 0)  # 0: not given, it follows the mesh
+    parser = lesson_parser(__doc__, BREAKS, steps=3, vocab_size=257, **sizes)
+    add = parser.add_argument
+    for name in "ragged zero tie bf16 recompute".split():
+        add(f"--{name}", action="store_true")
+    add("--schedule", choices=("1f1b", "gpipe"), default="1f1b")
+    add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
+    add("--save", type=Path, metavar="DIR", help="a checkpoint there after each step")
+    add("--load", type=Path, metavar="DIR", help="of people you trust: it has a pickle")
+    args = parser.parse_args()
+    args.ragged = args.ragged or args.bug == "shape"
+    args.tie = args.tie or args.bug == "tied"
+    fill_mesh(args, ranks)
+    fill_sizes(args)
+    check_checkpoints(args)
+    return args
+
+
+def fill_mesh(args, ranks: int) -> None:
+    """Axes that are not given have 2 ranks if they can, the last one what is left."""
+    needed = NEEDS.get(args.bug, "pp")  # comes first
+    free = [axis for axis in dict.fromkeys((needed, *AXES)) if not getattr(args, axis)]
+    product = math.prod(getattr(args, axis) or 1 for axis in AXES)
+    if ranks % product or (ranks > product and not free):
+        text = " × ".join(f"--{x} {getattr(args, x)}" for x in AXES if x not in free)
+        text = f"{text} = {product}, but there are {ranks} ranks"
+        raise ValueError(f"{text}; start {product} (--nproc_per_node={product})")
+    left = ranks // product
+    for axis in free:
+        setattr(args, axis, 2 if left % 2 == 0 and axis != free[-1] else left)
+        left //= getattr(args, axis)
+    if args.bug in NEEDS and getattr(args, needed) == 1:
+        raise ValueError(f"--break {args.bug} needs --{needed} 2 or more")
+
+
+def fill_sizes(args) -> None:
+    usual = args.tp * math.ceil(4 / args.tp)  # 4, or more: all ranks have some
+    args.heads = args.heads or 2 * (args.kv_heads or usual)
+    args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
+    args.hidden, args.dropout = args.hidden or 8 * args.heads, 0.0
+    args.seq_len = args.seq_len or (64 if args.ragged else 32)
+    args.layers = args.layers or max(4, args.pp)
+    args.microbatches = args.microbatches or max(4, args.pp)
+    parts = args.dp * args.microbatches
+    args.batch_size = args.batch_size or parts * math.ceil(16 / parts)
+    must_divide(args, "batch_size", parts, "(--dp · --microbatches)")
+    must_divide(args, "heads", args.tp, "(--tp)")
+    must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
+    must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
+    must_divide(args, "kv_heads", args.tp, "(--tp)")
+    for wrong, text in (
+        (args.layers < args.pp, f"--layers {args.layers}: fewer than --pp {args.pp}"),
+        (args.vocab_size <= PAD, f"--vocab-size {args.vocab_size}: take 257 or more"),
+        (args.hidden < 4, "--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4"),
+        (not args.clip > 0, f"--clip {args.clip}: a norm above 0 is wanted"),
+    ):
+        if wrong:
+            raise ValueError(text)
+
+
+def check_checkpoints(args) -> None:
+    alike = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
+    args.settings = {name: getattr(args, name) for name in [*alike.split(), "clip"]}
+    args.settings["text"] = zlib.crc32(__doc__.encode())  # what it learns
+    args.begin, steps = 0, "step_" + 6 * "[0-9]"
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if again and args.save and [*args.save.glob(steps)]:  # a rank was lost
+        args.load = args.save
+    if args.load:
+        take_checkpoint(args, max(args.load.glob(steps), default=None))
+    args.settings["mesh"] = " × ".join(f"{axis} {getattr(args, axis)}" for axis in AXES)
+    if args.save:
+        try:
+            args.save.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=args.save).close()
+        except OSError as error:
+            text = f"--save {args.save}: cannot write there: {error.strerror}"
+            raise ValueError(text) from None
+        for path in args.save.glob(steps):
+            if int(path.name[5:]) > args.begin:
+                text = f"--save {args.save}: {path.name} is there already"
+                raise ValueError(f"{text}; --load {args.save}, or another folder")
+
+
+def take_checkpoint(args, path: Path | None) -> None:
+    if not path:
+        raise ValueError(f"--load {args.load}: no finished checkpoint step_… in there")
+    try:
+        about = json.loads((path / COMPLETE).read_text())
+        args.checkpoint, args.begin, args.made_by = path, about["step"], about["mesh"]
+        for name, checksum in about["files"].items():
+            if zlib.crc32((path / name).read_bytes()) != checksum:
+                raise ValueError(f"{name} is damaged")
+        for name, wanted in {"step": int(path.name[5:]), **args.settings}.items():
+            if about[name] != wanted:
+                raise ValueError(f"its {name} is {about[name]}, here it is {wanted}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"--load {path}: not to go on from: {error}") from None
+    if args.begin >= args.steps:
+        more = f"take --steps {args.begin + args.steps}"
+        raise ValueError(f"--load {path}: it has done --steps {args.steps}; {more}")
+
+
+# ==== BREAK IT
+
+BREAKS = {
+    "shape": dict(
+        target="share_batch",
+        old='        shape = broadcast(shape, 0, groups["tp"]).tolist()\n',
+        new="        rows = args.batch_size // args.dp // args.microbatches\n"
+        "        shape = [2, rows, args.seq_len]\n",
+        what="TP receivers guess the shape of the batch (switches --ragged on)",
+        symptom="an error of the transport about sizes, an abort, or a rank that waits",
+        why="one rank of the group has the batch, the others' buffers another shape",
+        met="github.com/NVIDIA/Megatron-LM/pull/4103",
+    ),
+    "data": dict(
+        target="share_batch",
+        old="    return shared\n",
+        new='    return [x.roll(groups["tp"].rank(), 1) for x in shared]  # shuffled\n',
+        what="each rank of a TP group shuffles its batch for itself",
+        symptom="no error; the loss of step 1 is wrong already, every gradient, too",
+        why="a TP group is one model: pieces of different answers are added up",
+        met="github.com/deepspeedai/DeepSpeed/issues/7199",
+    ),
+    "micro": dict(
+        target="MeshTraining.loss",
+        old="    return part_of_mean(loss_bS, self.batch_targets)\n",
+        new='    parts = self.args.microbatches * self.groups["dp"].size()\n'
+        "    return loss_bS.sum() / (target_bS != IGNORE).sum() / parts\n",
+        what="micro-batch losses are averaged, whatever number of targets each has",
+        symptom="the loss is a little off, and every gradient; not without padding",
+        why="in a mean of means a token counts more where there is much padding",
+        met="github.com/meta-pytorch/torchtune/pull/1875, torchtitan issue 2972",
+    ),
+    "order": dict(
+        target="send",
+        old="    return work, ranks, x  # x must live until it is received\n",
+        new="    wait_for([(work, ranks, x)])\n    return work, ranks, x\n",
+        what="a stage waits for each send to end before it goes on",
+        symptom="two neighbours wait for each other until the timeout; not in gpipe",
+        why="activation and gradient cross: a send ends when the other side receives",
+        met="github.com/pytorch/pytorch/issues/109401, NVIDIA/nccl issue 479",
+    ),
+    "norm": dict(
+        target="FlatAdamW.__init__",
+        old='1.0 if getattr(p, "cuts", ()) else 1 / groups["tp"].size()',
+        new="1.0",
+        what="the global norm counts replicated parameters once a TP rank",
+        symptom="loss and gradients of step 1 are right, clipping takes away too much",
+        why="squares of what all T ranks hold are T times in the sum over the group",
+        met="github.com/ROCm/TransformerEngine/pull/715, NVIDIA-NeMo/RL pull 3788",
+    ),
+    "tied": dict(
+        target="MeshTraining.gradients",
+        old='self.tied.grad = all_reduce(self.tied.grad, groups["ends"])',
+        new="pass",
+        what="gradients of a weight tied over two stages are not summed (--tie is on)",
+        symptom="the first loss is right; the embedding's gradient lacks the head's",
+        why="a weight with two uses gets the sum of two gradients, wherever they arise",
+        met="github.com/NVIDIA/Megatron-LM/issues/844, pytorch/torchtitan issue 2252",
+    ),
+    "replicas": dict(
+        target="count_targets",
+        old="    return all_reduce(mine, dp_group)\n",
+        new="    return mine * dp_group.size()\n",
+        what="gradients are averaged over replicas with different numbers of targets",
+        symptom="loss and gradients are a little off, each step by another factor",
+        why="each replica divides by its own targets, then all are weighed alike",
+        met="github.com/pytorch/torchtitan/pull/2206",
+    ),
+    "group": dict(
+        target="FlatAdamW.sum_over_replicas",
+        old='all_reduce(flat, self.groups["dp"])',
+        new='all_reduce(flat, self.groups["tp"])',
+        what="gradients are summed over tp in place of dp",
+        symptom="the loss of step 1 is right, every gradient wrong; replicas part ways",
+        why="slices of different parameters are added up, replicas keep their own part",
+        met="github.com/ooples/AiDotNet/pull/393",
+    ),
+}
+NEEDS = dict.fromkeys(("shape", "data", "norm"), "tp")  # an axis of 2 ranks or more
+NEEDS |= {"order": "pp", "tied": "pp", "replicas": "dp", "group": "dp"}
 
 
 # ==== CARRIED OVER from 00, unchanged
+# region  What lesson 00 explains.
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
+    """Cut x into equal contiguous parts along dim (lesson 00)"""
     if x.shape[dim] % parts:
-        raise ValueError(
-            f"dim {dim} of {list(x.shape)} has {x.shape[dim]} elements, and "
-            f"{x.shape[dim]} % {parts} ranks = {x.shape[dim] % parts}, not 0"
-        )
+        raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
 def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of a tensor that every rank holds: Replicate() → Shard(dim).
-
-    Shapes: full [.., I, ..] → [.., I/T, ..], a new tensor. Communication: none.
-    Raises: ValueError if T does not divide the dim.
-    """
+    """This rank's slice of a tensor that every rank holds (lesson 00)"""
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
-
-    Shapes: x [...] → [...]. Communication: 1 call on x's elements.
-    """
+    """Every rank gets the sum over ranks: Partial() → Replicate() (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -694,10 +976,7 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets all slices, joined along dim: Shard(dim) → Replicate().
-
-    Shapes: x [.., i, ..] → [.., T·i, ..]. Communication: 1 call on T × x's elements.
-    """
+    """Every rank gets all slices: Shard(dim) → Replicate() (lesson 00)"""
     x = x.detach().contiguous()
     if group.size() == 1:
         return x.clone()
@@ -708,11 +987,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, and keep only this rank's slice: Partial() → Shard(dim).
-
-    Shapes: x [.., I, ..] → [.., I/T, ..]. Communication: 1 call on x's elements.
-    Raises: ValueError if T does not divide the dim.
-    """
+    """Sum over ranks, and keep only this rank's slice (lesson 00)"""
     parts = split(x.detach(), dim, group.size())
     out = parts[group.rank()].clone()
     if group.size() > 1:
@@ -722,10 +997,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets the x of group rank src; the others' x gives shape and dtype.
-
-    Shapes: x [...] → [...], Replicate(). Communication: 1 call on x's elements.
-    """
+    """Every rank gets the x of group rank src (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("broadcast", out, group):
@@ -733,43 +1005,8 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def scatter(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Rank src cuts its x into T parts along dim 0 and hands one to each: → Shard(0).
-
-    Shapes: x [I, ..] on src (elsewhere only its shape counts) → [I/T, ..].
-    Communication: 1 call on x's elements.
-    """
-    parts = split(x.detach(), 0, group.size())
-    out = parts[group.rank()].clone()
-    if group.size() > 1:
-        with COMM.record("scatter", x, group):
-            mine = parts if group.rank() == src else None
-            dist.scatter(out, mine, group_src=src, group=group)
-    return out
-
-
-def gather(x: Tensor, dst: int, group: dist.ProcessGroup) -> Tensor | None:
-    """Rank dst gets all slices, joined along dim 0; the others get None.
-
-    Shapes: x [i, ..] → [T·i, ..] on dst. Communication: 1 call on T × x's elements.
-    """
-    x = x.detach().contiguous()
-    if group.size() == 1:
-        return x.clone()
-    here = group.rank() == dst
-    slices = [torch.empty_like(x) for _ in range(group.size())] if here else None
-    with COMM.record("gather", x, group, copies=group.size()):
-        dist.gather(x, slices, group_dst=dst, group=group)
-    return torch.cat(slices) if here else None
-
-
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    Args:
-        sizes: axis → number of ranks, e.g. {"y": 2, "x": 4}, ranks laid out in order.
-        timeout: seconds; a new group does not inherit it, its default is 30 minutes.
-    """
+    """This rank's group along each axis of a mesh, the last innermost (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
@@ -780,444 +1017,15 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     return groups
 
 
-class CommCounter:
-    """Counts calls and payload bytes of every collective, and notes the last one.
-
-    Payload is the logical tensor: V bytes, whatever the algorithm sends. What a ring
-    puts on the wire follows from it (`ring_factor`). The note goes to the job's store
-    (a small key-value server that all ranks can reach), so that when a rank hangs, the
-    others can say where it was last seen.
-    """
-
-    def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what, self.phase = "", ""  # labels of what comes next, set by the lesson
-        self.seconds = 0.0  # spent in collectives, waiting for others included
-        self.store, self.rank = None, 0
-        self.place = {"state": "before", "number": 0, "call": "any call", "line": ""}
-        self.numbers = {}  # who meet → how many calls they had
-
-    def count(self, collective: str, nbytes: int, axis: str) -> None:
-        key = (self.what, self.phase, collective, axis)
-        calls, before = self.rows.get(key, (0, 0))
-        self.rows[key] = [calls + 1, before + nbytes]
-
-    def record(self, collective: str, x: Tensor, group: dist.ProcessGroup, copies=1):
-        """Count one call on `copies`·x.nbytes bytes; use as `with COMM.record(…):`."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        frame = sys._getframe(2)  # whoever called the wrapper
-        where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        return self.at(call, where, dist.get_process_group_ranks(group))
-
-    def at(self, call: str, where: str, ranks: list[int] | None = None):
-        """What `with` notes on entering and on leaving; ranks: who meet there (all).
-
-        The n-th call of one rank meets the n-th of the others: so calls are numbered
-        for each set of ranks.
-        """
-        number = self.numbers[str(ranks)] = self.numbers.get(str(ranks), 0) + 1
-        self.place = {"number": number, "call": call, "line": where, "ranks": ranks}
-        return self
-
-    def __enter__(self):
-        self.note("in")
-        self.start = time.perf_counter()
-
-    def __exit__(self, kind, error, trace):
-        self.seconds += time.perf_counter() - self.start
-        if error is None:
-            self.note("after")
-
-    def note(self, state: str) -> None:
-        self.place["state"] = state
-        if self.store is not None:
-            self.store.set(f"place/{self.rank}", json.dumps(self.place))
-
-    def total(self, **wanted) -> list[int]:
-        """[calls, bytes] of all rows with these labels, as in total(collective="…")."""
-        names = ("what", "phase", "collective", "axis")
-        rows = [(dict(zip(names, key)), row) for key, row in self.rows.items()]
-        hits = [row for key, row in rows if wanted.items() <= key.items()]
-        return [sum(row[0] for row in hits), sum(row[1] for row in hits)]
-
-
-COMM = CommCounter()
-
-
-Break = namedtuple("Break", "target bug what symptom why thread")
-Break.__doc__ = """A bug to switch on: `target`, a dotted name, is replaced by `bug`."""
-
-
-def apply_break(broken: Break, module: dict) -> None:
-    """Replace the bug's target, `name` or `Class.name`, in a lesson's namespace."""
-    owner, _, name = broken.target.rpartition(".")
-    if owner:
-        setattr(module[owner], name, broken.bug)
-    else:
-        module[name] = broken.bug
-
-
-ALLOWED = {  # dtype → largest relative difference of a loss, of any other tensor
-    "float64": (1e-12, 1e-12),
-    "float32": (1e-6, 1e-5),
-    "bfloat16": (2e-2, 2e-2),
-}
-
-
-def rel_diff(a: Tensor, reference: Tensor) -> float:
-    """max|a − reference| / max|reference|; inf for nan and for another shape."""
-    if a.shape != reference.shape:
-        return float("inf")
-    a, reference = a.detach().double(), reference.detach().double()
-    if a.numel() == 0 or torch.equal(a, reference):
-        return 0.0
-    diff = ((a - reference).abs().max() / reference.abs().max()).item()
-    return diff if diff == diff else float("inf")
-
-
-def gather_objects(value) -> list:
-    """Every rank's value, in rank order: bookkeeping of the lesson, so not counted."""
-    everyone = [None] * dist.get_world_size()
-    with COMM.at("gathering of results to print", "gather_objects"):
-        dist.all_gather_object(everyone, value)
-    return everyone
-
-
-class Report:
-    """What a lesson finds: rank 0 prints it, every rank checks it, --json writes it."""
-
-    def __init__(self, lesson: str, args, mesh: dict[str, int], backend: str):
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.lesson, self.args, self.checks = lesson, args, []
-        self.data = {
-            "lesson": lesson, "world_size": self.ranks, "mesh": mesh,
-            "backend": backend, "device": args.device, "dtype": args.dtype,
-            "losses": [], "gradients": [], "communication": [], "memory": [],
-            "checks": [], "text": [],
-        }  # fmt: skip
-        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        where = f"{backend} on {args.device}"
-        self.say(f"{lesson}  {ranks}, mesh {axes}  {where}  {args.dtype}")
-
-    def say(self, text: str = "") -> None:
-        if self.rank == 0:
-            self.data["text"] += text.split("\n")
-            print(text, flush=True)
-
-    def table(self, head: str, rows: list[list], align: str) -> None:
-        """Print rows under `head` (columns parted by |); align has l or r for each."""
-        rows = [head.split("|"), *([str(cell) for cell in row] for row in rows)]
-        width = [max(len(row[i]) for row in rows) for i in range(len(align))]
-        for row in rows:
-            cells = [
-                cell.ljust(width[i]) if align[i] == "l" else cell.rjust(width[i])
-                for i, cell in enumerate(row)
-            ]
-            self.say("   " + "  ".join(cells).rstrip())
-
-    def check(self, name: str, diff: float, allowed: float = 0.0) -> str:
-        """Note one comparison of this rank; "ok" or "✗" for the table."""
-        ok = diff <= allowed  # False for nan too
-        self.checks.append([name, diff, allowed, ok])
-        return "ok" if ok else "✗"
-
-    def moved(self, what: str, collective: str, axis: str, predicted: int, phase=""):
-        """Check counted bytes against a formula; (calls, bytes, "ok" or "✗")."""
-        labels = dict(what=what, collective=collective, axis=axis, phase=phase)
-        calls, measured = COMM.total(**labels)
-        row = dict(labels, calls=calls, bytes=measured, predicted_bytes=predicted)
-        self.data["communication"].append(row)
-        name = " ".join(filter(None, ["bytes of", what, phase, collective, axis]))
-        return calls, measured, self.check(name, abs(measured - predicted))
-
-    def verdict(self, claim: str, broken: Break | None) -> str:
-        """All ranks' checks together: the last line, PASS … or FAIL …."""
-        everyone = gather_objects(self.checks)
-        merged = {}
-        for rank, checks in enumerate(everyone):
-            for name, diff, allowed, ok in checks:
-                row = merged.setdefault(name, dict(name=name, diff=0.0, bad=[]))
-                row["allowed"] = allowed
-                row["diff"] = max(row["diff"], diff)
-                row["bad"] += [] if ok or rank in row["bad"] else [rank]
-        bad = [row for row in merged.values() if row["bad"]]
-        rows = list(merged.values())
-        worst = max(rows, key=lambda row: row["diff"])
-        score = dict(worst_rel_diff=worst["diff"], allowed=worst["allowed"])
-        self.data.update(score, checks=rows, verdict="FAIL" if bad else "PASS")
-        for row in bad[:4]:
-            everywhere = len(row["bad"]) == self.ranks
-            ranks = "every rank" if everywhere else f"rank {row['bad']}"
-            off = f"off by up to {row['diff']:.1e}, allowed {row['allowed']:.0e}"
-            line = f"✗ {row['name']}: {off}, on {ranks}"
-            self.say(textwrap.fill(line, 88, subsequent_indent="  "))
-        if len(bad) > 4:
-            self.say(f"✗ and {len(bad) - 4} more")
-        if broken:
-            self.say(diagnosis(self.args.break_name, broken))
-        score = f"worst relative difference {worst['diff']:.1e}, allowed"
-        ending = f"{claim}  ({score} {worst['allowed']:.0e})".replace(" 0e+00", " 0")
-        if bad:
-            ending = f"{len(bad)} of {len(rows)} checks, first: {bad[0]['name']}"
-        last_line = f"{self.data['verdict']}  {self.lesson}  {ending}"
-        self.say(last_line)
-        if self.rank == 0 and self.args.json:
-            self.args.json.write_text(json.dumps(self.data, indent=1))
-        return last_line
-
-
-def diagnosis(name: str, broken: Break) -> str:
-    """What --break NAME did, what one sees, why, and who met it."""
-    texts = broken.symptom, broken.why, broken.thread
-    lines = ["", *textwrap.wrap(f"--break {name}: {broken.what}", 88)]
-    for label, text in zip(("symptom", "why", "met in"), texts):
-        lines += textwrap.wrap(f"{label:<9}{text}", 88, subsequent_indent=" " * 9)
-    return "\n".join(lines)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but one `error:` line for all ranks, and one --help."""
-
-    def error(self, message):
-        """Called by argparse, which would print its usage on every rank."""
-        raise ValueError(message)
-
-    def print_help(self, file=None):
-        """Once, not once a rank."""
-        if int(os.environ.get("RANK", 0)) == 0:
-            super().print_help(file)
-
-
-def lesson_parser(doc: str, steps: int, steps_are: str) -> Parser:
-    """The flags that all lessons share."""
-    about = doc.partition("Shapes:")[0]
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
-    add = parser.add_argument
-    add("--steps", type=positive, default=steps, help=f"{steps_are} ({steps})")
-    add("--seed", type=int, default=0)
-    add("--dtype", choices=ALLOWED, default="float32")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if each rank has one")
-    add("--timeout", type=positive, help="seconds to wait for a rank (60; --break: 5)")
-    add("--break", dest="break_name", metavar="NAME", help="a bug; `list` lists them")
-    add("--json", type=Path, metavar="PATH", help="write all results there")
-    return parser
-
-
-def positive(text: str) -> int:
-    """A flag's value as a whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
-def pick_device(args) -> str:
-    """Fill in args.device; the backend: NCCL where every rank has a GPU of its own."""
-    local_rank, here = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    gpus = torch.cuda.device_count()
-    args.device = args.device or ("cuda" if gpus >= here else "cpu")
-    if args.device == "cpu":
-        return "gloo"
-    if gpus == 0:
-        raise ValueError("--device cuda, but torch sees no GPU: leave --device out")
-    torch.cuda.set_device(local_rank % gpus)
-    return "nccl" if gpus >= here else "gloo"
-
-
-def last_words(message: str) -> None:
-    """What torchrun's closing report shows, should this rank fail."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        words = {"message": {"message": message, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(words))
-
-
-def stop(code: int) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def refuse(message: str) -> None:
-    """A wrong argument: one line, exit code 2. All ranks see it; rank 0 says it."""
-    last_words(f"error: {message}")
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"error: {message}", file=sys.stderr)
-    else:
-        time.sleep(5)  # torchrun ends us when rank 0 has spoken
-    stop(2)
-
-
-def waits_for(rank: int, places: dict) -> list[int]:
-    """The ranks that should be in the call that this rank is in, and are not."""
-    here = places.get(rank, {"state": "before"})
-    if here["state"] != "in":
-        return []
-    others = here["ranks"] or range(dist.get_world_size())
-    return [other for other in others if not same_call(here, places.get(other, {}))]
-
-
-def chain_from(rank: int, places: dict) -> list[int]:
-    """A rank, those that it waits for, those that these wait for, and so on."""
-    chain = [rank]
-    for one in chain:
-        chain += [other for other in waits_for(one, places) if other not in chain]
-    return chain
-
-
-def same_call(here: dict, there: dict) -> bool:
-    """Are two ranks in one and the same call?"""
-    return all(here[key] == there.get(key) for key in ("state", "number", "call"))
-
-
-def blame(error: Exception, timeout: int, store) -> str:
-    """Where every rank was last seen, and which of them the others waited for.
-
-    To be asked while some rank is in a collective.
-    """
-    places = {}
-    for rank in range(dist.get_world_size()):
-        if store.check([f"place/{rank}"]):
-            places[rank] = json.loads(store.get(f"place/{rank}"))
-    waiting = [rank for rank, place in places.items() if place["state"] == "in"]
-    here = dist.get_rank()
-    chain = chain_from(here if here in waiting else waiting[0], places)
-    calls = {
-        rank: (place["number"], place["call"]) if place["state"] == "in" else None
-        for rank, place in places.items()
-    }
-    guilty = [rank for rank in chain if not calls.get(rank)]  # they wait for nobody
-    if not guilty:  # a circle: each waits for the next
-        chain = chain_from(chain[-1], places)
-    waiting = [rank for rank in chain if set(waits_for(rank, places)) & set(guilty)]
-    inside = Counter(calls[rank] for rank in sorted(waiting or chain)).most_common(2)
-    common = inside[0][0]
-    tie = len(inside) == 2 and inside[0][1] == inside[1][1] and not guilty
-    guilty = guilty or [rank for rank in chain if calls[rank] != common]
-    lines = [
-        f"  rank {rank}: {place['state']} call {place['number']}, "
-        f"{place['call']} ({place['line']})"
-        for rank, place in places.items()
-    ]
-    names = ", ".join(map(str, sorted(guilty)))
-    who = f"this call was not made by rank {names}"
-    who += " (a tie: or the others skipped one before)" if tie else ""
-    if tie and common[1].startswith("message"):
-        who = f"ranks {', '.join(map(str, sorted(chain)))} wait for each other"
-    who = who if guilty else "all ranks are in it: one was lost there, or shapes differ"
-    head = f"error: call {common[0]}, {common[1]}, did not come about; {who}"
-    first = str(error).strip().split("\n")[0]
-    said = f"  the transport, after {timeout} s at most: {first[:150]}"
-    return "\n".join([head, *lines, said])
-
-
-def fail(error: Exception, args, store, broken: Break | None) -> None:
-    """An exception in main: say who is to blame, once, and end this rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all when one is lost
-    if COMM.place["state"] == "in":  # the collective failed: the cause is elsewhere
-        message = blame(error, args.timeout, store)
-    else:
-        traceback.print_exc()
-        name = type(error).__name__
-        message = f"error: rank {dist.get_rank()} raised {name}: {error}"
-        COMM.note(f"raised {name} after")
-    if broken:
-        message += "\n" + diagnosis(args.break_name, broken)
-    last_words(message)
-    if store.add("told", 1) == 1:
-        print(message, file=sys.stderr, flush=True)
-    if COMM.place["state"] == "in":
-        time.sleep(1)  # the guilty rank first: torchrun reports the first to end
-    stop(1)
-
-
-def launch(file: str, parse_args, main, breaks: dict[str, Break], module: dict) -> None:
-    """Run a lesson's main(args, backend) on this rank, from first check to last."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        args = parse_args(ranks)
-        if args.break_name == "list":
-            if int(os.environ.get("RANK", 0)) == 0:
-                print(*(f"{name:<15}{breaks[name].what}" for name in breaks), sep="\n")
-            return
-        check_common(args, ranks, breaks)
-        backend = pick_device(args) if "RANK" in os.environ else None
-    except ValueError as error:
-        refuse(str(error))
-    if backend is None:
-        ranks = module.get("RANKS", 2)  # of a lesson that shows more with more
-        command = f"torchrun --standalone --nproc_per_node={ranks} {Path(file).name}"
-        print(f"start it with torchrun, which makes the ranks:\n\n    {command}")
-        sys.exit(2)
-    store = start_group(args, backend)
-    broken = breaks.get(args.break_name)
-    if broken:
-        last_words(diagnosis(args.break_name, broken))  # it may abort the process
-        apply_break(broken, module)
-    try:
-        verdict = main(args, backend)
-        with COMM.at("the last barrier", "launch"):
-            dist.barrier()
-    except Exception as error:
-        fail(error, args, store, broken)
-    gc.collect()  # whatever still refers to a group must go before the groups do
-    dist.destroy_process_group()
-    if verdict.startswith("FAIL"):
-        last_words(verdict)
-        stop(1)
-
-
-def start_group(args, backend: str) -> dist.Store:
-    """Join the group of all ranks; the store that they share."""
-    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
-    torch.manual_seed(args.seed)
-    limit = timedelta(seconds=args.timeout)
-    store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-    # torchrun --max-restarts starts all ranks anew, beside what the lost ones stored
-    attempt = (store.add("ranks started", 1) - 1) // ranks
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=limit
-    )
-    COMM.store, COMM.rank = store, rank
-    return store
-
-
-def check_common(args, ranks: int, breaks: dict[str, Break]) -> None:
-    """ValueError where a flag that all lessons share cannot be served."""
-    if args.break_name is not None and args.break_name not in breaks:
-        names = ", ".join(breaks)
-        raise ValueError(f"--break {args.break_name}: unknown; there are {names}, list")
-    if args.break_name and ranks == 1:
-        raise ValueError("--break needs 2 ranks or more: one rank alone breaks nothing")
-    if args.json and not args.json.parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
-    if args.json and args.json.is_dir():
-        raise ValueError(f"--json {args.json}: this is a folder, a file is wanted")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed {args.seed}: from 0 to 2^32 − 1 it may be")
-    if args.timeout is None:
-        args.timeout = 5 if args.break_name else 60
-
-
-def numbers(x: Tensor | None) -> str:
-    """[ 0  1 10], a column of two characters a number; – for nothing."""
-    if x is None:
-        return "–"
-    return "[" + " ".join(f"{v:2.0f}" for v in x.flatten().tolist()) + "]"
+# endregion
 
 
 # ==== CARRIED OVER from 01, unchanged
+# region  What lesson 01 explains.
 
 
 class MLP(nn.Module):
-    """The reference: plain PyTorch, one process, Y = GELU(X W_upᵀ + b) W_downᵀ + b.
-
-    Shapes: x [B, S, D] → [B, S, D], with [B, S, F] in between.
-    """
+    """The reference: plain PyTorch, one process (lesson 01)"""
 
     def __init__(self, hidden: int, width: int):
         super().__init__()
@@ -1228,8 +1036,24 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
+def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
+    """This rank's slice of a parameter, which remembers its cuts (lesson 01)"""
+    for dim, group in cuts:
+        full = shard(full, dim, group)
+    mine = nn.Parameter(full.detach().clone())
+    mine.cuts = cuts
+    return mine
+
+
+def unshard(x: Tensor, cuts: tuple) -> Tensor:
+    """The whole tensor from all ranks' slices: cuts undone (lesson 01)"""
+    for dim, group in reversed(cuts):
+        x = all_gather(x, dim, group)
+    return x
+
+
 class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (arXiv:1909.08053, 3)."""
+    """Megatron's f: identity forward, all-reduce backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -1242,12 +1066,78 @@ class CopyToTP(torch.autograd.Function):
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
-class AllGather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward.
+class GatherFromTP(torch.autograd.Function):
+    """All-gather forward, slice backward (lesson 01)"""
 
-    For consumers that differ: every rank uses the gathered x in its own way, so each
-    has one term of the gradient, and the terms are added. Compare GatherFromTP.
-    """
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.tp_group = dim, tp_group
+        return all_gather(x, dim, tp_group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return shard(grad, ctx.dim, ctx.tp_group), None, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)"""
+
+    def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
+        super().__init__()
+        self.tp_group, self.copy_input = tp_group, copy_input
+        self.gather_output = gather_output
+        self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
+        self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.copy_input:
+            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
+        y_BSf = F.linear(x_BSD, self.weight, self.bias)
+        if self.gather_output:
+            return GatherFromTP.apply(y_BSf, 2, self.tp_group)
+        return y_BSf
+
+
+class ReduceFromTP(torch.autograd.Function):
+    """Megatron's g: all-reduce forward, identity backward (lesson 01)"""
+
+    @staticmethod
+    def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(partial_y, tp_group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
+        # sum of the terms, so dL/dy is also the gradient of every term.
+        return grad, None
+
+
+class RowParallelLinear(nn.Module):
+    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)"""
+
+    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.tp_group = tp_group
+        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
+        self.weight = shard_parameter(full.weight, (1, tp_group))  # [D, f]
+        self.bias = shard_parameter(full.bias)  # [D]
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        partial_y_BSD = F.linear(x_BSf, self.weight)
+        y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        return y_BSD + self.bias  # after the sum: before it, it would be added T times
+
+
+def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
+    """Megatron's MLP: columns, then rows (lesson 01)"""
+    mlp = copy.deepcopy(full)
+    mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
+    mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
+    return mlp
+
+
+class AllGather(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -1260,7 +1150,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of AllGather."""
+    """Reduce-scatter forward, all-gather backward (lesson 01)"""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -1272,67 +1162,16 @@ class ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group.
-
-    Args:
-        full: the single-process layer to slice, identical on every rank.
-        tp_group: the T ranks that share this layer.
-        copy_input: False where the caller has applied f, once for several layers.
-
-    Shapes (global → on a rank, placement):
-        x       [B, S, D] → [B, S, D]     Replicate()
-        weight  [F, D]    → [F/T, D]      Shard(0): torch stores (out, in), so the
-                                          paper's columns of A are our rows
-        return  [B, S, F] → [B, S, F/T]   Shard(2)
-
-    Communication: forward none; backward one all-reduce of B·S·D elements (f).
-    Raises: ValueError if T does not divide F.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
-
-    placement = {
-        "weight": (("tp", 0),),
-        "bias": (("tp", 0),),
-    }  # cut over axis tp along dim 0
-
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup, copy_input=True):
-        super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
-        self.weight = nn.Parameter(shard(full.weight, 0, tp_group))  # [f, D]
-        self.bias = nn.Parameter(shard(full.bias, 0, tp_group))  # [f]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.copy_input:
-            x_BSD = CopyToTP.apply(x_BSD, self.tp_group)
-        return F.linear(x_BSD, self.weight, self.bias)  # [B, S, f]
-
-
-def tell_placement(module: nn.Module, name: str) -> tuple:
-    """((axis, dim), …) of a parameter, in the order it was cut; () if replicated."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), "placement", {}).get(leaf, ())
-
-
-def unshard(
-    x: Tensor, placement: tuple, groups: dict[str, dist.ProcessGroup]
-) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
-    for axis, dim in reversed(placement):
-        x = all_gather(x, dim, groups[axis])
-    return x
-
-
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
+    """Within `with`: bytes kept for backward, each storage once (lesson 01)"""
 
-    def __init__(self, skip: list[Tensor]):
-        self.skip = {x.untyped_storage().data_ptr() for x in skip}
+    def __init__(self, skip):
+        self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
         self.storages = {}
         super().__init__(self.pack, lambda x: x)
 
     def pack(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
+        storage = local(x).untyped_storage()
         if storage.data_ptr() not in self.skip:
             self.storages[storage.data_ptr()] = storage.nbytes()
         return x
@@ -1341,40 +1180,73 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
-def in_words(placement: tuple) -> str:
-    """PyTorch's words for a placement on one axis."""
-    return ", ".join(f"Shard({dim})" for _, dim in placement) or "Replicate()"
+class CountDTensor(TorchDispatchMode):
+    """Within `with`: DTensor's collectives are counted, too (lesson 01)"""
+
+    names = {
+        "_c10d_functional::all_reduce": "all-reduce",
+        "_c10d_functional::all_gather_into_tensor": "all-gather",
+        "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    }
+
+    def __init__(self, axis: str):
+        super().__init__()
+        self.axis = axis
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor turn it into local ops and collectives
+        out = func(*args, **(kwargs or {}))
+        if name := self.names.get(func._schema.name):
+            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
+        return out
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's piece of a DTensor, waited for (lesson 01)"""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
+
+
+def nbytes(tensors) -> int:
+    """Bytes of these tensors on this rank (lesson 01)"""
+    return sum(local(x).nbytes for x in tensors if x is not None)
+
+
+def must_divide(args, name: str, parts: int, what: str) -> None:
+    """ValueError with the arithmetic if a flag is no multiple of parts (lesson 01)"""
+    value = getattr(args, name)
+    if value % parts:
+        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
+        left = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+
+
+# endregion
 
 
 # ==== CARRIED OVER from 02, unchanged
+# region  What lesson 02 explains.
 
 
 Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
 
 
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864)."""
+    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (lesson 02)"""
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
     angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
     return angle_SH.cos(), angle_SH.sin()
 
 
 def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) of a head by its position's angle."""
+    """Turn each pair (i, i + H/2) of a head by its position's angle (lesson 02)"""
     first, second = x_BNSH.chunk(2, -1)
     return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
 
 
-class Dropout(nn.Module):
-    """Zero elements with probability p, scale the others by 1/(1 − p).
-
-    Like nn.Dropout, but the mask kept for backward is boolean, one byte an element, as
-    on a GPU (on a CPU nn.Dropout keeps it in x's dtype).
-    """
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
+class Dropout(nn.Dropout):
+    """Dropout with a mask of bytes, one an element (lesson 02)"""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -1383,37 +1255,56 @@ class Dropout(nn.Module):
         return x * keep / (1 - self.p)
 
 
-class Attention(nn.Module):
-    """Causal attention written out, so that what it keeps for backward can be counted.
+class CoreAttention(nn.Module):
+    """The part of attention that has no weights, written out (lesson 02)"""
 
-    Shapes: x [B, S, D] → [B, S, D]. K key/value heads serve N/K query heads each.
-    """
+    def __init__(self, head_size: int, dropout: float):
+        super().__init__()
+        self.head_size = head_size
+        self.dropout = Dropout(dropout)  # of the attention weights
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: tuple) -> Tensor:
+        S = q.shape[1]
+        cos_SH, sin_SH, future_SS = tables
+        q_BNSH = q.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        k_BKSH = k.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        v_BKSH = v.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        q_BNSH = rotate(q_BNSH, cos_SH[:S], sin_SH[:S])
+        k_BKSH = rotate(k_BKSH, cos_SH[:S], sin_SH[:S])
+        queries_per_kv = q_BNSH.shape[1] // k_BKSH.shape[1]
+        k_BNSH = k_BKSH.repeat_interleave(queries_per_kv, 1)
+        v_BNSH = v_BKSH.repeat_interleave(queries_per_kv, 1)
+        scores_BNSS = q_BNSH @ k_BNSH.mT / math.sqrt(self.head_size)
+        scores_BNSS = scores_BNSS.masked_fill(future_SS[:S, :S], float("-inf"))
+        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
+        return (weights_BNSS @ v_BNSH).transpose(1, 2).flatten(2)
+
+
+def project_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """The same x through several linears (lesson 02)"""
+    return [linear(x_BSD) for linear in linears]
+
+
+class Attention(nn.Module):
+    """Causal attention (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
         D, H = config.hidden, config.hidden // config.heads
-        self.head_size, self.queries_per_kv = H, config.heads // config.kv_heads
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
+        self.project = project_each  # how x gets to the three; TP puts f there
+        self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
-        self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, cos_SH, sin_SH, future_SS) -> Tensor:
-        q, k, v = (
-            proj(x_BSD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, N, S, H], and [B, K, S, H] twice
-        q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        k, v = (x.repeat_interleave(self.queries_per_kv, 1) for x in (k, v))
-        scores_BNSS = q @ k.transpose(2, 3) / math.sqrt(self.head_size)
-        scores_BNSS = scores_BNSS.masked_fill(future_SS, float("-inf"))
-        weights_BNSS = self.dropout(scores_BNSS.softmax(-1))
-        return self.o_proj((weights_BNSS @ v).transpose(1, 2).flatten(2))
+    def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        q, k, v = self.project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        return self.o_proj(self.core(q, k, v, tables))
 
 
 class DecoderLayer(nn.Module):
-    """Pre-LayerNorm: x + dropout(attention(norm(x))), then + dropout(MLP(norm(x)))."""
+    """Pre-LayerNorm: attention and MLP, each on a norm, each added to x (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1424,14 +1315,16 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(D, 4 * D)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x_BSD: Tensor, *tables: Tensor) -> Tensor:
-        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), *tables)
-        x_BSD = x_BSD + self.dropout(attended_BSD)
-        return x_BSD + self.dropout(self.mlp(self.post_attention_layernorm(x_BSD)))
+    def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        # By keywords, as Hugging Face's layers call their attention.
+        y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), tables=tables)
+        x_BSD = x_BSD + self.dropout(y_BSD)
+        y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
+        return x_BSD + self.dropout(y_BSD)
 
 
 class Transformer(nn.Module):
-    """The reference decoder. Shapes: tokens [B, S] int64 → logits [B, S, V]."""
+    """The decoder (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1447,297 +1340,225 @@ class Transformer(nn.Module):
         self.register_buffer("future", future_SS, persistent=False)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        S = tokens_BS.shape[1]
-        tables = self.cos[:S], self.sin[:S], self.future[:S, :S]
         x_BSD = self.embed_tokens(tokens_BS)
         for layer in self.layers:
-            x_BSD = layer(x_BSD, *tables)
+            x_BSD = layer(x_BSD, (self.cos, self.sin, self.future))
         return self.lm_head(self.norm(x_BSD))
 
 
-def sharded_dropout(x: Tensor, p: float, dim: int, tp_group) -> Tensor:
-    """Dropout where x is a slice along dim: each rank must drop elements of its own.
+class ShardedDropout(nn.Module):
+    """Dropout where x is a slice along dim: a slice of one whole mask (lesson 02)"""
 
-    Every rank draws the mask of the whole tensor and keeps its slice, so that the
-    result is the single process's. Megatron does not draw the other ranks' parts: it
-    has a second generator, seeded with an offset by tp_rank. That is less work, and
-    other masks than one process would draw (arXiv:1909.08053, appendix).
-    """
-    whole = list(x.shape)
-    whole[dim] *= tp_group.size()
-    keep = torch.rand(whole, device=x.device) >= p
-    return x * shard(keep, dim, tp_group) / (1 - p)
-
-
-def shard_qkv(full: Attention, tp_group) -> list:
-    """q_proj, k_proj, v_proj cut by heads: each on its own, so that a rank's queries
-    meet the keys and values that belong to them. f comes before, once for the three."""
-    three = full.q_proj, full.k_proj, full.v_proj
-    return [ColumnParallelLinear(one, tp_group, copy_input=False) for one in three]
-
-
-class CoreAttention(nn.Module):
-    """The part of attention that has no weights: this rank's heads, each on its own.
-
-    Args:
-        head_size: H; p: dropout of the attention weights; tp_group: whose heads.
-    Shapes: q [B, S, N·H/T], k and v [B, S, K·H/T], tables [S, H] twice and [S, S]
-        → [B, S, N·H/T]: heads never meet, so nothing is sent.
-    """
-
-    def __init__(self, head_size: int, p: float, tp_group: dist.ProcessGroup):
+    def __init__(self, p: float, dim: int, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.head_size, self.p, self.tp_group = head_size, p, tp_group
+        self.p, self.dim, self.tp_group = p, dim, tp_group
 
-    def forward(self, q_BSd, k_BSe, v_BSe, cos_SH, sin_SH, future_SS) -> Tensor:
-        q_BnSH, k_BkSH, v_BkSH = (
-            x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for x in (q_BSd, k_BSe, v_BSe)
-        )
-        q_BnSH = rotate(q_BnSH, cos_SH, sin_SH)
-        k_BkSH = rotate(k_BkSH, cos_SH, sin_SH)
-        queries_per_kv = q_BnSH.shape[1] // k_BkSH.shape[1]
-        k_BnSH = k_BkSH.repeat_interleave(queries_per_kv, 1)
-        v_BnSH = v_BkSH.repeat_interleave(queries_per_kv, 1)
-        scores_BnSS = q_BnSH @ k_BnSH.mT / math.sqrt(self.head_size)
-        weights_BnSS = scores_BnSS.masked_fill(future_SS, float("-inf")).softmax(-1)
-        if self.p and self.training:
-            weights_BnSS = sharded_dropout(weights_BnSS, self.p, 1, self.tp_group)
-        return (weights_BnSS @ v_BnSH).transpose(1, 2).flatten(2)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        whole = list(x.shape)
+        whole[self.dim] *= self.tp_group.size()
+        keep = torch.rand(whole, device=x.device) >= self.p
+        return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
+
+
+def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+    """f once for all linears that read x (lesson 02)"""
+    return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
+
+
+def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
+    """Put parallel modules in the place of a layer's linears (lesson 02)"""
+    attn = layer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        full = getattr(attn, name)
+        heads = full.out_features // attn.core.head_size
+        if heads % tp_group.size():
+            raise ValueError(f"{name}: {heads} heads on {tp_group.size()} ranks")
+        setattr(attn, name, ColumnParallelLinear(full, tp_group, copy_input=False))
+    attn.project = copy_then_project
+    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
+    attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
+    layer.mlp = tp_mlp(layer.mlp, tp_group)
+
+
+def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
+    """A copy of the decoder with its layers split over the TP group (lesson 02)"""
+    model = copy.deepcopy(full)
+    for layer in model.layers:
+        parallelize_layer(layer, tp_group)
+    return model
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank.
-
-    A rank has a slice of the sharded gradients: their squares are summed over the
-    group. It has all of the replicated ones: they are counted once.
-    Communication: one all-reduce of one float64.
-    """
-    sharded, replicated = [], []
-    for name, p in model.named_parameters():
-        squares = p.grad.double().square().sum()
-        (sharded if tell_placement(model, name) else replicated).append(squares)
-    return math.sqrt(all_reduce(sum(sharded), tp_group) + sum(replicated))
+    """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
+    sharded = replicated = next(model.parameters()).new_zeros((), dtype=torch.float64)
+    for p in model.parameters():
+        squares = 0 if p.grad is None else p.grad.double().square().sum()
+        if getattr(p, "cuts", ()):
+            sharded = sharded + squares
+        else:
+            replicated = replicated + squares
+    return math.sqrt(all_reduce(sharded, tp_group) + replicated)
 
 
-def clip_gradients(model: nn.Module, max_norm: float, tp_group) -> float:
-    """Scale all gradients so that their global norm is at most max_norm; the norm."""
-    norm = global_norm(model, tp_group)
+def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
+    """Scale all gradients so that their norm is at most max_norm (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     for p in model.parameters():
-        p.grad.mul_(scale)
-    return norm
-
-
-def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step of the optimizer: every rank updates what it holds, nothing is sent.
-
-    Replicas stay equal because they started equal and got equal gradients.
-    """
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def pick_batch(batches: list, step: int) -> tuple[Tensor, Tensor]:
-    """The step's tokens and targets: every rank of a TP group takes the same."""
-    return batches[step]
-
-
-def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Cross entropy averaged over the tokens that count, in float32 at least."""
-    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(logits_BSV.to(wide).flatten(0, 1), target_BS.flatten())
-
-
-def plan_for(layers: int) -> dict:
-    """PyTorch's way to say the same: which linear is split by column, which by row."""
-    column, row = ColwiseParallel, RowwiseParallel
-    plan = {}
-    for i in range(layers):
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[f"layers.{i}.{name}"] = column()
-        plan[f"layers.{i}.self_attn.o_proj"] = row()
-        plan[f"layers.{i}.mlp.up_proj"] = column()
-        plan[f"layers.{i}.mlp.down_proj"] = row()
-    return plan
+        if p.grad is not None:
+            p.grad.mul_(scale)
 
 
 PAD = 256  # the one token that is not a byte
 
 
-IGNORE = -100  # what F.cross_entropy takes for "no target here"
+IGNORE = -100  # as a target: there is none, F.cross_entropy leaves this token out
 
 
-def make_batches(args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S] of random lines of this file, as bytes; padded.
-
-    Indentation is cut to half a row: among nothing but spaces every weighting of values
-    gives the same, and the gradients of q and k would be zero, or rather rounding.
-    """
-    lines = [line for line in Path(__file__).read_bytes().split(b"\n") if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    half = args.seq_len // 2
-    lines = [line[max(0, n - half) :] for line, n in zip(lines, indents)]
+def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Random pieces of a text's lines as bytes: tokens and targets (lesson 02)"""
+    lines = [f"{line}\n".encode() for line in text.splitlines() if line.strip()]
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
     for _ in range(count):
-        picks = torch.randint(len(lines), (args.batch_size,), generator=generator)
         rows = torch.full((args.batch_size, args.seq_len + 1), PAD)
-        for row, pick in zip(rows, picks.tolist()):
-            text = (lines[pick] + b"\n")[: args.seq_len + 1]
-            row[: len(text)] = torch.tensor(list(text))
-        tokens, target = rows[:, :-1].clone(), rows[:, 1:].clone()
-        target[target == PAD] = IGNORE
-        batches.append((tokens.to(args.device), target.to(args.device)))
+        for row in rows:
+            line = lines[torch.randint(len(lines), (), generator=generator)]
+            start = torch.randint(len(line) - 1, (), generator=generator)
+            line = line[start : start + args.seq_len + 1]
+            row[: len(line)] = torch.tensor(list(line))
+        tokens_BS, target_BS = rows[:, :-1].contiguous(), rows[:, 1:]
+        target_BS = target_BS.masked_fill(target_BS == PAD, IGNORE)
+        batches.append((tokens_BS.to(args.device), target_BS.to(args.device)))
     return batches
 
 
+def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
+    """Cross entropy, averaged over the tokens that have a target (lesson 02)"""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
+
+
 def make_transformer(args) -> Transformer:
-    """The full model, the same on every rank: drawn from the seed before any cut."""
+    """The full model, the same on every rank (lesson 02)"""
     torch.manual_seed(args.seed)
-    config = Config(
-        args.vocab_size, args.hidden, args.heads, args.kv_heads, args.layers,
-        args.seq_len, args.dropout,
-    )  # fmt: skip
-    return Transformer(config).to(args.device, getattr(torch, args.dtype))
+    sizes = {name: getattr(args, name) for name in Config._fields}
+    return Transformer(Config(**sizes)).to(args.device, getattr(torch, args.dtype))
 
 
-def tensor_bytes(tensors) -> int:
-    """Bytes of all tensors among these."""
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+class TrainingRun(NamedTuple):
+    """What the training of one model gave, tensors whole (lesson 02)"""
+
+    losses: dict[str, float]  # by step
+    norms: dict[str, float]  # of the gradient, by step, before it was clipped
+    gradients: dict[str, Tensor]  # of step 1, put together from all ranks
+    parameters: dict[str, Tensor]  # after the last step, too
+    held: dict[str, int]  # bytes on this rank
 
 
-class Training:
-    """One model in training, and what was measured of it."""
+def train_transformer(
+    what, model, batches, args, loss_of, tp_group=None, after_backward=None
+) -> TrainingRun:
+    """A step of AdamW on each batch, with gradients clipped (lesson 02)"""
+    # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
+    # and would turn rounding into steps as long as any other.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    losses, norms, held = {}, {}, {}
+    for step, batch in enumerate(batches, 1):
+        model.zero_grad()
+        torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
+        loss, held["activations"] = forward_backward(what, model, batch, loss_of)
+        if after_backward:
+            COMM.what, COMM.phase = what, "after backward"
+            after_backward(model)
+        if step == 1:
+            gradients = put_together(model, "grad")
+        COMM.what, COMM.phase = what, "clipping"
+        losses[f"loss, step {step}"] = loss
+        norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
+        clip_gradients(model, args.clip, norm)
+        norms[f"‖g‖, step {step}"] = norm
+        # Every rank updates what it holds, and nothing is sent. Replicas stay equal
+        # because they started equal and get equal gradients: nothing else sees to it.
+        optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values()]
+    held["parameters"] = nbytes(model.parameters())
+    held["gradients"] = nbytes(p.grad for p in model.parameters())
+    held["optimizer state"] = nbytes(moments)
+    return TrainingRun(losses, norms, gradients, put_together(model, "data"), held)
 
-    def __init__(self, model: nn.Module, tp_group: dist.ProcessGroup | None, args):
-        self.model, self.tp_group, self.args = model, tp_group, args
-        # eps above the rounding error of a gradient: AdamW divides by the gradient's
-        # size, and would turn rounding into steps as long as any other.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-        self.losses, self.norms, self.held, self.first = [], [], {}, {}
-        self.rounding = {}  # of bfloat16: measure_rounding
 
-    def step(self, batches: list, step: int, watch=None) -> None:
-        tokens, target = (
-            batches[step] if not self.tp_group else pick_batch(batches, step)
-        )
-        torch.manual_seed(self.args.seed + step)  # the masks of this step
-        parameters = list(self.model.parameters())
-        saved = watch or SavedBytes(skip=[*parameters, *self.model.buffers()])
-        COMM.what, COMM.phase = "layers", "forward"
+def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
+    """The loss of a batch, and the bytes kept for backward (lesson 02)"""
+    tokens_BS, target_BS = batch
+    saved = SavedBytes([*model.parameters(), *model.buffers()])
+    COMM.what, COMM.phase = what, "forward"
+    with CountDTensor("tp"):
         with saved:
-            logits_BSV = self.model(tokens)
-        loss = self.loss(logits_BSV, target)
+            logits = model(tokens_BS)
+        COMM.phase = "loss"
+        loss = loss_of(logits, target_BS)
         COMM.phase = "backward"
-        self.backward(loss)
-        COMM.what, COMM.phase = "bookkeeping", ""
-        self.losses.append(loss.item())
-        if not self.first:
-            self.first = {n: self.whole(n, p.grad) for n, p in self.named()}
-            self.held = {
-                "parameters": tensor_bytes(parameters),
-                "gradients": tensor_bytes(p.grad for p in parameters),
-                "activations": saved.total(),
-            }
-        COMM.what = "clipping"
-        if self.tp_group:
-            self.norms.append(clip_gradients(self.model, self.args.clip, self.tp_group))
-        else:
-            # clip_grad_norm_, but with the squares of large tensors added in float64
-            norm = torch.nn.utils.get_total_norm(p.grad.double() for p in parameters)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.clip, norm)
-            self.norms.append(norm.item())
-        COMM.what = "bookkeeping"
-        update(self.model, self.optimizer)
-        if "optimizer state" not in self.held:
-            state = self.optimizer.state.values()
-            moments = [x for one in state for x in one.values()]
-            self.held["optimizer state"] = tensor_bytes(moments)
-
-    def loss(self, logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-        return mean_loss(logits_BSV, target_BS)
-
-    def backward(self, loss: Tensor) -> None:
         loss.backward()
-
-    def named(self):
-        return self.model.named_parameters()
-
-    def whole(self, name: str, x: Tensor) -> Tensor:
-        """A parameter, or its gradient, put together from all ranks."""
-        where = tell_placement(self.model, name) if self.tp_group else ()
-        return unshard(x.detach(), where, {"tp": self.tp_group}).clone()
+    return loss.item(), saved.total()
 
 
-def allowed(without: Training, name: str) -> float:
-    """The largest relative difference of a parameter's gradient that is no bug.
-
-    In bfloat16 it is 2e-2, or three times what rounding does to it without TP.
-    """
-    floor = ALLOWED[without.args.dtype][1]
-    return max(floor, 3 * without.rounding.get(name, 0.0))
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which knows DTensors (lesson 02)"""
+    grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(grads, foreach=False).item()
 
 
-def fold(name: str, verbose: bool) -> str:
-    """layers.3.mlp… → mlp…: one row for the parameter in all layers."""
-    parts = name.split(".")
-    return ".".join(parts[2:]) if parts[0] == "layers" and not verbose else name
+def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
+    """All parameters or gradients from all ranks' slices (lesson 02)"""
+    COMM.what = COMM.phase = ""  # not the model's calls, but the report's
+    whole = {}
+    for name, p in model.named_parameters():
+        x = getattr(p, what)
+        if isinstance(x, DTensor):
+            x = x.full_tensor()
+        elif x is not None:
+            x = unshard(x, getattr(p, "cuts", ()))
+            x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
+        whole[name] = torch.empty(0) if x is None else x.clone()
+    return whole
 
 
-def check_sizes(args, ranks: int) -> None:
-    """ValueError where the model cannot be built, or cannot be cut into `ranks`."""
-    pairs = [
-        ("--hidden", args.hidden, "--heads", args.heads),
-        ("--heads", args.heads, "--kv-heads", args.kv_heads),
-        ("--heads", args.heads, "ranks, by --nproc_per_node", ranks),
-        ("--kv-heads", args.kv_heads, "ranks, by --nproc_per_node", ranks),
-    ]
-    for flag, value, other, parts in pairs:
-        if value % parts:
-            raise ValueError(
-                f"{flag} {value} is not a multiple of {parts} ({other}): {value} % "
-                f"{parts} = {value % parts}; {flag} {value + parts - value % parts} "
-                "would do"
-            )
-    if args.hidden // args.heads % 2:
-        raise ValueError(
-            f"--hidden {args.hidden} / --heads {args.heads} = "
-            f"{args.hidden // args.heads}: rotary embedding turns pairs, the head size "
-            "must be even"
-        )
-    if args.vocab_size < 257:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size}: 256 bytes and padding need 257"
-        )
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
-    if args.profile and not args.profile.is_dir():
-        raise ValueError(f"--profile {args.profile}: there is no such folder")
+def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
+    """Losses, norms, where training ended; replicas still equal (lesson 02)"""
+    args, losses = report.args, {what: run.losses for what, run in runs.items()}
+    ends = {what: run.norms | run.parameters for what, run in runs.items()}
+    labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
+    labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
+    report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
+    report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
+    report.compare("losses", losses, report.allowed_loss)
+    report.compare("updates", ends, fold=labels.get)
+    for name, p in model.named_parameters():
+        if not getattr(p, "cuts", ()):
+            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, tp_group)))
+    of_rank_0 = gather_objects(losses[split])[0]
+    report.check("replicas: losses", float(losses[split] != of_rank_0))
+
+
+# endregion
 
 
 # ==== CARRIED OVER from 03, unchanged
+# region  What lesson 03 explains.
 
 
-def pad_vocab(full: Tensor, ranks: int) -> Tensor:
-    """Zero rows below an embedding or a head, so that T divides them: any V and T.
-
-    Shapes: [V, ...] → [⌈V/T⌉·T, ...]. Zeros stay zeros: no token is looked up there,
-    and the loss gives those columns no gradient.
-    """
-    missing = -len(full) % ranks
-    return torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
-
-
-def first_row(v: int, tp_group: dist.ProcessGroup) -> int:
-    """Rank t has the tokens from t·v to (t + 1)·v − 1 of the vocabulary."""
-    return tp_group.rank() * v
+def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
+    """An embedding or head with rows of zeros, so that T divides them (lesson 03)"""
+    padded = copy.deepcopy(full)
+    for name, p in full.named_parameters():
+        zeros = p.new_zeros(-len(p) % ranks, *p.shape[1:])  # as many as are missing
+        setattr(padded, name, nn.Parameter(torch.cat([p.detach(), zeros])))
+    return padded
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError for a token that no rank has; nn.Embedding raises IndexError."""
+    """ValueError for a token that no rank has (lesson 03)"""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         low, high = tokens.min().item(), tokens.max().item()
         raise ValueError(
@@ -1745,72 +1566,70 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         )
 
 
-def look_up(tokens_BS: Tensor, weight_vD: Tensor, V: int, tp_group) -> Tensor:
-    """The embeddings of this rank's tokens, zeros for the others': a term of the sum.
+class VocabParallelEmbedding(nn.Module):
+    """An embedding whose rows are split over the TP group (lesson 03)"""
 
-    Shapes: tokens [B, S], weight [v, D] → [B, S, D] {U_tp}. ValueError for a token ≥ V.
-    """
-    check_tokens(tokens_BS, V)
-    local_BS = tokens_BS - first_row(len(weight_vD), tp_group)
-    mine_BS = (local_BS >= 0) & (local_BS < len(weight_vD))
-    # Another rank's token looks up row 0, any row would do: it is zeroed next.
-    x_BSD = F.embedding(local_BS.where(mine_BS, 0), weight_vD)
-    return x_BSD * mine_BS.unsqueeze(-1)  # others' tokens: zero
+    def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
+        super().__init__()
+        self.vocab_size, self.tp_group = full.num_embeddings, tp_group
+        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
+        padded = pad_vocab(full, tp_group.size())
+        self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
 
-
-def real_columns(logits_BSv: Tensor, vocab_size: int, tp_group) -> Tensor:
-    """[v] bool: which of this rank's columns are tokens, and not padding."""
-    v = logits_BSv.shape[-1]
-    token_v = first_row(v, tp_group) + torch.arange(v, device=logits_BSv.device)
-    return token_v < vocab_size
-
-
-def largest_logit(logits_BSv: Tensor, tp_group) -> Tensor:
-    """[B, S]: the maximum over the whole vocabulary, so that no exp overflows."""
-    return all_reduce(logits_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        check_tokens(tokens_BS, self.vocab_size)
+        v = len(self.weight)
+        row_BS = tokens_BS - self.tp_group.rank() * v
+        mine_BS = (row_BS >= 0) & (row_BS < v)
+        # Another rank's token looks up row 0, any row would do: it is zeroed next.
+        x_BSD = F.embedding(row_BS.where(mine_BS, 0), self.weight)
+        partial_x_BSD = x_BSD * mine_BS.unsqueeze(-1)
+        return self.reduce(partial_x_BSD, self.tp_group)
 
 
-def to_softmax(exp_BSv: Tensor, total_BS: Tensor) -> Tensor:
-    """This rank's columns of the softmax: all that backward needs."""
-    return exp_BSv / total_BS.unsqueeze(-1)
-
-
-def without_ignored(grad_BSv: Tensor, has_target_BS: Tensor) -> Tensor:
-    """Zero the rows of tokens that have no target, also where they are nan."""
-    return grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
+def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
+    """The model with embedding and head split over the vocabulary (lesson 03)"""
+    model = tp_transformer(full, tp_group)
+    model.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
+    head = pad_vocab(full.lm_head, tp_group.size())
+    model.lm_head = ColumnParallelLinear(head, tp_group)
+    if full.lm_head.weight is full.embed_tokens.weight:
+        model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
+    for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
+        p.rows = full.config.vocab_size  # the other rows are padding
+    return model
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """−log softmax(logits)[target] of sharded logits: vocab_parallel_cross_entropy.
-
-    With m the largest logit, z = Σ exp(x − m): loss = log z − (x[target] − m). Each of
-    m, z and x[target] takes a number from every rank: one all-reduce of B·S values.
-    """
+    """−log softmax(logits)[target] of sharded logits (lesson 03)"""
 
     @staticmethod
     def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
+        v = logits_BSv.shape[-1]
+        first = tp_group.rank() * v  # the token of this rank's first column
+        column_v = torch.arange(v, device=logits_BSv.device)
+        padding_v = first + column_v >= vocab_size
         wide = torch.promote_types(logits_BSv.dtype, torch.float32)
-        real_v = real_columns(logits_BSv, vocab_size, tp_group)
-        x_BSv = logits_BSv.to(wide).masked_fill(~real_v, float("-inf"))
-        # First all-reduce: the largest logit.
-        x_BSv = x_BSv - largest_logit(x_BSv, tp_group).unsqueeze(-1)
+        x_BSv = logits_BSv.to(wide).masked_fill(padding_v, float("-inf"))
+        # First all-reduce: the largest logit, so that no exp overflows.
+        max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
+        x_BSv = x_BSv - max_BS.unsqueeze(-1)
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
-        total_BS = all_reduce(exp_BSv.sum(-1), tp_group)
+        sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
         # Third: the target's logit. One rank has its column, the others give zero.
-        v = logits_BSv.shape[-1]
-        local_BS = target_BS - first_row(v, tp_group)
-        mine_BS = (local_BS >= 0) & (local_BS < v)
-        local_BS = local_BS.where(mine_BS, 0)
-        picked_BS = x_BSv.gather(-1, local_BS.unsqueeze(-1)).squeeze(-1)
+        column_BS = target_BS - first
+        mine_BS = (column_BS >= 0) & (column_BS < v)
+        column_BS = column_BS.where(mine_BS, 0)
+        picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(mine_BS, 0)
         if smoothing:  # and the mean of all logits, in the same all-reduce
-            sum_BS = x_BSv.masked_fill(~real_v, 0).sum(-1)
-            picked_BS = (1 - smoothing) * picked_BS + smoothing * sum_BS / vocab_size
-        loss_BS = total_BS.log() - all_reduce(picked_BS, tp_group)
+            total_BS = x_BSv.masked_fill(padding_v, 0).sum(-1)
+            picked_BS = (1 - smoothing) * picked_BS + smoothing * total_BS / vocab_size
+        loss_BS = sum_BS.log() - all_reduce(picked_BS, tp_group)
+        softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
         has_target_BS = target_BS != ignore
-        softmax_BSv = to_softmax(exp_BSv, total_BS)
-        ctx.save_for_backward(softmax_BSv, local_BS, mine_BS, has_target_BS, real_v)
+        ctx.save_for_backward(softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v)
         ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         ctx.dtype = logits_BSv.dtype
         return loss_BS.where(has_target_BS, 0)
@@ -1819,12 +1638,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream_BS):
         # dloss/dx = softmax − onehot(target): each rank has what it takes for its
         # columns, so nothing is sent.
-        softmax_BSv, local_BS, mine_BS, has_target_BS, real_v = ctx.saved_tensors
-        even = ctx.smoothing / ctx.vocab_size  # what smoothing gives to every token
-        grad_BSv = softmax_BSv - even * real_v.to(softmax_BSv)
+        softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v = ctx.saved_tensors
+        even = ctx.smoothing / ctx.vocab_size  # smoothing's target for every token
+        grad_BSv = (softmax_BSv - even).masked_fill(padding_v, 0)
         hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, local_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
-        grad_BSv = without_ignored(grad_BSv * upstream_BS.unsqueeze(-1), has_target_BS)
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
+        grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
+        # The loss of an ignored token is zero; softmax − onehot is not.
+        grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
 
@@ -1836,33 +1657,15 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of every token, from logits whose vocabulary is split over the TP group.
-
-    Args:
-        logits_BSv: this rank's columns, padding included.
-        target_BS: the right tokens, the same on every rank.
-        vocab_size: V, the tokens there are; columns from V on are padding.
-        ignore_index: a target that gives no loss and no gradient.
-        label_smoothing: ε, as in F.cross_entropy.
-    Shapes: logits [B, S, v] Shard(2), target [B, S] → loss [B, S] Replicate(), float32
-        or wider; any number of leading dims will do.
-    Communication: forward three all-reduces of B·S values; backward none.
-    Raises: ValueError for a target outside the vocabulary.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
-    """
+    """The loss of every token, from sharded logits (lesson 03)"""
     check_tokens(target_BS[target_BS != ignore_index], vocab_size)
     return VocabParallelCrossEntropy.apply(
         logits_BSv, target_BS, tp_group, vocab_size, ignore_index, label_smoothing
     )
 
 
-def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
-    """The mean over the tokens that have a target; nan if none has, as in PyTorch."""
-    return loss_BS.sum() / (target_BS != IGNORE).sum()
-
-
 def make_tied(args) -> Transformer:
-    """Lesson 02's model; with --tie, head and embedding share their weight."""
+    """Lesson 02's model (lesson 03)"""
     full = make_transformer(args)
     if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
@@ -1870,1316 +1673,579 @@ def make_tied(args) -> Transformer:
     return full
 
 
+# endregion
+
+
 # ==== CARRIED OVER from 04, unchanged
+# region  What lesson 04 explains.
 
 
-def pad_sequence(x_BSD: Tensor, ranks: int, value: float = 0) -> Tensor:
-    """Positions at the end, so that T divides them: [B, S, …] → [B, ⌈S/T⌉·T, …].
-
-    At the end: the others keep their positions. Where the whole x is put together it
-    is cut off again; a model that does not (pad_batch) has a causal mask against it.
-    """
-    missing = -x_BSD.shape[1] % ranks
-    filling = x_BSD.new_full((len(x_BSD), missing, *x_BSD.shape[2:]), value)
-    return torch.cat([x_BSD, filling], 1) if missing else x_BSD
+def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
+    """Positions at the end of a batch, so that T divides them (lesson 04)"""
+    missing = -tokens_BS.shape[1] % ranks
+    tokens_BS = F.pad(tokens_BS, (0, missing), value=PAD)
+    return tokens_BS, F.pad(target_BS, (0, missing), value=IGNORE)
 
 
-def gather_sequence(x_BsD: Tensor, S: int, tp_group: dist.ProcessGroup) -> Tensor:
-    """Into the tensor-parallel region: all slices, and the padding cut off again.
-
-    Each rank goes on with x in its own way, with its columns of W, so each has a term
-    of the gradient: backward sums them. What padded rows hold (a bias, say) is cut off,
-    so no gradient comes back to it.
-    Shapes: x [B, s, D] → [B, S, D]. Communication: forward one all-gather of B·s·T·D
-        elements (s·T is S, padded), backward one reduce-scatter of them.
-    """
-    return AllGather.apply(x_BsD, 1, tp_group)[:, :S]
-
-
-def scatter_sequence(partial_y_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Out of it: the ranks' terms are summed, and each keeps its slice of positions.
-
-    Shapes: y [B, S, D] {U_tp} → [B, s, D]. Communication: forward one reduce-scatter of
-        B·s·T·D elements, backward one all-gather of them. In lesson 02 an all-reduce
-        stood here: that is a reduce-scatter and an all-gather.
-    Megatron-LM calls it reduce_scatter_to_sequence_parallel_region; its scatter_to… is
-    the mere split below.
-    """
-    return ReduceScatter.apply(
-        pad_sequence(partial_y_BSD, tp_group.size()), 1, tp_group
-    )
-
-
-def sum_to_slices(partial_grad_BSD: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-    """Backward of the gather in GatherThenLinear: every rank has a term of the gradient
-    for every position. (gather_sequence has the same from lesson 01's AllGather.)"""
-    padded_BSD = pad_sequence(partial_grad_BSD, tp_group.size())
-    return reduce_scatter(padded_BSD, 1, tp_group)
+def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
+    """The ranks' terms are summed, and each keeps its slice of positions (lesson 04)"""
+    return ReduceScatter.apply(partial_y_BSD, 1, tp_group)
 
 
 class GatherThenLinear(torch.autograd.Function):
-    """gather_sequence and linears on it, keeping this rank's slice for backward.
-
-    The weights' gradients need the whole x. Plain autograd would keep it, T slices; the
-    paper keeps one slice and gathers again in backward (arXiv:2205.05198, sec. 4.2.2).
-    """
+    """All-gather the sequence, then linears (lesson 04)"""
 
     @staticmethod
-    def forward(ctx, x_BsD: Tensor, S: int, tp_group, *parameters: Tensor) -> tuple:
-        weights, biases = parameters[::2], parameters[1::2]
+    def forward(ctx, x_BsD: Tensor, tp_group, *parameters: Tensor) -> tuple:
+        weights, biases = parameters[::2], parameters[1::2]  # they come in turn
         ctx.save_for_backward(x_BsD, *weights)
-        ctx.S, ctx.tp_group = S, tp_group
-        x_BSD = all_gather(x_BsD, 1, tp_group)[:, :S]
+        ctx.tp_group = tp_group
+        x_BSD = all_gather(x_BsD, 1, tp_group)
         return tuple(F.linear(x_BSD, W, b) for W, b in zip(weights, biases))
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
         x_BsD, *weights = ctx.saved_tensors
-        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)[:, : ctx.S]  # the extra all-gather
-        grads = []  # of weight and bias in turn, as forward was given them
-        for grad_BSf in grads_BSf:
+        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the extra all-gather
+        grads, partial_grad_BSD = [], 0
+        for grad_BSf, weight in zip(grads_BSf, weights):
             grad_Rf = grad_BSf.flatten(0, 1)  # R rows: all tokens
             grads += [grad_Rf.T @ x_BSD.flatten(0, 1), grad_Rf.sum(0)]
-        partial_grad_BSD = sum(g @ W for g, W in zip(grads_BSf, weights))
-        return sum_to_slices(partial_grad_BSD, ctx.tp_group), None, None, *grads
+            partial_grad_BSD = partial_grad_BSD + grad_BSf @ weight
+        # Each rank used all of x, with its own columns: it has a term of dL/dx for
+        # every position. Sum them over ranks, and keep this rank's positions.
+        grad_BsD = reduce_scatter(partial_grad_BSD, 1, ctx.tp_group)
+        return grad_BsD, None, *grads
 
 
-def linears_of_sequence(
-    x_BsD: Tensor, S: int, linears: list, tp_group, save_gathered: bool = False
-) -> list[Tensor]:
-    """Column-parallel linears of a split sequence: one gather for all of them.
-
-    Args:
-        linears: layers with this rank's rows of a weight, and its part of the bias.
-        save_gathered: keep the whole x for backward; more memory, one gather less.
-    Shapes: x [B, s, D], weights [f, D] → [B, S, f] each.
-    Communication: forward one all-gather of B·s·T·D elements; backward one
-        reduce-scatter and, unless save_gathered, one all-gather of as many.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2.
-    """
-    if save_gathered:
-        x_BSD = gather_sequence(x_BsD, S, tp_group)
-        return [F.linear(x_BSD, one.weight, one.bias) for one in linears]
-    parameters = [p for one in linears for p in (one.weight, one.bias)]
-    return list(GatherThenLinear.apply(x_BsD, S, tp_group, *parameters))
+def gather_then_project(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """Column-parallel linears of a split sequence (lesson 04)"""
+    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
+    return list(GatherThenLinear.apply(x_BsD, linears[0].tp_group, *parameters))
 
 
-class SPRowParallelLinear(nn.Module):
-    """RowParallelLinear that leaves each rank its slice of the sequence.
+def gather_and_keep(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """The same as plain autograd does it (lesson 04)"""
+    x_BSD = AllGather.apply(x_BsD, 1, linears[0].tp_group)
+    return [F.linear(x_BSD, linear.weight, linear.bias) for linear in linears]
 
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]     Shard(2)
-        weight  [D, F]    → [D, F/T]        Shard(1)
-        bias    [D]       → [D]             Replicate(), but see mend_replicated
-        return  [B, S, D] → [B, ⌈S/T⌉, D]   Shard(1)
-    Communication: forward one reduce-scatter of B·S·D elements, backward one
-        all-gather of them.
-    """
 
-    placement = {"weight": (("tp", 1),)}
+class SPColumnParallelLinear(nn.Module):
+    """ColumnParallelLinear of a split sequence (lesson 04)"""
 
-    def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
+    def __init__(self, column: ColumnParallelLinear, project):
         super().__init__()
-        self.tp_group = tp_group
-        self.weight = nn.Parameter(shard(full.weight, 1, tp_group))  # [D, f]
-        self.bias = nn.Parameter(full.bias.detach().clone())  # [D]
-
-    def forward(self, x_BSf: Tensor) -> Tensor:
-        partial_y_BSD = F.linear(x_BSf, self.weight)
-        return scatter_sequence(partial_y_BSD, self.tp_group) + self.bias
-
-
-class SPAttention(nn.Module):
-    """Attention by heads, from a slice of the sequence to a slice of it.
-
-    A head needs all positions: q, k and v share one gather. Inside, on whole sequences,
-    rotary tables and causal mask are those of lesson 02, by global position. (To leave
-    the sequence split inside attention, too, is another method: context parallelism.)
-    """
-
-    def __init__(self, full: Attention, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.tp_group, self.save_gathered = tp_group, save_gathered
-        self.q_proj, self.k_proj, self.v_proj = shard_qkv(full, tp_group)
-        self.core = CoreAttention(full.head_size, full.dropout.p, tp_group)
-        self.o_proj = SPRowParallelLinear(full.o_proj, tp_group)
-
-    def forward(self, x_BsD: Tensor, *tables: Tensor) -> Tensor:
-        three, S = [self.q_proj, self.k_proj, self.v_proj], len(tables[0])
-        q_BSd, k_BSe, v_BSe = linears_of_sequence(
-            x_BsD, S, three, self.tp_group, self.save_gathered
-        )
-        return self.o_proj(self.core(q_BSd, k_BSe, v_BSe, *tables))
-
-
-class SPMLP(nn.Module):
-    """Megatron's MLP, from a slice of the sequence to a slice of it."""
-
-    def __init__(self, full: MLP, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.tp_group, self.save_gathered = tp_group, save_gathered
-        self.up_proj = ColumnParallelLinear(full.up_proj, tp_group, copy_input=False)
-        self.down_proj = SPRowParallelLinear(full.down_proj, tp_group)
-
-    def forward(self, x_BsD: Tensor, S: int) -> Tensor:
-        (h_BSf,) = linears_of_sequence(
-            x_BsD, S, [self.up_proj], self.tp_group, self.save_gathered
-        )
-        return self.down_proj(F.gelu(h_BSf))
-
-
-def sequence_dropout(x_BsD: Tensor, p: float, S: int, tp_group) -> Tensor:
-    """Dropout of a slice of positions: each rank its part of one mask [B, S, D].
-
-    As in sharded_dropout of lesson 02, every rank draws the whole mask, of the length
-    without padding, so that the result is the single process's.
-    """
-    keep_BSD = torch.rand(len(x_BsD), S, x_BsD.shape[2], device=x_BsD.device) >= p
-    padded_BSD = pad_sequence(keep_BSD, tp_group.size())
-    return x_BsD * shard(padded_BSD, 1, tp_group) / (1 - p)
-
-
-class SPDecoderLayer(nn.Module):
-    """A layer that keeps nothing whole for backward: [B, s, D] around LayerNorm,
-    dropout and residual; this rank's heads, and columns of the MLP, in between.
-
-    Communication: forward 2 all-gathers and 2 reduce-scatters, backward the same and 2
-        all-gathers more, each of B·S·D elements, S padded.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2, fig. 5.
-    """
-
-    def __init__(self, full: DecoderLayer, tp_group, save_gathered: bool = False):
-        super().__init__()
-        self.p, self.tp_group = full.dropout.p, tp_group
-        self.input_layernorm = copy.deepcopy(full.input_layernorm)
-        self.self_attn = SPAttention(full.self_attn, tp_group, save_gathered)
-        self.post_attention_layernorm = copy.deepcopy(full.post_attention_layernorm)
-        self.mlp = SPMLP(full.mlp, tp_group, save_gathered)
-
-    def forward(self, x_BsD: Tensor, *tables: Tensor) -> Tensor:
-        S = len(tables[0])
-        y_BsD = self.self_attn(self.input_layernorm(x_BsD), *tables)
-        x_BsD = x_BsD + self.dropout(y_BsD, S)
-        y_BsD = self.mlp(self.post_attention_layernorm(x_BsD), S)
-        return x_BsD + self.dropout(y_BsD, S)
-
-    def dropout(self, y_BsD: Tensor, S: int) -> Tensor:
-        p = self.p if self.training else 0
-        return sequence_dropout(y_BsD, p, S, self.tp_group) if p else y_BsD
-
-
-class SPEmbedding(nn.Module):
-    """VocabParallelEmbedding that leaves each rank its slice of the sequence.
-
-    Shapes: tokens [B, S] → [B, ⌈S/T⌉, D] Shard(1); weight as in lesson 03.
-    Communication: forward one reduce-scatter of B·S·D elements, backward one
-        all-gather of them.
-    """
-
-    placement = {"weight": (("tp", 0),)}
-
-    def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
-        super().__init__()
-        self.vocab_size, self.tp_group = full.num_embeddings, tp_group
-        padded = pad_vocab(full.weight.detach(), tp_group.size())
-        self.weight = nn.Parameter(shard(padded, 0, tp_group))  # [v, D]
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        partial_x_BSD = look_up(tokens_BS, self.weight, self.vocab_size, self.tp_group)
-        return scatter_sequence(partial_x_BSD, self.tp_group)
-
-
-class SPHead(nn.Module):
-    """VocabParallelHead on a split sequence: x [B, s, D] → logits [B, S, v] Shard(2).
-
-    Communication: that of linears_of_sequence.
-    """
-
-    placement = {"weight": (("tp", 0),), "bias": (("tp", 0),)}
-
-    def __init__(self, full: nn.Linear, tp_group, tied: nn.Parameter | None = None):
-        super().__init__()
-        self.tp_group, self.save_gathered, T = tp_group, False, tp_group.size()
-        weight = shard(pad_vocab(full.weight.detach(), T), 0, tp_group)
-        self.weight = nn.Parameter(weight) if tied is None else tied  # [v, D]
-        bias = shard(pad_vocab(full.bias.detach(), T), 0, tp_group)
-        self.bias = nn.Parameter(bias)  # [v]
-
-    def forward(self, x_BsD: Tensor, S: int) -> Tensor:
-        return linears_of_sequence(x_BsD, S, [self], self.tp_group, self.save_gathered)[
-            0
-        ]
-
-
-def mend_replicated(model: nn.Module, tp_group: dist.ProcessGroup) -> None:
-    """Sum the gradients of replicated parameters over the TP group: after backward,
-    before clipping. (Megatron-LM does so in finalize_model_grads.)
-
-    LayerNorms and the biases of row-parallel linears are whole on every rank, but met
-    only its slice of the sequence: each rank has the part of the gradient that comes
-    from its tokens. Without SP every rank had met all tokens, and no sum was needed.
-    Communication: one all-reduce of (6L + 2)·D elements, all gradients in one tensor.
-    """
-    # A parameter without a placement is not cut: it is whole on every rank.
-    replicated = [
-        p for name, p in model.named_parameters() if not tell_placement(model, name)
-    ]
-    flat = torch.cat([p.grad.flatten() for p in replicated])
-    parts = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
-    for p, whole in zip(replicated, parts):
-        p.grad.copy_(whole.view_as(p))
-
-
-# ==== BREAK IT
-
-
-FIRST_SHAPE = []  # what the bug below remembers
-
-
-def guess_shape(x, tp_group, device, good=broadcast_any):
-    """The others allocate what the first batch needed, and do not ask again."""
-    if not FIRST_SHAPE:
-        first = good(x, tp_group, device)
-        FIRST_SHAPE.extend(first.shape)
-        return first
-    if x is None:
-        x = torch.empty(FIRST_SHAPE, dtype=torch.int64, device=device)
-    return broadcast(x, 0, tp_group)
-
-
-def own_batches(load, tp_group, device):
-    """Every rank loads for itself, and its loader shuffles in an order of its own."""
-    return [part.roll(tp_group.rank(), 1) for part in load()]
-
-
-def micro_batch_means(self, logits_bSv, target_bS):
-    """Each micro-batch's own mean, divided by their number."""
-    COMM.what = "loss"
-    loss_bS = vocab_parallel_cross_entropy(
-        logits_bSv, target_bS, self.groups["tp"], self.args.vocab_size
-    )
-    COMM.what = "layers"
-    parts = self.args.microbatches * self.groups["dp"].size()
-    return mean_over_targets(loss_bS, target_bS) / parts
-
-
-def send_and_wait(parts, to, group):
-    """Wait for every send to end before anything else is done."""
-    rank = dist.get_global_rank(group, to)
-    for part in parts:
-        part = part.detach().contiguous()
-        COMM.count("send/recv", part.nbytes, group.group_desc)
-        with COMM.at(f"message to rank {rank}", "send", [dist.get_rank(), rank]):
-            dist.send(part, group=group, group_dst=to)
-    return []
-
-
-def sum_over_tp(self):
-    """The gradients are added up along the wrong axis."""
-    flat = self.flatten(p.grad for p in self.parameters.values())
-    self.own.grad = all_reduce(flat, self.groups["tp"])
-
-
-BREAKS = {
-    "shape": Break(
-        "broadcast_any",
-        guess_shape,
-        "TP receivers guess the shape of the batch (switches --ragged on)",
-        "an error of the transport about sizes (with gloo: so many bytes came, there "
-        "was room for so many), an abort, or a rank that waits",
-        "only the group's first rank has the batch, and the others' buffer has the "
-        "shape of another one. Broadcast the shape, then the batch (broadcast_any)",
-        "github.com/NVIDIA/Megatron-LM/pull/4103, and a blog post on input shapes "
-        "under 3D parallelism",
-    ),
-    "data": Break(
-        "share_batch",
-        own_batches,
-        "the ranks of a TP group compute on different batches",
-        "no error at all; the loss of step 1 is wrong already, and differs from rank "
-        "to rank",
-        "a TP group is one model in pieces: pieces of answers to different questions "
-        "are added up. Let one rank load, and broadcast to its group (share_batch)",
-        "github.com/deepspeedai/DeepSpeed/issues/7199",
-    ),
-    "micro": Break(
-        "MeshTraining.loss",
-        micro_batch_means,
-        "micro-batch losses are averaged, whatever number of targets each has",
-        "the loss is a little off, and every gradient; not at all where no batch has "
-        "padding",
-        "a mean of means weighs a token of a micro-batch with much padding more than "
-        "others. Divide by the targets of the whole batch, and add up (part_of_mean)",
-        "github.com/meta-pytorch/torchtune/pull/1875, pytorch/torchtitan issue 2972",
-    ),
-    "order": Break(
-        "send",
-        send_and_wait,
-        "a stage waits for each send to end before it receives",
-        "two neighbours wait for each other until the timeout; GPipe's schedule, where "
-        "all messages go one way at a time, gets through",
-        "under 1F1B a stage sends its activation while the next one sends it a "
-        "gradient: each send ends when the other receives, and neither does. Start "
-        "sends without waiting, and wait for their end later (send, end_of)",
-        "github.com/pytorch/pytorch/issues/109401, NVIDIA/nccl issue 479",
-    ),
-    "norm": Break(
-        "counted_share",
-        lambda stage, name, tp_group: 0.0 if is_copy(stage, name) else 1.0,
-        "the global norm counts replicated parameters once a TP rank",
-        "the norm is too large, so clipping takes away too much; loss and gradients of "
-        "step 1 are right",
-        "all T ranks hold the LayerNorms and row biases: their squares are T times in "
-        "the sum over the group. Count a T-th of them on each rank (counted_share)",
-        "github.com/ROCm/TransformerEngine/pull/715, NVIDIA-NeMo/RL pull request 3788",
-    ),
-    "tied": Break(
-        "sum_tied",
-        lambda stage, ends: None,
-        "tied embedding and head on two stages are not summed (switches --tie on)",
-        "step 1's loss is right; the embedding's gradient lacks the head's part and "
-        "the head's the embedding's: two weights that were one part ways",
-        "one weight with two uses gets the sum of two gradients, wherever they arise. "
-        "All-reduce it over the first and the last stage after backward (sum_tied)",
-        "github.com/NVIDIA/Megatron-LM/issues/844, pytorch/torchtitan issue 2252",
-    ),
-    "replicas": Break(
-        "count_targets",
-        lambda micro_batches, dp_group: (
-            sum((target != IGNORE).sum() for _, target in micro_batches)
-            * dp_group.size()
-        ),
-        "gradients are averaged over replicas that had different numbers of targets",
-        "loss and gradients are a little off, each step by another factor",
-        "each replica divides by its own number of targets, then all are weighed alike."
-        " Divide by the number in the whole batch, and add up (count_targets)",
-        "github.com/pytorch/torchtitan/pull/2206",
-    ),
-    "group": Break(
-        "FlatAdamW.sum_over_replicas",
-        sum_over_tp,
-        "gradients are summed over tp in place of dp",
-        "the loss of step 1 is right, every gradient is wrong, and replicas part ways",
-        "slices of different parameters are added up, while each replica keeps the "
-        "gradient of its own part of the batch. Sum over the ranks that hold the same "
-        "parameters: dp",
-        "github.com/ooples/AiDotNet/pull/393",
-    ),
-}
-
-# The axis that has to have two ranks or more for a bug to show.
-NEEDS = dict.fromkeys(("shape", "data", "norm"), "tp")
-NEEDS |= dict(order="pp", tied="pp", replicas="dp", group="dp")
-
-
-# ==== RUN
-
-RANKS = 8  # what the command shows
-
-
-def whole_tensor(training: MeshTraining, name: str, x: Tensor) -> Tensor:
-    """A parameter or gradient put together from the TP group, without padding rows."""
-    tp = {"tp": training.groups["tp"]}
-    full = unshard(x.detach(), tell_placement(training.stage, name), tp)
-    vocabulary = name.startswith(("embed_tokens", "lm_head"))
-    return full[: training.args.vocab_size] if vocabulary else full
-
-
-def full_name(training: MeshTraining, name: str) -> str:
-    """The name in the full model: a tied head is the embedding there."""
-    return "embed_tokens.weight" if is_copy(training.stage, name) else name
-
-
-class MeshRun:
-    """Training on the mesh, and what was measured of it."""
-
-    def __init__(self, training: MeshTraining):
-        self.training, self.losses, self.norms, self.first = training, [], [], {}
-        self.groups = training.groups
-
-    def step(self, batch) -> None:
-        training, pipeline = self.training, self.training.pipeline
-        dist.barrier()  # a common start for the timeline
-        part = training.gradients(batch)
-        COMM.what = "bookkeeping"
-        for axis in ("dp", "pp"):  # replicas' parts add up; only the last stage has one
-            part = all_reduce(part, self.groups[axis])
-        self.losses.append(part.item())
-        if not self.first:
-            optimizer = training.optimizer
-            grads = optimizer.unflatten(optimizer.whole(optimizer.own.grad))
-            for name, grad in grads.items():
-                self.first[name] = whole_tensor(training, name, grad).clone()
-        self.norms.append(training.update())
-        self.events = pipeline.events
-        COMM.what = "bookkeeping"
-
-
-def show_layout(report: Report, training: MeshTraining) -> None:
-    """Section 1: which rank is where, in which groups, and what each axis moves."""
-    args, groups = report.args, training.groups
-    P, D, T = (groups[axis].size() for axis in AXES)
-    report.say(
-        "\n1  The mesh: rank = (stage · DP + replica) · TP + tp_rank; [ ]: a TP group"
-    )
-    here = {axis: dist.get_process_group_ranks(groups[axis]) for axis in AXES}
-    places = gather_objects([groups[axis].rank() for axis in AXES])
-    lists = gather_objects(here)
-    rows = []
-    for stage in range(P):
-        mine = layers_of(stage, P, args.layers)
-        holds = ["embedding"] if stage == 0 else []
-        holds += [
-            f"layers {mine[0]}–{mine[-1]}" if len(mine) > 1 else f"layer {mine[0]}"
-        ]
-        holds += ["norm, head"] if stage == P - 1 else []
-        cells = [
-            str([r for r in range(report.ranks) if places[r][:2] == [stage, d]])
-            for d in range(D)
-        ]
-        rows.append([f"stage {stage}", *cells, ", ".join(holds)])
-    replicas = [f"replica {d}" for d in range(D)]
-    report.table("|".join(["", *replicas, "holds"]), rows, "l" * (D + 2))
-    moves = {
-        "tp": "activations, in every layer: fastest links",
-        "dp": "gradients, once a step: grows with the model",
-        "pp": "activations, once a stage: slow links will do",
-    }
-    rows = []
-    for axis in reversed(AXES):
-        found = sorted({tuple(one[axis]) for one in lists})
-        listed = " ".join(str(list(ranks)).replace(", ", " ") for ranks in found[:4])
-        rows.append([axis, listed + (" …" if len(found) > 4 else ""), moves[axis]])
-    report.data["groups"] = lists
-    report.table("axis|groups|moves", rows, "lll")
-    wanted = {
-        "tp": [r for r in range(report.ranks) if r // T == report.rank // T],
-        "dp": [r for r in range(report.ranks)
-               if r // (D * T) == report.rank // (D * T) and r % T == report.rank % T],
-        "pp": [r for r in range(report.ranks) if r % (D * T) == report.rank % (D * T)],
-    }  # fmt: skip
-    report.check("ranks laid out TP innermost, then DP, then PP", float(here != wanted))
-
-
-def show_both_losses(
-    report: Report, alone: Training, run: MeshRun, begin: int, target: Tensor
-) -> None:
-    """Section 2: losses and gradient norms of every step; targets of the last."""
-    rows, (loss_limit, limit) = [], ALLOWED[report.args.dtype]
-    for i, loss in enumerate(run.losses):
-        step = begin + i
-        one, norms = alone.losses[step], (alone.norms[step], run.norms[i])
-        diff, off = abs(loss - one) / one, abs(norms[1] - norms[0]) / norms[0]
-        marks = {
-            report.check(f"loss at step {step + 1}", diff, loss_limit),
-            report.check(f"gradient norm at step {step + 1}", off, limit),
-        }
-        row = {"step": step + 1, "without": one, "with": loss}
-        report.data["losses"].append(
-            row | {"norm_without": norms[0], "norm_with": norms[1]}
-        )
-        cells = [f"{one:.8f}", f"{loss:.8f}", f"{diff:.1e}"]
-        cells += [f"{norms[0]:.6f}", f"{norms[1]:.6f}", f"{off:.1e}"]
-        rows.append([step + 1, *cells, "ok" if marks == {"ok"} else "✗"])
-    report.say("\n2  Mean losses and gradient norms: one process, and the mesh")
-    head = "step|loss alone|mesh|diff.|norm alone|mesh|diff.|ok"
-    report.table(head, rows, "rrrrrrrr")
-    parts = split(target, 0, report.args.dp)
-    counts = ", ".join(str(int((part != IGNORE).sum())) for part in parts)
-    report.say(
-        f"   Tokens with a target in the last step, replica by replica: {counts}\n"
-        f"   of {parts[0].numel()} each; the rest is padding. All weigh the same."
-    )
-
-
-def show_parameters_3d(report: Report, alone: Training, run: MeshRun) -> None:
-    """Section 3: who holds what, and every gradient, layers folded into one row."""
-    training, limit, mine = run.training, ALLOWED[report.args.dtype][1], {}
-    for name, p in training.optimizer.parameters.items():
-        reference, grad = alone.first[full_name(training, name)], run.first[name]
-        diff = rel_diff(grad, reference)
-        report.check(f"dL/d {name}", diff, limit)
-        norms = [x.double().square().sum().item() for x in (reference, grad)]
-        where = in_words(tell_placement(training.stage, name))
-        mine[name] = [training.pipeline.number, list(p.shape), where, *norms, diff]
-    cells = {}  # folded name → full name → a row of each rank that has it
-    for rows in gather_objects(mine):
-        for name, row in rows.items():
-            one = cells.setdefault(fold(name, report.args.verbose), {})
-            one.setdefault(name, []).append(row)
-    table = []
-    for key, one in cells.items():  # rank 0 has the bottom of the model
-        every = [row for rows in one.values() for row in rows]
-        norms = [math.sqrt(sum(rows[0][i] for rows in one.values())) for i in (3, 4)]
-        diff = max(row[5] for row in every)
-        stages = sorted({row[0] for row in every})
-        row = dict(name=key, placement=every[0][2], stages=stages, rel_diff=diff)
-        row |= dict(ok=diff <= limit, norm_without=norms[0], norm_with=norms[1])
-        report.data["gradients"].append(row)
-        where = f"{stages[0]}–{stages[-1]}" if len(stages) > 1 else stages[0]
-        numbers = [f"{norm:.3f}" for norm in norms] + [f"{diff:.1e}"]
-        mark = "ok" if diff <= limit else "✗"
-        key = key.removeprefix("layers.")
-        placed = every[0][2].replace("Replicate()", "whole")
-        table.append([key, where, every[0][1], placed, *numbers, mark])
-    report.say(
-        "\n3  Who holds what (r: its stage); norms of the first gradients, all layers"
-    )
-    head = "parameter|r|on a rank|placed|alone|mesh|diff.|ok"
-    report.table(head, table, "lrllrrrr")
-    if "layers.0.self_attn.q_proj.weight" in run.first:
-        name = "layers.0.self_attn.q_proj.weight"
-        rows = [
-            [" ".join(f"{v:9.6f}" for v in x[name][i, :3].tolist())
-             for x in (alone.first, run.first)]
-            for i in range(2)
-        ]  # fmt: skip
-        head = "dL/d q_proj.weight, layer 0, its first numbers: alone|on the mesh"
-        report.table(head, rows, "ll")
-
-
-def sort_rows(tokens: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A batch with its short lines first, so that parts of it differ in length."""
-    order = (tokens != PAD).sum(1).argsort(stable=True)
-    return tokens[order], target[order]
-
-
-def show_lengths_3d(report: Report, run: MeshRun, batch: tuple) -> None:
-    """`--ragged`: every micro-batch's own length, in the last step."""
-    args, stage, groups = report.args, run.training.stage, run.groups
-    mine = cut_batch(batch, groups["dp"], args.microbatches, True)
-    ends = stage.first or stage.last
-    got = run.training.pipeline.micro_batches if ends else mine
-    off = sum(not torch.equal(a, b) for a, b in zip(got, mine)) + len(got) - len(mine)
-    mark = report.check("a TP group's ranks have the batch of the first", off)
-    every = gather_objects([part.shape[2] for part in mine])
-    lengths = [every[rank] for rank in dist.get_process_group_ranks(groups["dp"])]
-    report.data["lengths"] = lengths
-    rows = args.batch_size // (args.dp * args.microbatches)
-    tokens = rows * sum(map(sum, lengths))
-    said = [f"replica {d}: {' '.join(map(str, x))}" for d, x in enumerate(lengths)]
-    report.say(
-        f"   Lengths of the last step's micro-batches, {rows} lines each:\n   "
-        + "; ".join(said)
-        + f"\n   {tokens} tokens in place of {args.batch_size * args.seq_len} with "
-        "padding (sorted by length, to make\n   lengths differ). Why each axis works: "
-        "DP sums gradients, shaped as parameters;\n   PP sends the shape ahead; TP "
-        f"broadcasts it first: all have the same batch: {mark}"
-    )
-
-
-def show_after_3d(report: Report, alone: Training, run: MeshRun) -> None:
-    """All parameters after the last step; what should be equal to the bit, is."""
-    training, groups = run.training, run.groups
-    worst, limit = 0.0, ALLOWED[report.args.dtype][1]
-    reference = dict(alone.named())
-    copies = {"tp": 0.0, "dp": 0.0, "pp": 0.0}
-    for name, p in training.optimizer.parameters.items():
-        full = reference[full_name(training, name)]
-        diff = rel_diff(whole_tensor(training, name, p), full)
-        report.check(f"{name} after the last step", diff, limit)
-        worst = max(worst, diff)
-        copies["dp"] = max(copies["dp"], rel_diff(broadcast(p, 0, groups["dp"]), p))
-        if not tell_placement(training.stage, name):
-            copies["tp"] = max(copies["tp"], rel_diff(broadcast(p, 0, groups["tp"]), p))
-    stage = training.stage
-    if stage.tied and stage.first != stage.last and (stage.first or stage.last):
-        p = (stage.embed_tokens if stage.first else stage.lm_head).weight
-        copies["pp"] = rel_diff(broadcast(p, 0, groups["ends"]), p)
-    worst = max(gather_objects(worst))
-    every = gather_objects(copies)
-    what = {"dp": "replicas", "tp": "what a TP group holds whole"}
-    what |= {"pp": "tied weights"} if stage.tied else {}
-    marks = [
-        report.check(f"{text}: equal to the bit", max(one[axis] for one in every))
-        for axis, text in what.items()
-    ]
-    losses = gather_objects(run.losses)
-    what["loss"] = "losses"
-    marks.append(
-        report.check(
-            "one loss on every rank", float(losses.count(losses[0]) < len(losses))
-        )
-    )
-    said = ", ".join(f"{text} {mark}" for text, mark in zip(what.values(), marks))
-    report.say(
-        f"   After the last step all parameters differ by {worst:.1e} at most: "
-        f"{'ok' if worst <= limit else '✗'}."
-    )
-    said = textwrap.fill(f"Equal to the bit: {said}", 84, initial_indent="   ",
-                         subsequent_indent="   ")  # fmt: skip
-    report.say(said)
-
-
-def show_holdings_3d(report: Report, run: MeshRun) -> None:
-    """Section 4: what a rank of each stage holds, and micro-batches in flight."""
-    training, args, P = run.training, report.args, run.groups["pp"].size()
-    optimizer, stage = training.optimizer, training.pipeline.number
-    parameters = optimizer.parameters.values()
-    adam = optimizer.adamw.state[optimizer.own]
-    held = tensor_bytes([adam["exp_avg"], adam["exp_avg_sq"]])
-    n, D = sum(p.numel() for p in parameters), args.dp
-    part = -(-n // D)  # of a vector padded so that D divides it
-    wanted = 2 * (part if args.zero else part * D) * optimizer.own.element_size()
-    M, in_flight = args.microbatches, training.pipeline.in_flight
-    formula = M if args.schedule == "gpipe" else min(P - stage, M)
-    marks = {
-        report.check("bytes of AdamW's moments", abs(held - wanted)),
-        report.check("micro-batches in flight", abs(in_flight - formula)),
-    }
-    row = [stage, n, tensor_bytes(parameters), held, wanted, in_flight, formula]
-    row.append(training.pipeline.peak)
-    rows = gather_objects([*row, "ok" if marks == {"ok"} else "✗"])
-    rows = [rows[i] for i in range(0, report.ranks, report.ranks // P)]
-    for row in rows:
-        memory = dict(what=f"moments, stage {row[0]}", bytes=row[3])
-        report.data["memory"].append(memory | {"predicted_bytes": row[4]})
-        report.data["in_flight"].append(
-            dict(stage=row[0], measured=row[5], formula=row[6], bytes=row[7])
-        )
-    zero = f"2·n/DP, DP = {D}" if args.zero else "2·n"
-    held = "M" if args.schedule == "gpipe" else "min(P − r, M)"
-    text = (
-        f"4  Of what a rank of stage r holds, in bytes: n parameters; AdamW's moments, "
-        f"{zero}, n rounded up to a multiple of DP; and activations kept for backward. "
-        f"In flight: the micro-batches that these belong to, {held} at most"
-    )
-    report.say("\n" + textwrap.fill(text, 85, subsequent_indent="   "))
-    head = "r|n|parameters|moments|predicted|in flight|predicted|activations|ok"
-    report.table(head, rows, "rrrrrrrrr")
-
-
-def gather_events(report: Report, name: str, events: list, groups) -> list:
-    """Every rank's events into the JSON; those of rank 0's pipeline, stage by stage.
-
-    Seconds from the first event of all. On several machines they are as good as the
-    agreement of their clocks.
-    """
-    stage, ranks = groups["pp"].rank(), dist.get_process_group_ranks(groups["pp"])
-    first = min(gather_objects(min(event[2] for event in events)))
-    rows = [
-        dict(stage=stage, what=what, microbatch=i, start=a - first, end=b - first)
-        for what, i, a, b in events
-    ]
-    every = gather_objects(rows)
-    report.data[name] = [
-        dict(row, rank=r) for r, one in enumerate(every) for row in one
-    ]
-    return [every[rank] for rank in ranks]
-
-
-def draw_timeline(report: Report, stages: list, P: int, M: int) -> tuple[float, float]:
-    """A line a stage; the bubble as measured. Returns its two fractions."""
-    width = 72
-    begin = min(row["start"] for rows in stages for row in rows)
-    span = max(row["end"] for rows in stages for row in rows) - begin
-    busy = []
-    for stage, rows in enumerate(stages):
-        line, seconds = ["·"] * width, 0.0
-        for row in rows:
-            if row["what"] == "wait":
-                continue
-            seconds += row["end"] - row["start"]
-            first = int((row["start"] - begin) / span * width)
-            last = max(first + 1, round((row["end"] - begin) / span * width))
-            i = row["microbatch"]
-            mark = str((i + 1) % 10) if row["what"] == "forward" else chr(97 + i % 26)
-            line[first:last] = mark * (last - first)
-        busy.append(seconds)
-        report.say(f"   stage {stage} {''.join(line[:width])}")
-    ideal = sum(busy) / len(busy)
-    found = span / ideal - 1, 1 - ideal / span
-    wall = f"   Wall time {span * 1e3:.0f} ms; a stage computes for {ideal * 1e3:.0f}, "
-    wall += "the ideal time"
-    if P == 1:
-        report.say(f"{wall}; one stage has no bubble")
-        return found
-    report.say(
-        f"{wall}.\n   Bubble over ideal time {found[0]:.2f}, predicted (P−1)/M = "
-        f"{(P - 1) / M:.2f}; over wall time {found[1]:.2f},\n   predicted "
-        f"(P−1)/(M+P−1) = {(P - 1) / (M + P - 1):.2f}"
-    )
-    return found
-
-
-def show_timeline(report: Report, run: MeshRun) -> None:
-    """Section 5: who computed when, in the last step; then with simulated compute."""
-    args, groups = report.args, run.groups
-    P, M = groups["pp"].size(), args.microbatches
-    report.say(
-        f"\n5  The last step, {args.schedule}, ranks "
-        f"{dist.get_process_group_ranks(groups['pp'])}: 1 2 3 … forwards of "
-        "micro-batches,\n   a b c … their backwards (with collectives over tp), · waits"
-    )
-    stages = gather_events(report, "timeline", run.events, groups)
-    found = draw_timeline(report, stages, P, M)
-    report.data["bubble"] = dict(over_ideal=found[0], over_wall=found[1])
-    if P > 1:
-        explain_bubble(report, run.events, found[0], (P - 1) / M)
-    if args.simulate_compute:
-        simulate(report, groups)
-
-
-def explain_bubble(report: Report, events: list, found: float, predicted: float):
-    """What a bubble depends on, and why it is not the predicted one here."""
-    args, cores = report.args, os.cpu_count()
-    report.say(
-        "   Both schedules have the same bubble; 1f1b has min(P − r, M) micro-batches\n"
-        "   in flight, gpipe M. A larger M: a smaller bubble, but smaller matrices."
-    )
-    if found < 2 * predicted:
-        return
-    forward = [end - start for what, _, start, end in events if what == "forward"]
-    where = f"a forward takes {1e3 * sum(forward) / len(forward):.0f} ms here"
-    if args.device == "cpu" and report.ranks > cores:
-        where += f", and {report.ranks} ranks share {cores} cores"
-    text = f"The prediction takes equal stages and free messages; {where}."
-    if not args.simulate_compute:
-        text += " --simulate-compute 20 shows the true shape."
-    report.say(textwrap.fill(text, 87, initial_indent="   ", subsequent_indent="   "))
-
-
-class Sleep(torch.autograd.Function):
-    """Takes the time of a stage, and computes nothing."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, unit: Tensor, seconds: float, shape: list) -> Tensor:
-        ctx.seconds, ctx.like = seconds, x
-        time.sleep(seconds)
-        return unit.new_zeros(shape)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        time.sleep(2 * ctx.seconds)  # two matrix products for each one of forward
-        floating = ctx.like.is_floating_point()
-        return torch.zeros_like(ctx.like) if floating else None, grad.sum(), None, None
-
-
-class SleepingStage(nn.Module):
-    """A stage that sleeps, and sends tensors of the true size."""
-
-    def __init__(self, milliseconds: int, shape: list, dtype: torch.dtype):
-        super().__init__()
-        self.seconds, self.shape = milliseconds / 1000, shape
-        self.unit = nn.Parameter(torch.zeros((), dtype=dtype))
-
-    def forward(self, x: Tensor, S: int) -> Tensor:
-        return Sleep.apply(x, self.unit, self.seconds, self.shape)
-
-
-def simulate(report: Report, groups) -> None:
-    """The same schedule, with a sleep in place of each stage's compute."""
-    args, P, M = report.args, groups["pp"].size(), report.args.microbatches
-    ms, b = args.simulate_compute, args.batch_size // (args.dp * M)
-    dtype, s = getattr(torch, args.dtype), -(-args.seq_len // args.tp)
-    stage = SleepingStage(ms, [b, s, args.hidden], dtype).to(args.device)
-    pipeline = Pipeline(stage, lambda y, target: y.sum(), groups, dtype)
-    steps = schedule(args.schedule, groups["pp"].rank(), P, M)
-    tokens = torch.zeros(2, b, args.seq_len, dtype=torch.int64, device=args.device)
-    COMM.what = "simulated"
-    for _ in range(2):  # the first one warms up
-        dist.barrier()
-        pipeline.run(steps, [tokens] * M, args.device)
-    COMM.what = "bookkeeping"
-    report.say(
-        f"   Simulated: a forward sleeps {ms} ms, a backward {2 * ms} ms; messages are "
-        "real"
-    )
-    stages = gather_events(report, "simulated", pipeline.events, groups)
-    found = draw_timeline(report, stages, P, M)
-    ideal = (M + P - 1) * 3 * ms
-    rows = [row for rows in stages for row in rows]
-    span = max(row["end"] for row in rows) - min(row["start"] for row in rows)
-    report.data["simulation"] = dict(
-        over_ideal=found[0], over_wall=found[1], makespan=span, ideal=ideal / 1e3
-    )
-    report.say(
-        f"   (M + P − 1)·(forward + backward) = {ideal} ms, if messages took no time"
-    )
-
-
-class Sizes:
-    """Tokens that this rank has dealt with, summed over steps and micro-batches."""
-
-    def __init__(self, report: Report, batches: list, groups):
-        args = report.args
-        micro = [
-            part
-            for batch in batches
-            for part in cut_batch(batch, groups["dp"], args.microbatches, args.ragged)
-        ]
-        shapes = [part.shape[1:] for part in micro]
-        self.tokens = sum(b * S for b, S in shapes)
-        self.slices = sum(b * -(-S // args.tp) for b, S in shapes)  # of a sequence
-        self.messages, self.steps = len(micro), len(batches)
-
-
-def predict_traffic(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
-    """(axis, what, phase, collective) → formula for a step, bytes of all steps."""
-    args, stage, groups = training.args, training.stage, training.groups
-    e = torch.empty((), dtype=getattr(torch, args.dtype)).element_size()
-    D, n = args.hidden, len(training.optimizer.own) * e
-    steps, M = size.steps, size.messages
-    found = {}
-    if groups["tp"].size() > 1:
-        found |= predict_tp(training, size)
-    if groups["pp"].size() > 1:
-        one, what = size.slices * D * e, "layers"
-        if not stage.last:
-            row = "M·(e·b·s·D+32)", one + 32 * M
-            found["pp", what, "forward", "send/recv"] = row
-        if not stage.first:
-            found["pp", what, "backward", "send/recv"] = "M·e·b·s·D", one
-        if stage.tied and (stage.first or stage.last):
-            weight = (stage.embed_tokens if stage.first else stage.lm_head).weight
-            found["pp", "tied", "", "all-reduce"] = "e·v·D", weight.nbytes * steps
-        found["pp", "norm", "", "all-reduce"] = "8", 8 * steps
-    if groups["dp"].size() > 1:
-        if stage.last:
-            found["dp", "batch", "", "all-reduce"] = "8", 8 * steps
-        if args.zero:
-            n *= groups["dp"].size()
-            found["dp", "replicas", "", "reduce-scatter"] = "e·n, padded", n * steps
-            found["dp", "replicas", "", "all-gather"] = "e·n, padded", n * steps
-            found["dp", "norm", "", "all-reduce"] = "8", 8 * steps
-        else:
-            found["dp", "replicas", "", "all-reduce"] = "e·n, padded", n * steps
-    return found
-
-
-def predict_tp(training: MeshTraining, size: Sizes) -> dict[tuple, tuple]:
-    """What the TP group sends: the batch, the layers (lesson 04), the loss, …"""
-    args, stage, L = training.args, training.stage, len(training.stage.layers)
-    e = torch.empty((), dtype=getattr(torch, args.dtype)).element_size()
-    one, steps = size.slices * args.tp * args.hidden * e, size.steps
-    found = {}
-    if stage.first or stage.last:
-        count = 8 * steps + 24 * size.messages  # how many micro-batches, their shapes
-        row = "8+M·(24+16·b·S)", count + 16 * size.tokens
-        found["tp", "batch", "", "broadcast"] = row
-    scatter, gather = 2 * L + stage.first, 2 * L + stage.last
-    for phase, collective, calls in (
-        ("forward", "all-gather", gather),
-        ("forward", "reduce-scatter", scatter),
-        ("backward", "all-gather", scatter + gather),
-        ("backward", "reduce-scatter", gather),
-    ):
-        found["tp", "layers", phase, collective] = "calls·e·b·s·T·D", calls * one
-    if stage.last:
-        wide = max(4, e)
-        found["tp", "loss", "forward", "all-reduce"] = (
-            "3·e·M·b·S",
-            3 * size.tokens * wide,
-        )
-    numbers = sum(
-        p.numel()
-        for name, p in training.optimizer.parameters.items()
-        if not tell_placement(stage, name)
-    )
-    found["tp", "replicated", "", "all-reduce"] = (
-        "e·n replicated",
-        numbers * e * steps,
-    )
-    found["tp", "norm", "", "all-reduce"] = "8", 8 * steps
-    return found
-
-
-def show_traffic_3d(report: Report, run: MeshRun, batches: list) -> None:
-    """Section 6: what a rank of the first and of the last stage sends, by axis."""
-    training, steps = run.training, len(batches)
-    wanted = predict_traffic(training, Sizes(report, batches, run.groups))
-    mine, rest = {}, 0
-    for key, (formula, predicted) in wanted.items():
-        axis, what, phase, collective = key
-        row = report.moved(what, collective, axis, predicted, phase)
-        mine["|".join(key)] = [formula, row[0], row[1], predicted, row[2]]
-    for (what, phase, collective, axis), (_, sent) in COMM.rows.items():
-        ours = what not in ("bookkeeping", "simulated", "")
-        rest += sent if ours and (axis, what, phase, collective) not in wanted else 0
-    mark = report.check("bytes that no formula speaks of", rest)
-    every = gather_objects(mine)
-    report.data["communication"] = [
-        dict(zip(("axis", "what", "phase", "collective"), key.split("|")), rank=rank,
-             calls=row[1], bytes=row[2], predicted_bytes=row[3])
-        for rank, rows in enumerate(every) for key, row in rows.items()
-    ]  # fmt: skip
-    line = dist.get_process_group_ranks(run.groups["pp"])
-    numbers = sorted({0, min(1, len(line) - 1), len(line) - 1})  # stages in between: 1
-    shown = [every[line[i]] for i in numbers]
-    rows = traffic_rows(every, shown, steps)
-    if not rows:
-        report.say("\n6  What a step sends: nothing, there is one rank")
-        return
-    some = "some" if len(line) > 3 else "its"
-    report.say(
-        "\n6  Payload of a step's communication, in bytes (mean of the steps):\n"
-        f"   replica 0 at {some} stages. e: bytes of a number"
-    )
-    names = [f"stage {i}" for i in numbers]
-    head = "axis|of|way|collective|calls|" + "|".join(names)
-    report.table(f"{head}|formula|ok", rows, "lllll" + "r" * len(shown) + "lr")
-    explain_traffic(report, run, {row[-1] for row in rows} | {mark})
-
-
-def traffic_rows(every: list[dict], shown: list[dict], steps: int) -> list[list]:
-    """Rows of the table: means of the steps on the ranks shown, marks of every rank."""
-    whats = "batch", "layers", "loss", "replicated", "tied", "replicas", "norm"
-    order = lambda key: (
-        ("tp", "pp", "dp").index(key[0]), whats.index(key[1]),
-        ("forward", "backward", "").index(key[2]),
-    )  # fmt: skip
-    rows, keys = [], {key for one in shown for key in one}
-    for key in sorted(keys, key=lambda key: order(key.split("|"))):
-        axis, what, phase, collective = key.split("|")
-        found = [one.get(key) for one in shown]
-        calls = "/".join(str(r[1] // steps) if r else "–" for r in found)
-        cells = [r[2] // steps if r else "–" for r in found]
-        marks = {one[key][4] for one in every if key in one}
-        formula = next(r[0] for r in found if r)
-        short = {"forward": "fwd", "backward": "bwd"}.get(phase, "")
-        ok = "ok" if marks == {"ok"} else "✗"
-        rows.append([axis, what, short, collective, calls, *cells, formula, ok])
-    return rows
-
-
-def explain_traffic(report: Report, run: MeshRun, marks: set) -> None:
-    """What the table of section 6 says in words."""
-    args, text = report.args, ""
-    if args.tp > 1:
-        text += (
-            "A layer gathers twice forward and reduce-scatters twice; the embedding "
-            "reduce-scatters, the head gathers. Backward, each becomes the other, and "
-            "inputs are gathered once more (lesson 04). "
-        )
-    if args.zero and args.dp > 1:
-        text += (
-            "--zero: reduce-scatter and all-gather are the halves of an all-reduce; "
-            "in a ring they send its bytes. "
-        )
-    ok = "ok" if marks == {"ok"} else "✗"
-    text += f"Each as its formula says, on every rank, and nothing else: {ok}"
-    report.say(textwrap.fill(text, 87, initial_indent="   ", subsequent_indent="   "))
-
-
-class PlainStage(nn.Module):
-    """A stage of the single-process model, for PyTorch's plan to split."""
-
-    def __init__(self, full: Transformer, stage: int, num_stages: int, recompute: bool):
-        super().__init__()
-        self.first, self.last = stage == 0, stage == num_stages - 1
-        self.recompute = recompute
-        if self.first:
-            self.embed_tokens = full.embed_tokens
-        mine = layers_of(stage, num_stages, len(full.layers))
-        self.layers = nn.ModuleDict({str(i): full.layers[i] for i in mine})
-        if self.last:
-            self.norm, self.lm_head = full.norm, full.lm_head
-        for name, table in full.named_buffers():
-            self.register_buffer(name, table.clone(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.first:
-            x = self.embed_tokens(x)
-        tables = self.cos, self.sin, self.future
-        for layer in self.layers.values():
-            if self.recompute:  # keep x alone, and go forward once more in backward
-                x = checkpoint(layer, x, *tables, use_reentrant=False)
-            else:
-                x = layer(x, *tables)
-        return self.lm_head(self.norm(x)) if self.last else x
-
-
-def plan_of_stage(stage: nn.Module, layers: int, sequence: bool) -> dict:
-    """PyTorch's words for lessons 01 to 04, of the modules that this stage has."""
-    plan, split = plan_for(layers), Shard(1) if sequence else Replicate()
-    ahead = {"input_layouts": split, "desired_input_layouts": Replicate()}
-    for i in range(layers if sequence else 0):
-        norms = f"layers.{i}.input_layernorm", f"layers.{i}.post_attention_layernorm"
-        plan |= {name: SequenceParallel() for name in norms}
-        plan[f"layers.{i}.mlp"] = PrepareModuleInput(**ahead)
-        four = [{key: (x, None, None, None) for key, x in ahead.items()}]
-        plan[f"layers.{i}.self_attn"] = PrepareModuleInput(**four[0])
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            plan[f"layers.{i}.{name}"] = RowwiseParallel(output_layouts=split)
-    plan["embed_tokens"] = RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=split
-    )
-    plan |= {"norm": SequenceParallel()} if sequence else {}
-    plan["lm_head"] = ColwiseParallel(
-        input_layouts=split, output_layouts=Shard(-1), use_local_output=False
-    )
-    names = dict(stage.named_modules())
-    return {name: style for name, style in plan.items() if name in names}
-
-
-def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> PlainStage:
-    """init_device_mesh → parallelize_module over tp → fully_shard over dp."""
-    stage, sequence = mesh["pp"].get_local_rank(), args.seq_len % args.tp == 0
-    model = PlainStage(copy.deepcopy(full), stage, args.pp, args.recompute)
-    plan = plan_of_stage(model, args.layers, sequence)
-    parallelize_module(model, mesh["tp"], plan)
-    options = {"mesh": mesh["dp"]}
-    if args.bf16:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
-    for layer in model.layers.values():
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+        self.tp_group, self.project = column.tp_group, project
+        self.weight, self.bias = column.weight, column.bias
+
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        (y_BSf,) = self.project(x_BsD, self)
+        return y_BSf
+
+
+def split_sequence(layer: DecoderLayer, tp_group, project=gather_then_project) -> None:
+    """Edit a layer of tp_transformer (lesson 04)"""
+    layer.self_attn.project = project
+    layer.self_attn.o_proj.reduce = reduce_scatter_sequence
+    layer.mlp.up_proj = SPColumnParallelLinear(layer.mlp.up_proj, project)
+    layer.mlp.down_proj.reduce = reduce_scatter_sequence
+    layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)  # of [B, s, D]
+
+
+def sp_transformer(
+    full: Transformer, tp_group: dist.ProcessGroup, save_gathered: bool = False
+) -> Transformer:
+    """Lesson 03's model with the sequence split between its linears (lesson 04)"""
+    project = gather_and_keep if save_gathered else gather_then_project
+    model = vocab_transformer(full, tp_group)
+    for layer in model.layers:
+        split_sequence(layer, tp_group, project)
+    model.embed_tokens.reduce = reduce_scatter_sequence
+    model.lm_head = SPColumnParallelLinear(model.lm_head, project)
     return model
 
 
-def whole_dtensor(x: Tensor) -> Tensor:
-    """The whole tensor, gathered over one axis after the other: dp cut what tp had cut.
-
-    Axes of one rank come first: there is nothing to undo, but DTensor would warn.
-    """
-    if not isinstance(x, DTensor):
-        return x
-    sizes = x.device_mesh.shape
-    for i in sorted(range(len(sizes)), key=lambda i: sizes[i] > 1):
-        placements = [*x.placements]
-        placements[i] = Replicate()
-        x = x.redistribute(placements=placements)
-    return x.to_local()
+def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
+    """Sum the gradients of what a TP group has whole (lesson 04)"""
+    trained = [p for p in model.parameters() if p.grad is not None]
+    replicated = [p for p in trained if not getattr(p, "cuts", ())]
+    flat = torch.cat([p.grad.flatten() for p in replicated])
+    sums = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
+    for p, grad in zip(replicated, sums):
+        p.grad.copy_(grad.view_as(p))
 
 
-def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> None:
-    """Section 7: the same mesh by PyTorch's own parts, against one process."""
-    args, (tokens, target) = report.args, batch
-    kinds = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-    full = copy.deepcopy(full)
-    if args.tie:  # its weight as two: PyTorch's parts do not tie across stages
-        full.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
-    reference = copy.deepcopy(full)
-    wanted = mean_loss(reference(tokens), target)
-    wanted.backward()
-    sizes = tuple(getattr(args, axis) for axis in AXES)
-    mesh = init_device_mesh(args.device, sizes, mesh_dim_names=AXES)
-    model = pytorch_stage(full, mesh, args)
-    stage = PipelineStage(
-        model, mesh["pp"].get_local_rank(), args.pp, torch.device(args.device),
-        group=mesh["pp"].get_group(),
-    )  # fmt: skip
-    targets = (target != IGNORE).sum()
+class Recomputed(nn.Module):
+    """A module that keeps its input, and computes the rest again (lesson 04)"""
 
-    def loss_of(logits, target_bS):
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        one = F.cross_entropy(
-            logits.to(wide).flatten(0, 1), target_bS.flatten(), reduction="sum"
-        )
-        return one / targets * args.dp  # fully_shard averages over replicas
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
 
-    # scale_grads would divide by M once more
-    run = kinds[args.schedule](stage, args.microbatches, loss_of, scale_grads=False)
-    mine = [shard(x, 0, groups["dp"]) for x in batch]
-    inputs, losses = ([mine[0]] if model.first else []), []
-    ends = dict(target=mine[1], losses=losses) if model.last else {}
-    with loss_parallel():
-        run.step(*inputs, **ends, return_outputs=False)
-    loss = sum((whole_dtensor(x.detach()) for x in losses), torch.zeros(()).to(wanted))
-    for axis in ("dp", "pp"):
-        loss = all_reduce(loss / (args.dp if axis == "dp" else 1), groups[axis])
-    rounding = bfloat16_alone(reference, batch) if args.bf16 else {}
-    compare_pytorch(report, model, reference, loss, wanted, rounding)
+    def forward(self, *inputs):
+        return checkpoint(self.inner, *inputs, use_reentrant=False)
 
 
-def bfloat16_alone(reference: Transformer, batch: tuple) -> dict[str, float]:
-    """How far bfloat16's rounding alone moves each gradient, in one process."""
-    small = copy.deepcopy(reference).to(torch.bfloat16)
-    small.zero_grad()
-    mean_loss(small(batch[0]), batch[1]).backward()
-    wide = {name: p.grad for name, p in reference.named_parameters()}
+def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
+    """PyTorch's way to say all this (lesson 04)"""
+    by_keyword = parallel.PrepareModuleInput(  # it is called with keywords alone
+        input_kwarg_layouts={keyword: Shard(1)},
+        desired_input_kwarg_layouts={keyword: Replicate()},
+    )
+    gather = parallel.PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate()
+    )
+    column, norm = parallel.ColwiseParallel(), parallel.SequenceParallel()
+    row = parallel.RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
+    embedding = parallel.RowwiseParallel(  # a norm takes a plain tensor for a slice
+        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local
+    )
+    head = parallel.ColwiseParallel(  # logits stay a DTensor: loss_parallel wants one
+        input_layouts=Shard(1), use_local_output=False
+    )
     return {
-        n: rel_diff(p.grad.to(wide[n]), wide[n]) for n, p in small.named_parameters()
+        "embed_tokens": embedding,
+        "layers.*.input_layernorm": norm,
+        "layers.*.self_attn": by_keyword,
+        "layers.*.self_attn.q_proj": column,
+        "layers.*.self_attn.k_proj": column,
+        "layers.*.self_attn.v_proj": column,
+        "layers.*.self_attn.o_proj": row,
+        "layers.*.post_attention_layernorm": norm,
+        "layers.*.mlp": gather,
+        "layers.*.mlp.up_proj": column,
+        "layers.*.mlp.down_proj": row,
+        "norm": norm,
+        "lm_head": head,
     }
 
 
-def compare_pytorch(report, model, reference, loss, wanted, rounding: dict) -> None:
-    """Loss and every gradient of PyTorch's parts; in bfloat16 they may differ by three
-    times what rounding does in one process, as in lessons 02 to 04."""
-    args, theirs = report.args, dict(reference.named_parameters())
-    limits = ALLOWED["bfloat16" if args.bf16 else args.dtype]
-    marks = {report.check("PyTorch: loss", rel_diff(loss, wanted), limits[0])}
-    worst = 0.0
-    for name, p in model.named_parameters():
-        diff = rel_diff(whole_dtensor(p.grad), theirs[name].grad)
-        worst = max(worst, diff)
-        limit = max(limits[1], 3 * rounding.get(name, 0.0))
-        marks.add(report.check(f"PyTorch: dL/d {name}", diff, limit))
-    worst = max(gather_objects(worst))
-    report.data["losses"][0]["dtensor"] = loss.item()
-    extra = "".join(
-        [", recomputed activations"] * args.recompute + [", bfloat16"] * args.bf16
-    )
-    kind = "Schedule1F1B" if args.schedule == "1f1b" else "ScheduleGPipe"
-    batch = "the first batch" + ", padded" * args.ragged + ", untied" * args.tie
-    report.say(
-        "\n7  The same by PyTorch: init_device_mesh, parallelize_module, fully_shard,\n"
-        f"   {kind}{extra}\n"
-        f"   Forward and backward of {batch}; fully_shard cuts\n"
-        "   parameters and gradients over dp too (ZeRO stage 3)\n"
-        f"   loss {loss.item():.8f}, alone {wanted.item():.8f}; gradients differ by "
-        f"{worst:.1e}: {'ok' if marks == {'ok'} else '✗'}\n"
-    )
+# endregion
 
 
-def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson_parser(__doc__, 3, "steps of AdamW, those before --load included")
+# ==== HARNESS, the same in every lesson
+# region  It counts, compares, prints tables, names lost ranks. Fold it away.
+
+
+class CommCounter:
+    """Calls and payload bytes of every collective, and the call this rank is in now."""
+
+    def __init__(self):
+        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
+        self.what = self.phase = ""  # labels of what is called next
+        self.place, self.made, self.store = {}, Counter(), None
+
+    def count(self, collective: str, nbytes: int, axis: str) -> None:
+        row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
+        row[0] += 1
+        row[1] += nbytes
+
+    @contextmanager
+    def record(self, collective: str, x: Tensor, group, copies: int = 1):
+        """Around one call on copies·x.nbytes bytes of payload."""
+        self.count(collective, copies * x.nbytes, group.group_desc)
+        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
+        with self.meet(call, dist.get_process_group_ranks(group)):
+            yield
+
+    @contextmanager
+    def meet(self, call: str, ranks: list[int]):
+        """Around a call that ends when all these ranks are in it."""
+        before = self.place
+        self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
+        number = self.made[str(ranks)]
+        state = f"in call {number} of ranks {ranks}, {call}"
+        self.note(state, ranks=ranks, number=number)
+        yield
+        self.note(**before)  # not after an error: then this rank is still in it
+
+    def note(self, state: str = "in no call", **more) -> None:
+        """Where this rank is, for the others to read if something goes wrong."""
+        self.place = {"state": state, **more}
+        about = {"made": self.made, "host": socket.gethostname(), "pid": os.getpid()}
+        if self.store:
+            self.store.set(f"place/{dist.get_rank()}", json.dumps(self.place | about))
+
+
+COMM = CommCounter()
+ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of a tensor
+
+
+def rel_diff(got, wanted) -> float:
+    """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
+    got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
+    wanted = torch.as_tensor(wanted, dtype=torch.float64).detach().cpu()
+    if got.shape != wanted.shape:
+        return math.inf
+    if torch.equal(got, wanted):
+        return 0.0
+    diff = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    return diff if diff == diff else math.inf
+
+
+def gather_objects(value) -> list:
+    """Every rank's value, in rank order: for the report, so not counted."""
+    values = [None] * dist.get_world_size()
+    with COMM.meet("gathering of results", [*range(len(values))]):
+        dist.all_gather_object(values, value)
+    return values
+
+
+class Report:
+    """Rank 0 prints, every rank checks, --json keeps the rows of all tables."""
+
+    def __init__(self, lesson: str, args):
+        self.args, self.checks, self.number, self.axes = args, {}, 0, {}
+        self.allowed_loss, self.allowed = ALLOWED[args.dtype]
+        self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
+
+    def begin(self, mesh: dict[str, int]) -> None:
+        """The first line; mesh: axis → ranks."""
+        self.axes = self.data["mesh"] = mesh
+        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+        where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
+        print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
+
+    def section(self, title: str) -> None:
+        self.number += 1
+        self.say(f"\n{self.number}  {title}")
+
+    def say(self, text: str) -> None:
+        if self.args.only in (None, self.number):
+            print(text, flush=True)
+
+    def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
+        """Note one comparison on this rank; does it hold here?"""
+        assert name not in self.checks, f"two checks are called {name}"
+        ok = diff <= allowed  # False for nan, too
+        self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
+        return ok
+
+    def table(self, key: str, rows: list[dict], hide=()) -> None:
+        """Print and keep rows of like keys; diff and ok are the worst of all ranks."""
+        for row, of_ranks in zip(rows, zip(*gather_objects(rows))):
+            for name, worst in (("diff", max), ("ok", all)):
+                if name in row:
+                    row[name] = worst(other[name] for other in of_ranks)
+        self.data.setdefault(key, []).extend(rows)
+        if not rows:  # nothing sent: there is one rank
+            return
+        lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
+        for name in [name for name in rows[0] if name not in hide]:
+            texts = [cell(name, row[name]) for row in rows]
+            texts.insert(0, name.replace("_bytes", ""))
+            width = max(map(len, texts))
+            pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
+            lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
+        self.say("\n".join(line.rstrip() for line in lines))
+
+    def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
+        """Numbers, or tensors by their norms: of several runs against the first one.
+
+        runs: run → name → value; fold: name → the label of its row.
+        """
+        allowed = self.allowed if allowed is None else allowed
+        rows, missing, first = {}, torch.empty(0), next(iter(runs))
+        for name in dict.fromkeys(name for values in runs.values() for name in values):
+            row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
+            row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
+            wanted = runs[first].get(name, missing)
+            for run, values in runs.items():
+                value = values.get(name, missing)
+                norm = torch.as_tensor(value, dtype=torch.float64).detach().norm()
+                row[run] = math.hypot(row[run], norm)
+                if run != first:
+                    diff = rel_diff(value, wanted)
+                    row["diff"] = max(row["diff"], diff)
+                    row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+        self.table(key, list(rows.values()))
+
+    def measure(self, key: str, rows: list[dict], hide=()) -> None:
+        """Rows with bytes and predicted_bytes, which have to be equal."""
+        for row in rows:
+            name = " ".join(value for value in row.values() if isinstance(value, str))
+            off = abs(row["bytes"] - row["predicted_bytes"])
+            equal = self.check(f"{key}: {name}", off, kind="bytes")
+            row["ok"] = row.get("ok", True) and equal
+        self.table(key, rows, hide)
+
+    def ledger(self, formulas: dict, steps: int = 1) -> None:
+        """Calls and bytes of a step, as counted, against formulas.
+
+        formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        """
+        rows, whats = [], {what for what, *_ in formulas}
+        for key in dict.fromkeys([*formulas, *COMM.rows]):
+            row = dict(zip(("what", "phase", "collective", "axis"), key))
+            calls, formula, predicted = formulas.get(key, (0, "none", 0))
+            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
+            ranks = self.axes.get(row["axis"], 1)
+            if ranks == 1:  # nobody to send to
+                calls = predicted = 0
+            if row["what"] in whats and (made or calls):
+                share = (ranks - 1) / ranks  # of the payload, in a half of a ring
+                share = {"all-reduce": 2 * share, "send/recv": 1}.get(key[2], share)
+                sent = int(sent) if sent.is_integer() else sent
+                row |= {"calls": round(made), "bytes": sent, "formula": formula}
+                row |= {"predicted_bytes": predicted, "ring": round(share * sent)}
+                off = abs(made - calls)
+                row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
+                rows.append(row)
+        alike = [name for name in ("phase", "axis") if len({r[name] for r in rows}) < 2]
+        self.measure("communication", rows, hide=["predicted_bytes", *alike])
+
+    def verdict(self) -> str:
+        """PASS or FAIL, of all ranks' checks together."""
+        rows = {}
+        for rank, checks in enumerate(gather_objects(self.checks)):
+            for name, check in checks.items():
+                row = rows.setdefault(name, {"name": name, "bad": []} | check)
+                row["diff"] = max(row["diff"], check["diff"])
+                row["bad"] += [] if check["ok"] else [rank]
+        bad = [row for row in rows.values() if row["bad"]]
+        print()
+        for row in bad[:4]:
+            how = "relative difference" if row["kind"] == "numbers" else "off by"
+            diff = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
+        kinds = Counter(row["kind"] for row in rows.values())
+        wrong = Counter(row["kind"] for row in bad)
+        diff, allowed = max(
+            (r["diff"], r["allowed"]) for r in rows.values() if r["kind"] == "numbers"
+        )
+        worst = f"worst difference {diff:.1e} (allowed {allowed:.0e})"
+        text = f"{len(rows)} checks, {worst}"
+        if bad:
+            some = [f"{n} of {kinds[kind]} {kind}" for kind, n in wrong.items()]
+            fine = "".join(f"; {kind} all ok" for kind in kinds if not wrong[kind])
+            text = f"{', '.join(some)} differ{fine}"
+        self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
+        if self.args.json and dist.get_rank() == 0:
+            self.args.json.write_text(json.dumps(self.data, indent=1))
+        return f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+
+
+def cell(name: str, value) -> str:
+    """A value as a table shows it."""
+    if isinstance(value, bool):
+        return "ok" if value else "✗"
+    if isinstance(value, float):
+        return f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def wrap(text: str) -> str:
+    return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its usage, on every rank
+        raise ValueError(message)
+
+
+def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
+    """The flags that all lessons share, and whole numbers with their defaults."""
+    about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
+    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=positive, default=default, help=f"({default})")
     add = parser.add_argument
-    add("--dp", type=positive, help="replicas (default: what is left of the ranks)")
-    add("--pp", type=positive, help="stages (default: 2 if it divides what tp leaves)")
-    add("--tp", type=positive, help="T (default: 2 if it divides the ranks)")
-    add("--schedule", choices=("1f1b", "gpipe"), default="1f1b")
-    add("--microbatches", type=positive, default=4, help="M (default 4)")
-    add("--ragged", action="store_true", help="batches of different lengths")
-    add("--zero", action="store_true", help="shard AdamW's state over the replicas")
-    add("--simulate-compute", type=positive, metavar="MS",
-        help="also a pipeline that sleeps MS milliseconds for a forward, twice "
-        "as long for a backward")  # fmt: skip
-    add("--save", type=Path, metavar="DIR", help="a checkpoint there after each step")
-    add("--load", type=Path, metavar="DIR", help="go on from the newest one there")
-    add("--hidden", type=positive, default=64, help="D (default 64)")
-    add("--heads", type=positive, default=8, help="N (default 8)")
-    add("--kv-heads", type=positive, help="K (default N)")
-    add("--layers", type=positive, default=4, help="L (default 4)")
-    add("--batch-size", type=positive, default=16, help="B (default 16)")
-    add("--seq-len", type=positive, help="S (default 32; with --ragged 64)")
-    add("--vocab-size", type=positive, default=257, help="V (default 257)")
-    add("--clip", type=float, default=1.0, help="gradient norm allowed (default 1)")
-    add("--tie", action="store_true", help="embedding and head share their weight")
-    add("--verbose", action="store_true", help="a row for each layer's parameters")
-    add("--recompute", action="store_true", help="in section 7: activations twice")
-    add("--bf16", action="store_true", help="in section 7: bfloat16 mixed precision")
-    args = parser.parse_args()
-    args.kv_heads = args.kv_heads or args.heads
-    args.profile, args.dropout = None, 0.0
-    args.ragged = args.ragged or args.break_name == "shape"
-    args.tie = args.tie or args.break_name == "tied"
-    args.seq_len = args.seq_len or (64 if args.ragged else 32)
-    fill_mesh(args, ranks)
-    check_mesh(args, ranks)
+    add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
+    add("--only", type=positive, metavar="N", help="print section N alone")
+    add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")
+    add("--json", type=Path, metavar="PATH", help="write all tables there")
+    return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
+    return int(text)
+
+
+def apply_edit(edit: dict, module: dict) -> None:
+    """Put an edited copy of its target, a name or Class.name, into a lesson."""
+    owner, _, name = edit["target"].rpartition(".")
+    definition = getattr(module[owner], name) if owner else module[name]
+    source = textwrap.dedent(inspect.getsource(definition))
+    if source.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
+    edited = {}
+    exec(source.replace(edit["old"], edit["new"]), module, edited)
+    if owner:
+        setattr(module[owner], name, edited[name])
+    else:
+        module[name] = edited[name]
+
+
+def describe(name: str, edit: dict) -> tuple[str, str]:
+    """A bug as a diff; and its symptom, why, and who met it."""
+    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
+    for sign, text in (("-", edit["old"]), ("+", edit["new"])):
+        lines += [f"{sign} {line}" for line in text.splitlines()]
+    told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
+    return "\n".join([*lines, ""]), "\n".join(told)
+
+
+def process_of(place: dict) -> str:
+    """A rank's process is "dead", "stopped" or "alive"; "unknown" if elsewhere."""
+    if place["host"] != socket.gethostname():
+        return "unknown"
     try:
-        check_sizes(args, args.tp)
-    except ValueError as error:  # there T was the number of ranks
-        message = str(error).replace("ranks, by --nproc_per_node", "--tp")
-        raise ValueError(message) from None
-    check_checkpoints(args)
+        os.kill(place["pid"], 0)
+        state = Path(f"/proc/{place['pid']}/stat").read_text().rpartition(") ")[2][0]
+    except ProcessLookupError:
+        return "dead"
+    except OSError:  # a system without /proc, where a stopped process looks alive
+        return "alive"
+    return {"Z": "dead", "T": "stopped"}.get(state, "alive")
+
+
+def who_is_missing(places: list[dict]) -> str:
+    """What the ranks' last notes say for certain; nobody is accused on a guess."""
+    for rank, place in enumerate(places):
+        ended = {"dead": "died", "stopped": "is stopped"}.get(place["process"])
+        if ended and "ends" not in place:
+            return f"the process of rank {rank} {ended}; it was {place['state']}"
+    waits = {}  # rank → those that have not come to the call that it is in
+    for rank, place in enumerate(places):
+        if place.get("raised") == 1:  # the first to raise; others may have since
+            return f"rank {rank} {place['state']}"
+        waits[rank] = {r for r in place.get("ranks", []) if not_in(place, places[r])}
+    for rank in sorted(set().union(*waits.values())):
+        if "ranks" not in places[rank]:
+            others = [other for other in waits if rank in waits[other]]
+            text = f"rank {rank} is {places[rank]['state']}, ranks {others} wait for it"
+            return f"{text}: it hangs, died, or went on without calling"
+    for _ in places:  # who waits for a rank waits for those that it waits for, too
+        waits = {r: late.union(*map(waits.get, late)) for r, late in waits.items()}
+    circle = [rank for rank in waits if rank in waits[rank]]
+    if circle:
+        return f"ranks {circle} wait for each other: one skipped or swapped a call"
+    if not any("ranks" in place for place in places):
+        return "a call failed of which nothing is noted: see what the transport says"
+    return "a call failed that every rank had come to"
+
+
+def not_in(place: dict, other: dict) -> bool:
+    """Has another rank not come to this rank's call, or to a different one?"""
+    made = other["made"].get(str(place["ranks"]), 0)
+    if made == place["number"] and other.get("ranks") == place["ranks"]:
+        return other["state"] != place["state"]
+    return made < place["number"]
+
+
+def fail(error: Exception | None, bug: str = "") -> None:
+    """Say what went wrong, once for all ranks; end this rank with exit code 1.
+
+    error: what this rank's main raised, or None: torchrun tells this rank to end.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # let it speak
+    if COMM.store is None:
+        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
+    place = COMM.place | {"ends": True}  # from here on its end is no news
+    words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
+    if error and not (lost and isinstance(error, RuntimeError)):
+        place["state"] = f"raised {type(error).__name__}: {words}"
+        place["raised"] = COMM.store.add("raised", 1)
+        if place["raised"] == 1:
+            traceback.print_exception(error)
+    COMM.note(**place)
+    time.sleep(1)  # for the notes of the others
+    ranks = range(dist.get_world_size())
+    places = [json.loads(COMM.store.get(f"place/{rank}")) for rank in ranks]
+    for place in places:
+        place["process"] = process_of(place)
+        if place["process"] == "stopped":  # let it go on, so that it can be ended
+            os.kill(place["pid"], signal.SIGCONT)
+    who = who_is_missing(places)
+    if error is None and not re.search("died;|raised", who):
+        os._exit(1)  # torchrun itself was told to end
+    lines = [wrap(f"error: {who}")]
+    lines += [f"  rank {r}: {place['state']}"[:88] for r, place in enumerate(places)]
+    lines += [wrap(f"  transport: {words[:150]}"), bug] if lost else [bug]
+    stop(1, "\n".join(lines).strip(), speaks=COMM.store.add("told", 1) == 1)
+
+
+def stop(code: int, message: str, speaks: bool) -> None:
+    """End this rank at once: tidying up while others are in a collective can hang."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
+        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": words}))
+    sys.stdout.flush()
+    if speaks:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # torchrun reports the first rank that ends
+    os._exit(code)
+
+
+def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
+    """What the command line says; the process ends here if that is a list, or wrong."""
+    try:
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        args = parse_args(ranks)
+        if args.bug == "list":
+            print(*(f"{name:<14}{breaks[name]['what']}" for name in breaks), sep="\n")
+            sys.exit(0)
+        if args.bug and ranks == 1:
+            raise ValueError("--break needs 2 ranks or more: alone nothing breaks")
+        if args.json:
+            args.json.open("a").close()
+    except (ValueError, OSError) as error:
+        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
+    args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
+        torch.cuda.set_device(args.device)
     return args
 
 
-def fill_mesh(args, ranks: int) -> None:
-    """Axes that were not given: tp 2 and pp 2 where they divide, dp takes the rest.
-
-    A break has the axis that it is about first.
-    """
-    needed = NEEDS.get(args.break_name, "tp")
-    for axis in (needed, "tp", "pp"):
-        given = math.prod(getattr(args, a) or 1 for a in AXES)
-        if getattr(args, axis) is None:
-            setattr(args, axis, 2 if ranks % (2 * given) == 0 else 1)
-    args.dp = args.dp or max(1, ranks // (args.tp * args.pp))
-
-
-def check_mesh(args, ranks: int) -> None:
-    """ValueError where the mesh does not fit the ranks, the layers or the batch."""
-    needed = NEEDS.get(args.break_name)
-    if needed and getattr(args, needed) == 1 and ranks > 1:
-        raise ValueError(f"--break {args.break_name} needs --{needed} 2 or more")
-    if args.dtype == "bfloat16":
-        raise ValueError(
-            "--dtype bfloat16: float32 and float64 are compared here; --bf16 shows "
-            "PyTorch's mixed precision in section 7"
-        )
-    product = args.dp * args.pp * args.tp
-    if product != ranks:
-        raise ValueError(
-            f"--dp {args.dp} × --pp {args.pp} × --tp {args.tp} = {product}, but there "
-            f"are {ranks} ranks (--nproc_per_node): the product must be their number"
-        )
-    if args.pp > args.layers:
-        raise ValueError(
-            f"--pp {args.pp} stages, but --layers {args.layers}: each stage needs one "
-            f"layer at least; --layers {args.pp} would do"
-        )
-    parts = args.dp * args.microbatches
-    if args.batch_size % parts:
-        raise ValueError(
-            f"--batch-size {args.batch_size} is not a multiple of --dp {args.dp} × "
-            f"--microbatches {args.microbatches} = {parts}: {args.batch_size} % {parts}"
-            f" = {args.batch_size % parts}; --batch-size "
-            f"{args.batch_size + parts - args.batch_size % parts} would do"
-        )
+def launch(main, parse_args, module: dict) -> None:
+    """One rank of a lesson, from its command line to its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    lesson, breaks = Path(module["__file__"]), module["BREAKS"]
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
+    if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
+        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        print("start it with torchrun, which makes the ranks:\n")
+        print(f"    {command} {lesson.name}")
+        sys.exit(2)
+    args = read_flags(parse_args, breaks)
+    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
+    torch.manual_seed(args.seed)
+    diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
+    try:
+        dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
+        COMM.store = dist.distributed_c10d._get_default_store()
+        signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
+        COMM.note()
+        if args.bug:
+            args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
+            apply_edit(breaks[args.bug], module)
+            print(diff, flush=True)
+        report = Report(lesson.stem, args)
+        main(args, report)
+        line = report.verdict()
+        print(f"{bug}\n{line}".strip(), flush=True)
+        with COMM.meet("the last barrier", [*range(args.ranks)]):
+            dist.barrier()
+        COMM.note("finished", ends=True)
+    except Exception as error:
+        fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.collect()  # whatever still refers to a group must go before the groups do
+    dist.destroy_process_group()
+    if line.startswith("FAIL"):
+        stop(1, line, speaks=False)
 
 
-def check_checkpoints(args) -> None:
-    """ValueError for a checkpoint that cannot be loaded, a folder not to save in.
-
-    With torchrun --max-restarts all ranks are started anew when one is lost: then they
-    go on from the newest finished checkpoint of --save, if there is one.
-    """
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if restarts and args.save and list(args.save.glob("step_[0-9]*")):
-        args.load = args.load or args.save
-    args.checkpoint, begin = None, 0
-    if args.load:
-        args.checkpoint = find_checkpoint(args.load, args)
-        begin = args.checkpoint[1]
-        if begin >= args.steps:
-            raise ValueError(
-                f"--load {args.load}: is at step {begin}, --steps {args.steps} leaves "
-                f"nothing to do; --steps {begin + args.steps} would do"
-            )
-    if args.save:
-        if not args.save.parent.is_dir() or args.save.is_file():
-            raise ValueError(f"--save {args.save}: no folder, and none to make it in")
-        later = [p for p in args.save.glob("step_[0-9]*") if int(p.name[5:]) > begin]
-        if later:
-            raise ValueError(
-                f"--save {args.save}: {min(later).name} is there already; --load "
-                f"{args.save} goes on from it, or choose another folder"
-            )
-
-
-def main(args: argparse.Namespace, backend: str) -> str:
-    sizes = {axis: getattr(args, axis) for axis in AXES}
-    groups = make_mesh(sizes, args.timeout)
-    report = Report("05_3d_parallel", args, sizes, backend)
-    report.data["in_flight"] = []
-    full, batches = make_tied(args), make_batches(args, args.steps)
-    if args.ragged:
-        batches = [sort_rows(*batch) for batch in batches]
-    alone, begin = Training(copy.deepcopy(full), None, args), 0
-    run = MeshRun(MeshTraining(full, groups, args))
-    if args.load:
-        path, begin = args.checkpoint
-        load_checkpoint(path, begin, run.training)
-        made = json.loads((path / COMPLETE).read_text())["mesh"]
-        report.data["loaded"] = dict(step=begin, mesh=made)
-        report.say(
-            f"   goes on after step {begin}, saved by the mesh {made}; the one process "
-            "beside\n   it starts at step 1 again, and goes through all steps"
-        )
-    for step in range(args.steps):
-        alone.step(batches, step)
-        if step < begin:
-            alone.first = {}  # gradients are compared at the first step on the mesh
-            continue
-        run.step(batches[step])
-        if args.save:
-            save_checkpoint(args.save, step + 1, run.training)
-    show_layout(report, run.training)
-    show_both_losses(report, alone, run, begin, batches[-1][1])
-    if args.ragged:
-        show_lengths_3d(report, run, batches[-1])
-    show_parameters_3d(report, alone, run)
-    show_after_3d(report, alone, run)
-    show_holdings_3d(report, run)
-    show_timeline(report, run)
-    show_traffic_3d(report, run, batches[begin:])
-    show_pytorch(report, full, batches[0], groups)
-    return report.verdict("the mesh == one process", BREAKS.get(args.break_name))
+# endregion
 
 
 if __name__ == "__main__":
-    launch(__file__, parse_args, main, BREAKS, globals())
+    launch(main, parse_args, globals())
