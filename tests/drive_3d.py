@@ -45,11 +45,19 @@ def make(number: int, sizes: tuple) -> argparse.Namespace:
     return argparse.Namespace(
         pp=pp, dp=dp, tp=tp, microbatches=M, schedule=("1f1b", "gpipe")[number % 2],
         ragged=number % 3 > 0, zero=number % 4 > 1, tie=number // 2 % 2 == 1,
-        heads=heads, kv_heads=kv_heads, hidden=heads * 2 * rng.randint(1, 3),
+        heads=heads, kv_heads=kv_heads, hidden=heads * 2 * rng.randint(4, 8),
         layers=pp + rng.randint(0, 2), batch_size=dp * M * rng.randint(1, 2),
-        seq_len=rng.randint(1, 11), vocab_size=257, clip=(0.3, 1.0, 100.0)[number % 3],
-        dropout=0.0, seed=number, dtype="float64", device="cpu", timeout=60,
+        seq_len=rng.randint(5, 13), vocab_size=257, clip=(0.3, 1.0, 100.0)[number % 3],
+        dropout=0.0, seed=number + 1, dtype="float64", device="cpu", timeout=60,
     )  # fmt: skip
+
+
+def model_and_batches(args, steps: int) -> tuple:
+    """The whole model, and batches whose length T divides, as the lesson makes them."""
+    batches = lesson.make_batches(lesson.__doc__, args, steps)
+    batches = [lesson.pad_batch(*batch, args.tp) for batch in batches]
+    args.asked, args.seq_len = args.seq_len, batches[0][0].shape[1]
+    return lesson.make_tied(args), batches
 
 
 def alone(full, batches, args) -> list:
@@ -81,22 +89,27 @@ def cut(whole, name: str, tp_group):
     return whole if dim is None else whole.chunk(T, dim)[r]
 
 
-def worst(mine: dict, whole: dict, args, stage, tp_group) -> list:
+def worst(mine: dict, whole: dict, tp_group) -> list:
     """[largest difference, name] over this rank's tensors."""
     found = [[0.0, ""]]
     for name, x in mine.items():
-        tied = args.tie and name == "lm_head.weight"
-        full = whole["embed_tokens.weight" if tied else name]
-        found.append([difference(x, cut(full, name, tp_group)), name])
+        found.append([difference(x, cut(whole[name], name, tp_group)), name])
     return max(found)
+
+
+def most_in_flight(events: list) -> int:
+    """Micro-batches whose forward a stage had done, and not yet their backward."""
+    held = [0]
+    for event in events:
+        held.append(held[-1] + (1 if event["what"] == "forward" else -1))
+    return max(held)
 
 
 def try_run(number: int, sizes: tuple, groups: dict, dtype: str) -> dict:
     """STEPS steps on a mesh, against the whole model."""
     args = make(number, sizes)
     args.dtype = dtype
-    full = lesson.make_tied(args)
-    batches = lesson.make_batches(args, STEPS)
+    full, batches = model_and_batches(args, STEPS)
     training = lesson.MeshTraining(full, groups, args)
     reference = copy.deepcopy(full)
     wanted = alone(reference, batches, args)
@@ -106,19 +119,19 @@ def try_run(number: int, sizes: tuple, groups: dict, dtype: str) -> dict:
         part = training.gradients(batch)
         for axis in ("pp", "dp"):
             dist.all_reduce(part, group=groups[axis])
-        mine = optimizer.unflatten(optimizer.whole(optimizer.own.grad))
+        mine = optimizer.whole(optimizer.vector.grad)
         here = {
             "loss": [abs(part.item() - loss) / loss, ""],
-            "gradients": worst(mine, grads, args, training.stage, groups["tp"]),
+            "gradients": worst(mine, grads, groups["tp"]),
             "norm": [abs(training.update() - norm) / norm, ""],
         }
         diffs = {kind: max(diffs[kind], here[kind]) for kind in diffs}
-    after = {name: p.detach() for name, p in training.stage.named_parameters()}
-    whole = {name: p.detach() for name, p in reference.named_parameters()}
-    diffs["parameters"] = worst(after, whole, args, training.stage, groups["tp"])
+    whole = dict(reference.named_parameters())
+    diffs["parameters"] = worst(training.parameters, whole, groups["tp"])
     return dict(
-        args=vars(args), diffs=diffs, in_flight=training.pipeline.in_flight,
-        stage=groups["pp"].rank(), parameters=sorted(after),
+        args=vars(args), diffs=diffs, stage=groups["pp"].rank(),
+        in_flight=most_in_flight(training.pipeline.events),
+        parameters=sorted(training.parameters),
     )  # fmt: skip
 
 
@@ -137,9 +150,8 @@ def try_checkpoints(folder: Path) -> list:
         heads=4, kv_heads=2, hidden=16, layers=5, batch_size=16, seq_len=9,
         microbatches=2, tie=True, ragged=False, clip=1.0,
     )  # fmt: skip
-    full = lesson.make_tied(args)
     shapes = [((2, 2, 2), False), ((1, 4, 2), True), ((4, 2, 1), False)]
-    batches = lesson.make_batches(args, len(shapes))
+    full, batches = model_and_batches(args, len(shapes))
     reference = copy.deepcopy(full)
     wanted, found = alone(reference, batches, args), []
     for step, (sizes, args.zero) in enumerate(shapes):
@@ -150,19 +162,16 @@ def try_checkpoints(folder: Path) -> list:
                 p.data.zero_()
         training, groups = mesh_run(sizes, empty, args)
         if step:
-            path, at = lesson.find_checkpoint(folder, args)
-            assert at == step
-            lesson.load_checkpoint(path, at, training)
+            lesson.load_checkpoint(folder / f"step_{step:06}", step, training)
         part = training.gradients(batches[step])
         for axis in ("pp", "dp"):
             dist.all_reduce(part, group=groups[axis])
         training.update()
-        lesson.save_checkpoint(folder, step + 1, training)
+        lesson.save_checkpoint(folder, step + 1, training, {"mesh": str(sizes)})
         loss = wanted[step][0]
         found.append([sizes, args.zero, abs(part.item() - loss) / loss])
-    after = {name: p.detach() for name, p in training.stage.named_parameters()}
-    whole = {name: p.detach() for name, p in reference.named_parameters()}
-    return [found, worst(after, whole, args, training.stage, groups["tp"])]
+    whole = dict(reference.named_parameters())
+    return [found, worst(training.parameters, whole, groups["tp"])]
 
 
 def main() -> dict:

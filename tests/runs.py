@@ -25,7 +25,12 @@ WITH_FLAGS = [
     (MLP, 4, "--mesh", "4x1"),
     (MLP, 4, "--mesh", "1x4"),
     (MLP, 2, "--steps", "200"),  # SGD stays stable
-]
+    (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",
+     "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
+    (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
+    (MESH, 6, "--dp", "3", "--pp", "2", "--tie", "--zero"),  # copies stay equal
+    *((MESH, 8, f"--{axis}", "8", "--steps", "2") for axis in ("dp", "pp", "tp")),
+]  # fmt: skip
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 
 
