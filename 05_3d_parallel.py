@@ -471,7 +471,7 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
 
 AXES = "pp", "dp", "tp"  # outermost first
 RANKS = 8  # in the command that a start without torchrun shows
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}  # PyTorch's
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}  # 1F1B: M ≥ P
 
 
 def main(args, report: Report) -> None:
@@ -674,8 +674,8 @@ def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> No
     tied = training.tied is not None, "e·v·D", nbytes([training.tied])
     gather = 2 * len(training.stage.layers) + last
     scatter, both = gather - last + first, 2 * gather - last + first
-    share = 2 * M * (first or last), "M(16·b·S + 24)", 16 * bS + 24 * M
-    ahead = 2 * M * (not last), "M(X/T + 24)", X / args.tp + 24 * M
+    share = 2 * M * (first or last), "M(16·b·S+24)", 16 * bS + 24 * M
+    ahead = 2 * M * (not last), "M(X/T+24)", X / args.tp + 24 * M
     back = M * (not first), "M·X/T", X / args.tp
     rows = [  # what is not alike on all stages comes last
         ("layers", "forward", "all-gather", "tp", M * gather, each, gather * X),
@@ -704,7 +704,7 @@ def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> No
     report.ledger({x[:4]: (*x[4:6], round(x[6] * steps) / steps) for x in rows}, steps)
 
 
-def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict:
+def pytorch_step(full: Transformer, batch: tuple, groups, args, kind) -> dict:
     ranks = torch.arange(args.ranks).view(args.pp, args.dp, args.tp)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no hints
     device, pp_group = torch.device(args.device), groups["pp"]
@@ -720,8 +720,7 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict:
         return loss / targets  # times DP: fully_shard averages over replicas
 
     stage = PipelineStage(model, pp_group.rank(), args.pp, device, group=pp_group)
-    kind = SCHEDULES[args.schedule]  # scale_grads: divide by M once more
-    pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)
+    pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)  # no 1/M
     tokens_bS, target_bS = (shard(x, 0, groups["dp"]) for x in batch)
     inputs = [tokens_bS] if stage.is_first else []
     ends = {"target": target_bS, "losses": losses} if stage.is_last else {}
@@ -738,15 +737,16 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     args, model = report.args, copy.deepcopy(full)  # two weights if it was tied:
     model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
     small = copy.deepcopy(model).bfloat16()
+    kind = SCHEDULES["gpipe" if args.microbatches < args.pp else args.schedule]
     with COMM.meet("PyTorch's pipeline", [*range(args.ranks)]):
-        got = pytorch_step(model, batch, groups, args)
+        got = pytorch_step(model, batch, groups, args, kind)
     loss, _ = forward_backward("", model, batch, mean_loss)
     losses = {"one process": {"loss": loss}, "PyTorch": {"loss": got.pop("loss")}}
     wanted = put_together(model, "grad")
     gradients = {"one process": {name: wanted[name] for name in got}, "PyTorch": got}
     extra = ", recomputed" * args.recompute + ", in bfloat16" * args.bf16
-    report.section("The same by PyTorch: its plan, fully_shard and PipelineStage")
-    report.say(f"   The first batch, {args.schedule}{extra}; gradients of this stage")
+    report.section("The same by PyTorch: its plan, fully_shard and its pipeline")
+    report.say(f"   {kind.__name__}, one batch{extra}; gradients: this stage's")
     report.compare("PyTorch", losses, 2e-2 if args.bf16 else report.allowed_loss)
     if not args.bf16:
         report.compare("PyTorch", gradients, fold=lambda name: "gradients")
