@@ -347,18 +347,35 @@ def is_cut(name: str) -> bool:
     return bool(column or re.search(r"(o|down)_proj.weight", name))
 
 
-@pytest.mark.parametrize("old, new, what", [
-    ("nn.LayerNorm(D)", "nn.RMSNorm(D)", "numbers all ok.*bytes differ"),
-    ("    layer.mlp = tp_mlp(layer.mlp, tp_group)\n", "", "numbers all ok"),
-    ("self.dropout = Dropout(config.dropout)\n",
-     "self.dropout = Dropout(config.dropout)\n        self.gain = nn.Parameter("
-     "torch.ones(()))\n", "numbers all ok"),  # a number that nobody uses
-], ids=["RMSNorm", "attention alone", "unused"])  # fmt: skip
-def test_a_changed_model_reaches_the_comparison(tmp_path, old, new, what):
+COLUMN = '        "layers.*.mlp.up_proj": column,\n'
+CHANGES = {
+    "RMSNorm": [("nn.LayerNorm(D)", "nn.RMSNorm(D)")],
+    "attention alone": [("    layer.mlp = tp_mlp(layer.mlp, tp_group)\n", "")],
+    "a number that nobody uses": [
+        ("        self.mlp = MLP(D, 4 * D)\n",
+         "{}        self.gain = nn.Parameter(torch.ones(()))\n"),
+    ],
+    "gated": [
+        ("F.gelu(self.up_proj(x_BSD))",
+         "F.gelu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)"),
+        ("        self.up_proj = ",
+         "        self.gate_proj = nn.Linear(hidden, width)\n{}"),
+        ("    mlp.up_proj = ",
+         "    mlp.gate_proj = ColumnParallelLinear(full.gate_proj, tp_group)\n{}"),
+        (COLUMN, "{}" + COLUMN.replace("up", "gate")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_model_reaches_the_comparison(tmp_path, name):
     """As the lesson's docstring proposes: right numbers, formulas of another model."""
     text = jobs.PATHS[LESSON].read_text("utf-8")
-    assert old in text
+    for old, new in CHANGES[name]:
+        assert old in text
+        text = text.replace(old, new.replace("{}", old))
     script = tmp_path / f"{LESSON}.py"
-    script.write_text(text.replace(old, new), "utf-8")
+    script.write_text(text, "utf-8")
     last = jobs.launch(script, 2).out.splitlines()[-1]
-    assert last.startswith("FAIL") and re.search(what, last), last
+    assert last.startswith("FAIL") and "numbers all ok" in last, last
+    assert "bytes differ" in last
