@@ -1036,9 +1036,8 @@ def computing(spans: list[tuple]) -> tuple[float, float, float]:
     wait, as a mean over stages.
 
     Args:
-        spans: (stage, what, micro-batch, start, end); "wait" is not computing.
+        spans: (stage, what, micro-batch, start, end); a stage waits between them.
     """
-    spans = [span for span in spans if span[1] != "wait"]
     begin, end = min(span[3] for span in spans), max(span[4] for span in spans)
     busy = sum(span[4] - span[3] for span in spans)
     stages = len({span[0] for span in spans})
@@ -1061,8 +1060,6 @@ def pipelines(runs: dict[str, list[tuple]]):
         for stage in range(stages):
             ax.barh(stage, 1e3 * (end - begin), height=0.9, color=PARTS[2])
         for stage, what, i, *times in spans:
-            if what == "wait":
-                continue
             first, last = (1e3 * (t - begin) for t in times)
             ax.barh(stage, last - first, left=first, height=0.9, color=color(stage),
                     edgecolor="black", hatch=HATCHES[what == "backward"])  # fmt: skip

@@ -4,10 +4,12 @@ COUNT_LINES = """def count_lines(micro_batches, dp_group):
     here = sum((target != IGNORE).any(1).sum() for _, target in micro_batches)
     return all_reduce(here, dp_group)
 """
-COUNTED = """def parameters_of_model(stage, groups, V):
-    named = stage.named_parameters()
-    share = lambda name: counted_share(stage, name, groups["tp"])
-    n = torch.tensor(sum(share(name) * p.numel() for name, p in named))
+COUNTED = """def parameters_of_model(parameters, groups):
+    share = lambda p: 1 if getattr(p, "cuts", ()) else 1 / groups["tp"].size()
+    mine = dict(parameters)
+    if groups["pp"].rank() > 0:
+        mine.pop("embed_tokens.weight", None)  # a copy
+    n = torch.tensor(sum(share(p) * p.numel() for p in mine.values()))
 """
 
 WRONG = [  # number of the exercise, what someone filled in, what the check says
@@ -51,8 +53,8 @@ WRONG = [  # number of the exercise, what someone filled in, what the check says
      ": 0/0? A line may have no target"),
     (2, COUNT_LINES + "part_by_lines = lambda loss, target, n: loss.sum() / "
         "(target != IGNORE).sum().clamp(1) * len(loss) / n", "all parts add up to"),
-    (3, "def parameters_of_model(stage, groups, V):\n"
-        "    n = torch.tensor(sum(p.numel() for p in stage.parameters()))\n"
+    (3, "def parameters_of_model(parameters, groups):\n"
+        "    n = torch.tensor(sum(p.numel() for p in parameters.values()))\n"
         "    return all_reduce(all_reduce(n, groups['tp']), groups['pp'])",
      "{'tp': 2, 'dp': 2}: "),
     (3, COUNTED + "    return all_reduce(n.item(), groups['tp'])",
@@ -62,12 +64,12 @@ WRONG = [  # number of the exercise, what someone filled in, what the check says
      "{'dp': 4}: 28004.0, but one process has 7001"),
     (3, COUNTED + "    return all_reduce(all_reduce(n, groups['tp']), "
         "groups['pp']).item()", "{'tp': 2, 'dp': 2}: 7018.0, but one"),
-    (3, "def parameters_of_model(stage, groups, V):\n"
+    (3, "def parameters_of_model(parameters, groups):\n"
         "    T, n = groups['tp'].size(), 0\n"
-        "    for name, p in stage.named_parameters():\n"
-        "        vocabulary = name.startswith(('embed', 'lm_head'))\n"
-        "        n += p.numel() * (1 if tell_placement(stage, name) else 1 / T)\n"
-        "        n -= vocabulary * (T * len(p) - V) * p[0].numel() / T\n"
+        "    for p in parameters.values():\n"
+        "        n += p.numel() * (1 if getattr(p, 'cuts', ()) else 1 / T)\n"
+        "        if hasattr(p, 'rows'):\n"
+        "            n -= (T * len(p) - p.rows) * p[0].numel() / T\n"
         "    n = all_reduce(torch.tensor(n), groups['tp'])\n"
         "    return all_reduce(n, groups['pp']).item()",
      "{'pp': 2, 'dp': 2, 'tie': True}: 7001.0, but one process has 4945"),
