@@ -1650,6 +1650,16 @@ def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
     return args
 
 
+def join_group(backend: str, limit: timedelta) -> dist.Store:
+    """All ranks meet; the store that they share (a new part of it after a restart)."""
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of --max-restarts
+    store = dist.PrefixStore(f"attempt {again}", store)
+    where = {"store": store, "rank": rank, "world_size": ranks}
+    dist.init_process_group(backend, timeout=limit, **where)
+    return store
+
+
 def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
@@ -1667,8 +1677,7 @@ def launch(main, parse_args, module: dict) -> None:
     torch.manual_seed(args.seed)
     diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
     try:
-        dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
-        COMM.store = dist.distributed_c10d._get_default_store()
+        COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
         signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
         COMM.note()
         if args.bug:

@@ -901,7 +901,8 @@ BREAKS = {
     "order": dict(
         target="send",
         old="    return work, ranks, x  # x must live until it is received\n",
-        new="    wait_for([(work, ranks, x)])\n    return work, ranks, x\n",
+        new="    wait_for([(work, ranks, x)])\n"
+        "    return torch.futures.collect_all([]), ranks, x  # nothing left to wait for\n",
         what="a stage waits for each send to end before it goes on",
         symptom="two neighbours wait for each other until the timeout; not in gpipe",
         why="activation and gradient cross: a send ends when the other side receives",
@@ -2203,6 +2204,16 @@ def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
     return args
 
 
+def join_group(backend: str, limit: timedelta) -> dist.Store:
+    """All ranks meet; the store that they share (a new part of it after a restart)."""
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of --max-restarts
+    store = dist.PrefixStore(f"attempt {again}", store)
+    where = {"store": store, "rank": rank, "world_size": ranks}
+    dist.init_process_group(backend, timeout=limit, **where)
+    return store
+
+
 def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
@@ -2220,8 +2231,7 @@ def launch(main, parse_args, module: dict) -> None:
     torch.manual_seed(args.seed)
     diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
     try:
-        dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
-        COMM.store = dist.distributed_c10d._get_default_store()
+        COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
         signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
         COMM.note()
         if args.bug:

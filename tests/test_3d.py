@@ -315,7 +315,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(saved, tmp_path, what):
     words = {
         "truncated": "is damaged", "one bit": "is damaged", "missing": "No such file",
         "unfinished": "No such file", "no json": "Expecting property name",
-        "foreign": "its text is 1, here it is", "empty": "No such file",
+        "foreign": "its text is 1, here it is", "empty": "no finished checkpoint",
     }  # fmt: skip
     assert words[what] in said and "--load" in said, said
 
@@ -332,7 +332,7 @@ def test_another_models_checkpoint_is_refused(saved):
 def test_a_folder_with_later_steps_is_not_saved_into(saved):
     flags = (*SMALL, "--save", saved[0])
     code, _, err = jobs.run_here(LESSON, *flags, **as_rank(0, 1))
-    assert code == 2 and "step_000001 is there already" in message(err)
+    assert code == 2 and re.search(r"step_00000\d is there already", message(err))
 
 
 @pytest.mark.alone
