@@ -657,8 +657,7 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
         "   Predicted for equal stages and free messages. Here messages take long, and "
         f"{args.ranks}\n   ranks share {os.cpu_count()} cores: waiting / computing "
         f"{bubble:.2f}, predicted (P − 1)/M = {(P - 1) / M:.2f};\n   waiting / all "
-        f"{1 - computing / length:.2f}, predicted (P − 1)/(M + P − 1) = "
-        f"{(P - 1) / (M + P - 1):.2f}, in both schedules."
+        f"{1 - computing / length:.2f}, predicted {(P - 1) / (M + P - 1):.2f} (over M + P − 1)"
     )
 
 
@@ -902,7 +901,7 @@ BREAKS = {
         target="send",
         old="    return work, ranks, x  # x must live until it is received\n",
         new="    wait_for([(work, ranks, x)])\n"
-        "    return torch.futures.collect_all([]), ranks, x  # nothing left to wait for\n",
+        "    return torch.futures.collect_all([]), ranks, x\n",
         what="a stage waits for each send to end before it goes on",
         symptom="two neighbours wait for each other until the timeout; not in gpipe",
         why="activation and gradient cross: a send ends when the other side receives",

@@ -85,6 +85,22 @@ EXPECTED = {
         "dtensor-loss": "raised .*(does not have|DeviceMesh)",
         "tiled": r"raised RuntimeError: The size of tensor a \(64\) must match",
     },
+    "05_3d_parallel": {
+        "shape": r"^error: (the process of rank \d died|ranks? )|raised RuntimeError",
+        "data": ("losses: loss, step 1, mesh", "a TP group has its first rank's batch",
+            "PyTorch: loss, PyTorch"),
+        "micro": ("losses: loss, step 1, mesh", "gradients: lm_head.bias, mesh",
+            "PyTorch: loss, PyTorch"),
+        "order": r"^error: ranks \[0, 1\] wait for each other: ",
+        "norm": ("updates: ‖g‖, step 1, mesh", "losses: loss, step 2, mesh",
+            "losses: loss, step 1, mesh"),
+        "tied": ("gradients: embed_tokens.weight, mesh", "updates: ‖g‖, step 1, mesh",
+            "losses: loss, step 1, mesh"),
+        "replicas": ("losses: loss, step 1, mesh", "gradients: lm_head.bias, mesh",
+            "PyTorch: loss, PyTorch"),
+        "group": ("gradients: norm.bias, mesh", "replicas over dp: norm.bias",
+            "losses: loss, step 1, mesh"),
+    },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks, flags.
 RUNS = {("00_collectives", "skip"): (4,), ("01_naive_mlp_tp", "average"): (4,)}
