@@ -134,9 +134,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 def send(x: Tensor, to: int, group: dist.ProcessGroup) -> tuple:
-    """Start sending a tensor to stage `to`, and do not wait: a send ends when the other
-    side receives, and two neighbours, one with an activation and one with a gradient,
-    would wait for each other (--break order). What wait_for waits for."""
+    """Start sending to stage `to`; wait_for waits for it. A send ends when the other side
+    receives: two neighbours that both waited here would wait for ever (--break order)."""
     x = x.detach().contiguous()
     COMM.count("send/recv", x.nbytes, group.group_desc)
     work = dist.isend(x, group=group, group_dst=to)
@@ -656,8 +655,8 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
     report.say(
         "   Predicted for equal stages and free messages. Here messages take long, and "
         f"{args.ranks}\n   ranks share {os.cpu_count()} cores: waiting / computing "
-        f"{bubble:.2f}, predicted (P − 1)/M = {(P - 1) / M:.2f};\n   waiting / all "
-        f"{1 - computing / length:.2f}, predicted {(P - 1) / (M + P - 1):.2f} (over M + P − 1)"
+        f"{bubble:.2f}, predicted (P − 1)/M = {(P - 1) / M:.2f};\n   waiting over all "
+        f"{1 - computing / length:.2f}, predicted {(P - 1) / (M + P - 1):.2f}"
     )
 
 
