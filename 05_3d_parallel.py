@@ -134,8 +134,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 def send(x: Tensor, to: int, group: dist.ProcessGroup) -> tuple:
-    """Start sending to stage `to`; wait_for waits. A send ends when the other side
-    receives: two neighbours that waited here would wait for ever (--break order)."""
+    """Start sending to stage `to`; wait_for waits for it. A send ends when its receiver
+    is there: two neighbours that both waited here would wait for ever (--break order)."""
     x = x.detach().contiguous()
     COMM.count("send/recv", x.nbytes, group.group_desc)
     work = dist.isend(x, group=group, group_dst=to)
