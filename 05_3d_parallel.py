@@ -135,7 +135,7 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 def send(x: Tensor, to: int, group: dist.ProcessGroup) -> tuple:
     """Start sending to stage `to`; wait_for waits for it. A send ends when its receiver
-    is there: two neighbours that both waited here would wait for ever (--break order)."""
+    is there: if two neighbours both waited here, neither would come (--break order)."""
     x = x.detach().contiguous()
     COMM.count("send/recv", x.nbytes, group.group_desc)
     work = dist.isend(x, group=group, group_dst=to)
