@@ -221,7 +221,7 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
 def run_driver(script: str, ranks: int) -> list:
     """What each rank of a driver script found."""
     with tempfile.TemporaryDirectory() as folder:
-        done = launch(ROOT / "tests" / script, ranks, folder)
+        done = launch(ROOT / "tests" / script, ranks, folder, limit=250)
         files = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
         if done.code or not all(path.exists() for path in files):
             raise RuntimeError(f"{script} ended with {done.code}:\n{done.text[-8000:]}")

@@ -21,6 +21,7 @@ LESSON = "05_3d_parallel"
 DRIVERS = [("drive_3d.py", ranks) for ranks in (8, 4, 2)]
 RUNS = [run for run in ALL_RUNS if run[0] == LESSON]
 lesson = jobs.load(LESSON)
+pytestmark = pytest.mark.timeout(300)  # eight ranks share the cores
 
 
 # Schedules: lists of steps, before any rank is started.
