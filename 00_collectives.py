@@ -548,10 +548,11 @@ def show_mesh(report: Report, outer, inner) -> None:
     report.axes = report.axes | {"outer": Y, "inner": X}
     hint = "" if X > 1 else "; try 4 ranks"
     report.section(f"Mesh {Y} × {X}: A[I_outer, J_inner] · B[J_outer, K_inner]{hint}")
+    texts = []
     for group in (outer, inner):
         members = gather_objects(str(dist.get_process_group_ranks(group)))
-        each_once = "  ".join(dict.fromkeys(members))
-        report.say(f"   groups along {group.group_desc}: {each_once}")
+        texts.append(f"{group.group_desc}: {'  '.join(dict.fromkeys(members))}")
+    report.say(f"   groups along {'; '.join(texts)}")
     I, J, K = 2 * Y, 2 * Y * X, 3 * X
     a_IJ, b_JK = random_matrix(I, J, report.args), random_matrix(J, K, report.args)
     cut = lambda x: shard(shard(x, 0, outer), 1, inner)
