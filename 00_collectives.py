@@ -544,11 +544,10 @@ def random_matrix(rows: int, columns: int, args) -> Tensor:
 
 def show_mesh(report: Report, outer, inner) -> None:
     """The product on a 2D mesh, every matrix split on both axes."""
-    Y, X = outer.size(), inner.size()
+    Y, X, texts = outer.size(), inner.size(), []
     report.axes = report.axes | {"outer": Y, "inner": X}
     hint = "" if X > 1 else "; try 4 ranks"
     report.section(f"Mesh {Y} × {X}: A[I_outer, J_inner] · B[J_outer, K_inner]{hint}")
-    texts = []
     for group in (outer, inner):
         members = gather_objects(str(dist.get_process_group_ranks(group)))
         texts.append(f"{group.group_desc}: {'  '.join(dict.fromkeys(members))}")
