@@ -571,10 +571,8 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.mesh = args.mesh or (f"{ranks // 2}x2" if ranks % 2 == 0 else f"1x{ranks}")
     sizes = [int(n) if n.isdecimal() else 0 for n in args.mesh.split("x")]
     if len(sizes) != 2 or math.prod(sizes) != ranks:
-        text = (
-            f"{args.mesh.replace('x', ' · ')} = {math.prod(sizes)}, not {ranks} ranks"
-        )
-        raise ValueError(f"--mesh {args.mesh}: {text}; take 1x{ranks}")
+        product = f"{args.mesh.replace('x', ' · ')} = {math.prod(sizes)}"
+        raise ValueError(f"--mesh {args.mesh}: {product}, not {ranks} ranks")
     args.mesh = dict(zip(("outer", "inner"), sizes))
     return args
 
