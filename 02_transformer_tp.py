@@ -1234,15 +1234,17 @@ def fail(error: Exception | None, bug: str = "") -> None:
     places = [json.loads(COMM.store.get(f"place/{rank}")) for rank in ranks]
     for place in places:
         place["process"] = process_of(place)
-        if place["process"] == "stopped":  # let it go on, so that it can be ended
-            os.kill(place["pid"], signal.SIGCONT)
     who = who_is_missing(places)
     if error is None and not re.search("died;|raised", who):
         os._exit(1)  # torchrun itself was told to end
     lines = [wrap(f"error: {who}")]
     lines += [f"  rank {r}: {place['state']}"[:88] for r, place in enumerate(places)]
     lines += [wrap(f"  transport: {words[:150]}"), bug] if lost else [bug]
-    stop(1, "\n".join(lines).strip(), speaks=COMM.store.add("told", 1) == 1)
+    speaks = COMM.store.add("told", 1) == 1
+    for place in places:
+        if speaks and place["process"] == "stopped":  # let it go on, to be ended
+            os.kill(place["pid"], signal.SIGCONT)
+    stop(1, "\n".join(lines).strip(), speaks)
 
 
 def stop(code: int, message: str, speaks: bool) -> None:
