@@ -1,95 +1,75 @@
 # For GNU make 3.81 (the one macOS has) and later. Needs Python 3.10 to 3.14.
 # To change a setting: make demo RANKS=4, make setup PYTHON=python3.12, and so on.
+# INDEX, TORCH_INDEX (for torch alone) and WHEELS say where packages come from, RANKS how
+# many ranks; ARGS are more flags, for the lesson, the tool or pytest.
 
 VENV ?= .venv
 # The first of these that is a Python we can use; or name yours.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python3.14; \
 	do if $$p -c $(CAN_USE) 2>/dev/null; then echo $$p; break; fi; done)
-# Where packages come from: another index, an index for torch alone, a folder of wheels.
-INDEX ?=
-TORCH_INDEX ?=
-WHEELS ?=
-# How many ranks (default 2; lesson 05 has 8), and flags for the lesson or for pytest.
-RANKS ?=
-ARGS ?=
-
-BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
-INSTALLING := $(VENV)/.installing
 CAN_USE := 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))'
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
 FROM := $(if $(WHEELS),--no-index --find-links "$(WHEELS)",$(if $(INDEX),--index-url "$(INDEX)"))
 TORCH_FROM := $(if $(WHEELS),$(FROM),$(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)",$(FROM)))
-
+DEMO := --standalone --nproc_per_node=$(or $(RANKS),2) 01_naive_mlp_tp.py $(ARGS)
 # One thread a rank: ranks share the cores. It also silences torchrun's starred banner.
 export OMP_NUM_THREADS ?= 1
 # All ranks are on this machine, so its own name need not resolve (on many a laptop it
 # does not, and torchrun then hangs): PET_LOCAL_ADDR is torchrun's --local-addr.
-# `make check` does without, to see what you will see when you call torchrun yourself.
-LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
-ONE_MACHINE := PET_LOCAL_ADDR=$${PET_LOCAL_ADDR:-127.0.0.1} \
-	GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(LOOPBACK)}
-
-.PHONY: help demo setup check lessons notebooks notebooks-run assets test lint wheels clean
-.DEFAULT_GOAL := help
-
+LOCAL := PET_LOCAL_ADDR=$${PET_LOCAL_ADDR:-127.0.0.1} \
+	GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(if $(filter Darwin,$(shell uname)),lo0,lo)}
+$(if $(word 2,$(VENV)),$(error VENV is to be one word, not: $(VENV)))
+$(if $(wildcard requirements.txt),,$(error call make in the folder of the course))
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s%s\n", $$1, $$2 }' Makefile
-
-demo: $(INSTALLED) ## one MLP on two ranks: set up if need be, run lesson 01, see PASS
-	@echo "torchrun --standalone --nproc_per_node=$(or $(RANKS),2) 01_naive_mlp_tp.py $(ARGS)"
-	@$(ONE_MACHINE) $(BIN)/torchrun --standalone --nproc_per_node=$(or $(RANKS),2) \
-		01_naive_mlp_tp.py $(ARGS)
-
-setup: $(INSTALLED) ## make the environment .venv and install requirements.txt into it
-	@echo "ready; to use it in this shell: . $(BIN)/activate"
-
-check: $(INSTALLED) ## can this machine run the course? in seconds, and what to do if not
-	@$(BIN)/python tests/preflight.py
-
-lessons: $(INSTALLED) ## run all lessons on two ranks (RANKS=4: on four), one summary table
-	@$(ONE_MACHINE) $(BIN)/python tests/all_lessons.py $(if $(RANKS),--ranks $(RANKS))
-
-notebooks: $(INSTALLED) ## open the notebooks in the browser
-	@$(BIN)/python -m jupyter lab notebooks
-
-notebooks-run: $(INSTALLED) ## execute all notebooks and save them (ARGS=00_collectives: one)
-	@$(BIN)/python notebooks/run.py $(ARGS)
-
-assets: $(INSTALLED) ## write the pictures of the notebooks' tagged cells into assets/
-	@$(BIN)/python notebooks/run.py --assets $(ARGS)
-
+demo: $(VENV)/.base ## one MLP on two ranks: set up if need be, run lesson 01, see PASS
+	@echo "torchrun $(DEMO)"
+	@$(LOCAL) $(RUN) -m torch.distributed.run $(DEMO)
+setup: $(VENV)/$(if $(EXTRA),.extra,.base) ## make the environment (EXTRA=1: with what tests need)
+	@echo "ready; to use it in this shell: . $(VENV)/bin/activate"
+check: $(VENV)/.base ## can this machine run the course? in seconds, and what to do if not
+	@$(RUN) tools/check.py $(ARGS)
+lessons: $(VENV)/.base ## run all lessons on two ranks (RANKS=4: on four), one summary table
+	@$(LOCAL) $(RUN) tools/lessons.py $(if $(RANKS),--ranks $(RANKS)) $(ARGS)
+bench: $(VENV)/.base ## how long a step takes by hand and by DTensor, and how long a lesson
+	@$(LOCAL) $(RUN) tools/bench.py $(ARGS)
+notebooks: $(VENV)/.base ## open the notebooks in the browser
+	@$(RUN) -m jupyter lab notebooks
+notebooks-run: $(VENV)/.base ## execute notebooks, write assets/ (ARGS=00_collectives: one)
+	@$(RUN) notebooks/run.py $(ARGS)
 test: lint ## run all the tests (ARGS="-k setup": some), after lint
-	@$(ONE_MACHINE) $(BIN)/python -m pytest $(ARGS)
-
-lint: $(INSTALLED) ## check style and format with ruff
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-
-wheels: $(INSTALLED) ## fill the folder wheels/, to install from where the wifi is bad
-	$(PIP) wheel --wheel-dir wheels $(TORCH_FROM) "$$(grep '^torch==' requirements.txt)"
-	$(PIP) wheel --wheel-dir wheels --find-links wheels $(FROM) -r requirements.txt
-
+	@$(LOCAL) $(RUN) -m pytest $(ARGS)
+quick: $(VENV)/.extra ## the essential tests, in a minute and a half
+	@$(LOCAL) $(RUN) -m pytest -m essential -p no:nbval -o addopts=-q tests $(ARGS)
+mutants: $(VENV)/.extra ## small wrong edits of the lessons: is each one caught?
+	@$(LOCAL) $(RUN) tests/mutants.py $(ARGS)
+lint: $(VENV)/.extra ## check style and format with ruff
+	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+wheels: $(VENV)/.base ## fill the folder wheels/, to install from where the wifi is bad
+	$(PIP) wheel -w wheels $(TORCH_FROM) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) wheel -w wheels -f wheels $(FROM) -r requirements.txt -r requirements-extra.txt
 clean: ## remove the environment and all caches
-	@if [ -f $(INSTALLED) ] || [ -f $(INSTALLING) ]; then rm -rf $(VENV); fi
-	@rm -rf .pytest_cache .ruff_cache
+	@rm -rf .pytest_cache .ruff_cache $(if $(wildcard $(VENV)/.base),$(VENV))
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# .installing stands from the first step to the last: an environment that has it was
-# interrupted, and is made anew. Any other folder with something in it is not ours.
-$(INSTALLED): requirements.txt
-	@"$(PYTHON)" -c $(CAN_USE) 2>/dev/null || { \
-		echo "error: found no Python 3.10 to 3.14 as '$(PYTHON)': install one, or name" \
-			"it: make setup PYTHON=/path/to/python3.12"; exit 2; }
-	@if [ -f $(INSTALLING) ]; then rm -rf $(VENV); fi
-	@if [ ! -f $@ ] && [ -n "$$(ls -A $(VENV) 2>/dev/null)" ]; then \
-		echo "error: the folder $(VENV) is there already, and not made by this Makefile:" \
-			"move it away, or choose another: make setup VENV=.venv-tp"; exit 2; fi
-	@mkdir -p $(VENV) && touch $(INSTALLING) && rm -f $@
-	@"$(PYTHON)" -m venv $(VENV) || { \
-		echo "error: $(PYTHON) cannot make an environment; on Debian and Ubuntu:" \
-			"sudo apt install python3-venv"; exit 2; }
+# $(VENV)/.base says in which folder it was installed. An environment that was moved, or
+# interrupted, is made anew; a folder without that file is not ours.
+ifneq ($(shell cat "$(VENV)/.base" 2>/dev/null),$(CURDIR))
+.PHONY: $(VENV)/.base
+endif
+$(VENV)/.base: requirements.txt
+	@"$(PYTHON)" -c $(CAN_USE) 2>/dev/null || { echo "error: found no Python 3.10 to 3.14 as" \
+		"'$(PYTHON)': install one, or name it: make setup PYTHON=/path/to/python3.12"; exit 2; }
+	@[ -f $@ ] || [ -z "$$(ls -A $(VENV) 2>/dev/null)" ] || { echo "error: the folder $(VENV)" \
+		"is not of this Makefile: move it, or choose another: make setup VENV=.venv-tp"; exit 2; }
+	@[ "$$(cat $@ 2>/dev/null)" = "$(CURDIR)" ] || rm -rf $(VENV)
+	@mkdir -p $(VENV) && echo interrupted > $@
+	@"$(PYTHON)" -m venv $(VENV)
 	$(PIP) install $(TORCH_FROM) "$$(grep '^torch==' requirements.txt)"
-	@echo "Installing the other packages (a minute or two)"
-	@$(PIP) install --quiet $(FROM) -r requirements.txt
-	@mv $(INSTALLING) $@ && touch $@
+	$(PIP) install --quiet $(FROM) -r requirements.txt
+	@echo "$(CURDIR)" > $@
+$(VENV)/.extra: $(VENV)/.base requirements-extra.txt
+	@$(PIP) install --quiet $(FROM) -r requirements.txt -r requirements-extra.txt
+	@touch $@

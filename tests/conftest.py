@@ -10,9 +10,12 @@ when nothing else does.
 """
 
 import sys
+from pathlib import Path
 
 import jobs
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 pytest.register_assert_rewrite("runs")  # its asserts too say what differs
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from preflight import ROOT, run
+from check import ROOT, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RANKS = {"05_3d_parallel": 8}  # all others: 2
@@ -61,4 +61,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--folder", type=Path, default=ROOT, help="where lessons are")
     args = parser.parse_args()
+    if args.ranks is not None and args.ranks < 1:
+        parser.error(f"--ranks {args.ranks} is not 1 or more")
     sys.exit(main(args.folder, args.ranks))
