@@ -22,10 +22,10 @@ way from one to another is a call that both make. Your own first program could b
 What you will see: the three ways a group can hold a tensor; nine ways to move one, each
 with every rank's values before and after; an all-reduce built by hand as a ring; the
 four sharded matrix products; a product on a 2D mesh; three traps. Every value is
-checked on every rank, and every byte counted. `--break list` names the bugs you can
-switch on, `--only 2` prints section 2 alone.
+checked on every rank, and bytes against formulas. `--break list` names the bugs you
+can switch on, `--only 2` prints section 2 alone.
 
-How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are the bugs.
+How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs.
 HARNESS counts (COMM), compares and prints (report); read past it. A group is a set of
 ranks that call together, group.rank() a rank's number in it. A mesh lays ranks out as a
 grid: outer 2 × inner 2 is [[0, 1], [2, 3]], its groups along inner are the rows.
@@ -70,15 +70,6 @@ from torch.utils.flop_counter import FlopCounterMode
 # ==== NEW in 00: collectives
 
 
-def sum_in_background(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """An all-reduce that is started, and waited for later (async_op)."""
-    out = x.clone()  # the call below overwrites what it is given
-    work = dist.all_reduce(out, group=group, async_op=True)
-    # Here a program computes something else, and leaves `out` alone.
-    work.wait()  # now `out` is the sum; without async_op the call itself waits
-    return out
-
-
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
     if x.shape[dim] % parts:
@@ -95,9 +86,9 @@ def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 # Each wrapper returns a new tensor and never changes its input. None of them is known
-# to autograd (lesson 01 teaches them their backward). In a group of one rank nothing is
-# called. COMM.record only counts the call and its payload: the bytes of the whole
-# tensor that it is about, by whatever way they travel.
+# to autograd (lesson 01 teaches them their backward). In a group of one rank they send
+# nothing. COMM.record counts the call and its payload, the bytes of the whole tensor
+# that it is about, and notes that this rank is in the call.
 
 
 def all_reduce(
@@ -257,6 +248,15 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
     return torch.cat(chunks).view(x.shape)
 
 
+def sum_in_background(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """An all-reduce that is started, and waited for later (async_op)."""
+    out = x.clone()  # the call below overwrites what it is given
+    work = dist.all_reduce(out, group=group, async_op=True)
+    # Here a program computes something else, and leaves `out` alone.
+    work.wait()  # now `out` is the sum; without async_op the call waits (NCCL: the GPU)
+    return out
+
+
 def sum_both(x: Tensor, y: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Two sums. The n-th call of one rank meets the n-th of the others: the order is
     the only thing that tells collectives of a group apart."""
@@ -297,8 +297,8 @@ def matmul_case_3_reduce_scatter(a_Ij: Tensor, b_jK: Tensor, group) -> Tensor:
 
 
 def matmul_case_4_left(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
-    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: alone, rank r could make block r, r of C
-    only, and no rank the others. So gather A."""
+    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: from its own slices rank r can make only
+    block (r, r) of C. So gather A."""
     return all_gather(a_iJ, 0, group) @ b_Jk
 
 
@@ -324,7 +324,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
     Args:
         sizes: axis → number of ranks, e.g. {"outer": 2, "inner": 4}; ranks in order.
-        timeout: seconds; a new group does not inherit it, its default is 30 minutes.
+        timeout: seconds; a new group's own default is long (gloo 30 minutes, NCCL 10).
     """
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
@@ -507,7 +507,7 @@ def show_products(report: Report, group) -> None:
         "   {U_tp}. If it is whole nothing is sent; but in 4 a rank has only its own\n"
         f"   block of C. I = {2 * T}, J = {4 * T}, K = {3 * T}, e = {a_IJ.itemsize} "
         f"bytes; one process: {2 * a_IJ.numel() * 3 * T:,} flops.\n"
-        "   ring: what one rank sends, bytes · (T−1)/T, of an all-reduce twice that"
+        "   ring: what one rank sends, bytes · (T−1)/T, for an all-reduce twice that"
     )
     report.table("communication", rows, hide=["predicted_bytes"])
 
@@ -590,8 +590,8 @@ def show_traps(report: Report, group) -> None:
         rows.append(row | {"ok": report.check(name, rel_diff(now, wanted))})
     report.section("Three traps, avoided")
     report.say(
-        "   Who reduces view.contiguous() in place reduces a copy (--break view); in\n"
-        "   another order on one rank, 1s are added to 10s (--break order)"
+        "   Reducing view.contiguous() in place reduces a copy (--break view); if one\n"
+        "   rank swaps two calls, 1s meet 10s (--break order); read only after wait()"
     )
     report.table("traps", rows)
 
@@ -611,7 +611,7 @@ BREAKS = {
         what="the last rank skips its all-reduce, as under `if rank == 0:`",
         symptom="nothing fails at first: the other ranks wait, until the timeout ends "
         "the job",
-        why="a collective returns on no rank before all have called it. The rank that "
+        why="an all-reduce ends on no rank before all have called it. The rank that "
         "skipped it waits too, in its next one, and complains like the others",
         met="github.com/pytorch/pytorch/issues/115964, …/97191",
     ),

@@ -89,14 +89,14 @@ def unshard(x: Tensor, cuts: tuple) -> Tensor:
     return x
 
 
-# Collectives with a backward: which one is right depends on what the ranks do next. If
-# all do the same, each gets the whole gradient; if each its own, a term of a sum.
+# Collectives with a backward: which one is right depends on what the ranks do next.
+# After identical work each has the whole gradient, after different work a term of it.
 #     class             forward         what the ranks do next      backward
-#     CopyToTP (f)      nothing         each with its slice of W    all-reduce
-#     GatherFromTP      all-gather      the same, or begin with f   slice
-#     ReduceFromTP (g)  all-reduce      the same                    nothing
-#     AllGather         all-gather      each its own                reduce-scatter
-#     ReduceScatter     reduce-scatter  each with its slice         all-gather
+#     CopyToTP (f)      nothing         different work (its W)      all-reduce
+#     GatherFromTP      all-gather      identical work, or f first  slice
+#     ReduceFromTP (g)  all-reduce      identical work              nothing
+#     AllGather         all-gather      different work              reduce-scatter
+#     ReduceScatter     reduce-scatter  different work (its slice)  all-gather
 # (backward returns a gradient for each argument of forward, None where there is none.)
 class CopyToTP(torch.autograd.Function):
     """Megatron's f: identity forward, all-reduce backward."""
@@ -256,8 +256,8 @@ class ReduceScatter(torch.autograd.Function):
 class GatheredMatmul(torch.autograd.Function):
     """X Wᵀ from slices of both: gathered for use, not kept, gathered again in backward.
 
-    x along its last dim over x_group (None: not at all), the weight along w_dim over
-    w_group. Gradients are reduce-scattered where these were gathered."""
+    x is gathered along its last dim over x_group (None: it is whole), the weight along
+    w_dim over w_group; their gradients are reduce-scattered likewise."""
 
     @staticmethod
     def forward(ctx, x, weight, x_group, w_dim, w_group):
@@ -319,7 +319,7 @@ def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
     """A rank's loss is the mean over its own samples; the mean over all is wanted."""
     for p in tensors:
         if batch_group not in [group for _, group in getattr(p, "cuts", ())]:
-            p.grad = all_reduce(p.grad, batch_group)  # weights of FSDP and 2D: summed
+            p.grad = all_reduce(p.grad, batch_group)  # else backward has summed it
         p.grad = p.grad / batch_group.size()
 
 
@@ -388,7 +388,7 @@ def train(name: str, mlp: nn.Module, batch: Tensor, args, cuts, batch_group) -> 
         # The rate falls with the steps: at a constant one roundings might grow.
         rate, tokens = 0.25 / (args.hidden * step), args.batch_size * args.seq_len
         with torch.no_grad():
-            for n, p in trained.items():  # the mean's 1/tokens would leave x still
+            for n, p in trained.items():  # undo x's 1/tokens, or it barely moves
                 p -= rate * (tokens if n == "x" else 1) * p.grad
                 p.grad = None
     return losses, first, held
@@ -420,7 +420,7 @@ def show_holdings(report, full: MLP, tp: MLP) -> None:
 def show_training(report, losses: dict, tensors: dict) -> None:
     report.section("Losses: squared distance, mean over tokens; SGD moves W, b and x")
     report.compare("losses", losses, report.allowed_loss)
-    report.section("Output and gradients of step 1: norms, and the largest difference")
+    report.section("Output, gradients of step 1: norms; diff = max|a − b| / max|b|")
     report.compare("gradients", tensors)
     for run in ("without TP", "Megatron"):
         grad = tensors[run].get("dL/d up_proj.weight", torch.zeros(1, 5))
@@ -437,10 +437,10 @@ def count_bytes(args) -> dict[str, int]:
 
 def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
     mesh = " × ".join(map(str, report.args.mesh.values()))
-    report.section(f"Five ways, the same numbers: what a rank holds (2D: {mesh})")
+    report.section(f"Five ways, the same numbers: bytes a rank holds (2D: {mesh})")
     report.say(
         "   DP (data parallel) cuts the batch, FSDP weights, too, 2D also features.\n"
-        "   Kept for backward: 1/T of x, GELU's input and output (Megatron: all of x)"
+        "   Kept for backward: 1/T of x and of GELU's input, output (Megatron: whole x)"
     )
     size, T = count_bytes(report.args), report.args.ranks
     P, bias, kept = size["P"], size["bias"], size["x"] + 2 * size["h"]
@@ -651,7 +651,7 @@ BREAKS = {
         old="        p.grad = p.grad / batch_group.size()\n",
         new="",
         what="gradients are summed over the batch's slices, and not averaged",
-        symptom="step 1's loss is right; gradients are as many times too large",
+        symptom="step 1's loss is right; gradients are T times too large",
         why="the mean over all samples is the mean of the slices' means, not their sum",
         met="arXiv:1910.02054; docs.pytorch.org, FSDP's gradient reduction",
     ),

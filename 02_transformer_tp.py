@@ -13,9 +13,9 @@ under TP and by PyTorch's DTensor, side by side: losses, every gradient, paramet
 after the last step. Then what a rank sends and holds, against formulas.
 
 Try: nn.RMSNorm for nn.LayerNorm in DecoderLayer; TP for attention alone (leave out the
-last line of parallelize_layer); a gated MLP, down(gelu(gate(x)) · up(x)), as in Llama.
+last line of parallelize_layer); a gated MLP, down(silu(gate(x)) · up(x)), as in Llama.
 
-How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are its bugs
+How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs
 (`--break list`). If time is short: CoreAttention, parallelize_layer, global_norm.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
@@ -84,7 +84,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, but drawn as ShardedDropout draws, and with a mask of bytes."""
+    """nn.Dropout, but drawn as ShardedDropout draws; its mask has a byte a number."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -302,7 +302,7 @@ def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by the same: the whole one's norm is max_norm at most."""
+    """Scale all gradients by one factor, so that their norm is max_norm at most."""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     for p in model.parameters():
         if p.grad is not None:
@@ -466,7 +466,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     args, losses = report.args, {what: run.losses for what, run in runs.items()}
     ends = {what: run.norms | run.parameters for what, run in runs.items()}
     labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
-    labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
+    labels |= dict.fromkeys(runs[split].norms, f"√Σ‖g‖², {args.steps} steps")
     report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
     report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
     report.compare("losses", losses, report.allowed_loss)
@@ -503,7 +503,7 @@ def show_all_reduces(report: Report, config: Config) -> None:
     two = 2 * L, "2·L·B·S·D", 2 * L * x_bytes
     four = 4 * L, "4·L·B·S·D", 4 * L * x_bytes
     report.section("Communication of a step; ring: bytes that a rank of a ring sends")
-    report.say("   formula × bytes of a number. q, k, v share an f; in a plan: no.")
+    report.say("   formula × e. DTensor: 3 f's for q, k, v; its clipping is uncounted.")
     formulas = {
         ("with TP", "forward", "all-reduce", "tp"): two,
         ("with TP", "backward", "all-reduce", "tp"): two,
@@ -516,8 +516,8 @@ def show_all_reduces(report: Report, config: Config) -> None:
 
 def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
     """Bytes on a rank. Kept for backward: LayerNorm's input, mean and 1/σ; the input of
-    q, k, v, and these, k and v once a query head; softmax's output, dropout's mask and
-    output; inputs of o, up, GELU and down; the masks of the two dropouts on x."""
+    q, k, v; q, and k and v repeated for query heads; softmax's output, dropout's mask
+    and output; inputs of o, up, GELU and down; masks of the two dropouts on x."""
     args, V, D, L = report.args, config.vocab_size, config.hidden, config.layers
     C, drops = D // config.heads * config.kv_heads, config.dropout > 0
     BS, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
@@ -527,11 +527,11 @@ def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
         P += 2 * V * D + V + 2 * D
         A = L * ((12 * X + (1 + drops) * Q) // T + 4 * X + 4 * BS) + 2 * X + 2 * BS
         M = drops * L * (Q // T + 2 * X)
-        S = 2 * e * P + 4 * len(runs[what].parameters)  # AdamW counts its steps
+        state = 2 * e * P + 4 * len(runs[what].parameters)  # AdamW counts its steps
         predicted = {
             "parameters": ("e·P", e * P),
             "gradients": ("e·P", e * P),
-            "optimizer state": ("2e·P + 4 a tensor", S),
+            "optimizer state": ("2e·P + 4 a tensor", state),
             "activations": ("e·A + M + 8·B·S", e * A + M + 8 * BS),
         }
         for kind, (formula, wanted) in predicted.items():
@@ -542,13 +542,13 @@ def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
     report.section("Memory of a rank: what lies between f and g is cut by T")
     report.say("   P = L·((10D² + 2DC + 5D + 2C)/T + 6D) + 2VD + V + 2D   with C = K·H")
     report.say("   A = L·((12X + 2Q)/T + 4X + 4BS) + 2X + 2BS, masks M = L·(Q/T + 2X)")
-    report.say("   X = B·S·D, Q = B·N·S²; e bytes a number. Without dropout: Q, no M.")
+    report.say("   X = B·S·D, Q = B·N·S², tokens 8·B·S, AdamW's step 4; no dropout: Q")
     report.measure("memory", rows)
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
     sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
-    return parse_sizes(lesson_parser(__doc__, BREAKS, steps=5, **sizes), ranks)
+    return parse_sizes(lesson_parser(__doc__, BREAKS, steps=3, **sizes), ranks)
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:

@@ -14,7 +14,7 @@ by hand, and PyTorch's loss_parallel; batches on which a loss goes wrong easily;
 sent and kept, against gathering the logits; tokens drawn from logits that nobody has
 whole. `--tie` ties embedding and head, `--break list` names the bugs to switch on.
 
-How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are the bugs.
+How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs.
 Below that stands what lessons 00 to 02 explained; fold it away. Short of time? Read
 VocabParallelEmbedding, vocab_transformer and VocabParallelCrossEntropy.forward.
 
@@ -25,9 +25,9 @@ Try this, and see what the checks say:
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks in the TP group.
     UPPERCASE is the full size, lowercase this rank's slice: logits_BSv has this rank's
-    columns of the vocabulary, v = V/T rounded up; what is too much is padding.
-    `partial_` in front: full shape, still to be summed over the group. x → y: on a rank
-    instead of global. PyTorch says Replicate() for what every rank holds, Shard(dim)
+    columns of the vocabulary, v = V/T rounded up; the excess is padding.
+    `partial_` in front: full shape, still to be summed over the group. x → y: global →
+    on a rank. PyTorch says Replicate() for what every rank holds, Shard(dim)
     for what is cut along a dim.
 
 Sources: Megatron-LM, arXiv:1909.08053, sec. 3 (embedding, loss); docs.pytorch.org,
@@ -199,7 +199,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
         grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
-        # The loss of an ignored token is zero; softmax − onehot is not.
+        # The loss of an ignored token is zero; its softmax is not.
         grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
@@ -250,8 +250,8 @@ def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size):
 
 
 def vocab_plan() -> dict:
-    """PyTorch's way to split the vocabulary. Logits stay a DTensor: it need not be
-    padded, a DTensor knows that its shards are of different sizes."""
+    """PyTorch's way to split the vocabulary. Logits stay a DTensor. Weights need no
+    padding: a DTensor knows that its shards are of different sizes."""
     column, row = parallel.ColwiseParallel, parallel.RowwiseParallel
     head = column(output_layouts=Shard(-1), use_local_output=False)
     embedding = row(input_layouts=Replicate())
@@ -295,7 +295,7 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
 
 def main(args, report: Report) -> None:
     groups = mesh_groups({"tp": args.ranks}, args.timeout)
-    groups |= mesh_groups({"others": args.ranks, "alone": 1}, args.timeout)
+    groups |= mesh_groups({"all": args.ranks, "alone": 1}, args.timeout)  # 1 rank each
     tp_group, V = groups["tp"], args.vocab_size
     report.begin({"tp": args.ranks})
     full, batches = make_tied(args), make_batches(__doc__, args, args.steps)
@@ -312,7 +312,7 @@ def main(args, report: Report) -> None:
         runs["DTensor"] = train_by_pytorch(full, tp_group, train)
     show_cuts(report, full, split)
     show_ranges(report, split, batches[0], tp_group)
-    show_steps(report, runs, "with TP", split, tp_group)
+    show_steps(report, runs, "with TP", split, tp_group)  # section 2; from lesson 02
     show_news(report, runs)
     show_hard_batches(report, args, tp_group)
     show_traffic(report, args)
@@ -360,8 +360,8 @@ def show_ranges(report: Report, split, batch, tp_group) -> None:
         row[name] = ((x_BS >= mine.start) & (x_BS < mine.stop)).sum().item()
     ends = [p for p in split.parameters() if hasattr(p, "rows") and hasattr(p, "cuts")]
     row["padding"] = v - len(mine)
-    row["its sum"] = sum(p[len(mine) :].abs().sum().item() for p in ends)
-    row["ok"] = report.check("padding is zero after training", row["its sum"])
+    row["Σ|pad|"] = sum(p[len(mine) :].abs().sum().item() for p in ends)
+    row["ok"] = report.check("padding is zero after training", row["Σ|pad|"])
     ranks, tokens = gather_objects(row), batch[0].numel()
     looked_up = sum(row["inputs"] for row in ranks)
     report.check("every token is looked up once", abs(looked_up - tokens))
@@ -544,9 +544,7 @@ def show_sampling(report: Report, plain, split, batch, tp_group) -> None:
     row = {"": "tokens", "without TP": wanted, "with TP": drawn, "bytes": sent}
     row["predicted_bytes"] = count * (4 + 8) if tp_group.size() > 1 else 0
     row["ok"] = report.check("tokens drawn", float(drawn != wanted))
-    report.section(
-        "Tokens drawn from the softmax: sent are a score and a number, not V"
-    )
+    report.section("Tokens drawn from the softmax; sent: a score and a number, not V")
     report.measure("sampling", [row])
 
 
@@ -1227,7 +1225,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     args, losses = report.args, {what: run.losses for what, run in runs.items()}
     ends = {what: run.norms | run.parameters for what, run in runs.items()}
     labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
-    labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
+    labels |= dict.fromkeys(runs[split].norms, f"√Σ‖g‖², {args.steps} steps")
     report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
     report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
     report.compare("losses", losses, report.allowed_loss)

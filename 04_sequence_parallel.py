@@ -2,8 +2,8 @@
 
 Tensor parallelism (TP) leaves LayerNorm, dropout and the residual whole on every rank:
 the same work and the same memory, T times. Here each rank takes a slice of the sequence
-for them: every all-reduce becomes a reduce-scatter and an all-gather, which send as
-much, and a layer keeps 1/T of what it keeps in one process.
+for them: a layer's all-reduces become pairs of reduce-scatter and all-gather, which
+send as much, and it keeps 1/T of what it keeps in one process.
 
 Run it (2 ranks on a laptop; 1, 3, 4, 6 and 8 work too, the sizes follow):
 
@@ -14,10 +14,10 @@ parallelism (SP), and by PyTorch's plan; gradients that need one more sum; the b
 sent; what a layer keeps for backward, to the byte, as in the paper; lengths that T does
 not divide. `--hf` adds a Hugging Face model, `--break list` names bugs to switch on.
 
-How to read this file: NEW is the lesson, RUN is what it prints, BREAK IT are the bugs;
-fold away what stands below. Short of time? Read GatherThenLinear, split_sequence and
+How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs;
+fold away what comes below. Short of time? Read GatherThenLinear, split_sequence and
 all_reduce_replicated_gradients. Try this, and see what the checks say: leave the line
-of down_proj out of split_sequence; write nn.RMSNorm for nn.LayerNorm in DecoderLayer;
+of layer.dropout out of split_sequence; nn.RMSNorm for nn.LayerNorm in DecoderLayer;
 give --seq-len 33, or --save-gathered, and look at the bytes.
 
 Shapes: B batch, S sequence, D hidden, N heads, V vocabulary, L layers, T ranks in the
@@ -97,7 +97,7 @@ def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
 
 
 # f (identity; backward all-reduce) becomes an all-gather; backward a reduce-scatter.
-# gather_and_keep, which is --save-gathered: the same numbers, more kept for backward.
+# gather_and_keep (--save-gathered) gives the same numbers, and keeps more for backward.
 
 
 class GatherThenLinear(torch.autograd.Function):
@@ -161,7 +161,7 @@ class SPColumnParallelLinear(nn.Module):
 
 
 def split_sequence(layer: DecoderLayer, tp_group, project=gather_then_project) -> None:
-    """Edit a layer of tp_transformer: nothing of size S·D is kept whole in it.
+    """Edit a layer of tp_transformer: between its linears the sequence is split.
 
     [B, s, D] around LayerNorm, dropout and residual; this rank's heads, and columns of
     the MLP, in between. A head needs all positions: so rotary tables and causal mask
@@ -305,7 +305,7 @@ def main(args, report: Report) -> None:
     full = make_tied(args)
     sp = sp_transformer(full, tp_group, args.save_gathered)
     runs = train_all(full, sp, batches, args, tp_group)
-    show_steps(report, runs, "TP + SP", sp, tp_group)
+    show_steps(report, runs, "TP + SP", sp, tp_group)  # section 1; from lesson 02
     show_replicated(report, runs, sp)
     show_parts(report, full, batches[0], runs, tp_group)
     show_communication(report, full.config)
@@ -341,7 +341,7 @@ def show_replicated(report: Report, runs: dict, sp: nn.Module) -> None:
         return "cut, as in lesson 03" if cut else module_of(name)
 
     gradients = {what: run.gradients for what, run in runs.items() if what != "TP"}
-    report.section("Gradients of step 1; by name: whole on every rank (o, down: bias)")
+    report.section("Gradients of step 1: cut ones; replicated ones (o, down: bias)")
     report.compare("gradients", gradients, fold=fold)
 
 
@@ -405,9 +405,8 @@ def show_communication(report: Report, config: Config) -> None:
             ring[row["what"]] += row["ring"]
     extra = 0 if args.save_gathered else ring["TP"] // 4
     off = abs(ring["TP + SP"] - extra - ring["TP"])
-    report.check("a ring sends as much with SP", off, kind="bytes")
-    again = f"{extra:,} to gather again"
-    report.say(f"   bytes: whole tensors; ring: what a rank sends: TP's and {again}")
+    report.check("a ring sends as much with SP, and x again", off, kind="bytes")
+    report.say(f"   ring: a rank's bytes. SP: {extra:,} over TP, to gather x again")
 
 
 def layer_ways(full: DecoderLayer, tp_group, scores: float, norms: float) -> list:
@@ -431,11 +430,12 @@ def layer_ways(full: DecoderLayer, tp_group, scores: float, norms: float) -> lis
 
     around, between = 10 + norms, 24
     both, every = around + between, around + between + scores
+    whole_x = sp(gather_and_keep)
     return [
         ("without TP", full, "34 + 5NS/D", every, 0),
         ("TP", tp(), "10 + (24 + 5NS/D)/T", around, between + scores),
         ("TP + SP", sp(), "(34 + 5NS/D)/T", 0, every),
-        ("TP + SP, gathered kept", sp(gather_and_keep), "… + 4 − 4/T", 4, every - 4),
+        ("TP + SP, gathered kept", whole_x, "4 + (30 + 5NS/D)/T", 4, every - 4),
         ("TP, selective recompute", selective(tp()), "10 + 24/T", around, between),
         ("TP + SP, selective", selective(sp()), "34/T", 0, both),
         ("TP, full recompute", Recomputed(tp()), "2", 2, 0),
@@ -478,10 +478,10 @@ def show_lengths(report: Report, tp_group) -> None:
     args, S = report.args, report.args.seq_len
     by_hand = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
     sizes = vars(args) | {"dtype": "float64", "dropout": 0.0}
-    longest = argparse.Namespace(**sizes | {"seq_len": 2 * S + 3 + args.ranks})
+    longest = argparse.Namespace(**sizes | {"seq_len": 2 * S + 1 + args.ranks})
     full, losses = make_tied(longest), {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
-    for length in sorted({1, max(1, S - 1), 2 * S + 3}):
+    for length in sorted({1, max(1, S - 1), 2 * S + 1}):
         shorter = argparse.Namespace(**sizes | {"seq_len": length})
         (batch,) = make_batches(__doc__, shorter, 1)
         padded = pad_batch(*batch, args.ranks)
@@ -575,8 +575,8 @@ BREAKS = {
         new="    partial_y_BSD = F.linear(x_BSf, self.weight, self.bias)\n"
         "    return self.reduce(partial_y_BSD, self.tp_group)\n",
         what="the row-parallel bias is added before the reduce-scatter",
-        symptom="the first loss is off, also TP's, whose function is the same; where "
-        "biases start at zero it is right, and their gradients are T times too large",
+        symptom="the first loss is off, also TP's, whose function is the same; with "
+        "biases of zero it is right, and under SP their gradients T times too large",
         why="the sum adds it T times; after it each position gets it once, on one rank",
         met="github.com/huggingface/text-generation-inference/issues/1036",
     ),
@@ -1246,7 +1246,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     args, losses = report.args, {what: run.losses for what, run in runs.items()}
     ends = {what: run.norms | run.parameters for what, run in runs.items()}
     labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
-    labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
+    labels |= dict.fromkeys(runs[split].norms, f"√Σ‖g‖², {args.steps} steps")
     report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
     report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
     report.compare("losses", losses, report.allowed_loss)

@@ -12,15 +12,15 @@ What you will see: who is where; training beside one process; what each rank hol
 a stage computes and waits; what each axis sends, to the byte; the same by PyTorch.
 
 Try: --pp 4 --schedule gpipe --microbatches 16; --zero (AdamW's moments are sharded),
---ragged (padding is cut off), --tie, --recompute, --bf16; --save ck --steps 2, then
---load ck --steps 4 on another mesh; nn.RMSNorm in DecoderLayer.
+--ragged (padding is cut off), --tie; --recompute, --bf16 (by PyTorch); --save ck
+--steps 2, then --load ck --steps 4 on another mesh; nn.RMSNorm in DecoderLayer.
 
-How to read this file: in two sittings, up to `schedule` and from there. NEW is the
+How to read this file: in two sittings, up to Checkpoints and from there. NEW is the
 lesson, RUN what it prints, BREAK IT are bugs (--break list). Short of time? Read
 schedule, Pipeline and MeshTraining.
 
-Shapes: B batch, S sequence, D hidden, V vocabulary, L layers; T ranks in the TP group,
-    P stages, M micro-batches. UPPERCASE is the full size, lowercase this rank's slice:
+Shapes: B batch, S sequence, D hidden, V vocabulary, L layers; P stages, DP replicas, T
+    ranks in a TP group, M micro-batches. UPPERCASE is full size, lowercase a slice:
     x_bsD is a micro-batch of b sequences, s = S/T tokens of each. x → y: input, output.
     Replicate(): every rank holds it, Shard(dim): it is cut, Partial(): terms of a sum.
 No dropout: for masks as in one process, random numbers would have to belong to a step,
@@ -70,8 +70,8 @@ from torch.utils.checkpoint import checkpoint
 # ==== NEW in 05: data × pipeline × tensor parallelism
 
 # From earlier lessons: COMM counts what is sent, and notes where this rank waits (00);
-# p.cuts says how a parameter was cut, ((dim, group), …), if it was (01); PAD is no
-# token, IGNORE no target (02); p.rows are a vocabulary's rows without padding (03);
+# p.cuts says how a parameter was cut, ((dim, group), …), if it was (01); PAD is the
+# token of padding, IGNORE its target (02); p.rows are a vocabulary's own rows (03);
 # sp_transformer is the model edited: heads, columns, vocabulary and sequence cut over
 # the TP group, and all_reduce_replicated_gradients has to follow its backward (04).
 
@@ -96,7 +96,7 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
 
 
 def keep_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
-    """Take what other stages have out of a model; its forward is that of a stage then.
+    """Drop from a model what other stages have: its forward is then that of a stage.
 
     The first ones may have a layer more. The slowest stage sets the pace: large systems
     give those with embedding and head fewer layers.
@@ -169,7 +169,7 @@ class Pipeline:
         self.like = next(stage.parameters())  # tensors are of its dtype, on its device
 
     def run(self, steps: list[tuple[str, int]], micro_batches: list) -> Tensor:
-        """All steps; the sum of the micro-batch losses (0 but on the last stage)."""
+        """All steps; the sum of the micro-batch losses (0 except on the last stage)."""
         self.micro_batches, self.loss = micro_batches, self.like.new_zeros(())
         self.in_flight, self.returned, self.events = {}, [], []
         for phase, i in steps:
@@ -275,9 +275,9 @@ class FlatAdamW:
     def __init__(self, parameters: dict[str, nn.Parameter], groups, zero: bool):
         self.parameters, self.groups, self.zero = parameters, groups, zero
         self.vector = nn.Parameter(self.cut(parameters))
-        self.adamw = torch.optim.AdamW([self.vector], lr=1e-3, eps=1e-4)
-        shares = {}  # of the squares that count in the norm of the whole model
-        for name, p in parameters.items():  # what is not cut, all T ranks have
+        self.adamw = torch.optim.AdamW([self.vector], lr=1e-3, eps=1e-4)  # eps: see 02
+        shares = {}  # in the model's norm; what is not cut, T ranks have: 1/T each
+        for name, p in parameters.items():
             share = 1.0 if getattr(p, "cuts", ()) else 1 / groups["tp"].size()
             shares[name] = torch.full_like(p, share)
         self.shares = self.cut(shares)
@@ -328,7 +328,7 @@ class MeshTraining:
         self.tied = model.lm_head.weight if tied else None
         names = {p: name for name, p in model.named_parameters()}
         self.stage = keep_stage(model, pp.rank(), pp.size())
-        # By names of the full model, in which a tied head has its embedding's.
+        # Named as in the full model, where a tied head goes by its embedding's name.
         self.parameters = {names[p]: p for p in self.stage.parameters()}
         owned = dict(self.parameters)
         if tied and pp.rank() > 0:
@@ -419,7 +419,7 @@ def state_to_save(training: MeshTraining, moments: dict[str, dict]) -> dict:
 def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict):
     """Write folder/step_NNNNNN: whole, or not at all: it is written under another name,
     and renamed when all ranks are done. What a kill leaves behind has that other name.
-    about: what a run must have in common with this one to go on from here."""
+    about: this mesh, and what a run must have in common to go on from here."""
     part, first = folder / f"part_{step:06}", dist.get_rank() == 0
     optimizer = training.optimizer
     adam = optimizer.adamw.state[optimizer.vector]
@@ -512,7 +512,7 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
             norms[f"‖g‖, step {step}"] = training.update()
             if args.save:
                 save_checkpoint(args.save, step, training, args.settings)
-    except dcp.CheckpointException as error:  # no Exception, and many lines long
+    except dcp.CheckpointException as error:  # not an Exception, and many lines
         failure, _ = next(iter(error.failures.values()))
         raise RuntimeError(f"checkpoint: {failure}") from None
     parameters = collect(training, training.parameters)
@@ -520,7 +520,7 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
 
 
 def collect(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
-    """Whole tensors of all stages by name; what this rank has, from itself."""
+    """Whole tensors of all stages, by name; its own where this rank has them."""
     mine, found = {}, {}
     for name, x in tensors.items():
         p = training.parameters[name]
@@ -548,15 +548,15 @@ def show_places(report: Report, training: MeshTraining) -> None:
         rows.append(row | {"holds": holds[first]})
     report.section("The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
-        "   [ ]: a TP group sends activations in each layer, on the fastest links. In a"
-        "\n   row replicas send gradients, once a step. In a column a pipeline sends "
-        "activations,\n   once a stage."
+        "   [ ]: a TP group sends activations in each layer, on the fastest links. In\n"
+        "   a row replicas sum gradients, once a step. In a column stages pass on\n"
+        "   activations, and back their gradients, once a micro-batch."
     )
     report.table("stages", rows)
     two = args.ranks if args.ranks % 2 else 2
     flags = [f"--{axis} {two}" for axis in AXES if getattr(args, axis) == 1]
     if flags:
-        report.say(f"   An axis with one rank here can be seen by {', '.join(flags)}.")
+        report.say(f"   An axis of one rank: see it with {' or '.join(flags)}.")
 
 
 def part_of(name: str) -> str:
@@ -592,7 +592,8 @@ def show_layers(report: Report, runs: dict) -> None:
     gradients = {what: run.gradients for what, run in runs.items()}
     report.section("Gradients of step 1: norms; diff is max|a − b| / max|b|")
     report.compare("gradients", gradients, fold=part_of)
-    name = max(gradients["mesh"], key=lambda name: "layers.0.self_attn.q_proj" in name)
+    names = [*gradients["mesh"]]
+    name = next((name for name in names if "q_proj" in name), names[0])
     report.say(f"   The first numbers of dL/d {name}:")
     for what, of_run in gradients.items():
         numbers = of_run[name].flatten()[:4].tolist()
@@ -639,7 +640,7 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
     begin = min(of_stage[0]["start"] for of_stage in stages)
     length = max(of_stage[-1]["end"] for of_stage in stages) - begin
     report.section(f"The last step, {args.schedule}: stages of the first pipeline")
-    report.say("   1 2 … forwards of micro-batches, a b … their backwards, · waits")
+    report.say("   1 2 … forwards of micro-batches, a b … backwards, · waits; to scale")
     computing = 0  # seconds, mean of the stages
     for stage, of_stage in enumerate(stages):
         line = ["·"] * 72
@@ -652,11 +653,11 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
             line[start:end] = mark * (end - start)
         report.say(f"   stage {stage} {''.join(line[:72])}")
     bubble = report.data["bubble"] = length / computing - 1
+    waits, predicted = 1 - computing / length, (P - 1) / (M + P - 1)
     report.say(
-        "   Predicted for equal stages and free messages. Here messages take long, and "
-        f"{args.ranks}\n   ranks share {os.cpu_count()} cores: waiting / computing "
-        f"{bubble:.2f}, predicted (P − 1)/M = {(P - 1) / M:.2f};\n   waiting over all "
-        f"{1 - computing / length:.2f}, predicted {(P - 1) / (M + P - 1):.2f}"
+        f"   waiting/computing {bubble:.2f}, predicted (P − 1)/M = {(P - 1) / M:.2f}; "
+        f"waiting/all {waits:.2f}, predicted {predicted:.2f}\n"
+        "   (for equal stages, free messages; a wait in a TP group counts as computing)"
     )
 
 
@@ -665,21 +666,21 @@ def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> No
     first, last = training.pipeline.first, training.pipeline.last
     e = training.pipeline.like.itemsize
     parts = [x for y in batches for x in cut_batch(y, training.groups, M, args.ragged)]
-    bS = sum(x[0].numel() for x in parts) / steps  # tokens of a step
-    X, each = e * bS * args.hidden, "calls·X"
+    MbS = sum(x[0].numel() for x in parts) / steps  # tokens of a step
+    MX, each = e * MbS * args.hidden, "calls·X"
     whole = [x for x in training.parameters.values() if not getattr(x, "cuts", ())]
     flat = training.optimizer.flatten(training.optimizer.parameters).nbytes
     tied = training.tied is not None, "e·v·D", nbytes([training.tied])
     gather = 2 * len(training.stage.layers) + last
     scatter, both = gather - last + first, 2 * gather - last + first
-    share = 2 * M * (first or last), "M(16·b·S+24)", 16 * bS + 24 * M
-    ahead = 2 * M * (not last), "M(X/T+24)", X / args.tp + 24 * M
-    back = M * (not first), "M·X/T", X / args.tp
+    share = 2 * M * (first or last), "M(16·b·S+24)", 16 * MbS + 24 * M
+    ahead = 2 * M * (not last), "M(X/T+24)", MX / args.tp + 24 * M
+    back = M * (not first), "M·X/T", MX / args.tp
     rows = [  # what is not alike on all stages comes last
-        ("layers", "forward", "all-gather", "tp", M * gather, each, gather * X),
-        ("layers", "forward", "reduce-scatter", "tp", M * scatter, each, scatter * X),
-        ("layers", "backward", "all-gather", "tp", M * both, each, both * X),
-        ("layers", "backward", "reduce-scatter", "tp", M * gather, each, gather * X),
+        ("layers", "forward", "all-gather", "tp", M * gather, each, gather * MX),
+        ("layers", "forward", "reduce-scatter", "tp", M * scatter, each, scatter * MX),
+        ("layers", "backward", "all-gather", "tp", M * both, each, both * MX),
+        ("layers", "backward", "reduce-scatter", "tp", M * gather, each, gather * MX),
         ("whole", "", "all-reduce", "tp", 1, "e·n, not cut", nbytes(whole)),
         ("replicas", "", "all-reduce", "dp", not args.zero, "e·n, padded", flat),
         ("replicas", "", "reduce-scatter", "dp", args.zero, "e·n, padded", flat),
@@ -693,12 +694,10 @@ def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> No
         ("batch", "", "all-reduce", "dp", last, "8", 8),
         ("layers", "forward", "send/recv", "pp", *ahead),
         ("layers", "backward", "send/recv", "pp", *back),
-        ("loss", "forward", "all-reduce", "tp", 3 * M * last, "3·M·e·b·S", 3 * e * bS),
+        ("loss", "forward", "all-reduce", "tp", 3 * M * last, "3·M·e·b·S", 3 * e * MbS),
     ]
     report.section("Communication of a step: every rank's checked, stage 0's shown")
-    report.say(
-        "   b·S tokens of a micro-batch; X = e·b·S·D; v = ⌈V/T⌉; n numbers of a rank"
-    )
+    report.say("   X = e·b·S·D, e bytes a number; n numbers; 24: a shape; v = ⌈V/T⌉")
     report.ledger({x[:4]: (*x[4:6], round(x[6] * steps) / steps) for x in rows}, steps)
 
 
@@ -706,7 +705,7 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args, kind) -> dict:
     ranks = torch.arange(args.ranks).view(args.pp, args.dp, args.tp)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no hints
     device, pp_group = torch.device(args.device), groups["pp"]
-    mine = [groups[axis] for axis in AXES]  # init_device_mesh's wait for 30 minutes
+    mine = [groups[axis] for axis in AXES]  # init_device_mesh's would wait 30 minutes
     mesh = DeviceMesh.from_group(mine, device.type, mesh=ranks, mesh_dim_names=AXES)
     model, names = pytorch_stage(full, mesh, args)
     targets, losses = (batch[1] != IGNORE).sum() / args.dp, []
@@ -743,6 +742,7 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     wanted = put_together(model, "grad")
     gradients = {"one process": {name: wanted[name] for name in got}, "PyTorch": got}
     extra = ", recomputed" * args.recompute + ", in bfloat16" * args.bf16
+    extra += ", weights untied" * args.tie
     report.section("The same by PyTorch: its plan, fully_shard and its pipeline")
     report.say(f"   {kind.__name__}, one batch{extra}; gradients: this stage's")
     report.compare("PyTorch", losses, 2e-2 if args.bf16 else report.allowed_loss)
@@ -769,7 +769,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--schedule", choices=("1f1b", "gpipe"), default="1f1b")
     add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
     add("--save", type=Path, metavar="DIR", help="a checkpoint there after each step")
-    add("--load", type=Path, metavar="DIR", help="of people you trust: it has a pickle")
+    add("--load", type=Path, metavar="DIR", help="from people you trust: a pickle")
     args = parser.parse_args()
     args.ragged = args.ragged or args.bug == "shape"
     args.tie = args.tie or args.bug == "tied"
@@ -780,7 +780,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 
 def fill_mesh(args, ranks: int) -> None:
-    """Axes that are not given have 2 ranks if they can, the last one what is left."""
+    """An axis not given has 2 ranks if an even number is left, else all that are."""
     needed = NEEDS.get(args.bug, "pp")  # comes first
     free = [axis for axis in dict.fromkeys((needed, *AXES)) if not getattr(args, axis)]
     product = math.prod(getattr(args, axis) or 1 for axis in AXES)
@@ -939,7 +939,7 @@ BREAKS = {
         new='all_reduce(flat, self.groups["tp"])',
         what="gradients are summed over tp in place of dp",
         symptom="the loss of step 1 is right, every gradient wrong; replicas part ways",
-        why="slices of different parameters are added up, replicas keep their own part",
+        why="different slices of a parameter are added up, replicas keep their part",
         met="github.com/ooples/AiDotNet/pull/393",
     ),
 }
@@ -1528,7 +1528,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     args, losses = report.args, {what: run.losses for what, run in runs.items()}
     ends = {what: run.norms | run.parameters for what, run in runs.items()}
     labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
-    labels |= dict.fromkeys(runs[split].norms, f"‖g‖ of {args.steps} steps")
+    labels |= dict.fromkeys(runs[split].norms, f"√Σ‖g‖², {args.steps} steps")
     report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
     report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
     report.compare("losses", losses, report.allowed_loss)

@@ -25,6 +25,10 @@ WITH_FLAGS = [
     (MLP, 4, "--mesh", "4x1"),
     (MLP, 4, "--mesh", "1x4"),
     (MLP, 2, "--steps", "60"),  # SGD stays stable
+    (TRANSFORMER, 3, *PROOF, "--heads", "9"),
+    (TRANSFORMER, 2, "--dropout", "0", "--kv-heads", "8", "--layers", "1"),
+    (TRANSFORMER, 2, "--kv-heads", "2", "--hidden", "160", "--vocab-size", "300",
+     "--batch-size", "3", "--seq-len", "40", "--steps", "5"),
     (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",
      "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
