@@ -333,10 +333,9 @@ def main(args, report: Report) -> None:
     tp, dp, outer, inner = (groups[name] for name in ("tp", "dp", "outer", "inner"))
     report.begin({"tp": args.ranks})
     report.axes = {axis: group.size() for axis, group in groups.items()}
-    torch.manual_seed(args.seed)  # every rank draws the same weights and the same batch
     full = MLP(args.hidden, args.width).to(args.device, getattr(torch, args.dtype))
     batch = torch.randn(2, args.batch_size, args.seq_len, args.hidden)  # x and target
-    batch = batch.to(full.up_proj.weight)  # its device and dtype
+    batch = batch.to(full.up_proj.weight)  # every rank draws the same weights and batch
     losses, tensors, held = {}, {}, {}
 
     def run(name: str, mlp: nn.Module, cuts: tuple = (), batch_group=None) -> None:
@@ -346,7 +345,8 @@ def main(args, report: Report) -> None:
     run("without TP", copy.deepcopy(full))
     run("naive", naive_mlp(full, tp))
     run("Megatron", tp_mlp(full, tp))
-    run("DTensor", dtensor_mlp(full, tp))
+    if args.ranks > 1:
+        run("DTensor", dtensor_mlp(full, tp))
     show_holdings(report, full, tp_mlp(full, tp))
     show_training(report, losses, tensors)
     run("DP", copy.deepcopy(full), ((0, dp),), dp)
@@ -1117,14 +1117,14 @@ def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
     lesson, breaks = Path(module["__file__"]), module["BREAKS"]
-    if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
     if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
         command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
         print("start it with torchrun, which makes the ranks:\n")
         print(f"    {command} {lesson.name}")
         sys.exit(2)
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
     args = read_flags(parse_args, breaks)
     torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
     torch.manual_seed(args.seed)
@@ -1151,6 +1151,7 @@ def launch(main, parse_args, module: dict) -> None:
     dist.destroy_process_group()
     if line.startswith("FAIL"):
         stop(1, line, speaks=False)
+    os._exit(0)  # Python's own end can abort: DTensor's caches still hold groups there
 
 
 # endregion

@@ -1664,14 +1664,14 @@ def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
     lesson, breaks = Path(module["__file__"]), module["BREAKS"]
-    if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
     if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
         command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
         print("start it with torchrun, which makes the ranks:\n")
         print(f"    {command} {lesson.name}")
         sys.exit(2)
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
     args = read_flags(parse_args, breaks)
     torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
     torch.manual_seed(args.seed)
@@ -1698,6 +1698,7 @@ def launch(main, parse_args, module: dict) -> None:
     dist.destroy_process_group()
     if line.startswith("FAIL"):
         stop(1, line, speaks=False)
+    os._exit(0)  # Python's own end can abort: DTensor's caches still hold groups there
 
 
 # endregion

@@ -57,7 +57,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,11 +78,10 @@ from torch.utils.checkpoint import checkpoint
 def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
     """This rank's group along each axis of {"pp": P, "dp": DP, "tp": T}, and two more.
 
-    Rank = (stage · DP + replica) · T + tp_rank: a TP group, which talks in every layer,
-    has neighbours, on the fastest links; a PP group's ranks are the farthest apart.
-    "back" is "pp" again, for gradients: NCCL does the messages of a group in turn, and
-    an activation whose receiver is busy would hold up the gradient behind it. "ends"
-    joins first and last stage, for a tied weight (None between). Both count as pp.
+    Rank = (stage · DP + replica) · T + tp_rank: a TP group has neighbours, on the
+    fastest links. "back" is "pp" again, for gradients: NCCL does the messages of a
+    group in turn, and an activation whose receiver is busy would hold up the gradient
+    behind it. "ends": first and last stage, for a tied weight. Both count as pp.
     """
     groups = mesh_groups(sizes, timeout)
     lines = torch.arange(dist.get_world_size()).view(sizes["pp"], -1).T.tolist()
@@ -118,9 +116,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
     "gpipe": all forwards, then all backwards: every micro-batch's activations are kept
     at the same time (arXiv:1811.06965). "1f1b": as many forwards as there are stages to
     follow, then one forward, one backward in turn, then the backwards that are left: a
-    stage keeps P − stage micro-batches at most (arXiv:2104.04473, sec. 2.2). Both take
-    the same time: the pipeline fills and drains while stages wait, P − 1 micro-batches
-    long, which is the bubble.
+    stage keeps P − stage micro-batches at most (arXiv:2104.04473, sec. 2.2). In both a
+    stage waits for P − 1 micro-batches while the pipeline fills and drains: the bubble.
     """
     P, M = num_stages, num_microbatches
     warm_up = M if kind == "gpipe" else min(P - stage - 1, M)
@@ -420,10 +417,11 @@ def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict
     """Write folder/step_NNNNNN: whole, or not at all: it is written under another name,
     and renamed when all ranks are done. What a kill leaves behind has that other name.
     about: this mesh, and what a run must have in common to go on from here."""
+    import torch.distributed.checkpoint as dcp  # here: it takes a while
+
     part, first = folder / f"part_{step:06}", dist.get_rank() == 0
-    optimizer = training.optimizer
-    adam = optimizer.adamw.state[optimizer.vector]
-    moments = {kind: optimizer.whole(adam[kind]) for kind in MOMENTS}
+    adam = training.optimizer.adamw.state[training.optimizer.vector]
+    moments = {kind: training.optimizer.whole(adam[kind]) for kind in MOMENTS}
     if first:
         shutil.rmtree(part, ignore_errors=True)
     with COMM.meet(f"saving of step {step}", [*range(dist.get_world_size())]):
@@ -436,6 +434,8 @@ def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict
 
 def load_checkpoint(path: Path, step: int, training: MeshTraining) -> None:
     """Fill this rank's parameters and moments from a checkpoint of any mesh."""
+    import torch.distributed.checkpoint as dcp
+
     optimizer, moments = training.optimizer, {}
     for kind in MOMENTS:
         moments[kind] = optimizer.whole(torch.zeros_like(optimizer.vector))
@@ -512,9 +512,10 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
             norms[f"‖g‖, step {step}"] = training.update()
             if args.save:
                 save_checkpoint(args.save, step, training, args.settings)
-    except dcp.CheckpointException as error:  # not an Exception, and many lines
-        failure, _ = next(iter(error.failures.values()))
-        raise RuntimeError(f"checkpoint: {failure}") from None
+    except BaseException as error:  # dcp's is not an Exception, and has many lines
+        for failure, _ in getattr(error, "failures", {}).values():
+            raise RuntimeError(f"checkpoint: {failure}") from None
+        raise
     parameters = collect(training, training.parameters)
     return TrainingRun(losses, norms, gradients, parameters, {})
 
@@ -2218,14 +2219,14 @@ def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
     lesson, breaks = Path(module["__file__"]), module["BREAKS"]
-    if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
     if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
         command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
         print("start it with torchrun, which makes the ranks:\n")
         print(f"    {command} {lesson.name}")
         sys.exit(2)
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
     args = read_flags(parse_args, breaks)
     torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
     torch.manual_seed(args.seed)
@@ -2252,6 +2253,7 @@ def launch(main, parse_args, module: dict) -> None:
     dist.destroy_process_group()
     if line.startswith("FAIL"):
         stop(1, line, speaks=False)
+    os._exit(0)  # Python's own end can abort: DTensor's caches still hold groups there
 
 
 # endregion
