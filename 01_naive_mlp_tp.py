@@ -752,15 +752,14 @@ class CommCounter:
         before = self.place
         self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
         number = self.made[str(ranks)]
-        state = f"in call {number} of ranks {ranks}, {call}"
-        self.note(state, ranks=ranks, number=number)
+        self.note(f"in call {number} of ranks {ranks}, {call}", call=True)
         yield
         self.note(**before)  # not after an error: then this rank is still in it
 
     def note(self, state: str = "in no call", **more) -> None:
         """Where this rank is, for the others to read if something goes wrong."""
         self.place = {"state": state, **more}
-        about = {"made": self.made, "host": socket.gethostname(), "pid": os.getpid()}
+        about = {"host": socket.gethostname(), "pid": os.getpid()}
         if self.store:
             self.store.set(f"place/{dist.get_rank()}", json.dumps(self.place | about))
 
@@ -1006,32 +1005,21 @@ def who_is_missing(places: list[dict]) -> str:
         ended = {"dead": "died", "stopped": "is stopped"}.get(place["process"])
         if ended and "ends" not in place:
             return f"the process of rank {rank} {ended}; it was {place['state']}"
-    waits = {}  # rank → those that have not come to the call that it is in
     for rank, place in enumerate(places):
         if place.get("raised") == 1:  # the first to raise; others may have since
             return f"rank {rank} {place['state']}"
-        waits[rank] = {r for r in place.get("ranks", []) if not_in(place, places[r])}
-    for rank in sorted(set().union(*waits.values())):
-        if "ranks" not in places[rank]:
-            others = [other for other in waits if rank in waits[other]]
-            text = f"rank {rank} is {places[rank]['state']}, ranks {others} wait for it"
-            return f"{text}: it hangs, died, or went on without calling"
-    for _ in places:  # who waits for a rank waits for those that it waits for, too
-        waits = {r: late.union(*map(waits.get, late)) for r, late in waits.items()}
-    circle = [rank for rank in waits if rank in waits[rank]]
-    if circle:
-        return f"ranks {circle} wait for each other: one skipped or swapped a call"
-    if not any("ranks" in place for place in places):
+    inside = [rank for rank, place in enumerate(places) if "call" in place]
+    outside = [rank for rank, place in enumerate(places) if "call" not in place]
+    if not inside:
         return "a call failed of which nothing is noted: see what the transport says"
-    return "a call failed that every rank had come to"
-
-
-def not_in(place: dict, other: dict) -> bool:
-    """Has another rank not come to this rank's call, or to a different one?"""
-    made = other["made"].get(str(place["ranks"]), 0)
-    if made == place["number"] and other.get("ranks") == place["ranks"]:
-        return other["state"] != place["state"]
-    return made < place["number"]
+    if outside:
+        who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
+        text = f"{who} in no call, ranks {inside} wait"
+        return f"{text}: it hangs, died, or went on without calling"
+    if len({place["state"] for place in places}) == 1:
+        return "a call failed that every rank had come to"
+    text = f"ranks {inside} wait for each other"
+    return f"{text}: one skipped or swapped a call, or died in it"
 
 
 def fail(error: Exception | None, bug: str = "") -> None:

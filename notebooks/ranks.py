@@ -396,7 +396,7 @@ def who_was_missing() -> list[str]:
     places = [json.loads(store.get(f"place/{rank}")) for rank in range(HERE["ranks"])]
     for place in places:
         place["process"] = lesson.process_of(place)
-    if not any("ranks" in place for place in places):
+    if not any("call" in place for place in places):
         return []
     lines = [f"  rank {rank}: {place['state']}" for rank, place in enumerate(places)]
     return [lesson.who_is_missing(places), *lines]
@@ -473,7 +473,7 @@ def lost_the_others(error: Exception) -> bool:
     """Has a collective failed since a rank did not come, or was lost? (One that refuses
     its arguments leaves the group as it was.)"""
     place = HERE["lesson"].COMM.place
-    inside = "ranks" in place or place.get("state") == "in"  # the latter in old lessons
+    inside = "call" in place
     transport = re.search(r"third_party.gloo|timed? ?out|connection", str(error), re.I)
     return inside and isinstance(error, RuntimeError) and bool(transport)
 

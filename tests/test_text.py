@@ -16,18 +16,18 @@ FREE = {"parse_args", "main", "BREAKS"}  # may differ from lesson to lesson
 
 # Lines of the parts. Lesson 05 may have more. 100 of the harness's say truly who is
 # missing (test_who_is_missing.py), 340 count, compare, print, refuse and break.
-GATES = {"to read": 660, NEW: 270, RUN: 270, HARNESS: 440}
+GATES = {"to read": 660, NEW: 270, RUN: 270, HARNESS: 430}
 GATES_05 = GATES | {"to read": 950, NEW: 400, RUN: 400}
 FUNCTION_LINES, LOCAL_NAMES, INNER_LOOPS = 40, 25, 6
 COLUMNS = 88
 # What each file has come to, in lines: one that grows by a tenth has to say why here.
 SIZE = {
-    "00_collectives": 1085,
-    "01_naive_mlp_tp": 1148,
-    "02_transformer_tp": 1326,
-    "03_vocab_parallel": 1697,
-    "04_sequence_parallel": 1865,
-    "05_3d_parallel": 2246,
+    "00_collectives": 1086,
+    "01_naive_mlp_tp": 1149,
+    "02_transformer_tp": 1327,
+    "03_vocab_parallel": 1696,
+    "04_sequence_parallel": 1866,
+    "05_3d_parallel": 2251,
 }
 # Other people's code imports these (DESIGN 10).
 STAY = {
