@@ -1,7 +1,12 @@
 """A rank that is killed, hangs, skips a call or raises: the job ends in time, what is
 said about it is true and said once, and nothing is left running."""
 
+import os
 import re
+import signal
+import subprocess
+import time
+from pathlib import Path
 
 import jobs
 import pytest
@@ -76,3 +81,38 @@ def test_ends_and_accuses_nobody_else(lesson, ranks, fault, rank, number):
         assert circle or re.match(WAITED_FOR.format(rank=rank), said), done.err
     else:
         assert re.match(SAYS[fault].format(rank=rank), said), done.err
+
+
+@pytest.mark.alone
+def test_control_c_while_ranks_wait(tmp_path):
+    """Five seconds at most to the prompt, whatever the timeout."""
+    at_fault, faulty = tmp_path / "time", jobs.ROOT / "tests" / "faulty.py"
+    command = [*jobs.TORCHRUN, "--nproc_per_node=2", faulty, MLP, "sleep", "1", "20"]
+    env = jobs.CLEAN_ENV | {"FAULT_TIME": str(at_fault)}
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    job = subprocess.Popen(command, env=env, start_new_session=True, **quiet)
+    while not at_fault.exists() and job.poll() is None:
+        time.sleep(0.1)
+    time.sleep(1)  # now the other one waits
+    start = time.time()
+    os.killpg(job.pid, signal.SIGINT)
+    assert job.wait(60) != 0 and time.time() - start < 5
+
+
+@pytest.mark.alone
+def test_a_terminal_that_does_not_know_our_characters():
+    done = jobs.torchrun(jobs.PATHS[MLP], 2, PYTHONIOENCODING="ascii")
+    assert done.code == 0 and done.out.splitlines()[-1].startswith("PASS"), done.text
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_one_error():
+    command = [*jobs.TORCHRUN, "--nproc_per_node=2", jobs.PATHS[COLLECTIVES]]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, env=jobs.CLEAN_ENV, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    said = re.findall(r"^error: .*", done.stderr, re.M)
+    assert done.returncode == 1 and len(said) == 1, done.stderr
+    assert "raised OSError: " in said[0] and "No space left on device" in said[0]

@@ -135,8 +135,9 @@ def test_without_torchrun(lesson):
 
 def test_without_torchrun_in_a_process_of_its_own():
     script = [sys.executable, str(jobs.PATHS[COLLECTIVES])]
+    env = jobs.CLEAN_ENV | {"RANK": "abc"}
     done = subprocess.run(
-        script, env=jobs.CLEAN_ENV, capture_output=True, text=True, encoding="utf-8"
+        script, env=env, capture_output=True, text=True, encoding="utf-8"
     )
     assert done.returncode == 2 and "torchrun" in done.stdout and done.stderr == ""
 
