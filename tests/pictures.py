@@ -1,61 +1,92 @@
 """What the tests of the pictures share: drawing, and reading off what was drawn."""
 
 import sys
+from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import draw
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.patches import Polygon
+from matplotlib.colors import to_hex
+
+BLUE, ORANGE, WHITE, BLACK = *draw.COLORS[:2], "#FFFFFF", "#000000"
 
 
-def drawn(function, *args, **kwargs):
-    """The figure that a function has drawn."""
+def shade(color) -> str:
+    return to_hex(color).upper()
+
+
+class Box(NamedTuple):
+    """What is filled; of a polygon, the box around it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    color: str
+
+
+class Panel:
+    """One axes of a figure, and what can be seen there, in the order drawn."""
+
+    def __init__(self, ax):
+        self.ax, self.figure = ax, ax.figure
+        self.filled = [p for p in ax.patches if p.get_fill()]
+        self.boxes = []
+        for p in self.filled:
+            around = p.get_path().get_extents(p.get_patch_transform())
+            self.boxes.append(Box(*around.bounds, shade(p.get_facecolor())))
+        self.colors = [b.color for b in self.boxes]
+        self.spans = [(b.x, b.width, b.color) for b in self.boxes]
+        self.lines = [[list(v) for v in line.get_data()] for line in ax.lines]
+        self.words = [t for t in ax.texts if t.get_text()]
+        self.texts = [t.get_text() for t in self.words]
+        self.at = {t.get_text(): t.get_position() for t in self.words}
+        self.ticks = [t.get_text() for t in ax.get_yticklabels()]
+        self.legend = [
+            t.get_text() for legend in self.figure.legends for t in legend.get_texts()
+        ]
+
+    def under(self, x, y) -> list[str]:
+        """The colours at a point, the one that is seen last."""
+        return [
+            box.color for box, p in zip(self.boxes, self.filled)
+            if p.get_path().contains_point((x, y), p.get_patch_transform())
+        ]  # fmt: skip
+
+    def in_square(self, x, y) -> list[str]:
+        """Colours of the boxes inside the unit square at x, y, top to bottom."""
+        inside = lambda at, size, low: low - 1e-6 <= at and at + size <= low + 1 + 1e-6
+        found = [b for b in self.boxes if inside(b.x, b.width, x)]
+        found = [b for b in found if inside(b.y, b.height, y)]
+        return [b.color for b in sorted(found, key=lambda b: (b.y, b.x))]
+
+
+def panels(function, *args, **kwargs) -> list[Panel]:
+    """What a function has drawn."""
     function(*args, **kwargs)
-    return draw.plt.gcf()
+    return [Panel(ax) for ax in draw.plt.gcf().axes]
 
 
-def texts(figure) -> list[str]:
-    return [t.get_text() for ax in figure.axes for t in ax.texts if t.get_text()]
+def drawn(function, *args, **kwargs) -> Panel:
+    """The first panel, or the only one, of what a function has drawn."""
+    return panels(function, *args, **kwargs)[0]
 
 
-def boxes(ax) -> list[tuple]:
-    """(x, y, width, height, colour) of everything that is filled."""
-    return [
-        (*around(p), to_hex(p.get_facecolor()).upper())
-        for p in ax.patches
-        if p.get_fill()
-    ]
+def extents(figure, artists) -> list:
+    figure.canvas.draw()
+    return [artist.get_window_extent() for artist in artists]
 
 
-def around(patch) -> tuple:
-    """x, y, width, height; of a polygon, of the box around it."""
-    if not isinstance(patch, Polygon):
-        return (*patch.get_xy(), patch.get_width(), patch.get_height())
-    corners = patch.get_xy()
-    return (*corners.min(0), *(corners.max(0) - corners.min(0)))
-
-
-def color_seen(ax, x, y) -> str:
-    """The colour on top at a point."""
-    hits = [
-        p for p in ax.patches
-        if p.get_fill() and p.get_path().contains_point((x, y), p.get_patch_transform())
-    ]  # fmt: skip
-    return to_hex(hits[-1].get_facecolor()).upper()
-
-
-def colors_at(ax, x, y) -> list[str]:
-    """Colours of the boxes that lie inside the unit square at x, y, top to bottom."""
-    inside = lambda a, b, low: low - 1e-6 <= a and a + b <= low + 1 + 1e-6
-    hits = [b for b in boxes(ax) if inside(b[0], b[2], x) and inside(b[1], b[3], y)]
-    return [color for *_, color in sorted(hits, key=lambda b: (b[1], b[0]))]
-
-
-def luminance(color) -> float:
-    parts = [c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4
-             for c in to_rgb(color)]  # fmt: skip
-    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+def legible(seen: Panel) -> None:
+    """Words neither overlap nor leave the picture."""
+    width, height = seen.figure.get_size_inches() * seen.figure.dpi
+    found = [*zip(seen.texts, extents(seen.figure, seen.words))]
+    for text, at in found:
+        assert 0 <= at.x0 and at.x1 <= width, text
+        assert 0 <= at.y0 and at.y1 <= height, text
+    for (text, at), (other, there) in combinations(found, 2):
+        assert not at.overlaps(there), (text, other)

@@ -3,65 +3,48 @@
 import math
 
 import torch
-from matplotlib.colors import to_hex
-from pictures import boxes, draw, drawn, texts
+from pictures import BLUE, ORANGE, WHITE, draw, drawn, panels, shade
 
 
 def test_lookup_joins_tokens_to_rows_and_shows_the_terms():
     rows = [("a", 1), ("b", 1), ("c", 2), ("pad", 2)]
     one, two = torch.tensor([[0.0, -0.0], [7, -0.0]]), torch.tensor([[-3.0, 4], [0, 0]])
-    figure = drawn(draw.lookup, rows, [2, 0], [one, two], one + two)
-    ax = figure.axes[0]
-    shown = texts(figure)
-    assert shown[:2] == ["rows", "tokens"] and shown[2:8] == [*"abc", "pad", *"ca"]
-    assert [t for t in shown[8:] if t not in "+→"] == [
-        "rank 0", "0", "0", "7", "0", "rank 1", "-3", "4", "0", "0",
-        "sum", "-3", "4", "7", "0",
+    seen = drawn(draw.lookup, rows, [2, 0], [one, two], one + two)
+    wanted = [  # what is written, and the colours there
+        ("rows", []), ("tokens", []),
+        ("a", [BLUE]), ("b", [BLUE]), ("c", [ORANGE]), ("pad", [ORANGE]),
+        ("c", [WHITE]), ("a", [WHITE]),
+        ("rank 0", []), *[("0", [WHITE])] * 2, ("7", [BLUE]), ("0", [BLUE]),
+        ("rank 1", []), ("+", []),
+        ("-3", [ORANGE]), ("4", [ORANGE]), *[("0", [WHITE])] * 2,
+        ("sum", []), ("→", []),  # by who brought it
+        ("-3", [ORANGE]), ("4", [ORANGE]), ("7", [BLUE]), ("0", [BLUE]),
     ]  # fmt: skip
-    names = {t.get_text(): t.get_position() for t in ax.texts[2:6]}
-    for line, (token, name) in zip(ax.lines, ((0, "c"), (1, "a"))):
-        assert list(line.get_ydata()) == [names[name][1], 1.5 + token]
-    under = lambda text: [
-        b[-1] for b in boxes(ax)
-        if b[0] < text.get_position()[0] < b[0] + b[2]
-        and b[1] < text.get_position()[1] < b[1] + b[3]
-    ]  # fmt: skip
-    found = [(t.get_text(), under(t)) for t in ax.texts]
-    blue, orange, white = draw.color(0), draw.color(1), "#FFFFFF"
-    wanted = {"a": blue, "c": orange, "pad": orange}
-    for name, fill in wanted.items():
-        assert (name, [fill]) in found
-    numbers = [(t, c) for t, c in found if t.lstrip("-").isdigit()]
-    white_twice = [[white]] * 2
-    assert [c for _, c in numbers[:8]] == [
-        *white_twice, [blue], [blue], [orange], [orange], *white_twice,
-    ]  # fmt: skip
-    brought = [[orange], [orange], [blue], [blue]]  # the sum, by who brought it
-    assert [c for _, c in numbers[8:]] == brought
+    found = [(t.get_text(), seen.under(*t.get_position())) for t in seen.words]
+    assert found == wanted
+    height = {t.get_text(): t.get_position()[1] for t in seen.words[2:6]}
+    assert [ys for _, ys in seen.lines] == [[height["c"], 1.5], [height["a"], 2.5]]
 
 
 def test_columns_show_each_ranks_part_and_what_it_brings():
     parts = [torch.tensor([1.0, -2.0]), torch.tensor([4.0, -math.inf])]
+    names = ["a", "b", "c", "pad"]
     lines = [("x", parts, [1.0, 4.0], "max", 4.0), ("alone", parts)]
-    figure = drawn(draw.columns, lines, ["a", "b", "c", "pad"], 2)
-    left, right, below, empty = figure.axes
-    for ax in (left, below):
-        bars = [(p.get_height(), to_hex(p.get_facecolor()).upper()) for p in ax.patches]
-        blue, orange = draw.color(0), draw.color(1)
-        assert bars == [(1, blue), (-2, blue), (4, orange), (0, orange)]
-        edges = [p.get_linewidth() for p in ax.patches]
-        assert edges[2] > edges[0] == edges[1] == edges[3]
-        assert [t.get_text() for t in ax.texts] == ["1.00", "-2.00", "4.00", "−∞"]
-        names = [t.get_text() for t in ax.get_xticklabels()]
-        assert names == ["a", "b", "c", "pad"]
-        for text, bar in zip(ax.texts, ax.patches):
+    left, right, below, empty = panels(draw.columns, lines, names, 2)
+    for panel in (left, below):
+        bars = [(b.y, b.height, b.color) for b in panel.boxes]
+        wanted = [(0, 1, BLUE), (-2, 2, BLUE), (0, 4, ORANGE), (0, 0, ORANGE)]
+        assert bars == wanted
+        one, two, target, four = [p.get_linewidth() for p in panel.filled]
+        assert target > one == two == four
+        assert panel.texts == ["1.00", "-2.00", "4.00", "−∞"]
+        assert [t.get_text() for t in panel.ax.get_xticklabels()] == names
+        for text, bar in zip(panel.words, panel.filled):
             outside = text.get_position()[1] - bar.get_height()
             down = bar.get_height() < 0
             assert (outside < 0) == down == (text.get_va() == "top")
-    assert [t.get_text() for t in right.texts] == [
-        "rank 0: 1.0000", "rank 1: 4.0000", "max 4.0000",
-    ]  # fmt: skip
-    fills = [to_hex(t.get_bbox_patch().get_facecolor()).upper() for t in right.texts]
-    assert fills == [draw.color(0), draw.color(1), "#FFFFFF"]
-    assert not empty.texts and left.get_title("left") == "x"
-    assert len(drawn(draw.columns, lines[1:], [*"abc", "pad"]).axes) == 1
+    assert right.texts == ["rank 0: 1.0000", "rank 1: 4.0000", "max 4.0000"]
+    fills = [shade(t.get_bbox_patch().get_facecolor()) for t in right.words]
+    assert fills == [BLUE, ORANGE, WHITE]
+    assert not empty.texts and left.ax.get_title("left") == "x"
+    assert len(panels(draw.columns, lines[1:], names)) == 1

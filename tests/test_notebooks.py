@@ -46,97 +46,88 @@ def cells(name: str, kind: str) -> list[str]:
 @pytest.fixture(scope="module")
 def home():
     """What `prepare` changes in this process is put back."""
-    environ, folder = dict(os.environ), os.getcwd()
-    ranks.prepare()
-    yield
-    ranks.Ranks.stop_all()
+    folder = os.getcwd()
+    with mock.patch.dict(os.environ):
+        ranks.prepare()
+        yield
+        ranks.Ranks.stop_all()
     os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environ)
-
-
-MLP = "01_naive_mlp_tp"
 
 
 @pytest.fixture(scope="module")
 def live(home):
-    return ranks.start(2, MLP, timeout=4)
+    return ranks.start(2, "01_naive_mlp_tp", timeout=4)
 
 
-def test_what_ranks_print(live, capsys):
-    live.px("", "print('same'); print('lines')")
-    assert capsys.readouterr().out == "every rank  same\n            lines\n"
-    live.px(
-        "", "import time; time.sleep(0.3 * (1 - rank)); print('I am', rank)\nrank + 5"
-    )
-    assert capsys.readouterr().out == (
-        "rank 0  I am 0\n        5\nrank 1  I am 1\n        6\n"
-    )
+@pytest.fixture
+def px(live, capsys):
+    """Run a cell on every rank: what it prints here."""
+
+    def run(code: str) -> str:
+        capsys.readouterr()
+        live.px("", code)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_what_ranks_print(live, px, capsys):
+    said = px("print('same'); print('lines')")
+    assert said == "every rank  same\n            lines\n"
+    late = "import time; time.sleep(0.3 * (1 - rank))\n"
+    said = px(late + "print('I am', rank)\nrank + 5")
+    assert said == "rank 0  I am 0\n        5\nrank 1  I am 1\n        6\n"
     live.px("print('one') if rank else None")
     assert capsys.readouterr().out == "rank 1  one\n"
-    live.px("", "value = torch.tensor([rank + 0.5])")
+    px("value = torch.tensor([rank + 0.5])")
     assert [v.item() for v in live["value"]] == [0.5, 1.5]
 
 
-def test_a_rank_that_raises(live, capsys):
-    live.px("", "kept = torch.ones(2) + rank\nmlp = tp_mlp(MLP(2, 4), tp_group)")
+def test_a_rank_that_raises(live, px, capsys):
+    px("kept = torch.ones(2) + rank\nmlp = tp_mlp(MLP(2, 4), tp_group)")
     with pytest.raises(ranks.RankFailed) as failed:
-        live.px(
-            "", "if rank == 1:\n    raise ValueError('out')\nall_reduce(kept, tp_group)"
-        )
-    lines = str(failed.value).splitlines()
-    assert lines[1] == "rank 1: ValueError: out (line 2 of the cell)"
-    assert lines[0].startswith("rank 0: RuntimeError: Timed out waiting 4000ms")
+        px("if rank == 1:\n    raise ValueError('out')\nall_reduce(kept, tp_group)")
+    waited, raised = str(failed.value).splitlines()
+    assert raised == "rank 1: ValueError: out (line 2 of the cell)"
+    assert waited.startswith("rank 0: RuntimeError: Timed out waiting 4000ms")
     assert failed.value._render_traceback_()[-1].endswith(": live.again()")
     live.again()
     said = capsys.readouterr().out
     assert "rank 1 is in no call" in said and "is kept" in said
-    live.px(
-        "", "print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)"
-    )
-    assert capsys.readouterr().out == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
+    said = px("print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)")
+    assert said == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
     # What its parameters remember of their cuts has the new group, too.
-    live.px("", "print([list(unshard(p, p.cuts).shape) for p in mlp.parameters()])")
-    said = capsys.readouterr().out
+    said = px("print([list(unshard(p, p.cuts).shape) for p in mlp.parameters()])")
     assert said == "every rank  [[4, 2], [4], [2, 4], [2]]\n"
 
 
-def judged(live, capsys, *lines) -> str:
-    """What `check` says of these claims."""
-    code = "".join(f"    {line}\n" for line in lines)
-    live.px("", f"def claims():\n{code}check(claims())")
-    return capsys.readouterr().out
+def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(live, px):
+    def judged(*lines) -> str:
+        """What `check` says of these claims."""
+        code = "".join(f"    {line}\n" for line in lines)
+        return px(f"def claims():\n{code}check(claims())")
 
-
-ADD_UP = "all_reduce(torch.ones(2), tp_group{})"
-
-
-def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(live, capsys):
-    wrong = ADD_UP.format(", op='max'")
-    said = judged(live, capsys, f"yield {wrong} is None, ''")
+    call = "all_reduce(torch.ones(2), tp_group)"
+    wrong = "all_reduce(torch.ones(2), tp_group, op='max')"
+    said = judged(f"yield {wrong} is None, ''")
     assert said.startswith("every rank  not yet: TypeError: (): incompatible function")
     assert "live.again()" not in said
-    said = judged(live, capsys, f"yield {ADD_UP.format('')}.sum() == 4, ''")
-    assert said == "every rank  right\n"  # the group is as it was
-    said = judged(live, capsys, "yield rank == 0, 'no'")
+    right = f"yield {call}.sum() == 4, ''"  # the group is as it was
+    assert judged(right) == "every rank  right\n"
+    said = judged("yield rank == 0, 'no'")
     assert said == "every rank  not yet; rank 1: no\n"
 
     lost = "a collective did not complete; after it, run live.again()\n"
     for caller in (0, 1):
-        call = f"{ADD_UP.format('')} if rank == {caller} else None"
-        said = judged(live, capsys, f"yield {call} is None, ''")
+        said = judged(f"yield ({call} if rank == {caller} else None) is None, ''")
         assert said == f"every rank  not yet; rank {caller}: {lost}"
         live.again()
-        capsys.readouterr()
-    said = judged(
-        live, capsys, f"{ADD_UP.format('')} if rank == 0 else {wrong}", "yield 1, ''"
-    )
-    cause, rest = said.split("\n", 1)
+    said = judged(f"{call} if rank == 0 else {wrong}", "yield 1, ''")
+    cause, _, rest = said.partition("\n")
     assert cause.startswith("every rank  not yet; rank 1: TypeError: ")
     assert rest.strip() == f"and {lost}".strip()
     live.again()
-    said = judged(live, capsys, f"yield {ADD_UP.format('')}.sum() == 4, ''")
-    assert said.endswith("every rank  right\n")
+    assert judged(right) == "every rank  right\n"
 
 
 @pytest.mark.parametrize("error, lost", [
@@ -155,58 +146,48 @@ def test_which_errors_mean_that_a_rank_was_lost(monkeypatch, error, lost):
 
 
 @pytest.mark.parametrize("hang", ["import time; time.sleep(600)", "while True: pass"])
-def test_a_rank_that_hangs(live, capsys, hang):
-    live.px("", "kept = torch.full((2,), rank + 1.0)")
+def test_a_rank_that_hangs(live, px, capsys, hang):
+    px("kept = torch.full((2,), rank + 1.0)")
     live.view.execute(f"if rank == 1:\n    {hang}", block=False)
     start = time.time()
     live.again()
     assert time.time() - start < 8 and "is kept" in capsys.readouterr().out
-    live.px("", "print(all_reduce(kept, tp_group).tolist())")
-    assert capsys.readouterr().out == "every rank  [3.0, 3.0]\n"
+    said = px("print(all_reduce(kept, tp_group).tolist())")
+    assert said == "every rank  [3.0, 3.0]\n"
 
 
-def test_broken_is_cured_again(live, capsys):
-    names = list(live.lesson.BREAKS)
-    code = "\n".join(
-        [
-            "import inspect",
-            "def state(target):",
-            "    owner, _, name = target.rpartition('.')",
-            "    held = getattr(lesson, owner) if owner else lesson",
-            "    return vars(held).get(name), globals().get(name)",
-            f"for name in {names}:",
-            "    edit = BREAKS[name]",
-            "    target = edit['target'] if isinstance(edit, dict) else edit.target",
-            "    before = state(target)",
-            "    with broken(name):",
-            "        during = state(target)",
-            "    assert during != before and state(target) == before, name",
-            "print('cured')",
-        ]
-    )
-    live.px("", code)
-    assert capsys.readouterr().out == "every rank  cured\n"
+CURED = """
+def state(target):
+    owner, _, name = target.rpartition(".")
+    held = getattr(lesson, owner) if owner else lesson
+    return vars(held).get(name), globals().get(name)
+
+for name, edit in BREAKS.items():
+    before = state(edit["target"])
+    with broken(name):
+        assert state(edit["target"]) != before, name
+    assert state(edit["target"]) == before, name
+print(*BREAKS)
+"""
 
 
-def test_a_rank_that_died(live, capsys):
-    os.kill(live.pids[1], signal.SIGKILL)
-    live.again()
-    assert capsys.readouterr().out == "2 new ranks; what the old ones held is lost\n"
-    live.px("", "print(all_reduce(torch.ones(1), tp_group).item())")
-    assert capsys.readouterr().out == "every rank  2.0\n"
+def test_broken_is_cured_again(live, px):
+    assert px(CURED) == f"every rank  {' '.join(live.lesson.BREAKS)}\n"
 
 
-def test_a_rank_that_is_known_to_be_dead(live):
+def test_a_rank_that_died(live, px, capsys):
     # The client needs half a minute to notice: then it does not know that rank at all.
     with mock.patch.object(type(live.client), "ids", [0]):
         assert live.interrupt() is False
+    os.kill(live.pids[1], signal.SIGKILL)
+    live.again()
+    assert capsys.readouterr().out == "2 new ranks; what the old ones held is lost\n"
+    said = px("print(all_reduce(torch.ones(1), tp_group).item())")
+    assert said == "every rank  2.0\n"
 
 
 def test_how_many_ranks():
     assert [ranks.how_many(4, free) for free in (8, 2, 1.9)] == [4, 4, 2]
-
-
-START = "import ranks; ranks.prepare(); live = ranks.start(2, '00_collectives')"
 
 
 def told(client, code: str) -> str:
@@ -221,15 +202,16 @@ def told(client, code: str) -> str:
 def test_a_kernel_that_is_interrupted_restarted_and_killed():
     """After the first its ranks come back, after the others nothing is left of them,
     though one was busy."""
-    mark = uuid.uuid4().hex
-    kernel = KernelManager()
+    mark, kernel = uuid.uuid4().hex, KernelManager()
+    only_kernel = lambda: all("ipykernel" in c for _, c in jobs.processes(mark))
     kernel.start_kernel(env=os.environ | {jobs.MARK: mark}, cwd=FOLDER)
     try:
         for last in (False, True):
             client = kernel.blocking_client()
             client.start_channels()
             client.wait_for_ready(timeout=60)
-            told(client, START)
+            told(client, "import ranks; ranks.prepare()")
+            told(client, "live = ranks.start(2, '00_collectives')")
             assert len(jobs.processes(mark)) > 3
             if not last:
                 threading.Timer(2, kernel.interrupt_kernel).start()
@@ -244,11 +226,7 @@ def test_a_kernel_that_is_interrupted_restarted_and_killed():
                 os.kill(kernel.provisioner.pid, signal.SIGKILL)
             else:
                 kernel.restart_kernel(now=True)
-            only_kernel = lambda: all("ipykernel" in c for _, c in jobs.processes(mark))
-            until = time.time() + 8
-            while not only_kernel() and time.time() < until:
-                time.sleep(0.2)
-            assert only_kernel(), jobs.processes(mark)
+            ranks.wait_until(only_kernel, 8, "the end of the ranks")
     finally:
         kernel.shutdown_kernel(now=True)
         for pid, _ in jobs.processes(mark):
@@ -262,26 +240,33 @@ RUN = {"05_3d_parallel": 8}  # of the first run
 
 
 def exercises(name: str) -> dict[int, dict[str, str]]:
-    """Number → the cell to fill in, the check, and the folded hint and solution."""
-    found, number = {}, None
+    """Number → the cell to fill in, the check, and the folded solution."""
+    found = {}
     for cell in NOTEBOOKS[name]["cells"]:
         text = "".join(cell["source"]).removeprefix("%%px\n")
-        for tag in cell["metadata"].get("tags", []):
-            if match := re.fullmatch(r"(exercise|check)-(\d)", tag):
-                number = int(match[2])
-                found.setdefault(number, {})[match[1]] = text
-        if cell["cell_type"] == "markdown" and "<summary>Solution" in text:
+        tags = " ".join(cell["metadata"].get("tags", []))
+        for kind, number in re.findall(r"\b(exercise|check)-(\d)\b", tags):
+            found.setdefault(int(number), {})[kind] = text
+        if "<summary>Solution" in text:  # below its check
+            assert "<summary>Hint</summary>" in text
             code = re.search(r"```python\n%%px\n(.*?)```", text, re.S)[1]
-            hint = "<summary>Hint</summary>" in text
-            found[number] |= {"solution": code, "hint": hint}
+            found[max(found)]["solution"] = code
     return found
+
+
+def filled_in(answer: str | dict[str, str], solution: str) -> str:
+    """What someone wrote: all of it, or what is other than in the solution."""
+    if isinstance(answer, str):
+        return answer
+    for old, new in answer.items():
+        assert old in solution, f"the solution has no {old!r}"
+        solution = solution.replace(old, new)
+    return solution
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_exercises(name, home, capsys):
-    live = ranks.start(LIVE.get(name, 2), name, timeout=4)
-    found = exercises(name)
-    assert sorted(found) == [1, 2, 3] and all(e["hint"] for e in found.values())
+    live, found = ranks.start(LIVE.get(name, 2), name, timeout=4), exercises(name)
 
     def verdict(code, number):
         live.px("", code)
@@ -293,8 +278,9 @@ def test_exercises(name, home, capsys):
         assert verdict(exercise["exercise"], number).startswith("every rank  not yet: ")
         assert verdict(exercise["solution"], number) == "every rank  right\n"
     wrong = importlib.import_module(f"wrong_{name[:2]}").WRONG
-    assert {number for number, *_ in wrong} == {1, 2, 3}
-    for number, code, wanted in wrong:
+    assert sorted(found) == sorted({number for number, *_ in wrong}) == [1, 2, 3]
+    for number, answer, wanted in wrong:
+        code = filled_in(answer, found[number]["solution"])
         said = verdict(code, number)
         assert "not yet" in said and wanted in said, (code, said)
     live.stop()
@@ -304,7 +290,7 @@ def test_exercises(name, home, capsys):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_complete(name):
+def test_a_notebook_is_complete_and_shows_the_lessons_code(name):
     code, text = cells(name, "code"), "\n".join(cells(name, "markdown"))
     assert code[0] == cells("00_collectives", "code")[0]  # finds the course
     command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {name}"
@@ -313,8 +299,10 @@ def test_a_notebook_is_complete(name):
     assert text.count("<summary><b>Quiz.</b>") >= 5
     assert text.count("<details>") == text.count("</details>")
     assert sum("ranks.code(" in cell for cell in code) >= 5
-    longest = max((len(line), line) for cell in code for line in cell.splitlines())
-    assert longest[0] <= 88, longest
+    for line in "\n".join(code).splitlines():
+        assert len(line) <= 88, line
+        if defined := re.match(r"(?:class|def) (\w+)", line):
+            assert not hasattr(jobs.load(name), defined[1]), f"{line} is retyped"
 
 
 def test_pictures_of_the_readme_are_the_notebooks():
@@ -329,14 +317,6 @@ def test_pictures_of_the_readme_are_the_notebooks():
     assert stored == found
     shown = re.findall(r"^!\[.+\]\(assets/(.+)\)$", README, re.M)
     assert sorted(shown) == sorted(stored)
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_lesson_code_is_shown_and_not_retyped(name):
-    lesson = jobs.load(name)
-    code = "\n".join(cells(name, "code"))
-    for kind, defined in re.findall(r"^(class|def) (\w+)", code, re.M):
-        assert not hasattr(lesson, defined), f"{kind} {defined} stands in the lesson"
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -7,25 +7,28 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import check
 import lessons
 import pytest
+from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 README = (ROOT / "README.md").read_text()
 LESSONS = sorted(path.name for path in ROOT.glob("0?_*.py"))
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+OF_MAKE = "MAKEFLAGS MAKELEVEL MFLAGS MAKEOVERRIDES".split()
+SETTINGS = "VENV PYTHON INDEX TORCH_INDEX WHEELS RANKS ARGS".split()
 
 
-def make(*args, folder=ROOT, **env) -> subprocess.CompletedProcess:
-    """Run make as at a prompt: without what an outer make passes down."""
-    passed_down = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"}
-    settings = {"VENV", "PYTHON", "INDEX", "TORCH_INDEX", "WHEELS", "RANKS", "ARGS"}
-    kept = {k: v for k, v in os.environ.items() if k not in passed_down | settings}
+def run(*command, cwd=ROOT, **env) -> subprocess.CompletedProcess:
+    """A command as at a prompt: without what an outer make passes down."""
+    kept = {k: v for k, v in os.environ.items() if k not in OF_MAKE + SETTINGS}
     return subprocess.run(
-        ["make", *args], cwd=folder, env=kept | env, text=True, capture_output=True
+        command, cwd=cwd, env=kept | env, text=True, capture_output=True
     )
 
 
@@ -44,31 +47,33 @@ class Machine:
     """A fresh folder with the Makefile in it, and a fake Python."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.venv = folder, folder / ".venv"
+        self.stamp = self.venv / ".base"
+        folder.mkdir(exist_ok=True)
         for name in ("Makefile", "requirements.txt", "requirements-extra.txt"):
             shutil.copy(ROOT / name, folder)
-        self.python = folder / "fake_python"
-        self.python.write_text(FAKE_PYTHON)
-        self.python.chmod(0o755)
-        self.stamp = folder / ".venv" / ".base"
+        (folder / "fake_python").write_text(FAKE_PYTHON)
+        (folder / "fake_python").chmod(0o755)
 
     def setup(self, *args):
         """make setup: exit code, output, and what Python was asked to install."""
         calls = self.folder / "calls"
         calls.write_text("")
-        notes = str(self.folder)
-        done = make(
-            "setup", f"PYTHON={self.python}", *args, folder=self.folder, NOTES=notes
-        )
-        installs = [
-            line for line in calls.read_text().splitlines() if "install" in line
-        ]
+        command = "make", "setup", f"PYTHON={self.folder / 'fake_python'}", *args
+        done = run(*command, cwd=self.folder, NOTES=str(self.folder))
+        installs = [x for x in calls.read_text().splitlines() if "install" in x]
         return done.returncode, done.stdout + done.stderr, installs
+
+    def installs(self, *args) -> list[str]:
+        """What Python was asked to install by a make setup that goes well."""
+        code, text, installs = self.setup(*args)
+        assert code == 0 and "ready" in text, text
+        return installs
 
 
 @pytest.fixture
 def machine(tmp_path):
-    return Machine(tmp_path)
+    return Machine(tmp_path / "here")
 
 
 def pins() -> dict[str, list[str]]:
@@ -85,144 +90,112 @@ def pins() -> dict[str, list[str]]:
 
 
 def test_help_lists_every_target():
-    targets = re.findall(r"^([a-z-]+):", MAKEFILE, re.M)
-    done = make()
+    done = run("make")
     assert done.returncode == 0
     listed = re.findall(r"^make ([\w-]+)  +\S", done.stdout, re.M)
-    assert sorted(listed) == sorted(targets) and len(listed) == done.stdout.count("\n")
+    assert sorted(listed) == sorted(TARGETS) and len(listed) == done.stdout.count("\n")
     wanted = {"demo", "setup", "check", "lessons", "test", "help", "wheels", "clean"}
     wanted |= {"notebooks", "notebooks-run", "quick", "mutants", "bench"}
     assert wanted <= set(listed)
-    database = make("--print-data-base", "--dry-run", "help").stdout
+    database = run("make", "--print-data-base", "--dry-run", "help").stdout
     phony = re.search(r"^\.PHONY:(.*)", database, re.M)[1].split()
-    assert set(phony) >= set(targets)  # or a file of that name would stop it
+    assert set(phony) >= TARGETS  # or a file of that name would stop it
 
 
-def test_every_requirement_is_pinned_and_torch_comes_first():
-    exact = r"[\w-]+==\d+(\.\d+)+(; python_version [<>]=? \"3\.\d+\")?( +#.*)?"
-    for lines in pins().values():
-        for line in lines:
-            assert re.fullmatch(exact, line), line
+def test_every_requirement_is_pinned_and_installed_and_torch_comes_first():
+    exact = r"[\w-]+==((?:\d+\.)+\d+)(; python_version [<>]=? \"3\.\d+\")?( +#.*)?"
+    here = "<" if sys.version_info < (3, 11) else ">="
+    for name, lines in pins().items():
+        found = [re.fullmatch(exact, line) for line in lines]
+        assert all(found), lines
+        wanted = next(m[1] for m in found if not m[2] or f" {here}" in m[2])
+        assert version(name).partition("+")[0] == wanted, name
     assert next(iter(pins())) == "torch" and len(pins()["torch"]) == 1
 
 
-def test_what_is_installed_is_what_is_pinned():
-    from importlib.metadata import version
-
-    here = "<" if sys.version_info < (3, 11) else ">="
-    for name, lines in pins().items():
-        line = next(x for x in lines if ";" not in x or f"python_version {here}" in x)
-        wanted = re.search(r"==([\d.]+)", line)[1]
-        assert version(name).partition("+")[0] == wanted, name
-
-
-def test_setup_installs_torch_first_and_nothing_the_second_time(machine):
-    code, _, installs = machine.setup()
-    assert code == 0 and machine.stamp.exists()
-    assert len(installs) == 2, installs
-    assert installs[0].split()[-1] == pins()["torch"][0]
-    assert installs[1].endswith("-r requirements.txt")
-    code, text, installs = machine.setup()
-    assert code == 0 and installs == [] and "ready" in text
-
-
-def test_extras_are_installed_when_asked_for(machine):
-    code, _, installs = machine.setup("EXTRA=1")
-    assert code == 0 and len(installs) == 3
-    assert installs[2].endswith("-r requirements.txt -r requirements-extra.txt")
-    assert machine.setup("EXTRA=1")[2] == []
-
-
-def test_a_moved_environment_is_made_anew(tmp_path):
-    (tmp_path / "here").mkdir()
-    machine = Machine(tmp_path / "here")
-    machine.setup("EXTRA=1")
-    old = machine.folder / ".venv" / "old_path"
-    old.touch()
-    machine.folder.rename(tmp_path / "there")
-    moved = Machine(tmp_path / "there")
-    code, _, installs = moved.setup()
-    assert code == 0 and len(installs) == 2
-    assert moved.setup()[2] == [] and not (tmp_path / "there/.venv/old_path").exists()
-
-
-def test_make_from_elsewhere_and_a_folder_of_two_words(machine, tmp_path):
-    away = tmp_path / "away"
-    (away / "__pycache__").mkdir(parents=True)
-    done = make("-f", str(machine.folder / "Makefile"), "clean", folder=away)
-    assert done.returncode == 2 and "call make in the folder of" in done.stderr
-    assert (away / "__pycache__").exists()
-    code, text, installs = machine.setup("VENV=my env")
-    assert code == 2 and "VENV is to be one word, not: my env" in text
-    assert installs == [] and not (machine.folder / "my").exists()
-
-
-def test_new_requirements_are_installed(machine):
-    machine.setup()
+def test_setup_installs_torch_first_and_only_what_is_new(machine):
+    torch, rest = machine.installs()
+    assert machine.stamp.exists()
+    assert torch.split()[-1] == pins()["torch"][0]
+    assert rest.endswith("-r requirements.txt")
+    assert machine.installs() == []
     later = machine.stamp.stat().st_mtime + 10
     os.utime(machine.folder / "requirements.txt", (later, later))
-    code, _, installs = machine.setup()
-    assert code == 0 and len(installs) == 2
+    assert len(machine.installs()) == 2
+
+
+def test_extras_are_installed_when_asked_for_and_a_moved_environment_anew(machine):
+    _, _, extra = machine.installs("EXTRA=1")
+    assert extra.endswith("-r requirements.txt -r requirements-extra.txt")
+    assert machine.installs("EXTRA=1") == []
+    (machine.venv / "old_path").touch()
+    moved = Machine(machine.folder.rename(machine.folder.with_name("there")))
+    assert len(moved.installs()) == 2 and moved.installs() == []
+    assert not (moved.venv / "old_path").exists()
 
 
 @pytest.mark.parametrize("where", ["torch==", "-r requirements.txt"])
 def test_an_interrupted_installation_starts_over(machine, where):
     (machine.folder / "FAIL").write_text(where)
-    code, _, _ = machine.setup()
-    assert code != 0
-    half = machine.folder / ".venv" / "half_installed"
-    half.touch()
+    assert machine.setup()[0] != 0
+    (machine.venv / "half_installed").touch()
     (machine.folder / "FAIL").unlink()
-    code, _, installs = machine.setup()
-    assert code == 0 and len(installs) == 2 and machine.stamp.exists()
-    assert not half.exists()
+    assert len(machine.installs()) == 2 and machine.stamp.exists()
+    assert not (machine.venv / "half_installed").exists()
 
 
-def test_a_folder_of_someone_else_is_left_alone(machine):
+@pytest.mark.parametrize("setting, says", [
+    ("VENV=my env", "VENV is to be one word, not: my env"),
+    ("VENV=theirs", "error: the folder theirs"),
+    ("PYTHON=/no/such", "error: found no Python 3.10 to 3.14 as '/no/such'"),
+])  # fmt: skip
+def test_what_setup_refuses_in_one_message_and_leaves_alone(machine, setting, says):
+    (machine.folder / "theirs").mkdir()
+    for name in ("calls", "theirs/thesis.txt"):
+        (machine.folder / name).touch()
+    before = sorted(machine.folder.rglob("*"))
+    code, text, installs = machine.setup(setting)
+    assert code == 2 and says in text and installs == []
+    assert sorted(machine.folder.rglob("*")) == before
+
+
+def test_clean_removes_what_is_ours(machine):
     theirs = machine.folder / "theirs"
     theirs.mkdir()
-    (theirs / "thesis.txt").touch()
-    code, text, installs = machine.setup("VENV=theirs")
-    assert code != 0 and installs == [] and "error: the folder theirs" in text
-    make("clean", "VENV=theirs", folder=machine.folder)
-    assert (theirs / "thesis.txt").exists()
     machine.setup()
-    assert (machine.folder / ".venv").exists()
-    make("clean", folder=machine.folder)
-    assert not (machine.folder / ".venv").exists()
+    run("make", "clean", "VENV=theirs", cwd=machine.folder)
+    assert theirs.exists() and machine.venv.exists()
+    (theirs / "__pycache__").mkdir()
+    done = run("make", "-f", "../Makefile", "clean", cwd=theirs)
+    assert done.returncode == 2 and "call make in the folder of" in done.stderr
+    assert (theirs / "__pycache__").exists()
+    run("make", "clean", cwd=machine.folder)
+    assert not machine.venv.exists() and not (theirs / "__pycache__").exists()
 
 
-def test_where_packages_come_from(machine):
-    _, _, installs = machine.setup("WHEELS=/stick", "VENV=a")
-    assert all("--no-index --find-links /stick" in line for line in installs), installs
-    _, _, installs = machine.setup("INDEX=http://mirror", "VENV=b")
-    assert all("--index-url http://mirror" in line for line in installs), installs
-    _, _, installs = machine.setup("TORCH_INDEX=http://cpu", "VENV=c")
-    assert "--index-url http://cpu" in installs[0]
-    assert "--index-url" not in installs[1]
-
-
-def test_no_python_is_one_message(machine):
-    code, text, installs = machine.setup("PYTHON=/no/such/python")
-    assert code != 0 and installs == []
-    assert "error: found no Python 3.10 to 3.14 as '/no/such/python'" in text
-    assert not machine.stamp.parent.exists()
+@pytest.mark.parametrize("setting, flags, of_all", [
+    ("WHEELS=/stick", "--no-index --find-links /stick", True),
+    ("INDEX=http://mirror", "--index-url http://mirror", True),
+    ("TORCH_INDEX=http://cpu", "--index-url http://cpu", False),
+])  # fmt: skip
+def test_where_packages_come_from(machine, setting, flags, of_all):
+    torch, rest = machine.installs(setting)
+    assert flags in torch
+    assert flags in rest if of_all else "--index-url" not in rest
 
 
 # make check
 
 
 def test_check_passes_here():
-    script = [sys.executable, str(ROOT / "tools" / "check.py")]
     local = {"PET_LOCAL_ADDR": "127.0.0.1"}  # whatever this machine is called
-    done = subprocess.run(
-        script, env=os.environ | local, text=True, capture_output=True
-    )
+    done = run(sys.executable, "tools/check.py", **local)
     *rows, verdict = done.stdout.splitlines()
     assert done.returncode == 0 and verdict.startswith("PASS"), done.stdout
-    assert len(rows) == 7 and all(re.match(r"ok  \w+", row) for row in rows)
+    assert len(rows) == 7
+    columns = {re.match(r"ok  \w+( \w+)? {2,}", row).end() for row in rows}
+    assert len(columns) == 1
     assert rows[-1].startswith("ok  two ranks") and "[11.0, 22.0, 33.0]" in rows[-1]
-    assert len({re.match(r"ok  \w+( \w+)? {2,}", row).end() for row in rows}) == 1
 
 
 def test_check_fails_with_advice(monkeypatch, capsys):
@@ -233,26 +206,32 @@ def test_check_fails_with_advice(monkeypatch, capsys):
         code = check.main(taken.getsockname()[1])
     text = capsys.readouterr().out
     assert code == 1 and "FAIL  2 of 7 checks" in text
-    assert re.search(
-        r"^✗   port +port \d+ at .*in use\n +→ another program", text, re.M
-    )
+    assert re.search(r"^✗   port +port \d+ at .*in use\n +→ another prog", text, re.M)
     assert re.search(r"^✗   two ranks +no end.*\n +→ try again", text, re.M)
 
 
-def test_check_names_what_is_wrong(monkeypatch):
+def two_ranks(program: str) -> tuple[str, str]:
+    return check.check_two_ranks(limit=1, command=[sys.executable, "-c", program])
+
+
+@pytest.mark.parametrize("found, advice, call", [
+    (".*does not resolve", "/etc/hosts", lambda: check.check_host_name("no.invalid")),
+    (".*is not this machine", "/etc/hosts", lambda: check.check_host_name("192.0.2.1")),
+    ("3.9.18", "use Python", lambda: check.check_python((3, 9, 18))),
+    ("3.15.0", "use Python", lambda: check.check_python((3, 15, 0))),
+    ("2.13", "make setup", lambda: check.check_torch("1.0.0")),
+    ("0.2 GiB free", "close", lambda: check.check_memory(lambda: 0.2 * check.GiB)),
+    (".*GiB free", "make room", lambda: check.check_disk(wanted=1e18)),
+    ("exit code 3; it said: error: r", "says",
+     lambda: two_ranks("print('error: rank 1 died'); exit(3)")),
+    ("exit code 0", "says", lambda: two_ranks("print('all-reduce [2.0, 4.0, 6.0]')")),
+    ("no end after 1 s", "GLOO_SOCKET_IFNAME=lo",
+     lambda: two_ranks("import time; time.sleep(60)")),
+])  # fmt: skip
+def test_check_names_what_is_wrong_and_what_to_do(monkeypatch, found, advice, call):
     monkeypatch.delenv("PET_LOCAL_ADDR", raising=False)
-    bad = {
-        "does not resolve": check.check_host_name("no-such-host.invalid"),
-        "is not this machine": check.check_host_name("192.0.2.1"),
-        "3.9.18": check.check_python((3, 9, 18)),
-        "3.15.0": check.check_python((3, 15, 0)),
-        "2.13": check.check_torch("1.0.0"),
-        "0.2 GiB free": check.check_memory(lambda: 0.2 * check.GiB),
-        "GiB free": check.check_disk(wanted=1e18),
-    }
-    for found, (says, advice) in bad.items():
-        assert found in says and advice, (found, says, advice)
-    assert "/etc/hosts" in check.check_host_name("no-such-host.invalid")[1]
+    says, do = call()
+    assert re.match(found, says) and advice in do
 
 
 def test_check_host_name_that_takes_long(monkeypatch):
@@ -266,34 +245,15 @@ def test_check_host_name_that_takes_long(monkeypatch):
     assert check.check_host_name("good") == ("good is 127.0.0.1, in 0.0 s", "")
 
 
-@pytest.mark.parametrize(
-    "program, found, advice",
-    [
-        (
-            "print('error: rank 1 died'); exit(3)",
-            "exit code 3; it said: error: r",
-            "says",
-        ),
-        ("print('all-reduce [2.0, 4.0, 6.0]')", "exit code 0", "says"),
-        ("import time; time.sleep(60)", "no end after 1 s", "GLOO_SOCKET_IFNAME=lo"),
-    ],
-)
-def test_check_two_ranks_that_fail(program, found, advice):
-    command = [sys.executable, "-c", program]
-    says, do = check.check_two_ranks(limit=1, command=command)
-    assert says.startswith(found) and advice in do
-
-
 def test_free_memory_on_macos():
-    text = (
-        "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
-        "Pages free:                                5000.\n"
-        "Pages active:                            300000.\n"
-        "Pages inactive:                          200000.\n"
-        "Pages speculative:                         1000.\n"
-        "Pages wired down:                        100000.\n"
-        "Pages purgeable:                            500.\n"
-    )
+    text = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                                5000.
+Pages active:                            300000.
+Pages inactive:                          200000.
+Pages speculative:                         1000.
+Pages wired down:                        100000.
+Pages purgeable:                            500.
+"""
     assert check.free_in_vm_stat(text) == 16384 * 206500
 
 
@@ -301,56 +261,53 @@ def test_free_memory_on_macos():
 
 
 @pytest.fixture
-def fake_lessons(tmp_path, monkeypatch):
-    """A folder of three lessons of two lines, and a torchrun that only calls Python."""
-    files = {
-        "00_good.py": "print('PASS  00_good  fine')",
-        "01_bad.py": "print('FAIL  01_bad  off by 2'); exit(1)",
-        "02_late.py": "import os; print('PASS  02_late  fine', flush=True); os.abort()",
-        "notes.py": "print('not a lesson')",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+def table(tmp_path, monkeypatch, capsys):
+    """make lessons in a folder with these files, and a torchrun that only calls Python:
+    exit code, rows of the table, what is said below it."""
     torchrun = tmp_path / "torchrun.py"
     torchrun.write_text(
-        "import os, sys\nos.execv(sys.executable, [sys.executable, sys.argv[-1]])\n"
+        "import os, sys; os.execv(sys.executable, [sys.executable, sys.argv[-1]])"
     )
     monkeypatch.setattr(lessons, "TORCHRUN", [sys.executable, str(torchrun)])
-    return tmp_path
+
+    def run_lessons(files: dict[str, str], ranks=None):
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        code = lessons.main(tmp_path, ranks)
+        rows, _, reasons = capsys.readouterr().out.partition("\n\n")
+        return code, [line.split() for line in rows.splitlines()], reasons
+
+    return run_lessons
 
 
-def test_table_of_all_lessons(fake_lessons, capsys):
-    assert lessons.main(fake_lessons) == 1
-    text = capsys.readouterr().out
-    table, _, reasons = text.partition("\n\n")
-    rows = [line.split() for line in table.splitlines()]
-    assert rows[0] == ["lesson", "ranks", "verdict", "seconds"]
-    assert [row[:3] for row in rows[1:]] == [
-        ["00_good", "2", "PASS"],
-        ["01_bad", "2", "FAIL"],
-        ["02_late", "2", "FAIL"],
-    ]
-    assert all(0 <= float(row[3]) < 30 for row in rows[1:])
+def test_table_of_all_lessons(table):
+    good = {"00_good": "print('PASS  00_good  fine')", "notes": "no lesson"}
+    bad = {
+        "01_bad": "print('FAIL  01_bad  off by 2'); exit(1)",
+        "02_late": "import os; print('PASS  02_late', flush=True); os.abort()",
+    }
+    assert table(good)[0] == 0
+    code, (head, *rows), reasons = table(bad)
+    assert code == 1 and head == ["lesson", "ranks", "verdict", "seconds"]
+    assert [row[:3] for row in rows] == [
+        ["00_good", "2", "PASS"], ["01_bad", "2", "FAIL"], ["02_late", "2", "FAIL"],
+    ]  # fmt: skip
+    assert all(0 <= float(row[3]) < 30 for row in rows)
     assert "01_bad: exit code 1; FAIL  01_bad  off by 2" in reasons
     assert "02_late: exit code -6; PASS" in reasons and "00_good" not in reasons
-    for name in ("01_bad.py", "02_late.py"):
-        (fake_lessons / name).unlink()
-    assert lessons.main(fake_lessons) == 0
 
 
-def test_lessons_without_an_end_are_stopped(fake_lessons, monkeypatch, capsys):
+def test_lessons_without_an_end_are_stopped(table, monkeypatch):
     monkeypatch.setattr(lessons, "LIMIT", 0.5)
-    (fake_lessons / "00_good.py").write_text("import time; time.sleep(60)")
-    assert lessons.main(fake_lessons) == 1
-    assert "00_good: stopped after 0.5 s; no line with" in capsys.readouterr().out
+    code, _, reasons = table({"00_long": "import time; time.sleep(60)"})
+    assert code == 1 and "00_long: stopped after 0.5 s; no line with" in reasons
 
 
-def test_ranks_of_each_lesson(fake_lessons, capsys):
-    (fake_lessons / "05_3d_parallel.py").write_text("print('PASS')")
-    for ranks, wanted in ((None, ["2", "2", "2", "8"]), (4, ["4"] * 4)):
-        lessons.main(fake_lessons, ranks)
-        table = capsys.readouterr().out.partition("\n\n")[0].splitlines()[1:]
-        assert [row.split()[1] for row in table] == wanted
+@pytest.mark.parametrize("ranks, wanted", [(None, ["2", "8"]), (4, ["4", "4"])])
+def test_ranks_of_each_lesson(table, ranks, wanted):
+    files = {"04_other": "print('PASS')", "05_3d_parallel": "print('PASS')"}
+    _, (_, *rows), _ = table(files, ranks)
+    assert [row[1] for row in rows] == wanted
 
 
 def test_a_real_torchrun_in_the_table(tmp_path, capsys):
@@ -364,77 +321,65 @@ def test_a_real_torchrun_in_the_table(tmp_path, capsys):
 # README
 
 
-def commands(text: str) -> list[str]:
-    """Command lines of README's code blocks, continued lines joined."""
-    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, re.M | re.S)
+def commands() -> list[str]:
+    """Command lines of README's code blocks, continued lines joined, and what stands
+    between backquotes."""
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", README, re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    spans = re.findall(
-        r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    )
-    return [line.partition(" #")[0].strip() for line in lines + spans]
+    rest = re.sub(r"^```.*?^```", "", README, flags=re.M | re.S)
+    lines += re.findall(r"`([^`\n]+)`", rest)
+    return [line.partition(" #")[0].strip() for line in lines]
 
 
-def test_readme_lists_the_lessons_that_exist():
+def test_readme_names_lessons_definitions_and_bugs_that_exist():
     table = re.findall(r"^\| *\d\d.*?`[^`]*?(0\d_\w+\.py)[^`]*` *\|$", README, re.M)
     assert table == LESSONS
-
-
-def test_readme_names_definitions_and_bugs_that_exist():
     rows = re.findall(r"^\| (0\d) \| (`.*) \| (`.*) \|$", README, re.M)
     assert [number for number, *_ in rows] == [name[:2] for name in LESSONS]
     for lesson, (_, functions, bugs) in zip(LESSONS, rows):
-        module = importlib.import_module(Path(lesson).stem)
         new = (ROOT / lesson).read_text().partition("# ==== RUN")[0]
+        defined = re.findall(r"^(?:class|def) (\w+)", new, re.M)
         functions = re.findall(r"`(\w+)`", functions)
         bugs = re.findall(r"`([\w-]+)`", bugs)
         assert len(functions) == 3 and len(bugs) == 2, lesson
-        for name in functions:
-            assert re.search(rf"^(class|def) {name}\b", new, re.M), (lesson, name)
-        assert set(bugs) <= set(module.BREAKS), lesson
+        assert set(functions) <= set(defined), lesson
+        assert set(bugs) <= set(importlib.import_module(lesson[:-3]).BREAKS), lesson
 
 
-def test_readme_names_targets_that_exist():
-    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
-    asked = [line.split()[1:] for line in commands(README) if line.startswith("make ")]
-    named = {word for words in asked for word in words if "=" not in word}
-    assert {"demo", "setup", "check", "test", "lessons", "wheels"} <= named <= targets
-    for word in {word for words in asked for word in words if "=" in word}:
-        name = word.partition("=")[0]
-        assert f"$({name})" in MAKEFILE, word
+def test_readme_names_targets_and_settings_that_exist():
+    asked = [line.split()[1:] for line in commands() if line.startswith("make ")]
+    words = {word for line in asked for word in line}
+    settings = {word.partition("=")[0] for word in words if "=" in word}
+    named = {word for word in words if "=" not in word}
+    assert {"demo", "setup", "check", "test", "lessons", "wheels"} <= named <= TARGETS
+    assert all(f"$({name})" in MAKEFILE for name in settings), settings
 
 
 def test_readme_commands_have_flags_that_exist():
-    from torch.distributed.run import get_args_parser
-
     launcher = set(get_args_parser()._option_string_actions)
-    asked = [line for line in commands(README) if re.match(r"torchrun .*\.py", line)]
+    asked = [line for line in commands() if re.match(r"torchrun .*\.py", line)]
     asked = [re.match(r"torchrun (.*) (0\d_\w+\.py)(.*)", line) for line in asked]
     assert len(asked) >= 4 and None not in asked
     assert {match[2] for match in asked} == set(LESSONS)
+    known = {}
     for lesson in LESSONS:
-        command = [sys.executable, str(ROOT / lesson), "--help"]
-        text = subprocess.run(command, capture_output=True, text=True).stdout
-        known = set(re.findall(r"--[a-z-]+", text))
-        assert "--break" in known
-        for match in asked:
-            assert set(re.findall(r"--[a-z_-]+", match[1])) <= launcher, match[0]
-            if match[2] == lesson:
-                assert set(re.findall(r"--[a-z-]+", match[3])) <= known, match[0]
+        text = run(sys.executable, lesson, "--help").stdout
+        known[lesson] = set(re.findall(r"--[a-z-]+", text))
+        assert "--break" in known[lesson]
+    for match in asked:
+        before, lesson, after = match.groups()
+        assert set(re.findall(r"--[a-z_-]+", before)) <= launcher, match[0]
+        assert set(re.findall(r"--[a-z-]+", after)) <= known[lesson], match[0]
 
 
 def test_no_package_index_is_named():
     """Whoever installs chooses where from; the repository does not."""
-    host = re.compile(
-        r"https?://[\w.-]*(?:py" + r"pi|download|whl|index)[\w./-]*", re.I
-    )
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    files = [ROOT / name for name in listed.split("\0") if name]
-    files = [path for path in files if path.suffix not in {".png", ".gif"}]
-    assert ROOT / "Makefile" in files
-    for path in files:
-        assert not host.search(path.read_text()), path
+    host = r"https?://[\w.-]*(?:py" + r"pi|download|whl|index)[\w./-]*"
+    listed = run("git", "ls-files", "-z")
+    assert listed.returncode == 0 and "Makefile" in listed.stdout.split("\0")
+    for name in listed.stdout.split("\0"):
+        if name and not name.endswith((".png", ".gif")):
+            assert not re.search(host, (ROOT / name).read_text(), re.I), name
 
 
 def test_ci_calls_make_test():

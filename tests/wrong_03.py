@@ -1,27 +1,21 @@
 """Wrong answers to the exercises of notebook 03, and what they are told."""
 
-WRONG = [  # number of the exercise, what someone filled in, what the check says
-    (1, "def likeliest(x, group, V):\n    return x.argmax(-1)",
-     "tokens are wrong"),
-    (1, "def likeliest(x, group, V):\n    return all_gather(x, 2, group)"
-        "[..., :V].argmax(-1)", "two all-reduces are enough"),
-    (1, "def likeliest(x, group, V):\n"
-        "    m = all_reduce(x.amax(-1), group, dist.ReduceOp.MAX)\n"
-        "    mine = x.argmax(-1) + group.rank() * x.shape[-1]\n"
-        "    mine = mine.where(x.amax(-1) == m, 2 * V)\n"
-        "    return all_reduce(mine, group, dist.ReduceOp.MIN)",
-     "9 is padding: V is 9"),
-    (1, "def likeliest(x, group, V):\n"
-        "    token = group.rank() * x.shape[-1] + torch.arange(x.shape[-1])\n"
-        "    x = x.masked_fill(token >= V, float('-inf'))\n"
-        "    m = all_reduce(x.amax(-1), group, dist.ReduceOp.MAX)\n"
-        "    mine = token[x.argmax(-1)].where(x.amax(-1) == m, 0)\n"
-        "    return all_reduce(mine, group, dist.ReduceOp.MAX)",
-     "V = 10: "),
-    (1, "def likeliest(x, group, V):\n    parts = [x.clone().contiguous()"
-        " for _ in range(2)]\n"
-        "    dist.all_gather(parts, x.contiguous(), group=group)\n"
-        "    return torch.cat(parts, 2)[..., :V].argmax(-1)",
+MASK = '.masked_fill(token_v >= vocab_size, float("-inf"))'
+SUM = "ReduceFromTP.apply(partial_z_BS, tp_group)"
+BY_HAND = """{}
+    parts = [x.detach().clone() for _ in range(2)]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    parts[group.rank()] = x
+    return torch.cat(parts, 2)[..., :V].{}(-1)
+"""
+
+WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
+    (1, "likeliest = lambda x, group, V: x.argmax(-1)", "tokens are wrong"),
+    (1, "likeliest = lambda x, group, V: all_gather(x, 2, group)[..., :V].argmax(-1)",
+     "two all-reduces are enough"),
+    (1, {MASK: ""}, "9 is padding: V is 9"),
+    (1, {"m_BS, vocab_size": "m_BS, 0", "MIN": "MAX"}, "V = 10: "),
+    (1, BY_HAND.format("def likeliest(x, group, V):", "argmax"),
      "counted were 0 collectives: use the lesson's `all_reduce`"),
     (1, "def likeliest(x, group, V):\n"
         "    v, first = x.shape[-1], group.rank() * x.shape[-1]\n"
@@ -30,11 +24,8 @@ WRONG = [  # number of the exercise, what someone filled in, what the check says
         "    whole = all_reduce(whole, group, dist.ReduceOp.MAX)\n"
         "    return whole[..., :V].argmax(-1)",
      "sent 6,000 bytes; 12 for each token are enough"),
-    (1, "def likeliest(x, group, V):\n"
-        "    return all_gather(x, 2, group)[..., :V].argmax(-1).float()",
-     "its dtype is torch.float32, not torch.int64"),
-    (1, "def likeliest(x, group, V):\n"
-        "    return all_reduce(x.argmax(-1) + 2 * group.rank() + 6, group)",
+    (1, {"MIN)": "MIN).float()"}, "its dtype is torch.float32, not torch.int64"),
+    (1, {"return all_reduce(mine_BS,": "return 6 + all_reduce(mine_BS,"},
      " is no token"),
     (2, "rows_on_a_rank = lambda V, T: -(-V // T)",
      "rows_on_a_rank gives 4: return two numbers"),
@@ -45,36 +36,16 @@ WRONG = [  # number of the exercise, what someone filled in, what the check says
      "gives (120, 360); counted were (120, 400)"),
     (2, "sent_by_loss = lambda B, S, V, T: 12 * B * S",
      "sent_by_loss gives 36: return two numbers"),
-    (3, "def log_z(x, group, V):\n"
-        "    return GatherFromTP.apply(x, 2, group)[..., :V].logsumexp(-1)",
+    (3, "log_z = lambda x, group, V: "
+        "GatherFromTP.apply(x, 2, group)[..., :V].logsumexp(-1)",
      "sent 384 bytes; 16 for each token are enough"),
-    (3, "def log_z(x, group, V):\n    parts = [x.detach().clone()"
-        " for _ in range(2)]\n"
-        "    dist.all_gather(parts, x.detach().contiguous(), group=group)\n"
-        "    parts[group.rank()] = x\n"
-        "    return torch.cat(parts, 2)[..., :V].logsumexp(-1)",
+    (3, BY_HAND.format("def log_z(x, group, V):", "logsumexp"),
      "counted were 0 collectives: use the lesson's functions"),
-    (3, "def log_z(x, group, V):\n"
-        "    token = group.rank() * x.shape[-1] + torch.arange(x.shape[-1])\n"
-        "    x = x.masked_fill(token >= V, float('-inf'))\n"
-        "    m = all_reduce(x.amax(-1), group, dist.ReduceOp.MAX)\n"
-        "    return m + all_reduce((x - m[..., None]).exp().sum(-1), group).log()",
+    (3, {SUM: "all_reduce(partial_z_BS, tp_group)"},
      "no gradient: `all_reduce` is not known to autograd"),
-    (3, "def log_z(x, group, V):\n"
-        "    m = all_reduce(x.amax(-1), group, dist.ReduceOp.MAX)\n"
-        "    z = (x - m[..., None]).exp().sum(-1)\n"
-        "    return m + ReduceFromTP.apply(z, group).log()",
-     "the value is wrong (V = 7"),
-    (3, "def log_z(x, group, V):\n"
-        "    token = group.rank() * x.shape[-1] + torch.arange(x.shape[-1])\n"
-        "    x = x.masked_fill(token >= V, float('-inf'))\n"
-        "    return ReduceFromTP.apply(x.exp().sum(-1), group).log()",
+    (3, {MASK: ""}, "the value is wrong (V = 7"),
+    (3, {"(x_BSv - m_BS.unsqueeze(-1))": "x_BSv", "return m_BS +": "return"},
      "the value is wrong (V = 7, logits of about 1000)"),
-    (3, "def log_z(x, group, V):\n"
-        "    token = group.rank() * x.shape[-1] + torch.arange(x.shape[-1])\n"
-        "    x = x.masked_fill(token >= V, float('-inf'))\n"
-        "    m = all_reduce(x.amax(-1), group, dist.ReduceOp.MAX)\n"
-        "    z = CopyToTP.apply((x - m[..., None]).exp().sum(-1), group)\n"
-        "    return m + ReduceFromTP.apply(z, group).log()",
+    (3, {SUM: f"CopyToTP.apply({SUM}, tp_group)"},
      "the gradient is wrong, 2.00 times as long"),
 ]  # fmt: skip

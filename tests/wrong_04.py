@@ -1,104 +1,59 @@
 """Wrong answers to the exercises of notebook 04, and what they are told."""
 
-GATED_SP = """class GatedSPMLP(nn.Module):
-    def __init__(self, gate, up, down, g):
-        super().__init__()
-        self.g = g
-        self.gate = ColumnParallelLinear(gate, g, copy_input=False)
-        self.up = ColumnParallelLinear(up, g, copy_input=False)
-        self.down = RowParallelLinear(down, g)
-        self.down.reduce = reduce_scatter_sequence
-    def forward(self, x):
-"""
-GATED_SP_END = """        gate, up = gather_then_project(x, self.gate, self.up)
-        return self.down(F.silu(gate) * up)
-"""
+WITH_F = {", copy_input=False": ""}
+GATHER = "gate_BSf, up_BSf = gather_then_project(x_BsD, self.gate, self.up)"
+REDUCE = "self.down.reduce = reduce_scatter_sequence"
+END = "return self.down(F.silu(gate_BSf) * up_BSf)"
+MY_END = """y = F.linear(F.silu(gate_BSf) * up_BSf, self.down.weight, bias)
+        return reduce_scatter_sequence(y, tp_group)"""
 
-WRONG = [  # number of the exercise, what someone filled in, what the check says
-    (1, GATED_SP +
-        "        (a,) = gather_then_project(x, self.gate)\n"
-        "        (b,) = gather_then_project(x, self.up)\n"
-        "        return self.down(F.silu(a) * b)",
+
+def gathered_by(call: str) -> dict[str, str]:
+    return {GATHER: f"x_BSD = {call}\n"
+            "        gate_BSf, up_BSf = self.gate(x_BSD), self.up(x_BSD)"}  # fmt: skip
+
+
+WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
+    (1, {GATHER: "(gate_BSf,) = gather_then_project(x_BsD, self.gate)\n"
+         "        (up_BSf,) = gather_then_project(x_BsD, self.up)"},
      "forward: {'all-gather': 2, 'reduce-scatter': 1}"),
-    (1, GATED_SP +
-        "        x = all_gather(x, 1, self.g).requires_grad_()\n"
-        "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+    (1, gathered_by("all_gather(x_BsD, 1, tp_group).requires_grad_()"),
      "dL/dx is missing"),
-    (1, GATED_SP +
-        "        x = GatherFromTP.apply(x, 1, self.g)\n"
-        "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+    (1, gathered_by("GatherFromTP.apply(x_BsD, 1, tp_group)"),
      "dL/dx is wrong: which backward"),
-    (1, GATED_SP.replace(", copy_input=False", "") +
-        "        x = AllGather.apply(x, 1, self.g)\n"
-        "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+    (1, WITH_F | gathered_by("AllGather.apply(x_BsD, 1, tp_group)"),
      "an all-reduce too; f is still in your column-parallel layers (copy_input"),
-    (1, GATED_SP.replace(", copy_input=False", "") +
-        "        x = GatherFromTP.apply(x, 1, self.g)\n"
-        "        return self.down(F.silu(self.gate(x)) * self.up(x))",
+    (1, WITH_F | gathered_by("GatherFromTP.apply(x_BsD, 1, tp_group)"),
      "backward: {'all-gather': 1, 'all-reduce': 2}, not a reduce-scatter and"),
-    (1, GATED_SP +
-        "        x, f = AllGather.apply(x, 1, self.g), CopyToTP.apply\n"
-        "        gate, up = (F.linear(x, f(one.weight, self.g), one.bias)\n"
-        "                    for one in (self.gate, self.up))\n"
-        "        return self.down(F.silu(gate) * up)",
+    (1, {GATHER: "x, f = AllGather.apply(x_BsD, 1, tp_group), CopyToTP.apply\n"
+         "        gate_BSf, up_BSf = (F.linear(x, f(one.weight, tp_group), one.bias)\n"
+         "                            for one in (self.gate, self.up))"},
      "dL/d gate.weight is wrong"),
-    (1, GATED_SP.replace("    def forward",
-        "        self.gate.weight.register_hook(lambda grad: 2 * grad)\n"
-        "    def forward") + GATED_SP_END,
+    (1, {REDUCE: f"{REDUCE}\n        self.gate.weight.register_hook(lambda g: 2 * g)"},
      "dL/d gate.weight is wrong"),
-    (1, GATED_SP.replace("    def forward",  # added T times, of 1/T: y is right
-        "        self.down.bias = nn.Parameter(down.bias / g.size())\n"
-        "    def forward") +
-        "        gate, up = gather_then_project(x, self.gate, self.up)\n"
-        "        h = F.silu(gate) * up\n"
-        "        y = F.linear(h, self.down.weight, self.down.bias)\n"
-        "        return reduce_scatter_sequence(y, self.g)",
+    (1, {REDUCE: "self.down.bias = nn.Parameter(down.bias / tp_group.size())",
+         END: f"bias = self.down.bias\n        {MY_END}"},  # T times 1/T: y is right
      "dL/d down.bias is wrong"),
-    (1, GATED_SP +  # the bias by one rank: the sum over ranks could not take it
-        "        gate, up = gather_then_project(x, self.gate, self.up)\n"
-        "        bias = self.down.bias if rank == 0 else None\n"
-        "        y = F.linear(F.silu(gate) * up, self.down.weight, bias)\n"
-        "        return reduce_scatter_sequence(y, self.g)",
-     "`down.bias` has no gradient on rank 1"),
-    (1, "class Rows(nn.Module):\n    def __init__(self, full, g):\n"
-        "        super().__init__()\n        self.g = g\n"
-        "        self.weight = nn.Parameter(shard(full.weight, 1, g))\n"
-        "        self.bias = copy.deepcopy(full.bias)\n"
-        "    def forward(self, h):\n"
-        "        return reduce_scatter_sequence(F.linear(h, self.weight), self.g)"
-        " + self.bias\n" +
-        GATED_SP.replace("RowParallelLinear", "Rows") + GATED_SP_END,
+    (1, {END: f"bias = self.down.bias if rank == 0 else None\n        {MY_END}"},
+     "`down.bias` has no gradient on rank 1"),  # so no sum over ranks could take it
+    (1, {REDUCE: f"{REDUCE}\n"
+         "        self.down.weight = nn.Parameter(shard(down.weight, 1, tp_group))"},
      "expected [[6], [6, 8], [8], [8], [8, 6], [8, 6]]: a cut parameter needs"),
-    (1, "class GatedSPMLP(nn.Module):\n    def __init__(self, gate, up, down, g):\n"
-        "        super().__init__()\n"
-        "        self.all = nn.ModuleList([gate, up, down])\n"
-        "    def forward(self, x):\n        gate, up, down = self.all\n"
-        "        return down(F.silu(gate(x)) * up(x))",
+    (1, {"ColumnParallelLinear(gate, tp_group, copy_input=False)": "gate",
+         "ColumnParallelLinear(up, tp_group, copy_input=False)": "up",
+         "RowParallelLinear(down, tp_group)": "down"} | gathered_by("x_BsD"),
      "parameters on this rank"),
-    (2, "needs_sum = {f'{n}_layernorm.{w}' for n in ('input', 'post_attention')"
-        " for w in ('weight', 'bias')}",
-     "self_attn.o_proj.bias is not in your set"),
+    (2, {"needs_sum |=": "of_biases ="}, "self_attn.o_proj.bias is not in your set"),
     (2, "needs_sum = {'input_layernorm.weight', 'input_layernorm.bias',"
         " 'self_attn.q_proj.bias'}",
      "self_attn.q_proj.bias is in your set, but its gradient is right"),
     (2, "needs_sum = {'norm'}", "'norm' is not the name of a parameter"),
-    (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
-        "    mean = loss_Bs.sum() / (target_Bs != IGNORE).sum().clamp(1)\n"
-        "    return ReduceFromTP.apply(mean, tp_group) / tp_group.size()",
+    (3, {"loss_Bs.sum()": "loss_Bs.sum() / (target_Bs != IGNORE).sum().clamp(1)",
+         "total / count": "total / tp_group.size()"},
      "with 2 of 8 targets IGNORE the mean is"),
-    (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
-        "    total = ReduceFromTP.apply(loss_Bs.sum(), tp_group)\n"
-        "    count = (target_Bs != IGNORE).sum().clamp(1)\n"
-        "    return total / all_reduce(count, tp_group)",
+    (3, {"IGNORE).sum()": "IGNORE).sum().clamp(1)"},
      "with 5 of 8 targets IGNORE the mean is"),
-    (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
-        "    count = all_reduce((target_Bs != IGNORE).sum(), tp_group)\n"
-        "    return all_reduce(loss_Bs.sum(), tp_group) / count",
-     "the result has no gradient"),
-    (3, "def mean_over_slices(loss_Bs, target_Bs, tp_group):\n"
-        "    total = CopyToTP.apply(ReduceFromTP.apply(loss_Bs.sum(), tp_group),"
-        " tp_group)\n"
-        "    count = all_reduce((target_Bs != IGNORE).sum(), tp_group)\n"
-        "    return total / count",
+    (3, {"ReduceFromTP.apply(": "all_reduce("}, "the result has no gradient"),
+    (3, {"return total": "return CopyToTP.apply(total, tp_group)"},
      "dL/d loss of one token is"),
 ]  # fmt: skip
