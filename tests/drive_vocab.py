@@ -5,35 +5,35 @@
 Every rank computes the whole thing alone, in float64, and cuts out what it should have.
 """
 
-import copy
-import math
 import random
 import weakref
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from in_ranks import difference, finish, groups_of_4, load, start, write_found
+from in_ranks import (
+    Twins,
+    columns,
+    difference,
+    exact,
+    gradients,
+    groups_of_4,
+    load,
+    own_columns,
+    random_batch,
+    random_model,
+    refused,
+    rows,
+    run,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 lesson = load("03_vocab_parallel")
 SIZES = [*range(1, 61), 257, 1000] * 3 + [1, 2, 3] * 8
 DTYPES = torch.float64, torch.float32, torch.bfloat16
 STYLES = "random", "high", "low", "far apart", "equal"
 ENDS, MODELS, DRAWS = 36, 18, 200
-
-
-def columns(whole, v: int, group, filler: float):
-    """This rank's v columns of the last dim, `filler` where the vocabulary ends."""
-    V = whole.shape[-1]
-    padded = F.pad(whole, (0, v * group.size() - V), value=filler)
-    return padded[..., group.rank() * v : (group.rank() + 1) * v].clone()
-
-
-def rows(whole, v: int, group):
-    """This rank's v rows, zeros below the last one."""
-    return columns(whole.movedim(0, -1), v, group, 0.0).movedim(-1, 0)
 
 
 def make_logits(style: str, shape, generator):
@@ -85,36 +85,32 @@ def try_loss(number: int, V: int, group) -> dict:
         mine = mine.transpose(0, -1).contiguous().transpose(0, -1)
     mine.requires_grad_()
     lesson.COMM.rows.clear()
+    lesson.COMM.phase = "forward"
     options = dict(label_smoothing=smoothing) if smoothing else {}
     options |= dict(ignore_index=ignore) if ignore != -100 else {}
     got = lesson.vocab_parallel_cross_entropy(mine, target, group, V, **options)
     lesson.COMM.phase = "backward"
-    got.backward(upstream.to(got.dtype))
-    lesson.COMM.phase = ""
-    sent = [[key[1], key[2], *row] for key, row in lesson.COMM.rows.items()]
-    n = target.numel() * wide.itemsize
-    start = group.rank() * v
-    real = max(0, min(V - start, v))
-    grad = mine.grad if mine.grad is not None else mine.new_full(mine.shape, math.inf)
-    here = leaf.grad[..., start : start + real]
-    # with all logits equal and smoothing 1 nothing is left of softmax − 1/V: then its
-    # terms are the measure
+    got.backward(upstream.to(wide))
+    sent = [[*key[1:3], *row] for key, row in lesson.COMM.rows.items()]
+    three = ["forward", "all-reduce", 3, 3 * target.numel() * wide.itemsize]
+    real, start = own_columns(V, v, group), group.rank() * v
+    # With all logits equal and smoothing 1 nothing is left of softmax − 1/V: then its
+    # terms are the measure.
     terms = leaf.detach().softmax(-1) * upstream.unsqueeze(-1)
     terms[target == ignore] = 0
-    most = max(leaf.grad.abs().max().item(), terms.abs().max().item())
-    off = (grad[..., :real].double() - here).abs().max().item() if real else 0.0
-    ignored = (target == ignore).view(-1)
-    counted = target[target != ignore]
+    most = torch.stack([leaf.grad.abs().max(), terms.abs().max()])
+    here = leaf.grad[..., start : start + real]
+    ignored = target == ignore
     return dict(
-        number=number, V=V, T=T, v=v, shape=shape, dtype=str(dtype), style=style,
+        number=number, V=V, T=T, shape=shape, dtype=str(dtype), style=style,
         smoothing=smoothing, ignore=ignore, all_ignored=all_ignored,
-        ignored=int(ignored.sum()), loss=difference(got, wanted.to(got.dtype).double()),
-        loss_dtype=got.dtype == wide, grad_dtype=grad.dtype == dtype,
-        gradient=(off / most if most else off) if off == off else math.inf,
-        padding=(grad[..., real:] != 0).sum().item(),
-        ignored_gradient=(grad.reshape(-1, v)[ignored] != 0).sum().item(),
-        padded=v - real, own=sorted({int(t) // v for t in counted}),
-        sent=sent, wanted=[["", "all-reduce", 3, 3 * n]] if T > 1 else [],
+        loss=difference(got, wanted.to(wide)), right_dtype=mine.grad.dtype == dtype,
+        gradient=difference(mine.grad[..., :real].double(), here, most),
+        padding=mine.grad[..., real:].count_nonzero().item(),
+        ignored_gradient=mine.grad[ignored].count_nonzero().item(),
+        padded=v - real, ignored=int(ignored.sum()),
+        own=sorted({int(t) // v for t in target[~ignored]}),
+        sent_right=sent == ([three] if T > 1 else []),
     )  # fmt: skip
 
 
@@ -156,81 +152,61 @@ def try_ends(number: int, group) -> dict:
     mine = lesson.VocabParallelEmbedding(embedding, group)
     padded = lesson.pad_vocab(head, group.size())
     mine_head = lesson.ColumnParallelLinear(padded, group)
-    held = [
-        difference(mine.weight.detach(), rows(embedding.weight.detach(), v, group)),
-        difference(mine_head.weight.detach(), rows(head.weight.detach(), v, group)),
-        difference(mine_head.bias.detach(), rows(head.bias.detach(), v, group)),
-    ]
+    pairs = {
+        "embedding": (mine.weight, embedding.weight),
+        "head": (mine_head.weight, head.weight),
+        "bias": (mine_head.bias, head.bias),
+    }
+    diffs = {
+        f"held {name}": difference(p.detach(), rows(whole.detach(), group))
+        for name, (p, whole) in pairs.items()
+    }
     if tied:  # as vocab_transformer does
         mine_head.weight = mine.weight
-    x = embedding(tokens)
-    head(x.tanh()).backward(upstream)
-    got_x = mine(tokens)
-    got = mine_head(got_x.tanh())
-    got.backward(columns(upstream, v, group, 0.0))
-    wanted = columns(head(x.tanh()).detach(), v, group, 0.0)
-    real = max(0, min(V - group.rank() * v, v))
-    scale = lambda whole: whole.abs().max().item() or 1.0
-    pairs = {
-        "embedding": (mine.weight.grad, embedding.weight.grad),
-        "head": (mine_head.weight.grad, head.weight.grad),
-        "bias": (mine_head.bias.grad, head.bias.grad),
-    }
-    grads = {}
-    for name, (grad, whole) in pairs.items():
-        off = (grad - rows(whole, v, group)).abs().max().item() / scale(whole)
-        grads[name] = off if off == off else math.inf
-    first = group.rank() * v
+        pairs["head"] = pairs["embedding"]
+    x, got_x = embedding(tokens), mine(tokens)
+    wanted, got = head(x.tanh()), mine_head(got_x.tanh())
+    wanted.backward(upstream)
+    got.backward(columns(upstream, v, group))
+    for name, (p, whole) in pairs.items():
+        diffs[name] = difference(p.grad, rows(whole.grad, group), whole.grad)
+    first, real = group.rank() * v, own_columns(V, v, group)
+    diffs["x"] = difference(got_x, x)
+    right = columns(wanted, v, group)[..., :real]
+    diffs["logits"] = difference(got[..., :real], right, wanted)
+    zeros = [not p.grad[real:].any() for p in mine_head.parameters()]
+    diffs["held padding: gradient"] = exact(all(zeros))
     ends = {first, first + real - 1} if real else set()
     return dict(
-        number=number, V=V, T=group.size(), tied=tied, held=max(held),
-        x=difference(got_x, x), grads=grads, ends=ends <= {*tokens.view(-1).tolist()},
-        logits=(got - wanted)[..., :real].abs().max().item() / scale(wanted) if real
-        else 0.0,
-        padding=sum((p.grad[real:] != 0).sum().item() for p in mine_head.parameters()),
+        number=number, V=V, T=group.size(), tied=tied, diffs=diffs,
+        ends=ends <= {*tokens.view(-1).tolist()},
     )  # fmt: skip
 
 
 def try_model(number: int, group) -> dict:
-    """The whole model: mean loss and all gradients, some batches all padding."""
-    rng = random.Random(f"model {number}")
-    V = (5, 11, 37)[number % 3]
-    config = lesson.Config(V, 16, 4, 4, rng.randint(1, 2), 6, (0.0, 0.2)[number % 2])
+    """The whole model: mean loss, by sharded and by gathered logits, all gradients."""
+    tied = number // 4 % 2 == 0
+    full, B, S, generator = random_model(lesson, number, group.size(), tied)
+    tp = lesson.vocab_transformer(full, group)
+    twins = Twins(lesson, full, tp, group)
+    is_one = tp.lm_head.weight is tp.embed_tokens.weight
+    twins.note("tied", exact(is_one is tied))
+    tokens, target, _ = random_batch(full.config, B, S, generator)
     torch.manual_seed(number)
-    full = lesson.Transformer(config).double()
-    if tied := number // 4 % 2 == 0:
-        full.lm_head.weight = full.embed_tokens.weight
-    tokens, target = torch.randint(V, (2, 2, 6))
-    target[torch.rand(2, 6) < 0.4] = -100
-    if number >= MODELS - 3:  # groups of 4, 2, and 1 have one
-        target[:] = -100
-    alone, tp = copy.deepcopy(full), lesson.vocab_transformer(full, group)
-    one = (tp.lm_head.weight is tp.embed_tokens.weight) is tied
-    torch.manual_seed(number)
-    wanted = F.cross_entropy(alone(tokens).flatten(0, 1), target.flatten())
+    wanted = F.cross_entropy(twins.alone(tokens).flatten(0, 1), target.flatten())
     wanted.backward()
-    found = {}
     for way in ("sharded_loss", "gathered_loss"):
         tp.zero_grad()
         torch.manual_seed(number)
-        logits_BSv = tp(tokens)
-        loss = getattr(lesson, way)(logits_BSv, target, group, V)
+        V = full.config.vocab_size
+        loss = getattr(lesson, way)(tp(tokens), target, group, V)
         loss.backward()
-        got = lesson.put_together(tp, "grad")
-        for name, p in alone.named_parameters():
-            found[f"{way} {name}"] = nan_or_off(got[name], p.grad)
-        found[f"{way} loss"] = nan_or_off(loss, wanted)
-    return dict(
-        number=number, T=group.size(), V=V, tied=tied, nan=bool(wanted.isnan()),
-        grads=found, one=one, names=[*got] == [n for n, _ in alone.named_parameters()],
-    )  # fmt: skip
-
-
-def nan_or_off(got, wanted) -> float:
-    """difference; where nan is right, nan is no difference."""
-    if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
-        return math.inf
-    return difference(got.nan_to_num(0.0), wanted.nan_to_num(0.0))
+        twins.note(way, difference(loss, wanted))
+        twins.compare(f"{way}: gradients", gradients(tp), gradients(twins.alone))
+        whole = lesson.put_together(tp, "grad")
+        for name, grad in gradients(twins.alone).items():
+            twins.note("put together", difference(whole.get(name), grad), name)
+    return dict(number=number, T=group.size(), tied=tied, diffs=twins.end())
 
 
 class PeakBytes(TorchDispatchMode):
@@ -243,7 +219,7 @@ class PeakBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
+        for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 self.watch(x.untyped_storage())
         return out
@@ -296,38 +272,28 @@ def draws(groups) -> dict:
 
 def refusals(group) -> dict:
     """What is said to tokens and targets that are in no vocabulary."""
-    V, found = 10, {}
+    V = 10
     embedding = lesson.VocabParallelEmbedding(nn.Embedding(V, 4), group)
     logits = torch.zeros(2, 3)
     lossy = lesson.vocab_parallel_cross_entropy
-    calls = {
+    loss = lambda *target: lossy(logits, torch.tensor(target), group, V)
+    found = refused({
         "token 10": lambda: embedding(torch.tensor([[0, 10]])),
         "token 11": lambda: embedding(torch.tensor([[11]])),
         "token -1": lambda: embedding(torch.tensor([[-1, 3]])),
-        "target 10": lambda: lossy(logits, torch.tensor([1, 10]), group, V),
-        "target 12": lambda: lossy(logits, torch.tensor([12, -100]), group, V),
-        "target -1": lambda: lossy(logits, torch.tensor([-1, 2]), group, V),
+        "target 10": lambda: loss(1, 10),
+        "target 12": lambda: loss(12, -100),
+        "target -1": lambda: loss(-1, 2),
         "target -100": lambda: lossy(logits, torch.tensor([-100, 2]), group, V, 3),
-    }
-    for what, call in calls.items():
-        try:
-            call()
-            found[what] = "none raised"
-        except ValueError as error:
-            found[what] = str(error)
+    })  # fmt: skip
     empty = embedding(torch.empty(0, 3, dtype=torch.int64))
-    found["no tokens"] = list(empty.shape)
-    return found
+    return found | {"no tokens": list(empty.shape)}
 
 
 def main() -> dict:
-    start()
-    groups = groups_of_4(lesson)
-    losses = []
+    groups, losses = groups_of_4(lesson), []
     for number, V in enumerate(SIZES):
-        group = groups[(number + number // 62) % 4]
-        losses.append(try_loss(number, V, group))
-    lesson.COMM.phase = ""
+        losses.append(try_loss(number, V, groups[(number + number // 62) % 4]))
     return dict(
         losses=losses,
         megatron=megatron(groups[2]),
@@ -336,10 +302,8 @@ def main() -> dict:
         draws=draws(groups),
         peaks=[(group.size(), peaks(group)) for group in groups],
         refusals=refusals(groups[2]),
-        rank=dist.get_rank(),
     )
 
 
 if __name__ == "__main__":
-    write_found(main())
-    finish()
+    run(main)

@@ -14,7 +14,6 @@ MOVERS = (*WITH_ROOT, *WITH_DIM, "all_reduce", "all_reduce_max", "ring_all_reduc
 PRODUCTS = ("matmul_case_1", "matmul_case_2_gather", "matmul_case_2_slice",
             "matmul_case_3_all_reduce", "matmul_case_3_reduce_scatter",
             "matmul_case_4_left", "matmul_case_4_right", "matmul_2d")  # fmt: skip
-PROBLEMS = ("value", "input", "new", "history", "counted", "steps", "half-way", "bytes")
 
 pytestmark = pytest.mark.launches(*DRIVER)
 
@@ -27,9 +26,8 @@ def cases(ranks, wrapper):
 def test_random_cases(ranks, wrapper):
     mine = cases(ranks, wrapper)
     assert len(mine) >= 4 * 12
-    for problem in PROBLEMS:
-        wrong = [case for case in mine if problem in case["problems"]]
-        assert not wrong, f"{problem}: {len(wrong)} of {len(mine)} cases: {wrong[0]}"
+    wrong = [case for case in mine if case["problems"]]
+    assert not wrong, f"{len(wrong)} of {len(mine)} cases, the first is {wrong[0]}"
 
 
 def test_cases_cover_the_ground(ranks):
@@ -49,26 +47,6 @@ def test_cases_cover_the_ground(ranks):
     assert {case["T"] for case in uneven} == {1, 2, 4}
 
 
-NEIGHBOURS, FAR = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
-ALONE, ALL = [[0], [1], [2], [3]], [[0, 1, 2, 3]]
-AXES = {
-    "groups": {"t4": ALL, "t1": ALONE, "far2": FAR, "near2": NEIGHBOURS},
-    "2 x 2": {"outer": FAR, "inner": NEIGHBOURS},
-    "4 x 1": {"outer": ALL, "inner": ALONE},
-    "1 x 4": {"outer": ALONE, "inner": ALL},
-}
-
-
-def test_groups_of_a_mesh(ranks):
-    """The last axis is the innermost: its ranks are neighbours."""
-    for rank, tables in enumerate(each["tables"] for each in ranks):
-        wanted = {
-            mesh: {axis: next(g for g in groups if rank in g) for axis, groups in of}
-            for mesh, of in ((mesh, axes.items()) for mesh, axes in AXES.items())
-        }
-        assert tables == wanted
-
-
 def test_published_vectors(ranks):
     """Megatron's: the sum of the ranks is 6; of rows 0 to 3, rank r keeps 4·r."""
     for rank, vectors in enumerate(each["vectors"] for each in ranks):
@@ -80,16 +58,11 @@ def test_published_vectors(ranks):
 
 def test_dims_that_do_not_divide(ranks):
     """A ValueError with the numbers, and nothing sent."""
-    seen = set()
-    for case in found(ranks, "refusals"):
-        shape, dim, T = case["shape"], case["dim"], case["T"]
-        wanted = "none raised"
-        if shape[dim] % T:
-            wanted = f"dim {dim} of {shape} is not a multiple of {T}"
-            assert case["sent"] == 0, case
-            seen.add(case["name"])
-        assert case["message"] == wanted
-    assert seen == {"shard", "reduce_scatter", "all_to_all", "scatter"}
+    *refusals, (_, sent) = ranks[0]["refusals"]
+    for _, shape, dim, T, message in refusals:
+        assert message == f"dim {dim} of {shape} is not a multiple of {T}"
+    assert {row[0] for row in refusals} == {*WITH_DIM, "scatter"} - {"all_gather"}
+    assert sent == 0 and all(each["refusals"] == ranks[0]["refusals"] for each in ranks)
 
 
 @pytest.mark.launches(COLLECTIVES, 4)
