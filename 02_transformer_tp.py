@@ -44,7 +44,7 @@ import textwrap
 import time
 import traceback
 from collections import Counter, namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -416,7 +416,7 @@ def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
     tokens_BS, target_BS = batch
     saved = SavedBytes([*model.parameters(), *model.buffers()])
     COMM.what, COMM.phase = what, "forward"
-    with CountDTensor("tp"):
+    with CountDTensor("tp") if "DTensor" in what else nullcontext():
         with saved:
             logits = model(tokens_BS)
         COMM.phase = "loss"

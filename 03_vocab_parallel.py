@@ -51,7 +51,7 @@ import textwrap
 import time
 import traceback
 from collections import Counter, namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -1189,7 +1189,7 @@ def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
     tokens_BS, target_BS = batch
     saved = SavedBytes([*model.parameters(), *model.buffers()])
     COMM.what, COMM.phase = what, "forward"
-    with CountDTensor("tp"):
+    with CountDTensor("tp") if "DTensor" in what else nullcontext():
         with saved:
             logits = model(tokens_BS)
         COMM.phase = "loss"

@@ -47,7 +47,7 @@ import textwrap
 import time
 import traceback
 from collections import Counter, namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -1210,7 +1210,7 @@ def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
     tokens_BS, target_BS = batch
     saved = SavedBytes([*model.parameters(), *model.buffers()])
     COMM.what, COMM.phase = what, "forward"
-    with CountDTensor("tp"):
+    with CountDTensor("tp") if "DTensor" in what else nullcontext():
         with saved:
             logits = model(tokens_BS)
         COMM.phase = "loss"

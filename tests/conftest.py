@@ -18,6 +18,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
+QUICK = [("00", 2), ("01", 2), ("02", 2), ("03", 2), ("04", 2), ("05", 4)]
+
 pytest.register_assert_rewrite("runs")  # its asserts too say what differs
 
 
@@ -27,14 +29,28 @@ def pytest_configure(config):
     )
     config.addinivalue_line("markers", "drives(script, ranks, *flags): a driver's run")
     config.addinivalue_line("markers", "alone: runs last, when nothing else does")
+    config.addinivalue_line("markers", "essential: for `make quick`; set below")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before some are left out by their markers
 def pytest_collection_modifyitems(items):
     items.sort(key=turn)
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(180))
+        if is_essential(item):
+            item.add_marker(pytest.mark.essential)
+
+
+def is_essential(item) -> bool:
+    """The texts, refusals, wrappers, and what default runs of all lessons say."""
+    if item.get_closest_marker("alone"):
+        return False
+    runs = [marker.args for marker in item.iter_markers("launches")]
+    defaults = [(run[0][:2], *run[1:]) for run in runs]
+    if runs:
+        return all(run in QUICK for run in defaults)
+    return item.path.stem in ("test_text", "test_refusals", "test_wrappers")
 
 
 def turn(item) -> int:

@@ -86,7 +86,7 @@ def refusals(group) -> dict:
     """What a model says whose heads do not divide."""
 
     def split(heads: int, kv_heads: int) -> None:
-        config = lesson.Config(5, 2 * heads, heads, kv_heads, 1, 4, 0)
+        config = lesson.Config(5, 8 * heads, heads, kv_heads, 1, 4, 0)
         lesson.tp_transformer(lesson.Transformer(config), group)
 
     return refused({"kv-heads": lambda: split(4, 1), "heads": lambda: split(2, 1)})

@@ -75,6 +75,17 @@ def test_published_makespans():
     assert play("1f1b", 8, 32)[0] == 117
 
 
+@pytest.mark.parametrize("DP, M", [(1, 3), (3, 1), (2, 3)])
+def test_a_batch_is_dealt_out_once(DP, M):
+    """Each row to one micro-batch of one replica, in order."""
+    tokens, dealt = torch.arange(12 * 5).view(12, 5), []
+    for replica in range(DP):
+        dp = SimpleNamespace(size=lambda: DP, rank=lambda r=replica: r)
+        dealt += lesson.cut_batch((tokens, -tokens), {"dp": dp}, M, ragged=False)
+    assert len(dealt) == DP * M
+    assert torch.equal(torch.cat(dealt, 1), torch.stack((tokens, -tokens)))
+
+
 def test_layers_are_dealt_out_once_and_evenly():
     for L in range(1, 14):
         for P in range(1, L + 1):
@@ -332,7 +343,8 @@ def test_killed_while_saving_and_started_anew(tmp_path):
     done = jobs.torchrun(
         jobs.ROOT / "tests" / "faulty.py", 2, LESSON, "kill", 1, 0, *SMALL,
         "--pp", 2, "--steps", 4, "--save", folder, "--json", json_path,
-        FAULT_TIME=str(tmp_path / "time"), FAULT_SAVE="3", PET_MAX_RESTARTS="1",
+        "--timeout", 20, FAULT_TIME=str(tmp_path / "time"), FAULT_SAVE="3",
+        PET_MAX_RESTARTS="1",
     )  # fmt: skip
     assert done.code == 0, done.text
     assert (tmp_path / "time").exists(), "nobody was killed"

@@ -138,7 +138,7 @@ def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(live, px):
     (ValueError("timeout"), False),
 ])  # fmt: skip
 def test_which_errors_mean_that_a_rank_was_lost(monkeypatch, error, lost):
-    comm = SimpleNamespace(place={"state": "in call 3", "ranks": [0, 1]})
+    comm = SimpleNamespace(place={"state": "in call 3", "call": True})
     monkeypatch.setitem(ranks.HERE, "lesson", SimpleNamespace(COMM=comm))
     assert ranks.lost_the_others(error) == lost
     comm.place = {"state": "in no call"}

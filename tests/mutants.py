@@ -1,0 +1,340 @@
+"""Small wrong edits of what each lesson adds: is each of them caught?
+
+    make mutants ARGS="--lesson 02"    (or some by number: ARGS="3 17"; or all)
+
+An edit survives if neither the lesson's default run on two ranks fails, nor the run or
+the test that is named with it. Before, all these must pass on the lessons as they are.
+"""
+
+import argparse
+import ast
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jobs
+
+ROOT = Path(__file__).parents[1]
+PATHS = {stem[:2]: path for stem, path in jobs.PATHS.items()}
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:nbval", "-o", "addopts=-q"]
+TESTS = "wrappers", "mlp_equality", "transformer", "vocab", "sequence", "3d"
+TESTS = {lesson: f"tests/test_{name}.py" for lesson, name in zip(PATHS, TESTS)}
+DEFAULT = "2"  # ranks
+LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
+
+
+class Mutant(NamedTuple):
+    lesson: str
+    target: str  # a function, a class or Class.method
+    what: str
+    old: str  # exactly once in the target
+    new: str
+    by: str = ""  # what catches it if the default run does not: ranks, flags; or a test
+
+
+# fmt: off
+MUTANTS = [Mutant(*row) for row in [
+    # 00
+    ("00", "all_reduce", "op is ignored",
+     "(out, op, group=group)", "(out, group=group)", "test_random_cases"),
+    ("00", "all_reduce", "the result keeps a history",
+     "x.detach().clone(", "x.clone(", "test_random_cases"),
+    ("00", "broadcast", "always from rank 0", "group_src=src", "group_src=0"),
+    ("00", "broadcast", "a group's rank taken for a global one",
+     "(out, group_src=src,", "(out, src,", "test_random_cases"),
+    ("00", "all_to_all", "joined along dim 0", "(list(out), dim)", "(list(out))",
+     "test_random_cases"),
+    ("00", "reduce", "every rank gets a result",
+     "return out if group.rank() == dst else None", "return out"),
+    ("00", "split", "dims that do not divide are cut, too",
+     "x.shape[dim] % parts:", "x.shape[dim] < parts:", "test_dims_that_do_not_divide"),
+    ("00", "shard", "a view of the whole, not a copy",
+     "[group.rank()].clone()", "[group.rank()]", "test_random_cases"),
+    ("00", "send_recv", "receives into strides of a view",
+     "torch.empty(like.shape, dtype=like.dtype, device=like.device)",
+     "torch.empty_like(like)", "test_random_cases"),
+    ("00", "ring_all_reduce", "right and left exchanged",
+     "(rank + 1) % T, (rank - 1) % T", "(rank - 1) % T, (rank + 1) % T", "3"),
+    ("00", "ring_all_reduce", "chunk, which makes less than T of a few",
+     ".tensor_split(T)", ".chunk(T)", "test_random_cases"),
+    ("00", "ring_all_reduce", "adds into its input",
+     "chunks[theirs] = chunks[theirs] + arrived", "chunks[theirs] += arrived"),
+    ("00", "sum_in_background", "overwrites its input", "out = x.clone()", "out = x",
+     "test_published_vectors"),
+    ("00", "mesh_groups", "the groups of an outer axis are neighbours",
+     "ranks.movedim(dim, -1).reshape", "ranks.reshape", "4"),
+    # 01
+    ("01", "shard_parameter", "notes the first cut only",
+     "cuts = cuts", "cuts = cuts[:1]"),
+    ("01", "shard_parameter", "shares its memory with what is whole",
+     "full.detach().clone()", "full.detach()"),
+    ("01", "unshard", "undoes the first cut first", "reversed(cuts)", "cuts", "4"),
+    ("01", "CopyToTP.backward", "mean for sum",
+     "ctx.tp_group),", "ctx.tp_group) / ctx.tp_group.size(),"),
+    ("01", "GatherFromTP.backward", "adds up what each rank has whole",
+     "shard(grad,", "reduce_scatter(grad,"),
+    ("01", "AllGather.backward", "slices, and does not add up",
+     "reduce_scatter(partial_grad,", "shard(partial_grad,"),
+    ("01", "ReduceScatter.forward", "mean for sum",
+     "(partial_y, dim, group)", "(partial_y / group.size(), dim, group)"),
+    ("01", "ColumnParallelLinear.forward", "f after the product",
+     "    if self.copy_input:\n        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)\n"
+     "    y_BSf = F.linear(x_BSD, self.weight, self.bias)\n",
+     "    y_BSf = F.linear(x_BSD, self.weight, self.bias)\n"
+     "    if self.copy_input:\n        y_BSf = CopyToTP.apply(y_BSf, self.tp_group)\n"),
+    ("01", "GatheredMatmul.backward", "the slice of dL/dx, not summed",
+     "reduce_scatter(grad_x,", "shard(grad_x,"),
+    ("01", "UpLinear2D", "the bias is cut in the other order",
+     "(full.bias, (0, inner_group), (0, outer_group))",
+     "(full.bias, (0, outer_group), (0, inner_group))", "4"),
+    ("01", "DownLinear2D.forward", "the bias is gathered over the other axis",
+     "(self.bias, 0, self.outer)", "(self.bias, 0, self.inner)"),
+    ("01", "average_gradients", "sums again what backward has summed",
+     'batch_group not in [group for _, group in getattr(p, "cuts", ())]', "True"),
+    ("01", "MLP.forward", "another GELU, in the reference, too",
+     "(x_BSD))", '(x_BSD), approximate="tanh")', "test_float64_equality"),
+    # 02
+    ("02", "rotate", "the wrong sign", "[-second, first]", "[second, -first]",
+     "test_rotate_turns_complex_numbers"),
+    ("02", "Transformer", "a token sees the next one", ".triu(1)", ".triu(2)",
+     "test_attention_is_pytorchs"),
+    ("02", "CoreAttention.forward", "future scores are 0, not −∞",
+     'float("-inf")', "0.0", "test_attention_is_pytorchs"),
+    ("02", "CoreAttention.forward", "divides by the root of all heads' features",
+     "math.sqrt(self.head_size)", "math.sqrt(q.shape[-1])"),
+    ("02", "CoreAttention.forward", "a query head meets another key head",
+     "k_BKSH.repeat_interleave(queries_per_kv, 1)",
+     "k_BKSH.repeat(1, queries_per_kv, 1, 1)"),
+    ("02", "Dropout.forward", "what is kept is not scaled up", " / (1 - self.p)", ""),
+    ("02", "ShardedDropout.forward", "also drops when nothing is trained",
+     "self.p == 0 or not self.training", "self.p == 0", "test_float64_equality"),
+    ("02", "copy_then_project", "an f each for q, k and v",
+     "project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)",
+     "[f(CopyToTP.apply(x_BSD, linears[0].tp_group)) for f in linears]"),
+    ("02", "parallelize_layer", "f twice before q, k and v", ", copy_input=False", ""),
+    ("02", "parallelize_layer", "features are to divide, not heads",
+     "heads % tp", "full.out_features % tp", "test_heads_that_do_not_divide"),
+    ("02", "DecoderLayer.forward", "the residual is taken after the norm",
+     "self.input_layernorm(x_BSD)", "(x_BSD := self.input_layernorm(x_BSD))",
+     "test_layer_and_model_are_what_they_say"),
+    ("02", "global_norm", "replicated squares count once a rank",
+     "all_reduce(sharded, tp_group) + replicated",
+     "all_reduce(sharded + replicated, tp_group)"),
+    ("02", "clip_gradients", "small gradients are scaled up",
+     "min(1.0,", "max(0.0,", "test_float64_equality"),
+    # 03
+    ("03", "pad_vocab", "the rows that are too many are added",
+     "-len(p) % ranks", "len(p) % ranks", "3"),
+    ("03", "check_tokens", "one token too many", "< vocab_size:", "<= vocab_size:",
+     "test_what_is_in_no_vocabulary_is_refused"),
+    ("03", "VocabParallelEmbedding.forward", "a slice lacks its first row",
+     "row_BS >= 0", "row_BS > 0", "test_embedding_and_head"),
+    ("03", "VocabParallelCrossEntropy.forward", "padding's −∞ in the sum of logits",
+     "x_BSv.masked_fill(padding_v, 0).sum(-1)", "x_BSv.sum(-1)"),
+    ("03", "VocabParallelCrossEntropy.forward", "smoothing's mean over padding, too",
+     "total_BS / vocab_size", "total_BS / (v * tp_group.size())"),
+    ("03", "VocabParallelCrossEntropy.backward", "smoothing's gradient in padding",
+     "(softmax_BSv - even).masked_fill(padding_v, 0)", "softmax_BSv - even"),
+    ("03", "VocabParallelCrossEntropy.backward", "the target's share is not 1 − ε",
+     "(1 - ctx.smoothing) * mine_BS", "mine_BS"),
+    ("03", "VocabParallelCrossEntropy.forward", "the sum of the ranks' largest logits",
+     "x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX", "x_BSv.amax(-1), tp_group"),
+    ("03", "VocabParallelCrossEntropy.forward", "bfloat16 is not made wider",
+     "logits_BSv.to(wide)", "logits_BSv", "test_loss_and_gradient"),
+    ("03", "VocabParallelCrossEntropy.forward", "another ignore_index is not heeded",
+     "target_BS != ignore", "target_BS != IGNORE", "test_loss_and_gradient"),
+    ("03", "gathered_loss", "padding is left in the logits", "[..., :vocab_size]", ""),
+    ("03", "sample_sharded", "a rank's column taken for a token",
+     "scores_v.argmax() + tp_group.rank() * v", "scores_v.argmax()"),
+    ("03", "sample_sharded", "of equal scores the last",
+     "vocab_size)  # no token: another rank has a better\n"
+     "    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))",
+     "0)\n    return int(all_reduce(token, tp_group, dist.ReduceOp.MAX))",
+     "test_draws_are_those_of_one_process"),
+    # 04
+    ("04", "pad_batch", "padding is to be learnt", "value=IGNORE", "value=PAD"),
+    ("04", "pad_batch", "pads a length that divides, too",
+     "= -tokens", "= ranks - tokens", "test_padding_stands_behind_the_sequence"),
+    ("04", "GatherThenLinear.backward", "the mean for a bias",
+     "grad_Rf.sum(0)", "grad_Rf.mean(0)"),
+    ("04", "GatherThenLinear.backward", "dL/dx of the last linear alone",
+     "partial_grad_BSD + grad_BSf @ weight", "grad_BSf @ weight"),
+    ("04", "GatherThenLinear.backward", "slices joined along the batch",
+     "all_gather(x_BsD, 1, ctx.tp_group)", "all_gather(x_BsD, 0, ctx.tp_group)"),
+    ("04", "gather_and_keep", "its backward does not add up",
+     "AllGather.apply", "GatherFromTP.apply", "2 --save-gathered"),
+    ("04", "split_sequence", "attention keeps what was gathered",
+     "layer.self_attn.project = project", "layer.self_attn.project = gather_and_keep"),
+    ("04", "all_reduce_replicated_gradients", "norms alone, and no biases",
+     'replicated = [p for p in trained if not getattr(p, "cuts", ())]',
+     "replicated = [p for m in model.modules() if isinstance(m, nn.LayerNorm)\n"
+     "                  for p in m.parameters()]"),
+    ("04", "all_reduce_replicated_gradients", "the sum is added to a rank's own part",
+     "p.grad.copy_(", "p.grad.add_("),
+    ("04", "Recomputed.forward", "other masks when it computes again",
+     "=False", "=False, preserve_rng_state=False", "test_recomputed_to_the_bit"),
+    ("04", "sp_plan", "the last norm is left out", '        "norm": norm,\n', ""),
+    ("04", "planned_transformer", "tied weights are two",
+     "model.lm_head.weight = model.embed_tokens.weight", "pass", "2 --tie"),
+    # 05
+    ("05", "make_mesh", "the ends are the first two stages",
+     "{line[0], line[-1]}", "{*line[:2]}", "4 --pp 4 --tie"),
+    ("05", "keep_stage", "chunk, which leaves a stage without a layer",
+     ".tensor_split(", ".chunk(", "test_layers_are_dealt_out_once_and_evenly"),
+    ("05", "schedule", "one forward more before the first backward",
+     "P - stage - 1", "P - stage"),
+    ("05", "schedule", "the last backwards in the other order",
+     "range(M - warm_up, M)", "reversed(range(M - warm_up, M))", "4 --pp 4"),
+    ("05", "Pipeline.forward", "the last micro-batch's loss alone",
+     "self.loss + y.detach()", "y.detach()"),
+    ("05", "cut_batch", "every replica takes the whole batch",
+     'shard(torch.stack(batch), 1, groups["dp"])', "torch.stack(batch)",
+     "test_a_batch_is_dealt_out_once"),
+    ("05", "cut_batch", "as long as the shortest line",
+     ".any(0)", ".all(0)", "2 --ragged"),
+    ("05", "FlatAdamW.whole", "padding is left in the vector",
+     "flat[: sum(sizes)].split(sizes)", "flat.split(sizes)", "3 --dp 3 --zero"),
+    ("05", "FlatAdamW.sum_over_replicas", "ZeRO: a slice of its own gradient",
+     "reduce_scatter(flat, 0,", "shard(flat, 0,", "2 --dp 2 --zero"),
+    ("05", "MeshTraining.gradients", "replicated gradients are summed over dp",
+     '(self.stage, groups["tp"])', '(self.stage, groups["dp"])', "2 --tp 2"),
+    ("05", "MeshTraining.update", "ZeRO: the norm of a slice",
+     ', "dp") if', ") if", "2 --dp 2 --zero"),
+    ("05", "MeshTraining.update", "clips after the step",
+     "    grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))\n"
+     '    COMM.what = "replicas"\n    self.optimizer.step()\n',
+     '    COMM.what = "replicas"\n    self.optimizer.step()\n'
+     "    grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))\n"),
+    ("05", "MeshTraining.update", "the tied weight's copy is not renewed",
+     'broadcast(self.tied, 0, self.groups["ends"])', "self.tied", "2 --tie"),
+    ("05", "load_checkpoint", "AdamW counts its steps anew",
+     "float(step)", "0.0", "test_losses_go_on_as_if_nothing_had_happened"),
+    ("05", "pytorch_stage", "the ends of the model are not given to fully_shard",
+     "return fully_shard(model, **options), names", "return model, names", "2 --dp 2"),
+]]
+# fmt: on
+
+
+def edited(mutant: Mutant) -> str:
+    """A lesson's text with the edit, which has to be in what is new there."""
+    text = PATHS[mutant.lesson].read_text("utf-8")
+    nodes, lines = ast.parse(text).body, text.splitlines(keepends=True)
+    for name in mutant.target.split("."):
+        node = next(n for n in nodes if getattr(n, "name", "") == name)
+        nodes = node.body
+    first = min(n.lineno for n in (node, *node.decorator_list)) - 1
+    before, after = "".join(lines[:first]), "".join(lines[node.end_lineno :])
+    assert "# ==== NEW" in before and "# ==== RUN" in after, f"not new: {mutant}"
+    source = textwrap.dedent("".join(lines[first : node.end_lineno]))
+    assert source.count(mutant.old) == 1, f"not exactly once: {mutant}"
+    source = source.replace(mutant.old, mutant.new)
+    text = before + textwrap.indent(source, node.col_offset * " ") + after
+    ast.parse(text)
+    return text
+
+
+def one_rank(mutant: Mutant, flags: list[str]) -> None:
+    """What each rank runs: a lesson, edited as by its own --break."""
+    sys.path.insert(0, str(ROOT))
+    lesson = importlib.import_module(PATHS[mutant.lesson].stem)
+    lesson.apply_edit(mutant._asdict(), vars(lesson))
+    sys.argv = [lesson.__file__, *flags]
+    lesson.launch(lesson.main, lesson.parse_args, vars(lesson))
+
+
+def problem(lesson: str, how: str, number: int = 0) -> str:
+    """What a run, or a test, finds wrong; number: of a mutant, 0 for none."""
+    if how.startswith("test_"):
+        return run_tests(lesson, how, number)
+    ranks, *flags = how.split()
+    script, one = (__file__, ["--one", number]) if number else (PATHS[lesson], [])
+    done = jobs.launch(script, int(ranks), *one, *flags, limit=150)
+    said = re.findall("^(?:PASS|FAIL|error: ).*", done.out + done.err, re.M)
+    said += [f"exit code {done.code}"]
+    return "" if done.code == 0 and said[0].startswith("PASS") else said[0]
+
+
+def run_tests(lesson: str, names: str, number: int) -> str:
+    """What pytest says if one fails, in a copy of what git tracks."""
+    files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
+    with tempfile.TemporaryDirectory() as copy:
+        for path in map(Path, files.splitlines()):
+            if (ROOT / path).exists():
+                (copy / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, copy / path)
+        if number:
+            copied = Path(copy, PATHS[lesson].name)
+            copied.write_text(edited(MUTANTS[number - 1]), "utf-8")
+        tests = [f"{TESTS[lesson]}::{name}" for name in names.split()]
+        done = subprocess.run(PYTEST + tests, cwd=copy, capture_output=True, text=True)
+    late = re.search(LATE, done.stdout)
+    said = late[0] if late else done.stdout.splitlines()[-1]
+    return said if done.returncode == 1 else ""  # else: all pass, or there is no such
+
+
+def catch(number: int) -> tuple[str, str]:
+    """What catches a mutant, and what that says."""
+    lesson, *_, by = MUTANTS[number - 1]
+    for how in (DEFAULT, by):
+        said = problem(lesson, how, number) if how else ""
+        if said and not re.search(LATE, said):
+            return how, said
+    return "", "SURVIVED"
+
+
+def needed(mutants: list[Mutant]) -> list[tuple[str, str]]:
+    """The runs that may have to catch these, and the tests of each lesson."""
+    found = []
+    for lesson in sorted({mutant.lesson for mutant in mutants}):
+        hows = sorted({mutant.by for mutant in mutants if mutant.lesson == lesson})
+        tests = " ".join(how for how in hows if how.startswith("test_"))
+        runs = [how for how in hows if not how.startswith("test_")]
+        found += [(lesson, how) for how in (DEFAULT, *runs, tests) if how]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("numbers", type=int, nargs="*", help="of mutants; all if none")
+    parser.add_argument("--lesson", default="", help="two digits: its mutants alone")
+    args, wrong, survivors = parser.parse_args(), [], []
+    chosen = dict(enumerate(MUTANTS, 1))
+    chosen = {number: chosen[number] for number in args.numbers or chosen}
+    chosen = {n: mutant for n, mutant in chosen.items() if args.lesson in mutant.lesson}
+    for mutant in chosen.values():
+        edited(mutant)
+    with ThreadPoolExecutor(2) as pool:
+        hows = needed([*chosen.values()])
+        for how, said in zip(hows, pool.map(problem, *zip(*hows))):
+            print(*how, f"without an edit: {said or 'nothing wrong'}", flush=True)
+            wrong += [how] if said else []
+        if wrong:
+            print(f"FAIL  without an edit: {wrong}")
+            return 1
+        for number, (how, said) in zip(chosen, pool.map(catch, chosen)):
+            lesson, target, what, *_ = chosen[number]
+            how = "default run" if how == DEFAULT else how
+            print(f"{number:3}  {lesson}  {target}: {what} | {how}: {said}", flush=True)
+            survivors += [] if how else [number]
+    end = f"{len(survivors)} survived: {survivors}" if survivors else "all caught"
+    print(f"{'FAIL' if survivors else 'PASS'}  {len(chosen)} mutants, {end}")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        one_rank(MUTANTS[int(sys.argv[2]) - 1], sys.argv[3:])
+        sys.exit()
+    try:
+        code = main()
+    finally:
+        for mark in [*jobs.RUNNING]:
+            jobs.end(mark)
+    sys.exit(code)
