@@ -5,9 +5,8 @@ Launching ranks is most of what the suite costs. A test names what it launches,
     @pytest.mark.launches("01_naive_mlp_tp", 2, "--dtype", "float64")
 
 and jobs start in the order of the tests, three at a time, before the tests ask.
-What is launched twice with the same flags runs once. Notebooks come first: while their
-ranks wait for one another, jobs run. A test marked `alone` runs last, when nothing else
-does.
+What is launched twice with the same flags runs once. A test marked `alone` runs last,
+when nothing else does.
 """
 
 import sys
@@ -34,7 +33,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before some are left out by their markers
 def pytest_collection_modifyitems(items):
-    items.sort(key=turn)
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(180))
@@ -51,13 +50,6 @@ def is_essential(item) -> bool:
     if runs:
         return all(run in QUICK for run in defaults)
     return item.path.stem in ("test_text", "test_refusals", "test_wrappers")
-
-
-def turn(item) -> int:
-    """When a test runs: 0 notebooks, 1 others, 2 alone."""
-    if item.path.suffix == ".ipynb":
-        return 0
-    return 2 if item.get_closest_marker("alone") else 1
 
 
 def pytest_collection_finish(session):
