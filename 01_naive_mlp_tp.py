@@ -1015,7 +1015,7 @@ def who_is_missing(places: list[dict]) -> str:
     if outside:
         who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
         text = f"{who} in no call, ranks {inside} wait"
-        return f"{text}: it hangs, died, or went on without calling"
+        return f"{text}: a hang, a crash, or a skipped call"
     if len({place["state"] for place in places}) == 1:
         return "a call failed that every rank had come to"
     text = f"ranks {inside} wait for each other"

@@ -672,8 +672,8 @@ def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> No
     whole = [x for x in training.parameters.values() if not getattr(x, "cuts", ())]
     flat = training.optimizer.flatten(training.optimizer.parameters).nbytes
     tied = training.tied is not None, "e·v·D", nbytes([training.tied])
-    gather = 2 * len(training.stage.layers) + last
-    scatter, both = gather - last + first, 2 * gather - last + first
+    gather = 2 * len(training.stage.layers) + last  # 2 a layer, one before the head
+    scatter, both = gather - last + first, 2 * gather - last + first  # both: backward
     share = 2 * M * (first or last), "M(16·b·S+24)", 16 * MbS + 24 * M
     ahead = 2 * M * (not last), "M(X/T+24)", MX / args.tp + 24 * M
     back = M * (not first), "M·X/T", MX / args.tp
@@ -2117,7 +2117,7 @@ def who_is_missing(places: list[dict]) -> str:
     if outside:
         who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
         text = f"{who} in no call, ranks {inside} wait"
-        return f"{text}: it hangs, died, or went on without calling"
+        return f"{text}: a hang, a crash, or a skipped call"
     if len({place["state"] for place in places}) == 1:
         return "a call failed that every rank had come to"
     text = f"ranks {inside} wait for each other"

@@ -26,7 +26,6 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "launches(lesson, ranks, *flags): a lesson's run"
     )
-    config.addinivalue_line("markers", "drives(script, ranks, *flags): a driver's run")
     config.addinivalue_line("markers", "alone: runs last, when nothing else does")
     config.addinivalue_line("markers", "essential: for `make quick`; set below")
 

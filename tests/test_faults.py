@@ -13,12 +13,12 @@ import pytest
 from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER
 
 TIMEOUT = 5
-WAITED_FOR = r"rank {rank} is in no call, ranks \[[\d, ]+\] wait: it "
+WAITED_FOR = r"rank {rank} is in no call, ranks \[[\d, ]+\] wait: a hang, "
 SAYS = {
     "kill": r"the process of rank {rank} died; it was in no call",
     "kill-inside": r"the process of rank {rank} died; it was in call \d+ of ranks",
     "stop": r"the process of rank {rank} is stopped; it was in no call",
-    "sleep": WAITED_FOR + "hangs, ",
+    "sleep": WAITED_FOR,
     "raise": r"rank {rank} raised RuntimeError: out of luck",
 }
 

@@ -85,19 +85,13 @@ def rank_main(path: str, hidden: list, tokens: list, rounds: int) -> None:
 
 
 def bench_steps(ranks: int, hidden: list, tokens: list, rounds: int) -> list[dict]:
-    """Rows of the first table, printed as they are known."""
-    sizes = [",".join(map(str, numbers)) for numbers in (hidden, tokens)]
+    """Rows of the first table, printed when all are known."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
-        command = [
-            *TORCHRUN,
-            f"--nproc_per_node={ranks}",
-            __file__,
-            "--rank",
-            str(path),
-        ]
-        flags = ["--hidden", sizes[0], "--tokens", sizes[1], "--rounds", str(rounds)]
-        subprocess.run([*command, *flags], check=True)
+        command = [*TORCHRUN, f"--nproc_per_node={ranks}", __file__]
+        command += ["--rank", str(path), "--rounds", str(rounds)]
+        command += ["--hidden", listed(hidden), "--tokens", listed(tokens)]
+        subprocess.run(command, check=True)
         rows = json.loads(path.read_text())
     print(f"A step of lesson 01's MLP, {ranks} ranks; ratios with their quartiles")
     print("tokens  hidden  one process  by hand / one process     by hand / DTensor")
@@ -106,9 +100,10 @@ def bench_steps(ranks: int, hidden: list, tokens: list, rounds: int) -> list[dic
         row["one process ms"] = 1000 * statistics.median(seconds["one process"])
         row["by hand / one process"] = ratio(seconds, "by hand", "one process")
         row["by hand / DTensor"] = ratio(seconds, "by hand", "DTensor")
-        one, other = (text(row[f"by hand / {to}"]) for to in ("one process", "DTensor"))
-        ms = f"{row['one process ms']:>8.2f} ms"
-        print(f"{row['tokens']:>6}  {row['hidden']:>6}  {ms}  {one:>21}  {other:>20}")
+        alone, dtensor = row["by hand / one process"], row["by hand / DTensor"]
+        size = f"{row['tokens']:>6}  {row['hidden']:>6}"
+        ratios = f"{spread(alone):>21}  {spread(dtensor):>20}"
+        print(f"{size}  {row['one process ms']:>8.2f} ms  {ratios}")
     slower = [row for row in rows if row["by hand / DTensor"]["median"] > 1]
     for row in slower:
         size = f"{row['tokens']} tokens, hidden {row['hidden']}"
@@ -118,9 +113,9 @@ def bench_steps(ranks: int, hidden: list, tokens: list, rounds: int) -> list[dic
     return rows
 
 
-def text(of: dict) -> str:
-    low, high = of["quartiles"]
-    return f"{of['median']:.2f} ({low:.2f} to {high:.2f})"
+def spread(ratio: dict) -> str:
+    low, high = ratio["quartiles"]
+    return f"{ratio['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def bench_lessons(rounds: int) -> list[dict]:
@@ -144,14 +139,19 @@ def bench_lessons(rounds: int) -> list[dict]:
             row |= {f"{name} s": statistics.median(seconds[name]) for name in seconds}
             row["lesson / empty"] = ratio(seconds, "lesson", "empty")
             times = f"{ranks:>5}  {row['empty s']:>7.1f}  {row['lesson s']:>8.1f}"
-            times = f"{times}  {text(row['lesson / empty'])}"
+            times = f"{times}  {spread(row['lesson / empty'])}"
             print(f"{lesson.stem:<17}  {times}", flush=True)
             rows.append(row)
     return rows
 
 
-def numbers(texts: str) -> list[int]:
-    return [int(text) for text in texts.split(",")]
+def listed(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def numbers(text: str) -> list[int]:
+    """The opposite of listed."""
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
