@@ -1032,6 +1032,10 @@ def fail(error: Exception | None, bug: str = "") -> None:
         stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
     place = COMM.place | {"ends": True}  # from here on its end is no news
     words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+    if huge := re.search(r"tried to allocate \S+ \w+|overflowed.*", words, re.I):
+        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        words = f"error: too large: {huge[0]}; this machine has {has} bytes"
+        stop(2, wrap(words), speaks=COMM.store.add("told", 1) == 1)
     lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
     if error and not (lost and isinstance(error, RuntimeError)):
         place["state"] = f"raised {type(error).__name__}: {words}"
