@@ -42,6 +42,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -120,8 +121,14 @@ class Ranks:
 
         Ranks.running.append(self)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # A store that makes its own socket listens on all of this machine's networks.
+        listener = socket.create_server(("127.0.0.1", 0))
         self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+            "127.0.0.1",
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         here = ["--ip=127.0.0.1", "--location=127.0.0.1"]
         self.processes = [self.spawn("ipyparallel.controller", *here)]
