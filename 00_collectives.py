@@ -1045,6 +1045,7 @@ def join_group(backend: str, limit: timedelta) -> dist.Store:
 def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     lesson, breaks = Path(module["__file__"]), module["BREAKS"]
     if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
         command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
