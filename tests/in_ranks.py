@@ -9,6 +9,7 @@ import random
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -40,16 +41,9 @@ def groups_of_4(lesson) -> list:
     return found
 
 
-def refused(calls: dict) -> dict:
-    """The message of each call's ValueError."""
-    found = {}
-    for what, call in calls.items():
-        try:
-            call()
-            found[what] = "none raised"
-        except ValueError as error:
-            found[what] = str(error)
-    return found
+def no_group(size: int, rank: int = 0):
+    """Stands for a group where nothing is to be sent, and could not be."""
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
 # Differences.
@@ -72,6 +66,11 @@ def exact(holds: bool) -> float:
     return 0.0 if holds else math.inf
 
 
+def transposed(x):
+    """The same numbers, laid out otherwise."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
 # What a rank should hold of the whole model, by the papers.
 
 CUTS = {  # of a layer: along which dim; all else there is whole on every rank
@@ -84,22 +83,17 @@ CUTS = {  # of a layer: along which dim; all else there is whole on every rank
 ROWS = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")  # from lesson 03 on
 
 
-def columns(whole, v: int, group, filler: float = 0.0):
-    """This rank's v columns of the last dim, `filler` where the vocabulary ends."""
-    V = whole.shape[-1]
-    padded = F.pad(whole, (0, v * group.size() - V), value=filler)
-    return padded[..., group.rank() * v : (group.rank() + 1) * v].clone()
+def columns(whole, group, v: int | None = None, filler: float = 0.0):
+    """This rank's columns, ⌈V/T⌉ or v of them, `filler` where the vocabulary ends."""
+    V, T = whole.shape[-1], group.size()
+    v = v or -(-V // T)
+    padded = F.pad(whole, (0, v * T - V), value=filler)
+    return padded.tensor_split(T, -1)[group.rank()].clone()
 
 
 def rows(whole, group):
     """This rank's rows, ⌈V/T⌉ of them, zeros below the last one."""
-    v = -(-len(whole) // group.size())
-    return columns(whole.movedim(0, -1), v, group).movedim(-1, 0)
-
-
-def own_columns(V: int, v: int, group) -> int:
-    """How many of this rank's v columns are tokens, and not padding."""
-    return max(0, min(V - group.rank() * v, v))
+    return columns(whole.movedim(0, -1), group).movedim(-1, 0)
 
 
 def dim_of(name: str) -> int | None:
@@ -118,7 +112,10 @@ def cut(whole, name: str, group, by_rows=ROWS):
     return whole.tensor_split(group.size(), dim)[group.rank()]
 
 
-# Random models, which lessons 02 and 04 train beside the whole one.
+# Random models, which lessons 02 to 04 train beside the whole one.
+
+VOCABULARIES = (*range(2, 13), 16, 30, 61, 257)  # fewer tokens than ranks, too
+MODELS = 64  # of a lesson
 
 
 def parameters(model) -> dict:
@@ -129,52 +126,58 @@ def gradients(model) -> dict:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
-def random_model(lesson, number: int, T: int, tied: bool = False) -> tuple:
-    """A model of random sizes that T ranks can share, and the sizes of its batches."""
+def random_sizes(lesson, number: int, T: int) -> tuple:
+    """Of a model that T ranks can share, and of its batches: config, B, S."""
     rng = random.Random(f"model {number}")
     kv_heads = T * rng.randint(1, 2)
     heads = kv_heads * rng.randint(1, 3)
     B, S = rng.randint(1, 3), rng.randint(1, 11)
-    special = {0: rng.choice([1, T + 2]), 1: T * rng.randint(1, 3), 2: T + 1}
-    S = special.get(number // 4 % 4, S)
+    S = (rng.choice([1, T + 2]), T * rng.randint(1, 3), T + 1, S)[number // 4 % 4]
     H = 2 * rng.randint(1, 4) if heads > 2 else 6  # a norm of two numbers is ±1
-    config = lesson.Config(
-        rng.randint(2, 30), heads * H, heads, kv_heads, rng.choice([1, 1, 2, 3]),
-        -(-S // T) * T + rng.randint(0, 3), (0.0, 0.1, 0.5)[number // 3 % 3],
-    )  # fmt: skip
+    V = VOCABULARIES[number % len(VOCABULARIES)]
+    layers, longest = rng.choice([1, 1, 2, 3]), -(-S // T) * T + rng.randint(0, 3)
+    dropout = (0.0, 0.1, 0.5)[number // 3 % 3]
+    return lesson.Config(V, heads * H, heads, kv_heads, layers, longest, dropout), B, S
+
+
+def random_model(lesson, config, tied: bool, generator):
     full = lesson.Transformer(config).double()
     if tied:
         full.lm_head.weight = full.embed_tokens.weight
-    generator = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for name, p in full.named_parameters():
             size = p.shape[-1] ** -0.5 if p.dim() == 2 else 0.3
             p.copy_(torch.randn(p.shape, generator=generator) * size + ("norm" in name))
-    return full, B, S, generator
-
-
-def random_batch(config, B: int, S: int, generator) -> tuple:
-    """Tokens, targets of which some are ignored, upstream gradients of the logits."""
-    tokens, target = torch.randint(config.vocab_size, (2, B, S), generator=generator)
-    ignored = torch.rand(B, S, generator=generator) < 0.3
-    ignored[0, -1] = ignored[:, 0] = False  # or a gradient may be rounding alone
-    target[ignored] = -100
-    shape = B, S, config.vocab_size
-    return tokens, target, torch.randn(shape, generator=generator, dtype=torch.float64)
+    return full
 
 
 class Twins:
-    """A whole model and its parallel copy in training: what kind of thing differs how
-    much at most, and where."""
+    """A whole model of random sizes and its parallel copy in training: what kind of
+    thing differs how much at most, and where."""
 
-    def __init__(self, lesson, full, split, group, by_rows=ROWS):
-        self.lesson, self.group, self.by_rows = lesson, group, by_rows
-        self.alone, self.split, self.diffs = copy.deepcopy(full), split, {}
-        self.full, self.before = full, copy.deepcopy(full)
-        models = self.alone, self.split
-        self.adamw = [torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-5) for m in models]
-        self.compare("held", parameters(split), parameters(full))
-        self.note("names", exact([*parameters(split)] == [*parameters(full)]))
+    def __init__(self, lesson, number: int, group, split, by_rows=ROWS, pads=False):
+        """split: (full, group) → the parallel copy; pads: where T must divide S."""
+        self.lesson, self.number, self.group = lesson, number, group
+        T, tied, self.by_rows = group.size(), number // 5 % 2 == 1, by_rows
+        self.config, self.B, self.S = random_sizes(lesson, number, T)
+        self.padding = -self.S % T if pads else 0
+        self.generator = torch.Generator().manual_seed(number)
+        self.full = random_model(lesson, self.config, tied, self.generator)
+        self.alone, self.before = copy.deepcopy(self.full), copy.deepcopy(self.full)
+        self.split = split(self.full, group)
+        self.models = self.alone, self.split
+        self.adamw = [
+            torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
+            for model in self.models
+        ]
+        self.diffs = {}
+        self.compare("held", parameters(self.split), parameters(self.full))
+        names = [[*parameters(model)] for model in self.models]
+        self.note("names", exact(names[0] == names[1]))
+        is_one = self.split.lm_head.weight is self.split.embed_tokens.weight
+        self.note("tied", exact(is_one is tied))
+        self.about = dict(number=number, T=T, B=self.B, S=self.S, tied=tied)
+        self.about |= self.config._asdict()
 
     def note(self, kind: str, diff: float, name: str = "") -> None:
         self.diffs[kind] = max(self.diffs.get(kind, [0.0, ""]), [diff, name])
@@ -185,26 +188,75 @@ class Twins:
             wanted = cut(whole, name, self.group, self.by_rows)
             self.note(kind, difference(parts.get(name), wanted, whole), name)
 
+    def columns(self, logits):
+        """This rank's of the whole logits, where the vocabulary is split."""
+        return columns(logits, self.group) if self.by_rows else logits
+
+    def batch(self) -> tuple:
+        """Tokens, targets of which some are ignored, upstream gradients of the logits.
+        The first and the last token of every rank come first; padding is at the end."""
+        V, B, S = self.config.vocab_size, self.B, self.S + self.padding
+        tokens, target = torch.randint(V, (2, B, S), generator=self.generator)
+        firsts = torch.arange(0, V, -(-V // self.group.size()))
+        ends = torch.cat([firsts, firsts[1:] - 1, torch.tensor([V - 1])])[: B * S]
+        tokens.view(-1)[: len(ends)] = ends
+        ignored = torch.rand(B, S, generator=self.generator) < 0.3
+        # Some are not, or a gradient may be rounding alone.
+        ignored[0, self.S - 1] = ignored[:, 0] = False
+        target[ignored] = target[:, self.S :] = -100
+        upstream = torch.randn(B, S, V, generator=self.generator, dtype=torch.float64)
+        upstream[:, self.S :] = 0
+        return tokens, target, upstream
+
+    def forward_backward(self, step: int, loss_of) -> None:
+        """Both ways, from random gradients of the logits at first, then a loss."""
+        tokens, target, upstream = self.batch()
+        # Masks are drawn by shape: with dropout one process has the padding, too.
+        shown = tokens.shape[1] if self.config.dropout else self.S
+        torch.manual_seed(1000 * self.number + step)
+        wanted = self.alone(tokens[:, :shown])
+        torch.manual_seed(1000 * self.number + step)
+        got = self.split(tokens)
+        self.note("logits", difference(got[:, :shown], self.columns(wanted)))
+        loss = F.cross_entropy(wanted.flatten(0, 1), target[:, :shown].flatten())
+        split_loss = loss_of(got, target)
+        self.note("loss", difference(split_loss, loss))
+        if step == 0:
+            wanted.backward(upstream[:, :shown])
+            got.backward(self.columns(upstream))
+        else:
+            loss.backward()
+            split_loss.backward()
+
     def update(self, factor: float) -> None:
         """Clip both to so much of the norm, and step."""
-        unclipped = gradients(self.split)
-        norm = math.sqrt(sum(p.grad.square().sum() for p in self.alone.parameters()))
+        unclipped, wanted = gradients(self.split), gradients(self.alone)
+        self.compare("gradients", unclipped, wanted)
+        norm = math.sqrt(sum(grad.square().sum() for grad in wanted.values()))
         told = self.lesson.global_norm(self.split, self.group)
         self.note("norm", abs(told - norm) / norm)
         self.lesson.clip_gradients(self.split, factor * norm, told)
         torch.nn.utils.clip_grad_norm_(self.alone.parameters(), factor * norm)
-        self.compare("clipped", gradients(self.split), gradients(self.alone))
-        moved = [not torch.equal(p.grad, unclipped[name])
-                 for name, p in self.split.named_parameters()]  # fmt: skip
-        self.note("clipped above the limit only", exact(any(moved) == (factor < 1)))
-        for model, adamw in zip((self.alone, self.split), self.adamw):
+        clipped = gradients(self.split)
+        self.compare("clipped", clipped, gradients(self.alone))
+        same = all(torch.equal(clipped[name], unclipped[name]) for name in clipped)
+        self.note("clipped above the limit only", exact(same == (factor > 1)))
+        for model, adamw in zip(self.models, self.adamw):
             adamw.step()
             model.zero_grad()
         self.compare("parameters", parameters(self.split), parameters(self.alone))
 
-    def end(self) -> dict:
-        """What was found; replicas must be equal to the bit, and the model untouched
-        of which the parallel one was made."""
+    def train(self, loss_of, after_backward=lambda model: None, steps=2) -> dict:
+        """What is found in some steps and one forward without dropout. To the bit: what
+        ranks hold alike, and the model of which the parallel one was made."""
+        for step in range(steps):
+            self.forward_backward(step, loss_of)
+            after_backward(self.split)
+            self.update((0.3, 3.0, 0.01)[(self.number + step) % 3])
+        tokens, *_ = self.batch()
+        with torch.no_grad():
+            wanted, got = (model.eval()(tokens) for model in self.models)
+        self.note("eval", difference(got, self.columns(wanted)))
         first = dist.get_process_group_ranks(self.group)[0]
         for name, p in parameters(self.split).items():
             if name not in self.by_rows and dim_of(name) is None:
@@ -213,4 +265,4 @@ class Twins:
                 self.note("replicas", difference(p, of_first), name)
         for p, q in zip(self.full.parameters(), self.before.parameters()):
             self.note("own", exact(torch.equal(p, q)))
-        return self.diffs
+        return self.about | dict(diffs=self.diffs)

@@ -12,8 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import draw
 from matplotlib.colors import to_hex
 
-BLUE, ORANGE, WHITE, BLACK = *draw.COLORS[:2], "#FFFFFF", "#000000"
-
 
 def shade(color) -> str:
     return to_hex(color).upper()
@@ -41,7 +39,9 @@ class Panel:
             self.boxes.append(Box(*around.bounds, shade(p.get_facecolor())))
         self.colors = [b.color for b in self.boxes]
         self.spans = [(b.x, b.width, b.color) for b in self.boxes]
+        self.hatches = [p.get_hatch() for p in self.filled]
         self.lines = [[list(v) for v in line.get_data()] for line in ax.lines]
+        self.styles = [line.get_linestyle() for line in ax.lines]
         self.words = [t for t in ax.texts if t.get_text()]
         self.texts = [t.get_text() for t in self.words]
         self.at = {t.get_text(): t.get_position() for t in self.words}
@@ -50,19 +50,27 @@ class Panel:
             t.get_text() for legend in self.figure.legends for t in legend.get_texts()
         ]
 
-    def under(self, x, y) -> list[str]:
-        """The colours at a point, the one that is seen last."""
-        return [
+    def on(self) -> list[tuple[str, str]]:
+        """Each text, and the colour that it stands on."""
+        return [(t.get_text(), self.under(*t.get_position())) for t in self.words]
+
+    def under(self, x, y) -> str:
+        """The colour that is seen at a point; none where nothing is filled."""
+        found = [
             box.color for box, p in zip(self.boxes, self.filled)
             if p.get_path().contains_point((x, y), p.get_patch_transform())
         ]  # fmt: skip
+        return found[-1] if found else ""
 
-    def in_square(self, x, y) -> list[str]:
-        """Colours of the boxes inside the unit square at x, y, top to bottom."""
-        inside = lambda at, size, low: low - 1e-6 <= at and at + size <= low + 1 + 1e-6
-        found = [b for b in self.boxes if inside(b.x, b.width, x)]
-        found = [b for b in found if inside(b.y, b.height, y)]
-        return [b.color for b in sorted(found, key=lambda b: (b.y, b.x))]
+    def across(self, x, y, width, height, points=2) -> list[str]:
+        """Colours at so many points along the diagonal of a box."""
+        middles = [(i + 0.5) / points for i in range(points)]
+        return [self.under(x + width * m, y + height * m) for m in middles]
+
+    def on_screen(self, artists=None) -> list:
+        """Where words, or other things, are on the screen."""
+        self.figure.draw_without_rendering()
+        return [a.get_window_extent() for a in artists or self.words]
 
 
 def panels(function, *args, **kwargs) -> list[Panel]:
@@ -76,15 +84,10 @@ def drawn(function, *args, **kwargs) -> Panel:
     return panels(function, *args, **kwargs)[0]
 
 
-def extents(figure, artists) -> list:
-    figure.canvas.draw()
-    return [artist.get_window_extent() for artist in artists]
-
-
 def legible(seen: Panel) -> None:
     """Words neither overlap nor leave the picture."""
     width, height = seen.figure.get_size_inches() * seen.figure.dpi
-    found = [*zip(seen.texts, extents(seen.figure, seen.words))]
+    found = [*zip(seen.texts, seen.on_screen())]
     for text, at in found:
         assert 0 <= at.x0 and at.x1 <= width, text
         assert 0 <= at.y0 and at.y1 <= height, text

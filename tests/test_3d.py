@@ -8,71 +8,58 @@ import json
 import re
 import shutil
 import signal
-from itertools import pairwise, product
-from math import prod
+from functools import cache
+from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 
 import jobs
 import pytest
 import torch
-from runs import ALL_RUNS, ALLOWED, flag, over
+from in_ranks import no_group
+from runs import ALL_RUNS, ALLOWED, MESH, flag, over
 from test_refusals import as_rank, message
 from torch import nn
 
-LESSON = "05_3d_parallel"
 DRIVERS = [("drive_3d.py", ranks) for ranks in (8, 6, 4, 2)]
-RUNS = [run for run in ALL_RUNS if run[0] == LESSON]
-lesson = jobs.load(LESSON)
+RUNS = [run for run in ALL_RUNS if run[0] == MESH]
+lesson = jobs.load(MESH)
 pytestmark = pytest.mark.timeout(300)  # eight ranks share the cores
 
 
 # Schedules: lists of steps, before any rank is started.
 
 
-def play(kind: str, P: int, M: int, forward=1, backward=2) -> tuple:
-    """Makespan and most micro-batches in flight of each stage, messages for free."""
+def makespan(kind: str, P: int, M: int) -> int:
+    """If a forward takes 1, a backward 2, and a message nothing."""
     todo = [lesson.schedule(kind, stage, P, M) for stage in range(P)]
-    done, clock, held, most = {}, [0] * P, [0] * P, [0] * P
-    while any(todo):
-        before = len(done)
-        for r in range(P):
-            if not todo[r]:
-                continue
-            phase, i = todo[r][0]
-            source = r - 1 if phase == "forward" else r + 1
-            needs = [(phase, source, i)] if 0 <= source < P else []
-            needs += [("forward", r, i)] if phase == "backward" else []
-            if all(need in done for need in needs):
-                start = max([clock[r], *(done[need] for need in needs)])
-                clock[r] = start + (forward if phase == "forward" else backward)
-                done[phase, r, i] = clock[r]
-                held[r] += 1 if phase == "forward" else -1
-                most[r] = max(most[r], held[r])
-                todo[r] = todo[r][1:]
-        assert len(done) > before, f"{kind} {P} {M}: all stages wait"
-    return max(clock), most
+
+    @cache
+    def end(stage: int, number: int) -> int:
+        """When a stage has done that many of its steps."""
+        if number == 0:
+            return 0
+        phase, i = todo[stage][number - 1]
+        source, arrived = stage + (-1 if phase == "forward" else 1), 0
+        if 0 <= source < P:
+            arrived = end(source, todo[source].index((phase, i)) + 1)
+        return max(end(stage, number - 1), arrived) + (1 if phase == "forward" else 2)
+
+    return max(end(stage, number) for number in range(2 * M + 1) for stage in range(P))
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 def test_schedules_do_all_and_in_order(kind):
-    for P in range(1, 9):
-        for M in range(1, 12):
-            for stage in range(P):
-                steps = lesson.schedule(kind, stage, P, M)
-                for phase in ("forward", "backward"):
-                    assert [i for p, i in steps if p == phase] == list(range(M))
-                for i in range(M):
-                    assert steps.index(("forward", i)) < steps.index(("backward", i))
-            span, most = play(kind, P, M)
-            assert span == 3 * (M + P - 1), "the ideal, where t_b = 2·t_f"
-            wanted = [M if kind == "gpipe" else min(P - r, M) for r in range(P)]
-            assert most == wanted
-
-
-def test_published_makespans():
-    assert play("1f1b", 4, 8) == (33, [4, 3, 2, 1])
-    assert play("gpipe", 4, 8) == (33, [8, 8, 8, 8])
-    assert play("1f1b", 8, 32)[0] == 117
+    """Published are makespans of 33 for P 4, M 8, and of 117 for P 8, M 32."""
+    for P, M in product(range(1, 9), (*range(1, 12), 32)):
+        for stage in range(P):
+            steps = lesson.schedule(kind, stage, P, M)
+            for phase in ("forward", "backward"):
+                assert [i for p, i in steps if p == phase] == list(range(M))
+            for i in range(M):
+                assert steps.index(("forward", i)) < steps.index(("backward", i))
+            in_flight = accumulate(1 if p == "forward" else -1 for p, _ in steps)
+            assert max(in_flight) == (M if kind == "gpipe" else min(P - stage, M))
+        assert makespan(kind, P, M) == 3 * (M + P - 1), "the ideal"
 
 
 @pytest.mark.parametrize("DP, M", [(1, 3), (3, 1), (2, 3)])
@@ -80,8 +67,8 @@ def test_a_batch_is_dealt_out_once(DP, M):
     """Each row to one micro-batch of one replica, in order."""
     tokens, dealt = torch.arange(12 * 5).view(12, 5), []
     for replica in range(DP):
-        dp = SimpleNamespace(size=lambda: DP, rank=lambda r=replica: r)
-        dealt += lesson.cut_batch((tokens, -tokens), {"dp": dp}, M, ragged=False)
+        groups = {"dp": no_group(DP, replica)}
+        dealt += lesson.cut_batch((tokens, -tokens), groups, M, ragged=False)
     assert len(dealt) == DP * M
     assert torch.equal(torch.cat(dealt, 1), torch.stack((tokens, -tokens)))
 
@@ -106,38 +93,30 @@ def stage_of(stage: int, P: int, L: int) -> list[int]:
     return [layer.in_features - 1 for layer in kept.layers]
 
 
-# Every layout, against plain PyTorch, in float64 and float32.
+# Every layout, against plain PyTorch, in float64 (in float32: the lesson's own runs).
 
 
-@pytest.fixture(scope="module", params=DRIVERS, ids=lambda one: f"{one[1]} ranks")
+@pytest.fixture(scope="module", params=[
+    pytest.param(run, id=f"{run[1]} ranks", marks=pytest.mark.launches(*run))
+    for run in DRIVERS
+])  # fmt: skip
 def found(request):
     return jobs.result(*request.param)
 
 
-def launched(test):
-    for driver in DRIVERS:
-        test = pytest.mark.launches(*driver)(test)
-    return test
-
-
-@launched
 @pytest.mark.parametrize("what", ["loss", "norm", "gradients", "parameters"])
 def test_equal_to_one_process(found, what):
     for rank in found:
         for run in rank["runs"]:
-            limit = ALLOWED[run["args"]["dtype"]][what != "loss"]
+            limit = ALLOWED["float64"][what != "loss"]
             assert run["diffs"][what][0] <= limit, (run["args"], run["diffs"])
 
 
-@launched
 def test_layouts_cover_the_ground(found):
-    ranks = len(found)
-    runs = [run["args"] for run in found[0]["runs"]]
-    parts = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    wanted = [sizes for sizes in product(parts, repeat=3) if prod(sizes) == ranks]
-    found_here = [(a["pp"], a["dp"], a["tp"]) for a in runs]
-    assert found_here == [sizes for sizes in wanted for _ in ("float64", "float32")]
-    assert {a["dtype"] for a in runs} == {"float32", "float64"}
+    ranks, runs = len(found), [run["args"] for run in found[0]["runs"]]
+    layouts = {(a["pp"], a["dp"], a["tp"]) for a in runs}
+    assert len(layouts) == len(runs) == {2: 3, 4: 6, 6: 9, 8: 10}[ranks]
+    assert all(a["pp"] * a["dp"] * a["tp"] == ranks for a in runs)
     if ranks == 2:
         return  # three layouts; the options are those of more ranks
     for option in ("schedule", "ragged", "zero", "tie"):
@@ -147,28 +126,16 @@ def test_layouts_cover_the_ground(found):
     assert any(a["heads"] != a["kv_heads"] for a in runs)
 
 
-@launched
 def test_stages_hold_the_whole_model_once(found):
     for ranks in zip(*(rank["runs"] for rank in found)):
-        a, held = ranks[0]["args"], {}
-        M = a["microbatches"]
+        args, held = ranks[0]["args"], {}
         for run in ranks:
-            stage = run["stage"]
-            assert run["parameters"] == held.setdefault(stage, run["parameters"])
-            most = M if a["schedule"] == "gpipe" else min(a["pp"] - stage, M)
-            assert run["in_flight"] == most
+            mine = held.setdefault(run["stage"], run["parameters"])
+            assert run["parameters"] == mine, "ranks of one stage have the same"
         names = [name for of_stage in held.values() for name in of_stage]
-        assert len(set(names)) == 5 + 16 * a["layers"] - a["tie"]
-        copies = a["tie"] and a["pp"] > 1  # one: the last stage's
+        assert len(set(names)) == 5 + 16 * args["layers"] - args["tie"]
+        copies = args["tie"] and args["pp"] > 1  # one: the last stage's
         assert len(names) == len(set(names)) + copies
-
-
-@pytest.mark.launches(*DRIVERS[0])
-def test_checkpoints_go_from_mesh_to_mesh():
-    for rank in jobs.result(*DRIVERS[0]):
-        steps, after = rank["checkpoints"]
-        assert [row[0] for row in steps] == [[2, 2, 2], [1, 4, 2], [4, 2, 1]]
-        assert all(row[2] <= 1e-12 for row in steps) and after[0] <= 1e-12, after
 
 
 # The lesson's own runs: who is where, and when.
@@ -191,8 +158,7 @@ def test_defaults_show_more_than_one_axis():
     meshes = {run[1]: jobs.result(*run).data["mesh"] for run in RUNS if len(run) == 2}
     assert set(meshes) == {1, 2, 3, 4, 6, 8}
     assert meshes[2]["pp"] == 2, "two ranks are a pipeline"
-    for ranks in (4, 6, 8):
-        assert sum(size > 1 for size in meshes[ranks].values()) > 1, ranks
+    assert all(sum(n > 1 for n in meshes[ranks].values()) > 1 for ranks in (4, 6, 8))
 
 
 @over(RUNS)
@@ -218,10 +184,7 @@ def test_timeline(run):
     assert len([line for line in pictures if "[" not in line]) >= P
 
 
-PIPELINE = [run for run in RUNS if flag(run, "--pp", "") == "4"]
-
-
-@over(PIPELINE)
+@over([run for run in RUNS if flag(run, "--pp", "") == "4"])
 def test_bytes_in_flight(run):
     """Stages 1 and 2 have the same layers: so much a micro-batch."""
     rows = jobs.result(*run).data["memory"]
@@ -229,10 +192,7 @@ def test_bytes_in_flight(run):
     assert each[1] == each[2] > 0 and rows[1]["activations"] > rows[2]["activations"]
 
 
-RAGGED = [run for run in RUNS if "--ragged" in run]
-
-
-@over(RAGGED)
+@over([run for run in RUNS if "--ragged" in run])
 def test_ragged_lengths(run):
     data = jobs.result(*run).data
     lengths = data["lengths"]
@@ -241,7 +201,7 @@ def test_ragged_lengths(run):
     assert len(set(every)) >= 3 and all(x % data["mesh"]["tp"] == 0 for x in every)
 
 
-MIXED = (LESSON, 2, "--bf16", "--recompute", "--dp", "2", "--tp", "1", "--steps", "1")
+MIXED = (MESH, 2, "--bf16", "--recompute", "--dp", "2", "--tp", "1", "--steps", "1")
 
 
 @pytest.mark.launches(*MIXED)
@@ -257,25 +217,27 @@ def test_mixed_precision_and_recompute():
 # Checkpoints, by the lesson's flags; a rank killed while one is written.
 
 
-SMALL = ("--hidden", "16", "--heads", "2", "--layers", "2", "--batch-size", "8")
+SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
 SMALL += ("--tie", "--dtype", "float64")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two runs from checkpoint to checkpoint, and the one that was not interrupted."""
+    """Each on another mesh, from checkpoint to checkpoint."""
     folder = tmp_path_factory.mktemp("saved") / "here"
-    save = (*SMALL, "--save", folder)
-    first = jobs.run_lesson(LESSON, 2, *save, "--steps", "2", "--pp", "2", "--tp", "1")
-    second = jobs.run_lesson(LESSON, 2, *save, "--steps", "4", "--load", folder,
-                             "--dp", "2", "--zero", "--tp", "1")  # fmt: skip
-    third = jobs.run_lesson(LESSON, 1, *SMALL, "--steps", "5", "--load", folder)
+    save, load = (*SMALL, "--save", folder), ("--load", folder)
+    first = jobs.run_lesson(MESH, 8, *save, "--steps", "2", "--pp", "2", "--tp", "2")
+    other = ("--dp", "2", "--tp", "2", "--zero")
+    second = jobs.run_lesson(MESH, 4, *save, *load, "--steps", "4", *other)
+    third = jobs.run_lesson(MESH, 1, *SMALL, *load, "--steps", "5")
     return folder, (first, second, third)
 
 
 def test_losses_go_on_as_if_nothing_had_happened(saved):
     for done in saved[1]:
         assert done.code == 0 and done.data["verdict"] == "PASS", done.text
+    meshes = [[*done.data["mesh"].values()] for done in saved[1]]
+    assert meshes == [[2, 2, 2], [1, 2, 2], [1, 1, 1]]
     rows = [row for done in saved[1] for row in done.data["losses"]]
     assert [row["name"] for row in rows] == [f"loss, step {n}" for n in (1, 2, 3, 4, 5)]
     for row in rows:
@@ -286,20 +248,16 @@ def test_losses_go_on_as_if_nothing_had_happened(saved):
 
 def refused(*flags) -> str:
     """What the lesson says to these flags, on one rank, before any group is made."""
-    code, out, err = jobs.run_here(LESSON, *SMALL, *flags, **as_rank(0, 1))
+    code, out, err = jobs.run_here(MESH, *SMALL, *flags, **as_rank(0, 1))
     assert code == 2 and out == "", (out, err)
     return message(err)
-
-
-def flip_a_bit(data: bytes) -> bytes:
-    half = len(data) // 2
-    return data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
 
 
 # File of the newest checkpoint, what it contains then (None: it is gone), what is said.
 DAMAGES = {
     "truncated": ("*.distcp", lambda data: data[:-1], "is damaged"),
-    "one bit": ("*.distcp", flip_a_bit, "is damaged"),
+    "one bit": ("*.distcp", lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+        "is damaged"),
     "missing": (".metadata", None, "No such file"),
     "unfinished": ("complete.json", None, "No such file"),
     "no json": ("complete.json", lambda data: b"{", "Expecting property name"),
@@ -341,7 +299,7 @@ def test_killed_while_saving_and_started_anew(tmp_path):
     """--max-restarts=1: back from the newest finished checkpoint, same losses."""
     folder, json_path = tmp_path / "here", tmp_path / "out.json"
     done = jobs.torchrun(
-        jobs.ROOT / "tests" / "faulty.py", 2, LESSON, "kill", 1, 0, *SMALL,
+        jobs.ROOT / "tests" / "faulty.py", 2, MESH, "kill", 1, 0, *SMALL,
         "--pp", 2, "--steps", 4, "--save", folder, "--json", json_path,
         "--timeout", 20, FAULT_TIME=str(tmp_path / "time"), FAULT_SAVE="3",
         PET_MAX_RESTARTS="1",
@@ -361,7 +319,7 @@ def test_killed_while_saving_and_started_anew(tmp_path):
 def test_two_machines():
     """Two agents on this one, as on two hosts: torchrun --nnodes=2."""
     flags = (*SMALL, "--steps", "2", "--pp", "2", "--tp", "1")
-    first, second = jobs.two_agents(jobs.ROOT / f"{LESSON}.py", 1, *flags)
+    first, second = jobs.two_agents(jobs.ROOT / f"{MESH}.py", 1, *flags)
     assert first.code == second.code == 0, first.text + second.text
     last = [one.out.splitlines()[-1] for one in (first, second) if one.out]
-    assert len(last) == 1 and last[0].startswith(f"PASS  {LESSON}")
+    assert len(last) == 1 and last[0].startswith(f"PASS  {MESH}")

@@ -7,6 +7,8 @@ import pytest
 
 # Lesson → break → two checks that it turns red and one that stays green; or, of one
 # that comes to no verdict, what its error says.
+loss = "losses: loss, step 1, {}".format
+norm = "updates: ‖g‖, step 1, {}".format
 EXPECTED = {
     "00_collectives": {
         "skip": "^error: ranks? ",
@@ -31,75 +33,62 @@ EXPECTED = {
             "ways: y, 2D"),
     },
     "02_transformer_tp": {
-        "seed": ("losses: loss, step 1, with TP", "gradients: lm_head.weight, with TP",
-            "losses: loss, step 1, DTensor"),
-        "qkv": ("losses: loss, step 1, with TP",
-            "gradients: layers.0.self_attn.q_proj.weight, with TP",
-            "losses: loss, step 1, DTensor"),
-        "mask-heads": ("losses: loss, step 1, with TP",
+        "seed": (loss("with TP"), "gradients: lm_head.weight, with TP",
+            loss("DTensor")),
+        "qkv": (loss("with TP"), "gradients: layers.0.self_attn.q_proj.weight, with TP",
+            loss("DTensor")),
+        "mask-heads": (loss("with TP"),
             "gradients: layers.1.self_attn.v_proj.weight, with TP",
             "gradients: layers.1.self_attn.v_proj.weight, DTensor"),
-        "mask-residual": ("losses: loss, step 1, with TP",
-            "gradients: lm_head.bias, with TP", "losses: loss, step 1, DTensor"),
-        "clip": ("updates: ‖g‖, step 1, with TP",
-            "calls: with TP clipping all-reduce tp", "losses: loss, step 1, with TP"),
-        "data": ("losses: loss, step 1, with TP", "updates: ‖g‖, step 1, with TP",
-            "losses: loss, step 1, DTensor"),
+        "mask-residual": (loss("with TP"), "gradients: lm_head.bias, with TP",
+            loss("DTensor")),
+        "clip": (norm("with TP"), "calls: with TP clipping all-reduce tp",
+            loss("with TP")),
+        "data": (loss("with TP"), norm("with TP"), loss("DTensor")),
         "drift": ("replicas: losses",
-            "memory: optimizer state with TP 2e·P + 4 a tensor",
-            "losses: loss, step 1, with TP"),
+            "memory: optimizer state with TP 2e·P + 4 a tensor", loss("with TP")),
     },
     "03_vocab_parallel": {
         "ignored": ("losses: loss, step 2, with TP", "GPT-2's vocabulary: gradient",
-            "losses: loss, step 1, with TP"),
-        "mean": ("losses: loss, step 1, with TP",
-            "memory: 257 sharded B·S·(v·e + 10) + v + 8",
-            "losses: loss, step 1, DTensor"),
-        "gathered": ("losses: loss, step 1, with TP",
-            "communication: with TP loss all-gather tp none",
-            "losses: loss, step 1, loss by hand"),
-        "padding": ("padding is zero after training", "losses: loss, step 1, with TP",
-            "losses: loss, step 1, loss by hand"),
+            loss("with TP")),
+        "mean": (loss("with TP"), "memory: 257 sharded B·S·(v·e + 10) + v + 8",
+            loss("DTensor")),
+        "gathered": (loss("with TP"), "communication: with TP loss all-gather tp none",
+            loss("loss by hand")),
+        "padding": ("padding is zero after training", loss("with TP"),
+            loss("loss by hand")),
         "max": ("logits of about 10,000: loss", "calls: with TP loss all-reduce tp",
-            "losses: loss, step 1, with TP"),
+            loss("with TP")),
         "exponentials": ("losses: loss, step 2, with TP",
-            "label smoothing 0.1: gradient", "losses: loss, step 1, with TP"),
+            "label smoothing 0.1: gradient", loss("with TP")),
         "tie": ("losses: loss, step 2, with TP",
-            "gradients: embed_tokens.weight, with TP",
-            "losses: loss, step 1, with TP"),
+            "gradients: embed_tokens.weight, with TP", loss("with TP")),
         "loss-parallel": r"raised \w+Error: .*(DTensor|mixed torch.Tensor)",
     },
     "04_sequence_parallel": {
-        "norms": ("gradients: norm.weight, TP + SP", "updates: ‖g‖, step 1, TP + SP",
-            "losses: loss, step 1, TP + SP"),
-        "row-bias": ("losses: loss, step 1, TP + SP", "losses: loss, step 1, TP",
-            "losses: loss, step 1, DTensor"),
+        "norms": ("gradients: norm.weight, TP + SP", norm("TP + SP"), loss("TP + SP")),
+        "row-bias": (loss("TP + SP"), loss("TP"), loss("DTensor")),
         "length": r"raised ValueError: dim 1 of \[.*, 1, .*\] is not a multiple of 2",
-        "rotary": ("losses: loss, step 1, TP + SP", "updates: ‖g‖, step 1, TP + SP",
-            "losses: loss, step 1, TP"),
-        "mask": ("losses: loss, step 1, TP + SP", "gradients: norm.bias, TP + SP",
-            "losses: loss, step 1, TP"),
-        "split": ("updates: ‖g‖, step 1, TP + SP", "gradients: norm.weight, TP + SP",
-            "losses: loss, step 1, TP + SP"),
+        "rotary": (loss("TP + SP"), norm("TP + SP"), loss("TP")),
+        "mask": (loss("TP + SP"), "gradients: norm.bias, TP + SP", loss("TP")),
+        "split": (norm("TP + SP"), "gradients: norm.weight, TP + SP", loss("TP + SP")),
         "keywords": "raised ValueError: module inputs and input_layouts",
         "dtensor-loss": "raised .*(does not have|DeviceMesh)",
         "tiled": r"raised RuntimeError: The size of tensor a \(64\) must match",
     },
     "05_3d_parallel": {
         "shape": r"^error: (the process of rank \d died|ranks? )|raised RuntimeError",
-        "data": ("losses: loss, step 1, mesh", "a TP group has its first rank's batch",
+        "data": (loss("mesh"), "a TP group has its first rank's batch",
             "PyTorch: loss, PyTorch"),
-        "micro": ("losses: loss, step 1, mesh", "gradients: lm_head.bias, mesh",
+        "micro": (loss("mesh"), "gradients: lm_head.bias, mesh",
             "PyTorch: loss, PyTorch"),
         "order": r"^error: ranks \[0, 1\] wait for each other: ",
-        "norm": ("updates: ‖g‖, step 1, mesh", "losses: loss, step 2, mesh",
-            "losses: loss, step 1, mesh"),
-        "tied": ("gradients: embed_tokens.weight, mesh", "updates: ‖g‖, step 1, mesh",
-            "losses: loss, step 1, mesh"),
-        "replicas": ("losses: loss, step 1, mesh", "gradients: lm_head.bias, mesh",
+        "norm": (norm("mesh"), "losses: loss, step 2, mesh", loss("mesh")),
+        "tied": ("gradients: embed_tokens.weight, mesh", norm("mesh"), loss("mesh")),
+        "replicas": (loss("mesh"), "gradients: lm_head.bias, mesh",
             "PyTorch: loss, PyTorch"),
         "group": ("gradients: norm.bias, mesh", "replicas over dp: norm.bias",
-            "losses: loss, step 1, mesh"),
+            loss("mesh")),
     },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks, flags.
@@ -122,26 +111,11 @@ each_break = pytest.mark.parametrize("lesson, name", [
 
 
 @each_break
-def test_fails(lesson, name):
-    done, wanted = jobs.result(*run_of(lesson, name)), EXPECTED[lesson][name]
-    assert done.code != 0 and "PASS" not in done.text and done.left == []
-    if isinstance(wanted, str):
-        assert "FAIL" not in done.out and re.search(wanted, done.err, re.M), done.err
-        return
-    last = done.out.splitlines()[-1]
-    assert last.startswith(f"FAIL  {lesson}  ") and done.data["verdict"] == "FAIL"
-    bad = {row["name"]: row["bad"] for row in done.data["checks"]}
-    *red, green = wanted
-    assert len(red) == 2 and all(bad[check] for check in red), bad
-    assert bad[green] == []
-    assert any(f"✗ {check}" in done.out for check in bad if bad[check])
-
-
-@each_break
-def test_says_what_it_did(lesson, name):
-    """The edit as a diff, the symptom, why, and who met it."""
-    edit = jobs.load(lesson).BREAKS[name]
+def test_fails_and_says_what_it_did(lesson, name):
+    """The edit as a diff, the symptom, why, and who met it; then the checks."""
+    edit, wanted = jobs.load(lesson).BREAKS[name], EXPECTED[lesson][name]
     done = jobs.result(*run_of(lesson, name))
+    assert done.code != 0 and "PASS" not in done.text and done.left == []
     lines = done.out.splitlines()
     assert max(map(len, lines)) <= 88
     for sign, text in (("-", edit["old"]), ("+", edit["new"])):
@@ -150,6 +124,15 @@ def test_says_what_it_did(lesson, name):
     said = "".join(done.text.split())  # where it ends in an error, that says why
     for key in ("target", "what", "symptom", "why", "met"):
         assert "".join(edit[key].split()) in said, key
+    if isinstance(wanted, str):
+        assert "FAIL" not in done.out and re.search(wanted, done.err, re.M), done.err
+        return
+    *red, green = wanted
+    assert lines[-1].startswith(f"FAIL  {lesson}  ") and done.data["verdict"] == "FAIL"
+    bad = {row["name"]: row["bad"] for row in done.data["checks"]}
+    assert len(red) == 2 and all(bad[check] for check in red), bad
+    assert bad[green] == []
+    assert any(f"✗ {check}" in done.out for check in bad if bad[check])
 
 
 @pytest.mark.parametrize("lesson", EXPECTED)

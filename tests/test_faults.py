@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jobs
 import pytest
-from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER
+from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER, over
 
 TIMEOUT = 5
 WAITED_FOR = r"rank {rank} is in no call, ranks \[[\d, ]+\] wait: a hang, "
@@ -50,20 +50,15 @@ FAULTS = [
 BY_3 = ("--pp", "2", "--tp", "3", "--heads", "3", "--hidden", "48")
 
 
-def job(lesson, ranks, fault, rank, number) -> tuple:
+def run_of(lesson, ranks, fault, rank, number) -> tuple:
     flags = ("--timeout", TIMEOUT, *(BY_3 if lesson == MESH else ()))
     return "faulty.py", ranks, lesson, fault, rank, number, *flags
 
 
-@pytest.mark.parametrize("lesson, ranks, fault, rank, number", [
-    pytest.param(
-        *case, id=" ".join(map(str, (case[0][:2], *case[1:]))),
-        marks=pytest.mark.launches(*job(*case)),
-    )
-    for case in FAULTS
-])  # fmt: skip
-def test_ends_and_accuses_nobody_else(lesson, ranks, fault, rank, number):
-    done = jobs.result(*job(lesson, ranks, fault, rank, number))
+@over([run_of(*case) for case in FAULTS])
+def test_ends_and_accuses_nobody_else(run):
+    fault, rank = run[3:5]
+    done = jobs.result(*run)
     assert done.data, f"the fault was never reached:\n{done.text}"
     assert done.code != 0 and "PASS" not in done.out, done.text
     at_fault = done.data["time"]

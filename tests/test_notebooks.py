@@ -14,30 +14,21 @@ import sys
 import threading
 import time
 import uuid
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import jobs
 import pytest
+from jobs import ROOT
 from jupyter_client.manager import KernelManager
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
 
 import ranks  # noqa: E402
 
-NOTEBOOKS = {
-    path.stem: json.loads(path.read_text())
-    for path in sorted(FOLDER.glob("0?_*.ipynb"))
-}
-
-
-def cells(name: str, kind: str) -> list[str]:
-    found = [c for c in NOTEBOOKS[name]["cells"] if c["cell_type"] == kind]
-    return ["".join(cell["source"]) for cell in found]
+PATHS = sorted(FOLDER.glob("0?_*.ipynb"))
+NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in PATHS}
 
 
 # Live ranks
@@ -61,29 +52,31 @@ def live(home):
 
 @pytest.fixture
 def px(live, capsys):
-    """Run a cell on every rank: what it prints here."""
+    """What a cell prints here, run on every rank; without a cell, what `again` does."""
 
-    def run(code: str) -> str:
+    def run(code: str = "") -> str:
         capsys.readouterr()
-        live.px("", code)
+        if code:
+            live.px("", code)
+        else:
+            live.again()
         return capsys.readouterr().out
 
     return run
 
 
-def test_what_ranks_print(live, px, capsys):
+def test_what_ranks_print(live, px):
     said = px("print('same'); print('lines')")
     assert said == "every rank  same\n            lines\n"
     late = "import time; time.sleep(0.3 * (1 - rank))\n"
     said = px(late + "print('I am', rank)\nrank + 5")
     assert said == "rank 0  I am 0\n        5\nrank 1  I am 1\n        6\n"
-    live.px("print('one') if rank else None")
-    assert capsys.readouterr().out == "rank 1  one\n"
+    assert px("print('one') if rank else None") == "rank 1  one\n"
     px("value = torch.tensor([rank + 0.5])")
     assert [v.item() for v in live["value"]] == [0.5, 1.5]
 
 
-def test_a_rank_that_raises(live, px, capsys):
+def test_a_rank_that_raises(px):
     px("kept = torch.ones(2) + rank\nmlp = tp_mlp(MLP(2, 4), tp_group)")
     with pytest.raises(ranks.RankFailed) as failed:
         px("if rank == 1:\n    raise ValueError('out')\nall_reduce(kept, tp_group)")
@@ -91,8 +84,7 @@ def test_a_rank_that_raises(live, px, capsys):
     assert raised == "rank 1: ValueError: out (line 2 of the cell)"
     assert waited.startswith("rank 0: RuntimeError: Timed out waiting 4000ms")
     assert failed.value._render_traceback_()[-1].endswith(": live.again()")
-    live.again()
-    said = capsys.readouterr().out
+    said = px()
     assert "rank 1 is in no call" in said and "is kept" in said
     said = px("print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)")
     assert said == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
@@ -101,33 +93,32 @@ def test_a_rank_that_raises(live, px, capsys):
     assert said == "every rank  [[4, 2], [4], [2, 4], [2]]\n"
 
 
-def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(live, px):
+def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(px):
     def judged(*lines) -> str:
         """What `check` says of these claims."""
         code = "".join(f"    {line}\n" for line in lines)
-        return px(f"def claims():\n{code}check(claims())")
+        return px(f"def claims():\n{code}check(claims())").removeprefix("every rank  ")
 
     call = "all_reduce(torch.ones(2), tp_group)"
     wrong = "all_reduce(torch.ones(2), tp_group, op='max')"
     said = judged(f"yield {wrong} is None, ''")
-    assert said.startswith("every rank  not yet: TypeError: (): incompatible function")
+    assert said.startswith("not yet: TypeError: (): incompatible function")
     assert "live.again()" not in said
     right = f"yield {call}.sum() == 4, ''"  # the group is as it was
-    assert judged(right) == "every rank  right\n"
-    said = judged("yield rank == 0, 'no'")
-    assert said == "every rank  not yet; rank 1: no\n"
+    assert judged(right) == "right\n"
+    assert judged("yield rank == 0, 'no'") == "not yet; rank 1: no\n"
 
     lost = "a collective did not complete; after it, run live.again()\n"
     for caller in (0, 1):
         said = judged(f"yield ({call} if rank == {caller} else None) is None, ''")
-        assert said == f"every rank  not yet; rank {caller}: {lost}"
-        live.again()
+        assert said == f"not yet; rank {caller}: {lost}"
+        px()
     said = judged(f"{call} if rank == 0 else {wrong}", "yield 1, ''")
     cause, _, rest = said.partition("\n")
-    assert cause.startswith("every rank  not yet; rank 1: TypeError: ")
+    assert cause.startswith("not yet; rank 1: TypeError: ")
     assert rest.strip() == f"and {lost}".strip()
-    live.again()
-    assert judged(right) == "every rank  right\n"
+    px()
+    assert judged(right) == "right\n"
 
 
 @pytest.mark.parametrize("error, lost", [
@@ -146,12 +137,11 @@ def test_which_errors_mean_that_a_rank_was_lost(monkeypatch, error, lost):
 
 
 @pytest.mark.parametrize("hang", ["import time; time.sleep(600)", "while True: pass"])
-def test_a_rank_that_hangs(live, px, capsys, hang):
+def test_a_rank_that_hangs(live, px, hang):
     px("kept = torch.full((2,), rank + 1.0)")
     live.view.execute(f"if rank == 1:\n    {hang}", block=False)
     start = time.time()
-    live.again()
-    assert time.time() - start < 8 and "is kept" in capsys.readouterr().out
+    assert "is kept" in px() and time.time() - start < 8
     said = px("print(all_reduce(kept, tp_group).tolist())")
     assert said == "every rank  [3.0, 3.0]\n"
 
@@ -175,19 +165,22 @@ def test_broken_is_cured_again(live, px):
     assert px(CURED) == f"every rank  {' '.join(live.lesson.BREAKS)}\n"
 
 
-def test_a_rank_that_died(live, px, capsys):
+def test_a_rank_that_died(live, px):
     # The client needs half a minute to notice: then it does not know that rank at all.
     with mock.patch.object(type(live.client), "ids", [0]):
         assert live.interrupt() is False
     os.kill(live.pids[1], signal.SIGKILL)
-    live.again()
-    assert capsys.readouterr().out == "2 new ranks; what the old ones held is lost\n"
+    assert px() == "2 new ranks; what the old ones held is lost\n"
     said = px("print(all_reduce(torch.ones(1), tp_group).item())")
     assert said == "every rank  2.0\n"
 
 
-def test_how_many_ranks():
-    assert [ranks.how_many(4, free) for free in (8, 2, 1.9)] == [4, 4, 2]
+def test_how_many_ranks(monkeypatch):
+    assert [ranks.how_many(4, free, cores=4) for free in (8, 2, 1.9)] == [4, 4, 2]
+    assert [ranks.how_many(4, 8, cores) for cores in (8, 4, 3, 2)] == [4, 4, 2, 2]
+    for number in (2, 4):
+        monkeypatch.setenv("NOTEBOOK_RANKS", str(number))
+        assert ranks.how_many(4) == number
 
 
 def told(client, code: str) -> str:
@@ -254,45 +247,68 @@ def exercises(name: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def filled_in(answer: str | dict[str, str], solution: str) -> str:
-    """What someone wrote: all of it, or what is other than in the solution."""
-    if isinstance(answer, str):
-        return answer
-    for old, new in answer.items():
-        assert old in solution, f"the solution has no {old!r}"
-        solution = solution.replace(old, new)
-    return solution
+def ranks_with(lesson: str):
+    """Ranks with this lesson and nothing else: those that run, if they are as many."""
+    count = LIVE.get(lesson, 2)
+    for live in ranks.Ranks.running:
+        if live.count == count:
+            live.view.execute("%reset -f")
+            each = range(count), [count] * count, [lesson] * count
+            live.view.map_sync(ranks.load, *each)
+            live.form_group()
+            return live
+    return ranks.start(count, lesson, timeout=4)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_exercises(name, home, capsys):
-    live, found = ranks.start(LIVE.get(name, 2), name, timeout=4), exercises(name)
+    live, found = ranks_with(name), exercises(name)
+    wrong = importlib.import_module(f"wrong_{name[:2]}").WRONG
+    assert sorted(found) == sorted({number for number, *_ in wrong})
+    assert sorted(found) == [*range(1, max(3, len(found)) + 1)]
 
-    def verdict(code, number):
+    def verdict(number, code):
         live.px("", code)
         capsys.readouterr()
         live.px("", found[number]["check"])
         return capsys.readouterr().out
 
     for number, exercise in found.items():
-        assert verdict(exercise["exercise"], number).startswith("every rank  not yet: ")
-        assert verdict(exercise["solution"], number) == "every rank  right\n"
-    wrong = importlib.import_module(f"wrong_{name[:2]}").WRONG
-    assert sorted(found) == sorted({number for number, *_ in wrong}) == [1, 2, 3]
+        assert verdict(number, exercise["exercise"]).startswith("every rank  not yet: ")
+        assert verdict(number, exercise["solution"]) == "every rank  right\n"
     for number, answer, wanted in wrong:
-        code = filled_in(answer, found[number]["solution"])
-        said = verdict(code, number)
-        assert "not yet" in said and wanted in said, (code, said)
-    live.stop()
+        if isinstance(answer, dict):  # what is other than in the solution
+            edits, answer = answer, found[number]["solution"]
+            for old, new in edits.items():
+                assert old in answer, f"the solution has no {old!r}"
+                answer = answer.replace(old, new)
+        said = verdict(number, answer)
+        assert "not yet" in said and wanted in said, (answer, said)
 
 
 # Files
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_complete_and_shows_the_lessons_code(name):
-    code, text = cells(name, "code"), "\n".join(cells(name, "markdown"))
-    assert code[0] == cells("00_collectives", "code")[0]  # finds the course
+def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
+    book, cells = NOTEBOOKS[name], {"code": [], "markdown": []}
+    assert set(book["metadata"]) == {"kernelspec", "language_info"}
+    for cell in book["cells"]:
+        cells[cell["cell_type"]].append("".join(cell["source"]))
+        assert set(cell["metadata"]) <= {"tags"}
+        if cell["cell_type"] == "code":
+            number = len(cells["code"])
+            assert cell["execution_count"] == number, "run from top to bottom"
+            for output in cell["outputs"]:
+                good = output["output_type"] != "error"
+                assert good or "raises-exception" in cell["metadata"]["tags"]
+                assert not output.get("metadata")
+    text = json.dumps(book)
+    assert not re.search(r"/(tmp|root|home|Users|var)/|\\u001b", text)
+
+    code, text = cells["code"], "\n".join(cells["markdown"])
+    first = NOTEBOOKS["00_collectives"]["cells"]
+    assert code[0] in ("".join(cell["source"]) for cell in first)  # finds the course
     command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {name}"
     assert code[1].startswith(command)
     assert any("broken(" in cell for cell in code)
@@ -315,23 +331,6 @@ def test_pictures_of_the_readme_are_the_notebooks():
                     found[f"{tag.removeprefix('asset-')}.png"] = base64.b64decode(png)
     stored = {path.name: path.read_bytes() for path in (ROOT / "assets").iterdir()}
     assert stored == found
-    shown = re.findall(r"^!\[.+\]\(assets/(.+)\)$", README, re.M)
+    readme = (ROOT / "README.md").read_text()
+    shown = re.findall(r"^!\[.+\]\(assets/(.+)\)$", readme, re.M)
     assert sorted(shown) == sorted(stored)
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_saved_clean(name):
-    book = NOTEBOOKS[name]
-    assert set(book["metadata"]) == {"kernelspec", "language_info"}
-    number = 0
-    for cell in book["cells"]:
-        assert set(cell["metadata"]) <= {"tags"}
-        if cell["cell_type"] == "code":
-            number += 1
-            assert cell["execution_count"] == number, "run from top to bottom"
-            for output in cell["outputs"]:
-                good = output["output_type"] != "error"
-                assert good or "raises-exception" in cell["metadata"]["tags"]
-                assert not output.get("metadata")
-    text = json.dumps(book)
-    assert not re.search(r"/(tmp|root|home|Users|var)/|\\u001b", text)

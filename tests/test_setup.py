@@ -1,6 +1,5 @@
 """What a newcomer meets first: make, its environment, the machine check, the README."""
 
-import importlib
 import os
 import re
 import shutil
@@ -11,14 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import check
+import jobs
 import lessons
 import pytest
+from jobs import ROOT
 from torch.distributed.run import get_args_parser
 
-ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 README = (ROOT / "README.md").read_text()
-LESSONS = sorted(path.name for path in ROOT.glob("0?_*.py"))
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
 OF_MAKE = "MAKEFLAGS MAKELEVEL MFLAGS MAKEOVERRIDES".split()
 SETTINGS = "VENV PYTHON INDEX TORCH_INDEX WHEELS RANKS ARGS".split()
@@ -33,12 +32,12 @@ def run(*command, cwd=ROOT, **env) -> subprocess.CompletedProcess:
 
 
 # A Python that only notes what it was asked: `-m venv DIR` makes DIR/bin/python, a copy
-# of itself; `-m pip` fails on the words in the file FAIL, if there is one.
+# of itself; a call with the words in $FAILS fails.
 FAKE_PYTHON = """#!/usr/bin/env bash
-echo "$@" >> "$NOTES/calls"
+echo "$@" >> calls
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip "*) [ ! -f "$NOTES/FAIL" ] || [[ "$*" != *$(cat "$NOTES/FAIL")* ]] ;;
+    *"$FAILS"*) exit 1 ;;
 esac
 """
 
@@ -47,20 +46,19 @@ class Machine:
     """A fresh folder with the Makefile in it, and a fake Python."""
 
     def __init__(self, folder: Path):
-        self.folder, self.venv = folder, folder / ".venv"
-        self.stamp = self.venv / ".base"
-        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        folder.mkdir()
         for name in ("Makefile", "requirements.txt", "requirements-extra.txt"):
             shutil.copy(ROOT / name, folder)
         (folder / "fake_python").write_text(FAKE_PYTHON)
         (folder / "fake_python").chmod(0o755)
 
-    def setup(self, *args):
+    def setup(self, *args, fails="nothing"):
         """make setup: exit code, output, and what Python was asked to install."""
         calls = self.folder / "calls"
         calls.write_text("")
         command = "make", "setup", f"PYTHON={self.folder / 'fake_python'}", *args
-        done = run(*command, cwd=self.folder, NOTES=str(self.folder))
+        done = run(*command, cwd=self.folder, FAILS=fails)
         installs = [x for x in calls.read_text().splitlines() if "install" in x]
         return done.returncode, done.stdout + done.stderr, installs
 
@@ -69,6 +67,9 @@ class Machine:
         code, text, installs = self.setup(*args)
         assert code == 0 and "ready" in text, text
         return installs
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
 
 
 @pytest.fixture
@@ -113,35 +114,29 @@ def test_every_requirement_is_pinned_and_installed_and_torch_comes_first():
     assert next(iter(pins())) == "torch" and len(pins()["torch"]) == 1
 
 
-def test_setup_installs_torch_first_and_only_what_is_new(machine):
+def test_setup_installs_torch_first_and_only_what_is_new_or_has_moved(machine):
     torch, rest = machine.installs()
-    assert machine.stamp.exists()
+    assert machine.has(".venv/.base") and machine.installs() == []
     assert torch.split()[-1] == pins()["torch"][0]
     assert rest.endswith("-r requirements.txt")
-    assert machine.installs() == []
-    later = machine.stamp.stat().st_mtime + 10
+    (machine.folder / ".venv/old_path").touch()
+    machine.folder = machine.folder.rename(machine.folder.with_name("there"))
+    *again, extra = machine.installs("EXTRA=1")
+    assert len(again) == 2 and machine.installs("EXTRA=1") == []
+    assert extra.endswith("-r requirements.txt -r requirements-extra.txt")
+    assert not machine.has(".venv/old_path")
+    later = (machine.folder / ".venv/.base").stat().st_mtime + 10
     os.utime(machine.folder / "requirements.txt", (later, later))
     assert len(machine.installs()) == 2
 
 
-def test_extras_are_installed_when_asked_for_and_a_moved_environment_anew(machine):
-    _, _, extra = machine.installs("EXTRA=1")
-    assert extra.endswith("-r requirements.txt -r requirements-extra.txt")
-    assert machine.installs("EXTRA=1") == []
-    (machine.venv / "old_path").touch()
-    moved = Machine(machine.folder.rename(machine.folder.with_name("there")))
-    assert len(moved.installs()) == 2 and moved.installs() == []
-    assert not (moved.venv / "old_path").exists()
-
-
 @pytest.mark.parametrize("where", ["torch==", "-r requirements.txt"])
 def test_an_interrupted_installation_starts_over(machine, where):
-    (machine.folder / "FAIL").write_text(where)
-    assert machine.setup()[0] != 0
-    (machine.venv / "half_installed").touch()
-    (machine.folder / "FAIL").unlink()
-    assert len(machine.installs()) == 2 and machine.stamp.exists()
-    assert not (machine.venv / "half_installed").exists()
+    assert machine.setup(fails=where)[0] != 0
+    half = machine.folder / ".venv/half_installed"
+    half.touch()
+    assert len(machine.installs()) == 2 and machine.has(".venv/.base")
+    assert not half.exists()
 
 
 @pytest.mark.parametrize("setting, says", [
@@ -164,13 +159,13 @@ def test_clean_removes_what_is_ours(machine):
     theirs.mkdir()
     machine.setup()
     run("make", "clean", "VENV=theirs", cwd=machine.folder)
-    assert theirs.exists() and machine.venv.exists()
+    assert theirs.exists() and machine.has(".venv")
     (theirs / "__pycache__").mkdir()
     done = run("make", "-f", "../Makefile", "clean", cwd=theirs)
     assert done.returncode == 2 and "call make in the folder of" in done.stderr
-    assert (theirs / "__pycache__").exists()
+    assert machine.has("theirs/__pycache__")
     run("make", "clean", cwd=machine.folder)
-    assert not machine.venv.exists() and not (theirs / "__pycache__").exists()
+    assert not machine.has(".venv") and not machine.has("theirs/__pycache__")
 
 
 @pytest.mark.parametrize("setting, flags, of_all", [
@@ -188,10 +183,9 @@ def test_where_packages_come_from(machine, setting, flags, of_all):
 
 
 def test_check_passes_here():
-    local = {"PET_LOCAL_ADDR": "127.0.0.1"}  # whatever this machine is called
-    done = run(sys.executable, "tools/check.py", **local)
-    *rows, verdict = done.stdout.splitlines()
-    assert done.returncode == 0 and verdict.startswith("PASS"), done.stdout
+    code, out, _ = jobs.run_here("tools/check")
+    *rows, verdict = out.splitlines()
+    assert code == 0 and verdict.startswith("PASS"), out
     assert len(rows) == 7
     columns = {re.match(r"ok  \w+( \w+)? {2,}", row).end() for row in rows}
     assert len(columns) == 1
@@ -242,19 +236,16 @@ def test_check_host_name_that_takes_long(monkeypatch):
     release.set()
     assert "no answer in" in found and "/etc/hosts" in advice
     monkeypatch.setattr(check, "resolve", lambda name: [(socket.AF_INET, "127.0.0.1")])
-    assert check.check_host_name("good") == ("good is 127.0.0.1, in 0.0 s", "")
+    found, advice = check.check_host_name("good")
+    assert re.fullmatch(r"good is 127.0.0.1, in \d.\d s", found) and advice == ""
 
 
 def test_free_memory_on_macos():
-    text = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
-Pages free:                                5000.
-Pages active:                            300000.
-Pages inactive:                          200000.
-Pages speculative:                         1000.
-Pages wired down:                        100000.
-Pages purgeable:                            500.
-"""
-    assert check.free_in_vm_stat(text) == 16384 * 206500
+    pages = dict(free=5000, inactive=200000, speculative=1000, purgeable=500)
+    text = "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
+    for kind, number in (pages | {"active": 300000, "wired down": 100000}).items():
+        text += f"{f'Pages {kind}:':<40}{number:>12}.\n"
+    assert check.free_in_vm_stat(text) == 16384 * sum(pages.values())
 
 
 # All lessons in one table
@@ -262,13 +253,10 @@ Pages purgeable:                            500.
 
 @pytest.fixture
 def table(tmp_path, monkeypatch, capsys):
-    """make lessons in a folder with these files, and a torchrun that only calls Python:
-    exit code, rows of the table, what is said below it."""
-    torchrun = tmp_path / "torchrun.py"
-    torchrun.write_text(
-        "import os, sys; os.execv(sys.executable, [sys.executable, sys.argv[-1]])"
-    )
-    monkeypatch.setattr(lessons, "TORCHRUN", [sys.executable, str(torchrun)])
+    """make lessons in a folder with these files, with a Python for torchrun: exit code,
+    rows of the table, what is said below it."""
+    launcher = [sys.executable, "-c", "import runpy, sys; runpy.run_path(sys.argv[-1])"]
+    monkeypatch.setattr(lessons, "TORCHRUN", launcher)
 
     def run_lessons(files: dict[str, str], ranks=None):
         for name, text in files.items():
@@ -281,16 +269,19 @@ def table(tmp_path, monkeypatch, capsys):
 
 
 def test_table_of_all_lessons(table):
-    good = {"00_good": "print('PASS  00_good  fine')", "notes": "no lesson"}
+    says_pass = "print('PASS  00_good  fine')"
+    good = {"00_good": says_pass, "05_3d_parallel": says_pass, "notes": "no lesson"}
     bad = {
         "01_bad": "print('FAIL  01_bad  off by 2'); exit(1)",
         "02_late": "import os; print('PASS  02_late', flush=True); os.abort()",
     }
-    assert table(good)[0] == 0
-    code, (head, *rows), reasons = table(bad)
-    assert code == 1 and head == ["lesson", "ranks", "verdict", "seconds"]
-    assert [row[:3] for row in rows] == [
+    code, (head, *rows), _ = table(good, ranks=4)
+    assert code == 0 and head == ["lesson", "ranks", "verdict", "seconds"]
+    assert [row[1:3] for row in rows] == [["4", "PASS"]] * 2
+    code, (_, *rows), reasons = table(bad)
+    assert code == 1 and [row[:3] for row in rows] == [
         ["00_good", "2", "PASS"], ["01_bad", "2", "FAIL"], ["02_late", "2", "FAIL"],
+        ["05_3d_parallel", "8", "PASS"],
     ]  # fmt: skip
     assert all(0 <= float(row[3]) < 30 for row in rows)
     assert "01_bad: exit code 1; FAIL  01_bad  off by 2" in reasons
@@ -301,13 +292,6 @@ def test_lessons_without_an_end_are_stopped(table, monkeypatch):
     monkeypatch.setattr(lessons, "LIMIT", 0.5)
     code, _, reasons = table({"00_long": "import time; time.sleep(60)"})
     assert code == 1 and "00_long: stopped after 0.5 s; no line with" in reasons
-
-
-@pytest.mark.parametrize("ranks, wanted", [(None, ["2", "8"]), (4, ["4", "4"])])
-def test_ranks_of_each_lesson(table, ranks, wanted):
-    files = {"04_other": "print('PASS')", "05_3d_parallel": "print('PASS')"}
-    _, (_, *rows), _ = table(files, ranks)
-    assert [row[1] for row in rows] == wanted
 
 
 def test_a_real_torchrun_in_the_table(tmp_path, capsys):
@@ -332,18 +316,17 @@ def commands() -> list[str]:
 
 
 def test_readme_names_lessons_definitions_and_bugs_that_exist():
-    table = re.findall(r"^\| *\d\d.*?`[^`]*?(0\d_\w+\.py)[^`]*` *\|$", README, re.M)
-    assert table == LESSONS
+    names = re.findall(r"^\| *\d\d.*?`[^`]*?(0\d_\w+)\.py[^`]*` *\|$", README, re.M)
     rows = re.findall(r"^\| (0\d) \| (`.*) \| (`.*) \|$", README, re.M)
-    assert [number for number, *_ in rows] == [name[:2] for name in LESSONS]
-    for lesson, (_, functions, bugs) in zip(LESSONS, rows):
-        new = (ROOT / lesson).read_text().partition("# ==== RUN")[0]
+    assert names == jobs.LESSONS and [n for n, *_ in rows] == [n[:2] for n in names]
+    for lesson, (_, functions, bugs) in zip(names, rows):
+        new = jobs.PATHS[lesson].read_text().partition("# ==== RUN")[0]
         defined = re.findall(r"^(?:class|def) (\w+)", new, re.M)
         functions = re.findall(r"`(\w+)`", functions)
         bugs = re.findall(r"`([\w-]+)`", bugs)
         assert len(functions) == 3 and len(bugs) == 2, lesson
         assert set(functions) <= set(defined), lesson
-        assert set(bugs) <= set(importlib.import_module(lesson[:-3]).BREAKS), lesson
+        assert set(bugs) <= set(jobs.load(lesson).BREAKS), lesson
 
 
 def test_readme_names_targets_and_settings_that_exist():
@@ -358,28 +341,23 @@ def test_readme_names_targets_and_settings_that_exist():
 def test_readme_commands_have_flags_that_exist():
     launcher = set(get_args_parser()._option_string_actions)
     asked = [line for line in commands() if re.match(r"torchrun .*\.py", line)]
-    asked = [re.match(r"torchrun (.*) (0\d_\w+\.py)(.*)", line) for line in asked]
+    asked = [re.match(r"torchrun (.*) (0\d_\w+)\.py(.*)", line) for line in asked]
     assert len(asked) >= 4 and None not in asked
-    assert {match[2] for match in asked} == set(LESSONS)
-    known = {}
-    for lesson in LESSONS:
-        text = run(sys.executable, lesson, "--help").stdout
-        known[lesson] = set(re.findall(r"--[a-z-]+", text))
-        assert "--break" in known[lesson]
+    assert {match[2] for match in asked} == set(jobs.LESSONS)
     for match in asked:
         before, lesson, after = match.groups()
+        _, known, _ = jobs.run_here(lesson, "--help")
+        known = re.findall(r"--[a-z-]+", known)
         assert set(re.findall(r"--[a-z_-]+", before)) <= launcher, match[0]
-        assert set(re.findall(r"--[a-z-]+", after)) <= known[lesson], match[0]
+        assert set(re.findall(r"--[a-z-]+", after)) <= set(known), match[0]
+        assert "--break" in known
 
 
 def test_no_package_index_is_named():
     """Whoever installs chooses where from; the repository does not."""
-    host = r"https?://[\w.-]*(?:py" + r"pi|download|whl|index)[\w./-]*"
-    listed = run("git", "ls-files", "-z")
-    assert listed.returncode == 0 and "Makefile" in listed.stdout.split("\0")
-    for name in listed.stdout.split("\0"):
-        if name and not name.endswith((".png", ".gif")):
-            assert not re.search(host, (ROOT / name).read_text(), re.I), name
+    host = "https?://[a-z0-9_.-]*(py" + "pi|download|whl|index)"
+    found = run("git", "grep", "-IiE", host)
+    assert found.returncode == 1, found.stdout + found.stderr  # nothing was found
 
 
 def test_ci_calls_make_test():

@@ -2,6 +2,8 @@
 
 END = "return all_reduce(mine, tp_group, dist.ReduceOp.MAX).item()"
 WEIGHT, BIAS = (f"CopyToTP.apply(self.{x}, self.tp_group)" for x in ("weight", "bias"))
+MLP = "copy.deepcopy(whole.mlp)"
+HOOK = f"{MLP}\n        layer.mlp.register_forward"
 
 WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
     (1, {END: "return mine.item()"},
@@ -30,4 +32,16 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (3, {WEIGHT: "self.weight", BIAS: "self.bias",
          "linear(x,": "linear(CopyToTP.apply(x, self.tp_group),"},
      "dL/dx is wrong: is x summed twice?"),
+    (4, "attention_split = tp_transformer",
+     "layers.0.mlp.up_proj.weight is cut: [64, 32] on a rank"),
+    (4, "attention_split = lambda full, tp_group: copy.deepcopy(full)",
+     "layers.0.self_attn.q_proj.weight is whole: [32, 32] on a rank"),
+    (4, {MLP: "whole.mlp"},
+     "`full` and your model share parameters: copy the modules"),
+    (4, {MLP: f"{HOOK}_pre_hook(lambda _, x: CopyToTP.apply(*x, tp_group))"},
+     "dL/d layers.1.post_attention_layernorm.bias is wrong, 2.00 times as long"),
+    (4, {MLP: f"{HOOK}_hook(lambda *x: ReduceFromTP.apply(x[2], tp_group))"},
+     "not yet: loss, step 1: "),
+    (4, {"L, L, 2 * L": "2 * L, 2 * L, 4 * L"},
+     "sent_by_it gives (4, 4, 32768); counted were (2, 2, 16384)"),
 ]  # fmt: skip
