@@ -18,7 +18,7 @@ Show code with `ranks.code(lesson.name)`, never retyped. Draw in the notebook's 
 process, from what the ranks hold (`live["name"]`), with the functions of draw.py. Text
 outputs are compared by the tests: print nothing that changes from run to run, or tag
 the cell `nbval-ignore-output`; a cell that shall fail gets the tag `raises-exception`.
-Other tags: `exercise-1` and `check-1` (to 3), whose folded solution the tests try, and
+Other tags: `exercise-1` and `check-1` (2, 3, …), whose folded solution the tests try, and
 `asset-NAME`, whose picture becomes assets/NAME.png. `make notebooks-run` executes all
 notebooks and saves them without metadata; tests/test_notebooks.py says what else each
 must have, and wants wrong answers to its exercises in WRONG.
@@ -73,13 +73,17 @@ def prepare() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
-def how_many(wanted: int, free: float | None = None) -> int:
-    """`wanted` ranks, or 2 where less than half a GiB is free for each."""
+def how_many(wanted: int, free: float | None = None, cores: int = 4) -> int:
+    """`wanted` ranks, or 2 on fewer than four cores or with less than half a GiB free
+    for each; so many as the environment's NOTEBOOK_RANKS says, if it is set."""
     if free is None:
         import psutil
 
         free = psutil.virtual_memory().available / 2**30
-    return wanted if free >= wanted / 2 else 2
+        cores = os.cpu_count() or cores
+        if forced := os.environ.get("NOTEBOOK_RANKS"):
+            return int(forced)
+    return wanted if free >= wanted / 2 and cores >= 4 else 2
 
 
 def code(*definitions) -> None:
