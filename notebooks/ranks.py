@@ -20,8 +20,8 @@ outputs are compared by the tests: print nothing that changes from run to run, o
 the cell `nbval-ignore-output`; a cell that shall fail gets the tag `raises-exception`.
 Other tags: `exercise-1` and `check-1`, 2, 3 and so on, whose folded solution the tests
 try, and `asset-NAME`, whose picture becomes assets/NAME.png. `make notebooks-run`
-executes all notebooks and saves them without metadata; tests/test_notebooks.py says what
-else each must have, and wants wrong answers to its exercises in WRONG.
+executes all notebooks and saves them without metadata; tests/test_notebooks.py says
+what else each must have, and wants wrong answers to its exercises in WRONG.
 
 `again()` puts the new tp_group into modules that were made with the old one. Groups
 that a cell made itself (`mesh_groups`) must be made again.
