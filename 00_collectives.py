@@ -611,8 +611,8 @@ BREAKS = {
         what="the last rank skips its all-reduce, as under `if rank == 0:`",
         symptom="nothing fails at first: the other ranks wait, until the timeout ends "
         "the job",
-        why="an all-reduce ends on no rank before all have called it. The rank that "
-        "skipped it waits too, in its next one, and complains like the others",
+        why="an all-reduce ends on no rank before all have called it. The rank's next "
+        "call is taken for the skipped one: of like size, it gives wrong sums instead",
         met="github.com/pytorch/pytorch/issues/115964, …/97191",
     ),
     "order": dict(
@@ -634,7 +634,7 @@ BREAKS = {
         new="    more = 2 if group.rank() == group.size() - 1 else 0\n"
         "    out = torch.cat([x.flatten(), x.new_zeros(more)])\n",
         what="the last rank brings a longer tensor than the others",
-        symptom="the transport aborts a process, without a Python exception to catch",
+        symptom="gloo aborts a process, or gives wrong sums on some of the ranks",
         why="no rank tells the others its shape: each takes its own for everyone's",
         met="github.com/pytorch/pytorch/issues/97191",
     ),

@@ -254,7 +254,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def tp_plan() -> dict:
@@ -279,7 +279,7 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     for layer in model.layers:  # a plan is about parameters: masks are ours to cut
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 # ---- After backward: the norm of a gradient in shards

@@ -145,7 +145,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
     for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
         p.rows = full.config.vocab_size  # the other rows are padding
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 # ---- The loss, without ever gathering the logits
@@ -647,7 +647,7 @@ BREAKS = {
         "\n"
         '    return train("DTensor", model, loss_of=loss_of)\n',
         what="PyTorch's loss_parallel: backward is called outside the context",
-        symptom="an error from deep inside, or a wrong gradient, in backward",
+        symptom="an error from deep inside, in backward",
         why="the context swaps the kernels of log-softmax and of the loss, and of "
         "their backward, for sharded ones; outside it the ordinary ones meet sharded "
         "logits",
@@ -1059,7 +1059,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def tp_plan() -> dict:
@@ -1083,7 +1083,7 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     for layer in model.layers:  # a plan is about parameters: masks are ours to cut
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:

@@ -198,7 +198,7 @@ def sp_transformer(
         split_sequence(layer, tp_group, project)
     model.embed_tokens.reduce = reduce_scatter_sequence
     model.lm_head = SPColumnParallelLinear(model.lm_head, project)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
@@ -284,7 +284,7 @@ def planned_transformer(full: Transformer, tp_group) -> Transformer:
         layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
     if full.lm_head.weight is full.embed_tokens.weight:  # the plan has cut it twice
         model.lm_head.weight = model.embed_tokens.weight
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
@@ -386,7 +386,7 @@ def show_communication(report: Report, config: Config) -> None:
     kinds = {"TP": ("all-reduce",), "TP + SP": halves, "DTensor": halves}
     for what, collectives in kinds.items():
         for phase, collective in product(("forward", "backward"), collectives):
-            sent = n, "n·B·S·D", n * tokens * D * e
+            sent = n, "(2L + 1)·B·S·D", n * tokens * D * e
             formulas[what, phase, collective, "tp"] = sent
         formulas[what, "loss", "all-reduce", "tp"] = 3, "3·B·S", 3 * tokens * e
         if what == "TP + SP":
@@ -395,9 +395,9 @@ def show_communication(report: Report, config: Config) -> None:
         if what != "DTensor":  # whose calls are counted to the end of backward
             formulas[what, "clipping", "all-reduce", "tp"] = 1, "8 bytes", 8
     if not args.save_gathered:
-        sent = 2 * n, "2·n·B·S·D", 2 * n * tokens * D * e
+        sent = 2 * n, "(4L + 2)·B·S·D", 2 * n * tokens * D * e
         formulas["TP + SP", "backward", "all-gather", "tp"] = sent
-    report.section(f"Communication of a step; n = 2L + 1; a number has {e} bytes")
+    report.section(f"Communication of a step; a number has {e} bytes")
     report.ledger(formulas, args.steps)
     ring = Counter()
     for row in report.data["communication"]:
@@ -1093,7 +1093,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
@@ -1104,7 +1104,7 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     for layer in model.layers:  # a plan is about parameters: masks are ours to cut
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
@@ -1348,7 +1348,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
     for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
         p.rows = full.config.vocab_size  # the other rows are padding
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):

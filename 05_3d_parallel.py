@@ -346,7 +346,7 @@ class MeshTraining:
         args, groups, pipeline = self.args, self.groups, self.pipeline
         COMM.what = "batch"
         micro_batches = [(None, None)] * args.microbatches
-        if pipeline.first or pipeline.last:  # the others need no tokens
+        if pipeline.first or pipeline.last:  # one needs tokens, the other targets
             micro_batches = share_batch(batch, groups, args)
         if pipeline.last:
             self.batch_targets = count_targets(micro_batches, groups["dp"])
@@ -1387,7 +1387,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
@@ -1597,7 +1597,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
     for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
         p.rows = full.config.vocab_size  # the other rows are padding
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -1762,7 +1762,7 @@ def sp_transformer(
         split_sequence(layer, tp_group, project)
     model.embed_tokens.reduce = reduce_scatter_sequence
     model.lm_head = SPColumnParallelLinear(model.lm_head, project)
-    return model
+    return model.train(full.training)  # in eval mode if full is
 
 
 def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:

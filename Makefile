@@ -42,7 +42,7 @@ notebooks-run: $(VENV)/.base ## execute notebooks, write assets/ (ARGS=00_collec
 test: lint ## run all the tests (ARGS="-k setup": some), after lint
 	@$(LOCAL) $(RUN) -m pytest $(ARGS)
 quick: $(VENV)/.extra ## the essential tests, in a minute and a half
-	@$(LOCAL) $(RUN) -m pytest -m essential -p no:nbval -o addopts=-q tests $(ARGS)
+	@$(LOCAL) $(RUN) -m pytest -m essential $(ARGS)
 mutants: $(VENV)/.extra ## small wrong edits of the lessons: is each one caught?
 	@$(LOCAL) $(RUN) tests/mutants.py $(ARGS)
 lint: $(VENV)/.extra ## check style and format with ruff

@@ -17,12 +17,12 @@ the ranks' colours is used.
 For a further notebook: `rows` draws small tensors with their values, column by column,
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
 `compare` large ones, `flow` a graph of boxes on ranks with collectives between, `bars`
-bytes with predicted marks, `timeline` spans of time, `fit` points and the line through
-them; of later lessons, `heads`, `together` (a timeline with collectives), `memory` over
-time and `sums`, `lookup` and `columns` (a vector step by step), `regions` of a layer,
-`shares` of a sum and `course` (numbers by step), `cubes` (a mesh of three axes),
-`holdings`, `pipelines`, `in_flight`, `weighted` means and `ragged` batches. All return
-nothing: the figure appears below the cell.
+bytes with predicted marks, `fit` points and the line through them; of later lessons,
+`heads`, `together` (compute and collectives over time), `memory` over time and `sums`,
+`lookup` and `columns` (a vector step by step), `regions` of a layer, `shares` of a sum
+and `course` (numbers by step), `cubes` (a mesh of three axes), `holdings`, `pipelines`,
+`in_flight`, `weighted` means and `ragged` batches. All return nothing: the figure
+appears below the cell.
 """
 
 import math
@@ -430,34 +430,6 @@ def bars(values: dict[str, list[float]], parts: list[str], predicted: dict[str, 
 
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "--")
-
-
-def timeline(spans: list[tuple], unit: str = "ms", title: str = ""):
-    """Who did what when: a lane a rank.
-
-    Args:
-        spans: (rank, what, start, end), in that unit; each `what` has a hatch.
-    """
-    ranks = 1 + max(rank for rank, *_ in spans)
-    kinds = list(dict.fromkeys(what for _, what, *_ in spans))
-    zero = min(start for *_, start, _ in spans)
-    figure, ax = plt.subplots(figsize=(WIDTH, 0.8 * ranks + 1.8), layout="constrained")
-    for rank, what, start, end in spans:
-        hatch = HATCHES[kinds.index(what) % len(HATCHES)]
-        ax.barh(rank, end - start, left=start - zero, height=0.8, hatch=hatch,
-                color=color(rank), edgecolor="black")  # fmt: skip
-    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    ax.invert_yaxis()
-    ax.set_xlabel(unit)
-    handles = [
-        Rectangle((0, 0), 1, 1, facecolor="white", edgecolor="black",
-                  hatch=HATCHES[i % len(HATCHES)])
-        for i in range(len(kinds))
-    ]  # fmt: skip
-    figure.legend(handles, kinds, loc="outside upper center", ncols=len(kinds),
-                  frameon=False)  # fmt: skip
-    if title:
-        ax.set_title(title)
 
 
 def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str):

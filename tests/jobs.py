@@ -110,8 +110,13 @@ def printed(folder: Path, stream: str) -> str:
 
 def torchrun(script, ranks: int, *flags, limit=100, launcher=TORCHRUN, **env) -> Done:
     """Run a script on so many ranks, to its end or for `limit` seconds."""
-    mark = uuid.uuid4().hex
     command = [*launcher, f"--nproc_per_node={ranks}", str(script), *map(str, flags)]
+    return watch(command, limit, env)
+
+
+def watch(command: list[str], limit: float, env: dict[str, str]) -> Done:
+    """Run a command, and see to it that nothing is left of it."""
+    mark = uuid.uuid4().hex
     start = time.time()
     first = None
     with tempfile.TemporaryFile("w+", encoding="utf-8") as err:
@@ -195,10 +200,11 @@ def processes(mark: str) -> list:
 
 @functools.cache
 def ahead(what: str, ranks: int, *flags):
-    """The future of a job: a lesson, or a script of this folder. Asked for twice, it
-    runs once."""
-    run = {"faulty.py": run_faulty}.get(what, run_driver)
-    return POOL.submit(run if what.endswith(".py") else run_lesson, what, ranks, *flags)
+    """The future of a job: a lesson, a script of this folder, or a notebook. Asked for
+    twice, it runs once."""
+    run = {"": run_lesson, ".ipynb": run_notebook}.get(Path(what).suffix, run_driver)
+    run = run_faulty if what == "faulty.py" else run
+    return POOL.submit(run, what, ranks, *flags)
 
 
 def result(what: str, ranks: int, *flags):
@@ -235,6 +241,15 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
         done = launch(ROOT / "tests" / script, ranks, *flags, FAULT_TIME=str(path))
         data = {"time": float(path.read_text())} if path.exists() else {}
     return done._replace(data=data)
+
+
+NBVAL = "-q -p no:cacheprovider --nbval --nbval-current-env --nbval-cell-timeout=120"
+
+
+def run_notebook(name: str, ranks: int) -> Done:
+    """Its cells, with so many live ranks; outputs are compared with those committed."""
+    command = [sys.executable, "-m", "pytest", *NBVAL.split(), f"notebooks/{name}"]
+    return watch(command, 500, {"NOTEBOOK_RANKS": str(ranks)})
 
 
 class Exited(BaseException):

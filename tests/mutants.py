@@ -23,7 +23,7 @@ import jobs
 
 ROOT = Path(__file__).parents[1]
 PATHS = {stem[:2]: path for stem, path in jobs.PATHS.items()}
-PYTEST = [sys.executable, "-m", "pytest", "-p", "no:nbval", "-o", "addopts=-q"]
+PYTEST = [sys.executable, "-m", "pytest"]
 TESTS = "wrappers", "mlp_equality", "transformer", "vocab", "sequence", "3d"
 TESTS = {lesson: f"tests/test_{name}.py" for lesson, name in zip(PATHS, TESTS)}
 DEFAULT = "2"  # ranks

@@ -5,6 +5,7 @@ Agent, rendezvous, error files and restarts are torchrun's; what ranks print goe
 files in the job's folder.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ PRELOAD = [
 def rank(path: str, flags: list[str], env: dict[str, str]) -> None:
     """What each rank runs: a script, as `python script flags` would."""
     os.environ.update(env)
+    gc.freeze()  # a collection would copy all that this process shares with others
     end_at_once = os._exit  # but the agent waits for what a good rank returns
     os._exit = lambda code: end_at_once(code) if code else sys.exit(0)
     sys.argv = [path, *flags]

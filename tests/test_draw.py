@@ -315,14 +315,6 @@ def test_columns_show_each_ranks_part_and_what_it_brings():
 # Spans of time
 
 
-def test_timeline_draws_each_span():
-    spans = [(0, "forward", 5.0, 7.0), (1, "backward", 6.0, 9.0), (1, "forward", 9, 10)]
-    seen = drawn(draw.timeline, spans)
-    assert seen.spans == [(0, 2, BLUE), (1, 3, ORANGE), (4, 1, ORANGE)]
-    one, other, again = seen.hatches
-    assert one == again != other
-
-
 def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     spans = [(0, "attention", 5.0, 9.0), (1, "attention", 6.0, 9.5), (1, "MLP", 10, 12)]
     calls = [(0, "g", 7.0, 9.0), (1, "g", 8.0, 9.5)]

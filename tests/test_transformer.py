@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from in_ranks import VOCABULARIES, no_group
-from runs import ALL_RUNS, TRANSFORMER, flag, found, over
+from runs import ALL_RUNS, SEQUENCE, TRANSFORMER, VOCAB, flag, found, over
 from torch import Tensor
 
 DRIVER = ("drive_transformer.py", 4)
@@ -87,6 +87,18 @@ def test_dropout_under_tp_is_a_part_of_the_whole(p, T):
         mine, wanted_here = (t.tensor_split(T, dim + 1)[rank] for t in (both, wanted))
         dropout = lesson.ShardedDropout(p, dim, no_group(T, rank))
         assert torch.equal(drop(dropout, *mine, draws), wanted_here)
+
+
+@pytest.mark.parametrize("name, split", [
+    (TRANSFORMER, "tp_transformer"), (VOCAB, "vocab_transformer"),
+    (SEQUENCE, "sp_transformer"),
+])  # fmt: skip
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_model_in_eval_mode_is_split_in_eval_mode(name, split, mode):
+    taught = jobs.load(name)
+    full = taught.Transformer(taught.Config(257, 16, 4, 4, 2, 8, 0.5)).train(mode)
+    model = getattr(taught, split)(full, no_group(2))
+    assert {module.training for module in model.modules()} == {mode}
 
 
 @pytest.mark.parametrize("heads, kv_heads, said", [
