@@ -32,12 +32,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before some are left out by their markers
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     for item in items:
+        if "home" in getattr(item, "fixturenames", ()):  # ranks of test_notebooks.py
+            item.add_marker(pytest.mark.alone)
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(180))
         if is_essential(item):
             item.add_marker(pytest.mark.essential)
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
 
 
 def is_essential(item) -> bool:

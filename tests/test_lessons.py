@@ -133,6 +133,7 @@ ONLY = (MLP, 2, "--only", "2")
 
 
 @pytest.mark.launches(MLP, 2)
+@pytest.mark.launches(*ONLY)
 def test_only_one_section():
     whole, only = jobs.result(MLP, 2), jobs.result(*ONLY)
     head, *lines = whole.out.splitlines()

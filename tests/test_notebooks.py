@@ -202,6 +202,7 @@ def told(client, code: str) -> str:
     return "".join(said)
 
 
+@pytest.mark.alone
 def test_a_kernel_that_is_interrupted_restarted_and_killed():
     """After the first its ranks come back, after the others nothing is left of them,
     though one was busy."""
