@@ -50,7 +50,8 @@ def joined(outputs: list) -> list:
         if stream and result and result[-1].get("name") == stream:
             result[-1].text += output.text
         else:
-            output.pop("metadata", None) if stream else output.update(metadata={})
+            if "metadata" in output:  # only outputs of cells that show something
+                output.metadata = {}
             result.append(output)
     return result
 

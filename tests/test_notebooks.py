@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import jobs
+import nbformat
 import pytest
 from jobs import ROOT
 from jupyter_client.manager import KernelManager
@@ -303,6 +304,7 @@ def test_exercises(name, home, capsys):
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     book, cells = NOTEBOOKS[name], {"code": [], "markdown": []}
+    nbformat.validate(book)
     assert set(book["metadata"]) == {"kernelspec", "language_info"}
     for cell in book["cells"]:
         cells[cell["cell_type"]].append("".join(cell["source"]))
