@@ -12,7 +12,7 @@ import sys
 
 import jobs
 import pytest
-from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER, VOCAB
+from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER, VOCAB, over
 
 # Flags, and what the message must say; if nothing stands there, the flags themselves.
 SHARED = [  # by all lessons, tried on two
@@ -103,14 +103,17 @@ def test_refused_under_torchrun(lesson, ranks, flag, value):
     assert done.left == [] and done.wall < 30
 
 
-@pytest.mark.parametrize("rows, words", [
-    (257, "tried to allocate 2056000000000 bytes"), (2**31 - 1, "overflowed"),
+HUGE = {"257": "tried to allocate 2056000000000 bytes", str(2**31 - 1): "overflowed"}
+
+
+@over([
+    (TRANSFORMER, 2, "--vocab-size", rows, "--hidden", str(2 * 10**9), "--heads", "2")
+    for rows in HUGE
 ])  # fmt: skip
-def test_sizes_that_fit_no_memory(rows, words):
-    sizes = "--vocab-size", rows, "--hidden", 2 * 10**9, "--heads", 2
-    done = jobs.launch(jobs.PATHS["02_transformer_tp"], 2, *sizes)
+def test_sizes_that_fit_no_memory(run):
+    done = jobs.result(*run)
     (text,) = re.findall(r"^error: .*(?:\n  .*)*", done.err, re.M)
-    assert words in text and "this machine has" in text
+    assert HUGE[run[3]] in text and "this machine has" in text
     assert done.code == 1 and "Traceback" not in done.err
 
 
