@@ -41,7 +41,7 @@ notebooks-run: $(VENV)/.base ## execute notebooks, write assets/ (ARGS=00_collec
 	@$(RUN) notebooks/run.py $(ARGS)
 test: lint ## run all the tests (ARGS="-k setup": some), after lint
 	@$(LOCAL) $(RUN) -m pytest $(ARGS)
-quick: $(VENV)/.extra ## the essential tests, in a minute and a half
+quick: $(VENV)/.extra ## the essential tests, in half a minute
 	@$(LOCAL) $(RUN) -m pytest -m essential $(ARGS)
 mutants: $(VENV)/.extra ## small wrong edits of the lessons: is each one caught?
 	@$(LOCAL) $(RUN) tests/mutants.py $(ARGS)
