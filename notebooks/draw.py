@@ -433,16 +433,19 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "--")
 
 
 def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str):
-    """Measured points, and for each series the line offset + slope · x through them."""
+    """Measured points, and for each series the line offset + slope · x through them;
+    where there is none, points are joined."""
     _, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
     marks = ("o", "s", "^", "D")
     for (name, points), mark, shade in zip(series.items(), marks, PARTS):
         xs, ys = zip(*points)
         ax.plot(xs, ys, mark, color=shade, markersize=9, markeredgecolor="black",
                 label=name)  # fmt: skip
-        offset, slope = lines[name]
-        xs = [min(xs) * (max(xs) / min(xs)) ** (i / 99) for i in range(100)]
-        ax.plot(xs, [offset + slope * v for v in xs], color=shade, linewidth=2)
+        if name in lines:
+            offset, slope = lines[name]
+            xs = [min(xs) * (max(xs) / min(xs)) ** (i / 99) for i in range(100)]
+            ys = [offset + slope * v for v in xs]
+        ax.plot(xs, ys, color=shade, linewidth=2)
     ax.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis in (ax.xaxis, ax.yaxis):
