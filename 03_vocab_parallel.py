@@ -1587,7 +1587,7 @@ def fail(error: Exception | None, bug: str = "") -> None:
     if error and not (lost and isinstance(error, RuntimeError)):
         place["state"] = f"raised {type(error).__name__}: {words}"
         place["raised"] = COMM.store.add("raised", 1)
-        if place["raised"] == 1:
+        if place["raised"] == 1 and not isinstance(error, OSError):
             traceback.print_exception(error)
     COMM.note(**place)
     time.sleep(1)  # for the notes of the others

@@ -3,6 +3,7 @@ said about it is true and said once, and nothing is left running."""
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -102,12 +103,14 @@ def test_a_terminal_that_does_not_know_our_characters():
 
 @pytest.mark.alone
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_full_disk_is_one_error():
-    command = [*jobs.TORCHRUN, "--nproc_per_node=2", jobs.PATHS[COLLECTIVES]]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command, env=jobs.CLEAN_ENV, stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    said = re.findall(r"^error: .*", done.stderr, re.M)
-    assert done.returncode == 1 and len(said) == 1, done.stderr
-    assert "raised OSError: " in said[0] and "No space left on device" in said[0]
+@pytest.mark.parametrize("to, wanted", [
+    ("> /dev/full", "raised OSError: No space left on device"),
+    ("| head -1", "raised BrokenPipeError: Broken pipe"),
+])  # fmt: skip
+def test_a_full_disk_or_a_closed_pipe_is_one_error(to, wanted):
+    command = [*jobs.TORCHRUN, "--nproc_per_node=2", str(jobs.PATHS[COLLECTIVES])]
+    command = ["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} {to}"]
+    done = subprocess.run(command, env=jobs.CLEAN_ENV, capture_output=True, text=True)
+    (said,) = re.findall(r"^error: .*", done.stderr, re.M)
+    assert done.returncode == 1 and wanted in said, done.stderr
+    assert not re.search(r'File ".*/00_\w+\.py"', done.stderr), "a traceback of ours"
