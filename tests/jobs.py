@@ -202,8 +202,13 @@ def processes(mark: str) -> list:
 def ahead(what: str, ranks: int, *flags):
     """The future of a job: a lesson, a script of this folder, or a notebook. Asked for
     twice, it runs once."""
-    run = {"": run_lesson, ".ipynb": run_notebook}.get(Path(what).suffix, run_driver)
-    run = run_faulty if what == "faulty.py" else run
+    run = run_lesson
+    if what == "faulty.py":
+        run = run_faulty
+    elif what.endswith(".py"):
+        run = run_driver
+    elif what.endswith(".ipynb"):
+        run = run_notebook
     return POOL.submit(run, what, ranks, *flags)
 
 
