@@ -163,7 +163,7 @@ dist.init_process_group("gloo")
 dist.barrier()
 dist.destroy_process_group()
 """
-LIMITS = {"00": 2, "01": 2, "02": 3}  # times an empty script
+LIMITS = {"00": 1.8, "01": 1.8, "02": 2}  # times an empty script; seen: 1.4, 1.4, 1.6
 CPU = """
 import resource, subprocess, sys
 code = subprocess.call(sys.argv[1:])
