@@ -186,3 +186,15 @@ def test_takes_little_more_than_an_empty_script(tmp_path):
     for lesson in lessons:
         limit = LIMITS[lesson.stem[:2]] * seconds[empty]
         assert seconds[lesson] < limit, seconds
+
+
+@pytest.mark.launches(MLP, 2)
+def test_readme_shows_what_the_demo_prints():
+    """But for digits: another processor adds in another order."""
+    shown = (jobs.ROOT / "README.md").read_text("utf-8").partition("demo output -->")[2]
+    lines = shown.partition("<!-- end")[0].splitlines()[2:-1]
+    blurred = [
+        re.sub(r"\d", "#", line) for line in jobs.result(MLP, 2).out.splitlines()
+    ]
+    for line in lines:
+        assert line == "…" or re.sub(r"\d", "#", line) in blurred, line
