@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import inspect
 import json
 import math
@@ -248,6 +249,29 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
     return torch.cat(chunks).view(x.shape)
 
 
+def tree_sum(terms: list[Tensor]) -> Tensor:
+    """Add neighbors in pairs, then those sums in pairs, …: ((a + b) + (c + d)) + …."""
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2])
+        alone = terms[len(terms) // 2 * 2 :]  # the last one, if their number is odd
+        terms = [a + b for a, b in pairs] + alone
+    return terms[0]
+
+
+def tree_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce in an order that is ours, so that it can be the same for every T.
+
+    Adding floats rounds, so (a + b) + c differs from a + (b + c) in the last bits; and
+    how a library's all-reduce adds depends on T. Here each rank gets all terms and adds
+    them up as a tree. If x is itself a tree_sum, of 8 / T terms, then the whole is one
+    tree of 8, the same for T = 1, 2, 4 and 8: no bit depends on T.
+
+    Shapes: x [...] → [...], Partial() → Replicate().
+    Communication: 1 all-gather, T × x's elements: T/2 times what an all-reduce sends.
+    """
+    return tree_sum(list(all_gather(x[None], 0, group)))
+
+
 def sum_in_background(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """An all-reduce that is started, and waited for later (async_op)."""
     out = x.clone()  # the call below overwrites what it is given
@@ -350,6 +374,7 @@ def main(args, report: Report) -> None:
     groups = mesh_groups({"outer": outer, "inner": args.ranks // outer}, args.timeout)
     show_mesh(report, groups["outer"], groups["inner"])
     show_traps(report, tp_group)
+    show_same_bits(report, tp_group)
 
 
 def numbers(x: Tensor | None) -> str:
@@ -379,12 +404,13 @@ def show_three_ways(report: Report, group) -> None:
     held = gather_objects([numbers(x) for x in (full, mine, term)])
     texts = [
         ("in this course", ["A[I]", "A[I_tp]", "A[I] {U_tp}"]),
-        ("PyTorch's word", ["Replicate()", "Shard(0)", "Partial()"]),
         *((f"rank {r}", texts) for r, texts in enumerate(held)),
         ("to get A back", ["each has it", "join them", "add them up"]),
     ]
-    heads = ("", "replicated", "sharded", "partial")
-    report.section("Three ways for a group to hold a tensor A")
+    heads = ("PyTorch's word", "Replicate()", "Shard(0)", "Partial()")
+    report.section(
+        "A group holds a tensor A in three ways: replicated, sharded, partial"
+    )
     report.table("held", [dict(zip(heads, (name, *text))) for name, text in texts])
 
 
@@ -459,8 +485,7 @@ def show_ring(report: Report, group) -> None:
     row |= {"all-gather": numbers(both), "ok": ok}
     report.table("halves", gather_objects(row))
     report.say(
-        "   By hand, as a ring: each rank sends to the next one only, T − 1 chunks in\n"
-        "   each half. bytes: of all ranks together, predicted as 2(T−1) times x"
+        "   By hand, as a ring. bytes: of all ranks, predicted as 2(T−1) times x"
     )
     rows = []
     for size in (2 * T, 2 * T + 3):
@@ -505,9 +530,8 @@ def show_products(report: Report, group) -> None:
     report.say(
         "   If J, which is summed over, is split, a rank has only some of the terms,\n"
         "   {U_tp}. If it is whole nothing is sent; but in 4 a rank has only its own\n"
-        f"   block of C. I = {2 * T}, J = {4 * T}, K = {3 * T}, e = {a_IJ.itemsize} "
-        f"bytes; one process: {2 * a_IJ.numel() * 3 * T:,} flops.\n"
-        "   ring: what one rank sends, bytes · (T−1)/T, for an all-reduce twice that"
+        f"   block of C. I = {2 * T}, J = {4 * T}, K = {3 * T}; one process: "
+        f"{2 * a_IJ.numel() * 3 * T:,} flops. ring: sent by one rank"
     )
     report.table("communication", rows, hide=["predicted_bytes"])
 
@@ -575,12 +599,12 @@ def show_traps(report: Report, group) -> None:
     ones = torch.ones_like(view[:, 0])
     sum_1, sum_10 = sum_both(ones, 10 * ones, group)
     ranks = rank * ones
+    both, both_summed = torch.cat([ones, 10 * ones]), torch.cat([sum_1, sum_10])
     cases = [  # name; before and after on rank 0; wanted
         ("all-reduce of a transposed view",
          before, all_reduce(view, group), T * (before - rank) + sum_of_ranks),
         ("and the view itself afterwards", before, view, before),
-        ("two sums in a row: first the 1s", ones, sum_1, T * ones),
-        ("then the 10s, on every rank", 10 * ones, sum_10, 10 * T * ones),
+        ("two sums, first 1s, then 10s", both, both_summed, T * both),
         ("a sum that is waited for later",
          ranks, sum_in_background(ranks, group), sum_of_ranks * ones),
     ]  # fmt: skip
@@ -590,10 +614,45 @@ def show_traps(report: Report, group) -> None:
         rows.append(row | {"ok": report.check(name, rel_diff(now, wanted))})
     report.section("Three traps, avoided")
     report.say(
-        "   Reducing view.contiguous() in place reduces a copy (--break view); if one\n"
-        "   rank swaps two calls, 1s meet 10s (--break order); read only after wait()"
+        "   Try --break view, which sums a copy; --break order, where 1s meet 10s."
     )
     report.table("traps", rows)
+
+
+def show_same_bits(report: Report, group) -> None:
+    """Eight terms added up by ranks, and by one process: is it the same to the bit?"""
+    T, dtype = group.size(), getattr(torch, report.args.dtype)
+    report.section("Can the difference be zero? A tree's bits are the same for every T")
+    if 8 % T:
+        report.say(f"   {T} ranks cannot share 8 terms: try 1, 2, 4 or 8")
+        return
+    torch.manual_seed(report.args.seed)  # the same terms for every T
+    terms = list(torch.randn(8, 1000).to(report.args.device, dtype))
+    mine = terms[group.rank() * 8 // T :][: 8 // T]
+    size, rows = terms[0].nbytes, []
+    for name, adds, over_ranks, collective, payload in (
+        ("sum", sum, all_reduce, "all-reduce", size),
+        ("tree", tree_sum, tree_all_reduce, "all-gather", T * size),
+    ):
+        COMM.what = f"8 terms, {name}"
+        alone, summed = adds(terms), over_ranks(adds(mine), group)
+        _, sent = COMM.rows.get((COMM.what, "", collective, "tp"), (0, 0))
+        rows.append({
+            "added as": name, "hash, one process": digest(alone),
+            f"T = {T}": digest(summed), "differ": int((summed != alone).sum()),
+            "by": collective, "bytes": sent, "predicted_bytes": payload * (T > 1),
+        })  # fmt: skip
+        report.check(f"{name}: sum", rel_diff(summed, alone), report.allowed)
+    report.check("tree: bits", rows[1]["differ"], kind="bits")
+    report.measure("same bits", rows)
+
+
+def digest(*tensors) -> str:
+    """The first digits of a hash of all their bits."""
+    sha = hashlib.sha256()
+    for x in tensors:
+        sha.update(torch.as_tensor(x).cpu().numpy().tobytes())
+    return sha.hexdigest()[:12]
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
@@ -638,6 +697,15 @@ BREAKS = {
         why="no rank tells the others its shape: each takes its own for everyone's",
         met="github.com/pytorch/pytorch/issues/97191",
     ),
+    "tree": dict(
+        target="tree_sum",
+        old="        terms = [a + b for a, b in pairs] + alone\n",
+        new="        terms = [sum(terms)]\n",
+        what="terms are added one after the other, in rank order, not as a tree",
+        symptom="sums are right, and yet their last bits depend on the number of ranks",
+        why="each rank adds up its own terms first: with another T, others meet first",
+        met="github.com/NVIDIA/Megatron-LM/issues/1736",
+    ),
     "view": dict(
         target="all_reduce",
         old="    out = x.detach().clone(memory_format=torch.contiguous_format)\n"
@@ -669,6 +737,7 @@ class CommCounter:
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what = self.phase = ""  # labels of what is called next
         self.place, self.made, self.store = {}, Counter(), None
+        self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
         row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
@@ -1067,6 +1136,7 @@ def launch(main, parse_args, module: dict) -> None:
             args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
             print(diff, flush=True)
+        COMM.limit = timedelta(seconds=args.timeout)
         report = Report(lesson.stem, args)
         main(args, report)
         line = report.verdict()

@@ -732,6 +732,7 @@ class CommCounter:
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what = self.phase = ""  # labels of what is called next
         self.place, self.made, self.store = {}, Counter(), None
+        self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
         row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
@@ -1130,6 +1131,7 @@ def launch(main, parse_args, module: dict) -> None:
             args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
             print(diff, flush=True)
+        COMM.limit = timedelta(seconds=args.timeout)
         report = Report(lesson.stem, args)
         main(args, report)
         line = report.verdict()

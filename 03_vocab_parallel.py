@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import inspect
 import json
@@ -308,14 +309,14 @@ def main(args, report: Report) -> None:
         "loss by hand": train("loss by hand", copy.deepcopy(full), loss_of=by_hand),
         "with TP": train("with TP", split, loss_of=with_tp, tp_group=tp_group),
     }
-    if args.ranks > 1:
+    if 1 < args.ranks <= args.kv_heads:
         runs["DTensor"] = train_by_pytorch(full, tp_group, train)
     show_cuts(report, full, split)
     show_ranges(report, split, batches[0], tp_group)
     show_steps(report, runs, "with TP", split, tp_group)  # section 2; from lesson 02
     show_news(report, runs)
     show_hard_batches(report, args, tp_group)
-    show_traffic(report, args)
+    show_traffic(report, runs)
     show_gathering(report, args, tp_group)
     show_sampling(report, plain, split, batches[0], tp_group)
 
@@ -449,8 +450,9 @@ def nan_or_diff(got: Tensor, wanted: Tensor) -> float:
     return rel_diff(got.where(~got.isnan(), 0), wanted.where(~wanted.isnan(), 0))
 
 
-def show_traffic(report: Report, args) -> None:
+def show_traffic(report: Report, runs: dict) -> None:
     """What a step sends, by hand and by PyTorch."""
+    args = report.args
     L, e = args.layers, getattr(torch, args.dtype).itemsize
     tokens = args.batch_size * args.seq_len
     each = tokens * args.hidden * e
@@ -470,7 +472,9 @@ def show_traffic(report: Report, args) -> None:
         ("DTensor", "forward", "all-reduce", "tp"): once,
         ("DTensor", "loss", "all-reduce", "tp"): three,
         ("DTensor", "backward", "all-reduce", "tp"): more,
+        ("with TP", "backward", "all-reduce", "copies"): sums_of_copies(report),
     }
+    formulas = {key: formula for key, formula in formulas.items() if key[0] in runs}
     report.ledger(formulas, args.steps)
 
 
@@ -1039,15 +1043,43 @@ def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Ten
     return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
+@functools.cache  # one pair of groups serves all layers
+def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
+    """One rank of each key/value head; those that hold mine (lesson 02)"""
+    ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
+    head, copy = divmod(tp_group.rank(), ranks.shape[1])
+    new_group = functools.partial(
+        dist.new_group, timeout=COMM.limit, use_local_synchronization=True
+    )
+    one_of_each = new_group(ranks[:, copy].tolist(), group_desc="kv")
+    return one_of_each, new_group(ranks[head].tolist(), group_desc="copies")
+
+
+def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
+    """Columns by whole heads, copied if ranks outnumber them (lesson 02)"""
+    if heads % tp_group.size() == 0:
+        return ColumnParallelLinear(full, tp_group, copy_input=False)
+    if tp_group.size() % heads:
+        raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
+    one_of_each, copies = head_groups(heads, tp_group)
+    linear = ColumnParallelLinear(full, one_of_each, copy_input=False)
+    for p in linear.parameters():
+        p.copies = copies
+        # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
+        p.register_hook(lambda grad: all_reduce(grad, copies))
+    return linear
+
+
 def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Put parallel modules in the place of a layer's linears (lesson 02)"""
     attn = layer.self_attn
+    heads = attn.q_proj.out_features // attn.core.head_size
+    if heads % tp_group.size():  # key/value heads can be copied, query heads cannot
+        raise ValueError(f"{heads} heads on {tp_group.size()} ranks")
     for name in ("q_proj", "k_proj", "v_proj"):
         full = getattr(attn, name)
         heads = full.out_features // attn.core.head_size
-        if heads % tp_group.size():
-            raise ValueError(f"{name}: {heads} heads on {tp_group.size()} ranks")
-        setattr(attn, name, ColumnParallelLinear(full, tp_group, copy_input=False))
+        setattr(attn, name, split_heads(full, heads, tp_group))
     attn.project = copy_then_project
     attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
@@ -1088,14 +1120,12 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
-    sharded = replicated = next(model.parameters()).new_zeros((), dtype=torch.float64)
+    total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        squares = 0 if p.grad is None else p.grad.double().square().sum()
-        if getattr(p, "cuts", ()):
-            sharded = sharded + squares
-        else:
-            replicated = replicated + squares
-    return math.sqrt(all_reduce(sharded, tp_group) + replicated)
+        parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+        if p.grad is not None:
+            total += p.grad.double().square().sum() * parts / tp_group.size()
+    return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
@@ -1150,6 +1180,7 @@ class TrainingRun(NamedTuple):
     gradients: dict[str, Tensor]  # of step 1, put together from all ranks
     parameters: dict[str, Tensor]  # after the last step, too
     held: dict[str, int]  # bytes on this rank
+    seconds: float = 0.0  # of all steps
 
 
 def train_transformer(
@@ -1159,13 +1190,13 @@ def train_transformer(
     # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
     # and would turn rounding into steps as long as any other.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    losses, norms, held = {}, {}, {}
+    losses, norms, held, start = {}, {}, {}, time.perf_counter()
     for step, batch in enumerate(batches, 1):
         model.zero_grad()
         torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
         loss, held["activations"] = forward_backward(what, model, batch, loss_of)
         if after_backward:
-            COMM.what, COMM.phase = what, "after backward"
+            COMM.what, COMM.phase = what, "afterwards"
             after_backward(model)
         if step == 1:
             gradients = put_together(model, "grad")
@@ -1181,7 +1212,8 @@ def train_transformer(
     held["parameters"] = nbytes(model.parameters())
     held["gradients"] = nbytes(p.grad for p in model.parameters())
     held["optimizer state"] = nbytes(moments)
-    return TrainingRun(losses, norms, gradients, put_together(model, "data"), held)
+    ends, seconds = put_together(model, "data"), time.perf_counter() - start
+    return TrainingRun(losses, norms, gradients, ends, held, seconds)
 
 
 def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
@@ -1231,10 +1263,19 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
     for name, p in model.named_parameters():
-        if not getattr(p, "cuts", ()):
-            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, tp_group)))
+        whole = None if getattr(p, "cuts", ()) else tp_group
+        if copies := getattr(p, "copies", whole):
+            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
     of_rank_0 = gather_objects(losses[split])[0]
     report.check("replicas: losses", float(losses[split] != of_rank_0))
+
+
+def sums_of_copies(report: Report) -> tuple[int, str, int]:
+    """Calls, formula and bytes of a step: k and v that ranks share (lesson 02)"""
+    args, H = report.args, report.args.hidden // report.args.heads
+    report.axes = report.axes | {"copies": max(1, args.ranks // args.kv_heads)}
+    sent = 2 * args.layers * H * (args.hidden + 1) * getattr(torch, args.dtype).itemsize
+    return 4 * args.layers, "2·L·H·(D + 1)", sent
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
@@ -1242,18 +1283,21 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     add = parser.add_argument
     add("--hidden", type=positive, help="D (8 numbers a head)")
     add("--heads", type=positive, help="N (2 for each key/value head)")
-    add("--kv-heads", type=positive, help="K (4, or more: a multiple of the ranks)")
+    add("--kv-heads", type=positive, help="K (4 or more; fewer than ranks: copied)")
     add("--dropout", type=float, default=0.1, help="probability (0.1)")
     add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
     args = parser.parse_args()
     usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
-    args.heads = args.heads or 2 * (args.kv_heads or usual)
+    if args.bug == "copies":
+        args.kv_heads = args.kv_heads or 1
+    args.heads = args.heads or 2 * max(args.kv_heads or usual, ranks)
     args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
     args.hidden = args.hidden or 8 * args.heads
     must_divide(args, "heads", ranks, "ranks")
     must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    must_divide(args, "kv_heads", ranks, "ranks")
+    if ranks % args.kv_heads:  # else c = T/K ranks hold the same one
+        must_divide(args, "kv_heads", ranks, "ranks")
     if args.vocab_size <= PAD:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
     if args.hidden < 4:
@@ -1279,6 +1323,7 @@ class CommCounter:
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what = self.phase = ""  # labels of what is called next
         self.place, self.made, self.store = {}, Counter(), None
+        self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
         row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
@@ -1677,6 +1722,7 @@ def launch(main, parse_args, module: dict) -> None:
             args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
             print(diff, flush=True)
+        COMM.limit = timedelta(seconds=args.timeout)
         report = Report(lesson.stem, args)
         main(args, report)
         line = report.verdict()

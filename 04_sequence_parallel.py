@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import inspect
 import json
@@ -308,7 +309,7 @@ def main(args, report: Report) -> None:
     show_steps(report, runs, "TP + SP", sp, tp_group)  # section 1; from lesson 02
     show_replicated(report, runs, sp)
     show_parts(report, full, batches[0], runs, tp_group)
-    show_communication(report, full.config)
+    show_communication(report, full.config, runs)
     show_memory(report, tp_group)
     show_lengths(report, tp_group)
     if args.hf:
@@ -326,7 +327,7 @@ def train_all(full, sp, batches, args, tp_group) -> dict[str, TrainingRun]:
     runs["TP + SP"] = train(
         "TP + SP", sp, loss_of=by_hand, tp_group=tp_group, after_backward=sum_up
     )
-    if args.ranks > 1:  # a plan for one rank has nothing to split
+    if 1 < args.ranks <= args.kv_heads:  # one rank has nothing to split
         planned = planned_transformer(full, tp_group)
         with parallel.loss_parallel():
             runs["DTensor"] = train("DTensor", planned, loss_of=planned_loss)
@@ -378,7 +379,7 @@ def first_numbers(tensors: dict[str, Tensor], names) -> dict[str, str]:
     return texts
 
 
-def show_communication(report: Report, config: Config) -> None:
+def show_communication(report: Report, config: Config, runs: dict) -> None:
     """Calls and bytes of a step: all-reduces against gathers and scatters."""
     args, L, D = report.args, config.layers, config.hidden
     tokens, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
@@ -391,17 +392,19 @@ def show_communication(report: Report, config: Config) -> None:
         formulas[what, "loss", "all-reduce", "tp"] = 3, "3·B·S", 3 * tokens * e
         if what == "TP + SP":
             sent = 1, "(6L + 2)·D", (6 * L + 2) * D * e
-            formulas[what, "after backward", "all-reduce", "tp"] = sent
+            formulas[what, "afterwards", "all-reduce", "tp"] = sent
         if what != "DTensor":  # whose calls are counted to the end of backward
             formulas[what, "clipping", "all-reduce", "tp"] = 1, "8 bytes", 8
+            formulas[what, "backward", "all-reduce", "copies"] = sums_of_copies(report)
     if not args.save_gathered:
         sent = 2 * n, "(4L + 2)·B·S·D", 2 * n * tokens * D * e
         formulas["TP + SP", "backward", "all-gather", "tp"] = sent
+    formulas = {key: formula for key, formula in formulas.items() if key[0] in runs}
     report.section(f"Communication of a step; a number has {e} bytes")
     report.ledger(formulas, args.steps)
     ring = Counter()
     for row in report.data["communication"]:
-        if row["phase"] in ("forward", "backward"):
+        if row["phase"] in ("forward", "backward") and row["axis"] == "tp":
             ring[row["what"]] += row["ring"]
     extra = 0 if args.save_gathered else ring["TP"] // 4
     off = abs(ring["TP + SP"] - extra - ring["TP"])
@@ -552,6 +555,8 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--save-gathered", action="store_true", help="keep gathered inputs")
     add("--hf", action="store_true", help="also Hugging Face's Qwen2, by the plan")
     args = parse_sizes(parser, ranks)
+    if args.hf and args.kv_heads < ranks:
+        raise ValueError(f"--hf: a plan makes no copies; take --kv-heads {ranks}")
     if args.hf and not find_spec("transformers"):
         raise ValueError("--hf needs Hugging Face's: pip install transformers==5.20.2")
     return args
@@ -1073,15 +1078,43 @@ def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Ten
     return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
+@functools.cache  # one pair of groups serves all layers
+def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
+    """One rank of each key/value head; those that hold mine (lesson 02)"""
+    ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
+    head, copy = divmod(tp_group.rank(), ranks.shape[1])
+    new_group = functools.partial(
+        dist.new_group, timeout=COMM.limit, use_local_synchronization=True
+    )
+    one_of_each = new_group(ranks[:, copy].tolist(), group_desc="kv")
+    return one_of_each, new_group(ranks[head].tolist(), group_desc="copies")
+
+
+def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
+    """Columns by whole heads, copied if ranks outnumber them (lesson 02)"""
+    if heads % tp_group.size() == 0:
+        return ColumnParallelLinear(full, tp_group, copy_input=False)
+    if tp_group.size() % heads:
+        raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
+    one_of_each, copies = head_groups(heads, tp_group)
+    linear = ColumnParallelLinear(full, one_of_each, copy_input=False)
+    for p in linear.parameters():
+        p.copies = copies
+        # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
+        p.register_hook(lambda grad: all_reduce(grad, copies))
+    return linear
+
+
 def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Put parallel modules in the place of a layer's linears (lesson 02)"""
     attn = layer.self_attn
+    heads = attn.q_proj.out_features // attn.core.head_size
+    if heads % tp_group.size():  # key/value heads can be copied, query heads cannot
+        raise ValueError(f"{heads} heads on {tp_group.size()} ranks")
     for name in ("q_proj", "k_proj", "v_proj"):
         full = getattr(attn, name)
         heads = full.out_features // attn.core.head_size
-        if heads % tp_group.size():
-            raise ValueError(f"{name}: {heads} heads on {tp_group.size()} ranks")
-        setattr(attn, name, ColumnParallelLinear(full, tp_group, copy_input=False))
+        setattr(attn, name, split_heads(full, heads, tp_group))
     attn.project = copy_then_project
     attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
@@ -1109,14 +1142,12 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
-    sharded = replicated = next(model.parameters()).new_zeros((), dtype=torch.float64)
+    total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        squares = 0 if p.grad is None else p.grad.double().square().sum()
-        if getattr(p, "cuts", ()):
-            sharded = sharded + squares
-        else:
-            replicated = replicated + squares
-    return math.sqrt(all_reduce(sharded, tp_group) + replicated)
+        parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+        if p.grad is not None:
+            total += p.grad.double().square().sum() * parts / tp_group.size()
+    return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
@@ -1171,6 +1202,7 @@ class TrainingRun(NamedTuple):
     gradients: dict[str, Tensor]  # of step 1, put together from all ranks
     parameters: dict[str, Tensor]  # after the last step, too
     held: dict[str, int]  # bytes on this rank
+    seconds: float = 0.0  # of all steps
 
 
 def train_transformer(
@@ -1180,13 +1212,13 @@ def train_transformer(
     # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
     # and would turn rounding into steps as long as any other.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    losses, norms, held = {}, {}, {}
+    losses, norms, held, start = {}, {}, {}, time.perf_counter()
     for step, batch in enumerate(batches, 1):
         model.zero_grad()
         torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
         loss, held["activations"] = forward_backward(what, model, batch, loss_of)
         if after_backward:
-            COMM.what, COMM.phase = what, "after backward"
+            COMM.what, COMM.phase = what, "afterwards"
             after_backward(model)
         if step == 1:
             gradients = put_together(model, "grad")
@@ -1202,7 +1234,8 @@ def train_transformer(
     held["parameters"] = nbytes(model.parameters())
     held["gradients"] = nbytes(p.grad for p in model.parameters())
     held["optimizer state"] = nbytes(moments)
-    return TrainingRun(losses, norms, gradients, put_together(model, "data"), held)
+    ends, seconds = put_together(model, "data"), time.perf_counter() - start
+    return TrainingRun(losses, norms, gradients, ends, held, seconds)
 
 
 def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
@@ -1252,8 +1285,9 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
     for name, p in model.named_parameters():
-        if not getattr(p, "cuts", ()):
-            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, tp_group)))
+        whole = None if getattr(p, "cuts", ()) else tp_group
+        if copies := getattr(p, "copies", whole):
+            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
     of_rank_0 = gather_objects(losses[split])[0]
     report.check("replicas: losses", float(losses[split] != of_rank_0))
 
@@ -1264,23 +1298,34 @@ def module_of(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
+def sums_of_copies(report: Report) -> tuple[int, str, int]:
+    """Calls, formula and bytes of a step: k and v that ranks share (lesson 02)"""
+    args, H = report.args, report.args.hidden // report.args.heads
+    report.axes = report.axes | {"copies": max(1, args.ranks // args.kv_heads)}
+    sent = 2 * args.layers * H * (args.hidden + 1) * getattr(torch, args.dtype).itemsize
+    return 4 * args.layers, "2·L·H·(D + 1)", sent
+
+
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
     """The model's flags; ValueError if it cannot be built (lesson 02)"""
     add = parser.add_argument
     add("--hidden", type=positive, help="D (8 numbers a head)")
     add("--heads", type=positive, help="N (2 for each key/value head)")
-    add("--kv-heads", type=positive, help="K (4, or more: a multiple of the ranks)")
+    add("--kv-heads", type=positive, help="K (4 or more; fewer than ranks: copied)")
     add("--dropout", type=float, default=0.1, help="probability (0.1)")
     add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
     args = parser.parse_args()
     usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
-    args.heads = args.heads or 2 * (args.kv_heads or usual)
+    if args.bug == "copies":
+        args.kv_heads = args.kv_heads or 1
+    args.heads = args.heads or 2 * max(args.kv_heads or usual, ranks)
     args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
     args.hidden = args.hidden or 8 * args.heads
     must_divide(args, "heads", ranks, "ranks")
     must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    must_divide(args, "kv_heads", ranks, "ranks")
+    if ranks % args.kv_heads:  # else c = T/K ranks hold the same one
+        must_divide(args, "kv_heads", ranks, "ranks")
     if args.vocab_size <= PAD:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
     if args.hidden < 4:
@@ -1449,6 +1494,7 @@ class CommCounter:
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what = self.phase = ""  # labels of what is called next
         self.place, self.made, self.store = {}, Counter(), None
+        self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
         row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
@@ -1847,6 +1893,7 @@ def launch(main, parse_args, module: dict) -> None:
             args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
             print(diff, flush=True)
+        COMM.limit = timedelta(seconds=args.timeout)
         report = Report(lesson.stem, args)
         main(args, report)
         line = report.verdict()

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import inspect
 import json
@@ -1367,15 +1368,43 @@ def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Ten
     return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
+@functools.cache  # one pair of groups serves all layers
+def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
+    """One rank of each key/value head; those that hold mine (lesson 02)"""
+    ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
+    head, copy = divmod(tp_group.rank(), ranks.shape[1])
+    new_group = functools.partial(
+        dist.new_group, timeout=COMM.limit, use_local_synchronization=True
+    )
+    one_of_each = new_group(ranks[:, copy].tolist(), group_desc="kv")
+    return one_of_each, new_group(ranks[head].tolist(), group_desc="copies")
+
+
+def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
+    """Columns by whole heads, copied if ranks outnumber them (lesson 02)"""
+    if heads % tp_group.size() == 0:
+        return ColumnParallelLinear(full, tp_group, copy_input=False)
+    if tp_group.size() % heads:
+        raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
+    one_of_each, copies = head_groups(heads, tp_group)
+    linear = ColumnParallelLinear(full, one_of_each, copy_input=False)
+    for p in linear.parameters():
+        p.copies = copies
+        # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
+        p.register_hook(lambda grad: all_reduce(grad, copies))
+    return linear
+
+
 def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Put parallel modules in the place of a layer's linears (lesson 02)"""
     attn = layer.self_attn
+    heads = attn.q_proj.out_features // attn.core.head_size
+    if heads % tp_group.size():  # key/value heads can be copied, query heads cannot
+        raise ValueError(f"{heads} heads on {tp_group.size()} ranks")
     for name in ("q_proj", "k_proj", "v_proj"):
         full = getattr(attn, name)
         heads = full.out_features // attn.core.head_size
-        if heads % tp_group.size():
-            raise ValueError(f"{name}: {heads} heads on {tp_group.size()} ranks")
-        setattr(attn, name, ColumnParallelLinear(full, tp_group, copy_input=False))
+        setattr(attn, name, split_heads(full, heads, tp_group))
     attn.project = copy_then_project
     attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
@@ -1392,14 +1421,12 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
-    sharded = replicated = next(model.parameters()).new_zeros((), dtype=torch.float64)
+    total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        squares = 0 if p.grad is None else p.grad.double().square().sum()
-        if getattr(p, "cuts", ()):
-            sharded = sharded + squares
-        else:
-            replicated = replicated + squares
-    return math.sqrt(all_reduce(sharded, tp_group) + replicated)
+        parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+        if p.grad is not None:
+            total += p.grad.double().square().sum() * parts / tp_group.size()
+    return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
@@ -1454,6 +1481,7 @@ class TrainingRun(NamedTuple):
     gradients: dict[str, Tensor]  # of step 1, put together from all ranks
     parameters: dict[str, Tensor]  # after the last step, too
     held: dict[str, int]  # bytes on this rank
+    seconds: float = 0.0  # of all steps
 
 
 def train_transformer(
@@ -1463,13 +1491,13 @@ def train_transformer(
     # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
     # and would turn rounding into steps as long as any other.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    losses, norms, held = {}, {}, {}
+    losses, norms, held, start = {}, {}, {}, time.perf_counter()
     for step, batch in enumerate(batches, 1):
         model.zero_grad()
         torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
         loss, held["activations"] = forward_backward(what, model, batch, loss_of)
         if after_backward:
-            COMM.what, COMM.phase = what, "after backward"
+            COMM.what, COMM.phase = what, "afterwards"
             after_backward(model)
         if step == 1:
             gradients = put_together(model, "grad")
@@ -1485,7 +1513,8 @@ def train_transformer(
     held["parameters"] = nbytes(model.parameters())
     held["gradients"] = nbytes(p.grad for p in model.parameters())
     held["optimizer state"] = nbytes(moments)
-    return TrainingRun(losses, norms, gradients, put_together(model, "data"), held)
+    ends, seconds = put_together(model, "data"), time.perf_counter() - start
+    return TrainingRun(losses, norms, gradients, ends, held, seconds)
 
 
 def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
@@ -1535,8 +1564,9 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
     for name, p in model.named_parameters():
-        if not getattr(p, "cuts", ()):
-            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, tp_group)))
+        whole = None if getattr(p, "cuts", ()) else tp_group
+        if copies := getattr(p, "copies", whole):
+            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
     of_rank_0 = gather_objects(losses[split])[0]
     report.check("replicas: losses", float(losses[split] != of_rank_0))
 
@@ -1834,6 +1864,7 @@ class CommCounter:
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what = self.phase = ""  # labels of what is called next
         self.place, self.made, self.store = {}, Counter(), None
+        self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
         row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
@@ -2232,6 +2263,7 @@ def launch(main, parse_args, module: dict) -> None:
             args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
             print(diff, flush=True)
+        COMM.limit = timedelta(seconds=args.timeout)
         report = Report(lesson.stem, args)
         main(args, report)
         line = report.verdict()

@@ -101,15 +101,19 @@ def dim_of(name: str) -> int | None:
     return CUTS.get(".".join(name.split(".")[2:]))
 
 
-def cut(whole, name: str, group, by_rows=ROWS):
-    """This rank's part of a parameter or a gradient."""
+def cut(whole, name: str, group, by_rows=ROWS, kv_heads=None):
+    """This rank's part of a parameter or a gradient; with fewer key/value heads than
+    ranks, neighbours have the same head."""
     if name in by_rows:
         return rows(whole, group)
     dim = dim_of(name)
     if dim is None:
         return whole
-    assert whole.shape[dim] % group.size() == 0
-    return whole.tensor_split(group.size(), dim)[group.rank()]
+    T, parts = group.size(), group.size()
+    if kv_heads and ("k_proj" in name or "v_proj" in name):
+        parts = min(T, kv_heads)
+    assert whole.shape[dim] % parts == 0
+    return whole.tensor_split(parts, dim)[group.rank() * parts // T]
 
 
 # Random models, which lessons 02 to 04 train beside the whole one.
@@ -131,6 +135,9 @@ def random_sizes(lesson, number: int, T: int) -> tuple:
     rng = random.Random(f"model {number}")
     kv_heads = T * rng.randint(1, 2)
     heads = kv_heads * rng.randint(1, 3)
+    if number // 4 % 5 == 3:  # fewer key/value heads than ranks
+        kv_heads = max(1, T // rng.choice([2, 4]))
+        heads = T * rng.randint(1, 2)
     B, S = rng.randint(1, 3), rng.randint(1, 11)
     S = (rng.choice([1, T + 2]), T * rng.randint(1, 3), T + 1, S)[number // 4 % 4]
     H = 2 * rng.randint(1, 4) if heads > 2 else 6  # a norm of two numbers is ±1
@@ -185,7 +192,8 @@ class Twins:
     def compare(self, kind: str, parts: dict, wholes: dict) -> None:
         """This rank's parts with those of whole tensors, by the whole's size."""
         for name, whole in wholes.items():
-            wanted = cut(whole, name, self.group, self.by_rows)
+            kv_heads = self.config.kv_heads
+            wanted = cut(whole, name, self.group, self.by_rows, kv_heads)
             self.note(kind, difference(parts.get(name), wanted, whole), name)
 
     def columns(self, logits):

@@ -19,6 +19,7 @@ ALIKE = {
     lesson: [(lesson, 1, *PROOF), (lesson, 4, *PROOF)]
     for lesson in (MLP, TRANSFORMER, VOCAB, SEQUENCE)
 }
+SAME_BITS = [(TRANSFORMER, ranks, "--same-bits") for ranks in (1, 2, 4, 8)]
 WITH_FLAGS = [
     (MLP, 2, *PROOF, "--hidden", "32", "--width", "96", "--seed", "7"),
     (MLP, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
@@ -29,6 +30,9 @@ WITH_FLAGS = [
     (TRANSFORMER, 2, "--dropout", "0", "--kv-heads", "8", "--layers", "1"),
     (TRANSFORMER, 2, "--kv-heads", "2", "--hidden", "160", "--vocab-size", "300",
      "--batch-size", "3", "--seq-len", "40", "--steps", "5"),
+    *SAME_BITS,
+    *((lesson, 4, "--kv-heads", "2") for lesson in (TRANSFORMER, SEQUENCE)),
+    (VOCAB, 4, "--kv-heads", "1", *PROOF, "--tie"),
     (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",
      "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),

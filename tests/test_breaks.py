@@ -12,9 +12,10 @@ norm = "updates: ‖g‖, step 1, {}".format
 EXPECTED = {
     "00_collectives": {
         "skip": "^error: ranks? ",
-        "order": ("two sums in a row: first the 1s", "then the 10s, on every rank",
+        "order": ("two sums, first 1s, then 10s", "two sums, first 1s, then 10s",
             "broadcast"),
         "shapes": "-6|SIGABRT|error: ",
+        "tree": ("tree: bits", "tree: bits", "tree: sum"),
         "view": ("all-reduce of a transposed view", "reduce-scatter + all-gather",
             "all-gather"),
     },
@@ -37,6 +38,8 @@ EXPECTED = {
             loss("DTensor")),
         "qkv": (loss("with TP"), "gradients: layers.0.self_attn.q_proj.weight, with TP",
             loss("DTensor")),
+        "copies": ("gradients: layers.0.self_attn.k_proj.weight, with TP",
+            "calls: with TP backward all-reduce copies", loss("with TP")),
         "mask-heads": (loss("with TP"),
             "gradients: layers.1.self_attn.v_proj.weight, with TP",
             "gradients: layers.1.self_attn.v_proj.weight, DTensor"),

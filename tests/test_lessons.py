@@ -10,7 +10,18 @@ import sys
 
 import jobs
 import pytest
-from runs import ALIKE, ALL_RUNS, ALLOWED, COLLECTIVES, DEFAULTS, MESH, MLP, flag, over
+from runs import (
+    ALIKE,
+    ALL_RUNS,
+    ALLOWED,
+    COLLECTIVES,
+    DEFAULTS,
+    MESH,
+    MLP,
+    SAME_BITS,
+    flag,
+    over,
+)
 
 # The schema of --json: what every lesson has, and the columns of its tables' rows.
 KEYS = {"lesson", "world_size", "mesh", "dtype", "verdict", "checks", "communication"}
@@ -126,6 +137,35 @@ def test_more_ranks_change_nothing(lesson):
             wanted = values(one)[0]
             assert values(other)[0] == wanted, "the reference knows of no ranks"
             assert all(abs(v - wanted) <= 1e-12 * wanted for v in values(other)), other
+
+
+def hashes(run, table: str, row: int) -> list[str]:
+    """What a row of a table of hashes has of these."""
+    values = jobs.result(*run).data[table][row].values()
+    return [value for value in values if re.fullmatch("[0-9a-f]{12}", str(value))]
+
+
+SUMS = [(COLLECTIVES, 1), (COLLECTIVES, 2), (COLLECTIVES, 4)]
+
+
+@pytest.mark.parametrize("runs, table, rows", [
+    pytest.param(
+        runs, table, rows, id=runs[0][0], marks=[pytest.mark.launches(*r) for r in runs]
+    )
+    for runs, table, rows in (
+        (SUMS, "same bits", {"all-reduce": 0, "tree": 1}),
+        (SAME_BITS, "hashes", {"with TP": 1, "tree": 2, "tree, alone": 3}),
+    )
+])  # fmt: skip
+def test_the_same_bits_for_every_number_of_ranks(runs, table, rows):
+    """Of a sum, and of losses, gradients, parameters; all-reduces give others each."""
+    found = {
+        kind: [hashes(run, table, row) for run in runs] for kind, row in rows.items()
+    }
+    (first, *others), plain = found.pop("tree"), next(iter(found.values()))
+    assert len(first) == len(plain[0]) >= 2
+    assert all(other == first for other in others + found.get("tree, alone", []))
+    assert len({hashes_of[-1] for hashes_of in plain}) == len(runs)
 
 
 ONLY = (MLP, 2, "--only", "2")

@@ -40,7 +40,7 @@ OF_01 = [  # and on how many ranks
 ]  # fmt: skip
 OF_MODEL = [  # shared by 02, 03 and 04
     ("--heads 6 --hidden 48", "--heads 6", "4"),
-    ("--kv-heads 2", "--kv-heads 2", "4"),
+    ("--kv-heads 3", "--kv-heads 3", "4"),
     ("--vocab-size 256", "--vocab-size 256", "257"),
     ("--kv-heads 0",), ("--layers 0",), ("--seq-len -1",),
     ("--dropout 1",), ("--dropout nan",),

@@ -48,8 +48,8 @@ def models_cover_the_ground(models) -> None:
         mine = [case for case in models if case["T"] == T]
         for key, values in wanted.items():
             assert {case[key] for case in mine} == values, (T, key)
-        assert {case["kv_heads"] // T for case in mine} == {1, 2}
-        assert {case["heads"] // case["kv_heads"] for case in mine} == {1, 2, 3}
+        assert {T / case["kv_heads"] for case in mine} >= {T, 1, 0.5}
+        assert {case["heads"] // case["kv_heads"] for case in mine} >= {1, 2, 3}
         assert {case["seq_len"] > case["S"] for case in mine} == {True, False}
         lengths = {case["S"] for case in mine}
         assert 1 in lengths and max(lengths) >= 2 * T + 1 and len(lengths) >= 5
@@ -102,7 +102,7 @@ def test_a_model_in_eval_mode_is_split_in_eval_mode(name, split, mode):
 
 
 @pytest.mark.parametrize("heads, kv_heads, said", [
-    (4, 1, "k_proj: 1 heads on 4 ranks"), (2, 1, "q_proj: 2 heads on 4 ranks"),
+    (12, 3, "3 key/value heads on 4 ranks"), (2, 1, "2 heads on 4 ranks"),
 ])  # fmt: skip
 def test_heads_that_do_not_divide(heads, kv_heads, said):
     full = reference(hidden=8 * heads, heads=heads, kv_heads=kv_heads)
