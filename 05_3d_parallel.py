@@ -523,14 +523,12 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
 
 def collect(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
     """Whole tensors of all stages, by name; its own where this rank has them."""
-    mine, found = {}, {}
+    mine = {}
     for name, x in tensors.items():
         p = training.parameters[name]
         x = unshard(x.detach(), getattr(p, "cuts", ()))
         mine[name] = x[: getattr(p, "rows", None)].cpu().clone()
-    for of_rank in gather_objects(mine):
-        found |= of_rank
-    return found | mine
+    return {n: x for found in gather_objects(mine) for n, x in found.items()} | mine
 
 
 def show_places(report: Report, training: MeshTraining) -> None:
@@ -551,8 +549,7 @@ def show_places(report: Report, training: MeshTraining) -> None:
     report.section("The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
         "   [ ]: a TP group sends activations in each layer, on the fastest links. In\n"
-        "   a row replicas sum gradients, once a step. In a column stages pass on\n"
-        "   activations, and back their gradients, once a micro-batch."
+        "   a row replicas sum gradients, once a step. A column passes activations on."
     )
     report.table("stages", rows)
     two = args.ranks if args.ranks % 2 else 2
@@ -594,8 +591,7 @@ def show_layers(report: Report, runs: dict) -> None:
     gradients = {what: run.gradients for what, run in runs.items()}
     report.section("Gradients of step 1: norms; diff is max|a − b| / max|b|")
     report.compare("gradients", gradients, fold=part_of)
-    names = [*gradients["mesh"]]
-    name = next((name for name in names if "q_proj" in name), names[0])
+    name = next(name for name in gradients["mesh"] if "q_proj" in name)
     report.say(f"   The first numbers of dL/d {name}:")
     for what, of_run in gradients.items():
         numbers = of_run[name].flatten()[:4].tolist()
@@ -604,22 +600,17 @@ def show_layers(report: Report, runs: dict) -> None:
 
 def show_held(report: Report, training: MeshTraining) -> None:
     args, optimizer, stage = report.args, training.optimizer, training.pipeline.rank
-    kept, peaks = [], []
-    for event in training.pipeline.events:
-        if event["what"] == "forward":
-            kept.append(event["bytes"])
-        else:
-            kept.pop(0)  # backwards come in the order of the forwards
-        peaks.append((len(kept), sum(kept)))
-    in_flight, activations = max(peaks)
+    kept, in_flight, activations, M = [], 0, 0, args.microbatches
+    for event in training.pipeline.events:  # backwards come in the order of forwards
+        kept = [*kept, event["bytes"]] if event["what"] == "forward" else kept[1:]
+        in_flight = max(in_flight, len(kept))
+        activations = max(activations, sum(kept))
     state = optimizer.adamw.state[optimizer.vector]
     n = sum(p.numel() for p in optimizer.parameters.values())
-    part = -(-n // args.dp)  # of a vector that is padded so that DP divides it
-    numbers, formula = (part, "2·e·n/DP") if args.zero else (part * args.dp, "2·e·n")
-    limit = min(args.pp - stage, args.microbatches)
-    limit = args.microbatches if args.schedule == "gpipe" else limit
+    formula = "2·e·n/DP" if args.zero else "2·e·n"
+    limit = M if args.schedule == "gpipe" else min(args.pp - stage, M)
     row = {"stage": str(stage), "n": n, "bytes": nbytes(map(state.get, MOMENTS))}
-    row["predicted_bytes"] = 2 * numbers * optimizer.vector.element_size()
+    row["predicted_bytes"] = moments_bytes(args, n, optimizer.vector.itemsize)
     row |= {"in flight": in_flight, "limit": limit, "activations": activations}
     row["ok"] = report.check("micro-batches in flight", abs(in_flight - limit))
     every = gather_objects(row)
@@ -630,6 +621,11 @@ def show_held(report: Report, training: MeshTraining) -> None:
     )
     ranks = dist.get_process_group_ranks(training.pipeline.pp)
     report.measure("memory", [every[rank] for rank in ranks])
+
+
+def moments_bytes(args, n: int, e: int) -> int:
+    """AdamW's of n numbers, padded for DP; --zero: 1/DP of it (1910.02054, sec. 5)."""
+    return 2 * e * -(-n // args.dp) * (1 if args.zero else args.dp)
 
 
 def show_timeline(report: Report, training: MeshTraining) -> None:
@@ -665,42 +661,48 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
 
 def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> None:
     args, M, steps = report.args, report.args.microbatches, len(batches)
-    first, last = training.pipeline.first, training.pipeline.last
-    e = training.pipeline.like.itemsize
     parts = [x for y in batches for x in cut_batch(y, training.groups, M, args.ragged)]
     MbS = sum(x[0].numel() for x in parts) / steps  # tokens of a step
-    MX, each = e * MbS * args.hidden, "calls·X"
     whole = [x for x in training.parameters.values() if not getattr(x, "cuts", ())]
-    flat = training.optimizer.flatten(training.optimizer.parameters).nbytes
-    tied = training.tied is not None, "e·v·D", nbytes([training.tied])
-    gather = 2 * len(training.stage.layers) + last  # 2 a layer, one before the head
+    n = training.optimizer.vector.numel() * (args.dp if args.zero else 1)
+    e, stage = training.pipeline.like.itemsize, training.pipeline.rank
+    rows = traffic(args, stage, MbS, e, n, sum(x.numel() for x in whole))
+    report.section("Communication of a step: every rank's checked, stage 0's shown")
+    report.say("   X = e·b·S·D, e bytes a number; n numbers; 24: a shape; v = ⌈V/T⌉")
+    report.ledger({x[:4]: (*x[4:6], round(x[6] * steps) / steps) for x in rows}, steps)
+
+
+def traffic(args, stage: int, MbS: float, e: int, n: int, whole: int) -> list[tuple]:
+    """What a rank sends in a step: what, phase, collective, axis, calls, formula, size.
+    MbS: tokens of a replica; e: bytes a number; n: numbers it trains; whole: not cut.
+    Sources: 2205.05198, sec. 4.2 (inside layers); 2104.04473, sec. 3 (between them)."""
+    M, T, D, V = args.microbatches, args.tp, args.hidden, args.vocab_size
+    first, last, each = stage == 0, stage == args.pp - 1, "calls·X"
+    MX, flat = e * MbS * D, e * (n + -n % args.dp)
+    tied = args.tie and (first or last), "e·v·D", e * D * -(-V // T)
+    layers = args.layers // args.pp + (stage < args.layers % args.pp)  # see keep_stage
+    gather = 2 * layers + last  # 2 a layer, one before the head
     scatter, both = gather - last + first, 2 * gather - last + first  # both: backward
     share = 2 * M * (first or last), "M(16·b·S+24)", 16 * MbS + 24 * M
-    ahead = 2 * M * (not last), "M(X/T+24)", MX / args.tp + 24 * M
-    back = M * (not first), "M·X/T", MX / args.tp
-    rows = [  # what is not alike on all stages comes last
+    ahead = 2 * M * (not last), "M(X/T+24)", MX / T + 24 * M
+    loss = 3 * M * last, "3·M·e·b·S", 3 * max(e, 4) * MbS  # in float32 at least
+    return [  # what is not alike on all stages comes last
         ("layers", "forward", "all-gather", "tp", M * gather, each, gather * MX),
         ("layers", "forward", "reduce-scatter", "tp", M * scatter, each, scatter * MX),
         ("layers", "backward", "all-gather", "tp", M * both, each, both * MX),
         ("layers", "backward", "reduce-scatter", "tp", M * gather, each, gather * MX),
-        ("whole", "", "all-reduce", "tp", 1, "e·n, not cut", nbytes(whole)),
+        ("whole", "", "all-reduce", "tp", 1, "e·n, not cut", e * whole),
         ("replicas", "", "all-reduce", "dp", not args.zero, "e·n, padded", flat),
         ("replicas", "", "reduce-scatter", "dp", args.zero, "e·n, padded", flat),
         ("replicas", "", "all-gather", "dp", args.zero, "e·n, padded", flat),
-        ("norm", "", "all-reduce", "tp", 1, "8", 8),
-        ("norm", "", "all-reduce", "pp", 1, "8", 8),
-        ("norm", "", "all-reduce", "dp", args.zero, "8", 8),
-        ("tied", "", "all-reduce", "pp", *tied),
-        ("tied", "", "broadcast", "pp", *tied),
+        *(("norm", "", "all-reduce", x, x != "dp" or args.zero, "8", 8) for x in AXES),
+        *(("tied", "", call, "pp", *tied) for call in ("all-reduce", "broadcast")),
         ("batch", "", "broadcast", "tp", *share),
         ("batch", "", "all-reduce", "dp", last, "8", 8),
         ("layers", "forward", "send/recv", "pp", *ahead),
-        ("layers", "backward", "send/recv", "pp", *back),
-        ("loss", "forward", "all-reduce", "tp", 3 * M * last, "3·M·e·b·S", 3 * e * MbS),
+        ("layers", "backward", "send/recv", "pp", M * (not first), "M·X/T", MX / T),
+        ("loss", "forward", "all-reduce", "tp", *loss),
     ]
-    report.section("Communication of a step: every rank's checked, stage 0's shown")
-    report.say("   X = e·b·S·D, e bytes a number; n numbers; 24: a shape; v = ⌈V/T⌉")
-    report.ledger({x[:4]: (*x[4:6], round(x[6] * steps) / steps) for x in rows}, steps)
 
 
 def pytorch_step(full: Transformer, batch: tuple, groups, args, kind) -> dict:
@@ -722,9 +724,8 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args, kind) -> dict:
     pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)  # no 1/M
     tokens_bS, target_bS = (shard(x, 0, groups["dp"]) for x in batch)
     inputs = [tokens_bS] if stage.is_first else []
-    ends = {"target": target_bS, "losses": losses} if stage.is_last else {}
     with parallel.loss_parallel():
-        pipeline.step(*inputs, **ends, return_outputs=False)
+        pipeline.step(*inputs, target=target_bS, losses=losses, return_outputs=False)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     loss = sum((x.full_tensor() for x in losses), loss)
     loss = all_reduce(all_reduce(loss.detach(), pp_group), groups["dp"])
@@ -839,8 +840,7 @@ def check_checkpoints(args) -> None:
             args.save.mkdir(exist_ok=True)
             tempfile.TemporaryFile(dir=args.save).close()
         except OSError as error:
-            text = f"--save {args.save}: cannot write there: {error.strerror}"
-            raise ValueError(text) from None
+            raise ValueError(f"--save {args.save}: {error.strerror}") from None
         for path in args.save.glob(steps):
             if int(path.name[5:]) > args.begin:
                 text = f"--save {args.save}: {path.name} is there already"
