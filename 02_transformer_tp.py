@@ -229,7 +229,7 @@ def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
         dist.new_group, timeout=COMM.limit, use_local_synchronization=True
     )
     one_of_each = new_group(ranks[:, copy].tolist(), group_desc="kv")
-    return one_of_each, new_group(ranks[head].tolist(), group_desc="copies")
+    return one_of_each, new_group(ranks[head].tolist(), group_desc="copy")
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
@@ -610,7 +610,7 @@ def show_all_reduces(report: Report, runs: dict, config: Config) -> None:
         ("with TP", "clipping", "all-reduce", "tp"): (1, "one float64", 8),
         ("DTensor", "forward", "all-reduce", "tp"): two,
         ("DTensor", "backward", "all-reduce", "tp"): four,
-        ("with TP", "backward", "all-reduce", "copies"): sums_of_copies(report),
+        ("with TP", "backward", "all-reduce", "copy"): sums_of_copies(report),
     }
     if args.same_bits:
         n, formula, sent = two
@@ -625,7 +625,7 @@ def show_all_reduces(report: Report, runs: dict, config: Config) -> None:
 def sums_of_copies(report: Report) -> tuple[int, str, int]:
     """Calls, formula and bytes of a step: k and v of heads that ranks share."""
     args, H = report.args, report.args.hidden // report.args.heads
-    report.axes = report.axes | {"copies": max(1, args.ranks // args.kv_heads)}
+    report.axes = report.axes | {"copy": max(1, args.ranks // args.kv_heads)}
     sent = 2 * args.layers * H * (args.hidden + 1) * getattr(torch, args.dtype).itemsize
     return 4 * args.layers, "2·L·H·(D + 1)", sent
 

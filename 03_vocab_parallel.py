@@ -472,7 +472,7 @@ def show_traffic(report: Report, runs: dict) -> None:
         ("DTensor", "forward", "all-reduce", "tp"): once,
         ("DTensor", "loss", "all-reduce", "tp"): three,
         ("DTensor", "backward", "all-reduce", "tp"): more,
-        ("with TP", "backward", "all-reduce", "copies"): sums_of_copies(report),
+        ("with TP", "backward", "all-reduce", "copy"): sums_of_copies(report),
     }
     formulas = {key: formula for key, formula in formulas.items() if key[0] in runs}
     report.ledger(formulas, args.steps)
@@ -1052,7 +1052,7 @@ def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
         dist.new_group, timeout=COMM.limit, use_local_synchronization=True
     )
     one_of_each = new_group(ranks[:, copy].tolist(), group_desc="kv")
-    return one_of_each, new_group(ranks[head].tolist(), group_desc="copies")
+    return one_of_each, new_group(ranks[head].tolist(), group_desc="copy")
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
@@ -1273,7 +1273,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
 def sums_of_copies(report: Report) -> tuple[int, str, int]:
     """Calls, formula and bytes of a step: k and v that ranks share (lesson 02)"""
     args, H = report.args, report.args.hidden // report.args.heads
-    report.axes = report.axes | {"copies": max(1, args.ranks // args.kv_heads)}
+    report.axes = report.axes | {"copy": max(1, args.ranks // args.kv_heads)}
     sent = 2 * args.layers * H * (args.hidden + 1) * getattr(torch, args.dtype).itemsize
     return 4 * args.layers, "2·L·H·(D + 1)", sent
 

@@ -395,7 +395,7 @@ def show_communication(report: Report, config: Config, runs: dict) -> None:
             formulas[what, "afterwards", "all-reduce", "tp"] = sent
         if what != "DTensor":  # whose calls are counted to the end of backward
             formulas[what, "clipping", "all-reduce", "tp"] = 1, "8 bytes", 8
-            formulas[what, "backward", "all-reduce", "copies"] = sums_of_copies(report)
+            formulas[what, "backward", "all-reduce", "copy"] = sums_of_copies(report)
     if not args.save_gathered:
         sent = 2 * n, "(4L + 2)·B·S·D", 2 * n * tokens * D * e
         formulas["TP + SP", "backward", "all-gather", "tp"] = sent
@@ -1087,7 +1087,7 @@ def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
         dist.new_group, timeout=COMM.limit, use_local_synchronization=True
     )
     one_of_each = new_group(ranks[:, copy].tolist(), group_desc="kv")
-    return one_of_each, new_group(ranks[head].tolist(), group_desc="copies")
+    return one_of_each, new_group(ranks[head].tolist(), group_desc="copy")
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
@@ -1301,7 +1301,7 @@ def module_of(name: str) -> str:
 def sums_of_copies(report: Report) -> tuple[int, str, int]:
     """Calls, formula and bytes of a step: k and v that ranks share (lesson 02)"""
     args, H = report.args, report.args.hidden // report.args.heads
-    report.axes = report.axes | {"copies": max(1, args.ranks // args.kv_heads)}
+    report.axes = report.axes | {"copy": max(1, args.ranks // args.kv_heads)}
     sent = 2 * args.layers * H * (args.hidden + 1) * getattr(torch, args.dtype).itemsize
     return 4 * args.layers, "2·L·H·(D + 1)", sent
 

@@ -274,10 +274,10 @@ class FlatAdamW:
         self.parameters, self.groups, self.zero = parameters, groups, zero
         self.vector = nn.Parameter(self.cut(parameters))
         self.adamw = torch.optim.AdamW([self.vector], lr=1e-3, eps=1e-4)  # eps: see 02
-        shares = {}  # in the model's norm; what is not cut, T ranks have: 1/T each
+        shares = {}  # in the model's norm: of what c ranks of a TP group have, 1/c each
         for name, p in parameters.items():
-            share = 1.0 if getattr(p, "cuts", ()) else 1 / groups["tp"].size()
-            shares[name] = torch.full_like(p, share)
+            parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+            shares[name] = torch.full_like(p, parts / groups["tp"].size())
         self.shares = self.cut(shares)
 
     def flatten(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -392,7 +392,7 @@ def as_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTens
     """x, cut as p is, as a DTensor, which knows its place in the whole tensor: so dcp
     can hand any other mesh its parts. Rows that pad the vocabulary are left out."""
     x, shape, placement = x.detach(), list(x.shape), Replicate()
-    for dim, _ in getattr(p, "cuts", ()):
+    for dim, tp_group in getattr(p, "cuts", ()):  # of copies, a smaller group
         placement = Shard(dim)
         shape[dim] *= tp_group.size()
     if hasattr(p, "rows"):
@@ -492,7 +492,8 @@ def main(args, report: Report) -> None:
     show_held(report, training)
     show_timeline(report, training)
     show_traffic_3d(report, training, batches[args.begin :])
-    show_pytorch(report, full, batches[0], groups)
+    if args.tp <= args.kv_heads:  # PyTorch's plan makes no copies
+        show_pytorch(report, full, batches[0], groups)
 
 
 def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
@@ -668,7 +669,8 @@ def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> No
     e, stage = training.pipeline.like.itemsize, training.pipeline.rank
     rows = traffic(args, stage, MbS, e, n, sum(x.numel() for x in whole))
     report.section("Communication of a step: every rank's checked, stage 0's shown")
-    report.say("   X = e·b·S·D, e bytes a number; n numbers; 24: a shape; v = ⌈V/T⌉")
+    report.say("   X = e·b·S·D, Y = e·H(D+1)/2; n: numbers of e; 24: a shape; v = ⌈V/T⌉")
+    report.axes = report.axes | {"copy": max(1, args.tp // args.kv_heads)}
     report.ledger({x[:4]: (*x[4:6], round(x[6] * steps) / steps) for x in rows}, steps)
 
 
@@ -681,6 +683,8 @@ def traffic(args, stage: int, MbS: float, e: int, n: int, whole: int) -> list[tu
     MX, flat = e * MbS * D, e * (n + -n % args.dp)
     tied = args.tie and (first or last), "e·v·D", e * D * -(-V // T)
     layers = args.layers // args.pp + (stage < args.layers % args.pp)  # see keep_stage
+    copied = 4 * M * layers * (T > args.kv_heads)  # weights and biases of k and v
+    copies = copied, "calls·Y", copied * e * D // args.heads * (D + 1) / 2
     gather = 2 * layers + last  # 2 a layer, one before the head
     scatter, both = gather - last + first, 2 * gather - last + first  # both: backward
     share = 2 * M * (first or last), "M(16·b·S+24)", 16 * MbS + 24 * M
@@ -691,6 +695,7 @@ def traffic(args, stage: int, MbS: float, e: int, n: int, whole: int) -> list[tu
         ("layers", "forward", "reduce-scatter", "tp", M * scatter, each, scatter * MX),
         ("layers", "backward", "all-gather", "tp", M * both, each, both * MX),
         ("layers", "backward", "reduce-scatter", "tp", M * gather, each, gather * MX),
+        ("layers", "backward", "all-reduce", "copy", *copies),
         ("whole", "", "all-reduce", "tp", 1, "e·n, not cut", e * whole),
         ("replicas", "", "all-reduce", "dp", not args.zero, "e·n, padded", flat),
         ("replicas", "", "reduce-scatter", "dp", args.zero, "e·n, padded", flat),
@@ -801,7 +806,7 @@ def fill_mesh(args, ranks: int) -> None:
 
 def fill_sizes(args) -> None:
     usual = args.tp * math.ceil(4 / args.tp)  # 4, or more: all ranks have some
-    args.heads = args.heads or 2 * (args.kv_heads or usual)
+    args.heads = args.heads or 2 * max(args.kv_heads or usual, args.tp)
     args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
     args.hidden, args.dropout = args.hidden or 8 * args.heads, 0.0
     args.seq_len = args.seq_len or (64 if args.ragged else 32)
@@ -813,7 +818,8 @@ def fill_sizes(args) -> None:
     must_divide(args, "heads", args.tp, "(--tp)")
     must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    must_divide(args, "kv_heads", args.tp, "(--tp)")
+    if args.tp % args.kv_heads:  # else c = T/K ranks hold the same one
+        must_divide(args, "kv_heads", args.tp, "(--tp)")
     for wrong, text in (
         (args.layers < args.pp, f"--layers {args.layers}: fewer than --pp {args.pp}"),
         (args.vocab_size <= PAD, f"--vocab-size {args.vocab_size}: take 257 or more"),
@@ -1377,7 +1383,7 @@ def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
         dist.new_group, timeout=COMM.limit, use_local_synchronization=True
     )
     one_of_each = new_group(ranks[:, copy].tolist(), group_desc="kv")
-    return one_of_each, new_group(ranks[head].tolist(), group_desc="copies")
+    return one_of_each, new_group(ranks[head].tolist(), group_desc="copy")
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:

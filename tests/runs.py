@@ -33,6 +33,7 @@ WITH_FLAGS = [
     *SAME_BITS,
     *((lesson, 4, "--kv-heads", "2") for lesson in (TRANSFORMER, SEQUENCE)),
     (VOCAB, 4, "--kv-heads", "1", *PROOF, "--tie"),
+    (MESH, 8, "--tp", "4", "--kv-heads", "2", *PROOF, "--zero", "--tie"),
     (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",
      "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),

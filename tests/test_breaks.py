@@ -39,7 +39,7 @@ EXPECTED = {
         "qkv": (loss("with TP"), "gradients: layers.0.self_attn.q_proj.weight, with TP",
             loss("DTensor")),
         "copies": ("gradients: layers.0.self_attn.k_proj.weight, with TP",
-            "calls: with TP backward all-reduce copies", loss("with TP")),
+            "calls: with TP backward all-reduce copy", loss("with TP")),
         "mask-heads": (loss("with TP"),
             "gradients: layers.1.self_attn.v_proj.weight, with TP",
             "gradients: layers.1.self_attn.v_proj.weight, DTensor"),
