@@ -17,12 +17,10 @@ the ranks' colours is used.
 For a further notebook: `rows` draws small tensors with their values, column by column,
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
 `compare` large ones, `flow` a graph of boxes on ranks with collectives between, `bars`
-bytes with predicted marks, `fit` points and the line through them; of later lessons,
-`heads`, `together` (compute and collectives over time), `memory` over time and `sums`,
-`lookup` and `columns` (a vector step by step), `regions` of a layer, `shares` of a sum
-and `course` (numbers by step), `cubes` (a mesh of three axes), `holdings`, `pipelines`,
-`in_flight`, `weighted` means and `ragged` batches. All return nothing: the figure
-appears below the cell.
+bytes with predicted marks, `fit` points and the line through them, `course` numbers
+step by step, `sums` numbers that are added up. All return nothing: the figure appears
+below the cell. A picture that one notebook has is drawn there, in folded cells with the
+tag `drawing`, of the parts below "Boxes": `blank`, `box`, `tile`, `write`.
 """
 
 import math
@@ -140,13 +138,19 @@ def write(ax, x, y, text, size=FONT, **style) -> None:
     ax.text(x, y, text, fontsize=size, **dict(ha="center", va="center") | style)
 
 
+def tile(ax, x, y, width, height, text, ranks, size=FONT) -> None:
+    """A box with a text in its middle: in its rank's colour, or white without one."""
+    box(ax, x, y, width, height, ranks)
+    back = color(ranks[0]) if ranks else "white"
+    write(ax, x + width / 2, y + height / 2, text, size, color=ink(back))
+
+
 def cell(ax, x, y, value: float, ranks, size) -> None:
     """One number in a square of one unit: in its rank's colour; what several ranks are
     in stands on white, with a strip of their colours below."""
     number = f"{value:g}" if value == round(value) else f"{value:.2f}"
     if len(ranks) == 1:
-        box(ax, x, y, 1, 1, ranks)
-        write(ax, x + 0.5, y + 0.5, number, size, color=ink(color(ranks[0])))
+        tile(ax, x, y, 1, 1, number, ranks, size)
         return
     box(ax, x, y, 1, 1, [])
     for i, rank in enumerate(ranks):
@@ -380,9 +384,7 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
         write(ax, middle, top - 0.45, stage["name"], weight="bold")
         if "boxes" in stage:
             for rank, text in enumerate(stage["boxes"]):
-                y = top + rank * 1.2
-                box(ax, x + 0.15, y, across - 0.3, 1, [rank])
-                write(ax, middle, y + 0.5, text, color=ink(color(rank)))
+                tile(ax, x + 0.15, top + rank * 1.2, across - 0.3, 1, text, [rank])
         else:
             moved = stage["moved"]
             style = dict(linewidth=9 if moved else 3, linestyle="-" if moved else ":")
@@ -452,191 +454,6 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
         axis.set_major_formatter("{x:,.0f}")
         axis.set_minor_formatter("")
     ax.legend(frameon=False)
-
-
-# Lesson 04: regions of a layer, shares of a sum, replicas that part
-
-REGIONS = {  # how a tensor lies on the ranks → its shape there; I is its last dim
-    "whole": "[B, S, I]",
-    "positions": "[B, s, I]",
-    "columns": "[B, S, i]",
-    "terms": "[B, S, I]",
-}
-
-
-def cut_of(held, ranks: int) -> str:
-    """How a matrix lies on the ranks: whole, by positions (rows) or columns, or terms.
-
-    Args:
-        held: rank sets as from `places`, or a list of them where each rank has a term.
-    """
-    if isinstance(held, list):
-        return "terms"
-    if bool((held == 2**ranks - 1).all()):
-        return "whole"
-    if any(len(bits(number)) != 1 for number in held.flatten().tolist()):
-        raise ValueError("neither whole nor split: an element is on some ranks only")
-    if bool((held == held[:, :1]).all()):
-        return "positions"
-    if bool((held == held[:1]).all()):
-        return "columns"
-    raise ValueError("split both by rows and by columns")
-
-
-def inches(text: str, size: float) -> float:
-    """About how wide a text is."""
-    return len(text) * 0.0088 * size
-
-
-def words_below(held, ranks: int, dims: dict[int, str] | None) -> tuple[str, ...]:
-    """How a tensor lies: its shape, if `dims` tells the letter of its last dim, and a
-    word."""
-    cut = cut_of(held, ranks)
-    if dims is None:
-        return (cut,)
-    letter = dims[(held[0] if isinstance(held, list) else held).shape[1]]
-    shape = REGIONS[cut].replace("I", letter).replace("i", letter.lower())
-    return shape, cut
-
-
-def grouped(items: list, ranks: int, dims: dict[int, str] | None) -> list:
-    """Tensors that follow each other and lie alike, in one run; collectives alone."""
-    runs = []
-    for item in items:
-        words = None if isinstance(item, dict) else words_below(item[1], ranks, dims)
-        if words and runs and runs[-1][0] == words:
-            runs[-1][1].append(item)
-        else:
-            runs.append((words, [item]))
-    return runs
-
-
-def tensor_span(item, e: float) -> float:
-    """Inches that a tensor takes, e inches an element."""
-    heading, held = item
-    pages = len(held) - 1 if isinstance(held, list) else 0
-    columns = held[0].shape[1] if pages else held.shape[1]
-    wide = max(inches(line, FONT - 1) for line in heading.split("\n"))
-    return max((columns + pages) * e, wide) + 0.1
-
-
-def run_span(run, e: float) -> float:
-    """Inches that a run takes: its tensors, or the words below them."""
-    below, items = run
-    if below is None:
-        words = [*items[0]["does"].replace("-", "- ").split(), "bytes"]
-        words.append(f"{items[0]['moved']:,}")
-        return max(inches(word, FONT) for word in words) + 0.15
-    words = max(inches(word, FONT - 1) for word in below)
-    return max(sum(tensor_span(item, e) for item in items), words) + 0.2
-
-
-def regions(
-    lines: list[tuple[str, list]], ranks: int, dims: dict[int, str] | None = None
-):
-    """The tensors of a layer in order, each element in the colour of who holds it, and
-    below them how they lie: the regions of the layer.
-
-    Args:
-        lines: (title, items); an item is (heading, held), with `held` a matrix of rank
-            sets (see `places`), a row a position, or a list of them, one a rank, where
-            each has a term of a sum; or {"does", "moved"}: a collective, its payload.
-        dims: number of columns → its letter, as {4: "D"}. Without it, shapes are not
-            written: there may be no name for what the columns are.
-    """
-    parts = [(title, grouped(items, ranks, dims)) for title, items in lines]
-    span = lambda e: max(sum(run_span(r, e) for r in runs) for _, runs in parts)
-    e = next(e / 1000 for e in range(200, 20, -2) if span(e / 1000) <= WIDTH - 0.1)
-    tensors = [
-        item for _, runs in parts for words, items in runs if words for item in items
-    ]
-    tall = max(
-        held[0].shape[0] + len(held) - 1 if isinstance(held, list) else held.shape[0]
-        for _, held in tensors
-    )
-    headings = max(heading.count("\n") for heading, _ in tensors) * 0.22  # more lines
-    high = tall * e + (1.5 if dims is None else 1.75) + headings
-    ax = blank(WIDTH, high * len(parts), 1)
-    for line, (title, runs) in enumerate(parts):
-        x, top = 0.05, line * high
-        write(ax, x, top + 0.2, title, ha="left", weight="bold")
-        for run in runs:
-            draw_run(ax, x, top + 0.45, run, e, tall * e, ranks, headings)
-            x += run_span(run, e)
-
-
-def draw_run(ax, x, top, run, e, height, ranks, headings) -> None:
-    """A run of tensors on one ground, with its name; or an arrow with a collective."""
-    words, items = run
-    width = run_span(run, e)
-    if words is None:
-        middle, across = x + width / 2, top + headings + 0.35 + height / 2
-        style = dict(arrowstyle="-|>", linewidth=2.5, color="black")
-        ends = (x + width - 0.06, across), (x + 0.06, across)
-        ax.annotate("", *ends, arrowprops=style)
-        does = items[0]["does"].replace("-", "-\n")
-        write(ax, middle, across - 0.1, does, FONT, va="bottom", linespacing=0.9)
-        moved = f"{items[0]['moved']:,}\nbytes"
-        write(ax, middle, across + 0.1, moved, FONT - 2, va="top", linespacing=0.9)
-        return
-    low = headings + height + 0.5 + 0.25 * len(words)
-    ground = Rectangle((x + 0.03, top), width - 0.06, low, facecolor="#F4F4F4")
-    ax.add_patch(ground)
-    for i, word in enumerate(words):
-        style = dict(size=FONT - 2) if i else dict(size=FONT - 1, weight="bold")
-        below = top + headings + height + 0.55 + 0.25 * i
-        write(ax, x + width / 2, below, word, **style)
-    x += (width - sum(tensor_span(item, e) for item in items)) / 2
-    for item in items:
-        across = tensor_span(item, e)
-        above = top + headings + 0.3
-        style = dict(va="bottom", linespacing=0.95)
-        write(ax, x + across / 2, above, item[0], FONT - 1, **style)
-        draw_held(ax, x, top + headings + 0.35, across, height, item[1], e, ranks)
-        x += across
-
-
-def draw_held(ax, x, y, across, height, held, e, ranks) -> None:
-    """One tensor in the middle of a space; terms as pages that lie on each other."""
-    pages = held if isinstance(held, list) else [held]
-    rows, columns = pages[0].shape
-    x += (across - (columns + len(pages) - 1) * e) / 2
-    y += (height - (rows + len(pages) - 1) * e) / 2 + (len(pages) - 1) * e
-    for back in range(len(pages) - 1, -1, -1):
-        left, top = x + back * e, y - back * e
-        for i in range(rows):
-            for j in range(columns):
-                who = bits(pages[back][i, j])
-                corner = left + j * e, top + i * e
-                box(ax, *corner, e, e, who, ranks, linewidth=0.3)
-        frame = Rectangle((left, top), columns * e, rows * e, fill=False, linewidth=1.3)
-        ax.add_patch(frame)
-
-
-def shares(parts: list[Tensor], total: Tensor, reference: Tensor, title: str = ""):
-    """A sum over ranks, element by element: what each rank has, what all get, and the
-    same in one process.
-
-    Args:
-        parts: every rank's vector; total: their sum, as a collective gave it.
-        reference: the vector in one process.
-    """
-    figure, ax = plt.subplots(figsize=(WIDTH, 4.6), layout="constrained")
-    wide = 0.8 / len(parts)
-    for rank, part in enumerate(parts):
-        xs = [i - 0.4 + (rank + 0.5) * wide for i in range(len(part))]
-        ax.bar(xs, part.tolist(), wide, color=color(rank), edgecolor="black",
-               label=f"rank {rank}'s part")  # fmt: skip
-    xs = range(len(total))
-    ax.plot(xs, total.tolist(), "D", color="black", markersize=7, label="all-reduced")
-    ax.plot(xs, reference.tolist(), "o", color="black", fillstyle="none", markersize=15,
-            markeredgewidth=1.8, label="one process")  # fmt: skip
-    ax.axhline(0, color="black", linewidth=0.8)
-    ax.set(xticks=list(xs), xlabel="element", title=title)
-    figure.legend(
-        loc="outside upper center", ncols=len(parts) + 2, frameon=False,
-        columnspacing=1.2, handletextpad=0.5,
-    )  # fmt: skip
 
 
 def course(series: dict[str, list[float]], x: str, y: str, title: str = ""):

@@ -1,8 +1,10 @@
 """What the tests of the pictures share: drawing, and reading off what was drawn."""
 
+import json
 import sys
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import matplotlib
@@ -11,6 +13,15 @@ matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import draw
 from matplotlib.colors import to_hex
+
+
+def drawings(name: str) -> SimpleNamespace:
+    """The functions of a notebook's drawing cells, run as they stand, with draw.py."""
+    names, path = {"draw": draw}, Path(draw.__file__).with_name(f"{name}.ipynb")
+    for cell in json.loads(path.read_text())["cells"]:
+        if "drawing" in cell["metadata"].get("tags", []):
+            exec("".join(cell["source"]), names)
+    return SimpleNamespace(**names)
 
 
 def shade(color) -> str:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_rgb
-from pictures import Panel, draw, drawn, legible, panels, shade
+from pictures import Panel, draw, drawings, drawn, legible, panels, shade
 
+of_04 = drawings("04_sequence_parallel")
 BLUE, ORANGE, WHITE, BLACK = *draw.COLORS[:2], "#FFFFFF", "#000000"
 EVERYONE, GREY = draw.EVERYONE, draw.PARTS[2].upper()
 
@@ -279,7 +280,7 @@ def test_lines_go_through_their_points():
 def test_shares_are_the_numbers():
     parts = [torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])]
     total, reference = torch.tensor([1.5, 1.0]), torch.tensor([1.5, 1.25])
-    seen = drawn(draw.shares, parts, total, reference, "dL/dw")
+    seen = drawn(of_04.draw_shares, parts, total, reference, "dL/dw")
     bars = [(round(b.x + b.width / 2), b.y, b.height, b.color) for b in seen.boxes]
     assert bars == [
         (0, 0, 1, BLUE), (1, -2, 2, BLUE), (0, 0, 0.5, ORANGE), (1, 0, 3, ORANGE),
@@ -372,12 +373,12 @@ def test_what_is_written_at_a_peak_stays_in_the_picture(ms):
 WHOLE = torch.full((4, 2), 3)
 POSITIONS = torch.tensor([[1, 1], [1, 1], [2, 2], [2, 2]])
 COLUMNS = torch.tensor([[1, 2]] * 4)
-TERMS = [torch.full((4, 2), 1), torch.full((4, 2), 2)]
+TERMS = torch.stack([torch.full((4, 2), 1), torch.full((4, 2), 2)])
 CALL = {"does": "reduce-scatter", "moved": 1234}
 
 
 def test_how_a_tensor_lies_is_read_off_its_holders():
-    cuts = [draw.cut_of(held, 2) for held in (WHOLE, POSITIONS, COLUMNS, TERMS)]
+    cuts = [of_04.layout_of(held, 2) for held in (WHOLE, POSITIONS, COLUMNS, TERMS)]
     assert cuts == ["whole", "positions", "columns", "terms"]
     for held, ranks, wrong in (
         ([[1, 2], [2, 1]], 2, "split both"),
@@ -385,13 +386,13 @@ def test_how_a_tensor_lies_is_read_off_its_holders():
         ([[0, 1], [0, 1]], 2, "some ranks only"),  # held by no one
     ):
         with pytest.raises(ValueError, match=wrong):
-            draw.cut_of(torch.tensor(held), ranks)
+            of_04.layout_of(torch.tensor(held), ranks)
 
 
 def test_regions_name_runs_and_colour_elements():
     items = [("x", POSITIONS), ("norm", POSITIONS), CALL, ("q", COLUMNS), ("w", WHOLE)]
     lines = [("a layer", items), ("below", [("", TERMS)])]
-    seen = drawn(draw.regions, lines, 2, {2: "D"})
+    seen = drawn(of_04.draw_layer, lines, 2, {2: "D"})
     assert seen.texts == [  # x and norm lie alike: one name below both
         "a layer", "[B, s, D]", "positions", "x", "norm", "reduce-\nscatter",
         "1,234\nbytes", "[B, S, d]", "columns", "q", "[B, S, D]", "whole", "w",
@@ -409,15 +410,16 @@ def test_regions_name_runs_and_colour_elements():
 def test_regions_tell_one_dim_from_another():
     """By its width, where letters are given; where not, no shape is claimed."""
     items = [("q", COLUMNS), ("up", COLUMNS.repeat(1, 2)), ("x", POSITIONS)]
-    items += [("h", torch.full((4, 4), 3)), ("", [t.repeat(1, 2) for t in TERMS])]
-    assert drawn(draw.regions, [("", items)], 2, {2: "D", 4: "F"}).texts == [
+    items += [("h", torch.full((4, 4), 3)), ("", TERMS.repeat(1, 1, 2))]
+    assert drawn(of_04.draw_layer, [("", items)], 2, {2: "D", 4: "F"}).texts == [
         "[B, S, d]", "columns", "q", "[B, S, f]", "columns", "up",
         "[B, s, D]", "positions", "x", "[B, S, F]", "whole", "h", "[B, S, F]", "terms",
     ]  # fmt: skip
     wanted = ["columns", "q", "up", "positions", "x", "whole", "h", "terms"]
-    assert drawn(draw.regions, [("", items)], 2).texts == wanted  # q and up: one run
+    seen = drawn(of_04.draw_layer, [("", items)], 2)
+    assert seen.texts == wanted  # q and up stand together
     with pytest.raises(KeyError):
-        draw.regions([("", items)], 2, {2: "D"})
+        of_04.draw_layer([("", items)], 2, {2: "D"})
 
 
 @pytest.mark.parametrize("dims", [None, {12: "D", 2: "F"}])
@@ -426,7 +428,7 @@ def test_regions_fit_and_do_not_overlap(name, dims):
     names = [name, *(f"tensor {i}" for i in range(6))]  # the first below the title
     items = [(name, COLUMNS.repeat(1, 6)) for name in names]
     line = ("a long line", [*items, CALL, ("x", TERMS)])
-    seen = drawn(draw.regions, [line, line], 2, dims)
+    seen = drawn(of_04.draw_layer, [line, line], 2, dims)
     legible(seen)
     words, patches = seen.on_screen(), seen.on_screen(seen.filled)
     ground = patches[seen.colors.index("#F4F4F4")]

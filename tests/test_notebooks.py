@@ -308,7 +308,13 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     assert set(book["metadata"]) == {"kernelspec", "language_info"}
     for cell in book["cells"]:
         cells[cell["cell_type"]].append("".join(cell["source"]))
-        assert set(cell["metadata"]) <= {"tags"}
+        assert set(cell["metadata"]) <= {"tags", "jupyter"}
+        tags, folded = cell["metadata"].get("tags", []), cell["metadata"].get("jupyter")
+        assert folded == ({"source_hidden": True} if "hide-input" in tags else None)
+        if "drawing" in tags:  # test_draw.py tries what it defines
+            assert "hide-input" in tags and not cell["outputs"]
+            assert cell["source"][0].startswith("# Drawing: ")
+            assert len(cell["source"]) <= 60
         if cell["cell_type"] == "code":
             number = len(cells["code"])
             assert cell["execution_count"] == number, "run from top to bottom"
