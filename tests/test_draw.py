@@ -9,7 +9,9 @@ import torch
 from matplotlib.colors import to_rgb
 from pictures import Panel, draw, drawings, drawn, legible, panels, shade
 
+of_03 = drawings("03_vocab_parallel")
 of_04 = drawings("04_sequence_parallel")
+of_05 = drawings("05_3d_parallel")
 BLUE, ORANGE, WHITE, BLACK = *draw.COLORS[:2], "#FFFFFF", "#000000"
 EVERYONE, GREY = draw.EVERYONE, draw.PARTS[2].upper()
 
@@ -149,7 +151,7 @@ def test_masks_fill_what_is_kept_and_part_the_heads():
 def test_lookup_joins_tokens_to_rows_and_shows_the_terms():
     rows = [("a", 1), ("b", 1), ("c", 2), ("pad", 2)]
     one, two = torch.tensor([[0.0, -0.0], [7, -0.0]]), torch.tensor([[-3.0, 4], [0, 0]])
-    seen = drawn(draw.lookup, rows, [2, 0], [one, two], one + two)
+    seen = drawn(of_03.draw_lookup, rows, [2, 0], [one, two], one + two)
     zeros = [("0", WHITE)] * 2
     assert seen.on() == [
         ("rows", ""), ("tokens", ""),
@@ -253,7 +255,8 @@ def test_bars_have_their_lengths_colours_and_marks():
     assert seen.under(0.5, 1) == BLUE
 
     parts = [(0, 3, 5.0), (1, 9, 2.0), (1, 8, 2.5)]  # as wide as what they count
-    seen = drawn(draw.weighted, parts, {"all": 2.65, "means": 3.1}, "tokens", "loss")
+    ways = {"all": 2.65, "means": 3.1}
+    seen = drawn(of_05.draw_weighted, parts, ways, "tokens", "loss")
     assert seen.spans == [(0, 3, BLUE), (3, 9, ORANGE), (12, 8, ORANGE)]
     assert [b.height for b in seen.boxes] == [5, 2, 2.5]
     assert seen.texts == ["0", "rank 1", "rank 1"] and seen.ax.get_xlim() == (0, 20)
@@ -293,24 +296,24 @@ def test_shares_are_the_numbers():
 def test_columns_show_each_ranks_part_and_what_it_brings():
     parts = [torch.tensor([1.0, -2.0]), torch.tensor([4.0, -math.inf])]
     names = ["a", "b", "c", "pad"]
-    lines = [("x", parts, [1.0, 4.0], "max", 4.0), ("alone", parts)]
-    left, right, below, empty = panels(draw.columns, lines, names, 2)
-    for panel in (left, below):
+    brought = [("x", parts, [1.0, 4.0], "max", 4.0)]
+    left, right = panels(of_03.draw_columns, brought, names, 2)
+    (alone,) = panels(of_03.draw_columns, [("x", parts)], names, 2)
+    for panel in (left, alone):
         bars = [(b.y, b.height, b.color) for b in panel.boxes]
         assert bars == [(0, 1, BLUE), (-2, 2, BLUE), (0, 4, ORANGE), (0, 0, ORANGE)]
         one, two, target, four = [p.get_linewidth() for p in panel.filled]
         assert target > one == two == four
         assert panel.texts == ["1.00", "-2.00", "4.00", "−∞"]
         assert [t.get_text() for t in panel.ax.get_xticklabels()] == names
-        for text, bar in zip(panel.words, panel.filled):
-            outside = text.get_position()[1] - bar.get_height()
-            down = bar.get_height() < 0
-            assert (outside < 0) == down == (text.get_va() == "top")
+        assert panel.ax.get_title("left") == "x"
+        frame, *bars = panel.on_screen([panel.ax, *panel.filled])
+        for bar, text, value in zip(bars, panel.on_screen(), (1, -2, 4, 0)):
+            assert text.y1 < bar.y0 if value < 0 else text.y0 > bar.y1
+            assert frame.y0 < text.y0 and text.y1 < frame.y1
     assert right.texts == ["rank 0: 1.0000", "rank 1: 4.0000", "max 4.0000"]
     fills = [shade(t.get_bbox_patch().get_facecolor()) for t in right.words]
     assert fills == [BLUE, ORANGE, WHITE]
-    assert not empty.texts and left.ax.get_title("left") == "x"
-    assert len(panels(draw.columns, lines[1:], names)) == 1
 
 
 # Spans of time
@@ -458,21 +461,22 @@ def a_mesh(P, D, T) -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 2, 1), (1, 2, 3)])
 def test_cubes_join_the_ranks_of_each_group(sizes):
     groups, ranks = a_mesh(*sizes), range(math.prod(sizes))
-    seen = drawn(draw.cubes, groups, AXES)
+    seen = drawn(of_05.draw_cubes, groups, AXES)
     numbers = [t for t in seen.words if t.get_text().isdigit()]
+    point = lambda xy: tuple(round(float(v), 6) for v in xy)
     at = {}  # point → (panel, rank)
     for i, text in enumerate(numbers):
-        at[text.get_position()] = i // len(ranks), int(text.get_text())
+        at[point(text.get_position())] = i // len(ranks), int(text.get_text())
     assert sorted(at.values()) == [*product(range(3), ranks)]
     for text, back in seen.on():
         assert back == draw.color(int(text)) if text.isdigit() else not back
     joined = [], [], []
     for line in seen.ax.lines:
-        points = [tuple(point) for point in line.get_xydata().tolist()]
+        points = [point(xy) for xy in line.get_xydata()]
         panel, _ = at[points[0]]
         if line.get_linewidth() > 3:
-            joined[panel].append([at[point][1] for point in points])
-            assert {at[point][0] for point in points} == {panel}
+            joined[panel].append([at[xy][1] for xy in points])
+            assert {at[xy][0] for xy in points} == {panel}
             for (x0, y0), (x1, y1) in pairwise(points):
                 ways = (y0 == y1), (x0 == x1), x0 < x1 and y0 > y1
                 assert ways[panel], "tp runs across, dp down, pp into the distance"
@@ -487,7 +491,8 @@ def test_cubes_join_the_ranks_of_each_group(sizes):
 def test_holdings_have_a_box_where_a_rank_holds_something():
     heads = [f"rank {rank}\nstage {rank // 4}" for rank in range(7)]
     embed, head = [1024, 0, 0, 0, 0, 10, 20], [0, 1500, 0, 0, 0, 0, 0]
-    seen = drawn(draw.holdings, [("embed", 2048, embed), ("head", 300, head)], heads)
+    rows = [("embed", 2048, embed), ("head", 300, head)]
+    seen = drawn(of_05.draw_holdings, rows, heads)
     assert seen.texts == ["one\nprocess", *heads, "embed", "2,048", "1,024", "10", "20",
                           "head", "300", "1,500"]  # fmt: skip
     wanted = [
@@ -514,15 +519,17 @@ SPANS = [  # stage, what, micro-batch, start, end: two stages, two micro-batches
 
 
 def test_pipelines_show_each_micro_batch_and_the_bubble():
-    assert draw.computing(SPANS) == pytest.approx((10, 11, 0.4), abs=1e-9, rel=0)
+    assert of_05.computing(SPANS) == pytest.approx((10, 11, 0.4), abs=1e-9, rel=0)
     half = [(s, w, i, (a - 9) / 2, (b - 9) / 2) for s, w, i, a, b in SPANS]
     one = [span for span in SPANS if span[2] == 0]  # of two micro-batches
-    seen = panels(draw.pipelines, {"A": SPANS, "B": half, "C": one})
+    runs = of_05.with_waiting({"A": SPANS, "B": half, "C": one})
+    seen = panels(of_05.draw_pipelines, runs, unit=1e-3)
     said = "{}: waiting {} of the time, predicted (P−1)/(M+P−1) = {}".format
     assert [panel.ax.get_title(loc="left") for panel in seen] == [
         said("A", "0.400", "0.333"), said("B", "0.400", "0.333"),
         said("C", "0.571", "0.500"),
     ]  # fmt: skip
+    assert [panel.ax.get_xlabel() for panel in seen] == ["", "", "ms"]
     colors = [draw.color(stage) for stage, *_ in SPANS]
     for panel, ms in zip(seen, (1000, 500)):
         assert panel.colors == [GREY, GREY, *colors]
@@ -544,18 +551,29 @@ def test_pipelines_show_each_micro_batch_and_the_bubble():
     assert [bool(p.get_hatch()) for p in patches] == [False, True, False]
 
 
+def test_the_second_chunk_of_a_stage_is_white():
+    chunk = {0: 0, 1: 1}  # say the second micro-batch is in it
+    steps = [(*span[:3], chunk[span[2]], *span[3:]) for span in SPANS]
+    assert of_05.computing(steps) == of_05.computing(SPANS)
+    seen = drawn(of_05.draw_pipelines, {"": steps}, label="time")
+    fills = [WHITE if i else draw.color(stage) for stage, _, i, *_ in SPANS]
+    assert seen.colors == [GREY, GREY, *fills]
+    assert (seen.boxes[0].width, seen.ax.get_xlabel()) == (1, "time")
+    assert {t.get_color() for t in seen.words} == {"black"}
+
+
 def test_a_stage_holds_from_a_forward_to_its_backward():
     for stage, wanted in (
         (0, [(0, 0), (0, 1), (0.1, 2), (0.7, 1), (1, 0)]),
         (1, [(0, 0), (0.1, 1), (0.4, 0), (0.4, 1), (0.7, 0)]),
     ):
-        found = draw.held_over_time(SPANS, stage)
+        found = of_05.held_over_time(SPANS, stage)
         assert [(round(when, 6), n) for when, n in found] == wanted
 
 
 def test_in_flight_is_a_step_line_beside_the_prediction():
     runs, predicted = {"A": SPANS, "B": SPANS}, {"A": [2, 1], "B": [4, 4]}
-    seen = panels(draw.in_flight, runs, predicted)
+    seen = panels(of_05.draw_in_flight, runs, predicted)
     wanted = [(0, 2, 2), (0, 2, 4), (1, 1, 1), (1, 1, 4)]
     for panel, (stage, most, limit) in zip(seen, wanted, strict=True):
         (area,) = panel.ax.collections
@@ -573,7 +591,7 @@ def test_ragged_batches_show_text_padding_and_what_was_cut_off():
     one = torch.tensor([[97, 98, 256, 256], [99, 256, 256, 256]])
     two = torch.tensor([[100, 101, 102, 256], [103, 256, 256, 256]])
     parts = [[(one, 2, [0, 1], ["8 bytes", "16 bytes"])], [(two, 3, [4, 5], ["x"])]]
-    seen = drawn(draw.ragged, parts, 256)
+    seen = drawn(of_05.draw_ragged, parts, 256)
     assert seen.texts == [
         "replica 0, micro-batch 1", *"abc", "0", "1", "→", "8 bytes, then 16 bytes",
         "replica 1, micro-batch 1", *"defg", "4", "5", "→", "x",
@@ -597,6 +615,6 @@ def test_words_neither_overlap_nor_leave_the_picture():
     heads = [f"rank {i}\nstage {i // 2}" for i in range(4)]
     said = ["24 bytes: [2, 2, 12]", "384 bytes"]
     batches = [[(torch.full((2, 12), 100), 12, [0, 1], said)] * 2] * 2
-    legible(drawn(draw.cubes, a_mesh(2, 2, 2), AXES))
-    legible(drawn(draw.holdings, rows, heads))
-    legible(drawn(draw.ragged, batches, 256))
+    legible(drawn(of_05.draw_cubes, a_mesh(2, 2, 2), AXES))
+    legible(drawn(of_05.draw_holdings, rows, heads))
+    legible(drawn(of_05.draw_ragged, batches, 256))
