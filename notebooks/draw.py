@@ -203,19 +203,21 @@ def draw_row(ax, x, y, values, who, size) -> None:
         cell(ax, x + i, y, value, bits(sent), size)
 
 
-def matrices(items: list, ranks: int):
+def matrices(items: list, ranks: int, numbers: bool = True):
     """Sharded matrices side by side, each element in the colour of who holds it, and
     each block with the number of who does.
 
     Args:
         items: (heading, holders, note) with `holders` a matrix of rank sets (see
-            `places`); or a text to stand between, such as "·" and "=".
+            `places`), 0 for nobody, and maybe (dim, size): a thick line along that dim
+            after every so many elements; or a text to stand between, as "·" and "=".
         ranks: how many there are: what all of them hold is grey.
+        numbers: whether blocks have them.
     """
     unit = 0.3
     drawn = [item for item in items if not isinstance(item, str)]
-    notes = any(note for *_, note in drawn)
-    tall = max(holders.shape[0] for _, holders, _ in drawn) + (3 if notes else 2.6)
+    notes = any(item[2] for item in drawn)
+    tall = max(item[1].shape[0] for item in drawn) + (3 if notes else 2.6)
     wide = [span(item, unit) for item in items]
     ax = blank(sum(wide) + 0.4, tall, unit)
     x = 0.2
@@ -223,7 +225,7 @@ def matrices(items: list, ranks: int):
         if isinstance(item, str):
             write(ax, x + width / 2, tall / 2, item, FONT + 6)
         else:
-            draw_matrix(ax, x + width / 2, tall / 2, item, ranks)
+            draw_matrix(ax, x + width / 2, tall / 2, item, ranks, numbers)
         x += width
 
 
@@ -231,24 +233,29 @@ def span(item, unit: float) -> float:
     """How many units an item of `matrices` takes."""
     if isinstance(item, str):
         return 0.6 + letters(item, unit)
-    heading, holders, note = item
+    heading, holders, note, *_ = item
     texts = max(letters(text, unit) for text in (heading, note))
     return max(holders.shape[1], texts) + 0.4
 
 
-def draw_matrix(ax, x, y, item, ranks) -> None:
+def draw_matrix(ax, x, y, item, ranks, numbers) -> None:
     """A matrix around the point x, y, heading above and note below."""
-    heading, holders, note = item
+    heading, holders, note, *parts = item
     height, width = holders.shape
     left, top = x - width / 2, y - height / 2
     for i in range(height):
         for j in range(width):
             box(ax, left + j, top + i, 1, 1, bits(holders[i, j]), ranks, linewidth=0.4)
-    for i, j, down, across in blocks(holders):
+    for i, j, down, across in blocks(holders) if numbers else ():
         label = names_of(bits(holders[i, j]), ranks)
         write_in(ax, left + j, top + i, across, down, label, bits(holders[i, j]))
     frame = Rectangle((left, top), width, height, fill=False, linewidth=1.6)
     ax.add_patch(frame)
+    for dim, size in parts:
+        for at in range(size, holders.shape[dim], size):
+            across = [left + at] * 2 if dim else [left, left + width]
+            down = [top, top + height] if dim else [top + at] * 2
+            ax.plot(across, down, color="black", linewidth=2.5)
     write(ax, x, top - 0.7, heading, weight="bold")
     write(ax, x, top + height + 0.7, note, FONT - 2)
 
@@ -465,183 +472,6 @@ def course(series: dict[str, list[float]], x: str, y: str, title: str = ""):
     ax.set(xlabel=x, ylabel=y, title=title)
     ax.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     figure.legend(loc="outside upper center", ncols=len(series), frameon=False)
-
-
-# Lesson 02
-
-SHADE = "#C8C8C8"  # of the time that all ranks spend in one collective
-
-
-def named(pieces: list[Tensor], full: dict[str, list[Tensor]]) -> list[str]:
-    """What each piece is a copy of: "q3" for full["q"][3]; found by its values."""
-    known = {f"{kind}{i}": x for kind, xs in full.items() for i, x in enumerate(xs)}
-    same = lambda a, b: a.shape == b.shape and torch.allclose(a, b)
-    return [
-        next((name for name, x in known.items() if same(x, piece)), "?")
-        for piece in pieces
-    ]
-
-
-def heads(lanes: list[list[list[str]]], roles: list[str]):
-    """Who uses which head as what; a line from each box to the one that it meets.
-
-    Args:
-        lanes: for each rank and role, the names of the heads (see `named`). A shorter
-            list serves several of the longer one before it.
-        roles: what the rows are, from top to bottom.
-    """
-    unit, high = 0.5, 1.7
-    left = max(letters(role, unit) for role in roles) + 0.4
-    wide = [max(map(len, lane)) * 1.5 + 0.9 for lane in lanes]
-    ax = blank(left + sum(wide), len(roles) * high + 0.7, unit)
-    for row, role in enumerate(roles):
-        write(ax, left - 0.3, 1.3 + row * high, role, ha="right", weight="bold")
-    for rank, lane in enumerate(lanes):
-        x, across = left + sum(wide[:rank]), max(map(len, lane)) * 1.5
-        write(ax, x + across / 2, 0.4, f"rank {rank}", weight="bold")
-        middle = [
-            [x + across * (i + 0.5) / len(line) for i in range(len(line))]
-            for line in lane
-        ]
-        for row, line in enumerate(lane):
-            y = 0.8 + row * high
-            for i, (name, center) in enumerate(zip(line, middle[row])):
-                box(ax, center - 0.6, y, 1.2, 1, [rank])
-                write(ax, center, y + 0.5, name, color=ink(color(rank)))
-                if row:
-                    fewer, more = sorted((len(line), len(lane[row - 1])))
-                    for j in range(i * (more // fewer), (i + 1) * (more // fewer)):
-                        ends = middle[row - 1][j], center
-                        ax.plot(ends, [y - high + 1, y], color="black", linewidth=1.5)
-
-
-def head_borders(sizes: dict[int, tuple[int, int]]):
-    """Thick lines between heads, in the picture that `matrices` has just drawn.
-
-    Args:
-        sizes: number of a matrix from the left → (dim that runs over heads, head size).
-    """
-    ax = plt.gca()
-    frames = [p for p in ax.patches if not p.get_fill() and p.get_linewidth() == 1.6]
-    for number, (dim, size) in sizes.items():
-        x, y = frames[number].get_xy()
-        width, height = frames[number].get_width(), frames[number].get_height()
-        length = height if dim == 0 else width
-        for at in range(size, round(length), size):
-            across = [x, x + width] if dim == 0 else [x + at] * 2
-            down = [y + at] * 2 if dim == 0 else [y, y + height]
-            ax.plot(across, down, color="black", linewidth=2.5)
-
-
-def masks(items: list[tuple], ranks: int):
-    """Dropout masks side by side: what is kept is filled, in the colour of who holds
-    it; no numbers in them.
-
-    Args:
-        items: (heading, holders, note, heads): `holders` a matrix of rank sets (see
-            `places`), 0 where dropped; `heads` the numbers of the heads that lie side
-            by side in it, parted by thick lines, or none.
-        ranks: how many there are: what all of them hold is grey.
-    """
-    unit, tall = 0.3, max(holders.shape[0] for _, holders, *_ in items) + 3.6
-    wide = [span(item[:3], unit) + 0.6 for item in items]
-    ax = blank(sum(wide), tall, unit)
-    size, x = min(FONT - 2, FONT * WIDTH / sum(wide) / unit), 0.0
-    for (heading, holders, note, heads), across in zip(items, wide):
-        height, width = holders.shape
-        left, top = x + (across - width) / 2, 1.3
-        write(ax, x + across / 2, 0.6, heading, weight="bold")
-        for i, row in enumerate(holders.tolist()):
-            for j, who in enumerate(row):
-                box(ax, left + j, top + i, 1, 1, bits(who), ranks, linewidth=0.4)
-        frame = Rectangle((left, top), width, height, fill=False, linewidth=1.6)
-        ax.add_patch(frame)
-        for i, head in enumerate(heads):
-            part = width / len(heads)
-            write(ax, left + (i + 0.5) * part, top + height + 0.7, f"head {head}", size)
-            if i:
-                ends = [left + i * part] * 2, [top, top + height]
-                ax.plot(*ends, color="black", linewidth=3)
-        write(ax, x + across / 2, top + height + (1.6 if heads else 0.7), note, size)
-        x += across
-
-
-def together(
-    spans: list[tuple], calls: list[tuple], turn: float | None = None, unit: str = "ms"
-):
-    """Who did what when, and where all ranks meet: collectives are black.
-
-    Args:
-        spans: (rank, what, start, end), in that unit; each `what` has a hatch.
-        calls: the same, of collectives, in the order in which they were made: shaded
-            from the last rank's coming to the first one's leaving, when all are in it.
-        turn: when forward ended and backward began; a thin line.
-    """
-    ranks = 1 + max(rank for rank, *_ in spans)
-    kinds = list(dict.fromkeys(what for _, what, *_ in spans))
-    zero = min(start for *_, start, _ in spans)
-    figure, ax = plt.subplots(figsize=(WIDTH, 0.8 * ranks + 2), layout="constrained")
-    for rank, what, start, end in spans + calls:
-        fill, hatch, above = "black", "", 3
-        if (rank, what, start, end) not in calls:
-            fill, hatch, above = color(rank), HATCHES[kinds.index(what)], 2
-        ax.barh(rank, end - start, left=start - zero, height=0.7, hatch=hatch,
-                color=fill, edgecolor="black", zorder=above)  # fmt: skip
-    for call in zip(*([c for c in calls if c[0] == rank] for rank in range(ranks))):
-        start, end = max(c[2] for c in call) - zero, min(c[3] for c in call) - zero
-        ax.axvspan(start, end, color=SHADE, zorder=0, linewidth=0)
-        ax.text((start + end) / 2, -0.6, call[0][1], ha="center", weight="bold")
-    if turn is not None:
-        ax.axvline(turn - zero, color="black", linewidth=1.2)
-        for text, side in (("forward  ", "right"), ("  backward", "left")):
-            ax.text(turn - zero, -1.1, text, ha=side, va="center")
-    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    ax.set(ylim=(ranks - 0.5, -1.1 if turn is None else -1.4), xlabel=unit)
-    style = dict(edgecolor="black")
-    handles = [
-        Rectangle((0, 0), 1, 1, facecolor="white", hatch=hatch, **style)
-        for hatch in HATCHES[: len(kinds)]
-    ]
-    for shade in ("black", SHADE):
-        handles.append(Rectangle((0, 0), 1, 1, facecolor=shade))
-    words = [*kinds, "all-reduce", "all ranks are in it"]
-    figure.legend(handles, words, loc="outside upper center", ncols=len(handles),
-                  frameon=False, columnspacing=1.4)  # fmt: skip
-
-
-def memory(timelines: dict[str, list[dict]], parts: list[str]):
-    """Bytes held over time, stacked by what they are: run after run on one axis.
-
-    Args:
-        timelines: name of a run → {"seconds", part: bytes, …} at each change.
-        parts: what is stacked, from below.
-    """
-    figure, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
-    times = [
-        [1000 * (e["seconds"] - events[0]["seconds"]) for e in events]
-        for events in timelines.values()
-    ]
-    begin, gap, most = 0.0, 0.12 * times[0][-1], 0
-    width = sum(ms[-1] for ms in times) + gap * (len(times) - 1)
-    for (name, events), ms in zip(timelines.items(), times):
-        xs, below = [begin + t for t in ms], [0] * len(ms)
-        for part, fill in zip(parts, PARTS):
-            above = [b + e[part] for b, e in zip(below, events)]
-            label = None if begin else part
-            ax.fill_between(xs, below, above, step="post", facecolor=fill, label=label,
-                            edgecolor="black", linewidth=0.6)  # fmt: skip
-            below = above
-        peak = max(below)
-        most = max(most, peak)
-        ax.plot([xs[0], xs[-1]], [peak] * 2, color="black", linewidth=2)
-        # A text may be longer than its run: it goes on where there is room.
-        side, x = ("left", xs[0]) if begin < width / 2 else ("right", xs[-1])
-        text = f"{name}: {peak:,} at the peak"
-        ax.text(x, peak * 1.01, text, ha=side, va="bottom")
-        begin = xs[-1] + gap
-    ax.set(xlabel="ms, one step after the other", ylabel="bytes", ylim=(0, most * 1.12))
-    ax.yaxis.set_major_formatter("{x:,.0f}")
-    figure.legend(loc="outside upper center", ncols=len(parts), frameon=False)
 
 
 def sums(lines: dict[str, list[tuple]], ranks: int, unit: str):

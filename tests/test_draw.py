@@ -9,6 +9,7 @@ import torch
 from matplotlib.colors import to_rgb
 from pictures import Panel, draw, drawings, drawn, legible, panels, shade
 
+of_02 = drawings("02_transformer_tp")
 of_03 = drawings("03_vocab_parallel")
 of_04 = drawings("04_sequence_parallel")
 of_05 = drawings("05_3d_parallel")
@@ -53,7 +54,7 @@ def test_places_are_found_by_value():
             draw.places(full, pieces)
     heads = {"q": list(torch.randn(3, 2, 4)), "k": list(torch.randn(2, 2, 4))}
     pieces = heads["k"][1].clone(), heads["q"][2], heads["q"][0] + 0.1, torch.ones(4)
-    assert draw.named(pieces, heads) == ["k1", "q2", "?", "?"]
+    assert of_02.named(pieces, heads) == ["k1", "q2", "?", "?"]
 
 
 # Small tensors and matrices
@@ -119,12 +120,8 @@ def test_a_box_of_several_ranks_has_diagonal_bands(ranks):
 
 def test_thick_lines_part_the_heads_of_a_matrix():
     wide, tall = torch.ones(2, 6).long(), torch.ones(6, 2).long()
-
-    def both():
-        draw.matrices([("a", wide, ""), "·", ("b", tall, ""), ("c", tall, "")], 2)
-        draw.head_borders({0: (1, 2), 2: (0, 3)})
-
-    seen = drawn(both)
+    items = [("a", wide, "", (1, 2)), "·", ("b", tall, ""), ("c", tall, "", (0, 3))]
+    seen = drawn(draw.matrices, items, 2)
     a, _, c = [p.get_xy() for p in seen.ax.patches if p.get_linewidth() == 1.6]
     (x, y), (left, top) = a, c
     assert seen.lines == [
@@ -133,19 +130,15 @@ def test_thick_lines_part_the_heads_of_a_matrix():
     ]  # fmt: skip
 
 
-def test_masks_fill_what_is_kept_and_part_the_heads():
+def test_a_matrix_shows_what_nobody_holds_and_may_go_without_numbers():
     whole = torch.tensor([[1, 0, 2, 2], [0, 1, 2, 0]])
-    items = [("one", whole, "note", [0, 1]), ("two", whole[:, 2:], "", [2])]
-    items.append(("all", 3 * torch.eye(2).int(), "", []))
-    seen = drawn(draw.masks, items, 2)
-    assert seen.texts == ["one", "head 0", "head 1", "note", "two", "head 2", "all"]
+    items = [("one", whole, "note"), ("all", 3 * torch.eye(2).int(), "")]
+    seen = drawn(draw.matrices, items, 2, numbers=False)
+    assert seen.texts == ["one", "note", "all"]
     assert seen.colors == [
         BLUE, WHITE, ORANGE, ORANGE, WHITE, BLUE, ORANGE, WHITE,
-        ORANGE, ORANGE, ORANGE, WHITE, EVERYONE, WHITE, WHITE, EVERYONE,
+        EVERYONE, WHITE, WHITE, EVERYONE,
     ]  # fmt: skip
-    x, y, *_ = seen.boxes[0]  # one line: between the two heads of the first
-    assert seen.lines == [[[x + 2] * 2, [y, y + 2]]]
-    assert (seen.at["head 0"][0], seen.at["head 1"][0]) == (x + 1, x + 3)
 
 
 def test_lookup_joins_tokens_to_rows_and_shows_the_terms():
@@ -226,13 +219,14 @@ def test_flow_shows_who_sends(backward):
 ])  # fmt: skip
 def test_heads_stand_on_their_rank_and_lines_join_what_meets(keys, joins):
     lanes = [[["q0", "q1"], keys], [["q2", "q3"], ["x"] * len(keys)]]
-    seen = drawn(draw.heads, lanes, ["queries", "keys"])
+    seen = drawn(of_02.draw_heads, lanes, ["queries", "keys"])
     at, on = seen.at, dict(seen.on())
     assert {"queries", "keys", "rank 0", "rank 1"} <= set(at)
     assert {on[name] for name in ("q0", "q1", *keys)} == {BLUE}
     assert on["q2"] == on["q3"] == ORANGE
     ends = [[at[a][0], at[b][0]] for a, b in joins]
-    assert [xs for xs, _ in seen.lines[:2]] == ends and len(seen.lines) == 4
+    found = [xs for xs, _ in seen.lines]
+    assert np.allclose(found[:2], ends) and len(found) == 4
     assert at["q0"][1] < at["k0"][1] and at["q0"][0] < at["q1"][0] < at["q2"][0]
 
 
@@ -322,18 +316,20 @@ def test_columns_show_each_ranks_part_and_what_it_brings():
 def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     spans = [(0, "attention", 5.0, 9.0), (1, "attention", 6.0, 9.5), (1, "MLP", 10, 12)]
     calls = [(0, "g", 7.0, 9.0), (1, "g", 8.0, 9.5)]
-    seen = drawn(draw.together, spans, calls)
+    seen = drawn(of_02.draw_together, spans, calls, 9.8)
     assert seen.spans == [
         (0, 4, BLUE), (1, 3.5, ORANGE), (5, 2, ORANGE), (2, 2, BLACK), (3, 1.5, BLACK),
-        (3, 1, draw.SHADE),  # rank 1 comes at 8, rank 0 leaves at 9
+        (3, 1, GREY),  # rank 1 comes at 8, rank 0 leaves at 9
     ]  # fmt: skip
-    assert seen.texts == ["g"] and seen.at["g"][0] == 3.5 and not seen.lines
+    in_all = seen.filled[-1].get_zorder()
+    assert in_all < min(p.get_zorder() for p in seen.filled[:-1])
+    assert seen.at["g"][0] == 3.5
     one, again, other, *_ = seen.hatches
     assert one == again != other
     assert seen.legend == ["attention", "MLP", "all-reduce", "all ranks are in it"]
     patches = seen.figure.legends[0].get_patches()
-    assert [shade(p.get_facecolor()) for p in patches[2:]] == [BLACK, draw.SHADE]
-    seen = drawn(draw.together, spans, calls, 9.8)
+    assert [p.get_hatch() for p in patches[:2]] == [one, other]
+    assert [shade(p.get_facecolor()) for p in patches[2:]] == [BLACK, GREY]
     ((xs, _),) = seen.lines
     turn = pytest.approx(4.8)
     words = [(t.get_text().strip(), t.get_ha()) for t in seen.words[1:]]
@@ -344,7 +340,7 @@ def test_together_draws_spans_and_shades_where_all_are_in_the_call():
 def test_memory_is_stacked_run_after_run():
     one = [{"seconds": 3 + t / 1000, "a": 10, "b": b} for t, b in ((0, 0), (4, 30))]
     two = [{"seconds": 9 + t / 1000, "a": 5, "b": b} for t, b in ((0, 2), (2, 1))]
-    seen = drawn(draw.memory, {"one": one, "two": two}, ["a", "b"])
+    seen = drawn(of_02.draw_memory, {"one": one, "two": two}, ["a", "b"])
     assert [t.split(" ")[:2] for t in seen.texts] == [["one:", "40"], ["two:", "7"]]
     (first, high), (second, low) = seen.lines
     assert first == pytest.approx([0, 4]) and high == [40, 40]
@@ -361,7 +357,7 @@ def test_what_is_written_at_a_peak_stays_in_the_picture(ms):
     for i, t in enumerate(ms):
         begin, end = {"seconds": 0.0, "a": 10**6}, {"seconds": t / 1000, "a": 3 * 10**6}
         runs[f"run {i}, without TP"] = [begin, end]
-    seen = drawn(draw.memory, runs, ["a"])
+    seen = drawn(of_02.draw_memory, runs, ["a"])
     frame, *found = seen.on_screen([seen.ax, *seen.words])
     assert len(found) == len(ms)
     for text, around, line in zip(seen.words, found, seen.ax.lines, strict=True):
