@@ -639,9 +639,8 @@ def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
     BS, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
     X, Q, rows = BS * D, BS * config.heads * args.seq_len, []
     for what, T in (("without TP", 1), ("with TP", args.ranks)):
-        shared = min(T, config.kv_heads)  # copies are not cut any further
-        P = L * ((10 * D * D + 5 * D) // T + 2 * C * (D + 1) // shared + 6 * D)
-        P += 2 * V * D + V + 2 * D
+        P = L * ((10 * D * D + 5 * D) // T + 6 * D) + 2 * V * D + V + 2 * D
+        P += L * 2 * C * (D + 1) // min(T, config.kv_heads)  # copies are cut no further
         A = L * ((12 * X + (1 + drops) * Q) // T + 4 * X + 4 * BS) + 2 * X + 2 * BS
         M = drops * L * (Q // T + 2 * X)
         state = 2 * e * P + 4 * len(runs[what].parameters)  # AdamW counts its steps

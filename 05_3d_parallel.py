@@ -669,7 +669,7 @@ def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> No
     e, stage = training.pipeline.like.itemsize, training.pipeline.rank
     rows = traffic(args, stage, MbS, e, n, sum(x.numel() for x in whole))
     report.section("Communication of a step: every rank's checked, stage 0's shown")
-    report.say("   X = e·b·S·D, Y = e·H(D+1)/2; n: numbers of e; 24: a shape; v = ⌈V/T⌉")
+    report.say("   X = e·b·S·D, Y = e·H(D+1)/2; n: numbers; 24: a shape; v = ⌈V/T⌉")
     report.axes = report.axes | {"copy": max(1, args.tp // args.kv_heads)}
     report.ledger({x[:4]: (*x[4:6], round(x[6] * steps) / steps) for x in rows}, steps)
 
@@ -678,10 +678,10 @@ def traffic(args, stage: int, MbS: float, e: int, n: int, whole: int) -> list[tu
     """What a rank sends in a step: what, phase, collective, axis, calls, formula, size.
     MbS: tokens of a replica; e: bytes a number; n: numbers it trains; whole: not cut.
     Sources: 2205.05198, sec. 4.2 (inside layers); 2104.04473, sec. 3 (between them)."""
-    M, T, D, V = args.microbatches, args.tp, args.hidden, args.vocab_size
+    M, T, D = args.microbatches, args.tp, args.hidden
     first, last, each = stage == 0, stage == args.pp - 1, "calls·X"
     MX, flat = e * MbS * D, e * (n + -n % args.dp)
-    tied = args.tie and (first or last), "e·v·D", e * D * -(-V // T)
+    tied = args.tie and (first or last), "e·v·D", e * D * -(-args.vocab_size // T)
     layers = args.layers // args.pp + (stage < args.layers % args.pp)  # see keep_stage
     copied = 4 * M * layers * (T > args.kv_heads)  # weights and biases of k and v
     copies = copied, "calls·Y", copied * e * D // args.heads * (D + 1) / 2
@@ -701,7 +701,8 @@ def traffic(args, stage: int, MbS: float, e: int, n: int, whole: int) -> list[tu
         ("replicas", "", "reduce-scatter", "dp", args.zero, "e·n, padded", flat),
         ("replicas", "", "all-gather", "dp", args.zero, "e·n, padded", flat),
         *(("norm", "", "all-reduce", x, x != "dp" or args.zero, "8", 8) for x in AXES),
-        *(("tied", "", call, "pp", *tied) for call in ("all-reduce", "broadcast")),
+        ("tied", "", "all-reduce", "pp", *tied),
+        ("tied", "", "broadcast", "pp", *tied),
         ("batch", "", "broadcast", "tp", *share),
         ("batch", "", "all-reduce", "dp", last, "8", 8),
         ("layers", "forward", "send/recv", "pp", *ahead),

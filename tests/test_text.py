@@ -23,11 +23,11 @@ GATES = {"to read": 662, NEW: 270, RUN: 270, HARNESS: 433}
 MORE = {
     "00": {"to read": 728, NEW: 292, RUN: 299},
     "02": {"to read": 825, NEW: 340, RUN: 336},
-    "05": {"to read": 957, NEW: 400, RUN: 405},
+    "05": {"to read": 958, NEW: 400, RUN: 406},
 }
 FUNCTION_LINES, LOCAL_NAMES, INNER_LOOPS = 40, 25, 6
 # What each file has come to, in lines: one that grows by a tenth has to say why here.
-SIZE = {"00": 1161, "01": 1156, "02": 1521, "03": 1747, "04": 1918, "05": 2294}
+SIZE = {"00": 1161, "01": 1156, "02": 1521, "03": 1747, "04": 1918, "05": 2295}
 # Other people's code imports these (DESIGN 10).
 STAY = {
     "00": "all_reduce all_gather reduce_scatter broadcast all_to_all shard "
