@@ -488,7 +488,7 @@ def train_transformer(
         torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
         loss, held["activations"] = forward_backward(what, model, batch, loss_of)
         if after_backward:
-            COMM.what, COMM.phase = what, "afterwards"
+            COMM.what, COMM.phase = what, "summing"
             after_backward(model)
         if step == 1:
             gradients = put_together(model, "grad")
@@ -715,7 +715,7 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
     if args.bug == "copies":
         args.kv_heads = args.kv_heads or 1
-    args.heads = args.heads or 2 * max(args.kv_heads or usual, ranks)
+    args.heads = args.heads or 2 * math.lcm(args.kv_heads or usual, ranks)
     args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
     args.hidden = args.hidden or 8 * args.heads
     must_divide(args, "heads", ranks, "ranks")

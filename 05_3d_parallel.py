@@ -807,7 +807,7 @@ def fill_mesh(args, ranks: int) -> None:
 
 def fill_sizes(args) -> None:
     usual = args.tp * math.ceil(4 / args.tp)  # 4, or more: all ranks have some
-    args.heads = args.heads or 2 * max(args.kv_heads or usual, args.tp)
+    args.heads = args.heads or 2 * math.lcm(args.kv_heads or usual, args.tp)
     args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
     args.hidden, args.dropout = args.hidden or 8 * args.heads, 0.0
     args.seq_len = args.seq_len or (64 if args.ragged else 32)
@@ -1504,7 +1504,7 @@ def train_transformer(
         torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
         loss, held["activations"] = forward_backward(what, model, batch, loss_of)
         if after_backward:
-            COMM.what, COMM.phase = what, "afterwards"
+            COMM.what, COMM.phase = what, "summing"
             after_backward(model)
         if step == 1:
             gradients = put_together(model, "grad")
