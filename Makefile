@@ -39,6 +39,10 @@ notebooks: $(VENV)/.base ## open the notebooks in the browser
 	@$(RUN) -m jupyter lab notebooks
 notebooks-run: $(VENV)/.base ## execute notebooks, write assets/ (ARGS=00_collectives: one)
 	@$(RUN) notebooks/run.py $(ARGS)
+recordings: $(VENV)/.base ## record the player's runs anew (ARGS=ring: one)
+	@$(LOCAL) $(RUN) docs/record.py $(ARGS)
+submission: $(VENV)/.base ## check the exercises in notebooks/, write submission.json
+	@$(LOCAL) $(RUN) tools/submission.py $(ARGS)
 test: lint ## run all the tests (ARGS="-k setup": some), after lint
 	@$(LOCAL) $(RUN) -m pytest $(ARGS)
 quick: $(VENV)/.extra ## the essential tests, in half a minute

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "_static" / "recordings"
-SMALL = 24  # numbers; of a larger tensor only the shape is shown
+SMALL = 24  # numbers; of a larger tensor, and of weights, only the shape is shown
 sys.path.insert(0, str(ROOT))
 
 
@@ -241,10 +241,12 @@ def code_of(thing):
     return getattr(getattr(thing, "__func__", thing), "__code__", None)
 
 
-def raw(x: Tensor) -> dict:
-    """A tensor's shape and numbers, to full precision."""
-    who, x = getattr(x, "who", None), x.detach().cpu()
-    values = x.flatten().tolist() if x.numel() <= SMALL else None
+def raw(held: Tensor) -> dict:
+    """A tensor's shape; and its numbers, to full precision, if they are few and not
+    weights."""
+    who, x = getattr(held, "who", None), held.detach().cpu()
+    small = x.numel() <= SMALL and not isinstance(held, nn.Parameter)
+    values = x.flatten().tolist() if small else None
     if x.dtype == torch.int64 and x.dim() == 3:  # tokens and targets of a micro-batch
         values = [chr(v) if 0 <= v < 256 else "·" for v in x.flatten().tolist()]
     return {"shape": list(x.shape), "values": values, "who": who}
@@ -328,13 +330,13 @@ def formulas_of(show, *args, **about) -> dict:
 def layer_of(show, what: str, parts=1, **sizes) -> dict:
     """A lesson's formulas for its whole model, for one layer of it: what a second layer
     adds to them; or for one of so many equal `parts` of a layer."""
-    rows = []
+    rows, part = [], "half a layer of" if parts == 2 else "one layer of"
     for layers in (1, 2):
         args = SimpleNamespace(dtype="float32", steps=1, save_gathered=False, **sizes)
         config = SimpleNamespace(layers=layers, hidden=args.hidden)
         rows.append(formulas_of(show, config, args=args))
     return {
-        key: (text, (rows[1][key][2] - size) // parts)
+        key: (f"{part} {text}", (rows[1][key][2] - size) // parts)
         for key, (_, text, size) in rows[0].items()
         if key[0] == what and rows[1][key][2] > size
     }
@@ -453,6 +455,7 @@ F_BROKEN = Step(
 
 def mlp(lesson, group, bug=None) -> dict:
     sizes = dict(batch_size=1, seq_len=3, hidden=2, width=8)
+    torch.manual_seed(34)  # a draw in which both ranks' terms of dL/dx are large
     full = lesson.MLP(sizes["hidden"], sizes["width"])
     x_BSD, target_BSD = torch.randn(2, 1, 3, 2)
     if bug:
@@ -465,9 +468,9 @@ def mlp(lesson, group, bug=None) -> dict:
     weights = dict(split.named_parameters())
     says = (
         "Two ranks, one MLP: y = W₂ · GELU(W₁ · x). Both ranks have the whole input x "
-        "(grey). Each has its own half of both matrices: half the columns of the "
-        "first, and half the rows of the second. (torch stores them the other way "
-        "round.)"
+        "(grey). Each has its own half of both matrices: half the columns of W₁, half "
+        "the rows of W₂. (torch stores them the other way round. Of weights only the "
+        "shape is shown.)"
     )
     recorder.add("hold", says, {"x_BSD": x, up: weights[up], down: weights[down]})
     with recorder:
@@ -518,11 +521,12 @@ ATTENTION = [
          "rank has the whole x."),
     Step("Attention.forward", "q k v",
          "Each rank computes queries, keys and values of its own heads only: two of "
-         "the four heads, of two numbers each. Nothing is sent.", makes="q k v"),
+         "the four heads, of two numbers each. Nothing is sent.", makes="q k v",
+         drops="q_proj.weight o_proj.weight"),
     Step("CoreAttention.forward", "weights_BNSS",
          "Each head looks back over all positions by itself: softmax of q · k, one "
          "3 × 3 table per head. Heads never meet, so nothing is sent.",
-         makes="weights_BnSS"),
+         makes="weights_BnSS", drops="x_BSD"),
     Step("RowParallelLinear.forward", "x_BSf",
          "The weights, times the values: the output of this rank's heads.",
          makes="heads_BSd", drops="q k v"),
@@ -565,7 +569,7 @@ def attention(lesson, group) -> dict:
     says = (
         "Attention with four heads on two ranks. Both ranks have the whole x (grey): "
         "three positions of eight numbers. The projections are cut by heads: each rank "
-        "has two of the four. (Of the large matrices only the shape is shown.)"
+        "has two of the four. (Of weights only the shape is shown.)"
     )
     recorder = Recorder(lesson, ATTENTION)
     held = {name: split.get_parameter(name) for name in names}
@@ -736,8 +740,8 @@ SP_END = Step(
 
 
 SP_INPUT = (
-    "And this is the gradient of the layer's input, on its way to the layer before. Again"
-    " each rank has that of its own positions."
+    "And this is the gradient of the layer's input, on its way to the layer before: "
+    "again each rank has that of its own positions."
 )
 
 
@@ -790,7 +794,7 @@ BATCH = [
         Step("share_batch", "broadcast",
              f"{length}First the shape, three whole numbers: a rank that does not know "
              "how long the lines are cannot make room for them. {bytes} bytes.",
-             takes=f"own_shape_{i}", makes=f"shape_{i}"),
+             takes=f"loaded_shape_{i}", makes=f"shape_{i}"),
         Step("share_batch", "broadcast",
              "Then tokens and targets, into room of just that shape. The ranks of a TP "
              "group have the same batch now; the other replica has another one.",

@@ -5,11 +5,9 @@
 // Keys: → or Page Down next, ← or Page Up back, Space play or pause, Home, End.
 // Attributes: src, and step (the step to begin with, from 1).
 
-// The colour of a rank, as in every picture of the course (notebooks/draw.py), and an
-// ink that can be read on it.
+// By rank, as in every picture of the course (notebooks/draw.py): black can be read on it.
 const COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"];
-const EVERYONE = "#E6E6E6"; // held alike by every rank
-const INK = "#000";
+const EVERYONE = "#E6E6E6"; // what every rank holds alike
 const PAUSE = 2600; // ms that a step stands while playing
 const FLIGHT = 700; // ms that numbers take from one rank to another
 
@@ -21,90 +19,105 @@ const STYLE = `
     --back: light-dark(#fff, #14181e); --ink: light-dark(#14181e, #f0f2f5);
     --soft: light-dark(#f3f4f6, #222831); --line: light-dark(#6b7280, #9aa4b2);
     --good: light-dark(#006644, #5fe0ae); --bad: light-dark(#b00020, #ff9a9a);
+    --mono: ui-monospace, "DejaVu Sans Mono", monospace;
     background: var(--back); color: var(--ink); border: 1px solid var(--line);
-    border-radius: 8px; padding: .8em 1em; line-height: 1.4;
+    border-radius: 8px; padding: .6em .9em; line-height: 1.35;
     font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif;
-    font-size: clamp(15px, 11px + .75cqi, 21px);
+    font-size: clamp(15px, 10px + .7cqi, 22px);
   }
   .player[data-theme=light] { color-scheme: light; }
   .player[data-theme=dark] { color-scheme: dark; }
-  .player:focus-visible, button:focus-visible, input:focus-visible,
-  .chart:focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
-  h2 { font-size: 1.15em; margin: 0; }
-  .head, .controls, .badges { display: flex; flex-wrap: wrap; align-items: center; gap: .3em .6em; }
-  .head { justify-content: space-between; }
-  .head span, .shape, .where, .chip, .legend { font-size: .85em; }
-  .controls { margin: .5em 0; }
+  :focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
+  .head, .controls { display: flex; flex-wrap: wrap; align-items: center; gap: .3em .6em; }
+  .head { justify-content: space-between; } .head b { font-size: 1.15em; }
+  .head span, .shape, .chip, .legend, .kept { font-size: .85em; }
+  .controls { margin: .4em 0; }
   button {
-    font: inherit; min-width: 2.6em; min-height: 2.2em; color: var(--ink);
-    background: var(--soft); border: 1px solid var(--line); border-radius: 6px; cursor: pointer;
+    font: inherit; min-width: 2.6em; height: 2.2em; color: var(--ink); cursor: pointer;
+    background: var(--soft); border: 1px solid var(--line); border-radius: 6px;
   }
+  button.play { min-width: 4.6em; }
   button:disabled { opacity: .5; cursor: default; }
   input { flex: 1 1 6em; min-width: 5em; height: 2.2em; accent-color: var(--ink); }
   .count { min-width: 4.5em; text-align: right; font-variant-numeric: tabular-nums; }
-  .caption { font-size: 1.2em; min-height: 4.2em; margin: .3em 0; max-width: 62em; }
-  .badges { min-height: 1.9em; }
-  .badge { font-weight: 700; padding: .1em .6em; border-radius: 1em; border: 2px solid var(--ink); }
+  .caption { font-size: 1.2em; min-height: 2.8em; margin: .2em 0 .4em; max-width: 68em; }
+  .badge {
+    font-size: .85em; font-weight: 700; padding: .1em .6em; margin-right: .5em;
+    border: 2px solid var(--ink); border-radius: 1em; white-space: nowrap;
+  }
   .badge.moves { background: var(--ink); color: var(--back); }
   .stage { position: relative; cursor: pointer; }
   .lane {
-    display: grid; grid-template-columns: 7.2em 1fr; gap: .6em; align-items: center;
-    border-left: 10px solid var(--rank); background: var(--soft);
-    margin: .5em 0; padding: .5em .6em; min-height: 5em; border-radius: 4px;
+    display: grid; grid-template-columns: 8em 1fr; gap: .6em; align-items: center;
+    border-left: 10px solid var(--rank); background: var(--soft); border-radius: 4px;
+    margin: .4em 0; padding: .35em .6em; min-height: 4.6em;
   }
   .who { font-weight: 700; }
-  .chip { display: block; font-weight: 400; line-height: 1.25; }
-  .boxes { display: flex; flex-wrap: wrap; gap: .6em .8em; align-items: center; min-width: 0; }
-  .boxes .arrow { font-size: 1.6em; font-weight: 700; }
-  .box { margin: 0; padding: .15em; border-radius: 5px; max-width: 100%; }
-  .box figcaption { font-family: ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; line-height: 1.2; margin-bottom: .15em; font-weight: 700; font-size: .9em; }
+  .chip { display: block; font-weight: 400; line-height: 1.25; white-space: nowrap; }
+  .boxes { display: flex; flex-wrap: wrap; gap: .5em .7em; align-items: center; min-width: 0; }
+  .arrow { font-size: 1.6em; font-weight: 700; }
+  .box { margin: 0; padding: .15em .25em; border-radius: 5px; max-width: 100%; }
+  figcaption {
+    font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
+  }
   .shape { font-weight: 400; white-space: nowrap; }
-  .cells { display: grid; width: max-content; max-width: 100%; border: 1.5px solid ${INK}; color: ${INK}; }
+  .cells {
+    display: grid; width: max-content; max-width: 100%; border: 1.5px solid #000; color: #000;
+  }
   .cell {
-    min-width: 2.5em; padding: .08em .2em; text-align: center; font-size: .92em;
+    min-width: 2.5em; padding: .05em .25em; text-align: center; font-size: .92em;
     border: .5px solid #0006; font-variant-numeric: tabular-nums;
   }
-  .cell.letter { min-width: 1.5em; font-family: ui-monospace, monospace; }
-  .cell.block { border-top: 3px solid ${INK}; }
-  .cell.moved { outline: 3px solid ${INK}; outline-offset: -3px; font-weight: 700; }
-  .cells.closed { padding: .5em 1em; }
-  .term .cells { border: 3px dashed ${INK}; }
+  .cell.letter { min-width: 1.6em; font-family: var(--mono); line-height: 1.25; }
+  .cell.below { border-top: 3px solid #000; }
+  .cell.beside { border-left: 3px solid #000; }
+  .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
+  .cells.closed { padding: .4em .8em; }
+  .term .cells { border: 3px dashed #000; }
   .new { outline: 3px solid var(--ink); }
-  .source { opacity: .75; }
+  .source { opacity: .8; }
   .mark { font-size: .85em; font-weight: 700; }
   .mark.good { color: var(--good); } .mark.bad { color: var(--bad); }
   .wrong .cells { outline: 4px solid var(--bad); }
-  .ghost { position: absolute; z-index: 2; pointer-events: none; margin: 0; }
+  .ghost { position: absolute; z-index: 2; pointer-events: none; }
   .legend { display: flex; flex-wrap: wrap; gap: .2em 1.1em; margin: .3em 0; }
-  .legend i { display: inline-block; width: 1.5em; height: 1em; vertical-align: -.12em; margin-right: .35em; border: 1.5px solid ${INK}; }
-  .scroll { overflow-x: auto; }
+  .legend i {
+    display: inline-block; width: 1.5em; height: 1em; vertical-align: -.12em;
+    margin-right: .35em; border: 1.5px solid #000; background-color: #fff;
+  }
+  .totals { overflow-x: auto; }
   table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92em; }
-  caption { text-align: left; font-weight: 700; }
-  th, td { padding: .1em .7em .1em 0; text-align: right; }
-  th:first-child { text-align: left; font-weight: 400; }
-  td.formula { text-align: left; }
+  th, td { padding: .08em .8em .08em 0; text-align: right; }
+  th:first-child, th:last-child, td:last-child { text-align: left; }
+  tbody th { font-weight: 400; }
   td.now { font-weight: 700; text-decoration: underline; }
-  .run h3 { font-size: 1em; margin: .6em 0 .2em; }
   .chart { overflow-x: auto; padding: 3px; }
-  .track { display: grid; grid-template-columns: 9.5em minmax(520px, 1fr); align-items: center; margin-bottom: 3px; }
+  .track { display: grid; grid-template-columns: 9em minmax(520px, 1fr); margin-bottom: 3px; }
   .bars { position: relative; height: 1.75em; background: var(--soft); overflow: hidden; }
-  .bar { position: absolute; top: 0; bottom: 0; border: 1px solid ${INK}; color: ${INK}; font-size: .85em; text-align: center; overflow: hidden; }
-  .bar.backward { background-image: repeating-linear-gradient(45deg, #0005 0 2px, transparent 2px 7px); }
+  .bar {
+    position: absolute; top: 0; bottom: 0; border: 1px solid #000; color: #000;
+    font-size: .85em; line-height: 2; text-align: center; overflow: hidden;
+  }
+  .backward { background-image: repeating-linear-gradient(45deg, #0006 0 2px, #0000 2px 7px); }
   .bar b { background: var(--rank); padding: 0 .15em; }
-  .bar.new { outline: 3px solid var(--ink); outline-offset: -3px; }
-  .veil { position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft); border-left: 3px solid var(--ink); }
-  .axis { position: relative; height: 1.4em; font-size: .85em; }
+  .bar.new { outline-offset: -3px; }
+  .veil {
+    position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
+    border-left: 3px solid var(--ink);
+  }
+  .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
   .axis span { position: absolute; transform: translateX(-50%); }
-  .axis span:first-child { transform: none; } .axis span:last-child { transform: translateX(-100%); }
+  .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
   @container (max-width: 600px) {
-    .player { padding: .6em .5em; }
+    .player { padding: .5em .4em; }
     .lane { grid-template-columns: 1fr; border-left-width: 6px; padding: .4em; }
     .chip { display: inline; margin-left: .6em; }
-    .caption { min-height: 7em; }
-    .cell { min-width: 2.15em; font-size: .82em; padding: .05em; }
+    .caption { font-size: 1.1em; min-height: 6.8em; }
+    .cell { min-width: 2.2em; font-size: .82em; padding: .05em; }
     .cell.letter { min-width: 1.3em; }
-    .track { grid-template-columns: 7.5em minmax(640px, 1fr); }
+    .track { grid-template-columns: 4.6em minmax(640px, 1fr); }
     .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
+    .kept, .shape { display: block; line-height: 1; }
     th, td { padding-right: .45em; }
   }
 `;
@@ -112,42 +125,45 @@ const STYLE = `
 /** An element with attributes and children; text is never read as HTML. */
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value !== undefined && value !== false) element.setAttribute(name, value);
-  }
-  element.append(...children.filter((child) => child !== undefined && child !== ""));
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
   return element;
 }
 
 /** The ranks in a set: 5 → [0, 2]. */
 const bits = (who) => COLORS.map((_, r) => r).filter((r) => (who >> r) & 1);
-const color = (rank) => COLORS[rank % COLORS.length];
-const bytes = (n) => `${n.toLocaleString("en")} ${n === 1 ? "byte" : "bytes"}`;
+const up_to = (n) => [...Array(n).keys()];
+const commas = (n) => n.toLocaleString("en");
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const total = (part) => sum(Object.values(part.bytes ?? {}));
 const percent = (x) => `${(100 * x).toFixed(3)}%`;
-const minus = (value) => String(value).replace("-", "−");
 
-/** A background in the colours of these ranks, in bands if there are several. */
-function paint(who, ranks) {
-  const held = bits(who);
-  if (held.length === ranks) return EVERYONE;
-  const stops = held.map((r, i) =>
-    `${color(r)} ${percent(i / held.length)} ${percent((i + 1) / held.length)}`);
-  return held.length === 1 ? color(held[0]) : `linear-gradient(135deg, ${stops})`;
+/** All numbers of a tensor in one form: whole, or with two decimals. */
+function texts(values) {
+  const whole = values.every((v) => typeof v === "string" || Number.isInteger(v));
+  const text = (v) => (typeof v === "string" || whole ? String(v) : v.toFixed(2));
+  return values.map((v) => text(v).replace("-", "−"));
 }
 
-/** A number into which several ranks' values went: on white, a strip of colours below. */
-function strip(who) {
-  const held = bits(who);
+/** The colours of these ranks, one after the other. */
+function bands(held, angle) {
   const stops = held.map((r, i) =>
-    `${color(r)} ${percent(i / held.length)} ${percent((i + 1) / held.length)}`);
-  return `linear-gradient(90deg, ${stops}) bottom / 100% .4em no-repeat #fff`;
+    `${COLORS[r]} ${percent(i / held.length)} ${percent((i + 1) / held.length)}`);
+  return `linear-gradient(${angle}, ${stops})`;
+}
+
+/** A background in the colours of the ranks that hold it; grey if all of them do. */
+function paint(who, ranks) {
+  return bits(who).length === ranks ? EVERYONE : bands(bits(who), "135deg");
+}
+
+/** A number that is the sum of several ranks' numbers has a strip of their colours. */
+function strip(who) {
+  if (bits(who).length === 1) return COLORS[Math.log2(who)];
+  return `${bands(bits(who), "90deg")} bottom / 100% .4em no-repeat #fff`;
 }
 
 class TPPlayer extends HTMLElement {
-  static observedAttributes = ["src"];
-
   connectedCallback() {
     if (!this.shadowRoot) this.attachShadow({ mode: "open" });
     this.theme = new MutationObserver(() => this.dress());
@@ -161,10 +177,6 @@ class TPPlayer extends HTMLElement {
     this.pause();
   }
 
-  attributeChangedCallback() {
-    if (this.isConnected && this.shadowRoot) this.load();
-  }
-
   async load() {
     this.pause();
     const source = this.getAttribute("src");
@@ -174,12 +186,8 @@ class TPPlayer extends HTMLElement {
       this.recording = await answer.json();
     } catch (error) {
       const words = `The recording ${source} could not be loaded: ${error.message}.`;
-      const style = make("style", {}, STYLE);
-      const box = make("div", { class: "player", role: "alert" }, words);
-      this.shadowRoot.replaceChildren(style, box);
-      return;
+      return this.shadowRoot.replaceChildren(make("p", { role: "alert" }, words));
     }
-    if (source !== this.getAttribute("src")) return; // another one was asked for since
     this.events = this.recording.events;
     this.build();
     this.go(Number(this.getAttribute("step") ?? 1) - 1, false);
@@ -189,34 +197,34 @@ class TPPlayer extends HTMLElement {
   /** What stays from step to step. */
   build() {
     const { title, lesson, ranks } = this.recording;
-    const button = (name, label, what) => {
-      const element = make("button", { type: "button", "aria-label": name, title: name }, label);
+    const last = this.events.length - 1;
+    const button = (name, label, what, kind = "") => {
+      const about = { type: "button", class: kind, title: name };
+      const element = make("button", kind ? about : { ...about, "aria-label": name }, label);
       element.addEventListener("click", what);
       return element;
     };
-    const last = this.events.length - 1;
-    this.first = button("first step (Home)", "⏮", () => this.go(0));
-    this.back = button("step back (←)", "◀", () => this.go(this.step - 1));
-    this.play = button("play (Space)", "⏵", () => this.toggle());
-    this.next = button("next step (→)", "▶", () => this.go(this.step + 1));
-    this.end = button("last step (End)", "⏭", () => this.go(last));
+    this.first = button("first step (Home)", "«", () => this.go(0));
+    this.back = button("step back (←)", "‹", () => this.go(this.step - 1));
+    this.play = button("play or pause (Space)", "play", () => this.toggle(), "play");
+    this.next = button("next step (→)", "›", () => this.go(this.step + 1));
+    this.end = button("last step (End)", "»", () => this.go(last));
     this.slider = make("input", { type: "range", min: 1, max: last + 1, "aria-label": "step" });
     this.slider.addEventListener("input", () => this.go(this.slider.value - 1));
     this.count = make("span", { class: "count" });
     this.caption = make("p", { class: "caption", "aria-live": "polite", "aria-atomic": "true" });
-    this.badges = make("div", { class: "badges" });
     this.stage = make("div", { class: "stage" });
     this.stage.addEventListener("click", () => {
       if (getSelection().isCollapsed) this.go(this.step + 1);
     });
-    this.totals = make("div", { class: "scroll totals" });
-    const about = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
-    this.box = make("div",
-      { class: "player", tabindex: 0, role: "group", "aria-label": `${title}: player` },
-      make("div", { class: "head" }, make("h2", {}, title), make("span", {}, about)),
-      make("div", { class: "controls" }, this.first, this.back, this.play, this.next,
-        this.end, this.slider, this.count),
-      this.caption, this.badges, this.stage, this.legend(), this.totals);
+    this.totals = make("div", { class: "totals" });
+    const source = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
+    const buttons = [this.first, this.back, this.play, this.next, this.end];
+    const about = { class: "player", tabindex: 0, role: "group", "aria-label": `player: ${title}` };
+    this.box = make("div", about,
+      make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
+      make("div", { class: "controls" }, ...buttons, this.slider, this.count),
+      this.caption, this.stage, this.legend(), this.totals);
     this.box.addEventListener("keydown", (event) => this.key(event));
     this.dress();
     this.shadowRoot.replaceChildren(make("style", {}, STYLE), this.box);
@@ -224,23 +232,23 @@ class TPPlayer extends HTMLElement {
 
   /** Dark or light as the page says, or else as the system does. */
   dress() {
-    const theme = document.documentElement.dataset.theme;
-    if (this.box) this.box.dataset.theme = theme ?? "";
+    this.box?.setAttribute("data-theme", document.documentElement.dataset.theme ?? "");
   }
 
   legend() {
     const entry = (style, text) => make("span", {}, make("i", { style }), text);
-    const entries = [...Array(this.recording.ranks).keys()].map((r) =>
-      entry(`background:${color(r)}`, `rank ${r}`));
-    if (this.recording.time) {
-      const hatch = "repeating-linear-gradient(45deg,#0005 0 2px,#fff 2px 7px)";
-      entries.push(entry("background:#fff", "forward"), entry(`background:${hatch}`, "backward"));
+    const { ranks, time } = this.recording;
+    const entries = up_to(ranks).map((r) => entry(`background:${COLORS[r]}`, `rank ${r}`));
+    const made = this.events.flatMap((event) => event.ranks[0].makes ?? []);
+    if (time) {
+      const hatched = make("span", {}, make("i", { class: "backward" }), "backward");
+      entries.push(entry("", "forward"), hatched);
+    } else if (made.some((x) => Array.isArray(x.who))) {
+      entries.push(entry(`background:${strip(3)}`, "a sum of these ranks' numbers"));
     } else {
       entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
-      const names = this.events.flatMap((e) => e.ranks[0].makes ?? []).map((x) => x.name);
-      if (names.some((name) => name.startsWith("partial"))) {
-        entries.push(entry("background:#fff;border-style:dashed", "one term of a sum"));
-      }
+      const partial = made.some((x) => x.name.startsWith("partial"));
+      if (partial) entries.push(entry("border-style:dashed", "one term of a sum"));
     }
     return make("div", { class: "legend" }, ...entries);
   }
@@ -252,14 +260,12 @@ class TPPlayer extends HTMLElement {
       ArrowRight: this.step + 1, PageDown: this.step + 1, ArrowLeft: this.step - 1,
       PageUp: this.step - 1, Home: 0, End: this.events.length - 1,
     };
-    if (event.altKey || event.ctrlKey || event.metaKey) return;
     const focused = event.composedPath()[0];
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
     if (event.key === " " && focused.tagName !== "BUTTON") this.toggle();
-    else if (event.key in steps) {
-      // At either end a key is the page's again: slides go on from there.
-      if (!(steps[event.key] in this.events) && focused !== this.slider) return;
-      this.go(steps[event.key]);
-    } else return;
+    // At either end a key is the page's again: slides go on from there.
+    else if (steps[event.key] in this.events) this.go(steps[event.key]);
+    else return;
     event.preventDefault();
     event.stopPropagation();
   }
@@ -267,21 +273,15 @@ class TPPlayer extends HTMLElement {
   toggle() {
     if (this.timer) return this.pause();
     if (this.step === this.events.length - 1) this.go(0);
-    this.timer = setInterval(() => this.go(this.step + 1, true, true), this.recording.time ? PAUSE / 3 : PAUSE);
-    this.show_playing();
+    const pause = this.recording.time ? PAUSE / 3 : PAUSE;
+    this.timer = setInterval(() => this.go(this.step + 1, true, true), pause);
+    this.play.textContent = "pause";
   }
 
   pause() {
     clearInterval(this.timer);
     this.timer = undefined;
-    if (this.play) this.show_playing();
-  }
-
-  show_playing() {
-    const name = this.timer ? "pause (Space)" : "play (Space)";
-    this.play.textContent = this.timer ? "⏸" : "⏵";
-    this.play.setAttribute("aria-label", name);
-    this.play.title = name;
+    if (this.play) this.play.textContent = "play";
   }
 
   /** Go to a step, from 0; playing on only if it is the player that asks. */
@@ -293,34 +293,16 @@ class TPPlayer extends HTMLElement {
     this.step = step;
     this.render();
     if (move && forward && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.fly();
-    this.dispatchEvent(new CustomEvent("step", { detail: step + 1 }));
   }
 
-  /** What each rank holds after this step: name → tensor, as { tensor, now, source }. */
-  held() {
-    const lanes = [...Array(this.recording.ranks)].map(() => new Map());
-    this.events.slice(0, this.step + 1).forEach((event, i) => {
-      const now = i === this.step;
-      event.ranks.forEach((part, rank) => {
-        const lane = lanes[rank];
-        for (const [name, entry] of lane) {
-          if (entry.gone) lane.delete(name);
-          else lane.set(name, { ...entry, now: false, source: name === event.takes });
-        }
-        for (const x of part.given ?? []) lane.set(x.name, { tensor: x, source: true, gone: true });
-        for (const name of event.drops ?? []) {
-          const entry = lane.get(name);
-          if (entry && now && name === event.takes) lane.set(name, { ...entry, gone: true });
-          else lane.delete(name);
-        }
-        for (const x of part.makes ?? []) {
-          if (event.takes && event.takes !== x.name) lane.delete(x.name);
-          lane.set(x.name, { tensor: x, now: true, moved: part.moved });
-        }
-        for (const mark of part.marks ?? []) lane.set(mark.name, { ...lane.get(mark.name), mark });
-      });
-    });
-    return lanes;
+  /** What a rank holds after so many events: name → tensor. */
+  held(rank, count) {
+    const tensors = new Map();
+    for (const { ranks, drops } of this.events.slice(0, count)) {
+      for (const name of drops ?? []) tensors.delete(name);
+      for (const tensor of ranks[rank].makes ?? []) tensors.set(tensor.name, tensor);
+    }
+    return tensors;
   }
 
   // Drawing
@@ -333,154 +315,169 @@ class TPPlayer extends HTMLElement {
     this.count.textContent = `${step + 1} / ${events.length}`;
     this.first.disabled = this.back.disabled = step === 0;
     this.next.disabled = this.end.disabled = step === events.length - 1;
-    this.caption.textContent = event.says;
-    this.badges.replaceChildren(...this.badge(event));
-    const lanes = recording.time ? this.charts(event) : this.held().map((lane, r) => this.lane(lane, r, event));
-    this.stage.replaceChildren(...lanes);
+    this.caption.replaceChildren(this.badge(event), event.says);
+    const lanes = () => up_to(recording.ranks).map((rank) => this.lane(rank));
+    this.stage.replaceChildren(...(recording.time ? this.charts(event) : lanes()));
     this.totals.replaceChildren(this.table());
   }
 
   badge(event) {
-    const sent = event.ranks.map(total);
-    const name = event.call?.collective ?? (sum(sent) ? "send/recv" : "");
-    const words = { hold: "at the start", compute: "compute, nothing is sent", check: "compared" };
-    const each = [...new Set(sent)].map((n) => n.toLocaleString("en")).join(" or ");
-    const text = name ? `${name}, ${each} bytes a rank` : words[event.kind];
-    const badge = text && make("span", { class: sum(sent) ? "badge moves" : "badge" }, text);
-    const where = event.where && make("code", { class: "where" }, event.where);
-    return [badge, where].filter(Boolean);
+    const sent = [...new Set(event.ranks.map(total))].filter(Boolean);
+    const words = { hold: "start", check: "check" };
+    if (!sent.length) return make("span", { class: "badge" }, words[event.kind] ?? "compute");
+    const name = event.call?.collective ?? "send/recv";
+    const text = `${name}, ${sent.map(commas).join(" or ")} bytes`;
+    return make("span", { class: "badge moves" }, text);
   }
 
-  lane(lane, rank, event) {
-    const boxes = [];
-    let arrow = false;
-    for (const [name, entry] of lane) {
-      if (entry.now && !arrow && [...lane.values()].some((x) => x.source && x !== entry)) {
-        boxes.push(make("span", { class: "arrow", "aria-hidden": "true" }, "→"));
-        arrow = true;
-      }
-      boxes.push(this.tensor(name, entry));
-    }
-    const chips = this.moves(rank, event).map((text) => make("span", { class: "chip" }, text));
-    return make("section",
-      { class: "lane", style: `--rank:${color(rank)}`, "aria-label": `rank ${rank}`, "data-rank": rank },
-      make("div", { class: "who" }, `rank ${rank}`, ...chips),
+  /** What a rank holds; from what it had, an arrow points to what it has now. */
+  lane(rank) {
+    const { ranks, takes } = this.events[this.step];
+    const { makes = [], given = [], marks = [] } = ranks[rank];
+    const made = new Set(makes.map((tensor) => tensor.name));
+    const before = this.held(rank, this.step);
+    const source = given[0] ?? (made.has(takes) ? undefined : before.get(takes));
+    const stays = [...this.held(rank, this.step + 1).values()];
+    const arrow = make("span", { class: "arrow", "aria-hidden": "true" }, "→");
+    const boxes = stays.filter(({ name }) => !made.has(name) && name !== source?.name)
+      .map((tensor) => this.tensor(tensor, "", marks.find(({ name }) => name === tensor.name)));
+    if (source) boxes.push(this.tensor(source, "source"), arrow);
+    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, ranks[rank].moved)));
+    const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
+    const about = { class: "lane", style: `--rank:${COLORS[rank]}`, "aria-label": `rank ${rank}` };
+    return make("section", about, make("div", { class: "who" }, `rank ${rank}`, ...chips),
       make("div", { class: "boxes" }, ...boxes));
   }
 
-  /** In words: whom this rank meets in this step. */
-  moves(rank, event) {
-    const part = event.ranks[rank];
-    if (part.to !== undefined) {
-      return [`→ rank ${part.to}: ${bytes(total(part))}`, `← rank ${part.from}`];
-    }
+  /** In words: what this rank sends in this step, and whom it meets. */
+  moves(rank) {
+    const { ranks, call } = this.events[this.step];
+    const { to, from, ...part } = ranks[rank];
+    const bytes = `${commas(total(part))} bytes`;
+    if (to !== undefined) return [`${bytes} → rank ${to}`, `← rank ${from}`];
     if (!total(part)) return [];
-    const others = event.call.groups.find((group) => group.includes(rank));
-    const names = others.filter((r) => r !== rank).join(", ");
-    return [`${event.call.collective} with rank ${names}`, bytes(total(part))];
+    if (from !== undefined) return [`${bytes} ← rank ${from}`];
+    const others = call.groups.find((group) => group.includes(rank)).filter((r) => r !== rank);
+    return [`${bytes} ${call.collective === "broadcast" ? "→" : "↔"} rank ${others.join(", ")}`];
   }
 
-  tensor(name, { tensor, now, source, moved, mark }) {
-    const { shape, values, who } = tensor;
-    const ranks = this.recording.ranks;
-    const across = shape.at(-1) ?? 1;
-    const of_each = Array.isArray(who);
-    const letters = values?.some((v) => typeof v === "string" && /^[^−∞]$/.test(v));
-    const cells = make("div", { class: "cells", "aria-hidden": "true" });
-    if (!of_each) cells.style.background = paint(who, ranks);
-    if (values) {
-      cells.style.gridTemplateColumns = `repeat(${across}, auto)`;
-      const block = shape.length > 2 ? across * shape.at(-2) : Infinity;
-      values.forEach((value, i) => {
-        const cell = make("span", { class: "cell" }, minus(value));
-        if (letters) cell.classList.add("letter");
-        if (i && i % block < across && Math.floor(i / block) !== Math.floor((i - across) / block)) cell.classList.add("block");
-        if (moved?.includes(i)) cell.classList.add("moved");
-        if (of_each) cell.style.background = bits(who[i]).length > 1 ? strip(who[i]) : paint(who[i], ranks);
-        cells.append(cell);
-      });
-    } else {
+  tensor(tensor, kind, mark, moved) {
+    const { name, shape, values, who } = tensor;
+    const size = `[${shape.join(", ")}]`;
+    const verdict = !mark ? "" : mark.ok ? `✓ as in one process (${mark.diff})`
+      : `✗ wrong by ${Math.round(100 * mark.diff)} %`;
+    const term = /^(partial|own)_/.test(name) ? "term" : "";
+    const kinds = `box ${kind} ${term} ${mark?.ok === false ? "wrong" : ""}`;
+    const numbers = values ? texts(values).join(" ") : "";
+    const label = `${kind} ${name} ${size} on ranks ${bits(who).join(", ")}: ${numbers} ${verdict}`;
+    return make("figure", { class: kinds, role: "img", "aria-label": label, "data-name": name },
+      make("figcaption", {}, name, " ", make("span", { class: "shape" }, size)),
+      this.cells(tensor, moved),
+      make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
+  }
+
+  /** The numbers, in rows and columns: blocks of three dims below each other, of four
+   * beside each other. */
+  cells({ shape, values, who }, moved) {
+    const cells = make("div", { class: "cells" });
+    if (!Array.isArray(who)) cells.style.background = paint(who, this.recording.ranks);
+    if (!values) {
       cells.classList.add("closed");
       cells.append(`${shape.join(" × ")} numbers`);
+      return cells;
     }
-    const size = `[${shape.join(", ")}]`;
-    const kinds = ["box", now && "new", source && "source", mark && !mark.ok && "wrong",
-      /^(partial|own)_/.test(name) && "term"];
-    const told = values ? `: ${values.slice(0, 24).map(minus).join(" ")}` : "";
-    const held = of_each || bits(who).length === 1 ? "" : `, the same on ranks ${bits(who).join(", ")}`;
-    const verdict = mark && (mark.ok ? `✓ as in one process (${mark.diff})` : `✗ wrong by ${percent_of(mark.diff)}`);
-    const label = `${now ? "new: " : ""}${name} ${size}${held}${told}${verdict ? `, ${verdict}` : ""}`;
-    return make("figure", { class: kinds.filter(Boolean).join(" "), role: "img", "aria-label": label, "data-name": name },
-      make("figcaption", {}, name, " ", make("span", { class: "shape" }, size)), cells,
-      verdict && make("span", { class: `mark ${mark.ok ? "good" : "bad"}` }, verdict));
+    const across = shape.at(-1) ?? 1;
+    const block = across * (shape.at(-2) ?? 1);
+    const beside = shape.length === 4 ? values.length / block : 1;
+    const letters = values.some((v) => /^[a-z·]$/i.test(v));
+    cells.style.gridTemplateColumns = `repeat(${beside * across}, auto)`;
+    texts(values).forEach((text, i) => {
+      const cell = make("span", { class: letters ? "cell letter" : "cell" }, text);
+      const [number, row, column] = [i / block, (i % block) / across, i % across].map(Math.floor);
+      cell.style.gridRow = 1 + row + (beside > 1 ? 0 : number * (block / across));
+      cell.style.gridColumn = 1 + column + (beside > 1 ? number * across : 0);
+      if (number && beside > 1 && column === 0) cell.classList.add("beside");
+      if (number && beside === 1 && row === 0) cell.classList.add("below");
+      if (moved?.includes(i)) cell.classList.add("moved");
+      if (Array.isArray(who)) cell.style.background = strip(who[i]);
+      cells.append(cell);
+    });
+    return cells;
   }
 
   /** Who computed what when: all until the next step's time, a chart for each run. */
   charts(event) {
     const { ranks, time } = this.recording;
-    const spans = this.events.flatMap((e, i) =>
-      e.ranks.flatMap((part, rank) => (part.spans ?? []).map((span) => ({ ...span, rank, i }))));
+    const spans = this.events.flatMap((e, i) => e.ranks.flatMap((part, rank) =>
+      (part.spans ?? []).map((span) => ({ ...span, rank, i }))));
     const length = Math.max(...spans.map((span) => span.end));
     const until = this.events[this.step + 1]?.time ?? length;
+    const bar = ({ what, microbatch, start, end, rank, i }) => {
+      const place = `left:${percent(start / length)};width:${percent((end - start) / length)}`;
+      const kind = `bar ${what}${i === this.step ? " new" : ""}`;
+      const style = `${place};background-color:${COLORS[rank]}`;
+      return make("span", { class: kind, style }, make("b", {}, microbatch + 1));
+    };
+    const tick = (i) => make("span", { style: `left:${percent(i / 4)}` },
+      `${Math.round((length * i) / 4)} ${time.unit}`);
     return time.runs.map((run) => {
-      const tracks = [...Array(ranks).keys()].map((rank) => {
-        const bars = spans.filter((s) => s.run === run && s.rank === rank && s.i <= this.step).map((s) => {
-          const style = `left:${percent(s.start / length)};width:${percent((s.end - s.start) / length)};background-color:${color(rank)}`;
-          return make("span", { class: `bar ${s.what}${s.i === this.step ? " new" : ""}`, style }, make("b", {}, String(s.microbatch + 1)));
-        });
+      const begun = spans.filter((span) => span.run === run && span.i <= this.step);
+      const tracks = up_to(ranks).map((rank) => {
+        const bars = begun.filter((span) => span.rank === rank).map(bar);
         const veil = make("span", { class: "veil", style: `left:${percent(until / length)}` });
-        const kept = event.kept[run][rank];
-        return make("div", { class: "track", style: `--rank:${color(rank)}` },
-          make("span", {}, make("b", {}, `stage ${rank}`), ` keeps ${kept}`),
+        const kept = make("span", { class: "kept" }, ` keeps ${event.kept[run][rank]}`);
+        return make("div", { class: "track", style: `--rank:${COLORS[rank]}` },
+          make("span", {}, make("b", {}, `stage ${rank}`), kept),
           make("div", { class: "bars", "aria-hidden": "true" }, ...bars, veil));
       });
-      const ticks = [0, 1, 2, 3, 4].map((i) =>
-        make("span", { style: `left:${percent(i / 4)}` }, `${Math.round(length * i / 4)} ${time.unit}`));
-      const axis = make("div", { class: "track" }, make("span"), make("div", { class: "axis", "aria-hidden": "true" }, ...ticks));
-      const chart = make("div", { class: "chart", tabindex: 0, role: "group", "aria-label": `${run}: bars over time` }, ...tracks, axis);
+      const axis = make("div", { class: "axis", "aria-hidden": "true" }, ...up_to(5).map(tick));
+      const about = { class: "chart", tabindex: 0, role: "group", "aria-label": `${run} in time` };
+      const foot = make("div", { class: "track" }, make("span"), axis);
+      const chart = make("div", about, ...tracks, foot);
       requestAnimationFrame(() => {
-        chart.scrollLeft = (chart.scrollWidth * until) / length - chart.clientWidth * 0.7;
+        chart.scrollLeft = (chart.scrollWidth * until) / length - chart.clientWidth / 2;
       });
-      return make("section", { class: "run" }, make("h3", {}, run), chart);
+      return make("section", { class: "run" }, make("b", {}, run), chart);
     });
   }
 
   /** Bytes so far, as each rank's own counter had them; and the lesson's formula. */
   table() {
     const { ledger, ranks } = this.recording;
-    const each = [...Array(ranks).keys()];
-    const so_far = (row, rank) => sum(this.events.slice(0, this.step + 1).map((e) => e.ranks[rank].bytes?.[row] ?? 0));
-    const head = make("tr", {}, make("th", { scope: "col" }, "collective"),
-      ...each.map((r) => make("th", { scope: "col" }, `rank ${r}`)),
-      make("th", { scope: "col" }, "in all, by the lesson's formula"));
-    const rows = [...new Set(ledger.map((x) => x.row))].map((row) => {
-      const mine = ledger.filter((x) => x.row === row);
-      const predicted = [...new Set(mine.map((x) => x.predicted))].map((n) => n.toLocaleString("en")).join(" or ");
-      const cells = each.map((rank) => {
-        const moves = this.events[this.step].ranks[rank].bytes?.[row];
-        return make("td", { class: moves ? "now" : undefined, "data-rank": rank, "data-row": row }, so_far(row, rank).toLocaleString("en"));
+    const events = this.events.slice(0, this.step + 1);
+    const head = (text) => make("th", { scope: "col" }, text);
+    const rows = [...new Set(ledger.map((entry) => entry.row))].map((row) => {
+      const mine = ledger.filter((entry) => entry.row === row);
+      const cells = up_to(ranks).map((rank) => {
+        const bytes = events.map((event) => event.ranks[rank].bytes?.[row] ?? 0);
+        const about = { class: bytes.at(-1) ? "now" : "", "data-rank": rank, "data-row": row };
+        return make("td", about, commas(sum(bytes)));
       });
+      const wanted = [...new Set(mine.map((x) => x.predicted))].map(commas).join(" or ");
+      const formula = mine[0].formula === wanted ? "" : `${mine[0].formula}: `;
       return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-        make("td", { class: "formula" }, `${mine[0].formula}: ${predicted}`));
+        make("td", {}, `${formula}${wanted} bytes`));
     });
-    return make("table", {}, make("caption", {}, "Bytes so far"), make("thead", {}, head), make("tbody", {}, ...rows));
+    const heads = [head("bytes so far"), ...up_to(ranks).map((r) => head(`rank ${r}`))];
+    return make("table", {}, make("thead", {}, make("tr", {}, ...heads, head("lesson's formula, in all"))),
+      make("tbody", {}, ...rows));
   }
 
   /** Let what was sent in this step fly from its rank to where it is now. */
   fly() {
-    const event = this.events[this.step];
+    const { ranks, takes, call } = this.events[this.step];
     const lanes = [...this.stage.querySelectorAll(".lane")];
-    const find = (rank, name) => lanes[rank].querySelector(`[data-name="${CSS.escape(name)}"] .cells`);
-    event.ranks.forEach((part, rank) => {
+    const find = (rank, name) =>
+      lanes[rank].querySelector(`[data-name="${CSS.escape(name)}"] .cells`);
+    ranks.forEach((part, rank) => {
       const name = part.makes?.[0]?.name;
-      if (!event.takes || !name || (!total(part))) return;
-      const group = event.call?.groups?.find((ranks) => ranks.includes(rank)) ?? [];
-      const from = part.from !== undefined ? [part.from] : event.call?.src !== undefined ? [event.call.src[rank]] : group;
-      for (const other of from.filter((r) => r !== rank)) {
-        let source = find(other, event.takes);
-        let target = find(rank, name);
-        if (part.moved) [source, target] = [source, target].map((box) => box?.children[part.moved[0]]);
-        if (source && target) this.ghost(source, target);
+      if (!takes || !name || !total(part)) return;
+      const group = call?.collective === "broadcast" ? []
+        : call?.groups.find((members) => members.includes(rank));
+      for (const other of part.from !== undefined ? [part.from] : group) {
+        let [from, to] = [find(other, takes), find(rank, name)];
+        if (part.moved) [from, to] = [from, to].map((box) => box.children[part.moved[0]]);
+        if (from && to && other !== rank) this.ghost(from, to);
       }
     });
   }
@@ -490,17 +487,14 @@ class TPPlayer extends HTMLElement {
     const [from, to] = [source, target].map((x) => x.getBoundingClientRect());
     const ghost = source.cloneNode(true);
     ghost.classList.add("ghost");
-    ghost.style.left = `${from.left - home.left}px`;
-    ghost.style.top = `${from.top - home.top}px`;
-    ghost.style.width = `${from.width}px`;
+    const place = { left: from.left - home.left, top: from.top - home.top, width: from.width };
+    for (const [side, length] of Object.entries(place)) ghost.style[side] = `${length}px`;
     this.stage.append(ghost);
-    const move = `translate(${to.left - from.left}px, ${to.top - from.top}px)`;
-    const frames = [{ transform: "none" }, { transform: move, opacity: 0.3 }];
-    ghost.animate(frames, { duration: FLIGHT, easing: "ease-in-out" }).onfinish = () => ghost.remove();
+    const transform = `translate(${to.left - from.left}px, ${to.top - from.top}px)`;
+    const frames = [{ transform: "none" }, { transform, opacity: 0.3 }];
+    const flight = ghost.animate(frames, { duration: FLIGHT, easing: "ease-in-out" });
+    flight.onfinish = () => ghost.remove();
   }
 }
-
-/** A relative difference, as people say it. */
-const percent_of = (diff) => (diff < 10 ? `${Math.round(100 * diff)} %` : String(diff));
 
 customElements.define("tp-player", TPPlayer);

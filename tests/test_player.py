@@ -1,0 +1,150 @@
+"""The player of recorded runs shows what the recordings hold, and they are fresh."""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import jobs
+import pytest
+from matplotlib.colors import to_rgb
+from pictures import draw
+
+record = jobs.load("docs.record")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+FLAGS += "--disable-background-networking --disable-component-update --disable-sync"
+there = all([CHROMIUM, importlib.util.find_spec("playwright")]) or os.getenv("CI")
+in_browser = pytest.mark.skipif(not there, reason="there is no Chromium or playwright")
+every_recording = pytest.mark.parametrize("name", record.SCENES)
+RECORDED = {path.stem: json.loads(path.read_text()) for path in record.FOLDER.iterdir()}
+
+
+def ledger(name: str, column="bytes") -> dict:
+    return {(x["row"], x["rank"]): x[column] for x in RECORDED[name]["ledger"]}
+
+
+@every_recording
+def test_the_bytes_of_all_events_are_the_ledger_and_the_lessons_formula(name):
+    counted = {}
+    for event in RECORDED[name]["events"]:
+        for rank, part in enumerate(event["ranks"]):
+            for row, n in part.get("bytes", {}).items():
+                counted[row, rank] = counted.get((row, rank), 0) + n
+    assert counted == ledger(name) == ledger(name, "predicted") != {}
+    assert (record.FOLDER / f"{name}.json").stat().st_size <= 31_000  # a page has eight
+
+
+def alike(a, b) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in {*a} - {"diff"})
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return abs(a - b) < 0.015 if isinstance(a, float) else a == b
+
+
+def test_recorded_anew_they_are_the_same(tmp_path):
+    names = "mlp-break-f", "vocab-loss"
+    assert not jobs.launch(record.__file__, 2, "--folder", tmp_path, *names).code
+    for name in names:
+        assert alike(
+            json.loads((tmp_path / f"{name}.json").read_text()), RECORDED[name]
+        )
+    marks = RECORDED["mlp-break-f"]["events"][-1]["ranks"][0]["marks"]
+    assert [mark["name"] for mark in marks if not mark["ok"]] == ["dL/dx_BSD"]
+
+
+def luminance(color: str) -> float:
+    gamma = lambda c: c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4
+    return 0.05 + sum(w * gamma(c) for w, c in zip((0.21, 0.72, 0.07), to_rgb(color)))
+
+
+def test_size_colours_and_contrast():
+    text = (jobs.ROOT / "docs/_static/player/tp-player.js").read_text()
+    assert text.count("\n") <= 500 and max(map(len, text.splitlines())) <= 100
+    colors = re.findall(r'"(#\w{6})"', text.partition("COLORS = ")[2][:200])
+    assert colors == [*draw.COLORS[:4], draw.EVERYONE]
+    assert min(map(luminance, colors)) / luminance("#000") >= 4.5  # numbers are black
+    for theme in zip(*re.findall(r"--\w+: light-dark\((\S+), (\S+)\)", text)):
+        back, ink, soft, _, good, bad = map(luminance, theme)
+        for pair in ((ink, back), (ink, soft), (good, soft), (bad, soft)):
+            assert max(pair) / min(pair) >= 4.5, theme
+
+
+@pytest.fixture(scope="module")
+def open_page():
+    """Opens a recording, 360 px wide: the page, and all that goes wrong in it."""
+    from playwright.sync_api import sync_playwright
+
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=jobs.ROOT)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    home = f"http://127.0.0.1:{server.server_port}/docs/_static/player/"
+
+    def open_page(name: str, motion="reduce"):
+        size, wrong = dict(width=360, height=720), []
+        page = browser.new_page(viewport=size, reduced_motion=motion)
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda r: r.url.startswith(home[:22]) or wrong.append(r.url))
+        page.goto(f"{home}?play={name}")
+        page.wait_for_selector("tp-player .caption")
+        return page, wrong
+
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield open_page
+    server.shutdown()
+
+
+SHOWN = """player => ({
+  says: player.shadowRoot.querySelector("[aria-live=polite]").lastChild.data,
+  count: player.shadowRoot.querySelector(".count").textContent,
+  fits: document.documentElement.scrollWidth <= innerWidth,
+  bytes: [...player.shadowRoot.querySelectorAll("td[data-rank]")].map(
+    cell => [cell.dataset.row, +cell.dataset.rank, +cell.textContent.replace(",", "")]),
+})"""
+
+
+@in_browser
+@every_recording
+def test_it_plays_to_the_end_and_back(open_page, name):
+    (page, wrong), steps = open_page(name), [*enumerate(RECORDED[name]["events"], 1)]
+    for key, order in (("ArrowRight", steps), ("ArrowLeft", steps[-2::-1])):
+        for number, event in order:
+            shown = page.locator("tp-player").evaluate(SHOWN)
+            assert shown["says"] == event["says"] and shown["fits"]
+            assert shown["count"] == f"{number} / {len(steps)}"
+            if number == len(steps):
+                table = {(row, rank): n for row, rank, n in shown["bytes"] if n}
+                assert table == ledger(name)
+            page.keyboard.press(key)
+        page.keyboard.press("ArrowLeft")
+    assert wrong == []
+
+
+@in_browser
+def test_keys_clicks_slider_playing_and_theme(open_page):
+    page, wrong = open_page("mlp", motion="no-preference")
+    count = page.locator("tp-player .count")
+    for key, wanted in (("End", 13), ("Home", 1), ("PageDown", 2)):
+        page.keyboard.press(key)
+        assert count.inner_text() == f"{wanted} / 13"
+    page.locator("tp-player input").fill("5")
+    page.locator("tp-player .stage").click()
+    assert count.inner_text() == "6 / 13"
+    assert page.locator("tp-player .ghost").count() == 2  # an all-reduce of two ranks
+    page.clock.install()
+    page.get_by_role("button", name="play").click()
+    page.clock.run_for(60_000)
+    assert count.inner_text() == "13 / 13"
+    color = "getComputedStyle(document.querySelector('tp-player').box).backgroundColor"
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(color) == "rgb(20, 24, 30)"
+    page.evaluate("document.documentElement.dataset.theme = 'light'")
+    assert page.evaluate(color) == "rgb(255, 255, 255)"
+    assert wrong == []
