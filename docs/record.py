@@ -506,8 +506,8 @@ MLP_END = {
     None: "Compared with the same MLP in one process: all gradients are the same, but "
     "for rounding. One all-reduce forward, one backward.",
     "f": "Compared with the same MLP in one process: dL/dx is wrong on both ranks, and "
-    "differs between them. The weights of this MLP have the right gradients, and so "
-    "has the loss: the error shows in the layers below, one step later.",
+    "differs between them. The loss is right, and so are the gradients of these "
+    "weights: the error goes to the layers below, and shows in the next step's loss.",
 }
 
 
@@ -524,8 +524,9 @@ ATTENTION = [
          "the four heads, of two numbers each. Nothing is sent.", makes="q k v",
          drops="q_proj.weight o_proj.weight"),
     Step("CoreAttention.forward", "weights_BNSS",
-         "Each head looks back over all positions by itself: softmax of q · k, one "
-         "3 × 3 table per head. Heads never meet, so nothing is sent.",
+         "Each position weighs itself and those before it, in each head by itself: "
+         "softmax of q · k, a 3 × 3 table per head. Heads never meet, so nothing is "
+         "sent.",
          makes="weights_BnSS", drops="x_BSD"),
     Step("RowParallelLinear.forward", "x_BSf",
          "The weights, times the values: the output of this rank's heads.",
@@ -599,8 +600,9 @@ def layer_and_tables(lesson, config) -> tuple:
 LOSS, TARGETS = "VocabParallelCrossEntropy.forward", torch.tensor([[1, 6, 3]])
 VOCAB = [
     Step(LOSS, "x_BSv",
-         "Seven tokens do not divide by two: rank 1's last column only fills up. It is "
-         "set to −∞, so that it can never count.", makes="x_BSv", drops="logits_BSv"),
+         "Two ranks cannot share seven tokens equally: rank 1's last column only fills "
+         "up. It is set to −∞, so that it never counts.",
+         makes="x_BSv", drops="logits_BSv"),
     Step(LOSS, "all-reduce",
          "First all-reduce: the largest logit of each position, so that no exp can "
          "overflow. Each rank brings the largest of its own columns. {bytes} bytes.",
@@ -624,8 +626,8 @@ VOCAB = [
          "The logits themselves were never sent.",
          makes="loss_BS", drops="x[target]_BS"),
     Step("VocabParallelCrossEntropy.backward", "return",
-         "Backward: softmax − 1 at the right token. Each rank has all it takes for its "
-         "own columns. Nothing is sent.",
+         "Backward: the softmax, less 1 at the right token, over the number of "
+         "positions. Each rank has all it takes for its own columns. Nothing is sent.",
          makes="dL/dlogits_BSv", drops="exp_BSv sum_BS"),
 ]  # fmt: skip
 

@@ -231,10 +231,12 @@ def judge_all(folder: Path) -> dict:
 def read_submission(path: Path) -> dict:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        for states in data["exercises"].values():
-            if wrong := set(states.values()) - set(STATES):
-                raise ValueError(f"{wrong.pop()!r} is no state of an exercise")
-        dict(data["checks"]), dict(data["versions"])
+        states = [pair for book in data["exercises"].values() for pair in book.items()]
+        for number, state in states:
+            if not number.isdecimal() or state not in STATES:
+                raise ValueError(f"exercise {number!r} is {state!r}")
+        for name in ("checks", "versions"):
+            data[name].keys()  # or it is no dict
         return data
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
@@ -252,41 +254,38 @@ def remarks(data: dict) -> str:
     return "; ".join(found)
 
 
+def tally(states: list[str]) -> str:
+    """How many of each, in columns below their names."""
+    return "".join(f"{states.count(word):>{len(word) + 2}}" for word in STATES)
+
+
 def table(files: dict[str, dict]) -> str:
     """Exercise by exercise, then file by file."""
-    names = sorted(
-        {
-            (book, n)
-            for data in files.values()
-            for book, s in data["exercises"].items()
-            for n in s
-        },
-        key=lambda name: (name[0], int(name[1])),
-    )
-    state = lambda data, book, number: (
-        data["exercises"].get(book, {}).get(number, "not tried")
-    )
-    counts = {
-        f"{book} {number}": [state(data, book, number) for data in files.values()]
-        for book, number in names
+    names = {
+        (book, number)
+        for data in files.values()
+        for book, states in data["exercises"].items()
+        for number in states
     }
-    width = max(map(len, [*counts, *files]))
-    head = "".join(f"{word:>11}" for word in STATES)
+    names = sorted(names, key=lambda name: (name[0], int(name[1])))
+    answers = {  # file → state of each exercise
+        file: [data["exercises"].get(b, {}).get(n, "not tried") for b, n in names]
+        for file, data in files.items()
+    }
+    width = max(len(text) for text in [*map(" ".join, names), *files])
+    head = "".join(f"  {word}" for word in STATES)
     lines = [f"{'exercise':<{width}}{head}"]
-    for name, states in counts.items():
-        numbers = "".join(f"{states.count(word):>11}" for word in STATES)
-        lines.append(f"{name:<{width}}{numbers}")
+    for name, *states in zip(names, *answers.values()):
+        lines.append(f"{' '.join(name):<{width}}{tally(states)}")
     books = sorted({book for book, _ in names})
     titles = "".join(f"  {book[:2]:<4}" for book in books)
     lines += ["", f"{'file':<{width}}{head}{titles}".rstrip()]
-    for file, data in files.items():
-        states = [state(data, *name) for name in names]
-        numbers = "".join(f"{states.count(word):>11}" for word in STATES)
-        marks = {book: "" for book in books}
-        for (book, _), word in zip(names, states):
-            marks[book] += STATES[word]
+    for file, states in answers.items():
+        marks = dict.fromkeys(books, "")
+        for (book, _), state in zip(names, states):
+            marks[book] += STATES[state]
         text = "".join(f"  {mark:<4}" for mark in marks.values())
-        lines.append(f"{file:<{width}}{numbers}{text}".rstrip())
+        lines.append(f"{file:<{width}}{tally(states)}{text}".rstrip())
     lines.append("   ".join(f"{mark} {word}" for word, mark in STATES.items()))
     return "\n".join(lines)
 

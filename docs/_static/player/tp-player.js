@@ -179,13 +179,12 @@ class TPPlayer extends HTMLElement {
 
   async load() {
     this.pause();
-    const source = this.getAttribute("src");
     try {
-      const answer = await fetch(source);
+      const answer = await fetch(this.getAttribute("src"));
       if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
       this.recording = await answer.json();
     } catch (error) {
-      const words = `The recording ${source} could not be loaded: ${error.message}.`;
+      const words = `${this.getAttribute("src")} could not be loaded: ${error.message}.`;
       return this.shadowRoot.replaceChildren(make("p", { role: "alert" }, words));
     }
     this.events = this.recording.events;
@@ -458,8 +457,9 @@ class TPPlayer extends HTMLElement {
       return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
         make("td", {}, `${formula}${wanted} bytes`));
     });
-    const heads = [head("bytes so far"), ...up_to(ranks).map((r) => head(`rank ${r}`))];
-    return make("table", {}, make("thead", {}, make("tr", {}, ...heads, head("lesson's formula, in all"))),
+    const names = up_to(ranks).map((rank) => `rank ${rank}`);
+    const heads = ["bytes so far", ...names, "in all, by the lesson's formula"].map(head);
+    return make("table", {}, make("thead", {}, make("tr", {}, ...heads)),
       make("tbody", {}, ...rows));
   }
 
