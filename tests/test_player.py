@@ -35,7 +35,10 @@ def test_the_bytes_of_all_events_are_the_ledger_and_the_lessons_formula(name):
         for rank, part in enumerate(event["ranks"]):
             for row, n in part.get("bytes", {}).items():
                 counted[row, rank] = counted.get((row, rank), 0) + n
-    assert counted == ledger(name) == ledger(name, "predicted") != {}
+    sent, predicted = ledger(name), ledger(name, "predicted")
+    assert dict.fromkeys(sent, 0) | counted == sent != {}
+    off = {row for row, rank in sent if sent[row, rank] != predicted[row, rank]}
+    assert off == ({"backward all-reduce over tp"} if "break" in name else set())
     assert (record.FOLDER / f"{name}.json").stat().st_size <= 31_000  # a page has eight
 
 
@@ -51,19 +54,16 @@ def test_recorded_anew_they_are_the_same(tmp_path):
     names = "mlp-break-f", "vocab-loss"
     assert not jobs.launch(record.__file__, 2, "--folder", tmp_path, *names).code
     for name in names:
-        assert alike(
-            json.loads((tmp_path / f"{name}.json").read_text()), RECORDED[name]
-        )
+        anew = json.loads((tmp_path / f"{name}.json").read_text())
+        assert alike(anew, RECORDED[name])
     marks = RECORDED["mlp-break-f"]["events"][-1]["ranks"][0]["marks"]
     assert [mark["name"] for mark in marks if not mark["ok"]] == ["dL/dx_BSD"]
 
 
-def luminance(color: str) -> float:
-    gamma = lambda c: c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4
-    return 0.05 + sum(w * gamma(c) for w, c in zip((0.21, 0.72, 0.07), to_rgb(color)))
-
-
 def test_size_colours_and_contrast():
+    gamma = lambda c: c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4
+    parts = lambda color: zip((0.21, 0.72, 0.07), map(gamma, to_rgb(color)))
+    luminance = lambda color: 0.05 + sum(w * c for w, c in parts(color))
     text = (jobs.ROOT / "docs/_static/player/tp-player.js").read_text()
     assert text.count("\n") <= 500 and max(map(len, text.splitlines())) <= 100
     colors = re.findall(r'"(#\w{6})"', text.partition("COLORS = ")[2][:200])
@@ -113,15 +113,15 @@ SHOWN = """player => ({
 @in_browser
 @every_recording
 def test_it_plays_to_the_end_and_back(open_page, name):
-    (page, wrong), steps = open_page(name), [*enumerate(RECORDED[name]["events"], 1)]
+    steps, (page, wrong) = [*enumerate(RECORDED[name]["events"], 1)], open_page(name)
     for key, order in (("ArrowRight", steps), ("ArrowLeft", steps[-2::-1])):
         for number, event in order:
             shown = page.locator("tp-player").evaluate(SHOWN)
             assert shown["says"] == event["says"] and shown["fits"]
             assert shown["count"] == f"{number} / {len(steps)}"
             if number == len(steps):
-                table = {(row, rank): n for row, rank, n in shown["bytes"] if n}
-                assert table == ledger(name)
+                table = {(row, rank): n for row, rank, n in shown["bytes"]}
+                assert table == dict.fromkeys(table, 0) | ledger(name)
             page.keyboard.press(key)
         page.keyboard.press("ArrowLeft")
     assert wrong == []
