@@ -43,7 +43,7 @@ const STYLE = `
   .caption { font-size: 1.2em; min-height: 2.8em; margin: .2em 0 .4em; max-width: 68em; }
   .badge {
     font-size: .85em; font-weight: 700; padding: .1em .6em; margin-right: .5em;
-    border: 2px solid var(--ink); border-radius: 1em; white-space: nowrap;
+    border: 2px solid var(--ink); border-radius: 1em; display: inline-block;
   }
   .badge.moves { background: var(--ink); color: var(--back); }
   .stage { position: relative; cursor: pointer; }
@@ -385,8 +385,8 @@ class TPPlayer extends HTMLElement {
       cells.append(`${shape.join(" × ")} numbers`);
       return cells;
     }
-    const across = shape.at(-1) ?? 1;
-    const block = across * (shape.at(-2) ?? 1);
+    const across = shape.length > 1 ? shape.at(-1) : Math.min(values.length, 8);
+    const block = shape.length > 1 ? across * shape.at(-2) : values.length;
     const beside = shape.length === 4 ? values.length / block : 1;
     const letters = values.some((v) => /^[a-z·]$/i.test(v));
     cells.style.gridTemplateColumns = `repeat(${beside * across}, auto)`;
