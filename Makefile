@@ -51,11 +51,17 @@ mutants: $(VENV)/.extra ## small wrong edits of the lessons: is each one caught?
 	@$(LOCAL) $(RUN) tests/mutants.py $(ARGS)
 lint: $(VENV)/.extra ## check style and format with ruff
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+site: $(VENV)/.extra ## build the site, its players and slides, into site/html
+	@$(RUN) -m sphinx -q -W --keep-going -j 2 -d site/doctrees docs site/html
+	@$(RUN) -m sphinx -q -W --keep-going -b revealjs -d site/doctrees-slides docs/slides site/html/slides
+	@echo "built: site/html/index.html; to look at it: make site-serve"
+site-serve: site ## show the site in the browser, at localhost (PORT=8000)
+	@$(RUN) -m http.server --bind 127.0.0.1 --directory site/html $(or $(PORT),8000)
 wheels: $(VENV)/.base ## fill the folder wheels/, to install from where the wifi is bad
 	$(PIP) wheel -w wheels $(TORCH_FROM) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) wheel -w wheels -f wheels $(FROM) -r requirements.txt -r requirements-extra.txt
 clean: ## remove the environment and all caches
-	@rm -rf .pytest_cache .ruff_cache $(if $(wildcard $(VENV)/.base),$(VENV))
+	@rm -rf .pytest_cache .ruff_cache site docs/notebooks $(if $(wildcard $(VENV)/.base),$(VENV))
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(VENV)/.base says in which folder it was installed. An environment that was moved, or

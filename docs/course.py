@@ -1,0 +1,324 @@
+"""A Sphinx extension: what the site shows of the lessons, their bugs and the notebooks.
+
+    {lesson} 01_naive_mlp_tp       its code, part by part, and its recorded output
+    {breaks}                       the bugs of all lessons, from their BREAKS tables
+    {tp-player} ring               a recorded run that the reader steps through
+For slides:
+    {printed} 01_naive_mlp_tp 5    section 5 of a lesson's recorded output
+    {edit} 01_naive_mlp_tp f       a bug's diff; {seen}, with the same: its symptom
+    {exercises} 01_naive_mlp_tp    the names of the exercises in a lesson's notebook
+
+Lessons are read as text, never imported: the site needs no torch. Notebooks are copied
+to docs/notebooks; on the way pictures get descriptions, links to lessons lead to the
+lessons' pages, and players come to stand where they teach.
+"""
+
+import ast
+import difflib
+import html
+import json
+import os
+import re
+from pathlib import Path
+
+from docutils import nodes
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+from sphinx.util.docutils import SphinxDirective
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+LESSONS = sorted(path.stem for path in ROOT.glob("0?_*.py"))
+# Set by GitHub's runners. Elsewhere a line number leads to its own place in the page.
+REPOSITORY = os.environ.get("GITHUB_REPOSITORY", "")
+if REPOSITORY:
+    REPOSITORY = f"https://github.com/{REPOSITORY}"
+COMMIT = os.environ.get("GITHUB_SHA", "main")
+# Recording → the notebook, and the number of its section, that it stands in.
+PLAYERS = {
+    "ring": ("00", 4),
+    "mlp": ("01", 4),
+    "mlp-break-f": ("01", 8),
+    "attention": ("02", 2),
+    "vocab-loss": ("03", 3),
+    "sp-layer": ("04", 3),
+    "schedules": ("05", 4),
+    "batch": ("05", 11),
+}
+
+
+# What the repository has
+
+
+def source(lesson: str) -> str:
+    return (ROOT / f"{lesson}.py").read_text("utf-8")
+
+
+def cells_of(lesson: str) -> list[dict]:
+    text = (ROOT / f"notebooks/{lesson}.ipynb").read_text("utf-8")
+    return json.loads(text)["cells"]
+
+
+def recorded(lesson: str) -> tuple[str, str]:
+    """The command that the lesson's notebook begins with, and what it printed."""
+    for cell in cells_of(lesson):
+        command = "".join(cell["source"])
+        if command.startswith("!torchrun"):
+            printed = "".join("".join(each["text"]) for each in cell["outputs"])
+            command = command.removeprefix("!").partition(" --json")[0]
+            return command, printed.replace("\r", "").rstrip()
+    raise ValueError(f"no cell of notebooks/{lesson}.ipynb runs the lesson")
+
+
+def breaks_of(lesson: str) -> dict[str, dict[str, str]]:
+    """The lesson's BREAKS: a dict literal of dict(…) calls on constants."""
+    for node in ast.parse(source(lesson)).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "BREAKS":
+            calls = zip(node.value.keys, node.value.values)
+            return {key.value: constants(call) for key, call in calls}
+    raise ValueError(f"{lesson} has no BREAKS")
+
+
+def constants(call: ast.Call) -> dict[str, str]:
+    return {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+
+
+def line_of(lesson: str, target: str) -> int:
+    """Where a definition such as "CopyToTP.backward" begins."""
+    node = ast.parse(source(lesson))
+    for name in target.split("."):
+        node = next(each for each in node.body if getattr(each, "name", "") == name)
+    return node.lineno
+
+
+# Pieces of pages
+
+
+def raw(text: str) -> nodes.raw:
+    return nodes.raw("", text, format="html")
+
+
+def section(title: str, identity: str, *children) -> nodes.section:
+    return nodes.section("", nodes.title(title, title), *children, ids=[identity])
+
+
+def block(lines: list[str], name: str) -> str:
+    text = "\n".join(lines)
+    return f'<div class="highlight {name}"><pre tabindex="0">{text}\n</pre></div>'
+
+
+def diff_of(edit: dict) -> nodes.literal_block:
+    old, new = (edit[word].splitlines() for word in ("old", "new"))
+    changed = [*difflib.unified_diff(old, new, n=len(old), lineterm="")][3:]
+    text = "\n".join(f"{line[0]} {line[1:]}" for line in changed)
+    return nodes.literal_block("", text, language="diff")
+
+
+def as_html(text: str) -> str:
+    """A line of BREAKS: `code`, and addresses that can be followed."""
+    text = re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(text, quote=False))
+    address = r"github\.com/[\w./-]+\w"
+    return re.sub(address, r'<a href="https://\g<0>">\g<0></a>', text)
+
+
+# A lesson's page
+
+
+def parts_of(lines: list[str]) -> list[tuple[str, str, int, int]]:
+    """(mark, title, first line, last line) of each part. Line numbers begin at 1."""
+    marks = [("====", "The lesson in words, and its imports", 1)]
+    for number, line in enumerate(lines, 1):
+        if match := re.match(r"# (====|----) (.*)", line):
+            marks.append((*match.groups(), number))
+    ends = [number - 1 for *_, number in marks[1:]] + [len(lines)]
+    return [(*mark, end) for mark, end in zip(marks, ends)]
+
+
+def numbered_code(lesson: str) -> list[str]:
+    """The lines as HTML, with numbers that lead to the file in the repository."""
+    base = f"{REPOSITORY}/blob/{COMMIT}/{lesson}.py" if REPOSITORY else ""
+    lexer, formatter = PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
+    lines = highlight(source(lesson), lexer, formatter).splitlines()
+    return [
+        f'<a class="linenos" id="L{n}" href="{base}#L{n}">{n:4}</a>  {line}'
+        for n, line in enumerate(lines, 1)
+    ]
+
+
+def linked_output(lesson: str) -> list[str]:
+    """What the lesson printed, a section's title linked to the line that prints it."""
+    text, line_of_title = source(lesson), {}
+    for match in re.finditer(r'report\.section\(\s*f?"(.*?)"', text):
+        pattern = re.sub(r"\\\{.*?\\\}", ".*", re.escape(match[1]))
+        line_of_title[rf"\d+  {pattern}"] = text.count("\n", 0, match.start()) + 1
+    shown = []
+    for line in recorded(lesson)[1].splitlines():
+        found = [n for title, n in line_of_title.items() if re.match(title, line)]
+        line = html.escape(line)
+        shown.append(f'<a href="#L{found[0]}">{line}</a>' if found else line)
+    return shown
+
+
+def lesson_page(docname: str, lesson: str) -> list[nodes.Node]:
+    command = nodes.literal_block("", recorded(lesson)[0], language="console")
+    output = raw(block(linked_output(lesson), "lesson-output"))
+    parts = [section("What it prints", "what-it-prints", command, output)]
+    parts[0]["classes"] = ["prints"]
+    lines = numbered_code(lesson)
+    for mark, title, first, last in parts_of(source(lesson).splitlines()):
+        code = block(lines[first - 1 : last], "lesson-code")
+        if title.startswith(("CARRIED", "HARNESS")):
+            about = f"{last - first + 1} lines, for folding away"
+            code = f"<details><summary>{about}</summary>{code}</details>"
+        part = section(title, f"line-{first}", raw(code))
+        if mark == "====":
+            parts.append(part)
+        else:
+            parts[-1] += part
+    return parts
+
+
+# The page of bugs
+
+
+def bug(lesson: str, name: str, edit: dict) -> nodes.section:
+    place = f"lessons/{lesson}.html#L{line_of(lesson, edit['target'])}"
+    where = f'<a href="{place}"><code>{edit["target"]}</code></a>'
+    what = raw(f"<p>{as_html(edit['what'])}, in {where}:</p>")
+    words = {"symptom": "symptom", "why": "why", "met": "thread"}
+    rows = [f"<dt>{words[w]}</dt><dd>{as_html(edit[w])}</dd>" for w in words]
+    told = raw(f'<dl class="bug">{"".join(rows)}</dl>')
+    identity = f"break-{lesson[:2]}-{name}"
+    return section(f"{lesson[:2]} --break {name}", identity, what, diff_of(edit), told)
+
+
+def breaks_page(docname: str) -> list[nodes.Node]:
+    pages = []
+    for lesson in LESSONS:
+        bugs = [bug(lesson, name, edit) for name, edit in breaks_of(lesson).items()]
+        title = f"Lesson {lesson[:2]}: {len(bugs)} bugs"
+        pages.append(section(title, f"lesson-{lesson[:2]}", *bugs))
+    return pages
+
+
+# Players and slides
+
+
+def player(docname: str, name: str) -> list[nodes.Node]:
+    recording, script = f"recordings/{name}.json", "player/tp-player.js"
+    for needed in (recording, script):
+        if not (DOCS / "_static" / needed).exists():
+            raise ValueError(f"there is no docs/_static/{needed}")
+    static = "../" * docname.count("/") + "_static"
+    alone = f'<a href="{static}/player/index.html?play={name}">This player alone</a>'
+    return [
+        raw(
+            f'<tp-player src="{static}/{recording}"></tp-player>'
+            f'<script type="module" src="{static}/{script}"></script>'
+            f'<p class="alone">{alone}</p>'
+        )
+    ]
+
+
+def printed(docname: str, lesson: str, number: str) -> list[nodes.Node]:
+    sections = re.split(r"\n\n(?=\d+  |PASS)", recorded(lesson)[1])
+    (text,) = [each for each in sections if each.startswith(f"{number}  ")]
+    return [nodes.literal_block("", text, language="plaintext", linenos=False)]
+
+
+def edit(docname: str, lesson: str, name: str) -> list[nodes.Node]:
+    return [diff_of(breaks_of(lesson)[name])]
+
+
+def seen(docname: str, lesson: str, name: str) -> list[nodes.Node]:
+    bug = breaks_of(lesson)[name]
+    return [nodes.paragraph("", f"Symptom: {bug['symptom']}. Why: {bug['why']}.")]
+
+
+def exercises(docname: str, lesson: str) -> list[nodes.Node]:
+    text = "\n".join("".join(cell["source"]) for cell in cells_of(lesson))
+    names = re.findall(r"^\*\*\d\. (.*?)\.?\*\*", text, re.M)
+    items = [nodes.list_item("", nodes.paragraph("", name)) for name in names]
+    return [nodes.enumerated_list("", *items, enumtype="arabic")]
+
+
+# Notebooks
+
+
+def plain(markdown: str) -> str:
+    """Text without marks, folded parts and line ends."""
+    text = re.sub(r"<details>.*?</details>", "", markdown, flags=re.S)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    return " ".join(re.sub(r"[*`#]|<[^>]*>", "", text).split())
+
+
+def describe_pictures(cells: list[dict]) -> None:
+    """Each picture's alt text: the question of its section, and the text beside it,
+    which is what stands below, or above where code follows."""
+    question = above = ""
+    for cell, following in zip(cells, [*cells[1:], cells[0]]):
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            if match := re.search(r"^## \d* ?(.*)", text, re.M):
+                question = plain(match[1])
+            above = plain(text)
+        elif any("image/png" in each.get("data", {}) for each in cell["outputs"]):
+            beside = above
+            if following["cell_type"] == "markdown":
+                beside = plain("".join(following["source"])) or above
+            alt = f"Picture to “{question}” {' '.join(beside.split()[:40])}"
+            cell["metadata"]["mystnb"] = {"image": {"alt": alt}}
+
+
+def add_players(cells: list[dict], number: str) -> None:
+    """Below the text that begins the section that each belongs to."""
+    for name, (notebook, place) in PLAYERS.items():
+        if notebook == number:
+            begins = (c for c in cells if c["source"][0].startswith(f"## {place} "))
+            next(begins)["source"].append(f"\n\n```{{tp-player}} {name}\n```")
+
+
+def write_notebooks(app) -> None:
+    """notebooks/*.ipynb → docs/notebooks/, which git ignores, for Sphinx to read."""
+    folder = DOCS / "notebooks"
+    folder.mkdir(exist_ok=True)
+    for path in sorted((ROOT / "notebooks").glob("0?_*.ipynb")):
+        notebook = json.loads(path.read_text("utf-8"))
+        describe_pictures(notebook["cells"])
+        add_players(notebook["cells"], path.name[:2])
+        text = json.dumps(notebook)
+        text = re.sub(r"\(\.\./(0\d_\w+)\.py\)", r"(../lessons/\1.md)", text)
+        copy = folder / path.name
+        if not copy.exists() or copy.read_text("utf-8") != text:  # else it is unchanged
+            copy.write_text(text, "utf-8")
+
+
+def directive(build, arguments: int):
+    """A directive that puts into a page the nodes that build(docname, …) returns."""
+
+    class Built(SphinxDirective):
+        required_arguments = arguments
+
+        def run(self):
+            for path in [*ROOT.glob("0?_*.py"), *ROOT.glob("notebooks/*.ipynb")]:
+                self.env.note_dependency(str(path))
+            try:
+                return build(self.env.docname, *self.arguments)
+            except (LookupError, ValueError) as problem:
+                raise self.error(f"{self.name}: {problem!r}") from problem
+
+    return Built
+
+
+def setup(app):
+    app.add_directive("lesson", directive(lesson_page, 1))
+    app.add_directive("breaks", directive(breaks_page, 0))
+    app.add_directive("tp-player", directive(player, 1))
+    app.add_directive("printed", directive(printed, 2))
+    app.add_directive("edit", directive(edit, 2))
+    app.add_directive("seen", directive(seen, 2))
+    app.add_directive("exercises", directive(exercises, 1))
+    if Path(app.srcdir) == DOCS:  # not for the slides
+        app.connect("builder-inited", write_notebooks)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
