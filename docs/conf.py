@@ -21,6 +21,7 @@ html_theme = "sphinx_book_theme"
 html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["course.css"]
+html_context = {"default_mode": "auto"}  # dark where the reader's system is
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
