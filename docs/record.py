@@ -747,8 +747,9 @@ def sp_backward(block: str) -> list[Step]:
 
 SP_END = Step(
     "all_reduce_replicated_gradients", "all-reduce",
-    "LayerNorms and these biases are whole on every rank, but each rank met only its "
-    "own positions. One last all-reduce adds up their gradients: {bytes} bytes.",
+    "LayerNorms, and the biases of o_proj and down_proj, are whole on every rank, but "
+    "each rank met only its own positions. One last all-reduce adds up their "
+    "gradients: {bytes} bytes.",
     takes="own_grads", makes="grads_of_norms_and_biases", drops="dL/dx_BsD",
 )  # fmt: skip
 
@@ -848,9 +849,7 @@ def batch(lesson, _group) -> dict:
         lesson.COMM.what, lesson.COMM.phase = "batch", ""
         micro_batches = lesson.share_batch(whole, groups, args)
         total = lesson.count_targets(micro_batches, groups["dp"])
-    says = (
-        "As many as one process counts in the whole batch. Now the forward can begin."
-    )
+    says = "As many targets as one process counts in this batch. Forward may begin."
     recorder.compare(says, {"all_targets": (whole[1] != lesson.IGNORE).sum()})
     assert total == recorder.made["all_targets"]
     formulas = traffic_of(lesson, groups, args, whole, last=True)

@@ -115,7 +115,7 @@ const STYLE = `
     .caption { font-size: 1.1em; min-height: 6.8em; }
     .cell { min-width: 2.2em; font-size: .82em; padding: .05em; }
     .cell.letter { min-width: 1.3em; }
-    .track { grid-template-columns: 4.6em minmax(640px, 1fr); }
+    .track { grid-template-columns: 4.6em 640px; width: max-content; }
     .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
     .kept, .shape { display: block; line-height: 1; }
     th, td { padding-right: .45em; }
@@ -363,8 +363,8 @@ class TPPlayer extends HTMLElement {
   tensor(tensor, kind, mark, moved) {
     const { name, shape, values, who } = tensor;
     const size = `[${shape.join(", ")}]`;
-    const verdict = !mark ? "" : mark.ok ? `✓ as in one process (${mark.diff})`
-      : `✗ wrong by ${Math.round(100 * mark.diff)} %`;
+    const verdict = !mark ? "" : !mark.ok ? `✗ wrong by ${Math.round(100 * mark.diff)} %`
+      : `✓ as in one process${mark.diff ? ` (${mark.diff})` : ""}`;
     const term = /^(partial|own)_/.test(name) ? "term" : "";
     const kinds = `box ${kind} ${term} ${mark?.ok === false ? "wrong" : ""}`;
     const numbers = values ? texts(values).join(" ") : "";
@@ -385,7 +385,7 @@ class TPPlayer extends HTMLElement {
       cells.append(`${shape.join(" × ")} numbers`);
       return cells;
     }
-    const across = shape.length > 1 ? shape.at(-1) : Math.min(values.length, 8);
+    const across = shape.length > 1 ? shape.at(-1) : Math.min(values.length, 6);
     const block = shape.length > 1 ? across * shape.at(-2) : values.length;
     const beside = shape.length === 4 ? values.length / block : 1;
     const letters = values.some((v) => /^[a-z·]$/i.test(v));
