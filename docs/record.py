@@ -315,7 +315,7 @@ def number(value):
 
 def formulas_of(show, *args, **about) -> dict:
     """What a lesson's own section hands to report.ledger, or to measure: its formulas,
-    for these sizes. Nothing is run, or printed."""
+    for these sizes. Nothing is printed."""
     caught = {}
     nothing = lambda *args, **kwargs: True
     report = SimpleNamespace(
@@ -911,9 +911,7 @@ def one_run(lesson, groups, kind: str, M: int, seconds: float) -> list[dict]:
     def send(x, to, group):
         before = counted()
         message = original(x, to, group)
-        sent.append(
-            {"at": time.time(), "to": to, "bytes": difference(counted(), before)}
-        )
+        sent.append({"at": time.time(), "bytes": difference(counted(), before)})
         return message
 
     rows = lesson.COMM.rows
@@ -927,8 +925,8 @@ def one_run(lesson, groups, kind: str, M: int, seconds: float) -> list[dict]:
     dist.barrier()
     pipeline.run(steps, [torch.zeros(2, 1, 4, dtype=torch.int64)] * M)
     lesson.send = original
-    rows = [(key, list(row)) for key, row in lesson.COMM.rows.items()]
-    return lesson.gather_objects({"spans": pipeline.events, "sent": sent, "rows": rows})
+    mine = {"spans": pipeline.events, "sent": sent, "rows": [*rows.items()]}
+    return lesson.gather_objects(mine)
 
 
 def begin_and_end(run: list[dict]) -> tuple[float, float]:
@@ -991,9 +989,8 @@ def moments(runs: dict[str, list], P: int, M: int) -> list[dict]:
     ]
     ends = [group[0][0] for group in together[1:]] + [max(s["end"] for _, s in spans)]
     for group, end in zip(together, ends):
-        event = moment(group, end, spans, P)
-        events.append(event)
-    return [*events, the_end(spans, events, P, M)]
+        events.append(moment(group, end, spans, P))
+    return [*events, the_end(spans, P, M)]
 
 
 def moment(group: list[tuple], end: float, spans: list, P: int) -> dict:
@@ -1041,31 +1038,33 @@ def state(now: float, spans: list, name: str, P: int) -> str:
     mine = [(stage, span) for stage, span in spans if span["run"] == name]
     busy = {s for s, span in mine if span["start"] <= now < span["end"]}
     idle = [stage for stage in range(P) if stage not in busy]
-    if len(idle) == P:
+    if now >= max(span["end"] for _, span in mine):
         return "is done"
     if not idle:
         return "computes on all stages"
     return f"waits on stage{'s' * (len(idle) > 1)} {', '.join(map(str, idle))}"
 
 
-def the_end(spans: list, events: list[dict], P: int, M: int) -> dict:
+def the_end(spans: list, P: int, M: int) -> dict:
     """The whole of both; waiting as part of the time, as the notebook has it."""
-    says, most = [], {}
+    says = []
     for name in KINDS.values():
         mine = [span for _, span in spans if span["run"] == name]
         took = max(s["end"] for s in mine) - min(s["start"] for s in mine)
         waits = 1 - sum(s["end"] - s["start"] for s in mine) / P / took
-        most[name] = [max(e["kept"][name][stage] for e in events) for stage in range(P)]
+        kept = [kept_at(span["start"], spans, name, P) for span in mine]
+        most = ", ".join(str(max(of_stage)) for of_stage in zip(*kept))
         says.append(
             f"{name} took {took:.0f} ms, and stages waited {waits:.3f} of it; it kept "
-            f"at most {', '.join(map(str, most[name]))} micro-batches on stages 0 to "
-            f"{P - 1}."
+            f"at most {most} micro-batches on stages 0 to {P - 1}."
         )
     rule = f"Predicted for both: (P − 1)/(M + P − 1) = {(P - 1) / (M + P - 1):.3f}."
     end = max(span["end"] for _, span in spans)
-    return {"kind": "check", "time": end, "says": " ".join([*says, rule]),
-            "kept": {name: kept_at(end, spans, name, P) for name in most},
-            "ranks": [{} for _ in range(P)]}  # fmt: skip
+    kept = {name: kept_at(end, spans, name, P) for name in KINDS.values()}
+    ranks = [{} for _ in range(P)]
+    return dict(
+        kind="check", time=end, says=" ".join([*says, rule]), kept=kept, ranks=ranks
+    )
 
 
 SCENES = {  # name → ranks, the lesson, the scene
