@@ -61,9 +61,8 @@ def test_recorded_anew_they_are_the_same(tmp_path):
 
 
 def test_size_colours_and_contrast():
-    gamma = lambda c: c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4
-    parts = lambda color: zip((0.21, 0.72, 0.07), map(gamma, to_rgb(color)))
-    luminance = lambda color: 0.05 + sum(w * c for w, c in parts(color))
+    weigh = lambda c, w: w * (c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4)
+    luminance = lambda color: 0.05 + sum(map(weigh, to_rgb(color), (0.21, 0.72, 0.07)))
     text = (jobs.ROOT / "docs/_static/player/tp-player.js").read_text()
     assert text.count("\n") <= 500 and max(map(len, text.splitlines())) <= 100
     colors = re.findall(r'"(#\w{6})"', text.partition("COLORS = ")[2][:200])
@@ -98,7 +97,6 @@ def open_page():
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
         yield open_page
-    server.shutdown()
 
 
 SHOWN = """player => ({
@@ -137,7 +135,9 @@ def test_keys_clicks_slider_playing_and_theme(open_page):
     page.locator("tp-player input").fill("5")
     page.locator("tp-player .stage").click()
     assert count.inner_text() == "6 / 13"
-    assert page.locator("tp-player .ghost").count() == 2  # an all-reduce of two ranks
+    flying = page.locator("tp-player .ghost .cell:first-child").all_inner_texts()
+    made = [part["makes"][0] for part in RECORDED["mlp"]["events"][4]["ranks"]]
+    assert flying == [f"{made[r]['values'][0]}".replace("-", "−") for r in (1, 0)]
     page.clock.install()
     page.get_by_role("button", name="play").click()
     page.clock.run_for(60_000)
