@@ -13,7 +13,10 @@ import torch
 from jobs import ROOT
 from test_notebooks import FOLDER, NOTEBOOKS, exercises
 
-HELPER = "%%px\ndef both(B, S, D, F):\n    return 4 * B * S * (D + F)\n"
+HELPER = (
+    "%%px\nsize = 4\n",
+    "%%px\nboth = lambda B, S, D, F, e=size: e * B * S * (D + F)\n",
+)
 RIGHT = "%%px\n" + "\n".join([
     "def bytes_of_tp(B, S, D, F):", "    return 4 * 2 * B * S * D",
     "def bytes_of_naive(B, S, D, F):", "    return 2 * both(B, S, D, F)",
@@ -34,14 +37,14 @@ def test_which_cells_are_untouched():
         assert not submission.is_untouched(half_done), half_done
 
 
-def notebook(name: str, answers: dict[str, str], before: str = "") -> str:
-    """A notebook's text with these answers, and a cell more at the top."""
+def notebook(name: str, answers: dict[str, str], before: tuple = ()) -> str:
+    """A notebook's text with these answers, and more cells at the top."""
     book = json.loads((FOLDER / f"{name}.ipynb").read_text())
     for cell in book["cells"]:
         for tag in cell["metadata"].get("tags", []):
             cell["source"] = answers.get(tag, cell["source"])
-    extra = {"cell_type": "code", "source": before, "metadata": {}, "outputs": []}
-    return json.dumps(book | {"cells": [extra, *book["cells"]]})
+    extra = [dict(cell_type="code", source=text, metadata={}) for text in before]
+    return json.dumps(book | {"cells": [*extra, *book["cells"]]})
 
 
 def checks_of(name: str) -> str:

@@ -115,7 +115,6 @@ class Judge:
         if self.live is None:
             ranks.prepare()
             self.live = ranks.start(ranks.how_many(4), lesson)
-        self.lesson = lesson
         each = range(self.live.count)
         self.live.view.execute("%reset -f")
         self.live.view.map_sync(
@@ -136,19 +135,23 @@ class Judge:
         errors = [ranks.in_short(x) for x in replies if isinstance(x, Exception)]
         return [ranks.said(data) for data in result.metadata], "".join(errors[:1])
 
-    def judge(self, cells: list[dict], answer: int, check: int) -> tuple[str, str]:
-        """`right` or `not yet`, and what was said."""
+    def run_cell(self, cells, place: int, defined: dict) -> tuple[list[str], str]:
+        """A cell; and before it, those that define names which it misses."""
+        said, error = self.run(cells[place]["text"])
+        while (other := missing([*said, error], defined)) is not None:
+            self.run_cell(cells, other, defined)
+            said, error = self.run(cells[place]["text"])
+        return said, error
+
+    def judge(self, lesson: str, cells: list[dict], answer, check) -> tuple[str, str]:
+        """`right` or `not yet` of the cells at two places, and what was said."""
         import ranks
 
-        self.begin(self.lesson)
+        self.begin(lesson)
         defined = definitions(cells[:answer])
-        for place in (answer, check):
-            said, error = self.run(cells[place]["text"])
-            while (other := self.missing([*said, error], defined)) is not None:
-                self.run(cells[other]["text"])
-                said, error = self.run(cells[place]["text"])
-            if error:
-                break
+        said, error = self.run_cell(cells, answer, defined)
+        if not error:
+            said, error = self.run_cell(cells, check, defined)
         last = [text.splitlines()[-1] if text else "" for text in said]
         if not error and set(last) == {"right"}:
             return "right", ""
@@ -158,10 +161,11 @@ class Judge:
         words = error or next((text for text in said if text), "nothing was said")
         return "not yet", re.sub(r"^not yet[:;] *", "", words)
 
-    def missing(self, said: list[str], defined: dict[str, int]) -> int | None:
-        """The cell that defines a name which was not defined; each is tried once."""
-        name = re.search(r"name '(\w+)' is not defined", "\n".join(said))
-        return defined.pop(name[1], None) if name else None
+
+def missing(said: list[str], defined: dict[str, int]) -> int | None:
+    """The cell that defines a name which was not defined; each is tried once."""
+    name = re.search(r"name '(\w+)' is not defined", "\n".join(said))
+    return defined.pop(name[1], None) if name else None
 
 
 def definitions(cells: list[dict]) -> dict[str, int]:
@@ -212,8 +216,8 @@ def judge_all(folder: Path) -> dict:
             elif "exercise" in found and not is_untouched(
                 cells[found["exercise"]]["text"]
             ):
-                judge.lesson = lesson
-                state, said = judge.judge(cells, found["exercise"], found["check"])
+                places = found["exercise"], found["check"]
+                state, said = judge.judge(lesson, cells, *places)
             states[lesson][number] = state
             line = f"{lesson} {number}: {state}{f'; {said}' if said else ''}"
             print(textwrap.shorten(line, 88, placeholder=" …"), flush=True)
