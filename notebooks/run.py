@@ -5,6 +5,12 @@
     python notebooks/run.py --assets             only write out the pictures
 
 The pictures of a cell with the tag `asset-NAME` become assets/NAME.png, NAME-2.png, …
+Other tags: `nbval-ignore-output` where what is printed changes from run to run (tests
+compare the rest); `raises-exception`; `hide-input`, which folds a cell, and with
+`drawing` says that tests may try the functions that it defines; `exercise-1` and
+`check-1`, 2, 3 and so on, whose folded solution the tests try.
+tests/test_notebooks.py says what each notebook must have, and wants wrong answers to
+its exercises in WRONG.
 """
 
 import base64
