@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -252,9 +253,25 @@ NBVAL = "-q -p no:cacheprovider --nbval --nbval-current-env --nbval-cell-timeout
 
 
 def run_notebook(name: str, ranks: int) -> Done:
-    """Its cells, with so many live ranks; outputs are compared with those committed."""
+    """Its cells, with so many live ranks; outputs are compared with those committed.
+    What a cell starts with `!torchrun` runs in a nursery (the script bin/torchrun)."""
     command = [sys.executable, "-m", "pytest", *NBVAL.split(), f"notebooks/{name}"]
-    return watch(command, 500, {"NOTEBOOK_RANKS": str(ranks)})
+    folders = [ROOT / "tests" / "bin", Path(sys.executable).parent, os.environ["PATH"]]
+    env = {"PATH": os.pathsep.join(map(str, folders)), "NOTEBOOK_RANKS": str(ranks)}
+    with Listener() as listener:
+        threading.Thread(target=answer, args=[listener], daemon=True).start()
+        return watch(command, 500, env | {"COURSE_TEST_LISTENER": listener.address})
+
+
+def answer(listener: Listener) -> None:
+    """Launch what is asked for, and send back what was printed and the exit code."""
+    with contextlib.suppress(OSError):  # closed: the notebook has ended
+        while True:
+            with listener.accept() as notebook:
+                standalone, number, script, *flags = notebook.recv()
+                ranks = int(number.removeprefix("--nproc_per_node="))
+                done = launch(ROOT / script, ranks, *flags)
+                notebook.send((done.text, done.code))
 
 
 class Exited(BaseException):
