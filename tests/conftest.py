@@ -5,8 +5,8 @@ Launching ranks is most of what the suite costs. A test names what it launches,
     @pytest.mark.launches("01_naive_mlp_tp", 2, "--dtype", "float64")
 
 and jobs start in the order of the tests, three at a time, before the tests ask.
-What is launched twice with the same flags runs once. A test marked `alone` runs last,
-when nothing else does.
+What is launched twice with the same flags runs once. Notebooks run last, and beside
+them the tests of live ranks; after all, when nothing else runs, tests marked `alone`.
 """
 
 import sys
@@ -33,13 +33,20 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before some are left out by their markers
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "home" in getattr(item, "fixturenames", ()):  # ranks of test_notebooks.py
-            item.add_marker(pytest.mark.alone)
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(180))
         if is_essential(item):
             item.add_marker(pytest.mark.essential)
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+    items.sort(key=turn)
+
+
+def turn(item) -> int:
+    """When a test runs: tests of live ranks must not wait for launches too long."""
+    if item.get_closest_marker("alone"):
+        return 3
+    if item.path.stem == "test_notebooks":
+        return 2 if item.get_closest_marker("launches") else 1
+    return 0
 
 
 def is_essential(item) -> bool:

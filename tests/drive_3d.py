@@ -34,11 +34,11 @@ def make(number: int, sizes: tuple) -> argparse.Namespace:
     pp, dp, tp = sizes
     kv_heads = tp * rng.randint(1, 2)
     heads = kv_heads * rng.randint(1, 2)
-    M = rng.randint(1, 5)
+    M = rng.randint(1, 3)
     return argparse.Namespace(
         pp=pp, dp=dp, tp=tp, microbatches=M, schedule=("1f1b", "gpipe")[number % 2],
         ragged=number % 3 > 0, zero=number % 4 > 1, tie=number // 2 % 2 == 1,
-        heads=heads, kv_heads=kv_heads, hidden=heads * 2 * rng.randint(4, 8),
+        heads=heads, kv_heads=kv_heads, hidden=heads * 2 * rng.randint(2, 4),
         layers=pp + rng.randint(0, 2), batch_size=dp * M * rng.randint(2, 3),
         seq_len=rng.randint(5, 13), vocab_size=257, clip=(0.3, 1.0, 100.0)[number % 3],
         dropout=0.0, seed=number + 1, dtype="float64", device="cpu", timeout=60,

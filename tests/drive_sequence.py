@@ -8,7 +8,7 @@ Every rank computes the whole thing alone, in float64, and cuts out what it shou
 from functools import partial
 
 import torch
-from in_ranks import MODELS, Twins, difference, groups_of_4, load, run
+from in_ranks import MODELS, Twins, difference, groups_of_4, is_ours, load, run
 
 lesson = load("04_sequence_parallel")
 
@@ -68,11 +68,10 @@ def try_recompute(number: int, group) -> dict:
 
 
 def main() -> dict:
-    groups = groups_of_4(lesson)
-    return dict(
-        models=[try_model(n, groups[n % 4]) for n in range(MODELS)],
-        recomputes=[try_recompute(n, groups[n % 4]) for n in range(8)],
-    )
+    groups = groups_of_4(lesson) * (MODELS // 4)
+    models = [try_model(n, g) for n, g in enumerate(groups) if is_ours(n, g)]
+    recomputes = [try_recompute(n, group) for n, group in enumerate(groups[:8])]
+    return dict(models=models, recomputes=recomputes)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from in_ranks import (
     columns,
     difference,
     groups_of_4,
+    is_ours,
     load,
     run,
     transposed,
@@ -157,6 +158,7 @@ def try_draw(number: int, groups) -> dict:
 
 def look_up(group) -> list:
     """In a vocabulary of one: its token six times, and none."""
+    torch.manual_seed(1)
     full, found = nn.Embedding(1, 4), []
     embedding = lesson.VocabParallelEmbedding(full, group)
     for shape in ((2, 3), (0, 3)):
@@ -168,10 +170,11 @@ def look_up(group) -> list:
 def main() -> dict:
     groups = groups_of_4(lesson)
     batches = enumerate(product(DTYPES, STYLES, SMOOTHINGS, groups))
+    order = [(n, groups[(n + n // 4) % 4]) for n in range(MODELS)]
     return dict(
-        losses=[try_loss(number, *batch) for number, batch in batches],
+        losses=[try_loss(n, *batch) for n, batch in batches if is_ours(n, batch[-1])],
         megatron=megatron(groups[2]),
-        models=[try_model(n, groups[(n + n // 4) % 4]) for n in range(MODELS)],
+        models=[try_model(n, group) for n, group in order if is_ours(n, group)],
         draws=[try_draw(n, groups) for n in range(DRAWS + TIES)],
         peaks=[(group.size(), peaks(group)) for group in groups],
         look_up=[look_up(group) for group in groups],

@@ -41,6 +41,13 @@ def groups_of_4(lesson) -> list:
     return found
 
 
+def is_ours(number: int, group) -> bool:
+    """Groups of one size work side by side: does ours take this number's case?"""
+    ranks = dist.get_process_group_ranks(group)
+    place = ranks[0] if len(ranks) == 1 else int(0 not in ranks)
+    return number // 4 % (4 // len(ranks)) == place
+
+
 def no_group(size: int, rank: int = 0):
     """Stands for a group where nothing is to be sent, and could not be."""
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
@@ -170,7 +177,8 @@ class Twins:
         self.padding = -self.S % T if pads else 0
         self.generator = torch.Generator().manual_seed(number)
         self.full = random_model(lesson, self.config, tied, self.generator)
-        self.alone, self.before = copy.deepcopy(self.full), copy.deepcopy(self.full)
+        self.alone = copy.deepcopy(self.full)
+        self.before = [p.detach().clone() for p in self.full.parameters()]
         self.split = split(self.full, group)
         self.models = self.alone, self.split
         self.adamw = [
@@ -221,9 +229,10 @@ class Twins:
         tokens, target, upstream = self.batch()
         # Masks are drawn by shape: with dropout one process has the padding, too.
         shown = tokens.shape[1] if self.config.dropout else self.S
-        torch.manual_seed(1000 * self.number + step)
+        seed = torch.default_generator.manual_seed  # torch's own also looks for GPUs
+        seed(1000 * self.number + step)
         wanted = self.alone(tokens[:, :shown])
-        torch.manual_seed(1000 * self.number + step)
+        seed(1000 * self.number + step)
         got = self.split(tokens)
         self.note("logits", difference(got[:, :shown], self.columns(wanted)))
         loss = F.cross_entropy(wanted.flatten(0, 1), target[:, :shown].flatten())
@@ -265,12 +274,12 @@ class Twins:
         with torch.no_grad():
             wanted, got = (model.eval()(tokens) for model in self.models)
         self.note("eval", difference(got, self.columns(wanted)))
-        first = dist.get_process_group_ranks(self.group)[0]
-        for name, p in parameters(self.split).items():
-            if name not in self.by_rows and dim_of(name) is None:
-                of_first = p.clone()
-                dist.broadcast(of_first, first, self.group)
-                self.note("replicas", difference(p, of_first), name)
-        for p, q in zip(self.full.parameters(), self.before.parameters()):
+        held = parameters(self.split).items()
+        is_whole = lambda name: name not in self.by_rows and dim_of(name) is None
+        replicas = torch.cat([p.flatten() for name, p in held if is_whole(name)])
+        of_first = replicas.clone()
+        dist.broadcast(of_first, group=self.group, group_src=0)
+        self.note("replicas", difference(replicas, of_first))
+        for p, q in zip(self.full.parameters(), self.before):
             self.note("own", exact(torch.equal(p, q)))
         return self.about | dict(diffs=self.diffs)

@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[1]
 PATHS = {path.stem: path for path in sorted(ROOT.glob("0?_*.py"))}
 LESSONS = [*PATHS]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-FOLDER = "FOLDER"  # as a flag of a lesson: a folder, whose files come back as text
 MARK = "COURSE_TEST_JOB"  # in the environment of every process of a job
 
 # The tests are about ranks on CPUs. One thread a rank, and no need of a host name.
@@ -45,7 +44,6 @@ class Done(NamedTuple):
     out: str  # of all ranks
     err: str  # of all ranks and of torchrun
     wall: float  # seconds
-    talk: float  # seconds from the first line of `out` to the end
     ended: float  # seconds since the epoch
     left: list  # what still ran after the end: (process id, command)
     data: dict  # what --json wrote
@@ -99,8 +97,7 @@ def launch(script, ranks: int, *flags, limit=100, **env) -> Done:
         end(nursery.mark)
     else:
         Nursery.idle.append(nursery)
-    took = ended - start
-    return Done(code, out, err + report, took, took, ended, left, {})
+    return Done(code, out, err + report, ended - start, ended, left, {})
 
 
 def printed(folder: Path, stream: str) -> str:
@@ -117,31 +114,19 @@ def torchrun(script, ranks: int, *flags, limit=100, launcher=TORCHRUN, **env) ->
 
 def watch(command: list[str], limit: float, env: dict[str, str]) -> Done:
     """Run a command, and see to it that nothing is left of it."""
-    mark = uuid.uuid4().hex
-    start = time.time()
-    first = None
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as err:
-        job = subprocess.Popen(
-            command, cwd=ROOT, env=CLEAN_ENV | env | {MARK: mark}, stderr=err,
-            stdout=subprocess.PIPE, encoding="utf-8",
-        )  # fmt: skip
-        RUNNING[mark] = job
-        alarm = threading.Timer(limit, end, [mark])
-        alarm.start()
-        lines = []
-        for line in job.stdout:
-            first = first or time.time()
-            lines.append(line)
-        code = job.wait()
-        ended = time.time()
-        alarm.cancel()
-        left = still_running(mark)
-        end(mark)
-        err.seek(0)
-        said = err.read()
-    took = ended - start
-    talk = ended - (first or start)
-    return Done(code, "".join(lines), said, took, talk, ended, left, {})
+    mark, start = uuid.uuid4().hex, time.time()
+    job = RUNNING[mark] = subprocess.Popen(
+        command, cwd=ROOT, env=CLEAN_ENV | env | {MARK: mark}, encoding="utf-8",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    alarm = threading.Timer(limit, end, [mark])
+    alarm.start()
+    out, err = job.communicate()
+    ended = time.time()
+    alarm.cancel()
+    left = still_running(mark)
+    end(mark)
+    return Done(job.returncode, out, err, ended - start, ended, left, {})
 
 
 def two_agents(script, ranks: int, *flags) -> list:
@@ -219,14 +204,11 @@ def result(what: str, ranks: int, *flags):
 
 def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     """A lesson under torchrun with --json."""
-    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
-        path = Path(home, "out.json")
-        flags = [folder if flag == FOLDER else flag for flag in flags]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "out.json")
         done = launch(ROOT / f"{lesson}.py", ranks, *flags, "--json", path)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
-        if folder in flags:
-            data["files"] = {f.name: f.read_text() for f in Path(folder).iterdir()}
     return done._replace(data=data)
 
 
@@ -268,7 +250,7 @@ def answer(listener: Listener) -> None:
     with contextlib.suppress(OSError):  # closed: the notebook has ended
         while True:
             with listener.accept() as notebook:
-                standalone, number, script, *flags = notebook.recv()
+                _, number, script, *flags = notebook.recv()  # after --standalone
                 ranks = int(number.removeprefix("--nproc_per_node="))
                 done = launch(ROOT / script, ranks, *flags)
                 notebook.send((done.text, done.code))

@@ -50,7 +50,7 @@ def run(job: dict) -> tuple[int, str]:
         local_addr="127.0.0.1",
         start_method="forkserver",
         monitor_interval=0.05,
-        max_restarts=0,
+        max_restarts=int(job["env"].get("PET_MAX_RESTARTS", 0)),
         logs_specs=DefaultLogsSpecs(log_dir=job["folder"], redirects=Std.ALL),
     )
     try:

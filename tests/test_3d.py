@@ -7,7 +7,6 @@ against plain PyTorch; checkpoints from mesh to mesh; the lesson's own runs.
 import json
 import re
 import shutil
-import signal
 from functools import cache
 from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
@@ -218,7 +217,7 @@ def test_mixed_precision_and_recompute():
 
 
 SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
-SMALL += ("--tie", "--dtype", "float64")
+SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
 
 
 @pytest.fixture(scope="module")
@@ -294,11 +293,10 @@ def test_where_one_cannot_go_on(saved, flags, words):
     assert re.search(words, said), said
 
 
-@pytest.mark.alone
 def test_killed_while_saving_and_started_anew(tmp_path):
     """--max-restarts=1: back from the newest finished checkpoint, same losses."""
     folder, json_path = tmp_path / "here", tmp_path / "out.json"
-    done = jobs.torchrun(
+    done = jobs.launch(
         jobs.ROOT / "tests" / "faulty.py", 2, MESH, "kill", 1, 0, *SMALL,
         "--pp", 2, "--steps", 4, "--save", folder, "--json", json_path,
         "--timeout", 20, FAULT_TIME=str(tmp_path / "time"), FAULT_SAVE="3",
@@ -306,7 +304,6 @@ def test_killed_while_saving_and_started_anew(tmp_path):
     )  # fmt: skip
     assert done.code == 0, done.text
     assert (tmp_path / "time").exists(), "nobody was killed"
-    assert f"exitcode: -{int(signal.SIGKILL)}" in done.err, done.err
     data = json.loads(json_path.read_text())
     assert data["verdict"] == "PASS" and "step_000002" in done.out
     names = [row["name"] for row in data["losses"]]
@@ -315,7 +312,6 @@ def test_killed_while_saving_and_started_anew(tmp_path):
     assert names == [f"step_{step:06}" for step in range(1, 5)]
 
 
-@pytest.mark.alone
 def test_two_machines():
     """Two agents on this one, as on two hosts: torchrun --nnodes=2."""
     flags = (*SMALL, "--steps", "2", "--pp", "2", "--tp", "1")

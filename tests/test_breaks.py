@@ -94,14 +94,14 @@ EXPECTED = {
             loss("mesh")),
     },
 }  # fmt: skip
-# Of a break that two ranks do not show, or not fully: (lesson, name) → ranks, flags.
-RUNS = {("00_collectives", "skip"): (4,), ("01_naive_mlp_tp", "average"): (4,)}
+# Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
+RANKS = {("00_collectives", "skip"): 4, ("01_naive_mlp_tp", "average"): 4}
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 
 def run_of(lesson: str, name: str) -> tuple:
-    ranks, *flags = RUNS.get((lesson, name), (2,))
-    return lesson, ranks, "--break", name, *flags
+    steps = () if lesson == "00_collectives" else ("--steps", "2")
+    return lesson, RANKS.get((lesson, name), 2), "--break", name, *steps
 
 
 each_break = pytest.mark.parametrize("lesson, name", [

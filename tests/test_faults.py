@@ -1,5 +1,5 @@
-"""A rank that is killed, hangs, skips a call or raises: the job ends in time, what is
-said about it is true and said once, and nothing is left running."""
+"""A rank that is killed, hangs, skips a call, raises or refuses: the job ends in time,
+what is said about it is true and said once, and nothing is left running."""
 
 import os
 import re
@@ -79,6 +79,22 @@ def test_ends_and_accuses_nobody_else(run):
         assert re.match(SAYS[fault].format(rank=rank), said), done.err
 
 
+@pytest.mark.parametrize("launch, lesson, flag, value", [
+    (jobs.torchrun, MLP, "--hidden", "65"),
+    (jobs.launch, COLLECTIVES, "--break", "nope"),
+])  # fmt: skip
+def test_refused_under_torchrun(launch, lesson, flag, value):
+    done = launch(jobs.PATHS[lesson], 2, flag, value)
+    assert done.code == 1 and done.out == ""
+    assert len(re.findall(r"^error: ", done.err, re.M)) == 1, done.err
+    exits = re.findall(r"exitcode +: (\S+)", done.err)
+    assert "2" in exits and set(exits) <= {"2", "-15"}, exits  # rank 0; told to stop
+    report = done.err.partition("Root Cause")[2]
+    assert re.search(rf"error: .*{value}", report), done.err
+    assert not re.search(r'File "[^"]*/0\d_\w+\.py"', done.err), done.err
+    assert done.left == [] and done.wall < 60  # no rank waits until --timeout
+
+
 @pytest.mark.alone
 def test_control_c_while_ranks_wait(tmp_path):
     """Five seconds at most to the prompt, whatever the timeout."""
@@ -95,13 +111,6 @@ def test_control_c_while_ranks_wait(tmp_path):
     assert job.wait(60) != 0 and time.time() - start < 5
 
 
-@pytest.mark.alone
-def test_a_terminal_that_does_not_know_our_characters():
-    done = jobs.torchrun(jobs.PATHS[MLP], 2, PYTHONIOENCODING="ascii")
-    assert done.code == 0 and done.out.splitlines()[-1].startswith("PASS"), done.text
-
-
-@pytest.mark.alone
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("to, wanted", [
     ("> /dev/full", "raised OSError: No space left on device"),

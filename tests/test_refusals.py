@@ -1,7 +1,7 @@
 """What a user can get wrong gets one message, exit code 2, no traceback, by rank 0.
 
-Most refusals run in this process: they come before any group is made. A few go through
-torchrun, for what it makes of them.
+They run in this process, for they come before any group is made; what torchrun makes of
+them is in test_faults.py.
 """
 
 import json
@@ -85,22 +85,6 @@ def test_refused(lesson, ranks, flags, words, tmp_path):
     (text,) = said  # all ranks say the same
     for word in words or flags:
         assert word in text, text
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("lesson, ranks, flag, value", [
-    (MLP, 4, "--hidden", "66"), (COLLECTIVES, 2, "--break", "nope"),
-])  # fmt: skip
-def test_refused_under_torchrun(lesson, ranks, flag, value):
-    done = jobs.torchrun(jobs.PATHS[lesson], ranks, flag, value, limit=40)
-    assert done.code == 1 and done.out == ""
-    assert len(re.findall(r"^error: ", done.err, re.M)) == 1, done.err
-    exits = re.findall(r"exitcode +: (\S+)", done.err)
-    assert "2" in exits and set(exits) <= {"2", "-15"}, exits  # rank 0; told to stop
-    report = done.err.partition("Root Cause")[2]
-    assert re.search(rf"error: .*{value}", report), done.err
-    assert not re.search(r'File "[^"]*/0\d_\w+\.py"', done.err), done.err
-    assert done.left == [] and done.wall < 30
 
 
 HUGE = {"257": "tried to allocate 2056000000000 bytes", str(2**31 - 1): "overflowed"}
