@@ -14,6 +14,7 @@ import jobs
 import lessons
 import pytest
 from jobs import ROOT
+from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -104,13 +105,16 @@ def test_help_lists_every_target():
 
 
 def test_every_requirement_is_pinned_and_installed_and_torch_comes_first():
-    exact = r"[\w-]+==((?:\d+\.)+\d+)(; python_version [<>]=? \"3\.\d+\")?( +#.*)?"
-    here = "<" if sys.version_info < (3, 11) else ">="
+    exact = r"[\w-]+==(\d+\.)+\d+(; python_version (<|==|>=) \"3\.\d+\")?( +#.*)?"
     for name, lines in pins().items():
-        found = [re.fullmatch(exact, line) for line in lines]
-        assert all(found), lines
-        wanted = next(m[1] for m in found if not m[2] or f" {here}" in m[2])
-        assert version(name).partition("+")[0] == wanted, name
+        assert all(re.fullmatch(exact, line) for line in lines), lines
+        pinned = [Requirement(line.partition(" #")[0]) for line in lines]
+        (here,) = [pin for pin in pinned if not pin.marker or pin.marker.evaluate()]
+        assert here.specifier == f"=={version(name).partition('+')[0]}", name
+        for python in ("3.10", "3.11", "3.12", "3.13", "3.14"):
+            env = {"python_version": python}
+            fit = [pin for pin in pinned if not pin.marker or pin.marker.evaluate(env)]
+            assert len(fit) == 1, (name, python)
     assert next(iter(pins())) == "torch" and len(pins()["torch"]) == 1
 
 
