@@ -29,6 +29,7 @@ import ranks  # noqa: E402
 
 PATHS = sorted(FOLDER.glob("0?_*.ipynb"))
 NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in PATHS}
+JAX = "06_the_same_in_jax"  # has no live ranks; its exercises: see test_jax.py
 
 
 @pytest.mark.timeout(600)
@@ -37,6 +38,8 @@ NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in PATHS}
     for name in NOTEBOOKS
 ])  # fmt: skip
 def test_outputs_are_those_committed(name):
+    if name.startswith(JAX):
+        pytest.importorskip("jax", reason="jax is not installed: make setup EXTRA=1")
     done = jobs.result(name, 4)
     assert done.code == 0, done.text[-8000:]
     assert done.left == []
@@ -241,7 +244,7 @@ def test_a_kernel_that_is_interrupted_restarted_and_killed():
 # Exercises
 
 LIVE = {"05_3d_parallel": 4}  # ranks that stay; elsewhere 2, or as many as you like
-RUN = {"05_3d_parallel": 8}  # of the first run
+RUN = {"05_3d_parallel": 8, JAX: 4}  # of the first run
 
 
 def exercises(name: str) -> dict[int, dict[str, str]]:
@@ -254,7 +257,7 @@ def exercises(name: str) -> dict[int, dict[str, str]]:
             found.setdefault(int(number), {})[kind] = text
         if "<summary>Solution" in text:  # below its check
             assert "<summary>Hint</summary>" in text
-            code = re.search(r"```python\n%%px\n(.*?)```", text, re.S)[1]
+            code = re.search(r"```python\n(?:%%px\n)?(.*?)```", text, re.S)[1]
             found[max(found)]["solution"] = code
     return found
 
@@ -272,7 +275,7 @@ def ranks_with(lesson: str):
     return ranks.start(count, lesson, timeout=4)
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name != JAX])
 def test_exercises(name, home, capsys):
     live, found = ranks_with(name), exercises(name)
     wrong = importlib.import_module(f"wrong_{name[:2]}").WRONG
@@ -304,6 +307,7 @@ def test_exercises(name, home, capsys):
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     book, cells = NOTEBOOKS[name], {"code": [], "markdown": []}
+    lesson = "01_naive_mlp_tp" if name == JAX else name
     nbformat.validate(book)
     assert set(book["metadata"]) == {"kernelspec", "language_info"}
     for cell in book["cells"]:
@@ -327,17 +331,19 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
 
     code, text = cells["code"], "\n".join(cells["markdown"])
     first = NOTEBOOKS["00_collectives"]["cells"]
-    assert code[0] in ("".join(cell["source"]) for cell in first)  # finds the course
-    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {name}"
+    finds_the_course = next("".join(c["source"]) for c in first if "outputs" in c)
+    assert code[0].startswith(finds_the_course)
+    assert code[0] == finds_the_course or name == JAX
+    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {lesson}"
     assert code[1].startswith(command)
-    assert any("broken(" in cell for cell in code)
+    assert name == JAX or any("broken(" in cell for cell in code)
     assert text.count("<summary><b>Quiz.</b>") >= 5
     assert text.count("<details>") == text.count("</details>")
-    assert sum("ranks.code(" in cell for cell in code) >= 5
+    assert name == JAX or sum("ranks.code(" in cell for cell in code) >= 5
     for line in "\n".join(code).splitlines():
         assert len(line) <= 88, line
         if defined := re.match(r"(?:class|def) (\w+)", line):
-            assert not hasattr(jobs.load(name), defined[1]), f"{line} is retyped"
+            assert not hasattr(jobs.load(lesson), defined[1]), f"{line} is retyped"
 
 
 def test_pictures_of_the_readme_are_the_notebooks():
