@@ -917,7 +917,7 @@ BREAKS = {
     ),
     "norm": dict(
         target="FlatAdamW.__init__",
-        old='1.0 if getattr(p, "cuts", ()) else 1 / groups["tp"].size()',
+        old='parts / groups["tp"].size()',
         new="1.0",
         what="the global norm counts replicated parameters once a TP rank",
         symptom="loss and gradients of step 1 are right, clipping takes away too much",
