@@ -216,11 +216,11 @@ class TPPlayer extends HTMLElement {
     this.stage.addEventListener("click", () => {
       if (getSelection().isCollapsed) this.go(this.step + 1);
     });
-    this.totals = make("div", { class: "totals" });
+    const group = { tabindex: 0, role: "group" };
+    this.totals = make("div", { ...group, class: "totals", "aria-label": "bytes" });
     const source = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
     const buttons = [this.first, this.back, this.play, this.next, this.end];
-    const about = { class: "player", tabindex: 0, role: "group", "aria-label": `player: ${title}` };
-    this.box = make("div", about,
+    this.box = make("div", { ...group, class: "player", "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
       make("div", { class: "controls" }, ...buttons, this.slider, this.count),
       this.caption, this.stage, this.legend(), this.totals);
@@ -343,9 +343,9 @@ class TPPlayer extends HTMLElement {
     if (source) boxes.push(this.tensor(source, "source"), arrow);
     boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, ranks[rank].moved)));
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
-    const about = { class: "lane", style: `--rank:${COLORS[rank]}`, "aria-label": `rank ${rank}` };
-    return make("section", about, make("div", { class: "who" }, `rank ${rank}`, ...chips),
-      make("div", { class: "boxes" }, ...boxes));
+    const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
+    return make("div", { class: "lane", role: "group", "aria-label": name, style },
+      make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...boxes));
   }
 
   /** In words: what this rank sends in this step, and whom it meets. */
@@ -436,7 +436,7 @@ class TPPlayer extends HTMLElement {
       requestAnimationFrame(() => {
         chart.scrollLeft = (chart.scrollWidth * until) / length - chart.clientWidth / 2;
       });
-      return make("section", { class: "run" }, make("b", {}, run), chart);
+      return make("div", {}, make("b", {}, run), chart);
     });
   }
 
@@ -459,8 +459,8 @@ class TPPlayer extends HTMLElement {
     });
     const names = up_to(ranks).map((rank) => `rank ${rank}`);
     const heads = ["bytes so far", ...names, "in all, by the lesson's formula"].map(head);
-    return make("table", {}, make("thead", {}, make("tr", {}, ...heads)),
-      make("tbody", {}, ...rows));
+    const head_row = make("thead", {}, make("tr", {}, ...heads));
+    return make("table", {}, head_row, make("tbody", {}, ...rows));
   }
 
   /** Let what was sent in this step fly from its rank to where it is now. */
