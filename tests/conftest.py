@@ -69,7 +69,8 @@ def pytest_collection_finish(session):
 
 
 def pytest_sessionfinish():
-    jobs.POOL.shutdown(wait=False, cancel_futures=True)
+    for pool in (jobs.POOL, jobs.WAITING):
+        pool.shutdown(wait=False, cancel_futures=True)
     for mark in list(jobs.RUNNING):
         jobs.end(mark)
 

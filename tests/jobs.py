@@ -34,6 +34,7 @@ RANK_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 
 POOL = ThreadPoolExecutor(3)  # jobs at a time: while some wait, others compute
+WAITING = ThreadPoolExecutor(1)  # and beside them one that mostly waits: of faulty.py
 RUNNING = {}  # mark → the torchrun process
 
 
@@ -188,13 +189,9 @@ def processes(mark: str) -> list:
 def ahead(what: str, ranks: int, *flags):
     """The future of a job: a lesson, a script of this folder, or a notebook. Asked for
     twice, it runs once."""
-    run = run_lesson
     if what == "faulty.py":
-        run = run_faulty
-    elif what.endswith(".py"):
-        run = run_driver
-    elif what.endswith(".ipynb"):
-        run = run_notebook
+        return WAITING.submit(run_faulty, what, ranks, *flags)
+    run = {".py": run_driver, ".ipynb": run_notebook}.get(Path(what).suffix, run_lesson)
     return POOL.submit(run, what, ranks, *flags)
 
 
