@@ -35,6 +35,8 @@ lessons: $(VENV)/.base ## run all lessons on two ranks (RANKS=4: on four), one s
 	@$(LOCAL) $(RUN) tools/lessons.py $(if $(RANKS),--ranks $(RANKS)) $(ARGS)
 bench: $(VENV)/.base ## how long a step takes by hand and by DTensor, and how long a lesson
 	@$(LOCAL) $(RUN) tools/bench.py $(ARGS)
+plan: $(VENV)/.base ## before you book GPUs: which dp, pp, tp (ARGS="--model gpt3 --gpus 1024")
+	@$(RUN) tools/plan.py $(ARGS)
 notebooks: $(VENV)/.base ## open the notebooks in the browser
 	@$(RUN) -m jupyter lab notebooks
 notebooks-run: $(VENV)/.base ## execute notebooks, write assets/ (ARGS=00_collectives: one)

@@ -1,0 +1,222 @@
+"""Lesson 05 on thousands of ranks that are not there: `tools/plan.py --dry-run`.
+
+One process is one rank of each stage in turn. Its groups are those of PyTorch's "fake"
+backend, which sends nothing; its tensors are on the "meta" device: they have a shape
+and no numbers. All else is lesson 05's own code: the model's edits, the schedule, the
+pipeline, the optimizer, the counters.
+
+What cannot be had without numbers is made up here, and nothing else: `Unknown` answers
+where the lesson looks into a tensor, `SavedByStorage` tells storages apart.
+"""
+
+import argparse
+import contextlib
+import gc
+import resource
+import sys
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from predict import counted, in_flight, lesson, parameters, saved_bytes
+from torch.overrides import TorchFunctionMode
+
+SHOWN = "parameters", "moments", "saved", "sent", "off"
+WIDTHS = 14, 16, 17, 14, 16, 4
+UNIT = 1 if sys.platform == "darwin" else 1024  # of what getrusage calls maxrss
+
+
+class Unknown(TorchFunctionMode):
+    """Where the lesson asks a tensor without numbers for some, it gets an answer: that
+    the shape sent ahead is a micro-batch's; that a norm is 1; that tokens are of the
+    vocabulary, and all have a target."""
+
+    def __init__(self, shape: list[int]):
+        super().__init__()
+        self.shape = shape
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            if func is torch.Tensor.tolist:
+                return self.shape
+            if func is torch.Tensor.item:
+                return 1.0
+            if func is torch.Tensor.__bool__:
+                return True
+            if func is torch.Tensor.__getitem__ and torch.is_tensor(args[1]):
+                return args[0]  # picked by a mask: all of it
+        return func(*args, **(kwargs or {}))
+
+
+class SavedByStorage(lesson.SavedBytes):
+    """Meta tensors have no address: the storage itself tells them apart."""
+
+    def __init__(self, skip):
+        super().__init__([])
+        self.skip = {x.untyped_storage()._cdata for x in skip}
+
+    def pack(self, x):
+        storage = x.untyped_storage()
+        if storage._cdata not in self.skip:
+            self.storages[storage._cdata] = storage.nbytes()
+        return x
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, ranks: int):
+    """This process is one rank of many, and the others do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def recompute(stage: torch.nn.Module, what: str) -> None:
+    """Lesson 04's Recomputed in each layer of a stage."""
+    for i, layer in enumerate(stage.layers):
+        if what == "selective":
+            layer.self_attn.core = lesson.Recomputed(layer.self_attn.core)
+        elif what == "full":
+            stage.layers[i] = lesson.Recomputed(layer)
+
+
+def meta_model(layout, dtype: str):
+    """The whole model, without numbers; and the flags that lesson 05 needs besides."""
+    more = dict(ragged=False, clip=1.0, dropout=0.0, seed=1, dtype=dtype, device="meta")
+    args = argparse.Namespace(**vars(layout) | more)
+    with torch.device("meta"):
+        full = lesson.make_tied(args)
+    args.device = "cpu"  # where the lesson makes a shape, to be read again
+    return full, args
+
+
+def run_stage(full, args, stage: int) -> dict:
+    """A step of the first rank of a stage: what it held, sent and kept."""
+    ranks, across = args.pp * args.dp * args.tp, args.dp * args.tp
+    lesson.COMM.rows.clear()
+    shape = [args.micro_batch, args.seq_len // args.tp, args.hidden]
+    tokens = torch.empty(
+        args.batch_size, args.seq_len, dtype=torch.int64, device="meta"
+    )
+    with (
+        as_rank(stage * across, ranks),
+        mock.patch.object(lesson, "SavedBytes", SavedByStorage),
+    ):
+        sizes = {axis: getattr(args, axis) for axis in lesson.AXES}
+        training = lesson.MeshTraining(full, lesson.make_mesh(sizes, 60), args)
+        recompute(training.stage, args.recompute)
+        with Unknown(shape):
+            training.gradients((tokens, tokens))
+            training.update()
+        kept, most, saved = 0, 0, set()
+        for event in training.pipeline.events:
+            forward = event["what"] == "forward"
+            kept += 1 if forward else -1
+            most = max(most, kept)
+            saved |= {event["bytes"]} if forward else set()
+        optimizer = training.optimizer
+        state = optimizer.adamw.state[optimizer.vector]
+        return dict(
+            stage=stage,
+            parameters=sum(p.numel() for p in training.parameters.values()),
+            moments=lesson.nbytes(map(state.get, lesson.MOMENTS)),
+            saved=sorted(saved),  # one value: micro-batches are alike
+            in_flight=most,
+            sent=dict(lesson.COMM.rows),
+        )
+
+
+def predicted(args, stage: int, e: int) -> dict:
+    """The same by the formulas. A norm's mean and 1/σ have 32 bits at least, as on a
+    GPU; on a CPU they are as wide as what is normed."""
+    held, trained, _ = parameters(args, stage)
+    return dict(
+        stage=stage,
+        parameters=held,
+        moments=lesson.moments_bytes(args, trained, e),
+        saved=[saved_bytes(args, stage, e, max(4, e))],
+        in_flight=in_flight(args.schedule, stage, args.pp, args.microbatches),
+        sent=counted(args, stage, e),
+    )
+
+
+def run(layout, microbatches: int | None = None, dtype="bfloat16"):
+    """For each stage: what the lesson counted, and the formulas' values.
+
+    microbatches: of each replica, fewer than a step's: bytes grow with them in a line.
+    """
+    few = min(microbatches or layout.microbatches, layout.microbatches)
+    size = few * layout.micro_batch * layout.dp
+    layout = argparse.Namespace(
+        **vars(layout) | {"microbatches": few, "batch_size": size}
+    )
+    full, args = meta_model(layout, dtype)
+    gc.collect()
+    for stage in range(layout.pp):
+        e = getattr(torch, dtype).itemsize
+        yield run_stage(full, args, stage), predicted(args, stage, e)
+
+
+def difference(found: dict, wanted: dict) -> int:
+    """Of what was counted and what the formulas say: numbers, calls and bytes."""
+    off = sum(abs(found[k] - wanted[k]) for k in ("parameters", "moments", "in_flight"))
+    off += sum(abs(x - wanted["saved"][0]) for x in found["saved"])
+    for key in {*found["sent"], *wanted["sent"]}:
+        pairs = zip(found["sent"].get(key, (0, 0)), wanted["sent"].get(key, (0, 0)))
+        off += sum(abs(a - b) for a, b in pairs)
+    return off
+
+
+def by_axis(sent: dict) -> dict[str, int]:
+    """Bytes of payload along each axis."""
+    total = dict.fromkeys(("tp", "pp", "dp"), 0)
+    for (_, _, _, axis), (_, size) in sent.items():
+        total[axis] += size
+    return total
+
+
+def show(layout, microbatches: int) -> tuple[list[dict], bool]:
+    """Run and print; the rows, and whether nothing is off."""
+    few = min(microbatches, layout.microbatches)
+    mesh = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in lesson.AXES)
+    print(
+        f"\nDry run of lesson 05, {mesh}: the first rank of each stage, with {few} of\n"
+        f"a step's {layout.microbatches} micro-batches (bytes are linear in them). "
+        "Counted by the lesson;\noff: of parameters, calls, bytes sent and kept, "
+        "from the formulas."
+    )
+    names = "parameters", "kept a micro-b.", "sent via tp", "via pp", "via dp", "off"
+    print("  stages   " + "".join(f"{x:>{n}}" for x, n in zip(names, WIDTHS)))
+    rows, start = [], time.perf_counter()
+    for found, wanted in run(layout, microbatches):
+        row = found | {"sent": by_axis(found["sent"]), "saved": max(found["saved"])}
+        rows.append(row | {"off": difference(found, wanted)})
+        seconds = time.perf_counter() - start
+        done = f"stage {found['stage'] + 1} of {layout.pp}, {seconds:.0f} s"
+        print(f"\r  {done}", end="", file=sys.stderr, flush=True)
+    print("\r", end="", file=sys.stderr)
+    for first, last, row in alike(rows):
+        text = f"{first}" if first == last else f"{first} to {last}"
+        cells = row["parameters"], row["saved"], *row["sent"].values(), row["off"]
+        print(f"  {text:<9}" + "".join(f"{x:>{n},}" for x, n in zip(cells, WIDTHS)))
+    off = sum(row["off"] for row in rows)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT / 1e9
+    print(f"{'PASS' if off == 0 else 'FAIL'}  {len(rows)} stages, {off} off, ", end="")
+    print(f"{seconds:.0f} s, {memory:.1f} GB of this machine's memory")
+    return rows, off == 0
+
+
+def alike(rows: list[dict]) -> list[tuple[int, int, dict]]:
+    """Stages that follow each other with the same numbers, as first, last, row."""
+    found = []
+    for row in rows:
+        same = found and all(found[-1][2][k] == row[k] for k in SHOWN)
+        if same:
+            found[-1] = (found[-1][0], row["stage"], row)
+        else:
+            found.append((row["stage"], row["stage"], row))
+    return found

@@ -1,0 +1,321 @@
+"""What lesson 05 holds, sends and takes on any mesh, by formulas of the sizes.
+
+Bytes sent and kept are those that lesson 05 counts (`traffic`, `saved_bytes`: checked
+against its counters); the formulas of its tables are the lesson's own functions. The
+time is a roofline: arithmetic at the peak, then messages at the links' rates, then the
+pipeline's bubble. `search` looks at all layouts of a model on a machine; tools/plan.py
+is its command.
+
+Sources: 2104.04473 (pipelines, FLOPs, Table 1), 2205.05198 (activations), 1910.02054
+(16 bytes a parameter), all on arxiv.org; lesson 00 (a ring's cost), lesson 05.
+"""
+
+import argparse
+import functools
+import importlib
+import math
+import sys
+from collections import Counter
+
+from check import ROOT
+
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+lesson = importlib.import_module("05_3d_parallel")
+
+RECOMPUTE = "none", "selective", "full"  # nothing; attention's core; whole layers
+SIZES = "layers hidden heads kv_heads vocab_size seq_len batch_size".split()
+MACHINE = "gpus node gpu_memory gpu_flops inside between".split()
+AXES = "dp", "pp", "tp"
+GB = 1e9
+
+
+def model(layers, hidden, heads, kv_heads, vocab_size, seq_len, batch_size) -> dict:
+    return {name: value for name, value in locals().items() if name in SIZES}
+
+
+def of_table_1(heads, hidden, layers, tp, pp, gpus, batch_size) -> dict:
+    """A row of 2104.04473's Table 1: the model, and its layout on A100 GPUs. (They
+    measured 44 to 52 % of the peak there, with whole layers recomputed.)"""
+    sizes = model(layers, hidden, heads, heads, 51200, 2048, batch_size)
+    return sizes | {"gpus": gpus, "published": (gpus // pp // tp, pp, tp)}
+
+
+MODELS = {
+    "gpt3": model(96, 12288, 96, 96, 51200, 2048, 1536),  # 2005.14165, V padded
+    # 2407.21783, Table 3; our MLP has two matrices [4D, D], not three [3.5D, D].
+    "llama-3-8b": model(32, 4096, 32, 8, 128256, 8192, 512),
+    "gpt-1.7b": of_table_1(24, 2304, 24, 1, 1, 32, 512),
+    "gpt-3.6b": of_table_1(32, 3072, 30, 2, 1, 64, 512),
+    "gpt-7.5b": of_table_1(32, 4096, 36, 4, 1, 128, 512),
+    "gpt-18.4b": of_table_1(48, 6144, 40, 8, 1, 256, 1024),
+    "gpt-39.1b": of_table_1(64, 8192, 48, 8, 2, 512, 1536),
+    "gpt-76.1b": of_table_1(80, 10240, 60, 8, 4, 1024, 1792),
+    "gpt-145.6b": of_table_1(96, 12288, 80, 8, 8, 1536, 2304),
+    "gpt-310.1b": of_table_1(128, 16384, 96, 8, 16, 1920, 2160),
+    "gpt-529.6b": of_table_1(128, 20480, 105, 8, 35, 2520, 2520),
+    "gpt-1008b": of_table_1(160, 25600, 128, 8, 64, 3072, 3072),
+}
+# GPUs of a node, GB and peak FLOP/s (16 bits, dense) of each, bytes/s in one direction
+# to its neighbours: NVLink, InfiniBand. Source: NVIDIA's data sheets of both machines.
+MACHINES = {
+    "dgx-a100": dict(
+        node=8, gpu_memory=80.0, gpu_flops=312e12, inside=300e9, between=25e9
+    ),
+    "dgx-h100": dict(
+        node=8, gpu_memory=80.0, gpu_flops=989e12, inside=450e9, between=50e9
+    ),
+}
+
+
+# What a rank holds. A layout is a Namespace of lesson 05's flags; `micro_batch`: b.
+
+
+def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, **more):
+    """Lesson 05's flags for a model on pp × dp × tp ranks."""
+    microbatches = sizes["batch_size"] // (dp * micro_batch)
+    flags = dict(schedule="1f1b", zero=False, tie=False, recompute="none")
+    of_layout = dict(pp=pp, dp=dp, tp=tp, microbatches=microbatches)
+    flags |= of_layout | dict(micro_batch=micro_batch) | more
+    return argparse.Namespace(**{name: sizes[name] for name in SIZES}, **flags)
+
+
+def layers_of(args, stage: int) -> int:
+    """As keep_stage deals them out: the first stages may have one more."""
+    return args.layers // args.pp + (stage < args.layers % args.pp)
+
+
+def parameters(args, stage: int) -> tuple[int, int, int]:
+    """Numbers that a rank of a stage holds, trains, and has whole as all T ranks do.
+
+    12·D² a layer and less (2104.04473, sec. 5.1; no learned positions here), cut by T
+    but for norms and the biases added after a sum; ⌈V/T⌉ rows of the vocabulary.
+    """
+    D, T, layers = args.hidden, args.tp, layers_of(args, stage)
+    first, last, v = stage == 0, stage == args.pp - 1, -(-args.vocab_size // T)
+    kv = D // args.heads * args.kv_heads
+    cut = D * (10 * D + 2 * kv) + 5 * D + 2 * kv  # weights, biases
+    whole = 6 * D * layers + 2 * D * last
+    rows = v * D * (first + last) + v * last
+    rows -= v * D * (args.tie and first and last)  # one weight, twice in use
+    held = layers * cut // T + whole + rows
+    return held, held - v * D * (args.tie and last and not first), whole
+
+
+def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
+    """Bytes that a layer keeps of a micro-batch for backward (2205.05198, table 2).
+
+    e: bytes of a number; stats: of a norm's mean and 1/σ (0: as the paper, which leaves
+    them out); masks: with dropout, a byte an element; sp: the sequence is cut, too.
+    """
+    b, S, D, T = args.micro_batch, args.seq_len, args.hidden, args.tp
+    s = S // T if sp else S  # between the linears
+    if args.recompute == "full":
+        return e * b * s * D  # the layer's input
+    around = b * s * (D * (4 * e + 2 * masks) + 4 * stats)  # norms: inputs, outputs
+    inside = 2 + 8  # of a token, times D/T: input of o_proj, GELU, and now q, k, v
+    kv = args.kv_heads / args.heads
+    if args.recompute == "selective":  # as they are projected, not repeated for heads
+        return around + round(e * b * S * D * (inside + 2 * kv)) // T
+    scores = b * args.heads * S * S // T * (e + masks * (1 + e))
+    return around + e * b * S * D * (inside + 2) // T + scores
+
+
+def saved_bytes(args, stage: int, e=2, stats=4) -> int:
+    """What a stage keeps of a micro-batch for backward: as lesson 05 counts it."""
+    tokens, T = args.micro_batch * args.seq_len, args.tp
+    saved = layers_of(args, stage) * layer_bytes(args, e, stats)
+    if stage == 0:
+        saved += tokens * (8 + 1)  # the embedding's rows, and which are of this rank
+    if stage == args.pp - 1:
+        v = -(-args.vocab_size // T)
+        saved += (
+            tokens // T * 2 * (e * args.hidden + stats)
+        )  # the norm, before the head
+        saved += tokens * (max(4, e) * v + 8 + 1 + 1) + v + 8  # the loss: softmax, …
+    return saved
+
+
+@functools.cache
+def in_flight(kind: str, stage: int, P: int, M: int) -> int:
+    """Micro-batches that a stage keeps at a time, by lesson 05's own schedule."""
+    kept = most = 0
+    for phase, _ in lesson.schedule(kind, stage, P, min(M, P)):
+        kept += 1 if phase == "forward" else -1
+        most = max(most, kept)
+    return M if kind == "gpipe" else most
+
+
+def memory(args, stage: int) -> dict[str, int]:
+    """Bytes of a rank in mixed precision: 2 + 2 + 12 a parameter (1910.02054, sec. 3.1;
+    with `zero` 12/DP), and activations, with what one layer computes again."""
+    held, trained, _ = parameters(args, stage)
+    flying = in_flight(args.schedule, stage, args.pp, args.microbatches)
+    activations = flying * saved_bytes(args, stage)
+    if args.recompute != "none":
+        again = argparse.Namespace(**{**vars(args), "recompute": "none"})
+        activations += layer_bytes(again) - layer_bytes(args)
+    # AdamW's two moments in 32 bits, and the weights in 32 bits: half as much again.
+    optimizer = lesson.moments_bytes(args, trained, 4) * 3 // 2
+    return dict(
+        parameters=2 * held, gradients=2 * held, optimizer=optimizer,
+        activations=activations,
+    )  # fmt: skip
+
+
+# What it sends, and how long a step takes.
+
+
+def traffic(args, stage: int, e=2) -> list[tuple]:
+    """Lesson 05's rows, and what a layer that is computed again sends again: all but
+    its last reduce-scatter, whose result nobody needs (PyTorch's checkpoint stops)."""
+    tokens = args.batch_size // args.dp * args.seq_len
+    _, trained, whole = parameters(args, stage)
+    rows = lesson.traffic(args, stage, tokens, e, trained, whole)
+    if args.recompute == "full":
+        calls, size = layers_of(args, stage), e * tokens * args.hidden
+        key = "layers", "again"
+        for call, n in (("all-gather", 2 * calls), ("reduce-scatter", calls)):
+            rows.append((*key, call, "tp", n * args.microbatches, "calls·X", n * size))
+    return rows
+
+
+def counted(args, stage: int, e=2) -> dict[tuple, list]:
+    """The same as COMM.rows has it: what, phase, collective, axis → calls, bytes."""
+    found = {}
+    for what, phase, call, axis, calls, _, size in traffic(args, stage, e):
+        if calls and getattr(args, axis) > 1:  # else there is nobody to send to
+            key = what, "backward" if phase == "again" else phase, call, axis
+            row = found.setdefault(key, [0, 0])
+            row[0] += calls
+            row[1] += int(size)
+    return found
+
+
+def ring(collective: str, ranks: int) -> float:
+    """What a rank sends, of a payload (lesson 00): an all-reduce goes round twice."""
+    half = (ranks - 1) / ranks
+    return {"all-reduce": 2 * half, "send/recv": 1}.get(collective, half)
+
+
+def rates(args, machine) -> dict[str, float]:
+    """Bytes/s along each axis: a group that fits into each node has the inside links.
+    Rank = (stage · DP + replica) · T + tp_rank (make_mesh)."""
+    span, found = 1, {}
+    for axis in ("tp", "dp", "pp"):  # innermost first
+        span *= getattr(args, axis)
+        near = machine.node % span == 0 or machine.gpus <= machine.node
+        found[axis] = machine.inside if near else machine.between
+    return found
+
+
+def flops(args, stage: int) -> int:
+    """Of a rank in a step: 2 a weight and token forward, 4 backward, and the scores;
+    with what is computed again (2104.04473, sec. 3.4 and appendix)."""
+    D, S, tokens = args.hidden, args.seq_len, args.batch_size // args.dp * args.seq_len
+    scores, kv = 4 * S * D, D // args.heads * args.kv_heads
+    layer = 2 * D * (10 * D + 2 * kv) + scores
+    again = {"none": 0, "selective": scores, "full": layer}[args.recompute]
+    head = 2 * D * args.vocab_size * (stage == args.pp - 1)
+    layers = layers_of(args, stage)
+    return tokens * (layers * (3 * layer + again) + 3 * head) // args.tp
+
+
+ONCE = "whole", "replicas", "norm", "tied"  # in a step; all else: in a micro-batch
+
+
+def seconds(args, stage: int, machine, rate: dict) -> tuple[float, float, dict]:
+    """Of a stage: of each micro-batch, once a step, and bytes sent along each axis."""
+    each, once = flops(args, stage) / machine.gpu_flops, 0.0
+    sent = dict.fromkeys(rate, 0.0)
+    for what, _, collective, axis, calls, _, size in traffic(args, stage):
+        if calls:
+            size *= ring(collective, getattr(args, axis))
+            sent[axis] += size
+            if what in ONCE:
+                once += size / rate[axis]
+            else:
+                each += size / rate[axis]
+    return each / args.microbatches, once, sent
+
+
+def predict(args, machine) -> dict:
+    """A layout's row; all of it predicted. Of the stages, the first, the second and the
+    last are looked at: no other holds, sends or computes more than all of these."""
+    stages, rate = {0, min(1, args.pp - 1), args.pp - 1}, rates(args, machine)
+    held = max((memory(args, stage) for stage in stages), key=lambda x: sum(x.values()))
+    times = [seconds(args, stage, machine, rate) for stage in stages]
+    P, M = args.pp, args.microbatches
+    # The slowest stage sets the pace (2104.04473, sec. 2.2).
+    total = (M + P - 1) * max(x[0] for x in times) + max(x[1] for x in times)
+    plain = argparse.Namespace(**{**vars(args), "recompute": "none", "pp": 1})
+    useful = flops(plain, 0) * args.dp * args.tp
+    names = "dp", "pp", "tp", "micro_batch", "microbatches", "recompute"
+    return {name: getattr(args, name) for name in names} | {
+        "bytes": held,
+        "memory": sum(held.values()),
+        "sent": {axis: max(x[2][axis] for x in times) for axis in rate},
+        "bubble": (P - 1) / M,  # over computing (2104.04473, sec. 2.2.1)
+        "seconds": total,
+        "share": useful / machine.gpu_flops / machine.gpus / total,
+    }
+
+
+# All layouts of a model on a machine.
+
+
+def divisors(n: int) -> list[int]:
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]
+
+
+def why_not(sizes: dict, dp: int, pp: int, tp: int) -> str:
+    """What does not divide, or nothing; as lesson 05 asks."""
+    for name, axis, parts in (
+        ("heads", "tp", tp),
+        ("kv_heads", "tp", tp),
+        ("seq_len", "tp", tp),
+        ("batch_size", "dp", dp),
+    ):
+        if sizes[name] % parts:
+            return f"{name.replace('_', '-')} % {axis} is not 0"
+    return "fewer layers than pp" if sizes["layers"] < pp else ""
+
+
+def meshes(gpus: int, fixed: dict):
+    """All dp, pp, tp whose product is the number of GPUs, as far as they are wanted."""
+    for tp in divisors(gpus):
+        for pp in divisors(gpus // tp):
+            found = {"dp": gpus // tp // pp, "pp": pp, "tp": tp}
+            if all(fixed.get(axis, n) == n for axis, n in found.items()):
+                yield found
+
+
+def search(sizes: dict, machine, fixed: dict = {}, **options) -> tuple:  # noqa: B006
+    """Rows that fit, the fastest first; those that do not; why dp × pp × tp fell.
+
+    machine: node, gpus, gpu_memory, gpu_flops, inside, between; fixed: {"tp": 8, …},
+    what is wanted of a layout; options: zero, tie.
+    """
+    fits, full, fell = [], [], Counter()
+    for mesh in meshes(machine.gpus, fixed):
+        if reason := why_not(sizes, **mesh):
+            fell[reason] += 1
+            continue
+        for b in divisors(sizes["batch_size"] // mesh["dp"]):
+            for recompute in RECOMPUTE:
+                more = dict(micro_batch=b, recompute=recompute)
+                if all(fixed.get(name, value) == value for name, value in more.items()):
+                    layout = make_layout(sizes, **mesh, **more, **options)
+                    row = predict(layout, machine)
+                    good = row["memory"] <= machine.gpu_memory * GB
+                    (fits if good else full).append(row)
+    return sorted(fits, key=lambda row: row["seconds"]), full, fell
+
+
+def best_of_each(rows: list[dict]) -> list[dict]:
+    """Of the layouts alike in dp, pp and tp the first; in the order of the rows."""
+    found = {}
+    for row in rows:
+        found.setdefault((row["dp"], row["pp"], row["tp"]), row)
+    return list(found.values())
