@@ -69,6 +69,16 @@ def worst(mine: dict, whole: dict, tp_group) -> list:
     return max(found)
 
 
+def counted(training) -> dict:
+    """What a rank held, kept of micro-batches, and sent in a step, for test_plan.py."""
+    events, rows = training.pipeline.events, lesson.COMM.rows.items()
+    return dict(
+        parameters=sum(p.numel() for p in training.parameters.values()),
+        saved=sorted({e["bytes"] for e in events if e["what"] == "forward"}),
+        sent=[[*key, *row] for key, row in rows if key[0] != "test"],
+    )
+
+
 def try_run(number: int, sizes: tuple, groups: dict) -> dict:
     """STEPS steps on a mesh, against the whole model."""
     args, diffs = make(number, sizes), {}
@@ -76,6 +86,7 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
     batches = [lesson.pad_batch(*batch, args.tp) for batch in batches]
     args.asked, args.seq_len = args.seq_len, batches[0][0].shape[1]
     full = lesson.make_tied(args)
+    lesson.COMM.rows.clear()
     training = lesson.MeshTraining(full, groups, args)
     optimizer, tp_group = training.optimizer, groups["tp"]
     reference = copy.deepcopy(full)
@@ -83,6 +94,7 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
         mesh_loss = training.gradients(batch)  # of which ranks have parts
         for axis in ("pp", "dp"):
             dist.all_reduce(mesh_loss, group=groups[axis])
+        lesson.COMM.what = "test"
         mine = optimizer.whole(optimizer.vector.grad)
         here = {
             "loss": [abs(mesh_loss.item() - loss) / loss, ""],
@@ -94,7 +106,7 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
     diffs["parameters"] = worst(training.parameters, whole, tp_group)
     return dict(
         args=vars(args), diffs=diffs, stage=training.pipeline.rank,
-        parameters=sorted(training.parameters),
+        parameters=sorted(training.parameters), counted=counted(training),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from predict import counted, in_flight, lesson, parameters, saved_bytes
 from torch.overrides import TorchFunctionMode
 
 SHOWN = "parameters", "moments", "saved", "sent", "off"
-WIDTHS = 14, 16, 17, 14, 16, 4
+WIDTHS = 14, 16, 16, 12, 15, 4
 UNIT = 1 if sys.platform == "darwin" else 1024  # of what getrusage calls maxrss
 
 
@@ -144,10 +144,11 @@ def predicted(args, stage: int, e: int) -> dict:
     )
 
 
-def run(layout, microbatches: int | None = None, dtype="bfloat16"):
+def run(layout, microbatches=None, dtype="bfloat16", stages=None):
     """For each stage: what the lesson counted, and the formulas' values.
 
     microbatches: of each replica, fewer than a step's: bytes grow with them in a line.
+    stages: only these.
     """
     few = min(microbatches or layout.microbatches, layout.microbatches)
     size = few * layout.micro_batch * layout.dp
@@ -156,7 +157,7 @@ def run(layout, microbatches: int | None = None, dtype="bfloat16"):
     )
     full, args = meta_model(layout, dtype)
     gc.collect()
-    for stage in range(layout.pp):
+    for stage in stages or range(layout.pp):
         e = getattr(torch, dtype).itemsize
         yield run_stage(full, args, stage), predicted(args, stage, e)
 

@@ -224,39 +224,44 @@ def flops(args, stage: int) -> int:
 ONCE = "whole", "replicas", "norm", "tied"  # in a step; all else: in a micro-batch
 
 
-def seconds(args, stage: int, machine, rate: dict) -> tuple[float, float, dict]:
-    """Of a stage: of each micro-batch, once a step, and bytes sent along each axis."""
-    each, once = flops(args, stage) / machine.gpu_flops, 0.0
+def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:
+    """Of a stage in a step: seconds of arithmetic, of messages along each axis that
+    belong to micro-batches, of those that come once; and bytes sent along each axis."""
+    took = {"arithmetic": flops(args, stage) / machine.gpu_flops, "once": 0.0}
+    took |= dict.fromkeys(rate, 0.0)
     sent = dict.fromkeys(rate, 0.0)
     for what, _, collective, axis, calls, _, size in traffic(args, stage):
         if calls:
             size *= ring(collective, getattr(args, axis))
             sent[axis] += size
-            if what in ONCE:
-                once += size / rate[axis]
-            else:
-                each += size / rate[axis]
-    return each / args.microbatches, once, sent
+            took["once" if what in ONCE else axis] += size / rate[axis]
+    return took, sent
 
 
 def predict(args, machine) -> dict:
     """A layout's row; all of it predicted. Of the stages, the first, the second and the
     last are looked at: no other holds, sends or computes more than all of these."""
-    stages, rate = {0, min(1, args.pp - 1), args.pp - 1}, rates(args, machine)
+    P, M, rate = args.pp, args.microbatches, rates(args, machine)
+    stages = {0, min(1, P - 1), P - 1}
     held = max((memory(args, stage) for stage in stages), key=lambda x: sum(x.values()))
-    times = [seconds(args, stage, machine, rate) for stage in stages]
-    P, M = args.pp, args.microbatches
-    # The slowest stage sets the pace (2104.04473, sec. 2.2).
-    total = (M + P - 1) * max(x[0] for x in times) + max(x[1] for x in times)
+    found = [seconds(args, stage, machine, rate) for stage in stages]
+    each = lambda took: sum(took.values()) - took["once"]
+    # The slowest stage sets the pace: M + P − 1 times (2104.04473, sec. 2.2).
+    slowest = max((took for took, _ in found), key=each)
+    once = max(took["once"] for took, _ in found)
+    total = each(slowest) * (M + P - 1) / M + once
+    parts = {"arithmetic": slowest["arithmetic"], "tp": slowest["tp"]}
+    parts |= {"dp": once, "pp": total - sum(parts.values()) - once}  # with the bubble
     plain = argparse.Namespace(**{**vars(args), "recompute": "none", "pp": 1})
     useful = flops(plain, 0) * args.dp * args.tp
     names = "dp", "pp", "tp", "micro_batch", "microbatches", "recompute"
     return {name: getattr(args, name) for name in names} | {
         "bytes": held,
         "memory": sum(held.values()),
-        "sent": {axis: max(x[2][axis] for x in times) for axis in rate},
+        "sent": {axis: max(sent[axis] for _, sent in found) for axis in rate},
         "bubble": (P - 1) / M,  # over computing (2104.04473, sec. 2.2.1)
         "seconds": total,
+        "parts": parts,
         "share": useful / machine.gpu_flops / machine.gpus / total,
     }
 
