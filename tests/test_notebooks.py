@@ -244,7 +244,9 @@ def test_a_kernel_that_is_interrupted_restarted_and_killed():
 # Exercises
 
 LIVE = {"05_3d_parallel": 4}  # ranks that stay; elsewhere 2, or as many as you like
-RUN = {"05_3d_parallel": 8, JAX: 4}  # of the first run
+RUN = {"05_3d_parallel": 8, "07_plan_a_run": 8, JAX: 4}  # of the first run
+# Whose code a notebook shows that has no lesson of its own.
+LESSON = {JAX: "01_naive_mlp_tp", "07_plan_a_run": "05_3d_parallel"}
 
 
 def exercises(name: str) -> dict[int, dict[str, str]]:
@@ -262,9 +264,9 @@ def exercises(name: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def ranks_with(lesson: str):
-    """Ranks with this lesson and nothing else: those that run, if they are as many."""
-    count = LIVE.get(lesson, 2)
+def ranks_with(name: str):
+    """Ranks with a notebook's lesson and nothing else: those that run, if as many."""
+    count, lesson = LIVE.get(name, 2), LESSON.get(name, name)
     live = ranks.Ranks.latest
     if live and live.processes and live.count == count:
         live.view.execute("%reset -f")
@@ -307,7 +309,6 @@ def test_exercises(name, home, capsys):
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     book, cells = NOTEBOOKS[name], {"code": [], "markdown": []}
-    lesson = "01_naive_mlp_tp" if name == JAX else name
     nbformat.validate(book)
     assert set(book["metadata"]) == {"kernelspec", "language_info"}
     for cell in book["cells"]:
@@ -334,6 +335,7 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     finds_the_course = next("".join(c["source"]) for c in first if "outputs" in c)
     assert code[0].startswith(finds_the_course)
     assert code[0] == finds_the_course or name == JAX
+    lesson = LESSON.get(name, name)
     command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {lesson}"
     assert code[1].startswith(command)
     assert name == JAX or any("broken(" in cell for cell in code)

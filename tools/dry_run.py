@@ -23,7 +23,7 @@ from predict import counted, in_flight, lesson, parameters, saved_bytes
 from torch.overrides import TorchFunctionMode
 
 SHOWN = "parameters", "moments", "saved", "sent", "off"
-WIDTHS = 14, 16, 16, 12, 15, 4
+WIDTHS = 13, 15, 15, 12, 14, 9
 UNIT = 1 if sys.platform == "darwin" else 1024  # of what getrusage calls maxrss
 
 
@@ -191,7 +191,7 @@ def show(layout, microbatches: int) -> tuple[list[dict], bool]:
         "from the formulas."
     )
     names = "parameters", "kept a micro-b.", "sent via tp", "via pp", "via dp", "off"
-    print("  stages   " + "".join(f"{x:>{n}}" for x, n in zip(names, WIDTHS)))
+    print("  stages  " + "".join(f"{x:>{n}}" for x, n in zip(names, WIDTHS)))
     rows, start = [], time.perf_counter()
     for found, wanted in run(layout, microbatches):
         row = found | {"sent": by_axis(found["sent"]), "saved": max(found["saved"])}
@@ -203,7 +203,7 @@ def show(layout, microbatches: int) -> tuple[list[dict], bool]:
     for first, last, row in alike(rows):
         text = f"{first}" if first == last else f"{first} to {last}"
         cells = row["parameters"], row["saved"], *row["sent"].values(), row["off"]
-        print(f"  {text:<9}" + "".join(f"{x:>{n},}" for x, n in zip(cells, WIDTHS)))
+        print(f"  {text:<8}" + "".join(f"{x:>{n},}" for x, n in zip(cells, WIDTHS)))
     off = sum(row["off"] for row in rows)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT / 1e9
     print(f"{'PASS' if off == 0 else 'FAIL'}  {len(rows)} stages, {off} off, ", end="")
