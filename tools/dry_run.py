@@ -186,11 +186,11 @@ def show(layout, microbatches: int) -> tuple[list[dict], bool]:
     mesh = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in lesson.AXES)
     print(
         f"\nDry run of lesson 05, {mesh}: the first rank of each stage, with {few} of\n"
-        f"a step's {layout.microbatches} micro-batches (bytes are linear in them). "
-        "Counted by the lesson;\noff: of parameters, calls, bytes sent and kept, "
+        f"a step's {layout.microbatches} micro-batches (bytes are linear in them). The "
+        "lesson counted\nparameters, bytes kept of one micro-batch, bytes sent; off: "
         "from the formulas."
     )
-    names = "parameters", "kept a micro-b.", "sent via tp", "via pp", "via dp", "off"
+    names = "parameters", "kept of one", "sent via tp", "via pp", "via dp", "off"
     print("  stages  " + "".join(f"{x:>{n}}" for x, n in zip(names, WIDTHS)))
     rows, start = [], time.perf_counter()
     for found, wanted in run(layout, microbatches):
