@@ -93,7 +93,7 @@ def parameters(args, stage: int) -> tuple[int, int, int]:
     """
     D, T, layers = args.hidden, args.tp, layers_of(args, stage)
     first, last, v = stage == 0, stage == args.pp - 1, -(-args.vocab_size // T)
-    kv = D // args.heads * args.kv_heads
+    kv = D // args.heads * max(args.kv_heads, T)  # heads that ranks share are copied
     cut = D * (10 * D + 2 * kv) + 5 * D + 2 * kv  # weights, biases
     whole = 6 * D * layers + 2 * D * last
     rows = v * D * (first + last) + v * last
@@ -114,7 +114,7 @@ def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
         return e * b * s * D  # the layer's input
     around = b * s * (D * (4 * e + 2 * masks) + 4 * stats)  # norms: inputs, outputs
     inside = 2 + 8  # of a token, times D/T: input of o_proj, GELU, and now q, k, v
-    kv = args.kv_heads / args.heads
+    kv = max(args.kv_heads, T) / args.heads
     if args.recompute == "selective":  # as they are projected, not repeated for heads
         return around + round(e * b * S * D * (inside + 2 * kv)) // T
     scores = b * args.heads * S * S // T * (e + masks * (1 + e))
@@ -184,12 +184,17 @@ def counted(args, stage: int, e=2) -> dict[tuple, list]:
     """The same as COMM.rows has it: what, phase, collective, axis → calls, bytes."""
     found = {}
     for what, phase, call, axis, calls, _, size in traffic(args, stage, e):
-        if calls and getattr(args, axis) > 1:  # else there is nobody to send to
+        if calls and ranks_along(args, axis) > 1:  # else there is nobody to send to
             key = what, "backward" if phase == "again" else phase, call, axis
             row = found.setdefault(key, [0, 0])
             row[0] += calls
             row[1] += int(size)
     return found
+
+
+def ranks_along(args, axis: str) -> int:
+    """Of a group; along "copy" are those of a TP group that share key/value heads."""
+    return max(1, args.tp // args.kv_heads) if axis == "copy" else getattr(args, axis)
 
 
 def ring(collective: str, ranks: int) -> float:
@@ -213,7 +218,7 @@ def flops(args, stage: int) -> int:
     """Of a rank in a step: 2 a weight and token forward, 4 backward, and the scores;
     with what is computed again (2104.04473, sec. 3.4 and appendix)."""
     D, S, tokens = args.hidden, args.seq_len, args.batch_size // args.dp * args.seq_len
-    scores, kv = 4 * S * D, D // args.heads * args.kv_heads
+    scores, kv = 4 * S * D, D // args.heads * max(args.kv_heads, args.tp)
     layer = 2 * D * (10 * D + 2 * kv) + scores
     again = {"none": 0, "selective": scores, "full": layer}[args.recompute]
     head = 2 * D * args.vocab_size * (stage == args.pp - 1)
@@ -232,7 +237,8 @@ def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:
     sent = dict.fromkeys(rate, 0.0)
     for what, _, collective, axis, calls, _, size in traffic(args, stage):
         if calls:
-            size *= ring(collective, getattr(args, axis))
+            size *= ring(collective, ranks_along(args, axis))
+            axis = "tp" if axis == "copy" else axis  # the same links
             sent[axis] += size
             took["once" if what in ONCE else axis] += size / rate[axis]
     return took, sent
@@ -276,9 +282,10 @@ def divisors(n: int) -> list[int]:
 
 def why_not(sizes: dict, dp: int, pp: int, tp: int) -> str:
     """What does not divide, or nothing; as lesson 05 asks."""
+    shared = tp % sizes["kv_heads"] == 0  # by tp / kv_heads ranks each
     for name, axis, parts in (
         ("heads", "tp", tp),
-        ("kv_heads", "tp", tp),
+        ("kv_heads", "tp", 1 if shared else tp),
         ("seq_len", "tp", tp),
         ("batch_size", "dp", dp),
     ):
