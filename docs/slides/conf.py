@@ -9,7 +9,6 @@ project = "Tensor parallelism in PyTorch, by running it"
 extensions = ["myst_parser", "sphinx_revealjs", "course"]
 myst_enable_extensions = ["colon_fence"]
 root_doc = "ninety"
-suppress_warnings = ["toc.not_included"]  # two decks, no book
 smartquotes = False
 revealjs_static_path = ["../_static"]
 html_favicon = "../_static/icon.svg"
@@ -18,6 +17,7 @@ revealjs_css_files = ["slides.css"]
 revealjs_script_conf = {
     "width": 1280,
     "height": 720,
+    "controls": False,  # they would cover the players; keys turn the slides
     "hash": True,
     "slideNumber": "c/t",
     "transition": "none",
