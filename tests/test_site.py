@@ -1,0 +1,292 @@
+"""The site, built as `make site` does and opened in a real browser."""
+
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jobs
+import pytest
+
+pytestmark = pytest.mark.timeout(600)  # the build, and some thirty pages
+sys.path.append(str(jobs.ROOT / "docs"))
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+FLAGS += " --disable-background-networking --disable-component-update --disable-sync"
+DECKS = {"ninety": 90, "day": 60}  # minutes until the end, or of each hour
+# What one look at a page finds.
+LOOK = """() => ({
+    links: [...document.links].map(link => link.href),
+    ids: [...document.querySelectorAll("[id]")].map(each => each.id),
+    pictures: [...document.images].map(picture => {
+        const {alt, src, complete, naturalWidth} = picture;
+        return {alt, src, there: complete && naturalWidth > 0};
+    }),
+})"""
+# Contrast takes seconds in long code; its colours repeat within a hundred tokens.
+SHORTEN = "all => all.forEach(token => token.remove())"
+RULES = """color-contrast image-alt heading-order empty-heading page-has-heading-one
+    document-title html-has-lang link-name button-name label list
+    listitem definition-list dlitem landmark-one-main scrollable-region-focusable
+    aria-allowed-attr aria-valid-attr duplicate-id-aria"""
+SLIDE = """() => {
+    const slide = Reveal.getCurrentSlide();
+    const prose = slide.querySelectorAll("p:not(.alone), li:not(:has(p))");
+    return {
+        title: slide.querySelector("h1, h2").innerText,
+        prose: [...prose].map(each => each.innerText),
+        notes: slide.querySelector("aside.notes").textContent,
+        below: Math.floor(slide.getBoundingClientRect().bottom - window.innerHeight),
+    };
+}"""
+WIDER = "() => document.documentElement.scrollWidth - window.innerWidth"
+
+
+def run(words: list[str], **more) -> str:
+    done = subprocess.run(words, cwd=jobs.ROOT, capture_output=True, text=True, **more)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """The folder of the site; its line numbers lead to a repository on GitHub."""
+    folder = tmp_path_factory.mktemp("site")
+    told = run(["make", "-n", "site", f"RUN={sys.executable}"]).splitlines()
+    commands = [line for line in told if "-m sphinx" in line]
+    assert len(commands) == 2 and all(" -W " in line for line in commands)
+    env = os.environ | {"GITHUB_REPOSITORY": "us/course", "GITHUB_SHA": "abc"}
+    for line in commands:
+        words = [re.sub("^site/", f"{folder}/", word) for word in shlex.split(line)]
+        run(words, env=env)
+    return folder / "html"
+
+
+@pytest.fixture(scope="session")
+def address(site):
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_): ...
+
+    handler = functools.partial(Quiet, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    paths = [shutil.which(name) for name in NAMES] + [shutil.which(ON_MACOS)]
+    if not any(paths):
+        assert os.environ.get("CI") != "true", "CI has to have a chromium"
+        pytest.skip("no chromium here: the site was not opened in a browser")
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, paths))
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium
+        yield chromium.launch(executable_path=path, args=FLAGS.split())
+
+
+@pytest.fixture(scope="session")
+def page(browser):
+    return browser.new_page(viewport={"width": 1280, "height": 720})
+
+
+@pytest.fixture(scope="session")
+def looks(site, address, page) -> dict[str, dict]:
+    """What was found on every page, opened once."""
+    from axe_playwright_python.base import AXE_SCRIPT
+
+    heard, found = [], {}
+    page.on("console", lambda message: heard.append((message.type, message.text)))
+    page.on("pageerror", lambda error: heard.append(("error", str(error))))
+    page.on("request", lambda request: heard.append(("request", request.url)))
+    page.on("requestfailed", lambda request: heard.append(("error", request.url)))
+    for path in sorted(site.rglob("*.html")):
+        name = path.relative_to(site).as_posix()
+        if "_static" in name:  # the players' own page, and reveal.js's notes
+            continue
+        heard.clear()
+        page.goto(address + name, wait_until="networkidle")
+        found[name] = look = page.evaluate(LOOK)
+        look["heard"] = list(heard)
+        look["wider"] = [page.evaluate(WIDER)]
+        page.set_viewport_size({"width": 360, "height": 720})
+        look["wider"] += [page.evaluate(WIDER)]
+        page.set_viewport_size({"width": 1280, "height": 720})
+        page.eval_on_selector_all("pre > :nth-child(n+100)", SHORTEN)
+        page.evaluate(AXE_SCRIPT)
+        options = {"runOnly": RULES.split(), "resultTypes": ["violations"]}
+        result = page.evaluate("options => axe.run(options)", options)
+        look["axe"] = result["violations"]
+    return found
+
+
+def test_every_page_is_there(looks):
+    pages = {f"lessons/{lesson}.html" for lesson in jobs.LESSONS}
+    pages |= {f"notebooks/{lesson}.html" for lesson in jobs.LESSONS}
+    pages |= {f"slides/{deck}.html" for deck in DECKS}
+    names = "index plan run players breaks glossary teach cluster search"
+    pages |= {f"{name}.html" for name in names.split()}
+    assert pages <= set(looks)
+
+
+def test_no_error_and_no_request_to_elsewhere(looks, address):
+    for name, look in looks.items():
+        assert not [text for kind, text in look["heard"] if kind == "error"], name
+        urls = [text for kind, text in look["heard"] if kind == "request"]
+        away = [url for url in urls if not url.startswith((address, "data:", "blob:"))]
+        assert urls and not away, name
+
+
+def test_links_and_pictures_lead_somewhere(looks, address, site):
+    checked = 0
+    for name, look in looks.items():
+        for link in look["links"]:
+            if not link.startswith(address):
+                continue
+            place, _, fragment = link.removeprefix(address).partition("#")
+            place = place.partition("?")[0] or "index.html"
+            assert (site / place).is_file(), (name, link)
+            if fragment and not place.startswith("slides/"):
+                assert fragment in looks[place]["ids"], (name, link)
+                checked += 1
+        for picture in look["pictures"]:
+            assert picture["there"] and len(picture["alt"]) > 20, (name, picture["src"])
+    assert checked > 500  # at least the outlines and the sidebars
+
+
+def test_pages_are_as_wide_as_the_window(looks):
+    """At 1280 and at 360 pixels; code and tables scroll by themselves."""
+    for name, look in looks.items():
+        assert look["wider"] == [0, 0], name
+
+
+def test_accessibility(looks):
+    """axe-core's rules: contrast, text for pictures, headings in order, and others."""
+    told = []
+    for name, look in looks.items():
+        for rule in look["axe"]:
+            where = [node["html"][:120] for node in rule["nodes"]][:3]
+            told.append(f"{name}: {rule['id']}, {len(rule['nodes'])} times: {where}")
+    assert not told, "\n".join(told)
+
+
+def test_search(page, address):
+    page.goto(address + "search.html?q=reduce-scatter")
+    page.wait_for_selector("#search-results li a")
+    page.wait_for_selector("text=Search finished")
+    links = page.locator("#search-results li a").all()
+    found = {link.get_attribute("href").partition(".html")[0] for link in links}
+    assert {"glossary", "lessons/00_collectives", "notebooks/00_collectives"} <= found
+
+
+@pytest.mark.parametrize("lesson", jobs.LESSONS)
+def test_lesson(page, address, lesson):
+    """All of the file, numbered and linked; what is carried over and the harness are
+    folded; and what the notebook's first run printed."""
+    page.goto(f"{address}lessons/{lesson}.html")
+    blocks = page.eval_on_selector_all(
+        ".lesson-code",
+        """all => all.map(each => ({
+            title: each.closest("section").querySelector("h2, h3").innerText,
+            text: each.querySelector("pre").textContent,
+            links: [...each.querySelectorAll("a.linenos")].map(link => link.href),
+            open: each.checkVisibility(),
+        }))""",
+    )
+    lines = "".join(each["text"] for each in blocks).splitlines()
+    wanted = jobs.PATHS[lesson].read_text("utf-8").splitlines()
+    assert lines == [f"{n:4}  {line}" for n, line in enumerate(wanted, 1)]
+    links = [link for each in blocks for link in each["links"]]
+    repository = f"https://github.com/us/course/blob/abc/{lesson}.py"
+    assert links == [f"{repository}#L{n}" for n in range(1, len(wanted) + 1)]
+
+    words = {each["title"].split()[0] for each in blocks}
+    assert {"NEW", "RUN", "BREAK", "HARNESS,"} <= words
+    for each in blocks:
+        assert each["open"] != each["title"].startswith(("CARRIED", "HARNESS")), each
+    page.locator("summary").last.click()
+    assert page.locator(".lesson-code").last.is_visible()
+
+    notebook = json.loads((jobs.ROOT / f"notebooks/{lesson}.ipynb").read_text("utf-8"))
+    first = next(c for c in notebook["cells"] if c["source"][0].startswith("!torchrun"))
+    output = "".join("".join(each["text"]) for each in first["outputs"])
+    shown = page.locator(".lesson-output").inner_text()
+    assert shown.split() == output.split()
+    sections = re.findall(r"^\d+  ", output, re.M)
+    assert page.locator(".lesson-output a").count() == len(sections)
+
+
+def test_all_bugs(page, address):
+    page.goto(address + "breaks.html")
+    pairs = page.eval_on_selector_all(
+        "section[id^=break-0]", "all => all.map(each => [each.id, each.innerText])"
+    )
+    text = dict(pairs)
+    edits = {}
+    for lesson in jobs.LESSONS:
+        for name, edit in jobs.load(lesson).BREAKS.items():
+            edits[f"break-{lesson[:2]}-{name}"] = edit
+    assert list(text) == list(edits)
+    for name, edit in edits.items():
+        for word in ("what", "symptom", "why", "met", "target"):
+            assert edit[word].replace("`", "") in text[name], (name, word)
+        for sign, code in (("- ", edit["old"]), ("+ ", edit["new"])):
+            lines = [line for line in text[name].splitlines() if line[2:].strip()]
+            shown = [line[2:] for line in lines if line[:2] in (sign, "  ")]
+            assert shown == [line for line in code.splitlines() if line.strip()], name
+
+
+def test_glossary(page, address):
+    """One sentence a term, and where it is shown."""
+    page.goto(address + "glossary.html")
+    sentences = page.locator("dd").all_inner_texts()
+    assert len(sentences) > 50
+    shown_in = r"\((across stages |notebook |[ ,]|0\d)+\)\."
+    for text in sentences:
+        assert re.fullmatch(rf"[^.]*{shown_in}", text), text
+    assert page.locator("dd:not(:has(a))").count() == 0
+
+
+@pytest.mark.parametrize("deck", DECKS)
+def test_slides(page, address, deck):
+    """They turn; a slide has few words, stays on the screen, and has notes in time."""
+    page.goto(f"{address}slides/{deck}.html")
+    total, minute = page.evaluate("Reveal.getTotalSlides()"), 0
+    for number in range(total):
+        assert page.evaluate("Reveal.getSlidePastCount()") == number
+        slide = page.evaluate(SLIDE)
+        title, notes = slide["title"], slide["notes"]
+        assert len(" ".join(slide["prose"]).split()) <= 25, title
+        assert slide["below"] <= 0 and re.search(r"\bAsk\b|Everyone writes", notes), (
+            title
+        )
+        if times := re.search(r"[Mm]inutes (\d+)–(\d+)\.", notes):
+            start, end = map(int, times.groups())
+            assert start == minute % DECKS[deck] and start < end, title
+            minute = end
+        else:  # a day's title and its end
+            assert number in (0, total - 1), title
+        page.keyboard.press("ArrowRight")
+    assert minute == DECKS[deck]
+    page.goto(f"{address}slides/{deck}.html?print-pdf")
+    page.wait_for_selector(".pdf-page")
+    assert page.locator(".pdf-page").count() == total
+
+
+def test_a_missing_recording_is_an_error():
+    import course
+
+    with pytest.raises(ValueError, match=r"no docs/_static/recordings/nobody\.json"):
+        course.player("index", "nobody")
