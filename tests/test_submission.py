@@ -87,6 +87,20 @@ def test_a_right_answer_a_wrong_one_and_the_rest_untouched(tmp_path):
     assert said.endswith("submission.json: 1 right, 1 not yet, 4 not tried\n")
 
 
+def test_fingerprints_are_of_the_lessons_code_and_of_the_checks(tmp_path):
+    lesson, book = tmp_path / "00_a.py", tmp_path / "01_naive_mlp_tp.ipynb"
+    prints = {submission.lessons_of(tmp_path)}
+    for text in ("a = 1", "a = 2"):
+        lesson.write_text(text)
+        prints.add(submission.lessons_of(tmp_path))
+    assert len(prints) == 3
+    checks = []
+    for answers in ({}, {"exercise-1": RIGHT}, {"check-1": "print('right')"}):
+        book.write_text(notebook(book.stem, answers))
+        checks.append(submission.checks_of(submission.read_notebook(book)))
+    assert checks[0] == checks[1] == checks_of(book.stem) != checks[2]
+
+
 def test_a_notebook_that_cannot_be_read(tmp_path):
     (tmp_path / "00_collectives.ipynb").write_text('{"cells": [')
     code, said, data = hand_in(tmp_path)

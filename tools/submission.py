@@ -199,8 +199,6 @@ def is_import(node: ast.AST) -> bool:
 
 def judge_all(folder: Path) -> dict:
     """Every exercise of every notebook of a folder, as the file has it."""
-    import torch
-
     books = {
         path.stem: read_notebook(path) for path in sorted(folder.glob("0?_*.ipynb"))
     }
@@ -223,6 +221,8 @@ def judge_all(folder: Path) -> dict:
             print(textwrap.shorten(line, 88, placeholder=" …"), flush=True)
     if judge.live:
         judge.live.stop()
+    import torch  # only now: what is wrong with a notebook is said at once
+
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"lessons": lessons_of(ROOT)}
     checks = {lesson: checks_of(cells) for lesson, cells in books.items()}
