@@ -17,7 +17,7 @@ Try: --pp 4 --schedule gpipe --microbatches 16; --zero (AdamW's moments are shar
 
 How to read this file: in two sittings, up to Checkpoints and from there. NEW is the
 lesson, RUN what it prints, BREAK IT are bugs (--break list). Short of time? Read
-schedule, Pipeline and MeshTraining.
+schedule, Pipeline and MeshTraining. Which mesh? tools/plan.py predicts it.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers; P stages, DP replicas, T
     ranks in a TP group, M micro-batches. UPPERCASE is full size, lowercase a slice:
