@@ -309,7 +309,7 @@ def main(args, report: Report) -> None:
     show_steps(report, runs, "TP + SP", sp, tp_group)  # section 1; from lesson 02
     show_replicated(report, runs, sp)
     show_parts(report, full, batches[0], runs, tp_group)
-    show_communication(report, full.config, runs)
+    show_communication(report, runs, full.config)
     show_memory(report, tp_group)
     show_lengths(report, tp_group)
     if args.hf:
@@ -379,7 +379,7 @@ def first_numbers(tensors: dict[str, Tensor], names) -> dict[str, str]:
     return texts
 
 
-def show_communication(report: Report, config: Config, runs: dict) -> None:
+def show_communication(report: Report, runs: dict, config: Config) -> None:
     """Calls and bytes of a step: all-reduces against gathers and scatters."""
     args, L, D = report.args, config.layers, config.hidden
     tokens, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize

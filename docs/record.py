@@ -326,6 +326,8 @@ def formulas_of(show, *args, **about) -> dict:
     )  # fmt: skip
     vars(report).update(about)
     show(report, *args)
+    if report.axes.get("copy") == 1:  # no rank shares a key/value head
+        caught = {key: row for key, row in caught.items() if key[-1] != "copy"}
     return caught
 
 
@@ -343,9 +345,10 @@ def layer_of(show, what: str, parts=1, **sizes) -> dict:
     adds to them; or for one of so many equal `parts` of a layer."""
     rows, part = [], "half a layer of" if parts == 2 else "one layer of"
     for layers in (1, 2):
-        args = SimpleNamespace(dtype="float32", steps=1, save_gathered=False, **sizes)
-        config = SimpleNamespace(layers=layers, hidden=args.hidden)
-        rows.append(formulas_of(show, config, args=args))
+        flags = dict(dtype="float32", steps=1, save_gathered=False, same_bits=False)
+        flags |= dict(ranks=2, layers=layers, heads=2, kv_heads=2) | sizes
+        args = SimpleNamespace(**flags)
+        rows.append(formulas_of(show, [what], args, args=args))
     return {
         key: (f"{part} {text}", (rows[1][key][2] - size) // parts)
         for key, (_, text, size) in rows[0].items()
@@ -672,9 +675,10 @@ def vocab_loss(lesson, group) -> dict:
     wanted = {"loss_BS": loss_BS.detach()}
     recorder.compare(says, wanted | {"dL/dlogits_BSv": lesson.shard(grad, 2, group)})
     args = SimpleNamespace(
-        layers=1, dtype="float32", steps=1, batch_size=1, seq_len=3, hidden=1
-    )
-    rows = formulas_of(lesson.show_traffic, args)
+        layers=1, dtype="float32", steps=1, batch_size=1, seq_len=3, hidden=1,
+        heads=1, kv_heads=T, ranks=T,
+    )  # fmt: skip
+    rows = formulas_of(lesson.show_traffic, ["with TP"], args=args)
     return recorder.recording(
         title="The loss, with the vocabulary split",
         formulas=rows_with(rows, "with TP", "loss"),
@@ -852,22 +856,21 @@ def batch(lesson, _group) -> dict:
     says = "As many targets as one process counts in this batch. Forward may begin."
     recorder.compare(says, {"all_targets": (whole[1] != lesson.IGNORE).sum()})
     assert total == recorder.made["all_targets"]
-    formulas = traffic_of(lesson, groups, args, whole, last=True)
+    formulas = traffic_of(lesson, groups, args, whole)
     return recorder.recording(
         title="A batch is dealt out, its shape first",
         formulas=rows_with(formulas, "batch"),
     )
 
 
-def traffic_of(lesson, groups, args, whole: tuple, last: bool, first=True) -> dict:
-    """Lesson 05's formulas for this rank, of a stage that has no parameters."""
-    empty = SimpleNamespace(flatten=lambda _: torch.empty(0), parameters={})
-    pipeline = SimpleNamespace(first=first, last=last, like=torch.empty(0))
-    training = SimpleNamespace(
-        pipeline=pipeline, groups=groups, parameters={}, optimizer=empty, tied=None,
-        stage=SimpleNamespace(layers=[]),
-    )  # fmt: skip
-    return formulas_of(lesson.show_traffic_3d, training, [whole], args=args)
+def traffic_of(lesson, groups, args, whole: tuple, pp=1, stage=0) -> dict:
+    """Lesson 05's formulas for a stage, of a model that has no layers."""
+    flags = dict(pp=pp, dp=groups["dp"].size(), tie=False, layers=0, vocab_size=1)
+    flags |= dict(heads=1, kv_heads=args.tp) | vars(args)
+    parts = lesson.cut_batch(whole, groups, args.microbatches, args.ragged)
+    tokens = sum(part[0].numel() for part in parts)
+    rows = lesson.traffic(SimpleNamespace(**flags), stage, tokens, 4, 0, 0)
+    return {row[:4]: (row[4], row[5], round(row[6])) for row in rows}
 
 
 # Schedules: four stages, in measured time.
@@ -945,8 +948,7 @@ def schedules(lesson, group) -> dict:
         runs[kind] = min(tries, key=took)
     args = SimpleNamespace(microbatches=M, ragged=False, zero=False, hidden=8, tp=1)
     whole = tuple(torch.zeros(2, M, 4, dtype=torch.int64))
-    ends = dict(first=rank == 0, last=rank == P - 1)
-    rows = rows_with(traffic_of(lesson, groups, args, whole, **ends), "send/recv")
+    rows = rows_with(traffic_of(lesson, groups, args, whole, P, rank), "send/recv")
     recorder = Recorder(lesson)
     lesson.COMM.rows = {
         key: counted for run in runs.values() for key, counted in run[rank]["rows"]
