@@ -785,7 +785,7 @@ def sp_layer(lesson, group) -> dict:
         out_BsD = layer(x_BsD, tables)
         lesson.COMM.phase = "backward"
         out_BsD.backward(lesson.shard(upstream_BSD, 1, group))
-        lesson.COMM.phase = "after backward"
+        lesson.COMM.phase = "summing"
         lesson.all_reduce_replicated_gradients(layer, group)
     x_alone = x_BSD.clone().requires_grad_()
     alone(x_alone, tables).backward(upstream_BSD)
