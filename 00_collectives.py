@@ -250,21 +250,20 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
 
 
 def tree_sum(terms: list[Tensor]) -> Tensor:
-    """Add neighbors in pairs, then those sums in pairs, …: ((a + b) + (c + d)) + …."""
-    while len(terms) > 1:
-        pairs = zip(terms[::2], terms[1::2])
-        alone = terms[len(terms) // 2 * 2 :]  # the last one, if their number is odd
-        terms = [a + b for a, b in pairs] + alone
-    return terms[0]
+    """Add up each half by itself, then the two sums: ((a + b) + (c + d)) + …."""
+    if len(terms) == 1:
+        return terms[0]
+    half = len(terms) // 2
+    return tree_sum(terms[:half]) + tree_sum(terms[half:])
 
 
 def tree_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce in an order that is ours, so that it can be the same for every T.
+    """All-reduce in an order we choose, so that it can be the same for every T.
 
     Adding floats rounds, so (a + b) + c differs from a + (b + c) in the last bits; and
     how a library's all-reduce adds depends on T. Here each rank gets all terms and adds
-    them up as a tree. If x is itself a tree_sum, of 8 / T terms, then the whole is one
-    tree of 8, the same for T = 1, 2, 4 and 8: no bit depends on T.
+    them up as a tree. If x is itself the tree_sum of this rank's share of 16 terms, the
+    whole is one tree, the same for T = 1, 2, 4, 8 and 16: no bit depends on T.
 
     Shapes: x [...] → [...], Partial() → Replicate().
     Communication: 1 all-gather, T × x's elements: T/2 times what an all-reduce sends.
@@ -408,9 +407,7 @@ def show_three_ways(report: Report, group) -> None:
         ("to get A back", ["each has it", "join them", "add them up"]),
     ]
     heads = ("PyTorch's word", "Replicate()", "Shard(0)", "Partial()")
-    report.section(
-        "A group holds a tensor A in three ways: replicated, sharded, partial"
-    )
+    report.section("A tensor A in three ways: replicated, sharded, partial")
     report.table("held", [dict(zip(heads, (name, *text))) for name, text in texts])
 
 
@@ -484,9 +481,7 @@ def show_ring(report: Report, group) -> None:
     row = {"": f"rank {rank}", "before": numbers(x), "reduce-scatter": numbers(half)}
     row |= {"all-gather": numbers(both), "ok": ok}
     report.table("halves", gather_objects(row))
-    report.say(
-        "   By hand, as a ring. bytes: of all ranks, predicted as 2(T−1) times x"
-    )
+    report.say("   By hand, as a ring. bytes: of all ranks, predicted: 2(T−1) times x")
     rows = []
     for size in (2 * T, 2 * T + 3):
         x = count_from(rank, size, args)
@@ -613,34 +608,32 @@ def show_traps(report: Report, group) -> None:
         row = {"": name, "rank 0 before": numbers(was), "after": numbers(now)}
         rows.append(row | {"ok": report.check(name, rel_diff(now, wanted))})
     report.section("Three traps, avoided")
-    report.say(
-        "   Try --break view, which sums a copy; --break order, where 1s meet 10s."
-    )
+    report.say("   Try --break view, which sums a copy; --break order: 1s meet 10s.")
     report.table("traps", rows)
 
 
 def show_same_bits(report: Report, group) -> None:
-    """Eight terms added up by ranks, and by one process: is it the same to the bit?"""
+    """16 terms added up by ranks, and by one process: is it the same to the bit?"""
     T, dtype = group.size(), getattr(torch, report.args.dtype)
     report.section("Can the difference be zero? A tree's bits are the same for every T")
-    if 8 % T:
-        report.say(f"   {T} ranks cannot share 8 terms: try 1, 2, 4 or 8")
+    if 16 % T:
+        report.say(f"   {T} ranks cannot share 16 terms: try 1, 2, 4 or 8")
         return
     torch.manual_seed(report.args.seed)  # the same terms for every T
-    terms = list(torch.randn(8, 1000).to(report.args.device, dtype))
-    mine = terms[group.rank() * 8 // T :][: 8 // T]
+    terms = list(torch.randn(16, 1000, dtype=dtype).to(report.args.device))
+    mine = terms[group.rank() * 16 // T :][: 16 // T]
     size, rows = terms[0].nbytes, []
-    for name, adds, over_ranks, collective, payload in (
+    for name, adds, over_ranks, call, payload in (
         ("sum", sum, all_reduce, "all-reduce", size),
         ("tree", tree_sum, tree_all_reduce, "all-gather", T * size),
     ):
-        COMM.what = f"8 terms, {name}"
+        COMM.what = f"16 terms, {name}"
         alone, summed = adds(terms), over_ranks(adds(mine), group)
-        _, sent = COMM.rows.get((COMM.what, "", collective, "tp"), (0, 0))
+        _, sent = COMM.rows.get((COMM.what, "", call, "tp"), (0, 0))
         rows.append({
             "added as": name, "hash, one process": digest(alone),
             f"T = {T}": digest(summed), "differ": int((summed != alone).sum()),
-            "by": collective, "bytes": sent, "predicted_bytes": payload * (T > 1),
+            "collective": call, "bytes": sent, "predicted_bytes": payload * (T > 1),
         })  # fmt: skip
         report.check(f"{name}: sum", rel_diff(summed, alone), report.allowed)
     report.check("tree: bits", rows[1]["differ"], kind="bits")
@@ -651,7 +644,7 @@ def digest(*tensors) -> str:
     """The first digits of a hash of all their bits."""
     sha = hashlib.sha256()
     for x in tensors:
-        sha.update(torch.as_tensor(x).cpu().numpy().tobytes())
+        sha.update(torch.as_tensor(x, dtype=torch.float64).cpu().numpy().tobytes())
     return sha.hexdigest()[:12]
 
 
@@ -699,8 +692,8 @@ BREAKS = {
     ),
     "tree": dict(
         target="tree_sum",
-        old="        terms = [a + b for a, b in pairs] + alone\n",
-        new="        terms = [sum(terms)]\n",
+        old="    return tree_sum(terms[:half]) + tree_sum(terms[half:])\n",
+        new="    return sum(terms)\n",
         what="terms are added one after the other, in rank order, not as a tree",
         symptom="sums are right, and yet their last bits depend on the number of ranks",
         why="each rank adds up its own terms first: with another T, others meet first",

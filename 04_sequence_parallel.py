@@ -1078,16 +1078,15 @@ def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Ten
     return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
-@functools.cache  # one pair of groups serves all layers
+@functools.cache  # for all layers; all ranks call it alike, or names would differ
 def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
     """One rank of each key/value head; those that hold mine (lesson 02)"""
     ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
     head, copy = divmod(tp_group.rank(), ranks.shape[1])
-    new_group = functools.partial(
-        dist.new_group, timeout=COMM.limit, use_local_synchronization=True
-    )
-    one_of_each = new_group(ranks[:, copy].tolist(), group_desc="kv")
-    return one_of_each, new_group(ranks[head].tolist(), group_desc="copy")
+    options = {"timeout": COMM.limit, "use_local_synchronization": True}
+    one_of_each = dist.new_group(ranks[:, copy].tolist(), group_desc="kv", **options)
+    copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
+    return one_of_each, copies
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
@@ -1202,7 +1201,7 @@ class TrainingRun(NamedTuple):
     gradients: dict[str, Tensor]  # of step 1, put together from all ranks
     parameters: dict[str, Tensor]  # after the last step, too
     held: dict[str, int]  # bytes on this rank
-    seconds: float = 0.0  # of all steps
+    seconds: float = 0.0  # of all of it
 
 
 def train_transformer(

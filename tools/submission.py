@@ -63,7 +63,8 @@ def exercises(cells: list[dict]) -> dict[str, dict[str, int]]:
 
 def is_untouched(text: str) -> bool:
     """Is nothing filled in? Then all functions end in `...`, with nothing before it but
-    super().__init__(), and all names are None or {...}. Comments do not count."""
+    a docstring or super().__init__(), and all names are None or {...}. Comments do not
+    count."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -75,7 +76,7 @@ def is_placeholder(node: ast.AST) -> bool:
     if isinstance(node, ast.ClassDef):
         return all(map(is_placeholder, node.body))
     if isinstance(node, ast.FunctionDef):
-        *before, last = node.body
+        *before, last = node.body[ast.get_docstring(node) is not None :]
         calls = [ast.unparse(line) for line in before]
         return calls in ([], ["super().__init__()"]) and ast.unparse(last) == "..."
     return isinstance(node, ast.Assign) and ast.unparse(node.value) in ("None", "{...}")
@@ -102,16 +103,33 @@ def lessons_of(folder: Path) -> str:
 # Running what was filled in
 
 
+def lesson_of(cells: list[dict]) -> str | None:
+    """The lesson that a notebook's ranks have; None of one that starts no ranks."""
+    starts = re.compile(r'\branks\.start\(\w+, "(\w+)"\)')
+    found = [match[1] for cell in cells if (match := starts.search(cell["text"]))]
+    return found[0] if found else None
+
+
+def text_of(data: dict) -> str:
+    """What a rank printed or warned, and its last value."""
+    value = (data["execute_result"] or {}).get("data", {}).get("text/plain", "")
+    return "\n".join(x.rstrip() for x in (data["stdout"], data["stderr"], value) if x)
+
+
 class Judge:
-    """Live ranks on which exercises of one lesson after the other are judged."""
+    """Live ranks on which exercises of one lesson after the other are judged; or this
+    process, if a notebook has no ranks."""
 
     def __init__(self):
-        self.live = None
+        self.live = self.names = None
 
-    def begin(self, lesson: str) -> None:
+    def begin(self, lesson: str | None) -> None:
         """Every rank has this lesson's names, and nothing else."""
         import ranks
 
+        self.names = None if lesson else {"__name__": "__main__"}
+        if not lesson:
+            return
         if self.live is None:
             ranks.prepare()
             self.live = ranks.start(ranks.how_many(4), lesson)
@@ -126,6 +144,8 @@ class Judge:
         """A cell on every rank: what each said; the first error, or nothing."""
         import ranks
 
+        if self.names is not None:
+            return self.run_here(text)
         result = self.live.view.execute(text, silent=False, block=False)
         result.wait(LIMIT)
         if not result.ready():
@@ -133,7 +153,16 @@ class Judge:
         result.wait_for_output(2)
         replies = result.get(return_exceptions=True)
         errors = [ranks.in_short(x) for x in replies if isinstance(x, Exception)]
-        return [ranks.said(data) for data in result.metadata], "".join(errors[:1])
+        return [text_of(data) for data in result.metadata], "".join(errors[:1])
+
+    def run_here(self, text: str) -> tuple[list[str], str]:
+        said, error = io.StringIO(), ""
+        with contextlib.redirect_stdout(said):
+            try:
+                exec(text, self.names)
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        return [said.getvalue().rstrip()], error
 
     def run_cell(self, cells, place: int, defined: dict) -> tuple[list[str], str]:
         """A cell; and before it, those that define names which it misses."""
@@ -143,19 +172,17 @@ class Judge:
             said, error = self.run(cells[place]["text"])
         return said, error
 
-    def judge(self, lesson: str, cells: list[dict], answer, check) -> tuple[str, str]:
+    def judge(self, cells: list[dict], answer: int, check: int) -> tuple[str, str]:
         """`right` or `not yet` of the cells at two places, and what was said."""
-        import ranks
-
-        self.begin(lesson)
-        defined = definitions(cells[:answer])
+        self.begin(lesson_of(cells))
+        defined = definitions(cells[:answer], self.names is None)
         said, error = self.run_cell(cells, answer, defined)
         if not error:
             said, error = self.run_cell(cells, check, defined)
         last = [text.splitlines()[-1] if text else "" for text in said]
         if not error and set(last) == {"right"}:
             return "right", ""
-        if error or any(ranks.LOST in text for text in said):
+        if self.live and (error or any("live.again()" in text for text in said)):
             with contextlib.redirect_stdout(io.StringIO()):
                 self.live.again()  # a rank may still be in a collective, or hang
         words = error or next((text for text in said if text), "nothing was said")
@@ -168,12 +195,12 @@ def missing(said: list[str], defined: dict[str, int]) -> int | None:
     return defined.pop(name[1], None) if name else None
 
 
-def definitions(cells: list[dict]) -> dict[str, int]:
-    """Names that cells under %%px define → the last cell that does."""
+def definitions(cells: list[dict], on_ranks: bool) -> dict[str, int]:
+    """Names that cells define, those under %%px or the others → the last that does."""
     found = {}
     for place, cell in enumerate(cells):
         try:
-            body = ast.parse(cell["text"]).body if cell["on ranks"] else []
+            body = ast.parse(cell["text"]).body if cell["on ranks"] is on_ranks else []
         except SyntaxError:  # a magic
             continue
         for node in body:
@@ -215,7 +242,7 @@ def judge_all(folder: Path) -> dict:
                 cells[found["exercise"]]["text"]
             ):
                 places = found["exercise"], found["check"]
-                state, said = judge.judge(lesson, cells, *places)
+                state, said = judge.judge(cells, *places)
             states[lesson][number] = state
             line = f"{lesson} {number}: {state}{f'; {said}' if said else ''}"
             print(textwrap.shorten(line, 88, placeholder=" …"), flush=True)
