@@ -9,6 +9,8 @@ What is launched twice with the same flags runs once. Notebooks run last, and be
 them the tests of live ranks; after all, when nothing else runs, tests marked `alone`.
 """
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +19,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+FLAGS += " --disable-background-networking --disable-component-update --disable-sync"
 QUICK = [("00", 2), ("01", 2), ("02", 2), ("03", 2), ("04", 2), ("05", 4)]
 
 pytest.register_assert_rewrite("runs")  # its asserts too say what differs
@@ -87,3 +93,18 @@ def no_figure_left():
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """One Chromium for the site and the players; CI has to have it."""
+    paths = [shutil.which(name) for name in NAMES] + [shutil.which(ON_MACOS)]
+    if not any(paths):
+        assert os.environ.get("CI") != "true", "CI has to have a chromium"
+        pytest.skip("no chromium here: nothing was opened in a browser")
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, paths))
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium
+        yield chromium.launch(executable_path=path, args=FLAGS.split())

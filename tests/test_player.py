@@ -1,11 +1,8 @@
 """The player of recorded runs shows what the recordings hold, and they are fresh."""
 
 import functools
-import importlib.util
 import json
-import os
 import re
-import shutil
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,11 +12,6 @@ from matplotlib.colors import to_rgb
 from pictures import draw
 
 record = jobs.load("docs.record")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-FLAGS += "--disable-background-networking --disable-component-update --disable-sync"
-there = all([CHROMIUM, importlib.util.find_spec("playwright")]) or os.getenv("CI")
-in_browser = pytest.mark.skipif(not there, reason="there is no Chromium or playwright")
 every_recording = pytest.mark.parametrize("name", record.SCENES)
 RECORDED = {path.stem: json.loads(path.read_text()) for path in record.FOLDER.iterdir()}
 
@@ -75,10 +67,8 @@ def test_size_colours_and_contrast():
 
 
 @pytest.fixture(scope="module")
-def open_page():
+def open_page(browser):
     """Opens a recording, 360 px wide: the page, and all that goes wrong in it."""
-    from playwright.sync_api import sync_playwright
-
     handler = functools.partial(SimpleHTTPRequestHandler, directory=jobs.ROOT)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -94,9 +84,8 @@ def open_page():
         page.wait_for_selector("tp-player .caption")
         return page, wrong
 
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
-        yield open_page
+    yield open_page
+    server.shutdown()
 
 
 SHOWN = """player => ({
@@ -108,7 +97,6 @@ SHOWN = """player => ({
 })"""
 
 
-@in_browser
 @every_recording
 def test_it_plays_to_the_end_and_back(open_page, name):
     steps, (page, wrong) = [*enumerate(RECORDED[name]["events"], 1)], open_page(name)
@@ -125,7 +113,6 @@ def test_it_plays_to_the_end_and_back(open_page, name):
     assert wrong == []
 
 
-@in_browser
 def test_keys_clicks_slider_playing_and_theme(open_page):
     page, wrong = open_page("mlp", motion="no-preference")
     count = page.locator("tp-player .count")

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,10 +17,6 @@ import pytest
 pytestmark = pytest.mark.timeout(600)  # the build, and some thirty pages
 sys.path.append(str(jobs.ROOT / "docs"))
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
-FLAGS += " --disable-background-networking --disable-component-update --disable-sync"
 DECKS = {"ninety": 90, "day": 60}  # minutes until the end, or of each hour
 # What one look at a page finds.
 LOOK = """() => ({
@@ -81,20 +76,6 @@ def address(site):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
-
-
-@pytest.fixture(scope="session")
-def browser():
-    paths = [shutil.which(name) for name in NAMES] + [shutil.which(ON_MACOS)]
-    if not any(paths):
-        assert os.environ.get("CI") != "true", "CI has to have a chromium"
-        pytest.skip("no chromium here: the site was not opened in a browser")
-    from playwright.sync_api import sync_playwright
-
-    path = next(filter(None, paths))
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium
-        yield chromium.launch(executable_path=path, args=FLAGS.split())
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def test_a_right_answer_a_wrong_one_and_the_rest_untouched(tmp_path):
             "lessons": submission.lessons_of(ROOT),
         },
     }  # fmt: skip
-    assert "01_naive_mlp_tp 3: not yet; rank 0: `same`: the gradient is" in said
+    assert "01_naive_mlp_tp 3: not yet; `same`: the gradient is" in said
     assert said.endswith("submission.json: 1 right, 1 not yet, 4 not tried\n")
 
 

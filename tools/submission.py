@@ -79,7 +79,10 @@ def is_placeholder(node: ast.AST) -> bool:
         *before, last = node.body[ast.get_docstring(node) is not None :]
         calls = [ast.unparse(line) for line in before]
         return calls in ([], ["super().__init__()"]) and ast.unparse(last) == "..."
-    return isinstance(node, ast.Assign) and ast.unparse(node.value) in ("None", "{...}")
+    if not isinstance(node, ast.Assign):
+        return False
+    values = getattr(node.value, "values", [node.value])  # of a dict, or the one
+    return {ast.unparse(value) for value in values} <= {"None", "{...}", "..."}
 
 
 def fingerprint(texts) -> str:
@@ -309,13 +312,13 @@ def table(files: dict[str, dict]) -> str:
     for name, *states in zip(names, *answers.values()):
         lines.append(f"{' '.join(name):<{width}}{tally(states)}")
     books = sorted({book for book, _ in names})
-    titles = "".join(f"  {book[:2]:<4}" for book in books)
+    titles = "".join(f" {book[:2]:<4}" for book in books)
     lines += ["", f"{'file':<{width}}{head}{titles}".rstrip()]
     for file, states in answers.items():
         marks = dict.fromkeys(books, "")
         for (book, _), state in zip(names, states):
             marks[book] += STATES[state]
-        text = "".join(f"  {mark:<4}" for mark in marks.values())
+        text = "".join(f" {mark:<4}" for mark in marks.values())
         lines.append(f"{file:<{width}}{tally(states)}{text}".rstrip())
     lines.append("   ".join(f"{mark} {word}" for word, mark in STATES.items()))
     return "\n".join(lines)
