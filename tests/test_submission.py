@@ -87,6 +87,22 @@ def test_a_right_answer_a_wrong_one_and_the_rest_untouched(tmp_path):
     assert said.endswith("submission.json: 1 right, 1 not yet, 4 not tried\n")
 
 
+def test_a_notebook_without_ranks_is_run_whole(tmp_path):
+    texts = ["one = 1", "def f():\n    return 1", "def g():\n    return 2"]
+    texts += [f'print("right" if {f}() == one else "not yet: no")' for f in "fg"]
+    tags = "", "exercise-1", "exercise-2", "check-1", "check-2"
+    cells = [
+        dict(cell_type="code", source=text, metadata={"tags": [tag]}, outputs=[])
+        | dict(execution_count=None, id=f"c{i}")
+        for i, (text, tag) in enumerate(zip(texts, tags))
+    ]
+    book = dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)
+    (tmp_path / "06_x.ipynb").write_text(json.dumps(book))
+    code, said, data = hand_in(tmp_path)
+    assert code == 0 and data["exercises"]["06_x"] == {"1": "right", "2": "not yet"}
+    assert "06_x 2: not yet; no\n" in said
+
+
 def test_fingerprints_are_of_the_lessons_code_and_of_the_checks(tmp_path):
     lesson, book = tmp_path / "00_a.py", tmp_path / "01_naive_mlp_tp.ipynb"
     prints = {submission.lessons_of(tmp_path)}

@@ -119,20 +119,40 @@ def text_of(data: dict) -> str:
     return "\n".join(x.rstrip() for x in (data["stdout"], data["stderr"], value) if x)
 
 
+def judge_alone(path: Path, check: int) -> tuple[str, str]:
+    """`right` or `not yet` of a notebook that starts no ranks: all of it is run."""
+    import nbclient
+    import nbformat
+
+    book = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(ROOT / "notebooks")}}
+    client = nbclient.NotebookClient(
+        book,
+        timeout=LIMIT,
+        allow_errors=True,
+        resources=resources,
+        kernel_name="python3",
+    )
+    client.execute()
+    outputs = [cell for cell in book.cells if cell.cell_type == "code"][check].outputs
+    said = "".join(x.text for x in outputs if x.output_type == "stream").rstrip()
+    errors = [f"{x.ename}: {x.evalue}" for x in outputs if x.output_type == "error"]
+    if not errors and said.splitlines()[-1:] == ["right"]:
+        return "right", ""
+    words = "".join(errors[:1]) or said or "nothing was said"
+    return "not yet", re.sub(r"^not yet[:;] *", "", words)
+
+
 class Judge:
-    """Live ranks on which exercises of one lesson after the other are judged; or this
-    process, if a notebook has no ranks."""
+    """Live ranks on which exercises of one lesson after the other are judged."""
 
     def __init__(self):
-        self.live = self.names = None
+        self.live = None
 
-    def begin(self, lesson: str | None) -> None:
+    def begin(self, lesson: str) -> None:
         """Every rank has this lesson's names, and nothing else."""
         import ranks
 
-        self.names = None if lesson else {"__name__": "__main__"}
-        if not lesson:
-            return
         if self.live is None:
             ranks.prepare()
             self.live = ranks.start(ranks.how_many(4), lesson)
@@ -147,8 +167,6 @@ class Judge:
         """A cell on every rank: what each said; the first error, or nothing."""
         import ranks
 
-        if self.names is not None:
-            return self.run_here(text)
         result = self.live.view.execute(text, silent=False, block=False)
         result.wait(LIMIT)
         if not result.ready():
@@ -157,15 +175,6 @@ class Judge:
         replies = result.get(return_exceptions=True)
         errors = [ranks.in_short(x) for x in replies if isinstance(x, Exception)]
         return [text_of(data) for data in result.metadata], "".join(errors[:1])
-
-    def run_here(self, text: str) -> tuple[list[str], str]:
-        said, error = io.StringIO(), ""
-        with contextlib.redirect_stdout(said):
-            try:
-                exec(text, self.names)
-            except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}"
-        return [said.getvalue().rstrip()], error
 
     def run_cell(self, cells, place: int, defined: dict) -> tuple[list[str], str]:
         """A cell; and before it, those that define names which it misses."""
@@ -178,14 +187,14 @@ class Judge:
     def judge(self, cells: list[dict], answer: int, check: int) -> tuple[str, str]:
         """`right` or `not yet` of the cells at two places, and what was said."""
         self.begin(lesson_of(cells))
-        defined = definitions(cells[:answer], self.names is None)
+        defined = definitions(cells[:answer])
         said, error = self.run_cell(cells, answer, defined)
         if not error:
             said, error = self.run_cell(cells, check, defined)
         last = [text.splitlines()[-1] if text else "" for text in said]
         if not error and set(last) == {"right"}:
             return "right", ""
-        if self.live and (error or any("live.again()" in text for text in said)):
+        if error or any("live.again()" in text for text in said):
             with contextlib.redirect_stdout(io.StringIO()):
                 self.live.again()  # a rank may still be in a collective, or hang
         words = error or next((text for text in said if text), "nothing was said")
@@ -198,12 +207,12 @@ def missing(said: list[str], defined: dict[str, int]) -> int | None:
     return defined.pop(name[1], None) if name else None
 
 
-def definitions(cells: list[dict], on_ranks: bool) -> dict[str, int]:
-    """Names that cells define, those under %%px or the others → the last that does."""
+def definitions(cells: list[dict]) -> dict[str, int]:
+    """Names that cells under %%px define → the last cell that does."""
     found = {}
     for place, cell in enumerate(cells):
         try:
-            body = ast.parse(cell["text"]).body if cell["on ranks"] is on_ranks else []
+            body = ast.parse(cell["text"]).body if cell["on ranks"] else []
         except SyntaxError:  # a magic
             continue
         for node in body:
@@ -245,7 +254,11 @@ def judge_all(folder: Path) -> dict:
                 cells[found["exercise"]]["text"]
             ):
                 places = found["exercise"], found["check"]
-                state, said = judge.judge(cells, *places)
+                if lesson_of(cells):
+                    state, said = judge.judge(cells, *places)
+                else:
+                    path = folder / f"{lesson}.ipynb"
+                    state, said = judge_alone(path, found["check"])
             states[lesson][number] = state
             line = f"{lesson} {number}: {state}{f'; {said}' if said else ''}"
             print(textwrap.shorten(line, 88, placeholder=" …"), flush=True)
