@@ -945,10 +945,10 @@ def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
     """The flags that all lessons share, and whole numbers with their defaults."""
     about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
     parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
-    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=positive, default=default, help=f"({default})")
     add = parser.add_argument
+    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
+        said = f"({default or 'follows the mesh'})"
+        add(f"--{name.replace('_', '-')}", type=positive, default=default, help=said)
     add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
     add("--only", type=positive, metavar="N", help="print section N alone")
     add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")

@@ -499,9 +499,7 @@ def show_gathering(report: Report, args, tp_group) -> None:
         "The loss alone, in bytes: logits gathered on every rank, or sharded"
     )
     report.say(
-        "   sent: bytes, B·S·v·T·e in one all-gather, 3·B·S·e in three all-reduces."
-    )
-    report.say(
+        "   sent: bytes, B·S·v·T·e in one all-gather, 3·B·S·e in three all-reduces.\n"
         "   bytes: kept for backward. A number has e; v = ⌈V/T⌉ columns on a rank"
     )
     report.measure("memory", rows)
@@ -1535,10 +1533,10 @@ def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
     """The flags that all lessons share, and whole numbers with their defaults."""
     about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
     parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
-    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=positive, default=default, help=f"({default})")
     add = parser.add_argument
+    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
+        said = f"({default or 'follows the mesh'})"
+        add(f"--{name.replace('_', '-')}", type=positive, default=default, help=said)
     add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
     add("--only", type=positive, metavar="N", help="print section N alone")
     add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")

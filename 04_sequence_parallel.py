@@ -385,8 +385,8 @@ def show_communication(report: Report, runs: dict, config: Config) -> None:
     tokens, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
     n, halves, formulas = 2 * L + 1, ("all-gather", "reduce-scatter"), {}
     kinds = {"TP": ("all-reduce",), "TP + SP": halves, "DTensor": halves}
-    for what, collectives in kinds.items():
-        for phase, collective in product(("forward", "backward"), collectives):
+    for what in [what for what in kinds if what in runs]:
+        for phase, collective in product(("forward", "backward"), kinds[what]):
             sent = n, "(2L + 1)·B·S·D", n * tokens * D * e
             formulas[what, phase, collective, "tp"] = sent
         formulas[what, "loss", "all-reduce", "tp"] = 3, "3·B·S", 3 * tokens * e
@@ -399,7 +399,6 @@ def show_communication(report: Report, runs: dict, config: Config) -> None:
     if not args.save_gathered:
         sent = 2 * n, "(4L + 2)·B·S·D", 2 * n * tokens * D * e
         formulas["TP + SP", "backward", "all-gather", "tp"] = sent
-    formulas = {key: formula for key, formula in formulas.items() if key[0] in runs}
     report.section(f"Communication of a step; a number has {e} bytes")
     report.ledger(formulas, args.steps)
     ring = Counter()
@@ -1706,10 +1705,10 @@ def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
     """The flags that all lessons share, and whole numbers with their defaults."""
     about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
     parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
-    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=positive, default=default, help=f"({default})")
     add = parser.add_argument
+    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
+        said = f"({default or 'follows the mesh'})"
+        add(f"--{name.replace('_', '-')}", type=positive, default=default, help=said)
     add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
     add("--only", type=positive, metavar="N", help="print section N alone")
     add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")

@@ -49,8 +49,9 @@ def prepare() -> None:
     os.chdir(ROOT)
     os.makedirs("traces", exist_ok=True)  # for --json; git ignores it
     sys.path.insert(1, str(ROOT))
-    folder = str(Path(sys.executable).parent)
-    os.environ["PATH"] = folder + os.pathsep + os.environ["PATH"]
+    folder, path = str(Path(sys.executable).parent), os.environ["PATH"]
+    if folder not in path.split(os.pathsep):
+        os.environ["PATH"] = folder + os.pathsep + path
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # see README, Troubleshooting
     loopback = "lo0" if sys.platform == "darwin" else "lo"

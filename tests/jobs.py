@@ -233,21 +233,25 @@ NBVAL = "-q -p no:cacheprovider --nbval --nbval-current-env --nbval-cell-timeout
 
 def run_notebook(name: str, ranks: int) -> Done:
     """Its cells, with so many live ranks; outputs are compared with those committed.
-    What a cell starts with `!torchrun` runs in a nursery (the script bin/torchrun)."""
+    What a cell starts with `!torchrun` runs in a nursery (the script bin/torchrun);
+    data has which lessons did."""
     command = [sys.executable, "-m", "pytest", *NBVAL.split(), f"notebooks/{name}"]
     folders = [ROOT / "tests" / "bin", Path(sys.executable).parent, os.environ["PATH"]]
     env = {"PATH": os.pathsep.join(map(str, folders)), "NOTEBOOK_RANKS": str(ranks)}
+    launched = []
     with Listener() as listener:
-        threading.Thread(target=answer, args=[listener], daemon=True).start()
-        return watch(command, 500, env | {"COURSE_TEST_LISTENER": listener.address})
+        threading.Thread(target=answer, args=[listener, launched], daemon=True).start()
+        done = watch(command, 500, env | {"COURSE_TEST_LISTENER": listener.address})
+    return done._replace(data={"launched": launched})
 
 
-def answer(listener: Listener) -> None:
+def answer(listener: Listener, launched: list[str]) -> None:
     """Launch what is asked for, and send back what was printed and the exit code."""
     with contextlib.suppress(OSError):  # closed: the notebook has ended
         while True:
             with listener.accept() as notebook:
                 _, number, script, *flags = notebook.recv()  # after --standalone
+                launched.append(Path(script).stem)
                 ranks = int(number.removeprefix("--nproc_per_node="))
                 done = launch(ROOT / script, ranks, *flags)
                 notebook.send((done.text, done.code))

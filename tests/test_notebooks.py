@@ -43,6 +43,8 @@ def test_outputs_are_those_committed(name):
     done = jobs.result(name, 4)
     assert done.code == 0, done.text[-8000:]
     assert done.left == []
+    lesson = LESSON.get(name.removesuffix(".ipynb"), name.removesuffix(".ipynb"))
+    assert lesson in done.data["launched"], "its first run was not in a nursery"
 
 
 # Live ranks
