@@ -4,9 +4,10 @@ Launching ranks is most of what the suite costs. A test names what it launches,
 
     @pytest.mark.launches("01_naive_mlp_tp", 2, "--dtype", "float64")
 
-and jobs start in the order of the tests, three at a time, before the tests ask.
-What is launched twice with the same flags runs once. Notebooks run last, and beside
-them the tests of live ranks; after all, when nothing else runs, tests marked `alone`.
+and jobs start in the order of the tests, three at a time, before the tests ask; meanwhile
+run the tests that launch nothing. What is launched twice with the same flags runs once.
+Notebooks run last, and beside them the tests of live ranks; after all, when nothing
+else runs, tests marked `alone`.
 """
 
 import os
@@ -47,12 +48,14 @@ def pytest_collection_modifyitems(items):
 
 
 def turn(item) -> int:
-    """When a test runs: tests of live ranks must not wait for launches too long."""
+    """When a test runs: while jobs run, what need not wait for them. Jobs start in this
+    order, too; tests of live ranks come beside the last of them, the notebooks."""
+    launches = item.get_closest_marker("launches") is not None
     if item.get_closest_marker("alone"):
-        return 3
+        return 4
     if item.path.stem == "test_notebooks":
-        return 2 if item.get_closest_marker("launches") else 1
-    return 0
+        return 3 if launches else 2
+    return 1 if launches else 0
 
 
 def is_essential(item) -> bool:
