@@ -4,10 +4,10 @@ Launching ranks is most of what the suite costs. A test names what it launches,
 
     @pytest.mark.launches("01_naive_mlp_tp", 2, "--dtype", "float64")
 
-and jobs start in the order of the tests, three at a time, before the tests ask; meanwhile
-run the tests that launch nothing. What is launched twice with the same flags runs once.
-Notebooks run last, and beside them the tests of live ranks; after all, when nothing
-else runs, tests marked `alone`.
+and jobs start in the order of the tests, three at a time, before the tests ask; beside
+them run the modules that wait for none. What is launched twice with the same flags runs
+once. Notebooks run last, and beside them the tests of live ranks; after all, when
+nothing else runs, tests marked `alone`.
 """
 
 import os
@@ -24,6 +24,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
 FLAGS += " --disable-background-networking --disable-component-update --disable-sync"
+OF_ITS_OWN = "test_site test_player test_submission test_draw test_setup test_text"
 QUICK = [("00", 2), ("01", 2), ("02", 2), ("03", 2), ("04", 2), ("05", 4)]
 
 pytest.register_assert_rewrite("runs")  # its asserts too say what differs
@@ -48,14 +49,12 @@ def pytest_collection_modifyitems(items):
 
 
 def turn(item) -> int:
-    """When a test runs: while jobs run, what need not wait for them. Jobs start in this
-    order, too; tests of live ranks come beside the last of them, the notebooks."""
-    launches = item.get_closest_marker("launches") is not None
+    """When a test runs. Jobs start in this order, too."""
     if item.get_closest_marker("alone"):
         return 4
-    if item.path.stem == "test_notebooks":
-        return 3 if launches else 2
-    return 1 if launches else 0
+    if item.path.stem == "test_notebooks":  # its ranks would miss what others compute
+        return 3 if item.get_closest_marker("launches") else 2
+    return 0 if item.path.stem in OF_ITS_OWN.split() else 1
 
 
 def is_essential(item) -> bool:

@@ -132,17 +132,20 @@ def watch(command: list[str], limit: float, env: dict[str, str]) -> Done:
 
 def two_agents(script, ranks: int, *flags) -> list:
     """A script on so many ranks of each of two torchruns that meet, as on two hosts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launcher = [*TORCHRUN[:-1], "--nnodes=2", "--rdzv-id=course"]
-    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     with ThreadPoolExecutor(2) as pool:
         both = [
             pool.submit(torchrun, script, ranks, *flags, launcher=launcher)
             for _ in range(2)
         ]
         return [one.result() for one in both]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def end(mark: str) -> None:
