@@ -4,10 +4,10 @@ Launching ranks is most of what the suite costs. A test names what it launches,
 
     @pytest.mark.launches("01_naive_mlp_tp", 2, "--dtype", "float64")
 
-and jobs start in the order of the tests, three at a time, before the tests ask; beside
-them run the modules that wait for none. What is launched twice with the same flags runs
-once. Notebooks run last, and beside them the tests of live ranks; after all, when
-nothing else runs, tests marked `alone`.
+and jobs start in the order of the tests, three at a time, before the tests ask. First
+run the modules that wait for none of them, and the tests of live ranks; notebooks come
+last, and when nothing else runs, tests marked `alone`. What is launched twice with the
+same flags runs once.
 """
 
 import os
@@ -52,9 +52,9 @@ def turn(item) -> int:
     """When a test runs. Jobs start in this order, too."""
     if item.get_closest_marker("alone"):
         return 4
-    if item.path.stem == "test_notebooks":  # its ranks would miss what others compute
-        return 3 if item.get_closest_marker("launches") else 2
-    return 0 if item.path.stem in OF_ITS_OWN.split() else 1
+    if item.path.stem == "test_notebooks":
+        return 3 if item.get_closest_marker("launches") else 1
+    return 0 if item.path.stem in OF_ITS_OWN.split() else 2
 
 
 def is_essential(item) -> bool:
