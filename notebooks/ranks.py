@@ -45,13 +45,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def prepare() -> None:
-    """Make lessons importable and `!torchrun` work, whatever was activated."""
+    """Make lessons importable and `!torchrun` work, whatever was activated; tests have
+    a torchrun of their own, in the folder NOTEBOOK_BIN."""
     os.chdir(ROOT)
     os.makedirs("traces", exist_ok=True)  # for --json; git ignores it
     sys.path.insert(1, str(ROOT))
-    folder, path = str(Path(sys.executable).parent), os.environ["PATH"]
-    if folder not in path.split(os.pathsep):
-        os.environ["PATH"] = folder + os.pathsep + path
+    folder = os.environ.get("NOTEBOOK_BIN", str(Path(sys.executable).parent))
+    os.environ["PATH"] = folder + os.pathsep + os.environ["PATH"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # see README, Troubleshooting
     loopback = "lo0" if sys.platform == "darwin" else "lo"

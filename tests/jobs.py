@@ -239,8 +239,7 @@ def run_notebook(name: str, ranks: int) -> Done:
     What a cell starts with `!torchrun` runs in a nursery (the script bin/torchrun);
     data has which lessons did."""
     command = [sys.executable, "-m", "pytest", *NBVAL.split(), f"notebooks/{name}"]
-    folders = [ROOT / "tests" / "bin", Path(sys.executable).parent, os.environ["PATH"]]
-    env = {"PATH": os.pathsep.join(map(str, folders)), "NOTEBOOK_RANKS": str(ranks)}
+    env = {"NOTEBOOK_BIN": str(ROOT / "tests" / "bin"), "NOTEBOOK_RANKS": str(ranks)}
     launched = []
     with Listener() as listener:
         threading.Thread(target=answer, args=[listener, launched], daemon=True).start()
