@@ -98,7 +98,8 @@ def looks(site, address, page) -> dict[str, dict]:
         if "_static" in name:  # the players' own page, and reveal.js's notes
             continue
         heard.clear()
-        page.goto(address + name, wait_until="networkidle")
+        page.goto(address + name)  # to the end of the page, then of what its scripts fetch
+        page.wait_for_load_state("networkidle")
         found[name] = look = page.evaluate(LOOK)
         look["heard"] = list(heard)
         look["wider"] = [page.evaluate(WIDER)]
