@@ -19,11 +19,10 @@ way from one to another is a call that both make. Your own first program could b
     print(dist.get_rank(), x)
     dist.destroy_process_group()              # they part
 
-What you will see: the three ways a group can hold a tensor; nine ways to move one, each
-with every rank's values before and after; an all-reduce built by hand as a ring; the
-four sharded matrix products; a product on a 2D mesh; three traps. Every value is
-checked on every rank, and bytes against formulas. `--break list` names the bugs you
-can switch on, `--only 2` prints section 2 alone.
+What you will see: three ways to hold a tensor, six to move one, an all-reduce made by
+hand as a ring, the four sharded matrix products, a product on a 2D mesh, three traps,
+a sum with the same bits for every T. Each value is checked on every rank, bytes against
+formulas. `--break list` names bugs to switch on, `--only 2` prints section 2 alone.
 
 How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs.
 HARNESS counts (COMM), compares and prints (report); read past it. A group is a set of
@@ -53,7 +52,6 @@ import math
 import os
 import re
 import signal
-import socket
 import sys
 import textwrap
 import time
@@ -158,48 +156,6 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
     return torch.cat(list(out), dim)
 
 
-def scatter(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Rank src cuts its x into T parts along dim 0 and hands one to each: → Shard(0).
-
-    Shapes: x [I, ..] on src (elsewhere only its shape counts) → [I/T, ..].
-    Communication: 1 call on x's elements.
-    """
-    parts = split(x.detach(), 0, group.size())
-    out = parts[group.rank()].clone()
-    if group.size() > 1:
-        with COMM.record("scatter", x, group):
-            mine = parts if group.rank() == src else None
-            dist.scatter(out, mine, group_src=src, group=group)
-    return out
-
-
-def gather(x: Tensor, dst: int, group: dist.ProcessGroup) -> Tensor | None:
-    """Rank dst gets all slices, joined along dim 0; the others get None.
-
-    Shapes: x [i, ..] → [T·i, ..] on dst. Communication: 1 call on T × x's elements.
-    """
-    x = x.detach().contiguous()
-    if group.size() == 1:
-        return x.clone()
-    here = group.rank() == dst
-    slices = [torch.empty_like(x) for _ in range(group.size())] if here else None
-    with COMM.record("gather", x, group, copies=group.size()):
-        dist.gather(x, slices, group_dst=dst, group=group)
-    return torch.cat(slices) if here else None
-
-
-def reduce(x: Tensor, dst: int, group: dist.ProcessGroup) -> Tensor | None:
-    """Rank dst gets the sum over ranks, element by element; the others get None.
-
-    Shapes: x [...] → [...] on dst. Communication: 1 call on x's elements.
-    """
-    out = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.size() > 1:
-        with COMM.record("reduce", out, group):
-            dist.reduce(out, group_dst=dst, group=group)
-    return out if group.rank() == dst else None
-
-
 def send_recv(
     x: Tensor, dst: int, like: Tensor, src: int, group: dist.ProcessGroup
 ) -> Tensor:
@@ -269,6 +225,14 @@ def tree_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Communication: 1 all-gather, T × x's elements: T/2 times what an all-reduce sends.
     """
     return tree_sum(list(all_gather(x[None], 0, group)))
+
+
+def digest(*tensors) -> str:
+    """The first digits of a hash of all their bits."""
+    sha = hashlib.sha256()
+    for x in tensors:
+        sha.update(torch.as_tensor(x, dtype=torch.float64).cpu().numpy().tobytes())
+    return sha.hexdigest()[:12]
 
 
 def sum_in_background(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -376,10 +340,9 @@ def main(args, report: Report) -> None:
     show_same_bits(report, tp_group)
 
 
-def numbers(x: Tensor | None) -> str:
-    """[ 0  1 10], a column of two characters a number; – for nothing."""
-    texts = [] if x is None else [f"{v:2.0f}" for v in x.flatten().tolist()]
-    return f"[{' '.join(texts)}]" if texts else "–"
+def numbers(x: Tensor) -> str:
+    """[ 0  1 10], two characters or more a number."""
+    return f"[{' '.join(f'{value:2.0f}' for value in x.flatten().tolist())}]"
 
 
 def count_from(start: int, size: int, args) -> Tensor:
@@ -400,19 +363,16 @@ def show_three_ways(report: Report, group) -> None:
     joined, added = all_gather(mine, 0, group), all_reduce(term, group)
     report.check("sharded: slices join to A", rel_diff(joined, full))
     report.check("partial: terms sum to A", rel_diff(added, full))
-    held = gather_objects([numbers(x) for x in (full, mine, term)])
-    texts = [
-        ("in this course", ["A[I]", "A[I_tp]", "A[I] {U_tp}"]),
-        *((f"rank {r}", texts) for r, texts in enumerate(held)),
-        ("to get A back", ["each has it", "join them", "add them up"]),
-    ]
-    heads = ("PyTorch's word", "Replicate()", "Shard(0)", "Partial()")
+    heads = "PyTorch's word", "Replicate()", "Shard(0)", "Partial()"
+    lines = [("in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}")]
+    lines += gather_objects((f"rank {rank}", *map(numbers, (full, mine, term))))
+    lines += [("to get A back", "each has it", "join them", "add them up")]
     report.section("A tensor A in three ways: replicated, sharded, partial")
-    report.table("held", [dict(zip(heads, (name, *text))) for name, text in texts])
+    report.table("held", [dict(zip(heads, line)) for line in lines])
 
 
 def show_collectives(report: Report, group) -> None:
-    """Nine collectives, each rank's values before and after."""
+    """Six collectives, each rank's values before and after."""
     T, rank, args = group.size(), group.rank(), report.args
     COMM.what = "picture"
     n = 2 if T <= 4 else 1  # numbers a slice, so that a row fits the screen
@@ -420,22 +380,15 @@ def show_collectives(report: Report, group) -> None:
     slices = [count_from(10 * r, n, args) for r in range(T)]
     rows = [count_from(10 * r, n * T, args) for r in range(T)]
     piece, row = slices[rank], rows[rank]
-    joined = torch.cat(slices)
     after_exchange = torch.cat([other.tensor_split(T)[rank] for other in rows])
     to, source, root = (rank + 1) % T, (rank - 1) % T, T - 1
     pictures = [  # name, what it does; this rank's tensor before, after, and as wanted
         ("broadcast", f"rank {root}'s tensor goes to every rank",
          row, broadcast(row, root, group), rows[root]),
-        ("scatter", f"rank {root} hands each rank one slice of its own",
-         row, scatter(row, root, group), rows[root].tensor_split(T)[rank]),
-        ("gather", f"rank {root} collects every rank's slice",
-         piece, gather(piece, root, group), joined if rank == root else None),
-        ("reduce", f"rank {root} gets the sum, element by element",
-         row, reduce(row, root, group), sum(rows) if rank == root else None),
-        ("all-reduce", "every rank gets the sum",
+        ("all-reduce", "every rank gets the sum, element by element",
          row, all_reduce(row, group), sum(rows)),
         ("all-gather", "every rank gets every slice, in order",
-         piece, all_gather(piece, 0, group), joined),
+         piece, all_gather(piece, 0, group), torch.cat(slices)),
         ("reduce-scatter", "of the sum each keeps only its slice",
          row, reduce_scatter(row, 0, group), sum(rows).tensor_split(T)[rank]),
         ("all-to-all", "slice j of rank r becomes slice r of rank j",
@@ -445,28 +398,22 @@ def show_collectives(report: Report, group) -> None:
         got = send_recv(row, to, row, source, group)
         does = "each to the next, the last to rank 0"
         pictures.append(("send/recv", does, row, got, rows[source]))
-    report.section("Nine ways to move it; rank r starts with 10·r, 10·r + 1, …")
+    report.section("Six ways to move it; rank r starts with 10·r, 10·r + 1, …")
     for picture in pictures:
         show_picture(report, group, *picture)
 
 
 def show_picture(report, group, name, does, before, after, wanted) -> None:
-    """One of the nine: what it does; what each rank has before and after."""
-    held = [x for x in (before, after) if x is not None]
-    payload = max(gather_objects(max(x.nbytes for x in held)))
+    """One of the six: what it does; what each rank has before and after."""
+    payload = max(before.nbytes, after.nbytes)
     calls, sent = COMM.rows.get(("picture", "", name, group.group_desc), (0, 0))
     off = abs(calls - 1) + abs(sent - payload) if group.size() > 1 else calls
     counted = report.check(f"bytes: {name}", off, kind="bytes")
-    got, wanted = (torch.empty(0) if x is None else x for x in (after, wanted))
-    right = report.check(name, rel_diff(got, wanted))
+    right = report.check(name, rel_diff(after, wanted))
     ok = cell("ok", all(gather_objects(right and counted)))
     report.say(f"   {name:<16}{does:<46}{ok}")
-    texts = gather_objects(f"rank {group.rank()}  {numbers(before)} → {numbers(after)}")
-    width = max(map(len, texts)) + 4
-    a_line = max(1, 82 // width)  # as many ranks as fit
-    for start in range(0, len(texts), a_line):
-        line = "".join(text.ljust(width) for text in texts[start : start + a_line])
-        report.say(f"      {line.rstrip()}")
+    line = f"      rank {group.rank()}  {numbers(before)} → {numbers(after)}"
+    report.say("\n".join(gather_objects(line)))
 
 
 def show_ring(report: Report, group) -> None:
@@ -640,14 +587,6 @@ def show_same_bits(report: Report, group) -> None:
     report.measure("same bits", rows)
 
 
-def digest(*tensors) -> str:
-    """The first digits of a hash of all their bits."""
-    sha = hashlib.sha256()
-    for x in tensors:
-        sha.update(torch.as_tensor(x, dtype=torch.float64).cpu().numpy().tobytes())
-    return sha.hexdigest()[:12]
-
-
 def parse_args(ranks: int) -> argparse.Namespace:
     return lesson_parser(__doc__, BREAKS).parse_args()
 
@@ -720,7 +659,7 @@ BREAKS = {
 
 
 # ==== HARNESS, the same in every lesson
-# region  It counts, compares, prints tables, names lost ranks. Fold it away.
+# region  It counts, compares, prints tables, says who is missing. Fold it away.
 
 
 class CommCounter:
@@ -729,7 +668,7 @@ class CommCounter:
     def __init__(self):
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what = self.phase = ""  # labels of what is called next
-        self.place, self.made, self.store = {}, Counter(), None
+        self.place, self.made, self.store = "in no call", Counter(), None
         self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
@@ -751,16 +690,15 @@ class CommCounter:
         before = self.place
         self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
         number = self.made[str(ranks)]
-        self.note(f"in call {number} of ranks {ranks}, {call}", call=True)
+        self.note(f"in call {number} of ranks {ranks}, {call}")
         yield
-        self.note(**before)  # not after an error: then this rank is still in it
+        self.note(before)  # not after an error: then this rank is still in it
 
-    def note(self, state: str = "in no call", **more) -> None:
+    def note(self, place: str) -> None:
         """Where this rank is, for the others to read if something goes wrong."""
-        self.place = {"state": state, **more}
-        about = {"host": socket.gethostname(), "pid": os.getpid()}
+        self.place = place
         if self.store:
-            self.store.set(f"place/{dist.get_rank()}", json.dumps(self.place | about))
+            self.store.set(f"place/{dist.get_rank()}", place)
 
 
 COMM = CommCounter()
@@ -901,20 +839,16 @@ class Report:
         bad = [row for row in rows.values() if row["bad"]]
         print()
         for row in bad[:4]:
-            how = "relative difference" if row["kind"] == "numbers" else "off by"
-            diff = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            diff = f"off by {row['diff']:.1e}, allowed {row['allowed']:.0e}"
             print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
-        kinds = Counter(row["kind"] for row in rows.values())
         wrong = Counter(row["kind"] for row in bad)
-        diff, allowed = max(
-            (r["diff"], r["allowed"]) for r in rows.values() if r["kind"] == "numbers"
-        )
-        worst = f"worst difference {diff:.1e} (allowed {allowed:.0e})"
-        text = f"{len(rows)} checks, {worst}"
-        if bad:
-            some = [f"{n} of {kinds[kind]} {kind}" for kind, n in wrong.items()]
-            fine = "".join(f"; {kind} all ok" for kind in kinds if not wrong[kind])
-            text = f"{', '.join(some)} differ{fine}"
+        kinds = Counter(row["kind"] for row in rows.values())
+        counts = ", ".join(f"{wrong[kind]} of {kinds[kind]} {kind}" for kind in kinds)
+        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
+        worst = max(numbers, key=lambda row: row["diff"])
+        diff = f"{worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = f"{len(rows)} checks, worst difference {diff}"
+        text = f"{counts} differ" if bad else text
         self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
@@ -984,92 +918,54 @@ def describe(name: str, edit: dict) -> tuple[str, str]:
     return "\n".join([*lines, ""]), "\n".join(told)
 
 
-def process_of(place: dict) -> str:
-    """A rank's process is "dead", "stopped" or "alive"; "unknown" if elsewhere."""
-    if place["host"] != socket.gethostname():
-        return "unknown"
-    try:
-        os.kill(place["pid"], 0)
-        state = Path(f"/proc/{place['pid']}/stat").read_text().rpartition(") ")[2][0]
-    except ProcessLookupError:
-        return "dead"
-    except OSError:  # a system without /proc, where a stopped process looks alive
-        return "alive"
-    return {"Z": "dead", "T": "stopped"}.get(state, "alive")
-
-
-def who_is_missing(places: list[dict]) -> str:
-    """What the ranks' last notes say for certain; nobody is accused on a guess."""
-    for rank, place in enumerate(places):
-        ended = {"dead": "died", "stopped": "is stopped"}.get(place["process"])
-        if ended and "ends" not in place:
-            return f"the process of rank {rank} {ended}; it was {place['state']}"
-    for rank, place in enumerate(places):
-        if place.get("raised") == 1:  # the first to raise; others may have since
-            return f"rank {rank} {place['state']}"
-    inside = [rank for rank, place in enumerate(places) if "call" in place]
-    outside = [rank for rank, place in enumerate(places) if "call" not in place]
+def who_is_missing(places: list[str]) -> str:
+    """What the ranks' notes say for certain; nobody is accused on a guess."""
+    inside = [rank for rank, place in enumerate(places) if place.startswith("in call")]
+    outside = [rank for rank in range(len(places)) if rank not in inside]
     if not inside:
         return "a call failed of which nothing is noted: see what the transport says"
     if outside:
         who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
-        text = f"{who} in no call, ranks {inside} wait"
-        return f"{text}: a hang, a crash, or a skipped call"
-    if len({place["state"] for place in places}) == 1:
+        return f"{who} in no call, ranks {inside} wait: a hang, or a skipped call"
+    if len({*places}) == 1:
         return "a call failed that every rank had come to"
-    text = f"ranks {inside} wait for each other"
-    return f"{text}: one skipped or swapped a call, or died in it"
+    return f"ranks {inside} wait for each other: one skipped or swapped a call"
 
 
-def fail(error: Exception | None, bug: str = "") -> None:
-    """Say what went wrong, once for all ranks; end this rank with exit code 1.
-
-    error: what this rank's main raised, or None: torchrun tells this rank to end.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # let it speak
-    if COMM.store is None:
-        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
-    place = COMM.place | {"ends": True}  # from here on its end is no news
+def fail(error: Exception, bug: str) -> None:
+    """Say what went wrong, once for all ranks; end this rank."""
     words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+    if COMM.store is None:
+        stop(1, wrap(f"error: the ranks did not meet: {error}"), True)
+    speaks, code, lines = COMM.store.add("told", 1) == 1, 1, []
+    wait = 0 if speaks else 2  # torchrun reports the first rank that ends
+    what = f"rank {dist.get_rank()} raised {type(error).__name__}: {words}"
     if huge := re.search(r"tried to allocate \S+ \w+|overflowed.*", words, re.I):
         has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        words = f"error: too large: {huge[0]}; this machine has {has} bytes"
-        stop(2, wrap(words), speaks=COMM.store.add("told", 1) == 1)
-    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
-    if error and not (lost and isinstance(error, RuntimeError)):
-        place["state"] = f"raised {type(error).__name__}: {words}"
-        place["raised"] = COMM.store.add("raised", 1)
-        if place["raised"] == 1 and not isinstance(error, OSError):
-            traceback.print_exception(error)
-    COMM.note(**place)
-    time.sleep(1)  # for the notes of the others
-    ranks = range(dist.get_world_size())
-    places = [json.loads(COMM.store.get(f"place/{rank}")) for rank in ranks]
-    for place in places:
-        place["process"] = process_of(place)
-    who = who_is_missing(places)
-    if error is None and not re.search("died;|raised", who):
-        os._exit(1)  # torchrun itself was told to end
-    lines = [wrap(f"error: {who}")]
-    lines += [f"  rank {r}: {place['state']}"[:88] for r, place in enumerate(places)]
-    lines += [wrap(f"  transport: {words[:150]}"), bug] if lost else [bug]
-    speaks = COMM.store.add("told", 1) == 1
-    for place in places:
-        if speaks and place["process"] == "stopped":  # let it go on, to be ended
-            os.kill(place["pid"], signal.SIGCONT)
-    stop(1, "\n".join(lines).strip(), speaks)
+        code, what = 2, f"too large: {huge[0]}; this machine has {has} bytes"
+    elif isinstance(error, RuntimeError) and re.search("[Tt]imed? ?out", words):
+        time.sleep(1)  # for the notes of the others
+        ranks = range(dist.get_world_size())
+        places = [COMM.store.get(f"place/{rank}").decode() for rank in ranks]
+        what = who_is_missing(places)
+        lines = [f"  rank {rank}: {place}"[:88] for rank, place in enumerate(places)]
+        lines.append(wrap(f"  transport: {words[:150]}"))
+    elif isinstance(error, RuntimeError) and re.search("clos|[Rr]eset|pipe", words):
+        what, wait = "the process of a rank has ended: torchrun says whose, below", 20
+    elif speaks and not isinstance(error, OSError):
+        traceback.print_exception(error)
+    stop(code, "\n".join([wrap(f"error: {what}"), *lines, bug]).strip(), speaks, wait)
 
 
-def stop(code: int, message: str, speaks: bool) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
-        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": words}))
+def stop(code: int, message: str, speaks: bool, wait: float = 0) -> None:
+    """End this rank. Without tidying up: with others in a collective, that can hang."""
     sys.stdout.flush()
     if speaks:
         print(message, file=sys.stderr, flush=True)
-    else:
-        time.sleep(2)  # torchrun reports the first rank that ends
+    time.sleep(wait)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
+        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": words}))
     os._exit(code)
 
 
@@ -1086,7 +982,8 @@ def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
         if args.json:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
-        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
+        speaks = os.environ.get("RANK", "0") == "0"
+        stop(2, wrap(f"error: {error}"), speaks, wait=0 if speaks else 2)
     args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
@@ -1123,8 +1020,7 @@ def launch(main, parse_args, module: dict) -> None:
     diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
     try:
         COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
-        signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
-        COMM.note()
+        COMM.note("in no call")
         if args.bug:
             args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
@@ -1136,10 +1032,8 @@ def launch(main, parse_args, module: dict) -> None:
         print(f"{bug}\n{line}".strip(), flush=True)
         with COMM.meet("the last barrier", [*range(args.ranks)]):
             dist.barrier()
-        COMM.note("finished", ends=True)
     except Exception as error:
         fail(error, bug)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.collect()  # whatever still refers to a group must go before the groups do
     dist.destroy_process_group()
     if line.startswith("FAIL"):

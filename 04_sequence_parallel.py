@@ -42,7 +42,6 @@ import math
 import os
 import re
 import signal
-import socket
 import sys
 import textwrap
 import time
@@ -70,9 +69,9 @@ from torch.utils.checkpoint import checkpoint
 # From lesson 01: f before column-parallel linears (identity, all-reduce backward), g
 # after row-parallel ones (all-reduce, identity backward). From 02 and 03: tp_ and
 # vocab_transformer edit a copy of the model, at places made to be exchanged: `project`
-# of attention (f, then q, k, v), `reduce` of row-parallel linears and the embedding
-# (g). ShardedDropout(p, dim, group) drops on a slice along dim. p.cuts: how a parameter
-# was cut; one that is whole on every rank has none.
+# of attention (f, then q, k, v) and of a ProjectedLinear, `reduce` of row-parallel
+# linears and the embedding (g). ShardedDropout(p, dim, group) drops on a slice along
+# dim. p.cuts: how a parameter was cut; one that is whole on every rank has none.
 
 
 def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
@@ -148,19 +147,6 @@ def gather_and_keep(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
     return [F.linear(x_BSD, linear.weight, linear.bias) for linear in linears]
 
 
-class SPColumnParallelLinear(nn.Module):
-    """ColumnParallelLinear of a split sequence. Shapes: x [B, s, D] → [B, S, f]."""
-
-    def __init__(self, column: ColumnParallelLinear, project):
-        super().__init__()
-        self.tp_group, self.project = column.tp_group, project
-        self.weight, self.bias = column.weight, column.bias
-
-    def forward(self, x_BsD: Tensor) -> Tensor:
-        (y_BSf,) = self.project(x_BsD, self)
-        return y_BSf
-
-
 def split_sequence(layer: DecoderLayer, tp_group, project=gather_then_project) -> None:
     """Edit a layer of tp_transformer: between its linears the sequence is split.
 
@@ -175,7 +161,7 @@ def split_sequence(layer: DecoderLayer, tp_group, project=gather_then_project) -
     """
     layer.self_attn.project = project
     layer.self_attn.o_proj.reduce = reduce_scatter_sequence
-    layer.mlp.up_proj = SPColumnParallelLinear(layer.mlp.up_proj, project)
+    layer.mlp.up_proj = ProjectedLinear(layer.mlp.up_proj, project)
     layer.mlp.down_proj.reduce = reduce_scatter_sequence
     layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)  # of [B, s, D]
 
@@ -198,7 +184,7 @@ def sp_transformer(
     for layer in model.layers:
         split_sequence(layer, tp_group, project)
     model.embed_tokens.reduce = reduce_scatter_sequence
-    model.lm_head = SPColumnParallelLinear(model.lm_head, project)
+    model.lm_head = ProjectedLinear(model.lm_head, project)
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -1138,6 +1124,18 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     return model.train(full.training)  # in eval mode if full is
 
 
+class ProjectedLinear(nn.Module):
+    """A parallel linear that `project` computes (lesson 02)"""
+
+    def __init__(self, linear: nn.Module, project):
+        super().__init__()
+        self.tp_group, self.project = linear.tp_group, project
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x, self)[0]
+
+
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
@@ -1482,7 +1480,7 @@ def make_tied(args) -> Transformer:
 
 
 # ==== HARNESS, the same in every lesson
-# region  It counts, compares, prints tables, names lost ranks. Fold it away.
+# region  It counts, compares, prints tables, says who is missing. Fold it away.
 
 
 class CommCounter:
@@ -1491,7 +1489,7 @@ class CommCounter:
     def __init__(self):
         self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
         self.what = self.phase = ""  # labels of what is called next
-        self.place, self.made, self.store = {}, Counter(), None
+        self.place, self.made, self.store = "in no call", Counter(), None
         self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
@@ -1513,16 +1511,15 @@ class CommCounter:
         before = self.place
         self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
         number = self.made[str(ranks)]
-        self.note(f"in call {number} of ranks {ranks}, {call}", call=True)
+        self.note(f"in call {number} of ranks {ranks}, {call}")
         yield
-        self.note(**before)  # not after an error: then this rank is still in it
+        self.note(before)  # not after an error: then this rank is still in it
 
-    def note(self, state: str = "in no call", **more) -> None:
+    def note(self, place: str) -> None:
         """Where this rank is, for the others to read if something goes wrong."""
-        self.place = {"state": state, **more}
-        about = {"host": socket.gethostname(), "pid": os.getpid()}
+        self.place = place
         if self.store:
-            self.store.set(f"place/{dist.get_rank()}", json.dumps(self.place | about))
+            self.store.set(f"place/{dist.get_rank()}", place)
 
 
 COMM = CommCounter()
@@ -1663,20 +1660,16 @@ class Report:
         bad = [row for row in rows.values() if row["bad"]]
         print()
         for row in bad[:4]:
-            how = "relative difference" if row["kind"] == "numbers" else "off by"
-            diff = f"{how} {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            diff = f"off by {row['diff']:.1e}, allowed {row['allowed']:.0e}"
             print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
-        kinds = Counter(row["kind"] for row in rows.values())
         wrong = Counter(row["kind"] for row in bad)
-        diff, allowed = max(
-            (r["diff"], r["allowed"]) for r in rows.values() if r["kind"] == "numbers"
-        )
-        worst = f"worst difference {diff:.1e} (allowed {allowed:.0e})"
-        text = f"{len(rows)} checks, {worst}"
-        if bad:
-            some = [f"{n} of {kinds[kind]} {kind}" for kind, n in wrong.items()]
-            fine = "".join(f"; {kind} all ok" for kind in kinds if not wrong[kind])
-            text = f"{', '.join(some)} differ{fine}"
+        kinds = Counter(row["kind"] for row in rows.values())
+        counts = ", ".join(f"{wrong[kind]} of {kinds[kind]} {kind}" for kind in kinds)
+        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
+        worst = max(numbers, key=lambda row: row["diff"])
+        diff = f"{worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = f"{len(rows)} checks, worst difference {diff}"
+        text = f"{counts} differ" if bad else text
         self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
@@ -1746,92 +1739,54 @@ def describe(name: str, edit: dict) -> tuple[str, str]:
     return "\n".join([*lines, ""]), "\n".join(told)
 
 
-def process_of(place: dict) -> str:
-    """A rank's process is "dead", "stopped" or "alive"; "unknown" if elsewhere."""
-    if place["host"] != socket.gethostname():
-        return "unknown"
-    try:
-        os.kill(place["pid"], 0)
-        state = Path(f"/proc/{place['pid']}/stat").read_text().rpartition(") ")[2][0]
-    except ProcessLookupError:
-        return "dead"
-    except OSError:  # a system without /proc, where a stopped process looks alive
-        return "alive"
-    return {"Z": "dead", "T": "stopped"}.get(state, "alive")
-
-
-def who_is_missing(places: list[dict]) -> str:
-    """What the ranks' last notes say for certain; nobody is accused on a guess."""
-    for rank, place in enumerate(places):
-        ended = {"dead": "died", "stopped": "is stopped"}.get(place["process"])
-        if ended and "ends" not in place:
-            return f"the process of rank {rank} {ended}; it was {place['state']}"
-    for rank, place in enumerate(places):
-        if place.get("raised") == 1:  # the first to raise; others may have since
-            return f"rank {rank} {place['state']}"
-    inside = [rank for rank, place in enumerate(places) if "call" in place]
-    outside = [rank for rank, place in enumerate(places) if "call" not in place]
+def who_is_missing(places: list[str]) -> str:
+    """What the ranks' notes say for certain; nobody is accused on a guess."""
+    inside = [rank for rank, place in enumerate(places) if place.startswith("in call")]
+    outside = [rank for rank in range(len(places)) if rank not in inside]
     if not inside:
         return "a call failed of which nothing is noted: see what the transport says"
     if outside:
         who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
-        text = f"{who} in no call, ranks {inside} wait"
-        return f"{text}: a hang, a crash, or a skipped call"
-    if len({place["state"] for place in places}) == 1:
+        return f"{who} in no call, ranks {inside} wait: a hang, or a skipped call"
+    if len({*places}) == 1:
         return "a call failed that every rank had come to"
-    text = f"ranks {inside} wait for each other"
-    return f"{text}: one skipped or swapped a call, or died in it"
+    return f"ranks {inside} wait for each other: one skipped or swapped a call"
 
 
-def fail(error: Exception | None, bug: str = "") -> None:
-    """Say what went wrong, once for all ranks; end this rank with exit code 1.
-
-    error: what this rank's main raised, or None: torchrun tells this rank to end.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # let it speak
-    if COMM.store is None:
-        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
-    place = COMM.place | {"ends": True}  # from here on its end is no news
+def fail(error: Exception, bug: str) -> None:
+    """Say what went wrong, once for all ranks; end this rank."""
     words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+    if COMM.store is None:
+        stop(1, wrap(f"error: the ranks did not meet: {error}"), True)
+    speaks, code, lines = COMM.store.add("told", 1) == 1, 1, []
+    wait = 0 if speaks else 2  # torchrun reports the first rank that ends
+    what = f"rank {dist.get_rank()} raised {type(error).__name__}: {words}"
     if huge := re.search(r"tried to allocate \S+ \w+|overflowed.*", words, re.I):
         has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        words = f"error: too large: {huge[0]}; this machine has {has} bytes"
-        stop(2, wrap(words), speaks=COMM.store.add("told", 1) == 1)
-    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
-    if error and not (lost and isinstance(error, RuntimeError)):
-        place["state"] = f"raised {type(error).__name__}: {words}"
-        place["raised"] = COMM.store.add("raised", 1)
-        if place["raised"] == 1 and not isinstance(error, OSError):
-            traceback.print_exception(error)
-    COMM.note(**place)
-    time.sleep(1)  # for the notes of the others
-    ranks = range(dist.get_world_size())
-    places = [json.loads(COMM.store.get(f"place/{rank}")) for rank in ranks]
-    for place in places:
-        place["process"] = process_of(place)
-    who = who_is_missing(places)
-    if error is None and not re.search("died;|raised", who):
-        os._exit(1)  # torchrun itself was told to end
-    lines = [wrap(f"error: {who}")]
-    lines += [f"  rank {r}: {place['state']}"[:88] for r, place in enumerate(places)]
-    lines += [wrap(f"  transport: {words[:150]}"), bug] if lost else [bug]
-    speaks = COMM.store.add("told", 1) == 1
-    for place in places:
-        if speaks and place["process"] == "stopped":  # let it go on, to be ended
-            os.kill(place["pid"], signal.SIGCONT)
-    stop(1, "\n".join(lines).strip(), speaks)
+        code, what = 2, f"too large: {huge[0]}; this machine has {has} bytes"
+    elif isinstance(error, RuntimeError) and re.search("[Tt]imed? ?out", words):
+        time.sleep(1)  # for the notes of the others
+        ranks = range(dist.get_world_size())
+        places = [COMM.store.get(f"place/{rank}").decode() for rank in ranks]
+        what = who_is_missing(places)
+        lines = [f"  rank {rank}: {place}"[:88] for rank, place in enumerate(places)]
+        lines.append(wrap(f"  transport: {words[:150]}"))
+    elif isinstance(error, RuntimeError) and re.search("clos|[Rr]eset|pipe", words):
+        what, wait = "the process of a rank has ended: torchrun says whose, below", 20
+    elif speaks and not isinstance(error, OSError):
+        traceback.print_exception(error)
+    stop(code, "\n".join([wrap(f"error: {what}"), *lines, bug]).strip(), speaks, wait)
 
 
-def stop(code: int, message: str, speaks: bool) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
-        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": words}))
+def stop(code: int, message: str, speaks: bool, wait: float = 0) -> None:
+    """End this rank. Without tidying up: with others in a collective, that can hang."""
     sys.stdout.flush()
     if speaks:
         print(message, file=sys.stderr, flush=True)
-    else:
-        time.sleep(2)  # torchrun reports the first rank that ends
+    time.sleep(wait)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
+        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": words}))
     os._exit(code)
 
 
@@ -1848,7 +1803,8 @@ def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
         if args.json:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
-        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
+        speaks = os.environ.get("RANK", "0") == "0"
+        stop(2, wrap(f"error: {error}"), speaks, wait=0 if speaks else 2)
     args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
@@ -1885,8 +1841,7 @@ def launch(main, parse_args, module: dict) -> None:
     diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
     try:
         COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
-        signal.signal(signal.SIGTERM, lambda *_: fail(None, bug))
-        COMM.note()
+        COMM.note("in no call")
         if args.bug:
             args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
@@ -1898,10 +1853,8 @@ def launch(main, parse_args, module: dict) -> None:
         print(f"{bug}\n{line}".strip(), flush=True)
         with COMM.meet("the last barrier", [*range(args.ranks)]):
             dist.barrier()
-        COMM.note("finished", ends=True)
     except Exception as error:
         fail(error, bug)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.collect()  # whatever still refers to a group must go before the groups do
     dist.destroy_process_group()
     if line.startswith("FAIL"):

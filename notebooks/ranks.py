@@ -21,7 +21,6 @@ watchdog: when the process that started them is gone, however it went, they end.
 import contextlib
 import importlib
 import inspect
-import json
 import os
 import re
 import runpy
@@ -178,13 +177,11 @@ class Ranks:
     def say_who_was_missing(self) -> None:
         """The lesson's own words about a collective that did not complete."""
         part = self.lesson.dist.PrefixStore(f"attempt {self.groups}", self.store)
-        places = [json.loads(part.get(f"place/{rank}")) for rank in range(self.count)]
-        for place in places:
-            place["process"] = self.lesson.process_of(place)
-        if any("call" in place for place in places):
+        places = [part.get(f"place/{rank}").decode() for rank in range(self.count)]
+        if any(place.startswith("in call") for place in places):
             print(self.lesson.who_is_missing(places))
             for rank, place in enumerate(places):
-                print(f"  rank {rank}: {place['state']}")
+                print(f"  rank {rank}: {place}")
 
     def interrupt(self) -> bool:
         """Make every rank idle; False if that cannot be done."""
@@ -277,7 +274,7 @@ def join(number: int, timeout: float) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # which part of the store
     lesson.COMM.store = lesson.join_group("gloo", timedelta(seconds=timeout))
     lesson.COMM.made.clear()
-    lesson.COMM.note()
+    lesson.COMM.note("in no call")
     new = lesson.mesh_groups({"tp": HERE["ranks"]}, timeout)["tp"]
     HERE["tp_group"] = HERE["names"]["tp_group"] = new
     if old:
@@ -330,7 +327,8 @@ def check(claims) -> None:
         wrong = next((text for holds, text in claims if not holds), None)
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, RuntimeError) and "call" in HERE["lesson"].COMM.place:
+        in_a_call = HERE["lesson"].COMM.place.startswith("in call")
+        if isinstance(error, RuntimeError) and in_a_call:
             wrong = "a collective did not complete; after it, run live.again()"
     print("right" if wrong is None else f"not yet: {wrong}")
 

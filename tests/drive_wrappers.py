@@ -44,8 +44,7 @@ CALLS = {
     "all_reduce": ["group"], "all_reduce_max": ["group", "max"],
     "all_gather": ["dim", "group"], "reduce_scatter": ["dim", "group"],
     "all_to_all": ["group", "dim"], "broadcast": ["peer", "group"],
-    "scatter": ["peer", "group"], "gather": ["peer", "group"],
-    "reduce": ["peer", "group"], "shard": ["dim", "group"],
+    "shard": ["dim", "group"],
 }  # fmt: skip
 # … → what must come out on a case's rank; xs are all ranks' x (all the same for shard).
 WANTED = {
@@ -55,18 +54,13 @@ WANTED = {
     "reduce_scatter": lambda xs, case: case.piece(add(xs)),
     "all_to_all": lambda xs, case: torch.cat([*map(case.piece, xs)], case.dim),
     "broadcast": lambda xs, case: xs[case.peer],
-    "scatter": lambda xs, case: case.piece(xs[case.peer]),
-    "gather": lambda xs, case: torch.cat(xs) if case.r == case.peer else None,
-    "reduce": lambda xs, case: add(xs) if case.r == case.peer else None,
     "shard": lambda xs, case: case.piece(xs[case.r]),
 }
-DIVIDES = ("reduce_scatter", "all_to_all", "scatter", "shard")
+DIVIDES = ("reduce_scatter", "all_to_all", "shard")
 
 
 def same(got, wanted) -> bool:
     """To the last bit, shape and dtype included."""
-    if got is None or wanted is None:
-        return got is wanted
     alike = got.dtype == wanted.dtype and got.shape == wanted.shape
     return alike and torch.equal(got, wanted)
 
@@ -109,7 +103,7 @@ class Case:
             input=torch.equal(memory, before) and x.stride() == strides,
             counted=lesson.COMM.rows == ({key: counted} if counted[0] else {}),
         )
-        if got is not None and got.numel():
+        if got.numel():
             storages = [t.untyped_storage().data_ptr() for t in (got, x)]
             self.expect(new=storages[0] != storages[1], history=not got.requires_grad)
 
@@ -118,8 +112,7 @@ def try_wrapper(wrapper: str, number: int, groups: dict) -> dict:
     """One random case of one wrapper."""
     case, takes_dim = Case(wrapper, number, groups), "dim" in CALLS[wrapper]
     rng, T = case.rng, case.T
-    least = 1 if takes_dim or wrapper in ("scatter", "gather") else 0
-    shape = [rng.randint(1, 5) for _ in range(rng.randint(least, 4))]
+    shape = [rng.randint(1, 5) for _ in range(rng.randint(takes_dim, 4))]
     if takes_dim:
         case.dim = rng.randrange(-len(shape), len(shape))
     if wrapper in DIVIDES:
@@ -133,7 +126,7 @@ def try_wrapper(wrapper: str, number: int, groups: dict) -> dict:
     name = wrapper.removesuffix("_max")
     given = vars(case) | dict(max=dist.ReduceOp.MAX)
     given = [given[what] for what in CALLS[wrapper]]
-    copies = T if wrapper in ("all_gather", "gather") else 1
+    copies = T if wrapper == "all_gather" else 1
     counted = [1 if T > 1 and wrapper != "shard" else 0, copies * x.nbytes]
     call = partial(getattr(lesson, name), x, *given)
     case.call(x, call, wanted, name.replace("_", "-"), counted)

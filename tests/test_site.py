@@ -98,7 +98,7 @@ def looks(site, address, page) -> dict[str, dict]:
         if "_static" in name:  # the players' own page, and reveal.js's notes
             continue
         heard.clear()
-        page.goto(address + name)  # to the end of the page, then of what its scripts fetch
+        page.goto(address + name)  # to its end; then until its scripts have all
         page.wait_for_load_state("networkidle")
         found[name] = look = page.evaluate(LOOK)
         look["heard"] = list(heard)

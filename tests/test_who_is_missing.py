@@ -1,6 +1,6 @@
 """Whom the harness names when ranks wait for each other: over seven meshes, for every
-rank and every call, one rank dies, hangs, raises or skips, and the others go on until
-nobody can. No process is started: ranks are generators, gloo a list of who has come."""
+rank and every call, one rank hangs or skips, and the others go on until nobody can. No
+process is started: ranks are generators, gloo a list of who has come."""
 
 import re
 from collections import Counter, defaultdict
@@ -13,17 +13,14 @@ import pytest
 lesson = jobs.load("00_collectives")
 
 MESHES = [(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 1, 3), (2, 2, 2), (4, 1, 1)]
-GONE = {"dead": " died; ", "stopped": " is stopped; "}
-WENT_ON = "in no call, .* wait: a hang, a crash, or a skipped call$"
-WAITING = "wait for each other: one skipped or swapped a call, or died in it$"
+WENT_ON = "in no call, .* wait: a hang, or a skipped call$"
+WAITING = "wait for each other: one skipped or swapped a call$"
 IN_ITS_CALL = f"^a call failed that every rank had come to$|{WAITING}"
-FAULTS = {  # what a rank does → what is seen of its process → what must be said
-    "leaves": GONE | {"alive": WENT_ON, "unknown": WENT_ON},
-    "leaves inside": GONE | {"unknown": f"{IN_ITS_CALL}|{WENT_ON}"},
-    "raises": dict.fromkeys(("alive", "unknown"), "raised RuntimeError: out of luck$"),
-    "skips": {"alive": f"{WAITING}|{WENT_ON}"},
-    # Here calls of two names that meet do not end.
-    "skips, calls differ": {"alive": f"{WAITING}|{WENT_ON}"},
+FAULTS = {  # what a rank does → what must be said
+    "hangs": WENT_ON,
+    "hangs inside": f"{IN_ITS_CALL}|{WENT_ON}",
+    "skips": f"{WAITING}|{WENT_ON}",
+    "skips, calls differ": f"{WAITING}|{WENT_ON}",  # calls of two names do not end
 }
 
 
@@ -69,23 +66,15 @@ class Job:
                     del self.running[rank]
                     self.moves += 1
 
-    def places(self, process: str, of: int) -> list[dict]:
-        """All notes, when this is known of one rank's process."""
-        places = [notes.place | {"process": "alive"} for notes in self.notes]
-        places[of]["process"] = process
-        return places
-
     def rank(self, rank: int, calls: list, position: int | None):
         """One rank: notes as the harness makes them, and a transport of its own."""
         notes, sent = self.notes[rank], defaultdict(list)
-        notes.note()
+        notes.note("in no call")
         for i, (kind, name, ranks) in enumerate(calls):
             fault, key = self.fault if i == position else "", str(ranks)
             if fault.startswith("skips"):
                 continue
-            if fault == "raises":
-                notes.note("raised RuntimeError: out of luck", raised=1.0)
-            while fault and fault != "leaves inside":
+            while fault and fault != "hangs inside":
                 yield
             if kind == "wait" and not sent[key]:
                 continue  # a skipped send leaves nothing to wait for
@@ -108,12 +97,11 @@ class Job:
                     yield
                 while len(names) > 1 and "differ" in self.fault:
                     yield
-        notes.note("finished", ends=True)
 
 
 def named(text: str) -> list[int]:
     """The ranks a message is about; not those that it says wait for them."""
-    found = re.match(r"(?:the process of )?ranks? (\[[\d, ]+\]|\d+)", text)
+    found = re.match(r"ranks? (\[[\d, ]+\]|\d+)", text)
     return [int(rank) for rank in re.findall(r"\d+", found[1])] if found else []
 
 
@@ -127,20 +115,12 @@ def test_names_no_wrong_rank(mesh, fault):
                 assert call[0] == "wait"  # the one thing that nobody misses
                 continue
             where = f"rank {guilty} at {position}, {call}: "
-            for process, words in FAULTS[fault].items():
-                text = lesson.who_is_missing(job.places(process, guilty))
-                assert re.search(words, text), where + text
-                if "each other" in text:  # true of the guilty one, and of others
-                    assert fault[:5] == "skips" or "inside" in fault, where + text
-                    assert guilty in named(text), where + text
-                    assert set(named(text)) <= set(job.running), where + text
-                else:
-                    assert named(text) in ([guilty], []), where + text
-                    assert named(text) or IN_ITS_CALL in words, where + text
-
-
-def test_a_rank_that_torchrun_ends_is_not_the_one_that_died():
-    notes = Job((1, 1, 4), 2, 5, "").notes
-    places = [one.place | {"process": "dead"} for one in notes]
-    del places[2]["ends"]  # the others have noted it
-    assert named(lesson.who_is_missing(places)) == [2]
+            text = lesson.who_is_missing([notes.place for notes in job.notes])
+            assert re.search(FAULTS[fault], text), where + text
+            if "each other" in text:  # true of the guilty one, and of others
+                assert fault != "hangs", where + text
+                assert guilty in named(text), where + text
+                assert set(named(text)) <= set(job.running), where + text
+            else:
+                assert named(text) in ([guilty], []), where + text
+                assert named(text) or fault == "hangs inside", where + text
