@@ -148,7 +148,7 @@ def test_a_rank_that_hangs(live, px, hang):
     px("kept = torch.full((2,), rank + 1.0)")
     live.view.execute(f"if rank == 1:\n    {hang}", block=False)
     start = time.time()
-    assert "is kept" in px() and time.time() - start < 8
+    assert "is kept" in px() and time.time() - start < 20
     said = px("print(all_reduce(kept, tp_group).tolist())")
     assert said == "every rank  [3.0, 3.0]\n"
 
@@ -233,7 +233,7 @@ def test_a_kernel_that_is_interrupted_restarted_and_killed():
                 os.kill(kernel.provisioner.pid, signal.SIGKILL)
             else:
                 kernel.restart_kernel(now=True)
-            deadline = time.time() + 8
+            deadline = time.time() + 20
             while not only_kernel():
                 assert time.time() < deadline, jobs.processes(mark)
                 time.sleep(0.05)
