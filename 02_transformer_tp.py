@@ -1265,7 +1265,7 @@ class Report:
         bad = [row for row in rows.values() if row["bad"]]
         print()
         for row in bad[:4]:
-            diff = f"off by {row['diff']:.1e}, allowed {row['allowed']:.0e}"
+            diff = f"off by {row['diff']:.3g}, allowed {row['allowed']:.3g}"
             print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
         wrong = Counter(row["kind"] for row in bad)
         kinds = Counter(row["kind"] for row in rows.values())
@@ -1352,46 +1352,49 @@ def who_is_missing(places: list[str]) -> str:
         return "a call failed of which nothing is noted: see what the transport says"
     if outside:
         who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
-        return f"{who} in no call, ranks {inside} wait: a hang, or a skipped call"
+        text = f"{who} in no call, ranks {inside} wait"
+        return f"{text}: a hang, a crash, or a skipped call"
     if len({*places}) == 1:
         return "a call failed that every rank had come to"
-    return f"ranks {inside} wait for each other: one skipped or swapped a call"
+    text = f"ranks {inside} wait for each other"
+    return f"{text}: one skipped or swapped a call, or died in it"
 
 
 def fail(error: Exception, bug: str) -> None:
     """Say what went wrong, once for all ranks; end this rank."""
     words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
     if COMM.store is None:
-        stop(1, wrap(f"error: the ranks did not meet: {error}"), True)
+        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
+    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
+    lost = lost and isinstance(error, RuntimeError)
+    if lost:  # others note where they are; or one died: torchrun ends us, and says whom
+        time.sleep(3)
     speaks, code, lines = COMM.store.add("told", 1) == 1, 1, []
-    wait = 0 if speaks else 2  # torchrun reports the first rank that ends
     what = f"rank {dist.get_rank()} raised {type(error).__name__}: {words}"
     if huge := re.search(r"tried to allocate \S+ \w+|overflowed.*", words, re.I):
         has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         code, what = 2, f"too large: {huge[0]}; this machine has {has} bytes"
-    elif isinstance(error, RuntimeError) and re.search("[Tt]imed? ?out", words):
-        time.sleep(1)  # for the notes of the others
+    elif lost:
         ranks = range(dist.get_world_size())
         places = [COMM.store.get(f"place/{rank}").decode() for rank in ranks]
         what = who_is_missing(places)
         lines = [f"  rank {rank}: {place}"[:88] for rank, place in enumerate(places)]
         lines.append(wrap(f"  transport: {words[:150]}"))
-    elif isinstance(error, RuntimeError) and re.search("clos|[Rr]eset|pipe", words):
-        what, wait = "the process of a rank has ended: torchrun says whose, below", 20
     elif speaks and not isinstance(error, OSError):
         traceback.print_exception(error)
-    stop(code, "\n".join([wrap(f"error: {what}"), *lines, bug]).strip(), speaks, wait)
+    stop(code, "\n".join([wrap(f"error: {what}"), *lines, bug]).strip(), speaks)
 
 
-def stop(code: int, message: str, speaks: bool, wait: float = 0) -> None:
-    """End this rank. Without tidying up: with others in a collective, that can hang."""
-    sys.stdout.flush()
-    if speaks:
-        print(message, file=sys.stderr, flush=True)
-    time.sleep(wait)
+def stop(code: int, message: str, speaks: bool) -> None:
+    """End this rank at once: tidying up while others are in a collective can hang."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
         words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": words}))
+    sys.stdout.flush()
+    if speaks:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # torchrun reports the first rank that ends
     os._exit(code)
 
 
@@ -1408,8 +1411,7 @@ def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
         if args.json:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
-        speaks = os.environ.get("RANK", "0") == "0"
-        stop(2, wrap(f"error: {error}"), speaks, wait=0 if speaks else 2)
+        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
     args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
@@ -1448,6 +1450,8 @@ def launch(main, parse_args, module: dict) -> None:
         COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
         COMM.note("in no call")
         if args.bug:
+            told = lambda *_: stop(1, bug, COMM.store.add("told", 1) == 1)
+            signal.signal(signal.SIGTERM, told)  # the bug has ended another rank
             args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
             apply_edit(breaks[args.bug], module)
             print(diff, flush=True)

@@ -65,7 +65,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("00", "ring_all_reduce", "chunk, which makes less than T of a few",
      ".tensor_split(T)", ".chunk(T)", "test_random_cases"),
     ("00", "ring_all_reduce", "adds into its input",
-     "chunks[theirs] = chunks[theirs] + arrived", "chunks[theirs] += arrived"),
+     "chunks[comes] = chunks[comes] + arrived", "chunks[comes] += arrived"),
     ("00", "sum_in_background", "overwrites its input", "out = x.clone()", "out = x",
      "test_published_vectors"),
     ("00", "mesh_groups", "the groups of an outer axis are neighbours",

@@ -13,8 +13,8 @@ import pytest
 lesson = jobs.load("00_collectives")
 
 MESHES = [(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 1, 3), (2, 2, 2), (4, 1, 1)]
-WENT_ON = "in no call, .* wait: a hang, or a skipped call$"
-WAITING = "wait for each other: one skipped or swapped a call$"
+WENT_ON = "in no call, .* wait: a hang, a crash, or a skipped call$"
+WAITING = "wait for each other: one skipped or swapped a call, or died in it$"
 IN_ITS_CALL = f"^a call failed that every rank had come to$|{WAITING}"
 FAULTS = {  # what a rank does → what must be said
     "hangs": WENT_ON,
