@@ -1,4 +1,4 @@
-"""Lesson 00: collectives, or what ranks can say to each other.
+r"""Lesson 00: collectives, or what ranks can say to each other.
 
 A rank is one process with a number; a collective is a call that all ranks of a group
 must make: each brings a tensor, and some or all get a result. Tensor parallelism is
@@ -16,7 +16,7 @@ way from one to another is a call that both make. Your own first program could b
     dist.init_process_group("gloo")           # all ranks meet
     x = torch.ones(3) * dist.get_rank()       # rank 0 has zeros, rank 1 ones, …
     dist.all_reduce(x)                        # x is now the sum over ranks, on each
-    print(f"rank {dist.get_rank()} has {x.tolist()}\\n", end="")  # in one piece
+    print(f"rank {dist.get_rank()} has {x.tolist()}\n", end="")  # in one piece
     dist.destroy_process_group()              # they part
 
 What you will see: three ways to hold a tensor, six to move one, an all-reduce made by
