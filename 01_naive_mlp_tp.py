@@ -751,8 +751,7 @@ class CommCounter:
         """Around a call that ends when all these ranks are in it."""
         before = self.place
         self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
-        number = self.made[str(ranks)]
-        self.note(f"in call {number} of ranks {ranks}, {call}")
+        self.note(f"in call {self.made[str(ranks)]} of ranks {ranks}, {call}")
         yield
         self.note(before)  # not after an error: then this rank is still in it
 
@@ -963,12 +962,10 @@ def apply_edit(edit: dict, module: dict) -> None:
     source = textwrap.dedent(inspect.getsource(definition))
     if source.count(edit["old"]) != 1:
         raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
-    edited = {}
-    exec(source.replace(edit["old"], edit["new"]), module, edited)
+    scope = {} if owner else module  # where the edited copy is defined
+    exec(source.replace(edit["old"], edit["new"]), module, scope)
     if owner:
-        setattr(module[owner], name, edited[name])
-    else:
-        module[name] = edited[name]
+        setattr(module[owner], name, scope[name])
 
 
 def describe(name: str, edit: dict) -> tuple[str, str]:

@@ -405,10 +405,8 @@ def main(args, report: Report) -> None:
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
     report.begin({"tp": args.ranks})
     full, batches = make_transformer(args), make_batches(__doc__, args, args.steps)
-    models = {
-        "without TP": copy.deepcopy(full),
-        "with TP": tp_transformer(full, tp_group),
-    }
+    models = {"without TP": copy.deepcopy(full)}
+    models["with TP"] = tp_transformer(full, tp_group)
     if args.same_bits:
         models["same bits"] = same_bits_transformer(full, tp_group)
     elif args.kv_heads >= args.ranks:  # a plan makes no copies: it would cut heads
@@ -601,22 +599,21 @@ def show_all_reduces(report: Report, runs: dict, config: Config) -> None:
     x_bytes = args.batch_size * args.seq_len * config.hidden * e
     two = 2 * L, "2·L·B·S·D", 2 * L * x_bytes
     four = 4 * L, "4·L·B·S·D", 4 * L * x_bytes
+    gathers = 2 * L, "T·2·L·B·S·D", 2 * L * x_bytes * args.ranks
+    clipping = 1, "one float64", 8
     report.section("Communication of a step; ring: bytes that a rank of a ring sends")
     report.say("   formula × e. DTensor: 3 f's for q, k, v; its clipping is uncounted.")
     formulas = {
         ("with TP", "forward", "all-reduce", "tp"): two,
         ("with TP", "backward", "all-reduce", "tp"): two,
-        ("with TP", "clipping", "all-reduce", "tp"): (1, "one float64", 8),
+        ("with TP", "clipping", "all-reduce", "tp"): clipping,
         ("DTensor", "forward", "all-reduce", "tp"): two,
         ("DTensor", "backward", "all-reduce", "tp"): four,
         ("with TP", "backward", "all-reduce", "copy"): sums_of_copies(report),
+        ("same bits", "forward", "all-gather", "tp"): gathers,
+        ("same bits", "backward", "all-gather", "tp"): gathers,
+        ("same bits", "clipping", "all-reduce", "tp"): clipping,
     }
-    if args.same_bits:
-        n, formula, sent = two
-        for phase in ("forward", "backward"):
-            gathers = n, f"T·{formula}", args.ranks * sent
-            formulas["same bits", phase, "all-gather", "tp"] = gathers
-        formulas["same bits", "clipping", "all-reduce", "tp"] = 1, "one float64", 8
     formulas = {key: formula for key, formula in formulas.items() if key[0] in runs}
     report.ledger(formulas, steps=args.steps)
 
@@ -651,39 +648,32 @@ def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
         }
         for kind, (formula, wanted) in predicted.items():
             row = {"held": kind, "run": what, "formula": formula}
-            rows.append(
-                row | {"bytes": runs[what].held[kind], "predicted_bytes": wanted}
-            )
+            row |= {"bytes": runs[what].held[kind], "predicted_bytes": wanted}
+            rows.append(row)
     report.section("Memory of a rank: what lies between f and g is cut by T")
-    report.say(
-        "   P = L·((10D² + 5D)/T + 2C(D + 1)/min(T, K) + 6D) + 2VD + V + 2D,  C = K·H"
-    )
+    report.say("   P = L·((10D² + 5D)/T + 2C(D + 1)/min(T, K) + 6D) + 2VD + V + 2D")
     report.say("   A = L·((12X + 2Q)/T + 4X + 4BS) + 2X + 2BS, masks M = L·(Q/T + 2X)")
-    report.say("   X = B·S·D, Q = B·N·S², tokens 8·B·S, AdamW's step 4; no dropout: Q")
+    report.say("   C = KH, X = BSD, Q = BNS², tokens 8·B·S; no dropout: M = 0, 1·Q")
     report.measure("memory", rows)
 
 
 def show_hashes(report: Report, full, batches, runs: dict) -> None:
     """`--same-bits`: all bits of what training gives, on T ranks and on one."""
-    args, rows = report.args, []
+    args, rows, kinds = report.args, [], ("losses", "gradients", "parameters")
     alone = mesh_groups({"all": args.ranks, "alone": 1}, args.timeout)["alone"]
     model = same_bits_transformer(full, alone)
     runs["same, T = 1"] = train_transformer("", model, batches, args, mean_loss, alone)
     for what, run in runs.items():
-        row = {"run": what} | {
-            "losses": digest(*run.losses.values()),
-            "gradients": digest(*run.gradients.values()),
-            "parameters": digest(*run.parameters.values()),
-        }
+        row = {"run": what}
+        for kind in kinds:
+            row[kind] = digest(*getattr(run, kind).values())
         slower = run.seconds / runs["with TP"].seconds
         rows.append(row | {"time ÷ with TP's": f"{slower:.1f}"})
     report.section("Can the difference be zero? Hashes of all bits, after training")
-    report.say(
-        "   same bits: one hash for 1, 2, 4 and 8 ranks. Try them; T = 1 is here."
-    )
+    report.say("   same bits: one hash for 1, 2, 4, 8 ranks. Try them; T = 1 is here.")
     report.table("hashes", rows)
     one, many = rows[-1], rows[-2]
-    for kind in ("losses", "gradients", "parameters"):
+    for kind in kinds:
         report.check(f"same bits: {kind}", one[kind] != many[kind], kind="bits")
 
 
@@ -712,8 +702,7 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
     args = parser.parse_args()
     usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
-    if args.bug == "copies":
-        args.kv_heads = args.kv_heads or 1
+    usual = 1 if args.bug == "copies" else usual
     args.heads = args.heads or 2 * math.lcm(args.kv_heads or usual, ranks)
     args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
     args.hidden = args.hidden or 8 * args.heads
@@ -1115,8 +1104,7 @@ class CommCounter:
         """Around a call that ends when all these ranks are in it."""
         before = self.place
         self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
-        number = self.made[str(ranks)]
-        self.note(f"in call {number} of ranks {ranks}, {call}")
+        self.note(f"in call {self.made[str(ranks)]} of ranks {ranks}, {call}")
         yield
         self.note(before)  # not after an error: then this rank is still in it
 
@@ -1327,12 +1315,10 @@ def apply_edit(edit: dict, module: dict) -> None:
     source = textwrap.dedent(inspect.getsource(definition))
     if source.count(edit["old"]) != 1:
         raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
-    edited = {}
-    exec(source.replace(edit["old"], edit["new"]), module, edited)
+    scope = {} if owner else module  # where the edited copy is defined
+    exec(source.replace(edit["old"], edit["new"]), module, scope)
     if owner:
-        setattr(module[owner], name, edited[name])
-    else:
-        module[name] = edited[name]
+        setattr(module[owner], name, scope[name])
 
 
 def describe(name: str, edit: dict) -> tuple[str, str]:

@@ -1284,8 +1284,7 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
     args = parser.parse_args()
     usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
-    if args.bug == "copies":
-        args.kv_heads = args.kv_heads or 1
+    usual = 1 if args.bug == "copies" else usual
     args.heads = args.heads or 2 * math.lcm(args.kv_heads or usual, ranks)
     args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
     args.hidden = args.hidden or 8 * args.heads
@@ -1339,8 +1338,7 @@ class CommCounter:
         """Around a call that ends when all these ranks are in it."""
         before = self.place
         self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
-        number = self.made[str(ranks)]
-        self.note(f"in call {number} of ranks {ranks}, {call}")
+        self.note(f"in call {self.made[str(ranks)]} of ranks {ranks}, {call}")
         yield
         self.note(before)  # not after an error: then this rank is still in it
 
@@ -1551,12 +1549,10 @@ def apply_edit(edit: dict, module: dict) -> None:
     source = textwrap.dedent(inspect.getsource(definition))
     if source.count(edit["old"]) != 1:
         raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
-    edited = {}
-    exec(source.replace(edit["old"], edit["new"]), module, edited)
+    scope = {} if owner else module  # where the edited copy is defined
+    exec(source.replace(edit["old"], edit["new"]), module, scope)
     if owner:
-        setattr(module[owner], name, edited[name])
-    else:
-        module[name] = edited[name]
+        setattr(module[owner], name, scope[name])
 
 
 def describe(name: str, edit: dict) -> tuple[str, str]:

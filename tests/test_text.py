@@ -19,14 +19,14 @@ FREE = {"parse_args", "main", "BREAKS"}  # may differ from lesson to lesson
 # Lines of the parts. Lesson 05 may have more. 60 of the harness say who is
 # missing (test_who_is_missing.py), the others count, compare, print, refuse and break.
 # 02 also shows sums that are the same bits for every T, and copies of heads.
-GATES = {"to read": 660, NEW: 270, RUN: 270, HARNESS: 392}
+GATES = {"to read": 660, NEW: 270, RUN: 270, HARNESS: 389}
 MORE = {
-    "02": {"to read": 825, NEW: 340, RUN: 335},
+    "02": {"to read": 813, NEW: 340, RUN: 324},
     "05": {"to read": 950, NEW: 400, RUN: 400},
 }
 FUNCTION_LINES, LOCAL_NAMES, INNER_LOOPS = 40, 25, 6
 # What each file has come to, in lines: one that grows by a tenth has to say why here.
-SIZE = {"00": 1051, "01": 1114, "02": 1478, "03": 1702, "04": 1873, "05": 2258}
+SIZE = {"00": 1048, "01": 1111, "02": 1464, "03": 1698, "04": 1869, "05": 2255}
 # Other people's code imports these (DESIGN 10).
 STAY = {
     "00": "all_reduce all_gather reduce_scatter broadcast all_to_all shard "
