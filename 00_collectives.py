@@ -464,7 +464,7 @@ def show_products(report: Report, group) -> None:
         sent = {key[2]: n for key, (_, n) in COMM.rows.items() if key[0] == COMM.what}
         row |= {"flops": flops.get_total_flops(), "bytes": sum(sent.values())}
         row["predicted_bytes"] = elements * a.itemsize if T > 1 else 0
-        around_twice = sent.get("all-reduce", 0)
+        around_twice = sent.get("all-reduce", 0)  # a ring passes a sum around twice
         row["ring"] = (row["bytes"] + around_twice) * (T - 1) // T
         off = abs(row["bytes"] - row["predicted_bytes"])
         right = report.check(COMM.what, rel_diff(c, wanted))
@@ -844,9 +844,8 @@ class Report:
         counts = ", ".join(f"{wrong[kind]} of {kinds[kind]} {kind}" for kind in kinds)
         numbers = [row for row in rows.values() if row["kind"] == "numbers"]
         worst = max(numbers, key=lambda row: row["diff"])
-        diff = f"{worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
-        text = f"{len(rows)} checks, worst difference {diff}"
-        text = f"{counts} differ" if bad else text
+        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = f"{counts} differ" if bad else f"{len(rows)} checks, {diff}"
         self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
@@ -1034,6 +1033,7 @@ def launch(main, parse_args, module: dict) -> None:
             dist.barrier()
     except Exception as error:
         fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all has been told
     gc.collect()  # whatever still refers to a group must go before the groups do
     dist.destroy_process_group()
     if line.startswith("FAIL"):

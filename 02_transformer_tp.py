@@ -653,7 +653,7 @@ def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
     report.section("Memory of a rank: what lies between f and g is cut by T")
     report.say("   P = L·((10D² + 5D)/T + 2C(D + 1)/min(T, K) + 6D) + 2VD + V + 2D")
     report.say("   A = L·((12X + 2Q)/T + 4X + 4BS) + 2X + 2BS, masks M = L·(Q/T + 2X)")
-    report.say("   C = KH, X = BSD, Q = BNS², tokens 8·B·S; no dropout: M = 0, 1·Q")
+    report.say("   C = KH, X = BSD, Q = BNS², tokens 8BS; no dropout: M = 0, Q not 2Q")
     report.measure("memory", rows)
 
 
@@ -1260,9 +1260,8 @@ class Report:
         counts = ", ".join(f"{wrong[kind]} of {kinds[kind]} {kind}" for kind in kinds)
         numbers = [row for row in rows.values() if row["kind"] == "numbers"]
         worst = max(numbers, key=lambda row: row["diff"])
-        diff = f"{worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
-        text = f"{len(rows)} checks, worst difference {diff}"
-        text = f"{counts} differ" if bad else text
+        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = f"{counts} differ" if bad else f"{len(rows)} checks, {diff}"
         self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
@@ -1450,6 +1449,7 @@ def launch(main, parse_args, module: dict) -> None:
             dist.barrier()
     except Exception as error:
         fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all has been told
     gc.collect()  # whatever still refers to a group must go before the groups do
     dist.destroy_process_group()
     if line.startswith("FAIL"):

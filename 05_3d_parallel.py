@@ -2051,9 +2051,8 @@ class Report:
         counts = ", ".join(f"{wrong[kind]} of {kinds[kind]} {kind}" for kind in kinds)
         numbers = [row for row in rows.values() if row["kind"] == "numbers"]
         worst = max(numbers, key=lambda row: row["diff"])
-        diff = f"{worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
-        text = f"{len(rows)} checks, worst difference {diff}"
-        text = f"{counts} differ" if bad else text
+        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = f"{counts} differ" if bad else f"{len(rows)} checks, {diff}"
         self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
@@ -2241,6 +2240,7 @@ def launch(main, parse_args, module: dict) -> None:
             dist.barrier()
     except Exception as error:
         fail(error, bug)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all has been told
     gc.collect()  # whatever still refers to a group must go before the groups do
     dist.destroy_process_group()
     if line.startswith("FAIL"):
