@@ -31,7 +31,10 @@ def rank(path: str, flags: list[str], env: dict[str, str]) -> None:
     os._exit = lambda code: end_at_once(code) if code else sys.exit(0)
     sys.argv = [path, *flags]
     sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        os._exit = end_at_once  # so ends a child of the fork server, without tidying up
 
 
 def run(job: dict) -> tuple[int, str]:
