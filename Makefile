@@ -1,10 +1,6 @@
-# For GNU make 3.81 (the one macOS has) and later. Needs Python 3.10 to 3.14.
-# To change a setting: make demo RANKS=4, make setup PYTHON=python3.12, and so on.
-# INDEX, TORCH_INDEX (for torch alone) and WHEELS say where packages come from, RANKS how
-# many ranks; ARGS are more flags, for the lesson, the tool or pytest.
-
+# For GNU make 3.81 (macOS has it) and later. Settings: make demo RANKS=4 ARGS=--help, …
+# INDEX, TORCH_INDEX (for torch alone) and WHEELS say where packages come from.
 VENV ?= .venv
-# The first of these that is a Python we can use; or name yours.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python3.14; \
 	do if $$p -c $(CAN_USE) 2>/dev/null; then echo $$p; break; fi; done)
 CAN_USE := 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))'
@@ -15,8 +11,7 @@ TORCH_FROM := $(if $(WHEELS),$(FROM),$(if $(TORCH_INDEX),--index-url "$(TORCH_IN
 DEMO := --standalone --nproc_per_node=$(or $(RANKS),2) 01_naive_mlp_tp.py $(ARGS)
 # One thread a rank: ranks share the cores. It also silences torchrun's starred banner.
 export OMP_NUM_THREADS ?= 1
-# All ranks are on this machine, so its own name need not resolve (on many a laptop it
-# does not, and torchrun then hangs): PET_LOCAL_ADDR is torchrun's --local-addr.
+# torchrun asks for this machine's name, which on many a laptop does not resolve.
 LOCAL := PET_LOCAL_ADDR=$${PET_LOCAL_ADDR:-127.0.0.1} \
 	GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(if $(filter Darwin,$(shell uname)),lo0,lo)}
 $(if $(word 2,$(VENV)),$(error VENV is to be one word, not: $(VENV)))
@@ -32,19 +27,15 @@ setup: $(VENV)/$(if $(EXTRA),.extra,.base) ## make the environment (EXTRA=1: wit
 check: $(VENV)/.base ## can this machine run the course? in seconds, and what to do if not
 	@$(RUN) tools/check.py $(ARGS)
 lessons: $(VENV)/.base ## run all lessons on two ranks (RANKS=4: on four), one summary table
-	@$(LOCAL) $(RUN) tools/lessons.py $(if $(RANKS),--ranks $(RANKS)) $(ARGS)
 bench: $(VENV)/.base ## how long a step takes by hand and by DTensor, and how long a lesson
-	@$(LOCAL) $(RUN) tools/bench.py $(ARGS)
 plan: $(VENV)/.base ## before you book GPUs: which dp, pp, tp (ARGS="--model gpt3 --gpus 1024")
-	@$(RUN) tools/plan.py $(ARGS)
+submission: $(VENV)/.base ## check the exercises in notebooks/, write submission.json
+lessons bench plan submission:
+	@$(LOCAL) $(RUN) tools/$@.py $(ARGS)
 notebooks: $(VENV)/.base ## open the notebooks in the browser
 	@$(RUN) -m jupyter lab notebooks
 notebooks-run: $(VENV)/.base ## execute notebooks, write assets/ (ARGS=00_collectives: one)
 	@$(RUN) notebooks/run.py $(ARGS)
-recordings: $(VENV)/.base ## record the player's runs anew (ARGS=ring: one)
-	@$(LOCAL) $(RUN) docs/record.py $(ARGS)
-submission: $(VENV)/.base ## check the exercises in notebooks/, write submission.json
-	@$(LOCAL) $(RUN) tools/submission.py $(ARGS)
 test: lint ## run all the tests (ARGS="-k setup": some), after lint
 	@$(LOCAL) $(RUN) -m pytest $(ARGS)
 quick: $(VENV)/.extra ## the essential tests, in half a minute
@@ -66,11 +57,8 @@ clean: ## remove the environment and all caches
 	@rm -rf .pytest_cache .ruff_cache site docs/notebooks $(if $(wildcard $(VENV)/.base),$(VENV))
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# $(VENV)/.base says in which folder it was installed. An environment that was moved, or
-# interrupted, is made anew; a folder without that file is not ours.
-ifneq ($(shell cat "$(VENV)/.base" 2>/dev/null),$(CURDIR))
-.PHONY: $(VENV)/.base
-endif
+# $(VENV)/.base says where it was made: if it was moved, or interrupted, it is made anew.
+.PHONY: $(shell [ "$$(cat "$(VENV)/.base" 2>&1)" = "$(CURDIR)" ] || echo "$(VENV)/.base")
 $(VENV)/.base: requirements.txt
 	@"$(PYTHON)" -c $(CAN_USE) 2>/dev/null || { echo "error: found no Python 3.10 to 3.14 as" \
 		"'$(PYTHON)': install one, or name it: make setup PYTHON=/path/to/python3.12"; exit 2; }

@@ -1114,7 +1114,7 @@ def main() -> None:
         some = [name for name in names if SCENES[name][0] == ranks]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*launch, f"--nproc_per_node={ranks}", __file__, "--folder"]
-        env = {"OMP_NUM_THREADS": "1"} | os.environ
+        env = {"OMP_NUM_THREADS": "1", "PET_LOCAL_ADDR": "127.0.0.1"} | os.environ
         subprocess.run([*command, str(args.folder), *some], check=True, env=env)
         for name in some:
             size = (args.folder / f"{name}.json").stat().st_size

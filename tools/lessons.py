@@ -5,6 +5,7 @@ any lesson does not.
 """
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -56,9 +57,9 @@ def main(folder: Path = ROOT, ranks: int | None = None) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--ranks", type=int, help="for all lessons; else 2, and 8 in 05"
-    )
+    ranks = os.environ.get("RANKS")  # make lessons RANKS=4
+    said = "for all lessons; else 2, and 8 in 05"
+    parser.add_argument("--ranks", type=int, default=ranks, help=said)
     parser.add_argument("--folder", type=Path, default=ROOT, help="where lessons are")
     args = parser.parse_args()
     if args.ranks is not None and args.ranks < 1:
