@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
 PATHS = {path.stem: path for path in sorted(ROOT.glob("0?_*.py"))}
 LESSONS = [*PATHS]
@@ -173,18 +175,10 @@ def still_running(mark: str, own: list = (), grace: float = 2) -> list:
 def processes(mark: str) -> list:
     """(id, command) of every process that was started with this mark."""
     found = []
-    if Path("/proc/self/environ").exists():
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found.append((int(folder.name), command.decode()))
-        return found
-    command = ["ps", "-Aww", "-E", "-o", "pid=,command="]  # macOS
-    listed = subprocess.run(command, capture_output=True, text=True).stdout
-    for line in listed.splitlines():
-        if f"{MARK}={mark}" in line:
-            found.append((int(line.split()[0]), line))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another's
+            if process.environ().get(MARK) == mark:
+                found.append((process.pid, " ".join(process.cmdline())))
     return found
 
 
