@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import draw
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
 
 def drawings(name: str) -> SimpleNamespace:
@@ -28,6 +28,18 @@ def shade(color) -> str:
     return to_hex(color).upper()
 
 
+def contrast(one, other) -> float:
+    """Of a text and what it stands on: WCAG asks for 4.5."""
+    light = []
+    for color in (one, other):
+        r, g, b = (
+            c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4
+            for c in to_rgb(color)
+        )
+        light.append(0.05 + 0.2126 * r + 0.7152 * g + 0.0722 * b)
+    return max(light) / min(light)
+
+
 class Box(NamedTuple):
     """What is filled; of a polygon, the box around it."""
 
@@ -39,11 +51,13 @@ class Box(NamedTuple):
 
 
 class Panel:
-    """One axes of a figure, and what can be seen there, in the order drawn."""
+    """One axes of a figure, and what can be seen there: what covers other things comes
+    after them."""
 
     def __init__(self, ax):
         self.ax, self.figure = ax, ax.figure
-        self.filled = [p for p in ax.patches if p.get_fill()]
+        filled = [p for p in ax.patches if p.get_fill()]
+        self.filled = sorted(filled, key=lambda p: p.get_zorder())
         self.boxes = []
         for p in self.filled:
             around = p.get_path().get_extents(p.get_patch_transform())
@@ -73,34 +87,28 @@ class Panel:
         ]  # fmt: skip
         return found[-1] if found else ""
 
-    def across(self, x, y, width, height, points=2) -> list[str]:
+    def across(self, x, y, width, height, points) -> list[str]:
         """Colours at so many points along the diagonal of a box."""
         middles = [(i + 0.5) / points for i in range(points)]
         return [self.under(x + width * m, y + height * m) for m in middles]
 
-    def on_screen(self, artists=None) -> list:
-        """Where words, or other things, are on the screen."""
-        self.figure.draw_without_rendering()
-        return [a.get_window_extent() for a in artists or self.words]
-
 
 def panels(function, *args, **kwargs) -> list[Panel]:
-    """What a function has drawn."""
+    """What a function has drawn; words neither overlap nor leave the picture."""
     function(*args, **kwargs)
-    return [Panel(ax) for ax in draw.plt.gcf().axes]
+    figure = draw.plt.gcf()
+    figure.draw_without_rendering()  # ticks have their texts, words their places
+    found = [Panel(ax) for ax in figure.axes]
+    for panel in found:
+        words = [(t.get_text(), t.get_window_extent()) for t in panel.words]
+        for text, at in words:
+            assert 0 <= at.x0 and at.x1 <= figure.bbox.width, text
+            assert 0 <= at.y0 and at.y1 <= figure.bbox.height, text
+        for (text, at), (other, there) in combinations(words, 2):
+            assert not at.padded(-0.01).overlaps(there), (text, other)  # may touch
+    return found
 
 
 def drawn(function, *args, **kwargs) -> Panel:
     """The first panel, or the only one, of what a function has drawn."""
     return panels(function, *args, **kwargs)[0]
-
-
-def legible(seen: Panel) -> None:
-    """Words neither overlap nor leave the picture."""
-    width, height = seen.figure.get_size_inches() * seen.figure.dpi
-    found = [*zip(seen.texts, seen.on_screen())]
-    for text, at in found:
-        assert 0 <= at.x0 and at.x1 <= width, text
-        assert 0 <= at.y0 and at.y1 <= height, text
-    for (text, at), (other, there) in combinations(found, 2):
-        assert not at.overlaps(there), (text, other)
