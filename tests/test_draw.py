@@ -67,14 +67,14 @@ def test_rows_show_every_value_in_its_colour():
 
 
 def test_matrices_are_coloured_by_holder_and_blocks_name_them():
-    held = torch.tensor([[1, 1, 3], [1, 1, 3], [15, 15, 2], [15, 2, 2], [13, 1, 0]])
+    held = torch.tensor([[1, 1, 3], [1, 1, 3], [15, 15, 2], [15, 2, 2], [13, 3, 0]])
     heads = (1, 2), (0, 1)  # thick lines part columns after 2, rows after 1
     items = [("A[I, J]", held, "a note", heads[0]), "=",
              ("B", torch.tensor([[1], [1]]), "", heads[1])]  # fmt: skip
     seen = drawn(draw.matrices, items, 4)
     middles = (1, 1), (2.5, 1), (1, 2.5), (2.5, 3), (0.5, 3.5), (1.5, 3.5)
     middles += (0.5, 4.5), (1.5, 4.5)
-    blocks = ["0", "0,1", "all", "1", "all", "1", "0,2,3", "0"]
+    blocks = ["0", "0,1", "all", "1", "all", "1", "0,2,3", "0,1"]
     assert seen.texts == [*blocks, "A[I, J]", "a note", "=", "0", "B"]
     fills = {0: [WHITE], 1: [BLUE], 2: [ORANGE], 3: [BLUE, ORANGE],
              13: [BLUE, GREEN, PINK], 15: [EVERYONE]}  # fmt: skip
@@ -361,7 +361,8 @@ def test_regions_name_runs_and_colour_elements():
 def test_regions_fit_and_words_do_not_cover_elements(dims):
     wide, name = COLUMNS.repeat(1, 6), "tensor of\ntwo lines"  # below the title
     items = [(name, wide), *((f"tensor {i}", wide) for i in range(6)), CALL]
-    lines = [("a long line", items), ("another", [(name, TERMS)])]
+    below = [(name, TERMS), ("wider than it", POSITIONS), ("as is this", POSITIONS)]
+    lines = [("a long line", items), ("another", below)]
     seen = drawn(of_04.draw_layer, lines, 2, dims)
     squares = [p.get_window_extent() for p in seen.filled
                if shade(p.get_facecolor()) in draw.COLORS]  # fmt: skip
@@ -447,9 +448,9 @@ def test_in_flight_is_a_step_line_beside_the_prediction():
     """A stage holds from a forward's start to its backward's end."""
     runs, predicted = {"A": SPANS, "B": SPANS}, {"A": [2, 1], "B": [4, 4]}
     seen = panels(of_05.draw_in_flight, runs, predicted)
-    held = [  # ms, micro-batches from then on, on both stages
-        [(0, 1), (100, 2), (700, 1), (1000, 0)],
-        [(100, 1), (400, 0), (400, 1), (700, 0)],
+    held = [  # corners of both stages' steps: ms, micro-batches
+        [(0, 1), (100, 1), (100, 2), (700, 2), (700, 1), (1000, 1)],
+        [(0, 0), (100, 0), (100, 1), (400, 1), (400, 0), (700, 1), (700, 0)],
     ]
     wanted = [(0, 2, 2), (0, 2, 4), (1, 1, 1), (1, 1, 4)]
     for panel, (stage, most, limit) in zip(seen, wanted, strict=True):
