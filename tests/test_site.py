@@ -19,14 +19,26 @@ sys.path.append(str(jobs.ROOT / "docs"))
 
 DECKS = {"ninety": 90, "day": 60}  # minutes until the end, or of each hour
 # What one look at a page finds.
-LOOK = """() => ({
-    links: [...document.links].map(link => link.href),
-    ids: [...document.querySelectorAll("[id]")].map(each => each.id),
-    pictures: [...document.images].map(picture => {
-        const {alt, src, complete, naturalWidth} = picture;
-        return {alt, src, there: complete && naturalWidth > 0};
-    }),
-})"""
+LOOK = """() => {
+    const all = (selector, find) => [...document.querySelectorAll(selector)].map(find);
+    return {
+        links: all("a[href]", link => link.href),
+        ids: all("[id]", each => each.id),
+        pictures: all("img", ({alt, src, complete, naturalWidth}) =>
+            ({alt, src, there: complete && naturalWidth > 0})),
+        code: all(".lesson-code", each => ({
+            title: each.closest("section").querySelector("h2, h3").innerText,
+            text: each.querySelector("pre").textContent,
+            links: [...each.querySelectorAll("a.linenos")].map(link => link.href),
+            shown: each.checkVisibility(),
+            folds: each.closest("details") !== null,
+        })),
+        output: all(".lesson-output", each => each.innerText),
+        titles: all(".lesson-output a", link => link.innerText),
+        bugs: all("section[id^=break-0]", each => [each.id, each.innerText]),
+        terms: all("dd", each => [each.innerText, each.querySelector("a") !== null]),
+    };
+}"""
 # Contrast takes seconds in long code; its colours repeat within a hundred tokens.
 SHORTEN = "all => all.forEach(token => token.remove())"
 RULES = """color-contrast image-alt heading-order empty-heading page-has-heading-one
@@ -46,32 +58,24 @@ SLIDE = """() => {
 WIDER = "() => document.documentElement.scrollWidth - window.innerWidth"
 
 
-def run(words: list[str], **more) -> str:
-    done = subprocess.run(words, cwd=jobs.ROOT, capture_output=True, text=True, **more)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
     """The folder of the site; its line numbers lead to a repository on GitHub."""
     folder = tmp_path_factory.mktemp("site")
-    told = run(["make", "-n", "site", f"RUN={sys.executable}"]).splitlines()
+    make = ["make", "-n", "site", f"RUN={sys.executable}"]
+    told = subprocess.check_output(make, cwd=jobs.ROOT, text=True).splitlines()
     commands = [line for line in told if "-m sphinx" in line]
     assert len(commands) == 2 and all(" -W " in line for line in commands)
     env = os.environ | {"GITHUB_REPOSITORY": "us/course", "GITHUB_SHA": "abc"}
     for line in commands:
         words = [re.sub("^site/", f"{folder}/", word) for word in shlex.split(line)]
-        run(words, env=env)
+        subprocess.run(words, cwd=jobs.ROOT, env=env, check=True)
     return folder / "html"
 
 
 @pytest.fixture(scope="session")
 def address(site):
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_): ...
-
-    handler = functools.partial(Quiet, directory=site)
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -102,17 +106,15 @@ def looks(site, address, page) -> dict[str, dict]:
         page.wait_for_load_state("networkidle")
         found[name] = look = page.evaluate(LOOK)
         look["heard"] = list(heard)
-        look["wider"] = [page.evaluate(WIDER)]
-        page.set_viewport_size({"width": 360, "height": 720})
-        look["wider"] += [page.evaluate(WIDER)]
-        page.set_viewport_size({"width": 1280, "height": 720})
+        look["wider"] = []
+        for width in (360, 1280):
+            page.set_viewport_size({"width": width, "height": 720})
+            look["wider"].append(page.evaluate(WIDER))
         page.eval_on_selector_all("pre > :nth-child(n+100)", SHORTEN)
         page.evaluate(AXE_SCRIPT)
         rules = set(RULES.split())
         if re.match(r"(lessons|notebooks)/0[1-9]", name):
-            rules.remove(
-                "color-contrast"
-            )  # slow in long code; the 00s have all colours
+            rules.remove("color-contrast")  # slow; the 00s have all colours
         options = {"runOnly": sorted(rules), "resultTypes": ["violations"]}
         result = page.evaluate("options => axe.run(options)", options)
         look["axe"] = result["violations"]
@@ -179,52 +181,37 @@ def test_search(page, address):
 
 
 @pytest.mark.parametrize("lesson", jobs.LESSONS)
-def test_lesson(page, address, lesson):
+def test_lesson(looks, lesson):
     """All of the file, numbered and linked; what is carried over and the harness are
     folded; and what the notebook's first run printed."""
-    page.goto(f"{address}lessons/{lesson}.html")
-    blocks = page.eval_on_selector_all(
-        ".lesson-code",
-        """all => all.map(each => ({
-            title: each.closest("section").querySelector("h2, h3").innerText,
-            text: each.querySelector("pre").textContent,
-            links: [...each.querySelectorAll("a.linenos")].map(link => link.href),
-            open: each.checkVisibility(),
-        }))""",
-    )
-    lines = "".join(each["text"] for each in blocks).splitlines()
+    look = looks[f"lessons/{lesson}.html"]
+    code = look["code"]
+    lines = "".join(each["text"] for each in code).splitlines()
     wanted = jobs.PATHS[lesson].read_text("utf-8").splitlines()
     assert lines == [f"{n:4}  {line}" for n, line in enumerate(wanted, 1)]
-    links = [link for each in blocks for link in each["links"]]
+    links = [link for each in code for link in each["links"]]
     repository = f"https://github.com/us/course/blob/abc/{lesson}.py"
     assert links == [f"{repository}#L{n}" for n in range(1, len(wanted) + 1)]
-
-    words = {each["title"].split()[0] for each in blocks}
-    assert {"NEW", "RUN", "BREAK", "HARNESS,"} <= words
-    for each in blocks:
-        assert each["open"] != each["title"].startswith(("CARRIED", "HARNESS")), each
-    page.locator("summary").last.click()
-    assert page.locator(".lesson-code").last.is_visible()
+    assert {"NEW", "RUN", "BREAK", "HARNESS,"} <= {e["title"].split()[0] for e in code}
+    for each in code:
+        folded = each["title"].startswith(("CARRIED", "HARNESS"))
+        assert each["folds"] == folded and each["shown"] != folded, each["title"]
 
     notebook = json.loads((jobs.ROOT / f"notebooks/{lesson}.ipynb").read_text("utf-8"))
     first = next(c for c in notebook["cells"] if c["source"][0].startswith("!torchrun"))
     output = "".join("".join(each["text"]) for each in first["outputs"])
-    shown = page.locator(".lesson-output").inner_text()
-    assert shown.split() == output.split()
-    sections = re.findall(r"^\d+  ", output, re.M)
-    assert page.locator(".lesson-output a").count() == len(sections)
+    assert [shown.split() for shown in look["output"]] == [output.split()]
+    sections = re.findall(r"^\d+  .*", output, re.M)
+    assert [title.split() for title in look["titles"]] == [s.split() for s in sections]
 
 
-def test_all_bugs(page, address):
-    page.goto(address + "breaks.html")
-    pairs = page.eval_on_selector_all(
-        "section[id^=break-0]", "all => all.map(each => [each.id, each.innerText])"
-    )
-    text = dict(pairs)
-    edits = {}
-    for lesson in jobs.LESSONS:
-        for name, edit in jobs.load(lesson).BREAKS.items():
-            edits[f"break-{lesson[:2]}-{name}"] = edit
+def test_all_bugs(looks):
+    text = dict(looks["breaks.html"]["bugs"])
+    edits = {
+        f"break-{lesson[:2]}-{name}": edit
+        for lesson in jobs.LESSONS
+        for name, edit in jobs.load(lesson).BREAKS.items()
+    }
     assert list(text) == list(edits)
     for name, edit in edits.items():
         for word in ("what", "symptom", "why", "met", "target"):
@@ -235,15 +222,13 @@ def test_all_bugs(page, address):
             assert shown == [line for line in code.splitlines() if line.strip()], name
 
 
-def test_glossary(page, address):
+def test_glossary(looks):
     """One sentence a term, and where it is shown."""
-    page.goto(address + "glossary.html")
-    sentences = page.locator("dd").all_inner_texts()
-    assert len(sentences) > 50
+    terms = looks["glossary.html"]["terms"]
+    assert len(terms) > 50
     shown_in = r"\((across stages |notebook |[ ,]|0\d)+\)\."
-    for text in sentences:
-        assert re.fullmatch(rf"[^.]*{shown_in}", text), text
-    assert page.locator("dd:not(:has(a))").count() == 0
+    for text, linked in terms:
+        assert re.fullmatch(rf"[^.]*{shown_in}", text) and linked, text
 
 
 @pytest.mark.parametrize("deck", DECKS)
