@@ -10,7 +10,6 @@ BY_HAND = """{}
 """
 
 WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
-    (1, "likeliest = lambda x, group, V: x.argmax(-1)", "tokens are wrong"),
     (1, "likeliest = lambda x, group, V: all_gather(x, 2, group)[..., :V].argmax(-1)",
      "two all-reduces are enough"),
     (1, {MASK: ""}, "9 is padding: V is 9"),
