@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -73,26 +74,9 @@ def difference(got, wanted, whole=None) -> float:
     return diff.item() if diff == diff else math.inf
 
 
-def exact(holds: bool) -> float:
-    """Yes or no as a difference."""
-    return 0.0 if holds else math.inf
-
-
 def transposed(x):
     """The same numbers, laid out otherwise."""
     return x.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-# What a rank should hold of the whole model, by the papers.
-
-CUTS = {  # of a layer: along which dim; all else there is whole on every rank
-    "self_attn.q_proj.weight": 0, "self_attn.q_proj.bias": 0,
-    "self_attn.k_proj.weight": 0, "self_attn.k_proj.bias": 0,
-    "self_attn.v_proj.weight": 0, "self_attn.v_proj.bias": 0,
-    "self_attn.o_proj.weight": 1,
-    "mlp.up_proj.weight": 0, "mlp.up_proj.bias": 0, "mlp.down_proj.weight": 1,
-}  # fmt: skip
-ROWS = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")  # from lesson 03 on
 
 
 def columns(whole, group, v: int | None = None, filler: float = 0.0):
@@ -103,43 +87,10 @@ def columns(whole, group, v: int | None = None, filler: float = 0.0):
     return padded.tensor_split(T, -1)[group.rank()].clone()
 
 
-def rows(whole, group):
-    """This rank's rows, ⌈V/T⌉ of them, zeros below the last one."""
-    return columns(whole.movedim(0, -1), group).movedim(-1, 0)
-
-
-def dim_of(name: str) -> int | None:
-    """Along which dim a layer's parameter is cut, None if it is not."""
-    return CUTS.get(".".join(name.split(".")[2:]))
-
-
-def cut(whole, name: str, group, by_rows=ROWS, kv_heads=None):
-    """This rank's part of a parameter or a gradient; with fewer key/value heads than
-    ranks, neighbours have the same head."""
-    if name in by_rows:
-        return rows(whole, group)
-    dim = dim_of(name)
-    if dim is None:
-        return whole
-    T, parts = group.size(), group.size()
-    if kv_heads and ("k_proj" in name or "v_proj" in name):
-        parts = min(T, kv_heads)
-    assert whole.shape[dim] % parts == 0
-    return whole.tensor_split(parts, dim)[group.rank() * parts // T]
-
-
 # Random models, which lessons 02 to 04 train beside the whole one.
 
 VOCABULARIES = (*range(2, 13), 16, 30, 61, 257)  # fewer tokens than ranks, too
 MODELS = 64  # of a lesson
-
-
-def parameters(model) -> dict:
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def gradients(model) -> dict:
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
 
 
 def random_sizes(lesson, number: int, T: int) -> tuple:
@@ -172,42 +123,46 @@ def random_model(lesson, config, tied: bool, generator):
 
 class Twins:
     """A whole model of random sizes and its parallel copy in training: what kind of
-    thing differs how much at most, and where."""
+    thing differs how much at most, and where. What a slice is, p.cuts says."""
 
-    def __init__(self, lesson, number: int, group, split, by_rows=ROWS, pads=False):
-        """split: (full, group) → the parallel copy; pads: where T must divide S."""
+    def __init__(self, lesson, number: int, group, split, by_rows=True, pads=False):
+        """split: (full, group) → the parallel copy; by_rows: the vocabulary is split;
+        pads: where T must divide S."""
         self.lesson, self.number, self.group = lesson, number, group
         T, tied, self.by_rows = group.size(), number // 5 % 2 == 1, by_rows
         self.config, self.B, self.S = random_sizes(lesson, number, T)
         self.padding = -self.S % T if pads else 0
         self.generator = torch.Generator().manual_seed(number)
         self.full = random_model(lesson, self.config, tied, self.generator)
-        self.alone = copy.deepcopy(self.full)
-        self.before = [p.detach().clone() for p in self.full.parameters()]
+        self.alone, self.before = copy.deepcopy(self.full), copy.deepcopy(self.full)
         self.split = split(self.full, group)
-        self.models = self.alone, self.split
         self.adamw = [
             torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
-            for model in self.models
+            for model in (self.alone, self.split)
         ]
         self.diffs = {}
-        self.compare("held", parameters(self.split), parameters(self.full))
-        names = [[*parameters(model)] for model in self.models]
-        self.note("names", exact(names[0] == names[1]))
+        self.compare("held", "data")
+        names = [[*dict(m.named_parameters())] for m in (self.alone, self.split)]
+        self.note("names", names[0] != names[1])
         is_one = self.split.lm_head.weight is self.split.embed_tokens.weight
-        self.note("tied", exact(is_one is tied))
+        self.note("tied", is_one is not tied)
         self.about = dict(number=number, T=T, B=self.B, S=self.S, tied=tied)
         self.about |= self.config._asdict()
 
     def note(self, kind: str, diff: float, name: str = "") -> None:
-        self.diffs[kind] = max(self.diffs.get(kind, [0.0, ""]), [diff, name])
+        self.diffs[kind] = max(self.diffs.get(kind, [0.0, ""]), [float(diff), name])
 
-    def compare(self, kind: str, parts: dict, wholes: dict) -> None:
-        """This rank's parts with those of whole tensors, by the whole's size."""
-        for name, whole in wholes.items():
-            kv_heads = self.config.kv_heads
-            wanted = cut(whole, name, self.group, self.by_rows, kv_heads)
-            self.note(kind, difference(parts.get(name), wanted, whole), name)
+    def compare(self, kind: str, what: str) -> None:
+        """Parameters ("data") or gradients ("grad"): ours with slices of the whole."""
+        whole = dict(self.alone.named_parameters())
+        for name, p in self.split.named_parameters():
+            wanted = alone = getattr(whole[name], what)
+            if hasattr(p, "rows"):  # all ranks' are padded to one length
+                padding = len(p) * self.group.size() - p.rows
+                wanted = torch.cat([alone, alone.new_zeros(padding, *p.shape[1:])])
+            for dim, group in getattr(p, "cuts", ()):
+                wanted = self.lesson.shard(wanted, dim, group)
+            self.note(kind, difference(getattr(p, what), wanted, alone), name)
 
     def columns(self, logits):
         """This rank's of the whole logits, where the vocabulary is split."""
@@ -252,21 +207,21 @@ class Twins:
 
     def update(self, factor: float) -> None:
         """Clip both to so much of the norm, and step."""
-        unclipped, wanted = gradients(self.split), gradients(self.alone)
-        self.compare("gradients", unclipped, wanted)
-        norm = math.sqrt(sum(grad.square().sum() for grad in wanted.values()))
+        self.compare("gradients", "grad")
+        norm = nn.utils.get_total_norm([p.grad for p in self.alone.parameters()]).item()
         told = self.lesson.global_norm(self.split, self.group)
         self.note("norm", abs(told - norm) / norm)
+        unclipped = [p.grad.clone() for p in self.split.parameters()]
         self.lesson.clip_gradients(self.split, factor * norm, told)
-        torch.nn.utils.clip_grad_norm_(self.alone.parameters(), factor * norm)
-        clipped = gradients(self.split)
-        self.compare("clipped", clipped, gradients(self.alone))
-        same = all(torch.equal(clipped[name], unclipped[name]) for name in clipped)
-        self.note("clipped above the limit only", exact(same == (factor > 1)))
-        for model, adamw in zip(self.models, self.adamw):
+        nn.utils.clip_grad_norm_(self.alone.parameters(), factor * norm)
+        self.compare("clipped", "grad")
+        clipped = [p.grad for p in self.split.parameters()]
+        same = all(map(torch.equal, clipped, unclipped))
+        self.note("clipped above the limit only", same != (factor > 1))
+        for adamw in self.adamw:
             adamw.step()
-            model.zero_grad()
-        self.compare("parameters", parameters(self.split), parameters(self.alone))
+            adamw.zero_grad()
+        self.compare("parameters", "data")
 
     def train(self, loss_of, after_backward=lambda model: None, steps=2) -> dict:
         """What is found in some steps and one forward without dropout. To the bit: what
@@ -277,14 +232,12 @@ class Twins:
             self.update((0.3, 3.0, 0.01)[(self.number + step) % 3])
         tokens, *_ = self.batch()
         with torch.no_grad():
-            wanted, got = (model.eval()(tokens) for model in self.models)
+            wanted, got = (model.eval()(tokens) for model in (self.alone, self.split))
         self.note("eval", difference(got, self.columns(wanted)))
-        held = parameters(self.split).items()
-        is_whole = lambda name: name not in self.by_rows and dim_of(name) is None
-        replicas = torch.cat([p.flatten() for name, p in held if is_whole(name)])
-        of_first = replicas.clone()
-        dist.broadcast(of_first, group=self.group, group_src=0)
-        self.note("replicas", difference(replicas, of_first))
-        for p, q in zip(self.full.parameters(), self.before):
-            self.note("own", exact(torch.equal(p, q)))
+        for name, p in self.split.named_parameters():
+            if not getattr(p, "cuts", ()):
+                of_first = self.lesson.broadcast(p, 0, self.group)
+                self.note("replicas", not torch.equal(p, of_first), name)
+        for p, q in zip(self.full.parameters(), self.before.parameters()):
+            self.note("own", not torch.equal(p, q))
         return self.about | dict(diffs=self.diffs)
