@@ -78,29 +78,6 @@ def test_losses_and_gradients_are_lesson_01s(book):
         compare("off")
 
 
-x, h, weights, biases = (8 * n for n in (8 * 8 * 64, 8 * 8 * 256, 2 * 64 * 256, 320))
-P = weights + biases
-COUNTED = {  # (collective, axis) → tensors, bytes
-    "Megatron": {("all-reduce", "tp"): [2, 2 * x]},
-    "naive": {("all-gather", "tp"): [1, h], ("all-reduce", "tp"): [2, x + h],
-              ("all-reduce", "loss"): [1, 8 * 8 * 8]},
-    "DP": {("all-reduce", "dp"): [4, P], ("all-reduce", "loss"): [1, 8]},
-    "FSDP": {("all-gather", "dp"): [4, P], ("all-reduce", "dp"): [4, P],
-             ("all-reduce", "loss"): [1, 8]},
-    "2D": {("all-gather", "inner"): [2, x], ("all-gather", "outer"): [4, P // 2],
-           ("all-reduce", "inner"): [2, x], ("all-reduce", "outer"): [4, P // 2],
-           ("all-reduce", "loss"): [2, 8 * 4 * 8 + 8]},
-    "shard_map, FSDP": {("all-gather", "dp"): [4, P], ("reduce-scatter", "dp"): [4, P],
-                        ("all-reduce", "loss"): [1, 8]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("way", COUNTED)
-def test_collectives_of_the_compiled_programs(book, way):
-    """What the notebook shows and explains, by arithmetic."""
-    assert book["counted"][way] == COUNTED[way]
-
-
 @pytest.mark.parametrize("line", [
     "replica_groups={{0,2},{1,3}}, dimensions={0}",
     "replica_groups=[2,2]<=[2,2]T(1,0), use_global_device_ids=true",
