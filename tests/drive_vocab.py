@@ -6,28 +6,15 @@ Every rank computes the whole thing alone, in float64, and cuts out what it shou
 """
 
 import random
-import weakref
 from functools import partial
 from itertools import product
 
 import torch
 import torch.nn.functional as F
-from in_ranks import (
-    Twins,
-    columns,
-    difference,
-    groups_of_4,
-    is_ours,
-    load,
-    run,
-    transposed,
-)
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from in_ranks import Twins, columns, difference, groups_of_4, is_ours, load, run
 
 lesson = load("03_vocab_parallel")
-SIZES = [*range(1, 61), 257, 1000, *[1, 2, 3] * 3, 1, 1]
+SIZES = [*range(1, 61), 257, 1000, *[1, 2, 3] * 3, 1, 1]  # less than T, too
 DTYPES = torch.float64, torch.float32, torch.bfloat16
 STYLES = {
     "random": lambda x: 3 * x, "high": lambda x: x + 1e4, "low": lambda x: x - 1e4,
@@ -41,7 +28,7 @@ def make_targets(V: int, shape, ignore: int, x, generator):
     """Targets in every rank's shard where there is room; some are ignored."""
     target = torch.randint(V, shape, generator=generator)
     flat = target.view(-1)
-    flat[: min(4, len(flat))] = torch.tensor([0, V - 1, V // 2, V // 4])[: len(flat)]
+    flat[:4] = torch.tensor([0, V - 1, V // 2, V // 4])
     flat[torch.rand(len(flat), generator=generator) < 0.2] = ignore
     lowest = x.reshape(-1, V)[0].argmin()  # one that is not easy to predict
     flat[0] = lowest if lowest != ignore else (lowest + 1) % V
@@ -63,7 +50,6 @@ def try_loss(number: int, dtype, style: str, smoothing: float, group) -> dict:
     target = make_targets(V, shape, ignore, x, generator)
     if number % 9 == 8:
         target[:] = ignore
-    ignored = target == ignore
     upstream = torch.randn(shape, generator=generator, dtype=torch.float64)
 
     leaf = x.double().clone().requires_grad_()
@@ -73,37 +59,19 @@ def try_loss(number: int, dtype, style: str, smoothing: float, group) -> dict:
     wanted.backward(upstream)
 
     mine = columns(x, group, v, rng.choice([0.0, 5.0, 1e30, -1e30]))
-    mine = (transposed(mine) if number % 2 else mine).requires_grad_()
-    lesson.COMM.rows.clear()
+    mine = (mine.mT.contiguous().mT if number % 2 else mine).requires_grad_()
     got = lesson.vocab_parallel_cross_entropy(mine, target, group, V, **options)
     got.backward(upstream.to(wide))
-    three = [3, 3 * target.numel() * wide.itemsize]  # forward and backward together
     # With all logits equal and smoothing 1 nothing is left of softmax − 1/V: then its
     # terms are the measure.
-    terms = leaf.detach().softmax(-1) * upstream.unsqueeze(-1)
-    terms[ignored] = 0
-    most = torch.stack([leaf.grad.abs().max(), terms.abs().max()])
-    is_nothing = ignored.unsqueeze(-1).expand_as(x)
-    is_nothing = columns(is_nothing.double(), group, v, filler=1) == 1
+    terms = (leaf.detach().softmax(-1) * upstream.unsqueeze(-1))[target != ignore]
+    most = torch.cat([leaf.grad.flatten(), terms.flatten()])
+    wanted_grad = columns(leaf.grad, group, v)
     return dict(
         number=number, V=V, T=T, shape=shape, dtype=str(dtype), style=style,
-        smoothing=smoothing, ignore=ignore, all_ignored=bool(ignored.all()),
-        own=sorted({int(t) // v for t in target[~ignored]}),
-        right_dtype=mine.grad.dtype == dtype,
-        loss=difference(got, wanted.to(wide)),
-        gradient=difference(mine.grad.double(), columns(leaf.grad, group, v), most),
-        nothing=int(is_nothing.sum()),
-        gradient_of_nothing=mine.grad[is_nothing].count_nonzero().item(),
-        sent_right=[*lesson.COMM.rows.values()] == ([three] if T > 1 else []),
+        smoothing=smoothing, ignore=ignore, loss=difference(got, wanted.to(wide)),
+        gradient=difference(mine.grad.double(), wanted_grad, most),
     )  # fmt: skip
-
-
-def megatron(group) -> list:
-    """REFERENCES: TP 4, V 128, 0 to 7 four times on every rank's 32 columns."""
-    logits = torch.arange(8.0).repeat(16, 4)
-    target = torch.arange(0, 32, 2)
-    loss = lesson.vocab_parallel_cross_entropy(logits, target, group, 128)
-    return loss.tolist()
 
 
 def try_model(number: int, group) -> dict:
@@ -114,37 +82,9 @@ def try_model(number: int, group) -> dict:
     return twins.train(partial(loss_of, tp_group=group, vocab_size=V))
 
 
-class PeakBytes(TorchDispatchMode):
-    """Within `with`: the most bytes that tensors made there took up at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak = weakref.WeakSet(), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.alive.update(x.untyped_storage() for x in tensors)
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
-        return out
-
-
-def peaks(group) -> dict:
-    """At most so many bytes at a time, for GPT-2's vocabulary: forward and backward."""
-    V, found = 50257, {}
-    for way in ("sharded_loss", "gathered_loss"):
-        x = torch.zeros(2, 8, -(-V // group.size()), requires_grad=True)
-        target = torch.zeros(2, 8, dtype=torch.int64)
-        with PeakBytes() as watch:
-            getattr(lesson, way)(x, target, group, V).backward()
-        found[way] = watch.peak
-    return found
-
-
-def try_draw(number: int, groups) -> dict:
-    """sample_sharded against argmax(logits + noise), with T > V and with ties."""
-    group = groups[1 + number % 3]
-    rng = random.Random(f"draw {number}")
+def try_draw(number: int, groups) -> tuple[int, int]:
+    """sample_sharded, and argmax(logits + noise); with T > V, and with ties."""
+    group, rng = groups[1 + number % 3], random.Random(f"draw {number}")
     generator = torch.Generator().manual_seed(number)
     V = rng.choice([1, 2, 3, 5, 16, 61, 257])
     logits = torch.randn(V, generator=generator)
@@ -153,18 +93,7 @@ def try_draw(number: int, groups) -> dict:
         logits, noise = logits.round(), torch.zeros(V)
     mine = columns(logits, group, filler=rng.choice([0.0, 50.0]))
     got = lesson.sample_sharded(mine, noise, group, V)
-    return dict(V=V, T=group.size(), got=got, wanted=int((logits + noise).argmax()))
-
-
-def look_up(group) -> list:
-    """In a vocabulary of one: its token six times, and none."""
-    torch.manual_seed(1)
-    full, found = nn.Embedding(1, 4), []
-    embedding = lesson.VocabParallelEmbedding(full, group)
-    for shape in ((2, 3), (0, 3)):
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        found.append(difference(embedding(tokens), full(tokens)))
-    return found
+    return got, int((logits + noise).argmax())
 
 
 def main() -> dict:
@@ -173,11 +102,8 @@ def main() -> dict:
     order = [(n, groups[(n + n // 4) % 4]) for n in range(MODELS)]
     return dict(
         losses=[try_loss(n, *batch) for n, batch in batches if is_ours(n, batch[-1])],
-        megatron=megatron(groups[2]),
         models=[try_model(n, group) for n, group in order if is_ours(n, group)],
         draws=[try_draw(n, groups) for n in range(DRAWS + TIES)],
-        peaks=[(group.size(), peaks(group)) for group in groups],
-        look_up=[look_up(group) for group in groups],
     )
 
 
