@@ -155,18 +155,15 @@ def try_ring(number: int, groups: dict) -> dict:
     T, r = case.T, case.r
     shape = RING_SHAPES[number // len(groups) % len(RING_SHAPES)]
     ranks = case.draw([shape] * T)
-    x, wanted, steps = ranks[r], add(ranks), {}
-    note = lambda name, chunks: steps.update({name: chunks[r]})
+    x, wanted, steps = ranks[r], add(ranks), []
+    note = lambda name, chunks: steps.append(chunks[r])
     reduce = partial(lesson.ring_all_reduce, x, case.group, note)
     chunks = x.flatten().tensor_split(T)  # one is not sent in either half
     sent = 2 * x.nbytes - chunks[r].nbytes - chunks[(r + 1) % T].nbytes
     case.call(x, reduce, wanted, "send/recv", [2 * (T - 1), sent])
-    halves = ("reduce-scatter", "all-gather")
-    names = [f"{half} {i + 1}" for half in halves for i in range(T - 1)]
-    case.expect(steps=[*steps] == names)
+    case.expect(steps=len(steps) == 2 * (T - 1))
     if T > 1:  # half-way, rank r has chunk r, as a reduce-scatter leaves it
-        half_way = steps[f"reduce-scatter {T - 1}"]
-        case.expect(half_way=same(half_way, case.piece(wanted.flatten())))
+        case.expect(half_way=same(steps[T - 2], case.piece(wanted.flatten())))
     return case.about | dict(shape=shape)
 
 
