@@ -5,46 +5,40 @@ import re
 import jobs
 import pytest
 
-# Lesson → break → two checks that it turns red and one that stays green; or, of one
-# that comes to no verdict, what its error says.
+# Lesson → break → the checks that it turns red, and last one that stays green; or, of
+# one that comes to no verdict, what its error says.
 loss = "losses: loss, step 1, {}".format
+loss_2 = "losses: loss, step 2, {}".format
 norm = "updates: ‖g‖, step 1, {}".format
+grad = "gradients: {}".format
 EXPECTED = {
     "00_collectives": {
         "skip": "^error: ranks? ",
-        "order": ("two sums, first 1s, then 10s", "two sums, first 1s, then 10s",
-            "broadcast"),
+        "order": ("two sums, first 1s, then 10s", "broadcast"),
         "shapes": "-6|SIGABRT|error: ",
-        "tree": ("tree: bits", "tree: bits", "tree: sum"),
-        "view": ("all-reduce of a transposed view", "all-reduce of a transposed view",
-            "and the view itself afterwards"),
+        "tree": ("tree: bits", "tree: sum"),
+        "view": ("all-reduce of a transposed view", "and the view itself afterwards"),
     },
     "01_naive_mlp_tp": {
-        "f": ("gradients: dL/d x, Megatron", "calls: naive backward all-reduce tp",
-            "gradients: dL/d up_proj.weight, Megatron"),
-        "g": ("losses: step 2, Megatron", "gradients: dL/d up_proj.weight, Megatron",
-            "gradients: dL/d down_proj.bias, Megatron"),
-        "bias": ("losses: step 1, Megatron", "gradients: y, Megatron",
-            "gradients: y, naive"),
+        "f": (grad("dL/d x, Megatron"), "calls: naive backward all-reduce tp",
+            grad("dL/d up_proj.weight, Megatron")),
+        "g": ("losses: step 2, Megatron", grad("dL/d up_proj.weight, Megatron"),
+            grad("dL/d down_proj.bias, Megatron")),
+        "bias": ("losses: step 1, Megatron", grad("y, Megatron"), grad("y, naive")),
         "plain": ("ways: dL/d up_proj.bias, FSDP", "ways: dL/d up_proj.bias, 2D",
             "ways: dL/d up_proj.weight, FSDP"),
-        "gelu": ("gradients: y, Megatron", "ways: dL/d x, Megatron",
-            "gradients: y, naive"),
+        "gelu": (grad("y, Megatron"), "ways: dL/d x, Megatron", grad("y, naive")),
         "average": ("ways: dL/d up_proj.weight, FSDP", "ways: dL/d up_proj.weight, 2D",
             "ways: y, 2D"),
     },
     "02_transformer_tp": {
-        "seed": (loss("with TP"), "gradients: lm_head.weight, with TP",
-            loss("DTensor")),
-        "qkv": (loss("with TP"), "gradients: layers.0.self_attn.q_proj.weight, with TP",
-            loss("DTensor")),
-        "copies": ("gradients: layers.0.self_attn.k_proj.weight, with TP",
+        "seed": (loss("with TP"), grad("lm_head.weight, with TP"), loss("DTensor")),
+        "qkv": (grad("layers.0.self_attn.q_proj.weight, with TP"), loss("DTensor")),
+        "copies": (grad("layers.0.self_attn.k_proj.weight, with TP"),
             "calls: with TP backward all-reduce copy", loss("with TP")),
-        "mask-heads": (loss("with TP"),
-            "gradients: layers.1.self_attn.v_proj.weight, with TP",
-            "gradients: layers.1.self_attn.v_proj.weight, DTensor"),
-        "mask-residual": (loss("with TP"), "gradients: lm_head.bias, with TP",
-            loss("DTensor")),
+        "mask-heads": (grad("layers.1.self_attn.v_proj.weight, with TP"),
+            grad("layers.1.self_attn.v_proj.weight, DTensor")),
+        "mask-residual": (grad("lm_head.bias, with TP"), loss("DTensor")),
         "clip": (norm("with TP"), "calls: with TP clipping all-reduce tp",
             loss("with TP")),
         "data": (loss("with TP"), norm("with TP"), loss("DTensor")),
@@ -52,7 +46,7 @@ EXPECTED = {
             "memory: optimizer state with TP 2e·P + 4 a tensor", loss("with TP")),
     },
     "03_vocab_parallel": {
-        "ignored": ("losses: loss, step 2, with TP", "GPT-2's vocabulary: gradient",
+        "ignored": (loss_2("with TP"), "GPT-2's vocabulary: gradient",
             loss("with TP")),
         "mean": (loss("with TP"), "memory: 257 sharded B·S·(v·e + 10) + v + 8",
             loss("DTensor")),
@@ -62,19 +56,19 @@ EXPECTED = {
             loss("loss by hand")),
         "max": ("logits of about 10,000: loss", "calls: with TP loss all-reduce tp",
             loss("with TP")),
-        "exponentials": ("losses: loss, step 2, with TP",
-            "label smoothing 0.1: gradient", loss("with TP")),
-        "tie": ("losses: loss, step 2, with TP",
-            "gradients: embed_tokens.weight, with TP", loss("with TP")),
+        "exponentials": (loss_2("with TP"), "label smoothing 0.1: gradient",
+            loss("with TP")),
+        "tie": (loss_2("with TP"), grad("embed_tokens.weight, with TP"),
+            loss("with TP")),
         "loss-parallel": r"raised \w+Error: .*(DTensor|mixed torch.Tensor)",
     },
     "04_sequence_parallel": {
-        "norms": ("gradients: norm.weight, TP + SP", norm("TP + SP"), loss("TP + SP")),
+        "norms": (grad("norm.weight, TP + SP"), norm("TP + SP"), loss("TP + SP")),
         "row-bias": (loss("TP + SP"), loss("TP"), loss("DTensor")),
         "length": r"raised ValueError: dim 1 of \[.*, 1, .*\] is not a multiple of 2",
         "rotary": (loss("TP + SP"), norm("TP + SP"), loss("TP")),
-        "mask": (loss("TP + SP"), "gradients: norm.bias, TP + SP", loss("TP")),
-        "split": (norm("TP + SP"), "gradients: norm.weight, TP + SP", loss("TP + SP")),
+        "mask": (loss("TP + SP"), grad("norm.bias, TP + SP"), loss("TP")),
+        "split": (norm("TP + SP"), grad("norm.weight, TP + SP"), loss("TP + SP")),
         "keywords": "raised ValueError: module inputs and input_layouts",
         "dtensor-loss": "raised .*(does not have|DeviceMesh)",
         "tiled": r"raised RuntimeError: The size of tensor a \(64\) must match",
@@ -83,15 +77,12 @@ EXPECTED = {
         "shape": r"^error: ranks? |raised RuntimeError|SIGABRT",
         "data": (loss("mesh"), "a TP group has its first rank's batch",
             "PyTorch: loss, PyTorch"),
-        "micro": (loss("mesh"), "gradients: lm_head.bias, mesh",
-            "PyTorch: loss, PyTorch"),
+        "micro": (loss("mesh"), grad("lm_head.bias, mesh"), "PyTorch: loss, PyTorch"),
         "order": r"^error: ranks \[0, 1\] wait for each other: ",
-        "norm": (norm("mesh"), "losses: loss, step 2, mesh", loss("mesh")),
-        "tied": ("gradients: embed_tokens.weight, mesh", norm("mesh"), loss("mesh")),
-        "replicas": (loss("mesh"), "gradients: lm_head.bias, mesh",
-            "PyTorch: loss, PyTorch"),
-        "group": ("gradients: norm.bias, mesh", "replicas over dp: norm.bias",
-            loss("mesh")),
+        "norm": (norm("mesh"), loss_2("mesh"), loss("mesh")),
+        "tied": (grad("embed_tokens.weight, mesh"), norm("mesh"), loss("mesh")),
+        "replicas": (grad("lm_head.bias, mesh"), "PyTorch: loss, PyTorch"),
+        "group": (grad("norm.bias, mesh"), "replicas over dp: norm.bias", loss("mesh")),
     },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
@@ -104,16 +95,13 @@ def run_of(lesson: str, name: str) -> tuple:
     return lesson, RANKS.get((lesson, name), 2), "--break", name, *steps
 
 
-each_break = pytest.mark.parametrize("lesson, name", [
+@pytest.mark.parametrize("lesson, name", [
     pytest.param(
         *case, id=f"{case[0][:2]} {case[1]}",
         marks=[pytest.mark.launches(*run_of(*case))],
     )
     for case in CASES
 ])  # fmt: skip
-
-
-@each_break
 def test_fails_and_says_what_it_did(lesson, name):
     """The edit as a diff, the symptom, why, and who met it; then the checks."""
     edit, wanted = jobs.load(lesson).BREAKS[name], EXPECTED[lesson][name]
@@ -133,8 +121,7 @@ def test_fails_and_says_what_it_did(lesson, name):
     *red, green = wanted
     assert lines[-1].startswith(f"FAIL  {lesson}  ") and done.data["verdict"] == "FAIL"
     bad = {row["name"]: row["bad"] for row in done.data["checks"]}
-    assert len(red) == 2 and all(bad[check] for check in red), bad
-    assert bad[green] == []
+    assert red and all(bad[check] for check in red) and bad[green] == [], bad
     assert any(f"✗ {check}" in done.out for check in bad if bad[check])
 
 
@@ -150,10 +137,9 @@ def test_list(lesson):
 
 
 def test_diagnoses_differ():
-    seen, keys = set(), {"target", "old", "new", "what", "symptom", "why", "met"}
+    seen = set()
     for lesson, name in CASES:
         edit = jobs.load(lesson).BREAKS[name]
-        assert set(edit) == keys
         assert re.search(r"github\.com/|arXiv:|docs\.|forum|issue", edit["met"]), name
         for key in ("what", "symptom", "why"):
             assert len(edit[key]) > 20 and edit[key] not in seen, (name, key)
