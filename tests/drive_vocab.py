@@ -6,12 +6,15 @@ Every rank computes the whole thing alone, in float64, and cuts out what it shou
 """
 
 import random
+import weakref
 from functools import partial
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 from in_ranks import Twins, columns, difference, groups_of_4, is_ours, load, run
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 lesson = load("03_vocab_parallel")
 SIZES = [*range(1, 61), 257, 1000, *[1, 2, 3] * 3, 1, 1]  # less than T, too
@@ -74,12 +77,47 @@ def try_loss(number: int, dtype, style: str, smoothing: float, group) -> dict:
     )  # fmt: skip
 
 
+def megatron(group) -> list:
+    """REFERENCES: TP 4, V 128, 0 to 7 four times on every rank's 32 columns."""
+    logits = torch.arange(8.0).repeat(16, 4)
+    target = torch.arange(0, 32, 2)
+    loss = lesson.vocab_parallel_cross_entropy(logits, target, group, 128)
+    return loss.tolist()
+
+
 def try_model(number: int, group) -> dict:
     """The whole model; its mean loss from sharded or from gathered logits."""
     twins = Twins(lesson, number, group, lesson.vocab_transformer)
     loss_of = lesson.gathered_loss if number // 4 % 2 else lesson.sharded_loss
     V = twins.config.vocab_size
     return twins.train(partial(loss_of, tp_group=group, vocab_size=V))
+
+
+class PeakBytes(TorchDispatchMode):
+    """Within `with`: the most bytes that tensors made there took up at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = weakref.WeakSet(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.alive.update(x.untyped_storage() for x in tensors)
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
+        return out
+
+
+def peaks(group) -> dict:
+    """At most so many bytes at a time, for GPT-2's vocabulary: forward and backward."""
+    V, found = 50257, {}
+    for way in ("sharded_loss", "gathered_loss"):
+        x = torch.zeros(2, 8, -(-V // group.size()), requires_grad=True)
+        target = torch.zeros(2, 8, dtype=torch.int64)
+        with PeakBytes() as watch:
+            getattr(lesson, way)(x, target, group, V).backward()
+        found[way] = watch.peak
+    return found
 
 
 def try_draw(number: int, groups) -> tuple[int, int]:
@@ -102,8 +140,10 @@ def main() -> dict:
     order = [(n, groups[(n + n // 4) % 4]) for n in range(MODELS)]
     return dict(
         losses=[try_loss(n, *batch) for n, batch in batches if is_ours(n, batch[-1])],
+        megatron=megatron(groups[2]),
         models=[try_model(n, group) for n, group in order if is_ours(n, group)],
         draws=[try_draw(n, groups) for n in range(DRAWS + TIES)],
+        peaks=[(group.size(), peaks(group)) for group in groups],
     )
 
 

@@ -11,6 +11,7 @@ ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
 PROOF = ("--dtype", "float64")
 BY_3 = ("--hidden", "48", "--batch-size", "6")  # sizes that 3 divides
+SHORT = ("--steps", "2", "--microbatches", "2")
 DEFAULTS = [(lesson, 2) for lesson in jobs.LESSONS if lesson != MESH]
 DEFAULTS += [(COLLECTIVES, 1), (COLLECTIVES, 3), (COLLECTIVES, 4)]
 DEFAULTS += [(MESH, ranks) for ranks in (1, 2, 3, 4, 6, 8)]
@@ -19,7 +20,7 @@ ALIKE = {
     lesson: [(lesson, 1, *PROOF), (lesson, 4, *PROOF)]
     for lesson in (MLP, TRANSFORMER, VOCAB, SEQUENCE)
 }
-SAME_BITS = [(TRANSFORMER, ranks, "--same-bits") for ranks in (2, 8)]
+SAME_BITS = [(TRANSFORMER, ranks, "--same-bits") for ranks in (1, 2, 4, 8)]
 WITH_FLAGS = [
     (MLP, 2, *PROOF, "--hidden", "32", "--width", "96", "--seed", "7"),
     (MLP, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
@@ -37,7 +38,8 @@ WITH_FLAGS = [
      "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
     (MESH, 6, "--dp", "3", "--pp", "2", "--tie", "--zero"),  # copies stay equal
-    (MESH, 8, "--pp", "8", "--layers", "8", "--steps", "2", "--microbatches", "2"),
+    *((MESH, 8, f"--{axis}", "8", *SHORT, "--layers", "8" if axis == "pp" else "1")
+      for axis in ("dp", "pp", "tp")),
 ]  # fmt: skip
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 

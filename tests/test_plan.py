@@ -13,6 +13,7 @@ import jobs
 import plan
 import predict
 import pytest
+from in_ranks import no_group
 from runs import MESH, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
@@ -116,6 +117,23 @@ def test_activations_of_a_layer(a, h, L, t, p, batch):
         assert found == pytest.approx(s * h * wanted, rel=1e-12)
 
 
+def test_activations_are_lesson_04s():
+    """The formulas of its table of memory, with norms' statistics: 2 bytes there."""
+    other = jobs.load("04_sequence_parallel")
+    B, S, D, N, T = 1, 8, 32, 4, 2
+    full = other.Transformer(other.Config(1, D, N, N, 1, S, 0.1)).layers[0]
+    ways = other.layer_ways(full, no_group(T), 5 * N * S / D, 4 * 2 / D)
+    for name, _, _, whole, cut in ways:
+        if "gathered" in name:
+            continue
+        how = [r for r in ("selective", "full") if r in name] or ["none"]
+        sizes = predict.model(1, D, N, N, 257, S, B)
+        tp = 1 if name == "without TP" else T
+        layout = predict.make_layout(sizes, tp=tp, recompute=how[0])
+        found = predict.layer_bytes(layout, stats=2, masks=True, sp="SP" in name)
+        assert found == (whole + cut / T) * B * S * D, name
+
+
 def test_arithmetic_of_a_step():
     """2104.04473, sec. 5.1: with whole layers again (96, V/16); and without (72)."""
     for sizes in TABLE_1.values():
@@ -149,9 +167,15 @@ def test_laws_of_all_layouts(name, zero, tie):
         assert sum(parts.values()) == pytest.approx(row["seconds"])
         assert 0 < row["share"] < 1 and 0 < parts["arithmetic"] < row["seconds"], row
     assert len(layouts) > 20
-    for ways in layouts.values():  # who computes more again takes longer
-        one, two, three = (ways[how]["parts"] for how in predict.RECOMPUTE)
-        assert one["arithmetic"] < two["arithmetic"] < three["arithmetic"]
+    for (dp, pp, tp, b), ways in layouts.items():
+        one, two, three = (ways[how] for how in predict.RECOMPUTE)
+        times = [row["parts"]["arithmetic"] for row in (one, two, three)]
+        kept = [row["bytes"]["activations"] for row in (one, two, three)]
+        assert times[0] < times[1] < times[2], "who computes more again takes longer"
+        assert kept[0] >= kept[1] >= kept[2], "and keeps less"
+        if more := layouts.get((dp // 2, pp, 2 * tp, b)):  # more tp, less on a rank
+            more = more["none"]["bytes"]["parameters"]
+            assert more < one["bytes"]["parameters"]
 
 
 def told(capsys, *flags) -> tuple[int, str, str]:

@@ -35,6 +35,13 @@ def test_loss_and_gradient(ranks, dtype):
 
 
 @driven
+def test_megatrons_published_vector(ranks):
+    for rank in ranks:
+        wanted = [10.2309, 8.2309, 6.2309, 4.2309] * 4
+        assert rank["megatron"] == pytest.approx(wanted, abs=1e-4)
+
+
+@driven
 def test_embedding_and_head(ranks):
     """Whole models, tied or not; the loss from sharded or from gathered logits. Each
     rank's first and last token is looked up."""
@@ -43,6 +50,12 @@ def test_embedding_and_head(ranks):
     kinds = {(c["T"], c["tied"], c["vocab_size"] < c["T"]) for c in models}
     assert {(T, tied, False) for T in (1, 2, 4) for tied in (True, False)} <= kinds
     assert {(4, True, True), (4, False, True)} <= kinds
+
+
+@driven
+def test_peak_of_memory_is_divided(ranks):
+    for T, peak in found(ranks, "peaks"):
+        assert peak["sharded_loss"] < 1.35 / T * peak["gathered_loss"], (T, peak)
 
 
 @driven
