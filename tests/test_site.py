@@ -15,7 +15,6 @@ import jobs
 import pytest
 
 pytestmark = pytest.mark.timeout(600)  # the build, and some thirty pages
-sys.path.append(str(jobs.ROOT / "docs"))
 
 DECKS = {"ninety": 90, "day": 60}  # minutes until the end, or of each hour
 # What one look at a page finds.
@@ -235,10 +234,3 @@ def test_slides(page, address, deck):
     page.goto(f"{address}slides/{deck}.html?print-pdf")
     page.wait_for_selector(".pdf-page")
     assert page.locator(".pdf-page").count() == total
-
-
-def test_a_missing_recording_is_an_error():
-    import course
-
-    with pytest.raises(ValueError, match=r"no docs/_static/recordings/nobody\.json"):
-        course.player("index", "nobody")
