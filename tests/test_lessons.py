@@ -158,6 +158,7 @@ LIMITS = {"00": 1.9, "01": 2.1, "02": 2.4}  # times an empty script; seen: 1.5, 
 TIMED = 'TIMEFORMAT="%U %S"; time (RANK=1 "$@" & RANK=0 "$@" && wait $!)'
 
 
+@pytest.mark.alone
 def test_takes_little_more_than_an_empty_script(tmp_path):
     """Seconds of processors at 2 ranks: other jobs change them little. And all of it
     can be said on a terminal that does not know our characters."""
