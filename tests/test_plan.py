@@ -167,6 +167,12 @@ def test_laws_of_all_layouts(name, zero, tie):
         assert sum(parts.values()) == pytest.approx(row["seconds"])
         assert 0 < row["share"] < 1 and 0 < parts["arithmetic"] < row["seconds"], row
     assert len(layouts) > 20
+    for row in fits[::10]:  # each stage computes M times, and waits for P − 1 others
+        names = "pp", "dp", "tp", "micro_batch", "recompute"
+        layout = predict.make_layout(sizes, **{name: row[name] for name in names})
+        for stage in (0, row["pp"] - 1):
+            computes = predict.flops(layout, stage) / machine.gpu_flops
+            assert row["seconds"] >= computes * (1 + row["bubble"]) * (1 - 1e-9), row
     for (dp, pp, tp, b), ways in layouts.items():
         one, two, three = (ways[how] for how in predict.RECOMPUTE)
         times = [row["parts"]["arithmetic"] for row in (one, two, three)]
