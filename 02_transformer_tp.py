@@ -1131,11 +1131,11 @@ def rel_diff(got, wanted) -> float:
     return diff if diff == diff else math.inf
 
 
-def gather_objects(value) -> list:
-    """Every rank's value, in rank order: for the report, so not counted."""
-    values = [None] * dist.get_world_size()
-    with COMM.meet("gathering of results", [*range(len(values))]):
-        dist.all_gather_object(values, value)
+def gather_objects(value, group=None) -> list:
+    """The value of every rank (of a group), in order: for the report, not counted."""
+    values = [None] * dist.get_world_size(group)
+    with COMM.meet("gathering of results", dist.get_process_group_ranks(group)):
+        dist.all_gather_object(values, value, group)
     return values
 
 

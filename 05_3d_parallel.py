@@ -528,7 +528,8 @@ def collect(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
         p = training.parameters[name]
         x = unshard(x.detach(), getattr(p, "cuts", ()))
         mine[name] = x[: getattr(p, "rows", None)].cpu().clone()
-    return {n: x for found in gather_objects(mine) for n, x in found.items()} | mine
+    stages = gather_objects(mine, training.groups["pp"])
+    return {name: x for found in stages for name, x in found.items()} | mine
 
 
 def show_places(report: Report, training: MeshTraining) -> None:
@@ -1922,11 +1923,11 @@ def rel_diff(got, wanted) -> float:
     return diff if diff == diff else math.inf
 
 
-def gather_objects(value) -> list:
-    """Every rank's value, in rank order: for the report, so not counted."""
-    values = [None] * dist.get_world_size()
-    with COMM.meet("gathering of results", [*range(len(values))]):
-        dist.all_gather_object(values, value)
+def gather_objects(value, group=None) -> list:
+    """The value of every rank (of a group), in order: for the report, not counted."""
+    values = [None] * dist.get_world_size(group)
+    with COMM.meet("gathering of results", dist.get_process_group_ranks(group)):
+        dist.all_gather_object(values, value, group)
     return values
 
 

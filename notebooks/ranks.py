@@ -12,27 +12,29 @@ itself as `lesson`; `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
 `broken(name)`, which switches one of the lesson's bugs on (`with broken("f"): …`);
 `senders(call, x)`, for the colours of pictures; `check(claims)`, to end an exercise.
 
-How it works: ipyparallel starts a controller, and an engine (an IPython without a
-screen) for each rank. The ranks meet in a store that this process keeps, so it outlives
-every group. Controller and engines are started through this file, which gives each a
-watchdog: when the process that started them is gone, however it went, they end.
+How it works: ipyparallel's controller, and its engines (each an IPython without a
+screen) for the ranks. The ranks meet in a store that this process keeps, so it outlives
+every group. On Linux all are forked from one process that has imported what they need:
+torch is read once, not once a rank. Each watches a pipe to the process that started it:
+when that is gone, however it went, they end.
 """
 
+import atexit
 import contextlib
 import importlib
 import inspect
+import multiprocessing
 import os
 import re
-import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 
 import ipyparallel
@@ -41,6 +43,10 @@ from IPython import get_ipython
 from IPython.display import Markdown, display
 
 ROOT = Path(__file__).resolve().parents[1]
+# Elsewhere the system's own libraries may have threads, which do not survive a fork.
+METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+START = multiprocessing.get_context(METHOD)
+ENGINE, CONTROLLER = "ipyparallel.engine.app", "ipyparallel.controller.app"
 
 
 def prepare() -> None:
@@ -87,14 +93,19 @@ class Ranks:
 
     def __init__(self, count: int, lesson: str, timeout: float):
         self.count, self.timeout = count, timeout
+        START.set_forkserver_preload([ENGINE, CONTROLLER, lesson])
+        if METHOD == "forkserver":
+            forkserver.ensure_running()  # while the lesson is imported here
         self.lesson = importlib.import_module(lesson)
         self.groups = 0  # how many groups were formed: each has its part of the store
         Ranks.latest = self
+        atexit.register(self.stop)  # else Python waits for processes it started
         self.launch()
 
     def launch(self) -> None:
         """Start a controller and the engines, connect to them, load the lesson."""
         self.processes, self.folder = [], Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.alive = START.Pipe(duplex=False)  # nothing is sent: it closes when we end
         # A store that makes its own socket listens on all of this machine's networks.
         listener = socket.create_server(("127.0.0.1", 0))
         host, port = listener.getsockname()
@@ -103,18 +114,21 @@ class Ranks:
         self.store = self.lesson.dist.TCPStore(host, port, **own)
         self.told = dict(MASTER_ADDR=host, MASTER_PORT=str(port))  # as by torchrun
         self.told |= dict(TORCHELASTIC_USE_AGENT_STORE="True")
-        self.spawn("ipyparallel.controller", "--ip=127.0.0.1", "--location=127.0.0.1")
+        # An engine is there when it has answered two beats; after 30 s without, dead.
+        beats = "--HeartMonitor."
+        flags = [f"{beats}period=300", f"{beats}max_heartmonitor_misses=100"]
+        self.spawn(CONTROLLER, "--ip=127.0.0.1", "--location=127.0.0.1", *flags)
         files = self.folder / "security"
         last = files / "ipcontroller-engine.json"  # that the controller writes
         while not (last.exists() and last.stat().st_size):
-            if self.processes[0].poll() is not None:
+            if not self.processes[0].is_alive():
                 raise OSError("ipyparallel's controller ended before it was ready")
             time.sleep(0.05)
         # an engine gives up after 5 seconds otherwise: too few on a busy machine
         flags = ["--IPEngine.timeout=60", "--IPEngine.enable_nanny=False"]
         flags.append("--InteractiveShell.colors=nocolor")
         for _ in range(self.count):
-            self.spawn("ipyparallel.engine", *flags)
+            self.spawn(ENGINE, *flags)
         self.client = ipyparallel.Client(str(files / "ipcontroller-client.json"))
         self.client.wait_for_engines(self.count, timeout=100, interactive=False)
         self.view = self.client[:]
@@ -127,13 +141,12 @@ class Ranks:
         self.form_group()
 
     def spawn(self, module: str, *flags: str) -> None:
-        """One process with a watchdog, leader of a process group of its own."""
-        watched = [sys.executable, __file__, str(os.getpid()), str(self.folder)]
-        command = [*watched, module, f"--profile-dir={self.folder}", *flags]
-        with open(self.folder / f"{module}.log", "ab") as log:
-            own = dict(cwd=ROOT, env=os.environ | self.told, start_new_session=True)
-            own |= dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            self.processes.append(subprocess.Popen(command, **own))
+        """One process, which may start others, that runs a module of ipyparallel."""
+        flags = [f"--profile-dir={self.folder}", *flags]
+        told = self.alive[0], self.folder, os.environ | self.told, module, flags
+        process = START.Process(target=serve, args=told)
+        process.start()
+        self.processes.append(process)
 
     def form_group(self) -> None:
         """All ranks join one group (again)."""
@@ -205,7 +218,8 @@ class Ranks:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill()  # it may have no group of its own yet
+            process.join()
         self.processes, self.store = [], None
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -333,16 +347,21 @@ def check(claims) -> None:
     print("right" if wrong is None else f"not yet: {wrong}")
 
 
-def watch(parent: int, folder: str) -> None:
-    """End this process and its children when the parent is gone."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
+def serve(alive, folder: Path, env: dict, module: str, flags: list[str]) -> None:
+    """One process of the cluster, until it is killed or the notebook is gone."""
+    os.setsid()  # who interrupts the notebook does not mean its ranks
+    os.chdir(ROOT)
+    os.environ.update(env)
+    with open(folder / f"{module}.log", "ab") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    threading.Thread(target=watch, args=(alive, folder), daemon=True).start()
+    sys.argv = [module, *flags]
+    importlib.import_module(module).main()
+
+
+def watch(alive, folder: Path) -> None:
+    """End this process and its children when the pipe's other end is gone."""
+    alive.poll(None)
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
-
-
-if __name__ == "__main__":  # one process of the cluster, with its watchdog
-    parent, folder, module = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    threading.Thread(target=watch, args=(parent, folder), daemon=True).start()
-    sys.argv[1:] = sys.argv[4:]
-    runpy.run_module(module, run_name="__main__")

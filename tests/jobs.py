@@ -225,6 +225,9 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
     return done._replace(data=data)
 
 
+# jsonschema does without rfc3987_syntax, of which the import takes 3 seconds.
+PYTEST = "import sys; sys.modules['rfc3987_syntax'] = None; import pytest; "
+PYTEST += "sys.exit(pytest.main())"
 NBVAL = "-q -p no:cacheprovider --nbval --nbval-current-env --nbval-cell-timeout=120"
 
 
@@ -232,7 +235,7 @@ def run_notebook(name: str, ranks: int) -> Done:
     """Its cells, with so many live ranks; outputs are compared with those committed.
     What a cell starts with `!torchrun` runs in a nursery (the script bin/torchrun);
     data has which lessons did."""
-    command = [sys.executable, "-m", "pytest", *NBVAL.split(), f"notebooks/{name}"]
+    command = [sys.executable, "-c", PYTEST, *NBVAL.split(), f"notebooks/{name}"]
     env = {"NOTEBOOK_BIN": str(ROOT / "tests" / "bin"), "NOTEBOOK_RANKS": str(ranks)}
     launched = []
     with Listener() as listener:

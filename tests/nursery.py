@@ -7,6 +7,7 @@ files in the job's folder.
 
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -64,6 +65,7 @@ def run(job: dict) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
+    logging.disable()  # to print an exception torch's log imports torch._dynamo
     multiprocessing.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
     resource_tracker.ensure_running()

@@ -7,6 +7,7 @@ it checked was enough, and by bounds no wider than DESIGN 6 allows.
 import math
 import re
 import sys
+from pathlib import Path
 
 import jobs
 import pytest
@@ -19,6 +20,7 @@ from runs import (
     MESH,
     MLP,
     SAME_BITS,
+    TRANSFORMER,
     flag,
     over,
 )
@@ -153,30 +155,36 @@ dist.init_process_group("gloo")
 dist.barrier()
 dist.destroy_process_group()
 """
-LIMITS = {"00": 1.9, "01": 2.1, "02": 2.4}  # times an empty script; seen: 1.5, 1.7, 1.9
+LIMITS = {COLLECTIVES: 1.9, MLP: 2.1, TRANSFORMER: 2.4}  # seen: 1.5, 1.7, 1.9
 # Two ranks without torchrun; what they print, and then their seconds of processors.
 TIMED = 'TIMEFORMAT="%U %S"; time (RANK=1 "$@" & RANK=0 "$@" && wait $!)'
 
 
+def seconds_of(script: Path) -> float:
+    """Of processors, for a script on two ranks that imports torch itself. What it
+    prints, a terminal can say that does not know our characters."""
+    env = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK="0")
+    env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(jobs.free_port()))
+    command = ["bash", "-c", TIMED, "bash", sys.executable, str(script)]
+    done = jobs.watch(command, 100, env | {"PYTHONIOENCODING": "ascii"})
+    assert done.code == 0 and ("\nPASS  " in done.out) == ("0" in script.stem), (
+        done.text
+    )
+    return sum(map(float, done.err.split()[-2:]))
+
+
 @pytest.mark.alone
 def test_takes_little_more_than_an_empty_script(tmp_path):
-    """Seconds of processors at 2 ranks: other jobs change them little. And all of it
-    can be said on a terminal that does not know our characters."""
-    empty, seconds = tmp_path / "empty.py", {}
-    lessons = {path.stem[:2]: path for path in jobs.PATHS.values()}
-    empty.write_text(EMPTY)
-    env = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK="0")
-    env |= dict(PYTHONIOENCODING="ascii", MASTER_ADDR="127.0.0.1")
-    for name in ("empty", *LIMITS):
-        script = lessons.get(name, empty)
-        command = ["bash", "-c", TIMED, "bash", sys.executable, str(script)]
-        port = {"MASTER_PORT": str(jobs.free_port())}
-        done = jobs.watch(command, 100, env | port)
-        assert done.code == 0, done.text
-        assert name == "empty" or "\nPASS  " in done.out
-        seconds[name] = sum(map(float, done.err.split()[-2:]))
-    for name, limit in LIMITS.items():
-        assert seconds[name] < limit * seconds["empty"], seconds
+    """At times whoever shares the machine makes it slower: then it is tried again."""
+    scripts = {"empty": tmp_path / "empty.py"}
+    scripts["empty"].write_text(EMPTY)
+    scripts |= {lesson: jobs.PATHS[lesson] for lesson in LIMITS}
+    for _ in range(3):
+        seconds = {name: seconds_of(script) for name, script in scripts.items()}
+        most = {name: times * seconds["empty"] for name, times in LIMITS.items()}
+        if all(seconds[name] < most[name] for name in most):
+            return
+    pytest.fail(f"{seconds}")
 
 
 @pytest.mark.launches(MLP, 2)
