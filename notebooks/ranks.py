@@ -198,7 +198,8 @@ class Ranks:
 
     def interrupt(self) -> bool:
         """Make every rank idle; False if that cannot be done."""
-        if len(self.client.ids) < self.count:  # it is known already that one is dead
+        lost = len(self.client.ids) < self.count  # one did not answer for 30 seconds
+        if lost or not all(process.is_alive() for process in self.processes):
             return False
         answers = [self.client[r].apply_async(os.getpid) for r in range(self.count)]
         deadline = time.time() + self.timeout + 3
@@ -208,7 +209,8 @@ class Ranks:
             for pid, answer in zip(self.pids, answers):
                 answer.wait(0.5)
                 if not answer.ready():
-                    os.kill(pid, signal.SIGINT)
+                    with contextlib.suppress(ProcessLookupError):  # it has just died
+                        os.kill(pid, signal.SIGINT)
         return all(answer.successful() for answer in answers)
 
     def stop(self) -> None:

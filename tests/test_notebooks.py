@@ -146,10 +146,10 @@ def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(
 
 
 @pytest.mark.parametrize("hang", ["time.sleep(600)", "while True: pass"])
-def test_a_rank_that_hangs(cell, px, hang):
+def test_a_rank_that_hangs(kernel, cell, px, hang):
     """The user stops the cell: Jupyter interrupts the kernel's process group."""
     px("import os, signal, time\nkept = torch.full((2,), rank + 1.0)")
-    stop = "time.sleep(1); os.killpg(os.getppid(), signal.SIGINT)"
+    stop = f"time.sleep(1); os.killpg({kernel.pid}, signal.SIGINT)"
     said = px(f"if rank == 1:\n    {stop}\n    {hang}")
     assert said == "interrupted; to get the ranks back, run live.again()\n"
     start = time.time()
@@ -176,7 +176,7 @@ def test_broken_is_cured_again(px):
 
 
 def test_a_rank_that_died(cell, px):
-    # The client needs half a minute to notice: then it does not know that rank at all.
+    # A rank whose heart the client has not heard for half a minute is none to it.
     noticed = "with mock.patch.object(type(live.client), 'ids', [0]):\n    "
     said = cell(f"from unittest import mock\n{noticed}print(live.interrupt())")
     assert said == "False\n"
