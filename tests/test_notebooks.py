@@ -38,7 +38,7 @@ RUN = {MESH: 8, "07_plan_a_run": 8, JAX: 4}  # ranks of the first run, elsewhere
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [
     pytest.param(f"{name}.ipynb", marks=pytest.mark.launches(f"{name}.ipynb", 4))
-    for name in NOTEBOOKS
+    for name in sorted(NOTEBOOKS, reverse=True)  # the last ones take longest
 ])  # fmt: skip
 def test_outputs_are_those_committed(name):
     """And when the notebook is closed, its ranks end."""
