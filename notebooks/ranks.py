@@ -143,8 +143,8 @@ class Ranks:
     def spawn(self, module: str, *flags: str) -> None:
         """One process, which may start others, that runs a module of ipyparallel."""
         flags = [f"--profile-dir={self.folder}", *flags]
-        told = self.alive[0], self.folder, os.environ | self.told, module, flags
-        process = START.Process(target=serve, args=told)
+        args = self.alive[0], self.folder, os.environ | self.told, module, flags
+        process = START.Process(target=serve, args=args)
         process.start()
         self.processes.append(process)
 
@@ -350,7 +350,7 @@ def check(claims) -> None:
 
 
 def serve(alive, folder: Path, env: dict, module: str, flags: list[str]) -> None:
-    """One process of the cluster, until it is killed or the notebook is gone."""
+    """One process of the cluster, until it is killed or `alive`, a pipe, is closed."""
     os.setsid()  # who interrupts the notebook does not mean its ranks
     os.chdir(ROOT)
     os.environ.update(env)
