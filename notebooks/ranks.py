@@ -12,11 +12,11 @@ itself as `lesson`; `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
 `broken(name)`, which switches one of the lesson's bugs on (`with broken("f"): …`);
 `senders(call, x)`, for the colours of pictures; `check(claims)`, to end an exercise.
 
-How it works: ipyparallel's controller, and its engines (each an IPython without a
-screen) for the ranks. The ranks meet in a store that this process keeps, so it outlives
+How it works: ipyparallel starts a controller, and an engine (an IPython without a
+screen) for each rank. The ranks meet in a store that this process keeps, so it outlives
 every group. On Linux all are forked from one process that has imported what they need:
-torch is read once, not once a rank. Each watches a pipe to the process that started it:
-when that is gone, however it went, they end.
+torch is imported once, not once a rank. Each watches a pipe to this process: when this
+one is gone, however it went, they end.
 """
 
 import atexit
@@ -43,7 +43,7 @@ from IPython import get_ipython
 from IPython.display import Markdown, display
 
 ROOT = Path(__file__).resolve().parents[1]
-# Elsewhere the system's own libraries may have threads, which do not survive a fork.
+# On macOS the system's own libraries may have threads, which do not survive a fork.
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 START = multiprocessing.get_context(METHOD)
 ENGINE, CONTROLLER = "ipyparallel.engine.app", "ipyparallel.controller.app"

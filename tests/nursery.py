@@ -65,7 +65,7 @@ def run(job: dict) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    logging.disable()  # to print an exception torch's log imports torch._dynamo
+    logging.disable()  # else torch's log imports torch._dynamo to show an exception
     multiprocessing.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
     resource_tracker.ensure_running()

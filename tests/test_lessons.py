@@ -155,7 +155,8 @@ dist.init_process_group("gloo")
 dist.barrier()
 dist.destroy_process_group()
 """
-LIMITS = {COLLECTIVES: 1.9, MLP: 2.1, TRANSFORMER: 2.4}  # seen: 1.5, 1.7, 1.9
+# Times what an empty script takes; seen: 1.5, 1.7, 1.9.
+LIMITS = {COLLECTIVES: 1.9, MLP: 2.1, TRANSFORMER: 2.4}
 # Two ranks without torchrun; what they print, and then their seconds of processors.
 TIMED = 'TIMEFORMAT="%U %S"; time (RANK=1 "$@" & RANK=0 "$@" && wait $!)'
 
@@ -167,9 +168,8 @@ def seconds_of(script: Path) -> float:
     env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(jobs.free_port()))
     command = ["bash", "-c", TIMED, "bash", sys.executable, str(script)]
     done = jobs.watch(command, 100, env | {"PYTHONIOENCODING": "ascii"})
-    assert done.code == 0 and ("\nPASS  " in done.out) == ("0" in script.stem), (
-        done.text
-    )
+    assert done.code == 0, done.text
+    assert script.stem == "empty" or "\nPASS  " in done.out
     return sum(map(float, done.err.split()[-2:]))
 
 
@@ -184,7 +184,7 @@ def test_takes_little_more_than_an_empty_script(tmp_path):
         most = {name: times * seconds["empty"] for name, times in LIMITS.items()}
         if all(seconds[name] < most[name] for name in most):
             return
-    pytest.fail(f"{seconds}")
+    pytest.fail(str(seconds))
 
 
 @pytest.mark.launches(MLP, 2)

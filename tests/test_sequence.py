@@ -118,7 +118,7 @@ def test_parts_of_replicated_gradients(run):
         assert wanted.abs().max() > 1e-4, "too few digits to tell"
 
 
-@over([(SEQUENCE, 2, "--hf"), (SEQUENCE, 2, "--hf", "--tie", "--layers", "1", *PROOF)])
+@over([(SEQUENCE, 2, "--hf"), (SEQUENCE, 4, "--hf", "--tie", "--layers", "1", *PROOF)])
 def test_hugging_face(run):
     """Loss and every gradient of Qwen2; needs requirements-extra.txt."""
     done = jobs.result(*run)
