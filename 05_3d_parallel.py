@@ -729,9 +729,8 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args, kind) -> dict:
 
 
 def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> None:
-    args, model = report.args, copy.deepcopy(full)  # two weights if it was tied:
-    model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
-    small = copy.deepcopy(model).bfloat16()
+    args, model = report.args, copy.deepcopy(full)
+    model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())  # untied
     kind = SCHEDULES["gpipe" if args.microbatches < args.pp else args.schedule]
     with COMM.meet("PyTorch's pipeline", [*range(args.ranks)]):
         got = pytorch_step(model, batch, groups, args, kind)
@@ -747,6 +746,7 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     if not args.bf16:
         report.compare("PyTorch", gradients, fold=lambda name: "gradients")
         return
+    small = copy.deepcopy(model).bfloat16()  # how far off is it with no ranks at all?
     forward_backward("", small, batch, mean_loss)
     rows, small = [], put_together(small, "grad")
     for name, x in got.items():

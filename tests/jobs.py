@@ -228,7 +228,8 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
 # jsonschema does without rfc3987_syntax, of which the import takes 3 seconds.
 PYTEST = "import sys; sys.modules['rfc3987_syntax'] = None; import pytest; "
 PYTEST += "sys.exit(pytest.main())"
-NBVAL = "-q -p no:cacheprovider --nbval --nbval-current-env --nbval-cell-timeout=120"
+NBVAL = "-qx --color=no -p no:cacheprovider --nbval --nbval-current-env"
+NBVAL += " --nbval-cell-timeout=120"
 
 
 def run_notebook(name: str, ranks: int) -> Done:
