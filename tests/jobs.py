@@ -134,9 +134,9 @@ def watch(command: list[str], limit: float, env: dict[str, str]) -> Done:
 
 def two_agents(script, ranks: int, *flags) -> list:
     """A script on so many ranks of each of two torchruns that meet, as on two hosts."""
-    launcher = [*TORCHRUN[:-1], "--nnodes=2", "--rdzv-id=course"]
-    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-    with ThreadPoolExecutor(2) as pool:
+    launcher = [*TORCHRUN[:-1], "--nnodes=2", "--rdzv-id=course", "--rdzv-backend=c10d"]
+    with held_port() as port, ThreadPoolExecutor(2) as pool:
+        launcher.append(f"--rdzv-endpoint=127.0.0.1:{port}")
         both = [
             pool.submit(torchrun, script, ranks, *flags, launcher=launcher)
             for _ in range(2)
@@ -144,10 +144,13 @@ def two_agents(script, ranks: int, *flags) -> list:
         return [one.result() for one in both]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+@contextlib.contextmanager
+def held_port():
+    """A free port: a server may take it, but nobody else is given it by chance."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
 
 
 def end(mark: str) -> None:
@@ -225,9 +228,6 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
     return done._replace(data=data)
 
 
-# jsonschema does without rfc3987_syntax, of which the import takes 3 seconds.
-PYTEST = "import sys; sys.modules['rfc3987_syntax'] = None; import pytest; "
-PYTEST += "sys.exit(pytest.main())"
 NBVAL = "-qx --color=no -p no:cacheprovider --nbval --nbval-current-env"
 NBVAL += " --nbval-cell-timeout=120"
 
@@ -236,7 +236,7 @@ def run_notebook(name: str, ranks: int) -> Done:
     """Its cells, with so many live ranks; outputs are compared with those committed.
     What a cell starts with `!torchrun` runs in a nursery (the script bin/torchrun);
     data has which lessons did."""
-    command = [sys.executable, "-c", PYTEST, *NBVAL.split(), f"notebooks/{name}"]
+    command = [sys.executable, "tests/kernel.py", *NBVAL.split(), f"notebooks/{name}"]
     env = {"NOTEBOOK_BIN": str(ROOT / "tests" / "bin"), "NOTEBOOK_RANKS": str(ranks)}
     launched = []
     with Listener() as listener:

@@ -165,9 +165,10 @@ def seconds_of(script: Path) -> float:
     """Of processors, for a script on two ranks that imports torch itself. What it
     prints, a terminal can say that does not know our characters."""
     env = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK="0")
-    env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(jobs.free_port()))
+    env |= dict(MASTER_ADDR="127.0.0.1", PYTHONIOENCODING="ascii")
     command = ["bash", "-c", TIMED, "bash", sys.executable, str(script)]
-    done = jobs.watch(command, 100, env | {"PYTHONIOENCODING": "ascii"})
+    with jobs.held_port() as port:
+        done = jobs.watch(command, 100, env | {"MASTER_PORT": str(port)})
     assert done.code == 0, done.text
     assert script.stem == "empty" or "\nPASS  " in done.out
     return sum(map(float, done.err.split()[-2:]))
