@@ -1,27 +1,37 @@
-"""pytest for one notebook, with a kernel that does not lose its ports.
+"""Kernels that do not lose their ports; run as a program, pytest for one notebook.
 
 Jupyter finds five free ports and lets go of them; the kernel binds them a second later.
 If another program has been given its `iopub` port by then, the kernel lives on and
-nothing that it says arrives. Here the ports are held until the end.
+nothing that it says arrives.
 """
 
+import contextlib
 import sys
-from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 from jobs import held_port
 from jupyter_client.provisioning.local_provisioner import LocalPortCache
 
-# jsonschema does without this, of which the import takes 3 seconds.
-sys.modules["rfc3987_syntax"] = None
 
-with ExitStack() as held:
+@contextlib.contextmanager
+def held_ports():
+    """Until the end, nobody else is given a port of the kernels started here; yields
+    the list of these ports."""
     ports = []
+    with contextlib.ExitStack() as held:
 
-    def find(_cache, _ip: str) -> int:
-        ports.append(held.enter_context(held_port()))
-        return ports[-1]
+        def find(_cache, _ip: str) -> int:
+            ports.append(held.enter_context(held_port()))
+            return ports[-1]
 
-    LocalPortCache.find_available_port = find
-    code = pytest.main()
-sys.exit(code or len(ports) != 5)
+        with mock.patch.object(LocalPortCache, "find_available_port", find):
+            yield ports
+
+
+if __name__ == "__main__":
+    # jsonschema does without this, of which the import takes 3 seconds.
+    sys.modules["rfc3987_syntax"] = None
+    with held_ports() as ports:
+        code = pytest.main()
+    sys.exit(code or len(ports) != 5)

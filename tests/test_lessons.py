@@ -190,9 +190,14 @@ def test_takes_little_more_than_an_empty_script(tmp_path):
 
 @pytest.mark.launches(MLP, 2)
 def test_readme_shows_what_the_demo_prints():
-    """But for digits: another processor adds in another order."""
+    """But for digits: another processor adds in another order, and what differs by
+    1.1e-07 here is the same bits there."""
     shown = (jobs.ROOT / "README.md").read_text("utf-8").partition("demo output -->")[2]
     lines = shown.partition("<!-- end")[0].splitlines()[2:-1]
-    blurred = re.sub(r"\d", "#", jobs.result(MLP, 2).out).splitlines()
+    blurred = blur(jobs.result(MLP, 2).out).splitlines()
     for line in lines:
-        assert line == "…" or re.sub(r"\d", "#", line) in blurred, line
+        assert line == "…" or blur(line) in blurred, line
+
+
+def blur(text: str) -> str:
+    return re.sub(r"e[+-]#", "e-#", re.sub(r"\d", "#", text))

@@ -20,6 +20,7 @@ import nbformat
 import pytest
 from jobs import ROOT
 from jupyter_client.manager import start_new_kernel
+from kernel import held_ports
 
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
@@ -61,10 +62,11 @@ def kernel():
     """As a notebook has one. Whatever it starts has its mark."""
     mark = uuid.uuid4().hex
     env = os.environ | {jobs.MARK: mark}
-    manager, client = start_new_kernel(env=env, cwd=FOLDER)
-    yield SimpleNamespace(client=client, pid=manager.provisioner.pid, mark=mark)
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
+    with held_ports():
+        manager, client = start_new_kernel(env=env, cwd=FOLDER)
+        yield SimpleNamespace(client=client, pid=manager.provisioner.pid, mark=mark)
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
     jobs.end(mark)
 
 
