@@ -12,8 +12,8 @@ What you will see: a decoder's first steps on this text, byte by byte, in one pr
 under TP and by PyTorch's DTensor, side by side: losses, every gradient, parameters
 after the last step. Then what a rank sends and holds, against formulas.
 
-Try: nn.RMSNorm for nn.LayerNorm in DecoderLayer; TP for attention alone (leave out the
-last line of parallelize_layer); a gated MLP, down(silu(gate(x)) · up(x)), as in Llama.
+Try (bytes get a ✗): nn.RMSNorm for nn.LayerNorm in DecoderLayer; TP for attention alone
+(leave out parallelize_layer's last line); a gated MLP, down(silu(gate(x)) · up(x)).
 
 How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs
 (`--break list`). If time is short: CoreAttention, parallelize_layer, global_norm.
@@ -196,7 +196,7 @@ class ShardedDropout(nn.Module):
     """Dropout where x is a slice along dim: each rank must drop elements of its own.
 
     Every rank draws the same whole mask (all are seeded alike) and keeps its slice; so
-    plain Dropout, where x is whole (the residual stream), still drops the same on all
+    plain Dropout, where x is whole (a block's output), still drops the same on all
     ranks, as it must. For slices Megatron seeds another generator, by tp_rank.
     """
 
@@ -214,18 +214,18 @@ class ShardedDropout(nn.Module):
 
 
 def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
-    """f once for all linears that read x: their terms of dL/dx are added up first."""
+    """f once, over q's group, for all linears that read x: one sum of their dL/dx."""
     return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
-@functools.cache  # for all layers; all ranks call it alike, or names would differ
+@functools.cache  # once for all layers: torch names a group by counting them
 def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
     """If T ranks share fewer heads, rank t has head t // c, c = T/heads. Two groups:
     one rank of each head, which together hold them all; and the c ranks with mine."""
     ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
-    head, copy = divmod(tp_group.rank(), ranks.shape[1])
+    head, place = divmod(tp_group.rank(), ranks.shape[1])
     options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    one_of_each = dist.new_group(ranks[:, copy].tolist(), group_desc="kv", **options)
+    one_of_each = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
     copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
     return one_of_each, copies
 
@@ -250,7 +250,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
 
     Attention by heads: q, k and v by column, each on its own, so that a rank's queries
     meet their own keys and values; then o by row. What enters and leaves attention and
-    MLP stays whole, and equal on all ranks: LayerNorm, residual, the dropout on it.
+    MLP stays whole, and equal on all ranks: LayerNorm, dropout, residual.
 
     Shapes (global → on a rank, placement):
         q_proj.weight          [D, D]    → [D/T, D]       Shard(0), N/T heads
@@ -320,7 +320,7 @@ BLOCKS = 8  # all that T ranks cut is cut into 8 blocks, each a product of its o
 
 def columns_in_blocks(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """f, then column-parallel linears, one block at a time. The last bits of a product
-    may depend on its shape: all blocks have one, whatever T is. Backward, their terms
+    may depend on its shape: all blocks have the same for every T. Backward, their terms
     of dL/dx are added as one tree: on a rank by autograd, then by tree_all_reduce.
     """
     tp_group, uses = linears[0].tp_group, [x_BSD.view_as(x_BSD)]
@@ -463,7 +463,7 @@ class TrainingRun(NamedTuple):
     losses: dict[str, float]  # by step
     norms: dict[str, float]  # of the gradient, by step, before it was clipped
     gradients: dict[str, Tensor]  # of step 1, put together from all ranks
-    parameters: dict[str, Tensor]  # after the last step, too
+    parameters: dict[str, Tensor]  # likewise, at the end
     held: dict[str, int]  # bytes on this rank
     seconds: float = 0.0  # of all of it
 
@@ -596,13 +596,13 @@ def module_of(name: str) -> str:
 def show_all_reduces(report: Report, runs: dict, config: Config) -> None:
     """Calls and bytes of a step, by hand and by PyTorch's plan."""
     args, L, e = report.args, config.layers, getattr(torch, report.args.dtype).itemsize
-    x_bytes = args.batch_size * args.seq_len * config.hidden * e
-    two = 2 * L, "2·L·B·S·D", 2 * L * x_bytes
-    four = 4 * L, "4·L·B·S·D", 4 * L * x_bytes
-    gathers = 2 * L, "T·2·L·B·S·D", 2 * L * x_bytes * args.ranks
+    BSD = args.batch_size * args.seq_len * config.hidden
+    two = 2 * L, "2·L·B·S·D", 2 * L * BSD * e
+    four = 4 * L, "4·L·B·S·D", 4 * L * BSD * e
+    gathers = 2 * L, "T·2·L·B·S·D", 2 * L * BSD * e * args.ranks
     clipping = 1, "one float64", 8
     report.section("Communication of a step; ring: bytes that a rank of a ring sends")
-    report.say("   formula × e. DTensor: 3 f's for q, k, v; its clipping is uncounted.")
+    report.say(f"   × e = {e} bytes; L {L}, B·S·D {BSD:,}. DTensor: 3 f's for q, k, v.")
     formulas = {
         ("with TP", "forward", "all-reduce", "tp"): two,
         ("with TP", "backward", "all-reduce", "tp"): two,
@@ -697,7 +697,7 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     add = parser.add_argument
     add("--hidden", type=positive, help="D (8 numbers a head)")
     add("--heads", type=positive, help="N (2 for each key/value head)")
-    add("--kv-heads", type=positive, help="K (4 or more; fewer than ranks: copied)")
+    add("--kv-heads", type=positive, help="K (4, more for more ranks); below T: copied")
     add("--dropout", type=float, default=0.1, help="probability (0.1)")
     add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
     args = parser.parse_args()
@@ -772,7 +772,7 @@ BREAKS = {
         old="    layer.mlp = tp_mlp(layer.mlp, tp_group)\n",
         new="    layer.mlp = tp_mlp(layer.mlp, tp_group)\n"
         "    layer.dropout = ShardedDropout(layer.dropout.p, 2, tp_group)\n",
-        what="every rank its own dropout mask on the residual stream",
+        what="every rank its own dropout mask on what the blocks give",
         symptom="losses differ from rank to rank; replicated parameters drift apart",
         why="all ranks hold the same tensor, so all must drop the same elements",
         met="github.com/NVIDIA/Megatron-LM/issues/206",
@@ -801,9 +801,9 @@ BREAKS = {
         target="train_transformer",
         old="        optimizer.step()\n",
         new="        if tp_group and tp_group.rank() == tp_group.size() - 1:\n"
-        "            model.norm.zero_grad()\n"
+        "            model.norm.zero_grad(set_to_none=False)\n"
         "        optimizer.step()\n",
-        what="on one rank the last LayerNorm misses its update",
+        what="on one rank the last LayerNorm's gradient is lost",
         symptom="step 1 is right; then replicas differ, and losses part slowly",
         why="only equal starts, gradients and updates keep replicated parameters equal",
         met="github.com/NVIDIA/Megatron-LM/issues/1446",

@@ -1040,13 +1040,13 @@ def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Ten
     return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
-@functools.cache  # for all layers; all ranks call it alike, or names would differ
+@functools.cache  # once for all layers: torch names a group by counting them
 def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
     """One rank of each key/value head; those that hold mine (lesson 02)"""
     ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
-    head, copy = divmod(tp_group.rank(), ranks.shape[1])
+    head, place = divmod(tp_group.rank(), ranks.shape[1])
     options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    one_of_each = dist.new_group(ranks[:, copy].tolist(), group_desc="kv", **options)
+    one_of_each = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
     copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
     return one_of_each, copies
 
@@ -1174,7 +1174,7 @@ class TrainingRun(NamedTuple):
     losses: dict[str, float]  # by step
     norms: dict[str, float]  # of the gradient, by step, before it was clipped
     gradients: dict[str, Tensor]  # of step 1, put together from all ranks
-    parameters: dict[str, Tensor]  # after the last step, too
+    parameters: dict[str, Tensor]  # likewise, at the end
     held: dict[str, int]  # bytes on this rank
     seconds: float = 0.0  # of all of it
 
@@ -1279,7 +1279,7 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     add = parser.add_argument
     add("--hidden", type=positive, help="D (8 numbers a head)")
     add("--heads", type=positive, help="N (2 for each key/value head)")
-    add("--kv-heads", type=positive, help="K (4 or more; fewer than ranks: copied)")
+    add("--kv-heads", type=positive, help="K (4, more for more ranks); below T: copied")
     add("--dropout", type=float, default=0.1, help="probability (0.1)")
     add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
     args = parser.parse_args()

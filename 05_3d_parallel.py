@@ -314,8 +314,8 @@ class FlatAdamW:
 class MeshTraining:
     """One model in training on the whole mesh, as this rank takes part in it.
     A tied weight belongs to the first stage, which gets the sum of both gradients; the
-    last has a copy, renewed in each step. (Two owners, as in Megatron-LM, drift apart
-    if replicas are summed in two orders.)
+    last has a copy, renewed in each step. (Two owners, as in Megatron-LM, stay equal
+    only if replicas are summed first.)
     """
 
     def __init__(self, full: Transformer, groups: dict[str, dist.ProcessGroup], args):
@@ -778,7 +778,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 
 def fill_mesh(args, ranks: int) -> None:
-    """An axis not given has 2 ranks if an even number is left, else all that are."""
+    """Axes not given have 2 ranks each of an even rest; else, or if last, all of it."""
     needed = NEEDS.get(args.bug, "pp")  # comes first
     free = [axis for axis in dict.fromkeys((needed, *AXES)) if not getattr(args, axis)]
     product = math.prod(getattr(args, axis) or 1 for axis in AXES)
@@ -1364,13 +1364,13 @@ def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Ten
     return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
-@functools.cache  # for all layers; all ranks call it alike, or names would differ
+@functools.cache  # once for all layers: torch names a group by counting them
 def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
     """One rank of each key/value head; those that hold mine (lesson 02)"""
     ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
-    head, copy = divmod(tp_group.rank(), ranks.shape[1])
+    head, place = divmod(tp_group.rank(), ranks.shape[1])
     options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    one_of_each = dist.new_group(ranks[:, copy].tolist(), group_desc="kv", **options)
+    one_of_each = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
     copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
     return one_of_each, copies
 
@@ -1486,7 +1486,7 @@ class TrainingRun(NamedTuple):
     losses: dict[str, float]  # by step
     norms: dict[str, float]  # of the gradient, by step, before it was clipped
     gradients: dict[str, Tensor]  # of step 1, put together from all ranks
-    parameters: dict[str, Tensor]  # after the last step, too
+    parameters: dict[str, Tensor]  # likewise, at the end
     held: dict[str, int]  # bytes on this rank
     seconds: float = 0.0  # of all of it
 

@@ -1,7 +1,7 @@
 """`make plan`: before you book the GPUs: which dp × pp × tp, and a dry run of it.
 
 Every layout of lesson 05 that a model and a machine allow, with micro-batch sizes and
-what is recomputed: what the fullest rank holds, what it sends, a time; the best first.
+what is recomputed: the most that a rank holds and sends, a time; the best first.
 Bytes sent and kept are those that lesson 05 counts. The time is a roofline: arithmetic
 at the peak, then messages at the links' rates, then the pipeline's bubble. No overlap,
 no kernel below its peak, no rank that is late: it ranks layouts, it promises nothing.
@@ -185,9 +185,9 @@ def show(args, fits: list, full: list, fell: Counter, took: float) -> None:
     print(
         f"{numbers / 1e9:.1f} billion parameters on {args.gpus} GPUs: {count}.\n"
         "All of this is predicted. b: sequences of a micro-batch; redo: recomputed:\n"
-        "attention's core, or layers; GB that the fullest rank holds, and that one\n"
-        "sends in a step via each axis (in a ring); bubble: waiting/computing; peak:\n"
-        "the model's arithmetic over what the GPUs could do in that time."
+        "attention's core, or layers; GB that the fullest rank holds, and the most a\n"
+        "rank sends in a step via each axis (in a ring); bubble: waiting/computing;\n"
+        "peak: the model's arithmetic over what the GPUs could do in that time."
     )
     print(" ".join(f"{name:>{width}}" for name, width, _ in COLUMNS))
     for row in fits[: args.top]:

@@ -36,7 +36,7 @@ def model(layers, hidden, heads, kv_heads, vocab_size, seq_len, batch_size) -> d
 
 def of_table_1(heads, hidden, layers, tp, pp, gpus, batch_size) -> dict:
     """A row of 2104.04473's Table 1: the model, and its layout on A100 GPUs. (They
-    measured 44 to 52 % of the peak there, with whole layers recomputed.)"""
+    measured 43 to 52 % of the peak there, with whole layers recomputed.)"""
     sizes = model(layers, hidden, heads, heads, 51200, 2048, batch_size)
     return sizes | {"gpus": gpus, "published": (gpus // pp // tp, pp, tp)}
 
@@ -216,7 +216,7 @@ def rates(args, machine) -> dict[str, float]:
 
 def flops(args, stage: int) -> int:
     """Of a rank in a step: 2 a weight and token forward, 4 backward, and the scores;
-    with what is computed again (2104.04473, sec. 3.4 and appendix)."""
+    with what is computed again (2104.04473, sec. 5.1 and appendix)."""
     D, S, tokens = args.hidden, args.seq_len, args.batch_size // args.dp * args.seq_len
     scores, kv = 4 * S * D, D // args.heads * max(args.kv_heads, args.tp)
     layer = 2 * D * (10 * D + 2 * kv) + scores
