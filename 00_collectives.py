@@ -464,7 +464,7 @@ def show_products(report: Report, group) -> None:
         sent = {key[2]: n for key, (_, n) in COMM.rows.items() if key[0] == COMM.what}
         row |= {"flops": flops.get_total_flops(), "bytes": sum(sent.values())}
         row["predicted_bytes"] = elements * a.itemsize if T > 1 else 0
-        around_twice = sent.get("all-reduce", 0)  # a ring passes a sum around twice
+        around_twice = sent.get("all-reduce", 0)  # a ring passes it around twice
         row["ring"] = (row["bytes"] + around_twice) * (T - 1) // T
         off = abs(row["bytes"] - row["predicted_bytes"])
         right = report.check(COMM.what, rel_diff(c, wanted))
@@ -475,7 +475,7 @@ def show_products(report: Report, group) -> None:
     report.say(
         "   J, which is summed over, is whole in 1 and 4: nothing to send, but in 4 a\n"
         "   rank has only its block of C. In 2 and 3 it is split: gather, or add up.\n"
-        "   bytes: of the tensor; ring: what one rank sends of it (sums: twice)"
+        "   bytes: of the tensor; ring: what a rank sends (all-reduce: twice)"
     )
     report.table("communication", rows, hide=["predicted_bytes"])
 

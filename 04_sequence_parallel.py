@@ -456,7 +456,7 @@ def show_memory(report: Report, tp_group) -> None:
     report.say(
         f"   The paper's formulas, times B·S·D = {x_BSD.numel():,}; NS/D = "
         f"{N * S / D:g}. Mean and 1/σ of LayerNorms,\n   which it leaves out, add "
-        f"{norms:.4g} to 34 and to 10. 5NS/D: scores; 24: between linears."
+        f"{norms:.4g} to 34, 30 and 10. 5NS/D: scores; 24: between linears."
     )
     report.measure("memory", rows)
 
