@@ -12,7 +12,7 @@ What you will see: a decoder's first steps on this text, byte by byte, in one pr
 under TP and by PyTorch's DTensor, side by side: losses, every gradient, parameters
 after the last step. Then what a rank sends and holds, against formulas.
 
-Try (bytes get a ✗): nn.RMSNorm for nn.LayerNorm in DecoderLayer; TP for attention alone
+Try (bytes get a ✗): nn.RMSNorm for LayerNorm in DecoderLayer; TP for attention alone
 (leave out parallelize_layer's last line); a gated MLP, down(silu(gate(x)) · up(x)).
 
 How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs

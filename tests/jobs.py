@@ -228,7 +228,7 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
     return done._replace(data=data)
 
 
-NBVAL = "-qx --color=no -p no:cacheprovider --nbval --nbval-current-env"
+NBVAL = "pytest -qx --color=no -p no:cacheprovider --nbval --nbval-current-env"
 NBVAL += " --nbval-cell-timeout=120"
 
 

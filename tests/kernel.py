@@ -1,4 +1,7 @@
-"""Kernels that do not lose their ports; run as a program, pytest for one notebook.
+"""Kernels that do not lose their ports, for tests and for a program that starts some.
+
+    python tests/kernel.py pytest ARGUMENTS                 a module, as by python -m
+    python tests/kernel.py tools/submission.py ARGUMENTS    or a file
 
 Jupyter finds five free ports and lets go of them; the kernel binds them a second later.
 If another program has been given its `iopub` port by then, the kernel lives on and
@@ -6,10 +9,10 @@ nothing that it says arrives.
 """
 
 import contextlib
+import runpy
 import sys
 from unittest import mock
 
-import pytest
 from jobs import held_port
 from jupyter_client.provisioning.local_provisioner import LocalPortCache
 
@@ -32,6 +35,7 @@ def held_ports():
 if __name__ == "__main__":
     # jsonschema does without this, of which the import takes 3 seconds.
     sys.modules["rfc3987_syntax"] = None
-    with held_ports() as ports:
-        code = pytest.main()
-    sys.exit(code or len(ports) != 5)
+    del sys.argv[0]
+    run = runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module
+    with held_ports():
+        run(sys.argv[0], run_name="__main__")

@@ -62,8 +62,9 @@ def kernel():
     """As a notebook has one. Whatever it starts has its mark."""
     mark = uuid.uuid4().hex
     env = os.environ | {jobs.MARK: mark}
-    with held_ports():
+    with held_ports() as ports:
         manager, client = start_new_kernel(env=env, cwd=FOLDER)
+        assert manager.iopub_port in ports
         yield SimpleNamespace(client=client, pid=manager.provisioner.pid, mark=mark)
         client.stop_channels()
         manager.shutdown_kernel(now=True)
