@@ -236,7 +236,7 @@ def digest(*tensors) -> str:
     return sha.hexdigest()[:12]
 
 
-def sum_in_background(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def async_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """An all-reduce that is started, and waited for later (async_op)."""
     out = x.clone()  # the call below overwrites what it is given
     work = dist.all_reduce(out, group=group, async_op=True)
@@ -245,7 +245,9 @@ def sum_in_background(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def sum_both(x: Tensor, y: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def two_all_reduces(
+    x: Tensor, y: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Two sums. The n-th call of one rank meets the n-th of the others: the order is
     the only thing that tells collectives of a group apart."""
     sum_x = all_reduce(x, group)
@@ -541,7 +543,7 @@ def show_traps(report: Report, group) -> None:
     before = view.clone()
     sum_of_ranks = T * (T - 1) // 2
     ones = torch.ones_like(view[:, 0])
-    sum_1, sum_10 = sum_both(ones, 10 * ones, group)
+    sum_1, sum_10 = two_all_reduces(ones, 10 * ones, group)
     ranks = rank * ones
     both, both_summed = torch.cat([ones, 10 * ones]), torch.cat([sum_1, sum_10])
     cases = [  # name; before and after on rank 0; wanted
@@ -550,7 +552,7 @@ def show_traps(report: Report, group) -> None:
         ("and the view itself afterwards", before, view, before),
         ("two sums, first 1s, then 10s", both, both_summed, T * both),
         ("a sum started, then waited for",
-         ranks, sum_in_background(ranks, group), sum_of_ranks * ones),
+         ranks, async_all_reduce(ranks, group), sum_of_ranks * ones),
     ]  # fmt: skip
     rows = []
     for name, was, now, wanted in cases:
@@ -608,7 +610,7 @@ BREAKS = {
         met="github.com/pytorch/pytorch/issues/115964, …/97191",
     ),
     "order": dict(
-        target="sum_both",
+        target="two_all_reduces",
         old="    sum_x = all_reduce(x, group)\n    sum_y = all_reduce(y, group)\n",
         new="    last = group.rank() == group.size() - 1\n"
         "    sum_y = all_reduce(y, group) if last else None\n"

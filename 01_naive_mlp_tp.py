@@ -77,7 +77,7 @@ def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Pa
     for dim, group in cuts:
         full = shard(full, dim, group)
     mine = nn.Parameter(full.detach().clone())
-    mine.cuts = cuts
+    mine.shardings = cuts
     return mine
 
 
@@ -94,8 +94,8 @@ def unshard(x: Tensor, cuts: tuple) -> Tensor:
 #     CopyToTP (f)      nothing         different work (its W)      all-reduce
 #     GatherFromTP      all-gather      identical work, or f first  slice
 #     ReduceFromTP (g)  all-reduce      identical work              nothing
-#     AllGather         all-gather      different work              reduce-scatter
-#     ReduceScatter     reduce-scatter  different work (its slice)  all-gather
+#     AllGatherWithGrad    all-gather      different work              reduce-scatter
+#     ReduceScatterWithGrad reduce-scatter  different work (its slice)  all-gather
 # (backward returns a gradient for each argument of forward, None where there is none.)
 class CopyToTP(torch.autograd.Function):
     """Megatron's f: identity forward, all-reduce backward."""
@@ -226,7 +226,7 @@ def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
 # ---- The batch is split, too: FSDP, and a 2D mesh of both
 
 
-class AllGather(torch.autograd.Function):
+class AllGatherWithGrad(torch.autograd.Function):
     """All-gather forward, reduce-scatter backward."""
 
     @staticmethod
@@ -239,8 +239,8 @@ class AllGather(torch.autograd.Function):
         return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
 
 
-class ReduceScatter(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of AllGather."""
+class ReduceScatterWithGrad(torch.autograd.Function):
+    """Reduce-scatter forward, all-gather backward: the transpose of AllGatherWithGrad."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -287,7 +287,7 @@ class UpLinear2D(nn.Module):
 
     def forward(self, x_bSd: Tensor) -> Tensor:
         h_bSf = GatheredMatmul.apply(x_bSd, self.weight, self.inner, 1, self.outer)
-        return h_bSf + AllGather.apply(self.bias, 0, self.outer)
+        return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)
 
 
 class DownLinear2D(nn.Module):
@@ -301,8 +301,8 @@ class DownLinear2D(nn.Module):
 
     def forward(self, h_bSf: Tensor) -> Tensor:
         partial_y_bSD = GatheredMatmul.apply(h_bSf, self.weight, None, 0, self.outer)
-        y_bSd = ReduceScatter.apply(partial_y_bSD, 2, self.inner)  # TP: g
-        return y_bSd + AllGather.apply(self.bias, 0, self.outer)
+        y_bSd = ReduceScatterWithGrad.apply(partial_y_bSD, 2, self.inner)  # TP: g
+        return y_bSd + AllGatherWithGrad.apply(self.bias, 0, self.outer)
 
 
 def mlp_2d(full: MLP, outer_group, inner_group) -> MLP:
@@ -317,7 +317,7 @@ def mlp_2d(full: MLP, outer_group, inner_group) -> MLP:
 def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
     """A rank's loss is the mean over its own samples; the mean over all is wanted."""
     for p in tensors:
-        if batch_group not in [group for _, group in getattr(p, "cuts", ())]:
+        if batch_group not in [group for _, group in getattr(p, "shardings", ())]:
             p.grad = all_reduce(p.grad, batch_group)  # else backward has summed it
         p.grad = p.grad / batch_group.size()
 
@@ -379,7 +379,7 @@ def train(name: str, mlp: nn.Module, batch: Tensor, args, cuts, batch_group) -> 
         y = unshard(y.detach(), cuts)
         losses[f"step {step}"] = squared_error(y, batch[1]).item()
         if step == 1:
-            gradients = {f"dL/d {n}": whole_gradient(p) for n, p in tensors.items()}
+            gradients = {f"dL/d {n}": unshard_gradient(p) for n, p in tensors.items()}
             first = {"y": y, **gradients}
             held["parameters"] = nbytes(mlp.parameters())
             held["gradients"] = nbytes(p.grad for p in mlp.parameters())
@@ -397,18 +397,18 @@ def squared_error(y_BSD: Tensor, target_BSD: Tensor) -> Tensor:
     return (y_BSD - target_BSD).square().sum(-1).mean()
 
 
-def whole_gradient(p: Tensor) -> Tensor:
+def unshard_gradient(p: Tensor) -> Tensor:
     """Put together from all ranks; zeros if there is none."""
     grad = torch.zeros_like(p) if p.grad is None else p.grad
     if isinstance(grad, DTensor):
         return grad.full_tensor()
-    return unshard(grad, getattr(p, "cuts", ()))
+    return unshard(grad, getattr(p, "shardings", ()))
 
 
 def show_holdings(report, full: MLP, tp: MLP) -> None:
     rows, whole = [], {name: list(p.shape) for name, p in full.named_parameters()}
     for name, p in tp.named_parameters():
-        cuts = [f"Shard({dim})" for dim, _ in getattr(p, "cuts", ())]
+        cuts = [f"Shard({dim})" for dim, _ in getattr(p, "shardings", ())]
         row = {"parameter": name, "global": whole.get(name), "on a rank": list(p.shape)}
         rows.append(row | {"placement": ", ".join(cuts) or "Replicate()"})
     report.section("Who holds what: Megatron's split")
@@ -620,7 +620,7 @@ BREAKS = {
     ),
     "plain": dict(
         target="UpLinear2D.forward",
-        old="    return h_bSf + AllGather.apply(self.bias, 0, self.outer)",
+        old="    return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)",
         new="    return h_bSf + all_gather(self.bias, 0, self.outer)",
         what="a plain all-gather of the bias, of which autograd knows nothing",
         symptom="no error; up_proj.bias of FSDP and 2D has no gradient, never moves",

@@ -63,7 +63,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # From lesson 01: f (CopyToTP) is the identity forward and an all-reduce backward, g
 # (ReduceFromTP) the other way round; ColumnParallelLinear has a slice of the outputs,
 # RowParallelLinear of the inputs and then g; tp_mlp is one after the other. A parameter
-# remembers how it was cut: p.cuts = ((dim, group), …), and has none if it is whole.
+# remembers how it was cut: p.shardings = ((dim, group), …), and has none if it is whole.
 # From lesson 00: shard(x, dim, group) is this rank's slice of what every rank holds.
 
 # The reference: one process, plain PyTorch. No collective, no group.
@@ -123,7 +123,7 @@ class CoreAttention(nn.Module):
         return (weights_BNSS @ v_BNSH).transpose(1, 2).flatten(2)
 
 
-def project_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """The same x through several linears."""
     return [linear(x_BSD) for linear in linears]
 
@@ -137,7 +137,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project = project_each  # how x gets to the three; TP puts f there
+        self.project = apply_each  # how x gets to the three; TP puts f there
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -213,21 +213,21 @@ class ShardedDropout(nn.Module):
         return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+def copy_then_apply_each(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
     """f once, over q's group, for all linears that read x: one sum of their dL/dx."""
-    return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
+    return apply_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
 @functools.cache  # once for all layers: torch names a group by counting them
-def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
+def kv_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
     """If T ranks share fewer heads, rank t has head t // c, c = T/heads. Two groups:
     one rank of each head, which together hold them all; and the c ranks with mine."""
     ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
     head, place = divmod(tp_group.rank(), ranks.shape[1])
     options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    one_of_each = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
+    kv_group = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
     copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
-    return one_of_each, copies
+    return kv_group, copies
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
@@ -236,8 +236,8 @@ def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
         return ColumnParallelLinear(full, tp_group, copy_input=False)
     if tp_group.size() % heads:
         raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
-    one_of_each, copies = head_groups(heads, tp_group)
-    linear = ColumnParallelLinear(full, one_of_each, copy_input=False)
+    kv_group, copies = kv_groups(heads, tp_group)
+    linear = ColumnParallelLinear(full, kv_group, copy_input=False)
     for p in linear.parameters():
         p.copies = copies
         # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
@@ -270,7 +270,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
         full = getattr(attn, name)
         heads = full.out_features // attn.core.head_size
         setattr(attn, name, split_heads(full, heads, tp_group))
-    attn.project = copy_then_project
+    attn.project = copy_then_apply_each
     attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
     layer.mlp = tp_mlp(layer.mlp, tp_group)
@@ -318,7 +318,7 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
 BLOCKS = 8  # all that T ranks cut is cut into 8 blocks, each a product of its own
 
 
-def columns_in_blocks(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def blocked_column_linears(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """f, then column-parallel linears, one block at a time. The last bits of a product
     may depend on its shape: all blocks have the same for every T. Backward, their terms
     of dL/dx are added as one tree: on a rank by autograd, then by tree_all_reduce.
@@ -335,7 +335,7 @@ def columns_in_blocks(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
     return ys
 
 
-def rows_in_blocks(x_BSf: Tensor, linear: nn.Module) -> list[Tensor]:
+def blocked_row_linear(x_BSf: Tensor, linear: nn.Module) -> list[Tensor]:
     """A row-parallel linear, one block at a time, then g: one tree of terms."""
     blocks = BLOCKS // linear.tp_group.size()
     pairs = zip(split(x_BSf, -1, blocks), split(linear.weight, 1, blocks))
@@ -344,7 +344,7 @@ def rows_in_blocks(x_BSf: Tensor, linear: nn.Module) -> list[Tensor]:
     return [tree_sum(list(terms)) + linear.bias]
 
 
-class ProjectedLinear(nn.Module):
+class LinearWithInputComm(nn.Module):
     """A parallel linear that `project` computes, as attention's does q, k and v."""
 
     def __init__(self, linear: nn.Module, project):
@@ -365,10 +365,16 @@ def same_bits_transformer(full: Transformer, tp_group) -> Transformer:
     """
     model = tp_transformer(full, tp_group)
     for layer in model.layers:
-        layer.self_attn.project = columns_in_blocks
-        layer.self_attn.o_proj = ProjectedLinear(layer.self_attn.o_proj, rows_in_blocks)
-        layer.mlp.up_proj = ProjectedLinear(layer.mlp.up_proj, columns_in_blocks)
-        layer.mlp.down_proj = ProjectedLinear(layer.mlp.down_proj, rows_in_blocks)
+        layer.self_attn.project = blocked_column_linears
+        layer.self_attn.o_proj = LinearWithInputComm(
+            layer.self_attn.o_proj, blocked_row_linear
+        )
+        layer.mlp.up_proj = LinearWithInputComm(
+            layer.mlp.up_proj, blocked_column_linears
+        )
+        layer.mlp.down_proj = LinearWithInputComm(
+            layer.mlp.down_proj, blocked_row_linear
+        )
     return model
 
 
@@ -384,7 +390,7 @@ def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+        parts = math.prod(group.size() for _, group in getattr(p, "shardings", ()))
         if p.grad is not None:
             total += p.grad.double().square().sum() * parts / tp_group.size()
     return math.sqrt(all_reduce(total, tp_group))
@@ -488,7 +494,7 @@ def train_transformer(
             COMM.what, COMM.phase = what, "summing"
             after_backward(model)
         if step == 1:
-            gradients = put_together(model, "grad")
+            gradients = unshard_model(model, "grad")
         COMM.what, COMM.phase = what, "clipping"
         losses[f"loss, step {step}"] = loss
         norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
@@ -501,7 +507,7 @@ def train_transformer(
     held["parameters"] = nbytes(model.parameters())
     held["gradients"] = nbytes(p.grad for p in model.parameters())
     held["optimizer state"] = nbytes(moments)
-    ends, seconds = put_together(model, "data"), time.perf_counter() - start
+    ends, seconds = unshard_model(model, "data"), time.perf_counter() - start
     return TrainingRun(losses, norms, gradients, ends, held, seconds)
 
 
@@ -526,7 +532,7 @@ def norm_by_pytorch(model: nn.Module) -> float:
     return nn.utils.get_total_norm(grads, foreach=False).item()
 
 
-def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
+def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     """All parameters ("data") or gradients ("grad") from all ranks' slices."""
     COMM.what = COMM.phase = ""  # not the model's calls, but the report's
     whole = {}
@@ -535,7 +541,7 @@ def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
         if isinstance(x, DTensor):
             x = x.full_tensor()
         elif x is not None:
-            x = unshard(x, getattr(p, "cuts", ()))
+            x = unshard(x, getattr(p, "shardings", ()))
             x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
         whole[name] = torch.empty(0) if x is None else x.clone()
     return whole
@@ -546,7 +552,7 @@ def show_heads(report: Report, full: Transformer, split_model: Transformer) -> N
     rows, held = [], dict(split_model.layers[0].self_attn.named_parameters())
     for name, p in full.layers[0].self_attn.named_parameters():
         mine = held.get(name, torch.empty(0))  # in a model of yours it may have gone
-        cuts = [f"Shard({dim})" for dim, _ in getattr(mine, "cuts", ())]
+        cuts = [f"Shard({dim})" for dim, _ in getattr(mine, "shardings", ())]
         if copies := getattr(mine, "copies", None):
             cuts.append(f"the same on ranks {dist.get_process_group_ranks(copies)}")
         row = {"self_attn": name, "global": [*p.shape], "on a rank": [*mine.shape]}
@@ -568,7 +574,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
     for name, p in model.named_parameters():
-        whole = None if getattr(p, "cuts", ()) else tp_group
+        whole = None if getattr(p, "shardings", ()) else tp_group
         if copies := getattr(p, "copies", whole):
             report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
     of_rank_0 = gather_objects(losses[split])[0]
@@ -915,7 +921,7 @@ def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Pa
     for dim, group in cuts:
         full = shard(full, dim, group)
     mine = nn.Parameter(full.detach().clone())
-    mine.cuts = cuts
+    mine.shardings = cuts
     return mine
 
 

@@ -70,7 +70,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # From lesson 02: tp_transformer copies the model and puts parallel modules in the place
 # of its linears; the same edit goes on here, with the embedding and the head.
 # ColumnParallelLinear has a slice of the outputs (01); shard_parameter cuts a parameter
-# and notes in p.cuts how. g (ReduceFromTP): all-reduce forward, identity backward.
+# and notes in p.shardings how. g (ReduceFromTP): all-reduce forward, identity backward.
 # IGNORE as a target: this token has none.
 
 
@@ -339,7 +339,7 @@ def show_cuts(report: Report, full, split) -> None:
     report.section("Who holds what: a row of embedding and head for each token")
     rows, others = {}, Counter()
     for name, p in split.named_parameters():
-        shape, cuts = full.get_parameter(name).shape, getattr(p, "cuts", ())
+        shape, cuts = full.get_parameter(name).shape, getattr(p, "shardings", ())
         row = {"parameter": name, "global": str([*shape]), "on a rank": str([*p.shape])}
         placement = ", ".join(f"Shard({dim})" for dim, _ in cuts) or "Replicate()"
         if name != fold_old(name):
@@ -358,7 +358,9 @@ def show_ranges(report: Report, split, batch, tp_group) -> None:
     row = {"rank": rank, "tokens": f"{mine[0]} to {mine[-1]}" if mine else "none"}
     for name, x_BS in zip(("inputs", "targets"), batch):
         row[name] = ((x_BS >= mine.start) & (x_BS < mine.stop)).sum().item()
-    ends = [p for p in split.parameters() if hasattr(p, "rows") and hasattr(p, "cuts")]
+    ends = [
+        p for p in split.parameters() if hasattr(p, "rows") and hasattr(p, "shardings")
+    ]
     row["padding"] = v - len(mine)
     row["Σ|pad|"] = sum(p[len(mine) :].abs().sum().item() for p in ends)
     row["ok"] = report.check("padding is zero after training", row["Σ|pad|"])
@@ -740,7 +742,7 @@ def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Pa
     for dim, group in cuts:
         full = shard(full, dim, group)
     mine = nn.Parameter(full.detach().clone())
-    mine.cuts = cuts
+    mine.shardings = cuts
     return mine
 
 
@@ -953,7 +955,7 @@ class CoreAttention(nn.Module):
         return (weights_BNSS @ v_BNSH).transpose(1, 2).flatten(2)
 
 
-def project_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """The same x through several linears (lesson 02)"""
     return [linear(x_BSD) for linear in linears]
 
@@ -967,7 +969,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project = project_each  # how x gets to the three; TP puts f there
+        self.project = apply_each  # how x gets to the three; TP puts f there
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1035,20 +1037,20 @@ class ShardedDropout(nn.Module):
         return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+def copy_then_apply_each(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
     """f once for all linears that read x (lesson 02)"""
-    return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
+    return apply_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
 @functools.cache  # once for all layers: torch names a group by counting them
-def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
+def kv_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
     """One rank of each key/value head; those that hold mine (lesson 02)"""
     ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
     head, place = divmod(tp_group.rank(), ranks.shape[1])
     options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    one_of_each = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
+    kv_group = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
     copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
-    return one_of_each, copies
+    return kv_group, copies
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
@@ -1057,8 +1059,8 @@ def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
         return ColumnParallelLinear(full, tp_group, copy_input=False)
     if tp_group.size() % heads:
         raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
-    one_of_each, copies = head_groups(heads, tp_group)
-    linear = ColumnParallelLinear(full, one_of_each, copy_input=False)
+    kv_group, copies = kv_groups(heads, tp_group)
+    linear = ColumnParallelLinear(full, kv_group, copy_input=False)
     for p in linear.parameters():
         p.copies = copies
         # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
@@ -1076,7 +1078,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
         full = getattr(attn, name)
         heads = full.out_features // attn.core.head_size
         setattr(attn, name, split_heads(full, heads, tp_group))
-    attn.project = copy_then_project
+    attn.project = copy_then_apply_each
     attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
     layer.mlp = tp_mlp(layer.mlp, tp_group)
@@ -1118,7 +1120,7 @@ def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+        parts = math.prod(group.size() for _, group in getattr(p, "shardings", ()))
         if p.grad is not None:
             total += p.grad.double().square().sum() * parts / tp_group.size()
     return math.sqrt(all_reduce(total, tp_group))
@@ -1195,7 +1197,7 @@ def train_transformer(
             COMM.what, COMM.phase = what, "summing"
             after_backward(model)
         if step == 1:
-            gradients = put_together(model, "grad")
+            gradients = unshard_model(model, "grad")
         COMM.what, COMM.phase = what, "clipping"
         losses[f"loss, step {step}"] = loss
         norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
@@ -1208,7 +1210,7 @@ def train_transformer(
     held["parameters"] = nbytes(model.parameters())
     held["gradients"] = nbytes(p.grad for p in model.parameters())
     held["optimizer state"] = nbytes(moments)
-    ends, seconds = put_together(model, "data"), time.perf_counter() - start
+    ends, seconds = unshard_model(model, "data"), time.perf_counter() - start
     return TrainingRun(losses, norms, gradients, ends, held, seconds)
 
 
@@ -1233,7 +1235,7 @@ def norm_by_pytorch(model: nn.Module) -> float:
     return nn.utils.get_total_norm(grads, foreach=False).item()
 
 
-def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
+def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     """A parameter or its gradient from all ranks' slices (lesson 02)"""
     COMM.what = COMM.phase = ""  # not the model's calls, but the report's
     whole = {}
@@ -1242,7 +1244,7 @@ def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
         if isinstance(x, DTensor):
             x = x.full_tensor()
         elif x is not None:
-            x = unshard(x, getattr(p, "cuts", ()))
+            x = unshard(x, getattr(p, "shardings", ()))
             x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
         whole[name] = torch.empty(0) if x is None else x.clone()
     return whole
@@ -1259,7 +1261,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
     for name, p in model.named_parameters():
-        whole = None if getattr(p, "cuts", ()) else tp_group
+        whole = None if getattr(p, "shardings", ()) else tp_group
         if copies := getattr(p, "copies", whole):
             report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
     of_rank_0 = gather_objects(losses[split])[0]

@@ -69,9 +69,9 @@ from torch.utils.checkpoint import checkpoint
 # From lesson 01: f before column-parallel linears (identity, all-reduce backward), g
 # after row-parallel ones (all-reduce, identity backward). From 02 and 03: tp_ and
 # vocab_transformer edit a copy of the model, at places made to be exchanged: `project`
-# of attention (f, then q, k, v) and of a ProjectedLinear, `reduce` of row-parallel
+# of attention (f, then q, k, v) and of a LinearWithInputComm, `reduce` of row-parallel
 # linears and the embedding (g). ShardedDropout(p, dim, group) drops on a slice along
-# dim. p.cuts: how a parameter was cut; one that is whole on every rank has none.
+# dim. p.shardings: how a parameter was cut; one that is whole on every rank has none.
 
 
 def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
@@ -93,11 +93,11 @@ def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
     Shapes: y [B, S, D] {U_tp} → [B, s, D] Shard(1). Communication: one reduce-scatter
         of B·S·D elements forward, one all-gather of them backward.
     """
-    return ReduceScatter.apply(partial_y_BSD, 1, tp_group)
+    return ReduceScatterWithGrad.apply(partial_y_BSD, 1, tp_group)
 
 
 # f (identity; backward all-reduce) becomes an all-gather; backward a reduce-scatter.
-# gather_and_keep (--save-gathered) gives the same numbers, and keeps more for backward.
+# gather_and_save (--save-gathered) gives the same numbers, and keeps more for backward.
 
 
 class GatherThenLinear(torch.autograd.Function):
@@ -130,7 +130,7 @@ class GatherThenLinear(torch.autograd.Function):
         return grad_BsD, None, *grads
 
 
-def gather_then_project(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def gather_then_apply_each(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """Column-parallel linears of a split sequence: one all-gather for all of them.
 
     Shapes: x [B, s, D] Shard(1) → [B, S, f] Shard(2), one for each linear.
@@ -141,13 +141,15 @@ def gather_then_project(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
     return list(GatherThenLinear.apply(x_BsD, linears[0].tp_group, *parameters))
 
 
-def gather_and_keep(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def gather_and_save(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """The same as plain autograd does it: all of x is kept, one all-gather less."""
-    x_BSD = AllGather.apply(x_BsD, 1, linears[0].tp_group)
+    x_BSD = AllGatherWithGrad.apply(x_BsD, 1, linears[0].tp_group)
     return [F.linear(x_BSD, linear.weight, linear.bias) for linear in linears]
 
 
-def split_sequence(layer: DecoderLayer, tp_group, project=gather_then_project) -> None:
+def split_sequence(
+    layer: DecoderLayer, tp_group, project=gather_then_apply_each
+) -> None:
     """Edit a layer of tp_transformer: between its linears the sequence is split.
 
     [B, s, D] around LayerNorm, dropout and residual; this rank's heads, and columns of
@@ -156,12 +158,12 @@ def split_sequence(layer: DecoderLayer, tp_group, project=gather_then_project) -
     split inside attention, too, is another method: context parallelism.)
 
     Communication: 2 all-gathers and 2 reduce-scatters forward, as many backward, and 2
-        all-gathers more unless project is gather_and_keep; each of B·S·D elements.
+        all-gathers more unless project is gather_and_save; each of B·S·D elements.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2, fig. 5.
     """
     layer.self_attn.project = project
     layer.self_attn.o_proj.reduce = reduce_scatter_sequence
-    layer.mlp.up_proj = ProjectedLinear(layer.mlp.up_proj, project)
+    layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, project)
     layer.mlp.down_proj.reduce = reduce_scatter_sequence
     layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)  # of [B, s, D]
 
@@ -179,12 +181,12 @@ def sp_transformer(
         after the embedding, an all-gather before the head. After backward there must
         come all_reduce_replicated_gradients.
     """
-    project = gather_and_keep if save_gathered else gather_then_project
+    project = gather_and_save if save_gathered else gather_then_apply_each
     model = vocab_transformer(full, tp_group)
     for layer in model.layers:
         split_sequence(layer, tp_group, project)
     model.embed_tokens.reduce = reduce_scatter_sequence
-    model.lm_head = ProjectedLinear(model.lm_head, project)
+    model.lm_head = LinearWithInputComm(model.lm_head, project)
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -197,7 +199,7 @@ def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
     Communication: one all-reduce of (6L + 2)·D: norms (4L + 2)·D, biases 2L·D.
     """
     trained = [p for p in model.parameters() if p.grad is not None]
-    replicated = [p for p in trained if not getattr(p, "cuts", ())]
+    replicated = [p for p in trained if not getattr(p, "shardings", ())]
     flat = torch.cat([p.grad.flatten() for p in replicated])
     sums = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
     for p, grad in zip(replicated, sums):
@@ -207,7 +209,7 @@ def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
 # ---- Less memory still: compute again what was not kept
 
 
-class Recomputed(nn.Module):
+class Checkpointed(nn.Module):
     """A module that keeps its input for backward, and computes the rest again there.
 
     Around an attention's core (selective recompute) it drops what grows with S², and is
@@ -324,7 +326,7 @@ def show_replicated(report: Report, runs: dict, sp: nn.Module) -> None:
     """Every gradient of step 1; those of parameters that no rank has cut, by name."""
 
     def fold(name: str) -> str:
-        cut = getattr(sp.get_parameter(name), "cuts", ())
+        cut = getattr(sp.get_parameter(name), "shardings", ())
         return "cut, as in lesson 03" if cut else module_of(name)
 
     gradients = {what: run.gradients for what, run in runs.items() if what != "TP"}
@@ -397,7 +399,7 @@ def show_communication(report: Report, runs: dict, config: Config) -> None:
     report.say(f"   ring: a rank's bytes. SP: {extra:,} over TP, to gather x again")
 
 
-def layer_ways(full: DecoderLayer, tp_group, scores: float, norms: float) -> list:
+def layer_variants(full: DecoderLayer, tp_group, scores: float, norms: float) -> list:
     """One layer in the ways of arXiv:2205.05198, table 2 (2/T stands in its text), each
     with the formula for the bytes it keeps, and what of it is whole, what cut by T.
     (The paper's s, b, h, a, t are our S, B, D, N, T.)"""
@@ -407,18 +409,18 @@ def layer_ways(full: DecoderLayer, tp_group, scores: float, norms: float) -> lis
         parallelize_layer(layer, tp_group)
         return layer
 
-    def sp(project=gather_then_project) -> DecoderLayer:
+    def sp(project=gather_then_apply_each) -> DecoderLayer:
         layer = tp()
         split_sequence(layer, tp_group, project)
         return layer
 
     def selective(layer: DecoderLayer) -> DecoderLayer:
-        layer.self_attn.core = Recomputed(layer.self_attn.core)
+        layer.self_attn.core = Checkpointed(layer.self_attn.core)
         return layer
 
     around, between = 10 + norms, 24
     both, every = around + between, around + between + scores
-    whole_x = sp(gather_and_keep)
+    whole_x = sp(gather_and_save)
     return [
         ("without TP", full, "34 + 5NS/D", every, 0),
         ("TP", tp(), "10 + (24 + 5NS/D)/T", around, between + scores),
@@ -426,8 +428,8 @@ def layer_ways(full: DecoderLayer, tp_group, scores: float, norms: float) -> lis
         ("TP + SP, gathered kept", whole_x, "4 + (30 + 5NS/D)/T", 4, every - 4),
         ("TP, selective recompute", selective(tp()), "10 + 24/T", around, between),
         ("TP + SP, selective", selective(sp()), "34/T", 0, both),
-        ("TP, full recompute", Recomputed(tp()), "2", 2, 0),
-        ("TP + SP, full", Recomputed(sp()), "2/T", 0, 2),
+        ("TP, full recompute", Checkpointed(tp()), "2", 2, 0),
+        ("TP + SP, full", Checkpointed(sp()), "2/T", 0, 2),
     ]
 
 
@@ -441,7 +443,7 @@ def show_memory(report: Report, tp_group) -> None:
     x_BSD = torch.randn(B, S, D).to(args.device, torch.bfloat16)
     # Mean and 1/σ of the two LayerNorms, which the paper leaves out.
     norms = 4 * (2 if args.device == "cpu" else 4) / D  # a GPU has them in float32
-    ways = layer_ways(model.layers[0], tp_group, 5 * N * S / D, norms)
+    ways = layer_variants(model.layers[0], tp_group, 5 * N * S / D, norms)
     COMM.what = "memory"
     for name, layer, formula, whole, cut in ways:
         x = shard(x_BSD, 1, tp_group) if "SP" in name else x_BSD.clone()
@@ -482,7 +484,7 @@ def show_lengths(report: Report, tp_group) -> None:
                 all_reduce_replicated_gradients(model, tp_group)
             name = f"loss, length {length}, padded to {padded[0].shape[1]}"
             losses[what][name] = loss
-            for name, gradient in put_together(model, "grad").items():
+            for name, gradient in unshard_model(model, "grad").items():
                 gradients[what][f"length {length}: dL/d {name}"] = gradient
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     limit, _ = ALLOWED["float64"]
@@ -525,7 +527,7 @@ def show_hugging_face(report: Report, batch, tp_group) -> None:
         for what, model in models.items():
             loss, _ = forward_backward(f"Qwen2, {what}", model, batch, loss_of)
             losses[what] = {"loss": loss}
-            gradients[what] = put_together(model, "grad")
+            gradients[what] = unshard_model(model, "grad")
     report.section("The same plan on Hugging Face's Qwen2, in float32, random weights")
     allowed_loss, allowed = ALLOWED["float32"]
     report.compare("Qwen2 loss", losses, allowed_loss)
@@ -737,7 +739,7 @@ def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Pa
     for dim, group in cuts:
         full = shard(full, dim, group)
     mine = nn.Parameter(full.detach().clone())
-    mine.cuts = cuts
+    mine.shardings = cuts
     return mine
 
 
@@ -832,7 +834,7 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     return mlp
 
 
-class AllGather(torch.autograd.Function):
+class AllGatherWithGrad(torch.autograd.Function):
     """All-gather forward, reduce-scatter backward (lesson 01)"""
 
     @staticmethod
@@ -845,7 +847,7 @@ class AllGather(torch.autograd.Function):
         return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
 
 
-class ReduceScatter(torch.autograd.Function):
+class ReduceScatterWithGrad(torch.autograd.Function):
     """Reduce-scatter forward, all-gather backward (lesson 01)"""
 
     @staticmethod
@@ -976,7 +978,7 @@ class CoreAttention(nn.Module):
         return (weights_BNSS @ v_BNSH).transpose(1, 2).flatten(2)
 
 
-def project_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """The same x through several linears (lesson 02)"""
     return [linear(x_BSD) for linear in linears]
 
@@ -990,7 +992,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project = project_each  # how x gets to the three; TP puts f there
+        self.project = apply_each  # how x gets to the three; TP puts f there
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1058,20 +1060,20 @@ class ShardedDropout(nn.Module):
         return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+def copy_then_apply_each(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
     """f once for all linears that read x (lesson 02)"""
-    return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
+    return apply_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
 @functools.cache  # once for all layers: torch names a group by counting them
-def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
+def kv_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
     """One rank of each key/value head; those that hold mine (lesson 02)"""
     ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
     head, place = divmod(tp_group.rank(), ranks.shape[1])
     options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    one_of_each = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
+    kv_group = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
     copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
-    return one_of_each, copies
+    return kv_group, copies
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
@@ -1080,8 +1082,8 @@ def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
         return ColumnParallelLinear(full, tp_group, copy_input=False)
     if tp_group.size() % heads:
         raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
-    one_of_each, copies = head_groups(heads, tp_group)
-    linear = ColumnParallelLinear(full, one_of_each, copy_input=False)
+    kv_group, copies = kv_groups(heads, tp_group)
+    linear = ColumnParallelLinear(full, kv_group, copy_input=False)
     for p in linear.parameters():
         p.copies = copies
         # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
@@ -1099,7 +1101,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
         full = getattr(attn, name)
         heads = full.out_features // attn.core.head_size
         setattr(attn, name, split_heads(full, heads, tp_group))
-    attn.project = copy_then_project
+    attn.project = copy_then_apply_each
     attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
     layer.mlp = tp_mlp(layer.mlp, tp_group)
@@ -1124,7 +1126,7 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     return model.train(full.training)  # in eval mode if full is
 
 
-class ProjectedLinear(nn.Module):
+class LinearWithInputComm(nn.Module):
     """A parallel linear that `project` computes (lesson 02)"""
 
     def __init__(self, linear: nn.Module, project):
@@ -1140,7 +1142,7 @@ def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+        parts = math.prod(group.size() for _, group in getattr(p, "shardings", ()))
         if p.grad is not None:
             total += p.grad.double().square().sum() * parts / tp_group.size()
     return math.sqrt(all_reduce(total, tp_group))
@@ -1217,7 +1219,7 @@ def train_transformer(
             COMM.what, COMM.phase = what, "summing"
             after_backward(model)
         if step == 1:
-            gradients = put_together(model, "grad")
+            gradients = unshard_model(model, "grad")
         COMM.what, COMM.phase = what, "clipping"
         losses[f"loss, step {step}"] = loss
         norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
@@ -1230,7 +1232,7 @@ def train_transformer(
     held["parameters"] = nbytes(model.parameters())
     held["gradients"] = nbytes(p.grad for p in model.parameters())
     held["optimizer state"] = nbytes(moments)
-    ends, seconds = put_together(model, "data"), time.perf_counter() - start
+    ends, seconds = unshard_model(model, "data"), time.perf_counter() - start
     return TrainingRun(losses, norms, gradients, ends, held, seconds)
 
 
@@ -1255,7 +1257,7 @@ def norm_by_pytorch(model: nn.Module) -> float:
     return nn.utils.get_total_norm(grads, foreach=False).item()
 
 
-def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
+def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     """All parameters or gradients from all ranks' slices (lesson 02)"""
     COMM.what = COMM.phase = ""  # not the model's calls, but the report's
     whole = {}
@@ -1264,7 +1266,7 @@ def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
         if isinstance(x, DTensor):
             x = x.full_tensor()
         elif x is not None:
-            x = unshard(x, getattr(p, "cuts", ()))
+            x = unshard(x, getattr(p, "shardings", ()))
             x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
         whole[name] = torch.empty(0) if x is None else x.clone()
     return whole
@@ -1281,7 +1283,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
     for name, p in model.named_parameters():
-        whole = None if getattr(p, "cuts", ()) else tp_group
+        whole = None if getattr(p, "shardings", ()) else tp_group
         if copies := getattr(p, "copies", whole):
             report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
     of_rank_0 = gather_objects(losses[split])[0]

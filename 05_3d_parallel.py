@@ -69,7 +69,7 @@ from torch.utils.checkpoint import checkpoint
 # ==== NEW in 05: data × pipeline × tensor parallelism
 
 # From earlier lessons: COMM counts what is sent, and notes where this rank waits (00);
-# p.cuts says how a parameter was cut, ((dim, group), …), if it was (01); PAD is the
+# p.shardings says how a parameter was cut, ((dim, group), …), if it was (01); PAD is the
 # token of padding, IGNORE its target (02); p.rows are a vocabulary's own rows (03);
 # sp_transformer is the model edited: heads, columns, vocabulary and sequence cut over
 # the TP group, and all_reduce_replicated_gradients has to follow its backward (04).
@@ -93,7 +93,7 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
     return groups
 
 
-def keep_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
+def slice_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
     """Drop from a model what other stages have: its forward is then that of a stage.
 
     The first ones may have a layer more. The slowest stage sets the pace: large systems
@@ -221,7 +221,9 @@ class Pipeline:
         self.events.append(event | {"end": time.time(), "bytes": saved.total()})
 
 
-def cut_batch(batch: tuple, groups, num_microbatches: int, ragged: bool) -> list:
+def make_microbatches(
+    batch: tuple, groups, num_microbatches: int, ragged: bool
+) -> list:
     """This replica's rows of the batch, as M micro-batches [2, b, S]; ragged: each as
     long as its longest line, rounded up to a multiple of T."""
     mine = shard(torch.stack(batch), 1, groups["dp"])
@@ -233,12 +235,12 @@ def cut_batch(batch: tuple, groups, num_microbatches: int, ragged: bool) -> list
     return parts
 
 
-def share_batch(batch: tuple, groups, args) -> list[Tensor]:
+def broadcast_batch(batch: tuple, groups, args) -> list[Tensor]:
     """This replica's micro-batches: one rank of a TP group loads them, all get them;
     the others do not know how long they are, so the shape comes before the batch."""
     shared, micro_batches = [], [None] * args.microbatches
     if groups["tp"].rank() == 0:
-        micro_batches = cut_batch(batch, groups, args.microbatches, args.ragged)
+        micro_batches = make_microbatches(batch, groups, args.microbatches, args.ragged)
     for x in micro_batches:
         shape = torch.tensor([0, 0, 0] if x is None else x.shape, device=args.device)
         shape = broadcast(shape, 0, groups["tp"]).tolist()
@@ -275,7 +277,7 @@ class FlatAdamW:
         self.adamw = torch.optim.AdamW([self.vector], lr=1e-3, eps=1e-4)  # eps: see 02
         shares = {}  # in the model's norm: of what c ranks of a TP group have, 1/c each
         for name, p in parameters.items():
-            parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+            parts = math.prod(group.size() for _, group in getattr(p, "shardings", ()))
             shares[name] = torch.full_like(p, parts / groups["tp"].size())
         self.shares = self.cut(shares)
 
@@ -324,7 +326,7 @@ class MeshTraining:
         tied = model.lm_head.weight is model.embed_tokens.weight and groups["ends"]
         self.tied = model.lm_head.weight if tied else None
         names = {p: name for name, p in model.named_parameters()}
-        self.stage = keep_stage(model, pp.rank(), pp.size())
+        self.stage = slice_stage(model, pp.rank(), pp.size())
         # Named as in the full model, where a tied head goes by its embedding's name.
         self.parameters = {names[p]: p for p in self.stage.parameters()}
         owned = dict(self.parameters)
@@ -347,7 +349,7 @@ class MeshTraining:
         COMM.what = "batch"
         micro_batches = [(None, None)] * args.microbatches
         if pipeline.first or pipeline.last:  # one needs tokens, the other targets
-            micro_batches = share_batch(batch, groups, args)
+            micro_batches = broadcast_batch(batch, groups, args)
         if pipeline.last:
             self.batch_targets = count_targets(micro_batches, groups["dp"])
         COMM.what = "layers"
@@ -387,11 +389,11 @@ COMPLETE = "complete.json"  # the last file of a checkpoint
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's names for them
 
 
-def as_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTensor:
+def to_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTensor:
     """x, cut as p is, as a DTensor, which knows its place in the whole tensor: so dcp
     can hand any other mesh its parts. Rows that pad the vocabulary are left out."""
     x, shape, placement = x.detach(), list(x.shape), Replicate()
-    for dim, tp_group in getattr(p, "cuts", ()):  # of copies, a smaller group
+    for dim, tp_group in getattr(p, "shardings", ()):  # of copies, a smaller group
         placement = Shard(dim)
         shape[dim] *= tp_group.size()
     if hasattr(p, "rows"):
@@ -409,7 +411,7 @@ def state_to_save(training: MeshTraining, moments: dict[str, dict]) -> dict:
     state, tp_group = {}, training.groups["tp"]
     for kind, tensors in {"weight": training.parameters, **moments}.items():
         for name, x in tensors.items():
-            state[f"{kind}/{name}"] = as_dtensor(x, training.parameters[name], tp_group)
+            state[f"{kind}/{name}"] = to_dtensor(x, training.parameters[name], tp_group)
     return state
 
 
@@ -454,13 +456,13 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
     stage of it, fully_shard over dp (ZeRO stage 3: parameters and gradients, too)."""
     model = parallel.parallelize_module(copy.deepcopy(full), mesh["tp"], sp_plan())
     names = {p: name for name, p in model.named_parameters()}
-    model = keep_stage(model, mesh["pp"].get_local_rank(), args.pp)
+    model = slice_stage(model, mesh["pp"].get_local_rank(), args.pp)
     names = [names[p] for p in model.parameters()]  # fully_shard makes new ones
     options = {"mesh": mesh["dp"]}
     if args.bf16:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if args.recompute:
-        model.layers = nn.ModuleList(map(Recomputed, model.layers))
+        model.layers = nn.ModuleList(map(Checkpointed, model.layers))
     for layer in model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options), names
@@ -526,7 +528,7 @@ def collect(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
     mine = {}
     for name, x in tensors.items():
         p = training.parameters[name]
-        x = unshard(x.detach(), getattr(p, "cuts", ()))
+        x = unshard(x.detach(), getattr(p, "shardings", ()))
         mine[name] = x[: getattr(p, "rows", None)].cpu().clone()
     stages = gather_objects(mine, training.groups["pp"])
     return {name: x for found in stages for name, x in found.items()} | mine
@@ -577,7 +579,7 @@ def show_equality(report: Report, alone, mesh, training, batch: tuple) -> None:
         report.check("replicas over pp: the tied weight", diff)
     if args.begin:
         report.say(f"   Went on from {args.checkpoint}, saved by {args.made_by}.")
-    wanted = cut_batch(batch, groups, args.microbatches, args.ragged)
+    wanted = make_microbatches(batch, groups, args.microbatches, args.ragged)
     if pipeline.first or pipeline.last:
         same = all(map(torch.equal, pipeline.micro_batches, wanted))
         report.check("a TP group has its first rank's batch", float(not same))
@@ -651,9 +653,13 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
 
 def show_traffic_3d(report: Report, training: MeshTraining, batches: list) -> None:
     args, M, steps = report.args, report.args.microbatches, len(batches)
-    parts = [x for y in batches for x in cut_batch(y, training.groups, M, args.ragged)]
+    parts = [
+        x
+        for y in batches
+        for x in make_microbatches(y, training.groups, M, args.ragged)
+    ]
     MbS = sum(x[0].numel() for x in parts) / steps  # tokens of a step
-    whole = [x for x in training.parameters.values() if not getattr(x, "cuts", ())]
+    whole = [x for x in training.parameters.values() if not getattr(x, "shardings", ())]
     n = training.optimizer.vector.numel() * (args.dp if args.zero else 1)
     e, stage = training.pipeline.like.itemsize, training.pipeline.rank
     rows = traffic(args, stage, MbS, e, n, sum(x.numel() for x in whole))
@@ -671,7 +677,7 @@ def traffic(args, stage: int, MbS: float, e: int, n: int, whole: int) -> list[tu
     first, last, each = stage == 0, stage == args.pp - 1, "calls·X"
     MX, flat = e * MbS * D, e * (n + -n % args.dp)
     tied = args.tie and (first or last), "e·v·D", e * D * -(-args.vocab_size // T)
-    layers = args.layers // args.pp + (stage < args.layers % args.pp)  # see keep_stage
+    layers = args.layers // args.pp + (stage < args.layers % args.pp)  # see slice_stage
     copied = 4 * M * layers * (T > args.kv_heads)  # weights and biases of k and v
     copies = copied, "calls·Y", copied * e * D // args.heads * (D + 1) / 2
     gather = 2 * layers + last  # 2 a layer, one before the head
@@ -724,7 +730,7 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args, kind) -> dict:
     loss = torch.zeros((), dtype=torch.float64, device=device)
     loss = sum((x.full_tensor() for x in losses), loss)
     loss = all_reduce(all_reduce(loss.detach(), pp_group), groups["dp"])
-    gradients = put_together(model, "grad").values()
+    gradients = unshard_model(model, "grad").values()
     return {"loss": loss / args.dp, **dict(zip(names, gradients))}
 
 
@@ -736,7 +742,7 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
         got = pytorch_step(model, batch, groups, args, kind)
     loss, _ = forward_backward("", model, batch, mean_loss)
     losses = {"one process": {"loss": loss}, "PyTorch": {"loss": got.pop("loss")}}
-    wanted = put_together(model, "grad")
+    wanted = unshard_model(model, "grad")
     gradients = {"one process": {name: wanted[name] for name in got}, "PyTorch": got}
     extra = ", recomputed" * args.recompute + ", in bfloat16" * args.bf16
     extra += ", weights untied" * args.tie
@@ -748,7 +754,7 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
         return
     small = copy.deepcopy(model).bfloat16()  # how far off is it with no ranks at all?
     forward_backward("", small, batch, mean_loss)
-    rows, small = [], put_together(small, "grad")
+    rows, small = [], unshard_model(small, "grad")
     for name, x in got.items():
         row = {"gradient": name, "diff": rel_diff(x, wanted[name])}
         alone = rel_diff(small[name], wanted[name])
@@ -866,7 +872,7 @@ def take_checkpoint(args, path: Path | None) -> None:
 
 BREAKS = {
     "shape": dict(
-        target="share_batch",
+        target="broadcast_batch",
         old='        shape = broadcast(shape, 0, groups["tp"]).tolist()\n',
         new="        rows = args.batch_size // args.dp // args.microbatches\n"
         "        shape = [2, rows, args.seq_len]\n",
@@ -876,7 +882,7 @@ BREAKS = {
         met="github.com/NVIDIA/Megatron-LM/pull/4103",
     ),
     "data": dict(
-        target="share_batch",
+        target="broadcast_batch",
         old="    return shared\n",
         new='    return [x.roll(groups["tp"].rank(), 1) for x in shared]  # shuffled\n',
         what="each rank of a TP group shuffles its batch for itself",
@@ -1038,7 +1044,7 @@ def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Pa
     for dim, group in cuts:
         full = shard(full, dim, group)
     mine = nn.Parameter(full.detach().clone())
-    mine.cuts = cuts
+    mine.shardings = cuts
     return mine
 
 
@@ -1133,7 +1139,7 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     return mlp
 
 
-class AllGather(torch.autograd.Function):
+class AllGatherWithGrad(torch.autograd.Function):
     """All-gather forward, reduce-scatter backward (lesson 01)"""
 
     @staticmethod
@@ -1146,7 +1152,7 @@ class AllGather(torch.autograd.Function):
         return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
 
 
-class ReduceScatter(torch.autograd.Function):
+class ReduceScatterWithGrad(torch.autograd.Function):
     """Reduce-scatter forward, all-gather backward (lesson 01)"""
 
     @staticmethod
@@ -1277,7 +1283,7 @@ class CoreAttention(nn.Module):
         return (weights_BNSS @ v_BNSH).transpose(1, 2).flatten(2)
 
 
-def project_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """The same x through several linears (lesson 02)"""
     return [linear(x_BSD) for linear in linears]
 
@@ -1291,7 +1297,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project = project_each  # how x gets to the three; TP puts f there
+        self.project = apply_each  # how x gets to the three; TP puts f there
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1359,20 +1365,20 @@ class ShardedDropout(nn.Module):
         return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-def copy_then_project(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+def copy_then_apply_each(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
     """f once for all linears that read x (lesson 02)"""
-    return project_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
+    return apply_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
 
 
 @functools.cache  # once for all layers: torch names a group by counting them
-def head_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
+def kv_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
     """One rank of each key/value head; those that hold mine (lesson 02)"""
     ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
     head, place = divmod(tp_group.rank(), ranks.shape[1])
     options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    one_of_each = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
+    kv_group = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
     copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
-    return one_of_each, copies
+    return kv_group, copies
 
 
 def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
@@ -1381,8 +1387,8 @@ def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
         return ColumnParallelLinear(full, tp_group, copy_input=False)
     if tp_group.size() % heads:
         raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
-    one_of_each, copies = head_groups(heads, tp_group)
-    linear = ColumnParallelLinear(full, one_of_each, copy_input=False)
+    kv_group, copies = kv_groups(heads, tp_group)
+    linear = ColumnParallelLinear(full, kv_group, copy_input=False)
     for p in linear.parameters():
         p.copies = copies
         # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
@@ -1400,7 +1406,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
         full = getattr(attn, name)
         heads = full.out_features // attn.core.head_size
         setattr(attn, name, split_heads(full, heads, tp_group))
-    attn.project = copy_then_project
+    attn.project = copy_then_apply_each
     attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
     layer.mlp = tp_mlp(layer.mlp, tp_group)
@@ -1414,7 +1420,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     return model.train(full.training)  # in eval mode if full is
 
 
-class ProjectedLinear(nn.Module):
+class LinearWithInputComm(nn.Module):
     """A parallel linear that `project` computes (lesson 02)"""
 
     def __init__(self, linear: nn.Module, project):
@@ -1430,7 +1436,7 @@ def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        parts = math.prod(group.size() for _, group in getattr(p, "cuts", ()))
+        parts = math.prod(group.size() for _, group in getattr(p, "shardings", ()))
         if p.grad is not None:
             total += p.grad.double().square().sum() * parts / tp_group.size()
     return math.sqrt(all_reduce(total, tp_group))
@@ -1507,7 +1513,7 @@ def train_transformer(
             COMM.what, COMM.phase = what, "summing"
             after_backward(model)
         if step == 1:
-            gradients = put_together(model, "grad")
+            gradients = unshard_model(model, "grad")
         COMM.what, COMM.phase = what, "clipping"
         losses[f"loss, step {step}"] = loss
         norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
@@ -1520,7 +1526,7 @@ def train_transformer(
     held["parameters"] = nbytes(model.parameters())
     held["gradients"] = nbytes(p.grad for p in model.parameters())
     held["optimizer state"] = nbytes(moments)
-    ends, seconds = put_together(model, "data"), time.perf_counter() - start
+    ends, seconds = unshard_model(model, "data"), time.perf_counter() - start
     return TrainingRun(losses, norms, gradients, ends, held, seconds)
 
 
@@ -1545,7 +1551,7 @@ def norm_by_pytorch(model: nn.Module) -> float:
     return nn.utils.get_total_norm(grads, foreach=False).item()
 
 
-def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
+def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     """All parameters or gradients from all ranks' slices (lesson 02)"""
     COMM.what = COMM.phase = ""  # not the model's calls, but the report's
     whole = {}
@@ -1554,7 +1560,7 @@ def put_together(model: nn.Module, what: str) -> dict[str, Tensor]:
         if isinstance(x, DTensor):
             x = x.full_tensor()
         elif x is not None:
-            x = unshard(x, getattr(p, "cuts", ()))
+            x = unshard(x, getattr(p, "shardings", ()))
             x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
         whole[name] = torch.empty(0) if x is None else x.clone()
     return whole
@@ -1571,7 +1577,7 @@ def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
     report.compare("losses", losses, report.allowed_loss)
     report.compare("updates", ends, fold=labels.get)
     for name, p in model.named_parameters():
-        whole = None if getattr(p, "cuts", ()) else tp_group
+        whole = None if getattr(p, "shardings", ()) else tp_group
         if copies := getattr(p, "copies", whole):
             report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
     of_rank_0 = gather_objects(losses[split])[0]
@@ -1744,7 +1750,7 @@ def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
 
 def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
     """The ranks' terms are summed, and each keeps its slice of positions (lesson 04)"""
-    return ReduceScatter.apply(partial_y_BSD, 1, tp_group)
+    return ReduceScatterWithGrad.apply(partial_y_BSD, 1, tp_group)
 
 
 class GatherThenLinear(torch.autograd.Function):
@@ -1773,23 +1779,25 @@ class GatherThenLinear(torch.autograd.Function):
         return grad_BsD, None, *grads
 
 
-def gather_then_project(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def gather_then_apply_each(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """Column-parallel linears of a split sequence (lesson 04)"""
     parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
     return list(GatherThenLinear.apply(x_BsD, linears[0].tp_group, *parameters))
 
 
-def gather_and_keep(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
+def gather_and_save(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """The same as plain autograd does it (lesson 04)"""
-    x_BSD = AllGather.apply(x_BsD, 1, linears[0].tp_group)
+    x_BSD = AllGatherWithGrad.apply(x_BsD, 1, linears[0].tp_group)
     return [F.linear(x_BSD, linear.weight, linear.bias) for linear in linears]
 
 
-def split_sequence(layer: DecoderLayer, tp_group, project=gather_then_project) -> None:
+def split_sequence(
+    layer: DecoderLayer, tp_group, project=gather_then_apply_each
+) -> None:
     """Edit a layer of tp_transformer (lesson 04)"""
     layer.self_attn.project = project
     layer.self_attn.o_proj.reduce = reduce_scatter_sequence
-    layer.mlp.up_proj = ProjectedLinear(layer.mlp.up_proj, project)
+    layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, project)
     layer.mlp.down_proj.reduce = reduce_scatter_sequence
     layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)  # of [B, s, D]
 
@@ -1798,26 +1806,26 @@ def sp_transformer(
     full: Transformer, tp_group: dist.ProcessGroup, save_gathered: bool = False
 ) -> Transformer:
     """Lesson 03's model with the sequence split between its linears (lesson 04)"""
-    project = gather_and_keep if save_gathered else gather_then_project
+    project = gather_and_save if save_gathered else gather_then_apply_each
     model = vocab_transformer(full, tp_group)
     for layer in model.layers:
         split_sequence(layer, tp_group, project)
     model.embed_tokens.reduce = reduce_scatter_sequence
-    model.lm_head = ProjectedLinear(model.lm_head, project)
+    model.lm_head = LinearWithInputComm(model.lm_head, project)
     return model.train(full.training)  # in eval mode if full is
 
 
 def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
     """Sum the gradients of what a TP group has whole (lesson 04)"""
     trained = [p for p in model.parameters() if p.grad is not None]
-    replicated = [p for p in trained if not getattr(p, "cuts", ())]
+    replicated = [p for p in trained if not getattr(p, "shardings", ())]
     flat = torch.cat([p.grad.flatten() for p in replicated])
     sums = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
     for p, grad in zip(replicated, sums):
         p.grad.copy_(grad.view_as(p))
 
 
-class Recomputed(nn.Module):
+class Checkpointed(nn.Module):
     """A module that keeps its input, and computes the rest again (lesson 04)"""
 
     def __init__(self, inner: nn.Module):

@@ -702,7 +702,7 @@ SP_FORWARD = [
     Step(ROWS, "partial_y_BSD",
          "o_proj is cut by rows: each rank has one term of the sum, for all positions.",
          makes="partial_y_BSD", drops="heads_BSd"),
-    Step("ReduceScatter.forward", "reduce-scatter",
+    Step("ReduceScatterWithGrad.forward", "reduce-scatter",
          "A reduce-scatter adds up the terms, and each rank keeps only its own "
          "positions. {bytes} bytes. Without SP an all-reduce would stand here.",
          takes="partial_y_BSD", makes="y_BsD", drops="partial_y_BSD"),
@@ -720,7 +720,7 @@ SP_FORWARD = [
          makes="h_BSf", drops="norm_x_BSD"),
     Step(ROWS, "partial_y_BSD", "Each rank's own rows: one term of the sum.",
          makes="partial_y_BSD", drops="h_BSf"),
-    Step("ReduceScatter.forward", "reduce-scatter",
+    Step("ReduceScatterWithGrad.forward", "reduce-scatter",
          "A reduce-scatter adds up, and each rank keeps its own positions: {bytes} "
          "bytes.",
          takes="partial_y_BSD", makes="y_BsD", drops="partial_y_BSD"),
@@ -732,7 +732,7 @@ SP_FORWARD = [
 
 def sp_backward(block: str) -> list[Step]:
     return [
-        Step("ReduceScatter.backward", "all-gather",
+        Step("ReduceScatterWithGrad.backward", "all-gather",
              f"Backward through {block}. What was a reduce-scatter is now an "
              f"all-gather: each rank's term met all positions, so it needs all of "
              f"dL/dy.",
@@ -789,7 +789,7 @@ def sp_layer(lesson, group) -> dict:
         lesson.all_reduce_replicated_gradients(layer, group)
     x_alone = x_BSD.clone().requires_grad_()
     alone(x_alone, tables).backward(upstream_BSD)
-    whole = [n for n, p in layer.named_parameters() if not getattr(p, "cuts", ())]
+    whole = [n for n, p in layer.named_parameters() if not getattr(p, "shardings", ())]
     grads = torch.cat([alone.get_parameter(name).grad.flatten() for name in whole])
     says = (
         "Compared with the same layer in one process: the same gradients, but for "
@@ -810,11 +810,11 @@ BATCH = [
     step
     for i, length in ((1, ""), (2, "The second micro-batch, in the same way. "))
     for step in (
-        Step("share_batch", "broadcast",
+        Step("broadcast_batch", "broadcast",
              f"{length}First the shape, three whole numbers: a rank that does not know "
              "how long the lines are cannot make room for them. {bytes} bytes.",
              takes=f"loaded_shape_{i}", makes=f"shape_{i}"),
-        Step("share_batch", "broadcast",
+        Step("broadcast_batch", "broadcast",
              "Then tokens and targets, into room of just that shape. The ranks of a TP "
              "group have the same batch now; the other replica has another one.",
              takes=f"micro_batch_{i}", makes=f"micro_batch_{i}", drops=f"shape_{i}"),
@@ -840,7 +840,7 @@ def batch(lesson, _group) -> dict:
     recorder = Recorder(lesson, BATCH)
     loaded = {}
     if groups["tp"].rank() == 0:
-        parts = lesson.cut_batch(whole, groups, 2, ragged=True)
+        parts = lesson.make_microbatches(whole, groups, 2, ragged=True)
         loaded = {f"micro_batch_{i}": part for i, part in enumerate(parts, 1)}
     says = (
         "Eight lines of text for two replicas of two ranks each: ranks 0 and 1, ranks "
@@ -851,7 +851,7 @@ def batch(lesson, _group) -> dict:
     recorder.add("hold", says, loaded)
     with recorder:
         lesson.COMM.what, lesson.COMM.phase = "batch", ""
-        micro_batches = lesson.share_batch(whole, groups, args)
+        micro_batches = lesson.broadcast_batch(whole, groups, args)
         total = lesson.count_targets(micro_batches, groups["dp"])
     says = "As many targets as one process counts in this batch. Forward may begin."
     recorder.compare(says, {"all_targets": (whole[1] != lesson.IGNORE).sum()})
@@ -867,7 +867,7 @@ def traffic_of(lesson, groups, args, whole: tuple, pp=1, stage=0) -> dict:
     """Lesson 05's formulas for a stage, of a model that has no layers."""
     flags = dict(pp=pp, dp=groups["dp"].size(), tie=False, layers=0, vocab_size=1)
     flags |= dict(heads=1, kv_heads=args.tp) | vars(args)
-    parts = lesson.cut_batch(whole, groups, args.microbatches, args.ragged)
+    parts = lesson.make_microbatches(whole, groups, args.microbatches, args.ragged)
     tokens = sum(part[0].numel() for part in parts)
     rows = lesson.traffic(SimpleNamespace(**flags), stage, tokens, 4, 0, 0)
     return {row[:4]: (row[4], row[5], round(row[6])) for row in rows}

@@ -321,8 +321,8 @@ def replace(old, new) -> None:
             if held is old:
                 setattr(module, name, new)
         for p in module.parameters(recurse=False):
-            if cuts := getattr(p, "cuts", ()):
-                p.cuts = tuple((dim, new if g is old else g) for dim, g in cuts)
+            if cuts := getattr(p, "shardings", ()):
+                p.shardings = tuple((dim, new if g is old else g) for dim, g in cuts)
 
 
 def senders(call, x):

@@ -74,7 +74,7 @@ def try_way(way: str, number: int, groups: dict) -> dict:
     found = {"y": (got, y, y_cuts), "x": (mine.grad, leaf.grad, x_cuts)}
     for name, p in full.named_parameters():
         held = layer.get_parameter(name)
-        found[name] = held.grad, p.grad, held.cuts
+        found[name] = held.grad, p.grad, held.shardings
     diffs = {
         name: difference(part, piece(whole, cuts), whole)
         for name, (part, whole, cuts) in found.items()

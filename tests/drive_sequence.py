@@ -34,7 +34,7 @@ def try_recompute(number: int, group) -> dict:
     x, upstream = torch.randn(2, B, S, D, dtype=torch.float64)
     my_positions = lambda whole: lesson.shard(whole, 1, group)
     results, same = {}, {}
-    for way, layer, *_ in lesson.layer_ways(model.layers[0], group, 0, 0):
+    for way, layer, *_ in lesson.layer_variants(model.layers[0], group, 0, 0):
         cut = my_positions if "SP" in way else torch.clone
         mine = cut(x).requires_grad_()
         torch.manual_seed(number)

@@ -169,11 +169,11 @@ def try_ring(number: int, groups: dict) -> dict:
 
 def try_background(number: int, groups: dict) -> dict:
     """The all-reduce that is waited for later; the lesson does not count it."""
-    case = Case("sum_in_background", number, groups)
+    case = Case("async_all_reduce", number, groups)
     case.view = "plain"
     ranks = case.draw([[1 + number % 6]] * case.T)
     x = ranks[case.r]
-    start = partial(lesson.sum_in_background, x, case.group)
+    start = partial(lesson.async_all_reduce, x, case.group)
     case.call(x, start, add(ranks), "", [0, 0])
     return case.about
 

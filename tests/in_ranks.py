@@ -40,10 +40,10 @@ def groups_of_4(lesson) -> list:
     found = []
     for sizes in ({"tp": 1, "x": 4}, {"tp": 2, "x": 2}, {"tp": 4}, {"x": 2, "tp": 2}):
         found.append(lesson.mesh_groups(sizes, 30)["tp"])
-    if hasattr(lesson, "head_groups"):  # kept for later: all ranks must make them alike
+    if hasattr(lesson, "kv_groups"):  # kept for later: all ranks must make them alike
         for group, heads in itertools.product(found, (1, 2)):
             if heads < group.size():
-                lesson.head_groups(heads, group)
+                lesson.kv_groups(heads, group)
     return found
 
 
@@ -123,7 +123,7 @@ def random_model(lesson, config, tied: bool, generator):
 
 class Twins:
     """A whole model of random sizes and its parallel copy in training: what kind of
-    thing differs how much at most, and where. What a slice is, p.cuts says."""
+    thing differs how much at most, and where. What a slice is, p.shardings says."""
 
     def __init__(self, lesson, number: int, group, split, by_rows=True, pads=False):
         """split: (full, group) → the parallel copy; by_rows: the vocabulary is split;
@@ -160,7 +160,7 @@ class Twins:
             if hasattr(p, "rows"):  # all ranks' are padded to one length
                 padding = len(p) * self.group.size() - p.rows
                 wanted = torch.cat([alone, alone.new_zeros(padding, *p.shape[1:])])
-            for dim, group in getattr(p, "cuts", ()):
+            for dim, group in getattr(p, "shardings", ()):
                 wanted = self.lesson.shard(wanted, dim, group)
             self.note(kind, difference(getattr(p, what), wanted, alone), name)
 
@@ -235,7 +235,7 @@ class Twins:
             wanted, got = (model.eval()(tokens) for model in (self.alone, self.split))
         self.note("eval", difference(got, self.columns(wanted)))
         for name, p in self.split.named_parameters():
-            if not getattr(p, "cuts", ()):
+            if not getattr(p, "shardings", ()):
                 of_first = self.lesson.broadcast(p, 0, self.group)
                 self.note("replicas", not torch.equal(p, of_first), name)
         for p, q in zip(self.full.parameters(), self.before.parameters()):

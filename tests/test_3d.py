@@ -67,7 +67,7 @@ def test_a_batch_is_dealt_out_once(DP, M):
     tokens, dealt = torch.arange(12 * 5).view(12, 5), []
     for replica in range(DP):
         groups = {"dp": no_group(DP, replica)}
-        dealt += lesson.cut_batch((tokens, -tokens), groups, M, ragged=False)
+        dealt += lesson.make_microbatches((tokens, -tokens), groups, M, ragged=False)
     assert len(dealt) == DP * M
     assert torch.equal(torch.cat(dealt, 1), torch.stack((tokens, -tokens)))
 
@@ -78,7 +78,7 @@ def test_layers_are_dealt_out_once_and_evenly(P):
         dealt, sizes = [], []
         for stage in range(P):
             model = SimpleNamespace(layers=[nn.Linear(1, i + 1) for i in range(L)])
-            mine = lesson.keep_stage(model, stage, P).layers
+            mine = lesson.slice_stage(model, stage, P).layers
             dealt += [layer.out_features - 1 for layer in mine]
             sizes.append(len(mine))
         assert dealt == list(range(L))

@@ -130,7 +130,7 @@ def test_a_rank_that_raises(cell, px):
     said = px("print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)")
     assert said == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
     # What its parameters remember of their cuts has the new group, too.
-    said = px("print([list(unshard(p, p.cuts).shape) for p in mlp.parameters()])")
+    said = px("print([list(unshard(p, p.shardings).shape) for p in mlp.parameters()])")
     assert said == "every rank  [[4, 2], [4], [2, 4], [2]]\n"
 
 

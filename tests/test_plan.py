@@ -122,7 +122,7 @@ def test_activations_are_lesson_04s():
     other = jobs.load("04_sequence_parallel")
     B, S, D, N, T = 1, 8, 32, 4, 2
     full = other.Transformer(other.Config(1, D, N, N, 1, S, 0.1)).layers[0]
-    ways = other.layer_ways(full, no_group(T), 5 * N * S / D, 4 * 2 / D)
+    ways = other.layer_variants(full, no_group(T), 5 * N * S / D, 4 * 2 / D)
     for name, _, _, whole, cut in ways:
         if "gathered" in name:
             continue

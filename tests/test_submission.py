@@ -25,7 +25,7 @@ def bytes_of_tp(B, S, D, F):
 def bytes_of_naive(B, S, D, F):
     return 2 * both(B, S, D, F)
 """
-WRONG = "%%px\nsame = AllGather\ndifferent = GatherFromTP\n"
+WRONG = "%%px\nsame = AllGatherWithGrad\ndifferent = GatherFromTP\n"
 ALONE = {  # a notebook without ranks, by tag
     "given": "one = 1",
     "exercise-1": "def f():\n    return 1",

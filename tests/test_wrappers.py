@@ -16,7 +16,7 @@ DRIVER = ("drive_wrappers.py", 4)
 @pytest.mark.launches(*DRIVER)
 @pytest.mark.parametrize("wrapper", [
     "all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all",
-    "broadcast", "shard", "send_recv", "ring_all_reduce", "sum_in_background",
+    "broadcast", "shard", "send_recv", "ring_all_reduce", "async_all_reduce",
 ])  # fmt: skip
 def test_random_cases(ranks, wrapper):
     mine = [case for case in found(ranks, "cases") if case["wrapper"] == wrapper]

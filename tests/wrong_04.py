@@ -1,7 +1,7 @@
 """Wrong answers to the exercises of notebook 04, and what they are told."""
 
 WITH_F = {", copy_input=False": ""}
-GATHER = "gate_BSf, up_BSf = gather_then_project(x_BsD, self.gate, self.up)"
+GATHER = "gate_BSf, up_BSf = gather_then_apply_each(x_BsD, self.gate, self.up)"
 REDUCE = "self.down.reduce = reduce_scatter_sequence"
 END = "return self.down(F.silu(gate_BSf) * up_BSf)"
 MY_END = """y = F.linear(F.silu(gate_BSf) * up_BSf, self.down.weight, bias)
@@ -14,14 +14,14 @@ def gathered_by(call: str) -> dict[str, str]:
 
 
 WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
-    (1, {GATHER: "(gate_BSf,) = gather_then_project(x_BsD, self.gate)\n"
-         "        (up_BSf,) = gather_then_project(x_BsD, self.up)"},
+    (1, {GATHER: "(gate_BSf,) = gather_then_apply_each(x_BsD, self.gate)\n"
+         "        (up_BSf,) = gather_then_apply_each(x_BsD, self.up)"},
      "forward: {'all-gather': 2, 'reduce-scatter': 1}"),
     (1, gathered_by("all_gather(x_BsD, 1, tp_group).requires_grad_()"),
      "dL/dx is missing"),
     (1, gathered_by("GatherFromTP.apply(x_BsD, 1, tp_group)"),
      "dL/dx is wrong: which backward"),
-    (1, WITH_F | gathered_by("AllGather.apply(x_BsD, 1, tp_group)"),
+    (1, WITH_F | gathered_by("AllGatherWithGrad.apply(x_BsD, 1, tp_group)"),
      "an all-reduce too; f is still in your column-parallel layers (copy_input"),
     (1, WITH_F | gathered_by("GatherFromTP.apply(x_BsD, 1, tp_group)"),
      "backward: {'all-gather': 1, 'all-reduce': 2}, not a reduce-scatter and"),

@@ -76,12 +76,12 @@ def as_rank(rank: int, ranks: int):
 
 
 def recompute(stage: torch.nn.Module, what: str) -> None:
-    """Lesson 04's Recomputed in each layer of a stage."""
+    """Lesson 04's Checkpointed in each layer of a stage."""
     for i, layer in enumerate(stage.layers):
         if what == "selective":
-            layer.self_attn.core = lesson.Recomputed(layer.self_attn.core)
+            layer.self_attn.core = lesson.Checkpointed(layer.self_attn.core)
         elif what == "full":
-            stage.layers[i] = lesson.Recomputed(layer)
+            stage.layers[i] = lesson.Checkpointed(layer)
 
 
 def meta_model(layout, dtype: str):

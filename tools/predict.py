@@ -81,7 +81,7 @@ def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, **more):
 
 
 def layers_of(args, stage: int) -> int:
-    """As keep_stage deals them out: the first stages may have one more."""
+    """As slice_stage deals them out: the first stages may have one more."""
     return args.layers // args.pp + (stage < args.layers % args.pp)
 
 

@@ -1,0 +1,190 @@
+"""Write what each lesson carries over from earlier ones, and the harness.
+
+    python tools/carry.py            rewrite the folded parts of all lessons
+    python tools/carry.py --check    exit with 1 if a file would change
+
+Every definition has one home: the lesson (or script of beyond/) under whose NEW, RUN or
+FLAGS it is, or the HARNESS of lesson 00. Edit it there. This tool copies all that a
+later lesson uses, and what that uses, below its FLAGS. Of a docstring it keeps the first
+line, which has to be a sentence. Imports that only copies need are copied as well.
+"""
+
+import ast
+import re
+import symtable
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDED = re.compile(r"^# ==== (?:CARRIED OVER|HARNESS)", re.M)
+FREE = {"main", "parse_args", "BREAKS"}  # each lesson has its own
+DEFINITIONS = ast.FunctionDef, ast.ClassDef
+
+
+def names_defined(node: ast.stmt) -> list[str]:
+    """The names that a statement at the top level of a module defines."""
+    if isinstance(node, DEFINITIONS):
+        return [node.name]
+    names = []
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                names.append(inner.id)
+    return names
+
+
+def names_used(node: ast.AST) -> set[str]:
+    """The module's names that a definition, or a whole module, reads."""
+    tables = [symtable.symtable(ast.unparse(node), "", "exec")]
+    names = set()
+    while tables:
+        table = tables.pop()
+        tables.extend(table.get_children())
+        for symbol in table.get_symbols():
+            if symbol.is_global() or table.get_type() == "module":
+                names.add(symbol.get_name())
+    return names
+
+
+def imports_of(tree: ast.Module) -> dict[str, str]:
+    """name → the statement that imports it."""
+    statements = {}
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                single = ast.Import([alias])
+                name = alias.asname or alias.name.partition(".")[0]
+                if isinstance(node, ast.ImportFrom):
+                    single = ast.ImportFrom(node.module, [alias], node.level)
+                statements[name] = ast.unparse(single)
+    return statements
+
+
+class Lesson:
+    """A lesson's own text, which is kept, and the folded parts, which are written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.number = path.name[:2]
+        self.text = path.read_text("utf-8")
+        start = FOLDED.search(self.text).start()
+        self.own = self.text[:start]
+        self.folded = self.text[start:]
+        self.lines = self.own.splitlines()
+        self.tree = ast.parse(self.own)
+        self.imports = imports_of(self.tree)
+        self.home = {}  # name → its definition
+        for node in self.tree.body:
+            for name in names_defined(node):
+                self.home[name] = node
+
+    def copy_of(self, node: ast.stmt) -> str:
+        """A definition's text, with each docstring cut to its first line."""
+        first = node.lineno
+        if getattr(node, "decorator_list", []):
+            first = node.decorator_list[0].lineno
+        lines = {}
+        for number in range(first, node.end_lineno + 1):
+            lines[number] = self.lines[number - 1]
+        for inner in ast.walk(node):
+            if isinstance(inner, DEFINITIONS) and ast.get_docstring(inner):
+                self.shorten(inner.body[0], lines)
+        return "\n".join(lines.values())
+
+    def shorten(self, doc: ast.Expr, lines: dict[int, str]) -> None:
+        """Keep the first line of a docstring, and say where the others are."""
+        sentence = doc.value.value.splitlines()[0].strip()
+        where = f"{self.path.name}:{doc.lineno}"
+        if not sentence.endswith((".", ":", "?")):
+            raise ValueError(
+                f"{where}: the first line of a docstring is not a sentence"
+            )
+        for number in range(doc.lineno, doc.end_lineno + 1):
+            del lines[number]
+        text = f'{" " * doc.col_offset}"""{sentence[:-1]} (lesson {self.number})."""'
+        if len(text) > 88:
+            raise ValueError(f"{where}: too long with its lesson: {len(text)} columns")
+        lines[doc.lineno] = text
+        ordered = dict(sorted(lines.items()))
+        lines.clear()
+        lines.update(ordered)
+
+
+def needed_from(lesson: Lesson, earlier: list[Lesson], harness: ast.Module) -> dict:
+    """All names that a lesson needs from earlier ones: name → the lesson it is from."""
+    found = {}
+    todo = [lesson.tree, harness]
+    while todo:
+        for name in names_used(todo.pop()) - lesson.home.keys() - FREE:
+            for other in earlier:
+                if name in other.home and name not in found:
+                    found[name] = other
+                    todo.append(other.home[name])
+    return found
+
+
+def missing_imports(lesson: Lesson, found: dict, first: Lesson, harness) -> list[str]:
+    """Imports that only the folded parts need."""
+    statements = set()
+    own = imports_of(harness)
+    for node, home in [
+        (harness, first),
+        *((other.home[name], other) for name, other in found.items()),
+    ]:
+        for name in names_used(node) & home.imports.keys():
+            if name not in lesson.imports and name not in own:
+                statements.add(home.imports[name])
+    return sorted(statements, key=import_order)
+
+
+def import_order(statement: str) -> tuple:
+    """The order that ruff wants: standard library, then torch; `import` before `from`."""
+    module = statement.split()[1]
+    is_torch = module.partition(".")[0] == "torch"
+    return is_torch, statement.startswith("from"), module.lower()
+
+
+def folded_part(lesson: Lesson, earlier: list[Lesson], first: Lesson) -> str:
+    """CARRIED OVER, one banner for each earlier lesson, and the harness."""
+    harness = ast.parse(first.folded.partition("\nif __name__ ==")[0])
+    found = needed_from(lesson, earlier, harness)
+    parts = []
+    imports = missing_imports(lesson, found, first, harness)
+    for other in earlier:
+        nodes = []
+        for name, node in other.home.items():
+            if found.get(name) is other and node not in nodes:
+                nodes.append(node)
+        if nodes:
+            parts.append(
+                f"# ==== CARRIED OVER from {other.number}, unchanged\n# region"
+            )
+            if imports:
+                parts[-1] += "\n\n# Imports that only the parts below use.\n"
+                parts[-1] += "\n".join(imports)
+                imports = []
+            parts.extend(other.copy_of(node) for node in nodes)
+            parts.append("# endregion")
+    return "\n\n\n".join([*parts, first.folded])
+
+
+def main() -> int:
+    paths = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*.py"))]
+    lessons = [Lesson(path) for path in paths]
+    only = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+    stale = []
+    for i, lesson in enumerate(lessons):
+        if only and lesson.number not in only:
+            continue
+        text = lesson.own + folded_part(lesson, lessons[:i], lessons[0])
+        if text != lesson.text:
+            stale.append(lesson.path.name)
+            if "--check" not in sys.argv:
+                lesson.path.write_text(text, "utf-8")
+    word = "would change" if "--check" in sys.argv else "rewritten"
+    print(f"{word}: {', '.join(stale) or 'nothing'}")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
