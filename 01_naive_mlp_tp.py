@@ -28,23 +28,9 @@ Sources: Megatron-LM, arXiv:1909.08053, sec. 3; ZeRO, arXiv:1910.02054 (FSDP); G
 
 from __future__ import annotations
 
-import argparse
 import copy
-import gc
-import inspect
-import json
 import math
-import os
-import re
-import signal
-import sys
-import textwrap
-import time
-import traceback
-from collections import Counter
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from pathlib import Path
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -86,6 +72,11 @@ def unshard(x: Tensor, cuts: tuple) -> Tensor:
     for dim, group in reversed(cuts):
         x = all_gather(x, dim, group)
     return x
+
+
+def shardings_of(p: Tensor) -> tuple:
+    """How a parameter was sharded: ((dim, group), …); empty if it is replicated."""
+    return getattr(p, "shardings", ())
 
 
 # Collectives with a backward: which one is right depends on what the ranks do next.
@@ -206,8 +197,11 @@ class RowParallelLinear(nn.Module):
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Megatron's MLP: columns, then rows; one all-reduce forward, one backward. Columns
-    first, as GELU needs finished elements: rows would give terms of them."""
+    """Megatron's MLP: columns, then rows; one all-reduce forward, one backward.
+
+    Columns come first because GELU needs complete elements: rows first would give
+    partial sums, and GELU(a) + GELU(b) is not GELU(a + b).
+    """
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
@@ -240,7 +234,7 @@ class AllGatherWithGrad(torch.autograd.Function):
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of AllGatherWithGrad."""
+    """Reduce-scatter forward, all-gather backward: the transpose of the above."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -507,6 +501,40 @@ def show_bytes(report) -> None:
     report.table("totals", [{"ring, in all": "", **totals}] if totals else [])
 
 
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
+
+    formulas: what is stored → bytes as a formula, such as "2·D·F·e/T".
+    sizes: run → letter → number.
+    """
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes."""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
+
+
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
+
+
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
 
@@ -558,9 +586,85 @@ def nbytes(tensors) -> int:
     return sum(local(x).nbytes for x in tensors if x is not None)
 
 
+# ==== BREAK IT
+
+BREAKS = {
+    "f": dict(
+        target="CopyToTP.backward",
+        old="    return all_reduce(partial_grad, ctx.tp_group), None\n",
+        new="    return partial_grad, None\n",
+        what="f without its all-reduce in backward",
+        symptom="step 1's loss is right, so are gradients of Megatron's weights; dL/dx "
+        "is not: losses part from step 2 on. The naive up_proj's gradients suffer, too",
+        why="each rank used its slice of W only, so it has one of the T terms of dL/dx",
+        reported="github.com/NVIDIA/Megatron-LM/issues/19",
+    ),
+    "g": dict(
+        target="RowParallelLinear.forward",
+        old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
+        new="    partial_y_BSD = CopyToTP.apply(partial_y_BSD, self.tp_group)\n"
+        "    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
+        what="g all-reduces in backward too, like PyTorch's differentiable all_reduce",
+        symptom="step 1's loss is right; all gradients before g are T times too large",
+        why="each has all of dL/dy; PyTorch's is for ranks with losses of their own",
+        reported="github.com/pytorch/pytorch/issues/58005; NVIDIA/Megatron-LM, 559",
+    ),
+    "bias": dict(
+        target="RowParallelLinear.forward",
+        old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n"
+        "    return y_BSD + self.bias",
+        new="    return self.reduce(partial_y_BSD + self.bias, self.tp_group)",
+        what="the row-parallel bias is added on every rank, before the sum",
+        symptom="the loss is wrong from step 1 on, by little while the bias is small",
+        why="the all-reduce adds up T biases: only one term of a sum may carry it",
+        reported="github.com/huggingface/text-generation-inference/issues/1036",
+    ),
+    "plain": dict(
+        target="UpLinear2D.forward",
+        old="    return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)",
+        new="    return h_bSf + all_gather(self.bias, 0, self.outer)",
+        what="a plain all-gather of the bias, of which autograd knows nothing",
+        symptom="no error; up_proj.bias of FSDP and 2D has no gradient, never moves",
+        why="the gathered tensor has no history; the rest of the graph hides the gap",
+        reported="pytorch issues 190419, 153016; lucidrains/vector-quantize-pytorch 158",
+    ),
+    "gelu": dict(
+        target="tp_mlp",
+        old="    mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)\n"
+        "    mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)\n",
+        new="    rank, T = tp_group.rank(), tp_group.size()\n"
+        "    f = lambda _, x: CopyToTP.apply(x[0], tp_group).chunk(T, -1)[rank]\n"
+        "    g = lambda _, h: ReduceFromTP.apply(h[0], tp_group)\n"
+        "    mlp.up_proj = RowParallelLinear(full.up_proj, tp_group)\n"
+        "    mlp.up_proj.register_forward_pre_hook(f)\n"
+        "    mlp.up_proj.reduce = lambda partial_h, tp_group: partial_h\n"
+        "    mlp.down_proj = ColumnParallelLinear(full.down_proj, tp_group)\n"
+        "    mlp.down_proj.gather_output = True\n"
+        "    mlp.down_proj.register_forward_pre_hook(g)\n",
+        what="rows first, and GELU before the sum: of terms, not of whole elements",
+        symptom="the loss is wrong from step 1 on",
+        why="GELU(a) + GELU(b) is not GELU(a + b): the sum over ranks must come first",
+        reported="Megatron-LM, arXiv:1909.08053, sec. 3",
+    ),
+    "average": dict(
+        target="average_gradients",
+        old="        p.grad = p.grad / batch_group.size()\n",
+        new="",
+        what="gradients are summed over the batch's slices, and not averaged",
+        symptom="step 1's loss is right; gradients are T times too large",
+        why="the mean over all samples is the mean of the slices' means, not their sum",
+        reported="arXiv:1910.02054; docs.pytorch.org, FSDP's gradient reduction",
+    ),
+}
+
+
+# ==== FLAGS
+# region
+
+
 def parse_args(ranks: int) -> argparse.Namespace:
     multiples = {"hidden": 64 + -64 % ranks, "batch_size": 8 + -8 % ranks}
-    parser = lesson_parser(__doc__, BREAKS, steps=3, seq_len=8, **multiples)
+    parser = lesson_parser(__doc__, BREAKS, sections=5, steps=3, seq_len=8, **multiples)
     parser.add_argument("--width", type=positive, help="(4 · hidden)")
     parser.add_argument("--mesh", metavar="OUTERxINNER", help="of the 2D way, as 2x2")
     args = parser.parse_args()
@@ -585,98 +689,38 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
         raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
 
 
-# ==== BREAK IT
-
-BREAKS = {
-    "f": dict(
-        target="CopyToTP.backward",
-        old="    return all_reduce(partial_grad, ctx.tp_group), None\n",
-        new="    return partial_grad, None\n",
-        what="f without its all-reduce in backward",
-        symptom="step 1's loss is right, so are gradients of Megatron's weights; dL/dx "
-        "is not: losses part from step 2 on. The naive up_proj's gradients suffer, too",
-        why="each rank used its slice of W only, so it has one of the T terms of dL/dx",
-        met="github.com/NVIDIA/Megatron-LM/issues/19",
-    ),
-    "g": dict(
-        target="RowParallelLinear.forward",
-        old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
-        new="    partial_y_BSD = CopyToTP.apply(partial_y_BSD, self.tp_group)\n"
-        "    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
-        what="g all-reduces in backward too, like PyTorch's differentiable all_reduce",
-        symptom="step 1's loss is right; all gradients before g are T times too large",
-        why="each has all of dL/dy; PyTorch's is for ranks with losses of their own",
-        met="github.com/pytorch/pytorch/issues/58005, NVIDIA/Megatron-LM issue 559",
-    ),
-    "bias": dict(
-        target="RowParallelLinear.forward",
-        old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n"
-        "    return y_BSD + self.bias",
-        new="    return self.reduce(partial_y_BSD + self.bias, self.tp_group)",
-        what="the row-parallel bias is added on every rank, before the sum",
-        symptom="the loss is wrong from step 1 on, by little while the bias is small",
-        why="the all-reduce adds up T biases: only one term of a sum may carry it",
-        met="github.com/huggingface/text-generation-inference/issues/1036",
-    ),
-    "plain": dict(
-        target="UpLinear2D.forward",
-        old="    return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)",
-        new="    return h_bSf + all_gather(self.bias, 0, self.outer)",
-        what="a plain all-gather of the bias, of which autograd knows nothing",
-        symptom="no error; up_proj.bias of FSDP and 2D has no gradient, never moves",
-        why="the gathered tensor has no history; the rest of the graph hides the gap",
-        met="pytorch issues 190419 and 153016, lucidrains/vector-quantize-pytorch 158",
-    ),
-    "gelu": dict(
-        target="tp_mlp",
-        old="    mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)\n"
-        "    mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)\n",
-        new="    rank, T = tp_group.rank(), tp_group.size()\n"
-        "    f = lambda _, x: CopyToTP.apply(x[0], tp_group).chunk(T, -1)[rank]\n"
-        "    g = lambda _, h: ReduceFromTP.apply(h[0], tp_group)\n"
-        "    mlp.up_proj = RowParallelLinear(full.up_proj, tp_group)\n"
-        "    mlp.up_proj.register_forward_pre_hook(f)\n"
-        "    mlp.up_proj.reduce = lambda partial_h, tp_group: partial_h\n"
-        "    mlp.down_proj = ColumnParallelLinear(full.down_proj, tp_group)\n"
-        "    mlp.down_proj.gather_output = True\n"
-        "    mlp.down_proj.register_forward_pre_hook(g)\n",
-        what="rows first, and GELU before the sum: of terms, not of whole elements",
-        symptom="the loss is wrong from step 1 on",
-        why="GELU(a) + GELU(b) is not GELU(a + b): the sum over ranks must come first",
-        met="Megatron-LM, arXiv:1909.08053, sec. 3",
-    ),
-    "average": dict(
-        target="average_gradients",
-        old="        p.grad = p.grad / batch_group.size()\n",
-        new="",
-        what="gradients are summed over the batch's slices, and not averaged",
-        symptom="step 1's loss is right; gradients are T times too large",
-        why="the mean over all samples is the mean of the slices' means, not their sum",
-        met="arXiv:1910.02054; docs.pytorch.org, FSDP's gradient reduction",
-    ),
-}
+# endregion
 
 
 # ==== CARRIED OVER from 00, unchanged
 # region
 
+# Imports that only the parts below use.
+from typing import NamedTuple
+
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim (lesson 00)"""
+    """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
+
+    (lesson 00)"""
     if x.shape[dim] % parts:
         raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
 def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of a tensor that every rank holds (lesson 00)"""
+    """This rank's slice of a tensor that every rank holds: Replicate() → Shard(dim).
+
+    (lesson 00)"""
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Every rank gets the sum over ranks: Partial() → Replicate() (lesson 00)"""
+    """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
+
+    (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -685,7 +729,9 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets all slices, joined: Shard(dim) → Replicate() (lesson 00)"""
+    """Every rank gets all slices, joined along dim: Shard(dim) → Replicate().
+
+    (lesson 00)"""
     x = x.detach().contiguous()
     if group.size() == 1:
         return x.clone()
@@ -696,7 +742,9 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of the sum over ranks: Partial() → Shard(dim) (lesson 00)"""
+    """Sum over ranks, and keep only this rank's slice: Partial() → Shard(dim).
+
+    (lesson 00)"""
     parts = split(x.detach(), dim, group.size())
     out = parts[group.rank()].clone()
     if group.size() > 1:
@@ -705,8 +753,18 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
+    """Bytes that one rank of a ring sends for a payload of nbytes (lesson 00)."""
+    if collective == "send/recv":
+        return nbytes
+    rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
+    return round(rounds * nbytes * (ranks - 1) / ranks)
+
+
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last innermost (lesson 00)"""
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
@@ -721,67 +779,129 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
 
 # ==== HARNESS, the same in every lesson
-# region  It counts, compares, prints tables, says who is missing. Fold it away.
+# region  It counts, compares, prints tables and explains errors. Skip it at first.
+
+# The imports are here, so that a lesson begins with its subject.
+import argparse
+import gc
+import inspect
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+
+class Call(NamedTuple):
+    """Calls with the same four labels are counted together."""
+
+    run: str
+    phase: str
+    collective: str
+    axis: str
 
 
 class CommCounter:
-    """Calls and payload bytes of every collective, and the call this rank is in now."""
+    """Counts collectives, and tells other ranks which one this rank is in."""
 
     def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what = self.phase = ""  # labels of what is called next
-        self.place, self.made, self.store = "in no call", Counter(), None
-        self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
+        self.calls = Counter()  # Call → number of calls
+        self.bytes = Counter()  # Call → bytes of payload
+        self.run = ""
+        self.phase = ""
+        self.store = None  # key-value store that all ranks share
+        self.status = "in no call"
+        self.entered = Counter()  # number of calls this rank has entered, by group
+
+    @contextmanager
+    def label(self, run: str, phase: str):
+        """Within `with`: collectives are counted as this phase of this run."""
+        before = [self.run, self.phase]
+        self.run = run
+        self.phase = phase
+        try:
+            yield
+        finally:  # calls without a label are the report's own and are in no table
+            self.run, self.phase = before
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
-        row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
-        row[0] += 1
-        row[1] += nbytes
+        call = Call(self.run, self.phase, collective, axis)
+        self.calls[call] += 1
+        self.bytes[call] += nbytes
 
     @contextmanager
     def record(self, collective: str, x: Tensor, group, copies: int = 1):
-        """Around one call on copies·x.nbytes bytes of payload."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        with self.meet(call, dist.get_process_group_ranks(group)):
+        """Around one collective with a payload of copies · x.nbytes bytes."""
+        axis = group.group_desc
+        self.count(collective, copies * x.nbytes, axis)
+        ranks = dist.get_process_group_ranks(group)
+        with self.blocking(f"{collective} of {list(x.shape)} over {axis}", ranks):
             yield
 
     @contextmanager
-    def meet(self, call: str, ranks: list[int]):
-        """Around a call that ends when all these ranks are in it."""
-        before = self.place
-        self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
-        self.note(f"in call {self.made[str(ranks)]} of ranks {ranks}, {call}")
+    def blocking(self, call: str, ranks: list[int]):
+        """Around a call that returns only after all these ranks have entered it."""
+        before = self.status
+        # The n-th call of one rank is matched with the n-th call of the others.
+        self.entered[str(ranks)] += 1
+        self.set_status(f"in call {self.entered[str(ranks)]} of ranks {ranks}, {call}")
         yield
-        self.note(before)  # not after an error: then this rank is still in it
+        self.set_status(before)  # not after an error: this rank is still in the call
 
-    def note(self, place: str) -> None:
-        """Where this rank is, for the others to read if something goes wrong."""
-        self.place = place
-        if self.store:
-            self.store.set(f"place/{dist.get_rank()}", place)
+    def set_status(self, status: str) -> None:
+        """Write down where this rank is, so that others can read it after an error."""
+        self.status = status
+        if self.store is not None:
+            self.store.set(f"status/{dist.get_rank()}", status)
+
+    def all_raised(self, run: str, error: Exception) -> bool:
+        """Did every rank raise the same error in this run?"""
+        text = f"{type(error).__name__}: {error}"
+        keys = [f"raised/{run}/{rank}" for rank in range(dist.get_world_size())]
+        self.store.set(keys[dist.get_rank()], text)
+        try:
+            self.store.wait(keys, timedelta(seconds=5))
+        except RuntimeError:  # some rank did not raise
+            return False
+        return all(self.store.get(key).decode() == text for key in keys)
 
 
 COMM = CommCounter()
-ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of a tensor
+ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}  # relative difference of a loss
+ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
+# The verdict names the worst failure of each kind of check: likely causes first.
+CAUSES_FIRST = ["runs", "gradients", "replicas", "norms", "losses", "parameters"]
 
 
-def rel_diff(got, wanted) -> float:
-    """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
+def rel_diff(got, expected) -> float:
+    """max|got − expected| / max|expected|; inf for nan and for another shape."""
     got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
-    wanted = torch.as_tensor(wanted, dtype=torch.float64).detach().cpu()
-    if got.shape != wanted.shape:
+    expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
+    if got.shape != expected.shape:
         return math.inf
-    if torch.equal(got, wanted):
+    if torch.equal(got, expected):
         return 0.0
-    diff = ((got - wanted).abs().max() / wanted.abs().max()).item()
-    return diff if diff == diff else math.inf
+    diff = ((got - expected).abs().max() / expected.abs().max()).item()
+    return math.inf if math.isnan(diff) else diff
+
+
+def evaluate(formula: str, size: dict[str, int]) -> int:
+    """The value of a formula as it is printed: 2·L·B·S·D/T is 2 * L * B * S * D / T."""
+    return round(eval(formula.replace("·", "*"), {}, size))
 
 
 def gather_objects(value, group=None) -> list:
-    """The value of every rank (of a group), in order: for the report, not counted."""
+    """The value of every rank of a group, in order: for the report, not counted."""
     values = [None] * dist.get_world_size(group)
-    with COMM.meet("gathering of results", dist.get_process_group_ranks(group)):
+    with COMM.blocking("gathering of results", dist.get_process_group_ranks(group)):
         dist.all_gather_object(values, value, group)
     return values
 
@@ -790,16 +910,24 @@ class Report:
     """Rank 0 prints, every rank checks, --json keeps the rows of all tables."""
 
     def __init__(self, lesson: str, args):
-        self.args, self.checks, self.number, self.axes = args, {}, 0, {}
-        self.allowed_loss, self.allowed = ALLOWED[args.dtype]
+        self.args = args
+        self.checks = {}  # "kind: name" → kind, diff, allowed, ok
+        self.raised = {}  # run → the error that ended it
+        self.mesh = {}  # axis → ranks
+        self.number = 0  # of the section
+        self.allowed_loss = ALLOWED_LOSS[args.dtype]
+        self.allowed = ALLOWED[args.dtype]
         self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
 
-    def begin(self, mesh: dict[str, int]) -> None:
-        """The first line; mesh: axis → ranks."""
-        self.axes = self.data["mesh"] = mesh
-        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    def begin(self, mesh: dict[str, int], size: dict[str, int]) -> None:
+        """Print the first two lines. size: letter of the shape legend → number."""
+        self.mesh = mesh
+        self.data["mesh"] = mesh
+        self.data["size"] = size
+        axes = " × ".join(f"{axis} {ranks}" for axis, ranks in mesh.items())
         where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
         print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
+        print("  ".join(f"{letter} {number}" for letter, number in size.items()))
 
     def section(self, title: str) -> None:
         self.number += 1
@@ -809,114 +937,207 @@ class Report:
         if self.args.only in (None, self.number):
             print(text, flush=True)
 
-    def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
-        """Note one comparison on this rank; does it hold here?"""
+    def check(self, kind: str, name: str, diff: float, allowed: float = 0.0) -> bool:
+        """Record one comparison of this rank. Return whether it holds."""
+        name = f"{kind}: {name}"
         assert name not in self.checks, f"two checks are called {name}"
-        ok = diff <= allowed  # False for nan, too
-        self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
+        ok = diff <= allowed  # False for nan
+        self.checks[name] = {"kind": kind, "diff": diff, "allowed": allowed, "ok": ok}
         return ok
 
-    def table(self, key: str, rows: list[dict], hide=()) -> None:
-        """Print and keep rows of like keys; diff and ok are the worst of all ranks."""
-        for row, of_ranks in zip(rows, zip(*gather_objects(rows))):
-            for name, worst in (("diff", max), ("ok", all)):
-                if name in row:
-                    row[name] = worst(other[name] for other in of_ranks)
+    def expect(self, row: dict, column: str, kind: str, name: str, predicted) -> None:
+        """Check that a cell of a row equals its predicted value."""
+        off = row.setdefault("off", [])
+        if not self.check(kind, name, abs(row[column] - predicted)):
+            off.append(column)
+        row.setdefault("predicted", {})[column] = f"{name}: predicted {predicted:,}"
+
+    @contextmanager
+    def column(self, run: str):
+        """Around one run: if all ranks raise the same error, only this run ends."""
+        try:
+            yield
+        except Exception as error:
+            if is_lost(error) or not COMM.all_raised(run, error):
+                raise
+            COMM.set_status("in no call")
+            if dist.get_rank() == 0:
+                traceback.print_exception(error)
+            self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
+            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+        self.check("runs", f"{run} completes", int(run in self.raised))
+
+    def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
+        """Print rows that have the same columns; --json keeps them under `key`.
+
+        row["off"] lists the cells that failed a check on this rank. Cells that failed
+        on any rank are marked ✗. row["predicted"] maps a cell to what was predicted for
+        it, printed below the table if it failed. hide: columns to keep, not to print.
+        """
+        for rank, rows_of_rank in enumerate(gather_objects(rows)):
+            for row, other in zip(rows, rows_of_rank):
+                merge_row(row, other, rank)
+        for row in rows:
+            if "off" in row:
+                row["ok"] = not row["off"]
         self.data.setdefault(key, []).extend(rows)
-        if not rows:  # nothing sent: there is one rank
-            return
-        lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
-        for name in [name for name in rows[0] if name not in hide]:
-            texts = [cell(name, row[name]) for row in rows]
-            texts.insert(0, name.replace("_bytes", ""))
-            width = max(map(len, texts))
+        if rows:
+            self.print_rows(rows, hide)
+
+    def print_rows(self, rows: list[dict], hide: list[str]) -> None:
+        lines = [" "] * (len(rows) + 1)  # they grow column by column
+        for name in rows[0]:
+            if name in hide or name in ("off", "off_ranks", "predicted"):
+                continue
+            texts = [name]
+            for row in rows:
+                mark = "✗" if name in row.get("off", []) else ""
+                texts.append(cell(name, row[name]) + mark)
+            width = max(len(text) for text in texts)
             pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
-            lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
+            for i, text in enumerate(texts):
+                lines[i] += "  " + pad(text, width)
+        for row in rows:
+            lines.extend(explain_row(row))
         self.say("\n".join(line.rstrip() for line in lines))
 
-    def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
-        """Numbers, or tensors by their norms: of several runs against the first one.
+    def compare(self, key: str, runs: dict, allowed: float = 0.0, fold=str) -> None:
+        """Compare numbers or tensors of several runs, each with the first run.
 
-        runs: run → name → value; fold: name → the label of its row.
+        runs: run → name → value. fold: name → label of its row. A row shows the norm of
+        all its values and the largest relative difference of any of them.
         """
-        allowed = self.allowed if allowed is None else allowed
-        rows, missing, first = {}, torch.empty(0), next(iter(runs))
-        for name in dict.fromkeys(name for values in runs.values() for name in values):
-            row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
-            row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
-            wanted = runs[first].get(name, missing)
+        allowed = allowed or self.allowed
+        nothing = torch.empty(0)  # stands for what a run does not have
+        names = {}  # of all runs, in order
+        for values in runs.values():
+            names.update(dict.fromkeys(values))
+        reference = next(iter(runs.values()))
+        rows = {}
+        for name in names:
+            label = fold(name)
+            if label not in rows:
+                rows[label] = {"name": label}
+                rows[label].update(dict.fromkeys(runs, 0.0))
+                rows[label].update(dict.fromkeys(self.raised, "raised"))
+                rows[label].update({"diff": 0.0, "off": []})
+            row = rows[label]
             for run, values in runs.items():
-                value = values.get(name, missing)
+                value = values.get(name, nothing)
                 norm = torch.as_tensor(value, dtype=torch.float64).detach().norm()
                 row[run] = math.hypot(row[run], norm)
-                if run != first:
-                    diff = rel_diff(value, wanted)
-                    row["diff"] = max(row["diff"], diff)
-                    row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+                if values is reference:
+                    continue
+                diff = rel_diff(value, reference.get(name, nothing))
+                row["diff"] = max(row["diff"], diff)
+                if not self.check(key, f"{name}, {run}", diff, allowed):
+                    row["off"].append(run)
         self.table(key, list(rows.values()))
 
-    def measure(self, key: str, rows: list[dict], hide=()) -> None:
-        """Rows with bytes and predicted_bytes, which have to be equal."""
-        for row in rows:
-            name = " ".join(value for value in row.values() if isinstance(value, str))
-            off = abs(row["bytes"] - row["predicted_bytes"])
-            equal = self.check(f"{key}: {name}", off, kind="bytes")
-            row["ok"] = row.get("ok", True) and equal
-        self.table(key, rows, hide)
+    def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
+        """Check the calls and bytes of one step, as counted, against formulas.
 
-    def ledger(self, formulas: dict, steps: int = 1) -> None:
-        """Calls and bytes of a step, as counted, against formulas.
-
-        formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
         """
-        rows, whats = [], {what for what, *_ in formulas}
-        for key in dict.fromkeys([*formulas, *COMM.rows]):
-            row = dict(zip(("what", "phase", "collective", "axis"), key))
-            calls, formula, predicted = formulas.get(key, (0, "none", 0))
-            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
-            ranks = self.axes.get(row["axis"], 1)
-            if ranks == 1:  # nobody to send to
-                calls = predicted = 0
-            if row["what"] in whats and (made or calls):
-                share = (ranks - 1) / ranks  # of the payload, in a half of a ring
-                share = {"all-reduce": 2 * share, "send/recv": 1}.get(key[2], share)
-                sent = int(sent) if sent.is_integer() else sent
-                row |= {"calls": round(made), "bytes": sent, "formula": formula}
-                row |= {"predicted_bytes": predicted, "ring": round(share * sent)}
-                off = abs(made - calls)
-                row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
-                rows.append(row)
-        alike = [name for name in ("phase", "axis") if len({r[name] for r in rows}) < 2]
-        self.measure("communication", rows, hide=["predicted_bytes", *alike])
+        runs = {call.run for call in formulas}.difference(self.raised)
+        rows = []
+        # Calls that no formula predicts get a row as well.
+        for call in dict.fromkeys(list(formulas) + list(COMM.calls)):
+            ranks = self.mesh.get(call.axis, 1)
+            if call.run not in runs or ranks == 1:  # one rank sends nothing
+                continue
+            formula = formulas.get(call, "0 × 0")
+            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            if calls == 0 and COMM.calls[call] == 0:
+                continue
+            row = call._asdict()
+            row["calls"] = per_step(COMM.calls[call], steps)
+            row["bytes"] = per_step(COMM.bytes[call], steps)
+            row["formula"] = formula
+            row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
+            name = " ".join(call)
+            self.expect(row, "calls", "calls", name, calls)
+            self.expect(row, "bytes", "bytes", name, calls * each)
+            rows.append(row)
+        # A column with one value in all rows (one axis, one phase) is left out.
+        hide = []
+        for column in ("phase", "axis"):
+            if len({row[column] for row in rows}) < 2:
+                hide.append(column)
+        self.table("communication", rows, hide)
 
-    def verdict(self) -> str:
-        """PASS or FAIL, of all ranks' checks together."""
-        rows = {}
+    def merge_checks(self) -> list[dict]:
+        """The checks of all ranks: the largest diff, and the ranks where it fails."""
+        merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
-                row = rows.setdefault(name, {"name": name, "bad": []} | check)
-                row["diff"] = max(row["diff"], check["diff"])
-                row["bad"] += [] if check["ok"] else [rank]
-        bad = [row for row in rows.values() if row["bad"]]
+                if name not in merged:
+                    merged[name] = dict(check, name=name, ranks=[])
+                merged[name]["diff"] = max(merged[name]["diff"], check["diff"])
+                if not check["ok"]:
+                    merged[name]["ok"] = False
+                    merged[name]["ranks"].append(rank)
+        return list(merged.values())
+
+    def verdict(self) -> str:
+        """PASS or FAIL; above FAIL, the worst failed check of each kind."""
+        checks = sorted(self.merge_checks(), key=lambda check: -check["diff"])
+        kinds = dict.fromkeys(CAUSES_FIRST)
+        kinds.update(dict.fromkeys(check["kind"] for check in checks))
+        counts = []
         print()
-        for row in bad[:4]:
-            diff = f"off by {row['diff']:.3g}, allowed {row['allowed']:.3g}"
-            print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
-        wrong = Counter(row["kind"] for row in bad)
-        kinds = Counter(row["kind"] for row in rows.values())
-        counts = ", ".join(f"{wrong[kind]} of {kinds[kind]} {kind}" for kind in kinds)
-        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
-        worst = max(numbers, key=lambda row: row["diff"])
-        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
-        text = f"{counts} differ" if bad else f"{len(rows)} checks, {diff}"
-        self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
+        for kind in kinds:
+            of_kind = [check for check in checks if check["kind"] == kind]
+            failed = [check for check in of_kind if not check["ok"]]
+            if failed:
+                worst = failed[0]
+                diff = f"off by {worst['diff']:.3g}, allowed {worst['allowed']:.3g}"
+                print(wrap(f"✗ {worst['name']}: {diff}, on ranks {worst['ranks']}"))
+                counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
+        text = f"failed: {', '.join(counts)}"
+        if not counts:
+            text = f"{len(checks)} checks, worst difference {checks[0]['diff']:.1e}"
+            text += f" (allowed {checks[0]['allowed']:.0e})"
+        self.data["verdict"] = "FAIL" if counts else "PASS"
+        self.data["checks"] = checks
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        return f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+        return wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}")
+
+
+def per_step(count: int, steps: int):
+    """count / steps, as an int if it is a whole number."""
+    return count // steps if count % steps == 0 else count / steps
+
+
+def merge_row(row: dict, other: dict, rank: int) -> None:
+    """Add to a row what the same row of another rank says about failed checks."""
+    for column in other.get("off", []):
+        if column not in row["off"]:
+            row["off"].append(column)
+    if other.get("off"):
+        row.setdefault("off_ranks", []).append(rank)
+    if "diff" in row:
+        row["diff"] = max(row["diff"], other["diff"])
+
+
+def explain_row(row: dict) -> list[str]:
+    """Lines below a table: what was predicted, and where, if a check failed."""
+    lines = []
+    for column in row.get("off", []):
+        if column in row.get("predicted", {}):
+            lines.append(f"   ✗ {column} of {row['predicted'][column]}")
+    ranks = row.get("off_ranks", [])
+    if ranks and 0 not in ranks:
+        label = next(iter(row.values()))
+        lines.append(f"   ✗ {label}: fails on ranks {ranks}; the row shows rank 0")
+    return lines
 
 
 def cell(name: str, value) -> str:
     """A value as a table shows it."""
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return "ok" if value else "✗"
     if isinstance(value, float):
@@ -933,18 +1154,31 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
-    """The flags that all lessons share, and whole numbers with their defaults."""
-    about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
+def lesson_parser(doc: str, breaks: dict, sections: int, **sizes: int) -> Parser:
+    """The flags that all lessons share, and integer flags with their defaults.
+
+    sections: how many sections the output has. sizes: flag → default; 0 for a default
+    that is derived from the mesh.
+    """
+    parser = Parser(
+        description=(doc or "").partition("How to read")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
-    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
-        said = f"({default or 'follows the mesh'})"
-        add(f"--{name.replace('_', '-')}", type=positive, default=default, help=said)
-    add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
-    add("--only", type=positive, metavar="N", help="print section N alone")
-    add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")
-    add("--json", type=Path, metavar="PATH", help="write all tables there")
+    for name, default in dict(sizes, seed=1, timeout=60).items():
+        text = f"(default {default or 'derived from the mesh'})"
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=positive, default=default, help=text)
+    text = "float64 separates bugs from rounding errors"
+    add("--dtype", choices=list(ALLOWED), default="float32", help=text)
+    numbers = range(1, sections + 1)
+    text = f"print only section N, 1 to {sections}"
+    add("--only", type=int, choices=numbers, metavar="N", help=text)
+    names = list(breaks) + ["list"]
+    text = "inject a bug; `--break list` names them all"
+    add("--break", dest="bug", choices=names, metavar="NAME", help=text)
+    add("--json", type=Path, metavar="PATH", help="write all tables and checks there")
     return parser
 
 
@@ -955,7 +1189,7 @@ def positive(text: str) -> int:
 
 
 def apply_edit(edit: dict, module: dict) -> None:
-    """Put an edited copy of its target, a name or Class.name, into a lesson."""
+    """Replace the target of a bug, a name or Class.name, by its edited copy."""
     owner, _, name = edit["target"].rpartition(".")
     definition = getattr(module[owner], name) if owner else module[name]
     source = textwrap.dedent(inspect.getsource(definition))
@@ -967,141 +1201,185 @@ def apply_edit(edit: dict, module: dict) -> None:
         setattr(module[owner], name, scope[name])
 
 
-def describe(name: str, edit: dict) -> tuple[str, str]:
-    """A bug as a diff; and its symptom, why, and who met it."""
+def edit_as_diff(name: str, edit: dict) -> str:
     lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
-    for sign, text in (("-", edit["old"]), ("+", edit["new"])):
-        lines += [f"{sign} {line}" for line in text.splitlines()]
-    told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
-    return "\n".join([*lines, ""]), "\n".join(told)
+    lines.extend(f"- {line}" for line in edit["old"].splitlines())
+    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
+    return "\n".join(lines) + "\n"
 
 
-def who_is_missing(places: list[str]) -> str:
-    """What the ranks' notes say for certain; nobody is accused on a guess."""
-    inside = [rank for rank, place in enumerate(places) if place.startswith("in call")]
-    outside = [rank for rank in range(len(places)) if rank not in inside]
-    if not inside:
-        return "a call failed of which nothing is noted: see what the transport says"
-    if outside:
-        who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
-        text = f"{who} in no call, ranks {inside} wait"
-        return f"{text}: a hang, a crash, or a skipped call"
-    if len({*places}) == 1:
-        return "a call failed that every rank had come to"
-    text = f"ranks {inside} wait for each other"
-    return f"{text}: one skipped or swapped a call, or died in it"
+def diagnosis_of(edit: dict) -> str:
+    """Symptom and cause of a bug, and where somebody reported it."""
+    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    return "\n".join(lines)
 
 
-def fail(error: Exception, bug: str) -> None:
-    """Say what went wrong, once for all ranks; end this rank."""
-    words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+def first_line(error: Exception) -> str:
+    """An error's first line, without the [source.cpp:123] that gloo puts in front."""
+    return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+
+
+def is_lost(error: Exception) -> bool:
+    """Is it the transport's: a timeout, or a connection that the other end closed?"""
+    # The last two are what TORCH_DISTRIBUTED_DEBUG=DETAIL reports instead of a timeout.
+    words = "[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe|monitoredBarrier|mismatch"
+    is_found = re.search(words, first_line(error)) is not None
+    return isinstance(error, RuntimeError) and is_found
+
+
+def describe_hang(error: Exception) -> str:
+    """Which ranks wait and which are missing, by what each wrote down: no guess."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
+    missing = [rank for rank in ranks if rank not in waiting]
+    if not waiting:
+        text = "a call failed that is not one of the lesson's own"
+    elif missing:
+        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
+        text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
+        text += "it hung, crashed or skipped a call"
+    elif len(set(statuses)) == 1:
+        text = "a collective failed although every rank had entered it"
+    else:
+        text = f"ranks {waiting} are waiting in different calls: "
+        text += "one skipped or reordered a call, or died in it"
+    lines = [wrap(f"error: {text}")]
+    for rank in ranks:
+        lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
+    lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
+    return "\n".join(lines)
+
+
+def fail(error: Exception, diagnosis: str) -> None:
+    """Report an error once for all ranks, then end this rank."""
+    text = first_line(error)
     if COMM.store is None:
-        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
-    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
-    lost = lost and isinstance(error, RuntimeError)
-    if lost:  # others note where they are; or one died: torchrun ends us, and says whom
+        message = f"error: the ranks did not join one process group: {error}"
+        exit_rank(1, wrap(message), is_reporter=True)
+    if is_lost(error):  # let others write where they are; torchrun may name a dead one
         time.sleep(3)
-    speaks, code, lines = COMM.store.add("told", 1) == 1, 1, []
-    what = f"rank {dist.get_rank()} raised {type(error).__name__}: {words}"
-    if huge := re.search(r"tried to allocate \S+ \w+|overflowed.*", words, re.I):
-        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        code, what = 2, f"too large: {huge[0]}; this machine has {has} bytes"
-    elif lost:
-        ranks = range(dist.get_world_size())
-        places = [COMM.store.get(f"place/{rank}").decode() for rank in ranks]
-        what = who_is_missing(places)
-        lines = [f"  rank {rank}: {place}"[:88] for rank, place in enumerate(places)]
-        lines.append(wrap(f"  transport: {words[:150]}"))
-    elif speaks and not isinstance(error, OSError):
-        traceback.print_exception(error)
-    stop(code, "\n".join([wrap(f"error: {what}"), *lines, bug]).strip(), speaks)
+    is_reporter = COMM.store.add("reported", 1) == 1
+    code = 1
+    too_large = re.search(r"tried to allocate \S+ \w+|overflowed.*", text, re.I)
+    if too_large:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        code = 2
+        message = f"error: too large: {too_large[0]}; this machine has {total:.0f} GB"
+    elif is_lost(error):
+        message = describe_hang(error)
+    else:
+        name = type(error).__name__
+        message = wrap(f"error: rank {dist.get_rank()} raised {name}: {text}")
+        if is_reporter and not isinstance(error, OSError):
+            traceback.print_exception(error)
+    exit_rank(code, f"{message}\n{diagnosis}".strip(), is_reporter)
 
 
-def stop(code: int, message: str, speaks: bool) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
-        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": words}))
+def exit_rank(code: int, message: str, is_reporter: bool) -> None:
+    """End this rank at once: cleaning up while others are in a collective can hang."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:  # for torchrun's report
+        extra = {"timestamp": str(int(time.time()))}
+        details = {"message": {"message": message, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(details))
     sys.stdout.flush()
-    if speaks:
+    if is_reporter:
         print(message, file=sys.stderr, flush=True)
     else:
         time.sleep(2)  # torchrun reports the first rank that ends
     os._exit(code)
 
 
-def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
-    """What the command line says; the process ends here if that is a list, or wrong."""
+def read_flags(parse_args, module: dict) -> argparse.Namespace:
+    """The command line; the process ends here if it is wrong, or asks for a list."""
     try:
+        if not module["__doc__"]:
+            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         args = parse_args(ranks)
         if args.bug == "list":
-            print(*(f"{name:<14}{breaks[name]['what']}" for name in breaks), sep="\n")
+            for name, edit in module["BREAKS"].items():
+                print(f"{name:<14}{edit['what']}")
             sys.exit(0)
         if args.bug and ranks == 1:
-            raise ValueError("--break needs 2 ranks or more: alone nothing breaks")
+            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
         if args.json:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
-        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
-    args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
+        # One rank of each host reports: on several hosts the flags may differ.
+        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
+        exit_rank(2, wrap(f"error: {error}"), is_reporter)
+    args.ranks = ranks
+    args.device = "cpu"
+    args.backend = "gloo"
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        args.backend = "nccl"
         torch.cuda.set_device(args.device)
     return args
 
 
 def join_group(backend: str, limit: timedelta) -> dist.Store:
-    """All ranks meet; the store that they share (a new part of it after a restart)."""
+    """Join all ranks' process group. Return the store that they share."""
     store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of --max-restarts
-    store = dist.PrefixStore(f"attempt {again}", store)
-    where = {"store": store, "rank": rank, "world_size": ranks}
-    dist.init_process_group(backend, timeout=limit, **where)
+    # After a restart by torchrun the store still has what the last attempt wrote.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {restarts}", store)
+    dist.init_process_group(
+        backend, timeout=limit, store=store, rank=rank, world_size=ranks
+    )
     return store
+
+
+def add_bug(args, module: dict, diagnosis: str) -> None:
+    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
+
+    def on_sigterm(*_):
+        exit_rank(1, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    args.timeout = min(args.timeout, 5)  # of the lesson's groups: the bug may hang
+    apply_edit(module["BREAKS"][args.bug], module)
+    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
 
 
 def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
-    lesson, breaks = Path(module["__file__"]), module["BREAKS"]
-    if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
+    asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
+    if "LOCAL_RANK" not in os.environ and not asks:
         command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
-        print("start it with torchrun, which makes the ranks:\n")
-        print(f"    {command} {lesson.name}")
+        print("start it with torchrun, which starts the ranks:\n")
+        print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)
     if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
-    args = read_flags(parse_args, breaks)
-    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
+    args = read_flags(parse_args, module)
+    torch.set_num_threads(1)  # ranks share the cores: more threads would be slower
     torch.manual_seed(args.seed)
-    diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
+    diagnosis = diagnosis_of(module["BREAKS"][args.bug]) if args.bug else ""
     try:
         COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
-        COMM.note("in no call")
+        COMM.set_status("in no call")
         if args.bug:
-            told = lambda *_: stop(1, bug, COMM.store.add("told", 1) == 1)
-            signal.signal(signal.SIGTERM, told)  # the bug has ended another rank
-            args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
-            apply_edit(breaks[args.bug], module)
-            print(diff, flush=True)
-        COMM.limit = timedelta(seconds=args.timeout)
-        report = Report(lesson.stem, args)
+            add_bug(args, module, diagnosis)
+        report = Report(Path(module["__file__"]).stem, args)
         main(args, report)
         line = report.verdict()
-        print(f"{bug}\n{line}".strip(), flush=True)
-        with COMM.meet("the last barrier", [*range(args.ranks)]):
+        print(f"{diagnosis}\n{line}".strip(), flush=True)
+        with COMM.blocking("the last barrier", list(range(args.ranks))):
             dist.barrier()
     except Exception as error:
-        fail(error, bug)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all has been told
-    gc.collect()  # whatever still refers to a group must go before the groups do
+        fail(error, diagnosis)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything has been reported
+    gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
     if line.startswith("FAIL"):
-        stop(1, line, speaks=False)
-    os._exit(0)  # Python's own end can abort: DTensor's caches still hold groups there
+        exit_rank(1, line, is_reporter=False)
+    os._exit(0)  # a normal exit can abort: DTensor's caches still hold groups there
 
 
 # endregion

@@ -1,53 +1,36 @@
 """Lesson 02: a transformer under tensor parallelism.
 
-Attention splits by heads as an MLP splits by columns: q, k and v by column, o by row.
-So a layer needs two all-reduces forward and two backward, and what lies between the
-blocks (LayerNorm, residual, dropout, embedding) stays whole and equal on every rank.
+Attention is split by heads, as an MLP is split by columns: q, k and v by column, o by
+row. A layer then needs two all-reduces forward and two backward. Everything between
+the blocks (LayerNorm, residual, dropout, embedding) is replicated: equal on every rank.
 
-Run it (1, 2 or 4 ranks; or 3, 6, 8: more heads, a wider D, so another loss):
+Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another model):
 
     torchrun --standalone --nproc_per_node=2 02_transformer_tp.py
 
-What you will see: a decoder's first steps on this text, byte by byte, in one process,
-under TP and by PyTorch's DTensor, side by side: losses, every gradient, parameters
-after the last step. Then what a rank sends and holds, against formulas.
+What you will see: the first steps of training a small decoder on this text, byte by
+byte: in one process, with tensor parallelism, and with PyTorch's DTensor. Losses,
+gradients and parameters must agree; bytes sent and stored must equal formulas.
 
-Try (bytes get a ✗): nn.RMSNorm for LayerNorm in DecoderLayer; TP for attention alone
-(leave out parallelize_layer's last line); a gated MLP, down(silu(gate(x)) · up(x)).
+Exercises: use nn.RMSNorm in DecoderLayer (which bytes change?); give q a norm over each
+head (which gradient is wrong, and why?); gate the MLP, down(silu(gate(x)) · up(x)).
 
-How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs
-(`--break list`). If time is short: CoreAttention, parallelize_layer, global_norm.
+How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
+`--break NAME`. Short of time? Read CoreAttention, parallelize_layer and global_norm.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
     H = D/N head size, V vocabulary, L layers, T ranks in the TP group. UPPERCASE is the
-    full size, lowercase this rank's slice. Replicate() is PyTorch's word for what every
-    rank holds whole, Shard(dim) for what is cut along a dim.
+    full size, lowercase is this rank's slice. PyTorch calls a tensor that every rank
+    holds in full Replicate(), and one that is split along a dim Shard(dim).
 
 Sources: Megatron-LM, arXiv:1909.08053, sec. 3 (the split, dropout); arXiv:2205.05198
-    (what is kept for backward); RoFormer, arXiv:2104.09864 (rotary embedding).
+    (activation memory); RoFormer, arXiv:2104.09864 (rotary embedding).
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import functools
-import gc
-import hashlib
-import inspect
-import json
 import math
-import os
-import re
-import signal
-import sys
-import textwrap
-import time
-import traceback
-from collections import Counter, namedtuple
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -56,19 +39,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, parallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 02: a transformer under tensor parallelism
 
-# From lesson 01: f (CopyToTP) is the identity forward and an all-reduce backward, g
-# (ReduceFromTP) the other way round; ColumnParallelLinear has a slice of the outputs,
-# RowParallelLinear of the inputs and then g; tp_mlp is one after the other. A parameter
-# remembers how it was cut: p.shardings = ((dim, group), …), and has none if it is whole.
-# From lesson 00: shard(x, dim, group) is this rank's slice of what every rank holds.
+# From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
+# From lesson 01: f (CopyToTP) is the identity forward and an all-reduce backward, and g
+# (ReduceFromTP) is the reverse. ColumnParallelLinear holds a slice of the outputs,
+# RowParallelLinear a slice of the inputs, followed by g. tp_mlp is one after the other.
+# A sharded parameter remembers how it was cut: shardings_of(p) is ((dim, group), …).
 
 # The reference: one process, plain PyTorch. No collective, no group.
 
-Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
+
+class Config(NamedTuple):
+    vocab_size: int  # V
+    hidden: int  # D
+    heads: int  # N
+    kv_heads: int  # K: each key/value head serves N/K query heads
+    layers: int  # L
+    seq_len: int  # S, the longest sequence
+    dropout: float  # probability, of attention weights and of each block's output
 
 
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
@@ -79,13 +69,13 @@ def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) of a head by its position's angle."""
+    """Rotate each pair (i, i + H/2) of a head by the angle of its position."""
     first, second = x_BNSH.chunk(2, -1)
     return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, but drawn as ShardedDropout draws; its mask has a byte a number."""
+    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -95,8 +85,10 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention that has no weights. Heads never meet here, so it works on
-    N and K of them, or on N/T and K/T. Each key/value head serves N/K query heads.
+    """The part of attention without weights.
+
+    Heads do not interact here, so the same code works on all N and K heads, or on the
+    N/T and K/T heads of one rank.
 
     Shapes: q [B, S, N·H], k and v [B, S, K·H], tables [S or more, …] → [B, S, N·H].
     """
@@ -124,7 +116,7 @@ class CoreAttention(nn.Module):
 
 
 def apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """The same x through several linears."""
+    """The outputs of several linears for the same input."""
     return [linear(x_BSD) for linear in linears]
 
 
@@ -133,16 +125,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        D, H = config.hidden, config.hidden // config.heads
+        D = config.hidden
+        H = config.hidden // config.heads
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project = apply_each  # how x gets to the three; TP puts f there
+        self.project_qkv = apply_each  # TP exchanges it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
     def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
-        q, k, v = self.project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self.project_qkv(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         return self.o_proj(self.core(q, k, v, tables))
 
 
@@ -159,7 +152,6 @@ class DecoderLayer(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
-        # By keywords, as Hugging Face's layers call their attention.
         y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), tables=tables)
         x_BSD = x_BSD + self.dropout(y_BSD)
         y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
@@ -193,93 +185,83 @@ class Transformer(nn.Module):
 
 
 class ShardedDropout(nn.Module):
-    """Dropout where x is a slice along dim: each rank must drop elements of its own.
+    """Dropout of a tensor that is sharded along dim: ranks must drop independently.
 
-    Every rank draws the same whole mask (all are seeded alike) and keeps its slice; so
-    plain Dropout, where x is whole (a block's output), still drops the same on all
-    ranks, as it must. For slices Megatron seeds another generator, by tp_rank.
+    All ranks are seeded alike, so each draws the same full mask and uses its slice.
+    Generators stay in step, and plain Dropout of a replicated tensor drops the same on
+    all ranks, as it must. (Megatron: a second generator, seeded by tp_rank.)
     """
 
     def __init__(self, p: float, dim: int, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.p, self.dim, self.tp_group = p, dim, tp_group
+        self.p = p
+        self.dim = dim
+        self.tp_group = tp_group
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
             return x
-        whole = list(x.shape)
-        whole[self.dim] *= self.tp_group.size()
-        keep = torch.rand(whole, device=x.device) >= self.p
+        full_shape = list(x.shape)
+        full_shape[self.dim] *= self.tp_group.size()
+        keep = torch.rand(full_shape, device=x.device) >= self.p
         return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-def copy_then_apply_each(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
-    """f once, over q's group, for all linears that read x: one sum of their dL/dx."""
-    return apply_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
-
-
-@functools.cache  # once for all layers: torch names a group by counting them
-def kv_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
-    """If T ranks share fewer heads, rank t has head t // c, c = T/heads. Two groups:
-    one rank of each head, which together hold them all; and the c ranks with mine."""
-    ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
-    head, place = divmod(tp_group.rank(), ranks.shape[1])
-    options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    kv_group = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
-    copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
-    return kv_group, copies
-
-
-def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
-    """Columns by whole heads; with fewer heads than ranks, some ranks hold copies."""
-    if heads % tp_group.size() == 0:
-        return ColumnParallelLinear(full, tp_group, copy_input=False)
-    if tp_group.size() % heads:
-        raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
-    kv_group, copies = kv_groups(heads, tp_group)
-    linear = ColumnParallelLinear(full, kv_group, copy_input=False)
-    for p in linear.parameters():
-        p.copies = copies
-        # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
-        p.register_hook(lambda grad: all_reduce(grad, copies))
-    return linear
+def copy_then_apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """One f for all linears that read x, so that dL/dx is summed over ranks once."""
+    x_BSD = CopyToTP.apply(x_BSD, linears[0].tp_group)
+    return apply_each(x_BSD, *linears)
 
 
 def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
-    """Put parallel modules in the place of a layer's linears: Megatron's split.
+    """Replace the linears of a layer by parallel ones: Megatron's split.
 
-    Attention by heads: q, k and v by column, each on its own, so that a rank's queries
-    meet their own keys and values; then o by row. What enters and leaves attention and
-    MLP stays whole, and equal on all ranks: LayerNorm, dropout, residual.
+    Attention is split by heads: q, k and v by column, each on its own, so that a rank's
+    queries meet their own keys and values; then o by row. The inputs and outputs of
+    attention and MLP stay replicated: LayerNorm, dropout and residual do not change.
 
     Shapes (global → on a rank, placement):
         q_proj.weight          [D, D]    → [D/T, D]       Shard(0), N/T heads
-        k_proj, v_proj.weight  [K·H, D]  → [k·H, D]       Shard(0), k = max(K/T, 1)
+        k_proj, v_proj.weight  [K·H, D]  → [K·H/T, D]     Shard(0), K/T heads
         o_proj.weight          [D, D]    → [D, D/T]       Shard(1)
     Communication: 2 all-reduces forward (g of o_proj and of down_proj) and 2 backward
-        (f before q, k and v together, and before up_proj), each of B·S·D elements.
-        If T > K, backward: k's and v's gradients are summed over their copies.
-    Raises: ValueError if T does not divide N, or neither of K and T the other.
+        (f before q, k and v, and f before up_proj), each of B·S·D elements.
+    Raises: ValueError if T does not divide N and K.
     Source: arXiv:1909.08053, sec. 3.
     """
     attn = layer.self_attn
+    T = tp_group.size()
     heads = attn.q_proj.out_features // attn.core.head_size
-    if heads % tp_group.size():  # key/value heads can be copied, query heads cannot
-        raise ValueError(f"{heads} heads on {tp_group.size()} ranks")
-    for name in ("q_proj", "k_proj", "v_proj"):
-        full = getattr(attn, name)
-        heads = full.out_features // attn.core.head_size
-        setattr(attn, name, split_heads(full, heads, tp_group))
-    attn.project = copy_then_apply_each
-    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
+    kv_heads = attn.k_proj.out_features // attn.core.head_size
+    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
+        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+
+    attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
+    attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
+    attn.v_proj = ColumnParallelLinear(attn.v_proj, tp_group, copy_input=False)
+    attn.project_qkv = copy_then_apply_each
+    # The attention weights [B, n, S, S] are sharded by head, so along dim 1.
+    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
     layer.mlp = tp_mlp(layer.mlp, tp_group)
+
+
+# Which gradients are complete after backward?
+# - Sharded weight: each rank has the gradient of its own slice. Complete.
+# - Replicated weight, replicated input (LayerNorm, o_proj.bias, lm_head): every rank
+#   does the same work and gets the same gradient. Complete.
+# - Replicated weight, sharded input: each rank saw a slice of the input, so it has a
+#   partial gradient: sum it over the group, or the replicas drift apart.
+# The third kind is not in this model. A norm over heads would be: weight [H], input q
+# [B, n, S, H]. Then parallelize_layer has to sum its gradient:
+#     weight.register_hook(lambda partial_grad: all_reduce(partial_grad, tp_group))
+# All ranks run the same graph backward, so they call f's and hooks in the same order.
 
 
 def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
     """A copy of the decoder with its layers split over the TP group.
 
-    Shapes: tokens [B, S] → logits [B, S, V], Replicate(): embedding and head are whole.
+    Shapes: tokens [B, S] → logits [B, S, V], Replicate(), as are embedding and head.
     Communication: 2·L all-reduces of B·S·D elements forward, as many backward.
     """
     model = copy.deepcopy(full)
@@ -289,9 +271,12 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def tp_plan() -> dict:
-    """PyTorch's way to say which linear is split by column, which by row. By hand q, k
-    and v share one f; here each has its own: backward 4·L all-reduces, not 2·L."""
-    column, row = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+    """PyTorch's plan: which linear is split by column and which by row.
+
+    Each of q, k and v has its own f here, so backward makes 4·L all-reduces, not 2·L.
+    """
+    column = parallel.ColwiseParallel()
+    row = parallel.RowwiseParallel()
     return {
         "layers.*.self_attn.q_proj": column,
         "layers.*.self_attn.k_proj": column,
@@ -303,96 +288,33 @@ def tp_plan() -> dict:
 
 
 def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
-    """The model that PyTorch makes of a plan: parameters that are cut are DTensors."""
+    """The model that PyTorch makes of a plan: its sharded parameters are DTensors."""
     device = next(full.parameters()).device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
-    for layer in model.layers:  # a plan is about parameters: masks are ours to cut
+    # A plan is about parameters. The dropout masks of heads are still ours to split.
+    for layer in model.layers:
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)
 
 
-# ---- The same bits for every T (--same-bits)
-
-BLOCKS = 8  # all that T ranks cut is cut into 8 blocks, each a product of its own
-
-
-def blocked_column_linears(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """f, then column-parallel linears, one block at a time. The last bits of a product
-    may depend on its shape: all blocks have the same for every T. Backward, their terms
-    of dL/dx are added as one tree: on a rank by autograd, then by tree_all_reduce.
-    """
-    tp_group, uses = linears[0].tp_group, [x_BSD.view_as(x_BSD)]
-    if uses[0].requires_grad:
-        uses[0].register_hook(lambda grad: tree_all_reduce(grad, tp_group))
-    while len(uses) < BLOCKS // tp_group.size():
-        uses = [x.view_as(x) for x in uses for _ in range(2)]  # two terms meet in each
-    ys = []
-    for linear in linears:
-        W, b = linear.weight.chunk(len(uses)), linear.bias.chunk(len(uses))
-        ys.append(torch.cat([F.linear(*block) for block in zip(uses, W, b)], -1))
-    return ys
-
-
-def blocked_row_linear(x_BSf: Tensor, linear: nn.Module) -> list[Tensor]:
-    """A row-parallel linear, one block at a time, then g: one tree of terms."""
-    blocks = BLOCKS // linear.tp_group.size()
-    pairs = zip(split(x_BSf, -1, blocks), split(linear.weight, 1, blocks))
-    partial_y_BSD = tree_sum([F.linear(x, w) for x, w in pairs])
-    terms = GatherFromTP.apply(partial_y_BSD[None], 0, linear.tp_group)
-    return [tree_sum(list(terms)) + linear.bias]
-
-
-class LinearWithInputComm(nn.Module):
-    """A parallel linear that `project` computes, as attention's does q, k and v."""
-
-    def __init__(self, linear: nn.Module, project):
-        super().__init__()
-        self.tp_group, self.project = linear.tp_group, project
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x, self)[0]
-
-
-def same_bits_transformer(full: Transformer, tp_group) -> Transformer:
-    """tp_transformer, but losses, gradients and weights are the same bits for T = 1, 2,
-    4 and 8: measured in float32 on CPUs. (Another library adds in orders of its own.)
-
-    Communication: for each all-reduce of B·S·D elements, an all-gather of T times as
-        many: a ring sends T/2 times the bytes.
-    """
-    model = tp_transformer(full, tp_group)
-    for layer in model.layers:
-        layer.self_attn.project = blocked_column_linears
-        layer.self_attn.o_proj = LinearWithInputComm(
-            layer.self_attn.o_proj, blocked_row_linear
-        )
-        layer.mlp.up_proj = LinearWithInputComm(
-            layer.mlp.up_proj, blocked_column_linears
-        )
-        layer.mlp.down_proj = LinearWithInputComm(
-            layer.mlp.down_proj, blocked_row_linear
-        )
-    return model
-
-
-# ---- After backward: the norm of a gradient in shards
+# ---- After backward: the norm of a sharded gradient
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the whole model's gradient, the same on every rank.
 
-    Squares are summed over the group. What c ranks hold would count c times, so it is
-    divided by c = T / parts: 1 if it is cut over all T ranks, T if it is replicated,
-    T/K for a shared head. Communication: one all-reduce of one float64.
+    Communication: one all-reduce of one float64.
     """
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        parts = math.prod(group.size() for _, group in getattr(p, "shardings", ()))
-        if p.grad is not None:
-            total += p.grad.double().square().sum() * parts / tp_group.size()
+        if p.grad is None:
+            continue
+        squares = p.grad.double().square().sum()
+        if not shardings_of(p):
+            squares /= tp_group.size()  # T ranks add equal ones: count them once
+        total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
@@ -408,35 +330,43 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
 
 
 def main(args, report: Report) -> None:
+    """Train the same model three times on the same batches, then compare."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
-    report.begin({"tp": args.ranks})
-    full, batches = make_transformer(args), make_batches(__doc__, args, args.steps)
-    models = {"without TP": copy.deepcopy(full)}
-    models["with TP"] = tp_transformer(full, tp_group)
-    if args.same_bits:
-        models["same bits"] = same_bits_transformer(full, tp_group)
-    elif args.kv_heads >= args.ranks:  # a plan makes no copies: it would cut heads
-        models["DTensor"] = dtensor_transformer(full, tp_plan(), tp_group)
+    size = sizes_of(args)
+    report.begin({"tp": args.ranks}, size)
+    full = make_transformer(args)
+    batches = make_batches(__doc__, args, args.steps)
+
     runs = {}
-    for what, model in models.items():
-        group = None if what in ("without TP", "DTensor") else tp_group
-        runs[what] = train_transformer(what, model, batches, args, mean_loss, group)
-    show_heads(report, full, models["with TP"])
-    show_steps(report, runs, "with TP", models["with TP"], tp_group)
-    show_all_gradients(report, runs)
-    show_all_reduces(report, runs, full.config)
-    show_bytes_held(report, runs, full.config)
-    if args.same_bits:
-        show_hashes(report, full, batches, runs)
+    model = copy.deepcopy(full)
+    runs["without TP"] = train_transformer("without TP", model, batches, args)
+    # If your edit raises an error in one run, its column says so, and the others go on.
+    with report.column("with TP"):
+        model = tp_transformer(full, tp_group)
+        show_placements(report, full, model)
+        runs["with TP"] = train_transformer("with TP", model, batches, args, tp_group)
+    with report.column("DTensor"), CountDTensor("tp"):
+        model = dtensor_transformer(full, tp_plan(), tp_group)
+        runs["DTensor"] = train_transformer("DTensor", model, batches, args)
+
+    show_training(report, runs)
+    if "with TP" in runs:
+        show_replicas(report, runs["with TP"], tp_group)
+    show_gradients(report, runs)
+    show_communication(report, size)
+    show_memory(report, runs, size, batches[0])
 
 
 PAD = 256  # the one token that is not a byte
-IGNORE = -100  # as a target: there is none, F.cross_entropy leaves this token out
+IGNORE = -100  # the target of a position without a next byte; cross_entropy skips it
 
 
 def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets [B, S]: bytes of random lines of a text, each from a random
-    place on. Short lines are filled up with PAD, which the loss leaves out."""
+    """Sample batches of tokens and targets, each [B, S] int64.
+
+    A row is a random line of the text, as UTF-8 bytes, from a random position on. Short
+    rows are padded with PAD; the target of a padded position is IGNORE.
+    """
     lines = [f"{line}\n".encode() for line in text.splitlines() if line.strip()]
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
@@ -447,10 +377,18 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
             start = torch.randint(len(line) - 1, (), generator=generator)
             line = line[start : start + args.seq_len + 1]
             row[: len(line)] = torch.tensor(list(line))
-        tokens_BS, target_BS = rows[:, :-1].contiguous(), rows[:, 1:]
+        tokens_BS = rows[:, :-1].contiguous()
+        target_BS = rows[:, 1:]
         target_BS = target_BS.masked_fill(target_BS == PAD, IGNORE)
         batches.append((tokens_BS.to(args.device), target_BS.to(args.device)))
     return batches
+
+
+def make_transformer(args) -> Transformer:
+    """The full model: the same on every rank, because it is drawn from the seed."""
+    torch.manual_seed(args.seed)
+    config = Config(**{name: getattr(args, name) for name in Config._fields})
+    return Transformer(config).to(args.device, getattr(torch, args.dtype))
 
 
 def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
@@ -458,139 +396,150 @@ def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
 
 
-def make_transformer(args) -> Transformer:
-    """The full model, the same on every rank: drawn from the seed before any cut."""
-    torch.manual_seed(args.seed)
-    sizes = {name: getattr(args, name) for name in Config._fields}
-    return Transformer(Config(**sizes)).to(args.device, getattr(torch, args.dtype))
+# ---- Training
 
 
 class TrainingRun(NamedTuple):
+    model: Transformer
+    optimizer: torch.optim.Optimizer
     losses: dict[str, float]  # by step
-    norms: dict[str, float]  # of the gradient, by step, before it was clipped
-    gradients: dict[str, Tensor]  # of step 1, put together from all ranks
-    parameters: dict[str, Tensor]  # likewise, at the end
-    held: dict[str, int]  # bytes on this rank
-    seconds: float = 0.0  # of all of it
+    norms: dict[str, float]  # of the gradient before clipping, by step
+    gradients: dict[str, Tensor]  # of step 1, unsharded
+    parameters: dict[str, Tensor]  # after the last step, unsharded
 
 
 def train_transformer(
-    what, model, batches, args, loss_of, tp_group=None, after_backward=None
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
 ) -> TrainingRun:
-    """A step of AdamW on each batch, with gradients clipped to norm args.clip.
+    """One step on each batch.
 
-    what: names the run where collectives are counted; loss_of: (logits, target) → loss;
-    tp_group: None for one process and DTensor; after_backward: for lesson 04.
+    Args:
+        tp_group: None for one process and for DTensor.
+        after_backward: called with the model; lesson 04 sums gradients there.
     """
-    # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
-    # and would turn rounding into steps as long as any other.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    losses, norms, held, start = {}, {}, {}, time.perf_counter()
-    for step, batch in enumerate(batches, 1):
-        model.zero_grad()
-        torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
-        loss, held["activations"] = forward_backward(what, model, batch, loss_of)
-        if after_backward:
-            COMM.what, COMM.phase = what, "summing"
-            after_backward(model)
+    losses = {}
+    norms = {}
+    # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
+    # errors of gradients near 0 into full steps, different ones in each run.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+
+    for step, (tokens_BS, target_BS) in enumerate(batches, 1):
+        # One seed for all ranks, so that they draw the same dropout masks.
+        torch.manual_seed(args.seed + step)
+        optimizer.zero_grad()
+
+        # COMM.label does nothing but name the collectives inside, for section 4.
+        with COMM.label(name, "forward"):
+            logits = model(tokens_BS)
+        with COMM.label(name, "loss"):
+            loss = loss_of(logits, target_BS)
+        with COMM.label(name, "backward"):
+            loss.backward()
+        if after_backward is not None:
+            with COMM.label(name, "summing"):
+                after_backward(model)
         if step == 1:
             gradients = unshard_model(model, "grad")
-        COMM.what, COMM.phase = what, "clipping"
-        losses[f"loss, step {step}"] = loss
-        norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
-        clip_gradients(model, args.clip, norm)
-        norms[f"‖g‖, step {step}"] = norm
-        # Every rank updates what it holds, and nothing is sent. Replicas stay equal
-        # because they started equal and get equal gradients: nothing else sees to it.
+
+        with COMM.label(name, "clipping"):
+            if tp_group is None:
+                norm = norm_by_pytorch(model)
+            else:
+                norm = global_norm(model, tp_group)
+            clip_gradients(model, args.clip, norm)
+
+        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
+        # they start equal and get equal gradients: nothing else enforces it.
         optimizer.step()
-    moments = [x for state in optimizer.state.values() for x in state.values()]
-    held["parameters"] = nbytes(model.parameters())
-    held["gradients"] = nbytes(p.grad for p in model.parameters())
-    held["optimizer state"] = nbytes(moments)
-    ends, seconds = unshard_model(model, "data"), time.perf_counter() - start
-    return TrainingRun(losses, norms, gradients, ends, held, seconds)
+        losses[f"loss, step {step}"] = loss.item()
+        norms[f"‖g‖, step {step}"] = norm
 
-
-def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
-    """The loss of a batch, and the bytes that the model keeps for backward."""
-    tokens_BS, target_BS = batch
-    saved = SavedBytes([*model.parameters(), *model.buffers()])
-    COMM.what, COMM.phase = what, "forward"
-    with CountDTensor("tp") if "DTensor" in what else nullcontext():
-        with saved:
-            logits = model(tokens_BS)
-        COMM.phase = "loss"
-        loss = loss_of(logits, target_BS)
-        COMM.phase = "backward"
-        loss.backward()
-    return loss.item(), saved.total()
+    parameters = unshard_model(model, "data")
+    return TrainingRun(model, optimizer, losses, norms, gradients, parameters)
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
     """PyTorch's own norm of the gradient, which knows DTensors; in float64."""
-    grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    return nn.utils.get_total_norm(grads, foreach=False).item()
+    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(gradients, foreach=False).item()
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
-    """All parameters ("data") or gradients ("grad") from all ranks' slices."""
-    COMM.what = COMM.phase = ""  # not the model's calls, but the report's
-    whole = {}
+    """All parameters ("data") or gradients ("grad"), from the slices of all ranks."""
+    tensors = {}
     for name, p in model.named_parameters():
         x = getattr(p, what)
-        if isinstance(x, DTensor):
-            x = x.full_tensor()
-        elif x is not None:
-            x = unshard(x, getattr(p, "shardings", ()))
-            x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
-        whole[name] = torch.empty(0) if x is None else x.clone()
-    return whole
+        if x is None:
+            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+        elif isinstance(x, DTensor):
+            x = x.full_tensor()  # an all-gather by PyTorch
+        else:
+            x = unshard(x, shardings_of(p))
+        tensors[name] = x.clone()
+    return tensors
 
 
-def show_heads(report: Report, full: Transformer, split_model: Transformer) -> None:
-    """How attention is cut."""
-    rows, held = [], dict(split_model.layers[0].self_attn.named_parameters())
+# ---- The sections of the output, in order
+
+
+def show_placements(report: Report, full: Transformer, tp_model: Transformer) -> None:
+    """The shapes of a layer's attention weights, and how they are sharded."""
+    on_rank = dict(tp_model.layers[0].self_attn.named_parameters())
+    rows = []
     for name, p in full.layers[0].self_attn.named_parameters():
-        mine = held.get(name, torch.empty(0))  # in a model of yours it may have gone
-        cuts = [f"Shard({dim})" for dim, _ in getattr(mine, "shardings", ())]
-        if copies := getattr(mine, "copies", None):
-            cuts.append(f"the same on ranks {dist.get_process_group_ranks(copies)}")
-        row = {"self_attn": name, "global": [*p.shape], "on a rank": [*mine.shape]}
-        rows.append(row | {"placement": ", ".join(cuts) or "Replicate()"})
-    heads, kv_heads = full.config.heads, full.config.kv_heads
-    report.section(f"Who holds what: {heads} heads, {kv_heads} key/value heads")
-    report.say("   MLP: as in 01. Embedding, head and LayerNorms: whole on every rank.")
+        mine = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        row = {"self_attn": name, "global": list(p.shape)}
+        row["on a rank"] = list(mine.shape)
+        # The placement is what the parameter remembers, not what it should be.
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(mine)]
+        row["placement"] = ", ".join(placements) or "Replicate()"
+        rows.append(row)
+    report.section("Who holds what: attention is split by heads")
+    report.say("   The MLP is split as in lesson 01. The rest is Replicate().")
     report.table("holdings", rows)
 
 
-def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
-    """Losses, norms, and where training ended; replicas in the run that is split."""
-    args, losses = report.args, {what: run.losses for what, run in runs.items()}
-    ends = {what: run.norms | run.parameters for what, run in runs.items()}
-    labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
-    labels |= dict.fromkeys(runs[split].norms, f"√Σ‖g‖², {args.steps} steps")
-    report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
-    report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
-    report.compare("losses", losses, report.allowed_loss)
-    report.compare("updates", ends, fold=labels.get)
-    for name, p in model.named_parameters():
-        whole = None if getattr(p, "shardings", ()) else tp_group
-        if copies := getattr(p, "copies", whole):
-            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
-    of_rank_0 = gather_objects(losses[split])[0]
-    report.check("replicas: losses", float(losses[split] != of_rank_0))
+def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Losses, gradient norms before clipping, and where the parameters end."""
+    losses = values_of(runs, "losses")
+    norms = values_of(runs, "norms")
+    parameters = values_of(runs, "parameters")
+    report.section("Training: losses, gradient norms, parameters after the last step")
+    report.compare("losses", losses, allowed=report.allowed_loss)
+    # AdamW could hide a gradient that is wrong by a factor; its norm would show it.
+    report.compare("norms", norms)
+    report.compare("parameters", parameters, fold=lambda name: "all parameters")
 
 
-def show_all_gradients(report: Report, runs: dict) -> None:
-    """Gradients of step 1, a row for the same module of all layers."""
-    gradients = {what: run.gradients for what, run in runs.items()}
-    report.section("Gradients of step 1: norms; weight, bias and layers in one row")
+def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
+    """After training, all ranks must hold the same bits of what is replicated."""
+    diffs = {}
+    for name, p in run.model.named_parameters():
+        if not shardings_of(p):
+            replicas = all_gather(p[None], 0, tp_group)
+            diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
+    # Each rank computed the loss itself, from logits that must be equal.
+    losses = gather_objects(run.losses)
+    diffs["losses"] = 0.0 if losses == [run.losses] * len(losses) else math.inf
+    row = {"with TP": "replicas equal on all ranks", "tensors": len(diffs)}
+    row["equal"] = 0
+    for name, diff in diffs.items():
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    row["off"] = [] if row["equal"] == row["tensors"] else ["equal"]
+    report.table("replicas", [row])
+
+
+def show_gradients(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Gradients of step 1. A row: weight and bias of a module, in all layers."""
+    gradients = values_of(runs, "gradients")
+    report.section("Gradients of step 1: norms, and the largest relative difference")
     report.compare("gradients", gradients, fold=module_of)
-    name = next(n for n in next(iter(gradients.values())) if "self_attn" in n)
-    report.say(f"   The first numbers of dL/d {name}:")
-    for what, of_run in gradients.items():
-        numbers = of_run[name].flatten()[:4].tolist()
-        report.say(f"   {what:<12}" + " ".join(f"{x:11.8f}" for x in numbers))
+    first = next(p for p in gradients["without TP"] if "self_attn" in p)
+    report.say(f"   The first numbers of dL/d {first}:")
+    for name, run in runs.items():
+        numbers = run.gradients.get(first, torch.empty(0)).flatten()[:4].tolist()
+        report.say(f"   {name:<12}" + " ".join(f"{x:11.8f}" for x in numbers))
 
 
 def module_of(name: str) -> str:
@@ -599,133 +548,81 @@ def module_of(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-def show_all_reduces(report: Report, runs: dict, config: Config) -> None:
-    """Calls and bytes of a step, by hand and by PyTorch's plan."""
-    args, L, e = report.args, config.layers, getattr(torch, report.args.dtype).itemsize
-    BSD = args.batch_size * args.seq_len * config.hidden
-    two = 2 * L, "2·L·B·S·D", 2 * L * BSD * e
-    four = 4 * L, "4·L·B·S·D", 4 * L * BSD * e
-    gathers = 2 * L, "T·2·L·B·S·D", 2 * L * BSD * e * args.ranks
-    clipping = 1, "one float64", 8
-    report.section("Communication of a step; ring: bytes that a rank of a ring sends")
-    report.say(f"   × e = {e} bytes; L {L}, B·S·D {BSD:,}. DTensor: 3 f's for q, k, v.")
+def show_communication(report: Report, size: dict[str, int]) -> None:
+    """Collectives of a step, by hand and by PyTorch's plan, against formulas."""
     formulas = {
-        ("with TP", "forward", "all-reduce", "tp"): two,
-        ("with TP", "backward", "all-reduce", "tp"): two,
-        ("with TP", "clipping", "all-reduce", "tp"): clipping,
-        ("DTensor", "forward", "all-reduce", "tp"): two,
-        ("DTensor", "backward", "all-reduce", "tp"): four,
-        ("with TP", "backward", "all-reduce", "copy"): sums_of_copies(report),
-        ("same bits", "forward", "all-gather", "tp"): gathers,
-        ("same bits", "backward", "all-gather", "tp"): gathers,
-        ("same bits", "clipping", "all-reduce", "tp"): clipping,
+        Call("with TP", "forward", "all-reduce", "tp"): "2·L × B·S·D·e",
+        Call("with TP", "backward", "all-reduce", "tp"): "2·L × B·S·D·e",
+        Call("with TP", "clipping", "all-reduce", "tp"): "1 × 8",  # a float64
+        Call("DTensor", "forward", "all-reduce", "tp"): "2·L × B·S·D·e",
+        # In tp_plan each of q, k and v has its own f; by hand they share one.
+        Call("DTensor", "backward", "all-reduce", "tp"): "4·L × B·S·D·e",
+        # PyTorch sums one float64 for each parameter tensor, global_norm one in all.
+        Call("DTensor", "clipping", "all-reduce", "tp"): "1 × 8·(16·L + 5)",
     }
-    formulas = {key: formula for key, formula in formulas.items() if key[0] in runs}
-    report.ledger(formulas, steps=args.steps)
+    report.section("Communication of a step; ring: bytes that a rank of a ring sends")
+    report.ledger(formulas, size, steps=report.args.steps)
 
 
-def sums_of_copies(report: Report) -> tuple[int, str, int]:
-    """Calls, formula and bytes of a step: k and v of heads that ranks share."""
-    args, H = report.args, report.args.hidden // report.args.heads
-    report.axes = report.axes | {"copy": max(1, args.ranks // args.kv_heads)}
-    sent = 2 * args.layers * H * (args.hidden + 1) * getattr(torch, args.dtype).itemsize
-    return 4 * args.layers, "2·L·H·(D + 1)", sent
+def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None:
+    """Bytes that a rank stores: a formula for each thing, and their sum as measured."""
+    parameters = {
+        "embed_tokens, lm_head": "(2·D + 1)·V·e",
+        "LayerNorms": "(2·L + 1)·2·D·e",
+        "biases of o_proj, down_proj": "2·L·D·e",
+        "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",
+        "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+        "up_proj": "L·F·(D + 1)·e/T",
+    }
+    # What backward needs again. Between g and the next f everything is replicated.
+    saved = {
+        "tokens (int64)": "8·B·S",
+        "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "mean and 1/σ of LayerNorms": "(2·L + 1)·2·B·S·e",
+        "outputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "q, k, v in CoreAttention, N heads each": "3·L·B·S·D·e/T",
+        "softmax output": "L·B·N·S·S·e/T",
+        "input of o_proj": "L·B·S·D·e/T",
+        "inputs of GELU and down_proj": "2·L·B·S·F·e/T",
+    }
+    if report.args.dropout > 0:
+        saved["dropout masks of block outputs (1 byte)"] = "2·L·B·S·D"
+        saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
+        saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
+
+    sizes = {"without TP": dict(size, T=1), "with TP": size}
+    measured = {run: bytes_stored(runs[run], batch) for run in sizes if run in runs}
+    report.section("Memory of a rank, in bytes; e is the bytes of an element")
+    rows, sums = add_up(parameters, sizes)
+    rows.append(measured_row(report, "parameters", "sum", sums, measured))
+    rows.append(measured_row(report, "gradients", "sum", sums, measured))
+    # AdamW stores two moments of each parameter, and the number of its steps.
+    tensors = len(runs["without TP"].parameters)
+    sums = {run: 2 * sums[run] + 4 * tensors for run in sizes}
+    formula = f"2·sum + 4·{tensors} tensors"
+    rows.append(measured_row(report, "optimizer state", formula, sums, measured))
+    report.table("memory", rows)
+
+    rows, sums = add_up(saved, sizes)
+    rows.append(measured_row(report, "saved for backward", "sum", sums, measured))
+    report.table("memory", rows)
 
 
-def show_bytes_held(report: Report, runs: dict, config: Config) -> None:
-    """Bytes on a rank. Kept for backward: LayerNorm's input, mean and 1/σ; the input of
-    q, k, v; q, and k and v repeated for query heads; softmax's output, dropout's mask
-    and output; inputs of o, up, GELU and down; masks of the two dropouts on x."""
-    args, V, D, L = report.args, config.vocab_size, config.hidden, config.layers
-    C, drops = D // config.heads * config.kv_heads, config.dropout > 0
-    BS, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
-    X, Q, rows = BS * D, BS * config.heads * args.seq_len, []
-    for what, T in (("without TP", 1), ("with TP", args.ranks)):
-        P = L * ((10 * D * D + 5 * D) // T + 6 * D) + 2 * V * D + V + 2 * D
-        P += L * 2 * C * (D + 1) // min(T, config.kv_heads)  # copies are cut no further
-        A = L * ((12 * X + (1 + drops) * Q) // T + 4 * X + 4 * BS) + 2 * X + 2 * BS
-        M = drops * L * (Q // T + 2 * X)
-        state = 2 * e * P + 4 * len(runs[what].parameters)  # AdamW counts its steps
-        predicted = {
-            "parameters": ("e·P", e * P),
-            "gradients": ("e·P", e * P),
-            "optimizer state": ("2e·P + 4 a tensor", state),
-            "activations": ("e·A + M + 8·B·S", e * A + M + 8 * BS),
-        }
-        for kind, (formula, wanted) in predicted.items():
-            row = {"held": kind, "run": what, "formula": formula}
-            row |= {"bytes": runs[what].held[kind], "predicted_bytes": wanted}
-            rows.append(row)
-    report.section("Memory of a rank: what lies between f and g is cut by T")
-    report.say("   P = L·((10D² + 5D)/T + 2C(D + 1)/min(T, K) + 6D) + 2VD + V + 2D")
-    report.say("   A = L·((12X + 2Q)/T + 4X + 4BS) + 2X + 2BS, masks M = L·(Q/T + 2X)")
-    report.say("   C = KH, X = BSD, Q = BNS², tokens 8BS; no dropout: M = 0, Q not 2Q")
-    report.measure("memory", rows)
-
-
-def show_hashes(report: Report, full, batches, runs: dict) -> None:
-    """`--same-bits`: all bits of what training gives, on T ranks and on one."""
-    args, rows, kinds = report.args, [], ("losses", "gradients", "parameters")
-    alone = mesh_groups({"all": args.ranks, "alone": 1}, args.timeout)["alone"]
-    model = same_bits_transformer(full, alone)
-    runs["same, T = 1"] = train_transformer("", model, batches, args, mean_loss, alone)
-    for what, run in runs.items():
-        row = {"run": what}
-        for kind in kinds:
-            row[kind] = digest(*getattr(run, kind).values())
-        slower = run.seconds / runs["with TP"].seconds
-        rows.append(row | {"time ÷ with TP's": f"{slower:.1f}"})
-    report.section("Can the difference be zero? Hashes of all bits, after training")
-    report.say("   same bits: one hash for 1, 2, 4, 8 ranks. Try them; T = 1 is here.")
-    report.table("hashes", rows)
-    one, many = rows[-1], rows[-2]
-    for kind in kinds:
-        report.check(f"same bits: {kind}", one[kind] != many[kind], kind="bits")
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
-    parser = lesson_parser(__doc__, BREAKS, steps=3, **sizes)
-    parser.add_argument("--same-bits", action="store_true", help="for T = 1, 2, 4, 8")
-    if "--same-bits" not in sys.argv:
-        return parse_sizes(parser, ranks)
-    if BLOCKS % ranks:
-        raise ValueError(f"--same-bits on {ranks} ranks: take 1, 2, 4 or 8")
-    args = parse_sizes(parser, BLOCKS)  # sizes that do for every T
-    must_divide(args, "kv_heads", BLOCKS, "blocks")  # a shared head would be one block
-    if args.dtype == "float64":  # where the norm's last digit depends on T
-        raise ValueError("--same-bits: gradients are clipped alike in float32 only")
-    return args
-
-
-def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
-    """The model's flags. ValueError if it cannot be built, or cut into `ranks`."""
-    add = parser.add_argument
-    add("--hidden", type=positive, help="D (8 numbers a head)")
-    add("--heads", type=positive, help="N (2 for each key/value head)")
-    add("--kv-heads", type=positive, help="K (4, more for more ranks); below T: copied")
-    add("--dropout", type=float, default=0.1, help="probability (0.1)")
-    add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
-    args = parser.parse_args()
-    usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
-    usual = 1 if args.bug == "copies" else usual
-    args.heads = args.heads or 2 * math.lcm(args.kv_heads or usual, ranks)
-    args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
-    args.hidden = args.hidden or 8 * args.heads
-    must_divide(args, "heads", ranks, "ranks")
-    must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
-    must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    if ranks % args.kv_heads:  # else c = T/K ranks hold the same one
-        must_divide(args, "kv_heads", ranks, "ranks")
-    if args.vocab_size <= PAD:
-        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
-    if args.hidden < 4:
-        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
-    return args
+def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+    """Measured on this rank, at the end of training and in one more forward pass."""
+    parameters = list(run.model.parameters())
+    saved = SavedBytes([*parameters, *run.model.buffers()])
+    with saved:
+        run.model(batch[0])  # without a label: section 4 does not count these calls
+    moments = []  # and step counts: all that AdamW stores
+    for state in run.optimizer.state.values():
+        moments.extend(state.values())
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(p.grad for p in parameters),
+        "optimizer state": nbytes(moments),
+        "saved for backward": saved.total(),
+    }
 
 
 # ==== BREAK IT
@@ -739,104 +636,159 @@ BREAKS = {
         what="each rank draws its shards itself, all from the same seed",
         symptom="it trains, but another model: each head and MLP column exists T times",
         why="equal shards get nearly equal gradients: a T-th of the model is left",
-        met="github.com/modelscope/ms-swift/issues/7944, allenai/OLMo-core issue 307",
+        reported="github.com/modelscope/ms-swift/issues/7944; allenai/OLMo-core, 307",
     ),
     "qkv": dict(
         target="parallelize_layer",
-        old='    for name in ("q_proj", "k_proj", "v_proj"):\n',
-        new="    three = attn.q_proj, attn.k_proj, attn.v_proj\n"
-        "    slices = torch.cat([x.weight for x in three]).chunk(tp_group.size())\n"
-        "    sizes = [len(x.weight) // tp_group.size() for x in three]\n"
-        "    for linear, rows in zip(three, zip(*(x.split(sizes) for x in slices))):\n"
-        "        linear.weight.data = torch.cat(rows)\n"
-        '    for name in ("q_proj", "k_proj", "v_proj"):\n',
-        what="one weight of q, k and v is cut into T slices, and each slice into three",
+        old="    T = tp_group.size()\n",
+        new="    T = tp_group.size()\n"
+        "    linears = [attn.q_proj, attn.k_proj, attn.v_proj]\n"
+        "    fused = torch.cat([linear.weight for linear in linears])\n"
+        "    sizes = [len(linear.weight) // T for linear in linears]\n"
+        "    slices = [piece.split(sizes) for piece in fused.chunk(T)]\n"
+        "    for i, linear in enumerate(linears):\n"
+        "        linear.weight.data = torch.cat([piece[i] for piece in slices])\n",
+        what="q, k, v are one weight: cut into T slices, and each slice into q, k, v",
         symptom="shapes fit and nothing complains; the loss is wrong from step 1 on",
-        why="the first slice is all queries: some serve rank 0 as keys and values",
-        met="github.com/deepspeedai/DeepSpeed/pull/3844",
-    ),
-    "copies": dict(
-        target="split_heads",
-        old="        p.register_hook(lambda grad: all_reduce(grad, copies))\n",
-        new="        pass\n",
-        what="ranks that hold the same key/value head do not add up its gradients",
-        symptom="gradients of k and v are wrong; copies of one weight drift apart",
-        why="each copy met the queries of its own rank only: it has one of c terms",
-        met="github.com/bigcode-project/Megatron-LM/pull/12: biases part between ranks",
+        why="the first slice has rows of q only; rank 0 uses some of them as k and v",
+        reported="github.com/deepspeedai/DeepSpeed/pull/3844",
     ),
     "mask-heads": dict(
         target="parallelize_layer",
         old="    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)",
         new="",
-        what="one dropout mask for the heads of all ranks",
-        symptom="no error; losses near the right ones, never equal to them",
+        what="all ranks use one dropout mask for their different heads",
+        symptom="no error; losses are close to the right ones, but never equal to them",
         why="heads on different ranks drop alike: T times fewer random draws",
-        met="github.com/NVIDIA/Megatron-LM/issues/206",
+        reported="github.com/NVIDIA/Megatron-LM/issues/206",
     ),
     "mask-residual": dict(
         target="parallelize_layer",
         old="    layer.mlp = tp_mlp(layer.mlp, tp_group)\n",
         new="    layer.mlp = tp_mlp(layer.mlp, tp_group)\n"
         "    layer.dropout = ShardedDropout(layer.dropout.p, 2, tp_group)\n",
-        what="every rank its own dropout mask on what the blocks give",
-        symptom="losses differ from rank to rank; replicated parameters drift apart",
+        what="each rank has its own dropout mask for the replicated block outputs",
+        symptom="losses differ between ranks; replicated parameters drift apart",
         why="all ranks hold the same tensor, so all must drop the same elements",
-        met="github.com/NVIDIA/Megatron-LM/issues/206",
+        reported="github.com/NVIDIA/Megatron-LM/issues/206",
     ),
     "clip": dict(
         target="global_norm",
-        old=" * parts / tp_group.size()\n"
-        "    return math.sqrt(all_reduce(total, tp_group))\n",
-        new="\n    return math.sqrt(total)\n",
+        old="    return math.sqrt(all_reduce(total, tp_group))\n",
+        new="    return math.sqrt(total)\n",
         what="gradients are clipped by each rank's own norm",
-        symptom="norms are wrong, gradients are right; losses part from step 2 on",
-        why="a rank sees its own shards' squares only: sum them over the group first",
-        met="github.com/pytorch/torchtune/issues/2420, pytorch/torchtitan issue 596",
+        symptom="norms are wrong, gradients are right; losses diverge from step 2 on",
+        why="a rank has the squares of its own shards only: sum them over the group",
+        reported="github.com/pytorch/torchtune/issues/2420; pytorch/torchtitan, 596",
     ),
     "data": dict(
         target="train_transformer",
-        old="    for step, batch in enumerate(batches, 1):\n",
-        new="    ahead = tp_group.rank() if tp_group else 0\n"
-        "    for step, batch in enumerate(batches[ahead:] + batches[:ahead], 1):\n",
-        what="every rank of the TP group reads a batch of its own",
+        old="    for step, (tokens_BS, target_BS) in enumerate(batches, 1):\n",
+        new="    if tp_group is not None:\n"
+        "        batches = batches[tp_group.rank() :] + batches[: tp_group.rank()]\n"
+        "    for step, (tokens_BS, target_BS) in enumerate(batches, 1):\n",
+        what="each rank of the TP group reads a batch of its own",
         symptom="losses are wrong from step 1 on and differ between ranks; no error",
-        why="ranks of a TP group have terms of sums over features of the same tokens",
-        met="github.com/deepspeedai/DeepSpeed/issues/7199",
+        why="an all-reduce adds partial sums, which must be of the same tokens",
+        reported="github.com/deepspeedai/DeepSpeed/issues/7199",
     ),
     "drift": dict(
         target="train_transformer",
         old="        optimizer.step()\n",
-        new="        if tp_group and tp_group.rank() == tp_group.size() - 1:\n"
+        new="        if tp_group is not None and tp_group.rank() == 1:\n"
         "            model.norm.zero_grad(set_to_none=False)\n"
         "        optimizer.step()\n",
-        what="on one rank the last LayerNorm's gradient is lost",
-        symptom="step 1 is right; then replicas differ, and losses part slowly",
+        what="one rank loses the gradient of the last LayerNorm",
+        symptom="step 1 is right; then replicas differ, and losses slowly diverge",
         why="only equal starts, gradients and updates keep replicated parameters equal",
-        met="github.com/NVIDIA/Megatron-LM/issues/1446",
+        reported="github.com/NVIDIA/Megatron-LM/issues/1446",
     ),
 }
 
 
+# ==== FLAGS
+# region
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
+    return parse_sizes(lesson_parser(__doc__, BREAKS, sections=5, **sizes), ranks)
+
+
+def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
+    """The flags of the model. ValueError if it cannot be built or sharded."""
+    add = parser.add_argument
+    add("--hidden", type=positive, help="D (8 per head)")
+    add("--heads", type=positive, help="N (2 per key/value head)")
+    add("--kv-heads", type=positive, help="K (4, or the next multiple of the ranks)")
+    add("--dropout", type=float, default=0.1, help="probability (0.1)")
+    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
+    args = parser.parse_args()
+    if args.kv_heads is None:
+        multiple = ranks * math.ceil(4 / ranks)
+        args.kv_heads = math.gcd(args.heads or multiple, multiple)
+    args.heads = args.heads or 2 * args.kv_heads
+    args.hidden = args.hidden or 8 * args.heads
+    must_divide(args, "heads", ranks, "ranks")
+    if args.kv_heads < ranks:
+        text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
+        raise ValueError(f"{text}; take {ranks}, or see beyond/09_shared_heads.py")
+    must_divide(args, "kv_heads", ranks, "ranks")
+    must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
+    must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
+    if args.vocab_size <= PAD:
+        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
+    if args.hidden < 4:
+        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
+    if not 0 <= args.dropout < 1:
+        raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
+    if not args.clip > 0:
+        raise ValueError(f"--clip {args.clip}: must be above 0")
+    return args
+
+
+def sizes_of(args) -> dict[str, int]:
+    """The letters of the shape legend, and e: bytes of an element."""
+    e = getattr(torch, args.dtype).itemsize
+    return dict(
+        B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
+        K=args.kv_heads, H=args.hidden // args.heads, F=4 * args.hidden,
+        V=args.vocab_size, L=args.layers, T=args.ranks, e=e,
+    )  # fmt: skip
+
+
+# endregion
+
+
 # ==== CARRIED OVER from 00, unchanged
-# region  What lesson 00 explains.
+# region
+
+# Imports that only the parts below use.
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim (lesson 00)"""
+    """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
+
+    (lesson 00)"""
     if x.shape[dim] % parts:
         raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
 def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of a tensor that every rank holds (lesson 00)"""
+    """This rank's slice of a tensor that every rank holds: Replicate() → Shard(dim).
+
+    (lesson 00)"""
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Every rank gets the sum over ranks: Partial() → Replicate() (lesson 00)"""
+    """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
+
+    (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -845,7 +797,9 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets all slices: Shard(dim) → Replicate() (lesson 00)"""
+    """Every rank gets all slices, joined along dim: Shard(dim) → Replicate().
+
+    (lesson 00)"""
     x = x.detach().contiguous()
     if group.size() == 1:
         return x.clone()
@@ -855,38 +809,18 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(slices, dim)
 
 
-def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets the x of group rank src (lesson 00)"""
-    out = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.size() > 1:
-        with COMM.record("broadcast", out, group):
-            dist.broadcast(out, group_src=src, group=group)
-    return out
-
-
-def tree_sum(terms: list[Tensor]) -> Tensor:
-    """Add neighbors in pairs, then those sums in pairs, … (lesson 00)"""
-    if len(terms) == 1:
-        return terms[0]
-    half = len(terms) // 2
-    return tree_sum(terms[:half]) + tree_sum(terms[half:])
-
-
-def tree_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce in an order that can be the same for every T (lesson 00)"""
-    return tree_sum(list(all_gather(x[None], 0, group)))
-
-
-def digest(*tensors) -> str:
-    """The first digits of a hash of all their bits (lesson 00)"""
-    sha = hashlib.sha256()
-    for x in tensors:
-        sha.update(torch.as_tensor(x, dtype=torch.float64).cpu().numpy().tobytes())
-    return sha.hexdigest()[:12]
+def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
+    """Bytes that one rank of a ring sends for a payload of nbytes (lesson 00)."""
+    if collective == "send/recv":
+        return nbytes
+    rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
+    return round(rounds * nbytes * (ranks - 1) / ranks)
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh (lesson 00)"""
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
@@ -901,11 +835,13 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
 
 # ==== CARRIED OVER from 01, unchanged
-# region  What lesson 01 explains.
+# region
 
 
 class MLP(nn.Module):
-    """The reference: plain PyTorch, one process (lesson 01)"""
+    """The reference: plain PyTorch, one process. Shapes: x [B, S, D] → [B, S, D].
+
+    (lesson 01)"""
 
     def __init__(self, hidden: int, width: int):
         super().__init__()
@@ -917,7 +853,9 @@ class MLP(nn.Module):
 
 
 def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts (lesson 01)"""
+    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+
+    (lesson 01)"""
     for dim, group in cuts:
         full = shard(full, dim, group)
     mine = nn.Parameter(full.detach().clone())
@@ -926,14 +864,23 @@ def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Pa
 
 
 def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone (lesson 01)"""
+    """The whole tensor from all ranks' slices: cuts undone, the last one first.
+
+    (lesson 01)"""
     for dim, group in reversed(cuts):
         x = all_gather(x, dim, group)
     return x
 
 
+def shardings_of(p: Tensor) -> tuple:
+    """How a parameter was sharded: ((dim, group), …); empty if it is replicated.
+
+    (lesson 01)"""
+    return getattr(p, "shardings", ())
+
+
 class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (lesson 01)"""
+    """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -946,22 +893,21 @@ class CopyToTP(torch.autograd.Function):
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
-class ReduceFromTP(torch.autograd.Function):
-    """Megatron's g: all-reduce forward, identity backward (lesson 01)"""
+class GatherFromTP(torch.autograd.Function):
+    """All-gather forward, slice backward (lesson 01)."""
 
     @staticmethod
-    def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(partial_y, tp_group)
+    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.tp_group = dim, tp_group
+        return all_gather(x, dim, tp_group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
-        return grad, None
+        return shard(grad, ctx.dim, ctx.tp_group), None, None
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)"""
+    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)."""
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
@@ -979,8 +925,22 @@ class ColumnParallelLinear(nn.Module):
         return y_BSf
 
 
+class ReduceFromTP(torch.autograd.Function):
+    """Megatron's g: all-reduce forward, identity backward (lesson 01)."""
+
+    @staticmethod
+    def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(partial_y, tp_group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
+        # sum of the terms, so dL/dy is also the gradient of every term.
+        return grad, None
+
+
 class RowParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)"""
+    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)."""
 
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
@@ -996,28 +956,53 @@ class RowParallelLinear(nn.Module):
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Megatron's MLP: columns, then rows (lesson 01)"""
+    """Megatron's MLP: columns, then rows; one all-reduce forward, one backward.
+
+    (lesson 01)"""
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
     return mlp
 
 
-class GatherFromTP(torch.autograd.Function):
-    """All-gather forward, slice backward (lesson 01)"""
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
-        return all_gather(x, dim, tp_group)
+    (lesson 01)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
 
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return shard(grad, ctx.dim, ctx.tp_group), None, None
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes.
+
+    (lesson 01)"""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
+
+
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once (lesson 01)"""
+    """Within `with`: bytes kept for backward, each storage once, `skip` left out.
+
+    (lesson 01)"""
 
     def __init__(self, skip):
         self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
@@ -1035,7 +1020,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted, too (lesson 01)"""
+    """Within `with`: DTensor's collectives are counted, too (lesson 01)."""
 
     names = {
         "_c10d_functional::all_reduce": "all-reduce",
@@ -1057,18 +1042,22 @@ class CountDTensor(TorchDispatchMode):
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, waited for (lesson 01)"""
+    """This rank's piece of a DTensor, waited for; any other tensor as it is.
+
+    (lesson 01)"""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
 def nbytes(tensors) -> int:
-    """Bytes of these tensors on this rank (lesson 01)"""
+    """Bytes of these tensors on this rank (lesson 01)."""
     return sum(local(x).nbytes for x in tensors if x is not None)
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
-    """ValueError with the arithmetic if a flag's value is no multiple (lesson 01)"""
+    """ValueError with the arithmetic if a flag's value is no multiple of parts.
+
+    (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
         flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
@@ -1080,67 +1069,129 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 # ==== HARNESS, the same in every lesson
-# region  It counts, compares, prints tables, says who is missing. Fold it away.
+# region  It counts, compares, prints tables and explains errors. Skip it at first.
+
+# The imports are here, so that a lesson begins with its subject.
+import argparse
+import gc
+import inspect
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+
+class Call(NamedTuple):
+    """Calls with the same four labels are counted together."""
+
+    run: str
+    phase: str
+    collective: str
+    axis: str
 
 
 class CommCounter:
-    """Calls and payload bytes of every collective, and the call this rank is in now."""
+    """Counts collectives, and tells other ranks which one this rank is in."""
 
     def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what = self.phase = ""  # labels of what is called next
-        self.place, self.made, self.store = "in no call", Counter(), None
-        self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
+        self.calls = Counter()  # Call → number of calls
+        self.bytes = Counter()  # Call → bytes of payload
+        self.run = ""
+        self.phase = ""
+        self.store = None  # key-value store that all ranks share
+        self.status = "in no call"
+        self.entered = Counter()  # number of calls this rank has entered, by group
+
+    @contextmanager
+    def label(self, run: str, phase: str):
+        """Within `with`: collectives are counted as this phase of this run."""
+        before = [self.run, self.phase]
+        self.run = run
+        self.phase = phase
+        try:
+            yield
+        finally:  # calls without a label are the report's own and are in no table
+            self.run, self.phase = before
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
-        row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
-        row[0] += 1
-        row[1] += nbytes
+        call = Call(self.run, self.phase, collective, axis)
+        self.calls[call] += 1
+        self.bytes[call] += nbytes
 
     @contextmanager
     def record(self, collective: str, x: Tensor, group, copies: int = 1):
-        """Around one call on copies·x.nbytes bytes of payload."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        with self.meet(call, dist.get_process_group_ranks(group)):
+        """Around one collective with a payload of copies · x.nbytes bytes."""
+        axis = group.group_desc
+        self.count(collective, copies * x.nbytes, axis)
+        ranks = dist.get_process_group_ranks(group)
+        with self.blocking(f"{collective} of {list(x.shape)} over {axis}", ranks):
             yield
 
     @contextmanager
-    def meet(self, call: str, ranks: list[int]):
-        """Around a call that ends when all these ranks are in it."""
-        before = self.place
-        self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
-        self.note(f"in call {self.made[str(ranks)]} of ranks {ranks}, {call}")
+    def blocking(self, call: str, ranks: list[int]):
+        """Around a call that returns only after all these ranks have entered it."""
+        before = self.status
+        # The n-th call of one rank is matched with the n-th call of the others.
+        self.entered[str(ranks)] += 1
+        self.set_status(f"in call {self.entered[str(ranks)]} of ranks {ranks}, {call}")
         yield
-        self.note(before)  # not after an error: then this rank is still in it
+        self.set_status(before)  # not after an error: this rank is still in the call
 
-    def note(self, place: str) -> None:
-        """Where this rank is, for the others to read if something goes wrong."""
-        self.place = place
-        if self.store:
-            self.store.set(f"place/{dist.get_rank()}", place)
+    def set_status(self, status: str) -> None:
+        """Write down where this rank is, so that others can read it after an error."""
+        self.status = status
+        if self.store is not None:
+            self.store.set(f"status/{dist.get_rank()}", status)
+
+    def all_raised(self, run: str, error: Exception) -> bool:
+        """Did every rank raise the same error in this run?"""
+        text = f"{type(error).__name__}: {error}"
+        keys = [f"raised/{run}/{rank}" for rank in range(dist.get_world_size())]
+        self.store.set(keys[dist.get_rank()], text)
+        try:
+            self.store.wait(keys, timedelta(seconds=5))
+        except RuntimeError:  # some rank did not raise
+            return False
+        return all(self.store.get(key).decode() == text for key in keys)
 
 
 COMM = CommCounter()
-ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of a tensor
+ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}  # relative difference of a loss
+ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
+# The verdict names the worst failure of each kind of check: likely causes first.
+CAUSES_FIRST = ["runs", "gradients", "replicas", "norms", "losses", "parameters"]
 
 
-def rel_diff(got, wanted) -> float:
-    """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
+def rel_diff(got, expected) -> float:
+    """max|got − expected| / max|expected|; inf for nan and for another shape."""
     got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
-    wanted = torch.as_tensor(wanted, dtype=torch.float64).detach().cpu()
-    if got.shape != wanted.shape:
+    expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
+    if got.shape != expected.shape:
         return math.inf
-    if torch.equal(got, wanted):
+    if torch.equal(got, expected):
         return 0.0
-    diff = ((got - wanted).abs().max() / wanted.abs().max()).item()
-    return diff if diff == diff else math.inf
+    diff = ((got - expected).abs().max() / expected.abs().max()).item()
+    return math.inf if math.isnan(diff) else diff
+
+
+def evaluate(formula: str, size: dict[str, int]) -> int:
+    """The value of a formula as it is printed: 2·L·B·S·D/T is 2 * L * B * S * D / T."""
+    return round(eval(formula.replace("·", "*"), {}, size))
 
 
 def gather_objects(value, group=None) -> list:
-    """The value of every rank (of a group), in order: for the report, not counted."""
+    """The value of every rank of a group, in order: for the report, not counted."""
     values = [None] * dist.get_world_size(group)
-    with COMM.meet("gathering of results", dist.get_process_group_ranks(group)):
+    with COMM.blocking("gathering of results", dist.get_process_group_ranks(group)):
         dist.all_gather_object(values, value, group)
     return values
 
@@ -1149,16 +1200,24 @@ class Report:
     """Rank 0 prints, every rank checks, --json keeps the rows of all tables."""
 
     def __init__(self, lesson: str, args):
-        self.args, self.checks, self.number, self.axes = args, {}, 0, {}
-        self.allowed_loss, self.allowed = ALLOWED[args.dtype]
+        self.args = args
+        self.checks = {}  # "kind: name" → kind, diff, allowed, ok
+        self.raised = {}  # run → the error that ended it
+        self.mesh = {}  # axis → ranks
+        self.number = 0  # of the section
+        self.allowed_loss = ALLOWED_LOSS[args.dtype]
+        self.allowed = ALLOWED[args.dtype]
         self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
 
-    def begin(self, mesh: dict[str, int]) -> None:
-        """The first line; mesh: axis → ranks."""
-        self.axes = self.data["mesh"] = mesh
-        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    def begin(self, mesh: dict[str, int], size: dict[str, int]) -> None:
+        """Print the first two lines. size: letter of the shape legend → number."""
+        self.mesh = mesh
+        self.data["mesh"] = mesh
+        self.data["size"] = size
+        axes = " × ".join(f"{axis} {ranks}" for axis, ranks in mesh.items())
         where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
         print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
+        print("  ".join(f"{letter} {number}" for letter, number in size.items()))
 
     def section(self, title: str) -> None:
         self.number += 1
@@ -1168,114 +1227,207 @@ class Report:
         if self.args.only in (None, self.number):
             print(text, flush=True)
 
-    def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
-        """Note one comparison on this rank; does it hold here?"""
+    def check(self, kind: str, name: str, diff: float, allowed: float = 0.0) -> bool:
+        """Record one comparison of this rank. Return whether it holds."""
+        name = f"{kind}: {name}"
         assert name not in self.checks, f"two checks are called {name}"
-        ok = diff <= allowed  # False for nan, too
-        self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
+        ok = diff <= allowed  # False for nan
+        self.checks[name] = {"kind": kind, "diff": diff, "allowed": allowed, "ok": ok}
         return ok
 
-    def table(self, key: str, rows: list[dict], hide=()) -> None:
-        """Print and keep rows of like keys; diff and ok are the worst of all ranks."""
-        for row, of_ranks in zip(rows, zip(*gather_objects(rows))):
-            for name, worst in (("diff", max), ("ok", all)):
-                if name in row:
-                    row[name] = worst(other[name] for other in of_ranks)
+    def expect(self, row: dict, column: str, kind: str, name: str, predicted) -> None:
+        """Check that a cell of a row equals its predicted value."""
+        off = row.setdefault("off", [])
+        if not self.check(kind, name, abs(row[column] - predicted)):
+            off.append(column)
+        row.setdefault("predicted", {})[column] = f"{name}: predicted {predicted:,}"
+
+    @contextmanager
+    def column(self, run: str):
+        """Around one run: if all ranks raise the same error, only this run ends."""
+        try:
+            yield
+        except Exception as error:
+            if is_lost(error) or not COMM.all_raised(run, error):
+                raise
+            COMM.set_status("in no call")
+            if dist.get_rank() == 0:
+                traceback.print_exception(error)
+            self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
+            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+        self.check("runs", f"{run} completes", int(run in self.raised))
+
+    def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
+        """Print rows that have the same columns; --json keeps them under `key`.
+
+        row["off"] lists the cells that failed a check on this rank. Cells that failed
+        on any rank are marked ✗. row["predicted"] maps a cell to what was predicted for
+        it, printed below the table if it failed. hide: columns to keep, not to print.
+        """
+        for rank, rows_of_rank in enumerate(gather_objects(rows)):
+            for row, other in zip(rows, rows_of_rank):
+                merge_row(row, other, rank)
+        for row in rows:
+            if "off" in row:
+                row["ok"] = not row["off"]
         self.data.setdefault(key, []).extend(rows)
-        if not rows:  # nothing sent: there is one rank
-            return
-        lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
-        for name in [name for name in rows[0] if name not in hide]:
-            texts = [cell(name, row[name]) for row in rows]
-            texts.insert(0, name.replace("_bytes", ""))
-            width = max(map(len, texts))
+        if rows:
+            self.print_rows(rows, hide)
+
+    def print_rows(self, rows: list[dict], hide: list[str]) -> None:
+        lines = [" "] * (len(rows) + 1)  # they grow column by column
+        for name in rows[0]:
+            if name in hide or name in ("off", "off_ranks", "predicted"):
+                continue
+            texts = [name]
+            for row in rows:
+                mark = "✗" if name in row.get("off", []) else ""
+                texts.append(cell(name, row[name]) + mark)
+            width = max(len(text) for text in texts)
             pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
-            lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
+            for i, text in enumerate(texts):
+                lines[i] += "  " + pad(text, width)
+        for row in rows:
+            lines.extend(explain_row(row))
         self.say("\n".join(line.rstrip() for line in lines))
 
-    def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
-        """Numbers, or tensors by their norms: of several runs against the first one.
+    def compare(self, key: str, runs: dict, allowed: float = 0.0, fold=str) -> None:
+        """Compare numbers or tensors of several runs, each with the first run.
 
-        runs: run → name → value; fold: name → the label of its row.
+        runs: run → name → value. fold: name → label of its row. A row shows the norm of
+        all its values and the largest relative difference of any of them.
         """
-        allowed = self.allowed if allowed is None else allowed
-        rows, missing, first = {}, torch.empty(0), next(iter(runs))
-        for name in dict.fromkeys(name for values in runs.values() for name in values):
-            row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
-            row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
-            wanted = runs[first].get(name, missing)
+        allowed = allowed or self.allowed
+        nothing = torch.empty(0)  # stands for what a run does not have
+        names = {}  # of all runs, in order
+        for values in runs.values():
+            names.update(dict.fromkeys(values))
+        reference = next(iter(runs.values()))
+        rows = {}
+        for name in names:
+            label = fold(name)
+            if label not in rows:
+                rows[label] = {"name": label}
+                rows[label].update(dict.fromkeys(runs, 0.0))
+                rows[label].update(dict.fromkeys(self.raised, "raised"))
+                rows[label].update({"diff": 0.0, "off": []})
+            row = rows[label]
             for run, values in runs.items():
-                value = values.get(name, missing)
+                value = values.get(name, nothing)
                 norm = torch.as_tensor(value, dtype=torch.float64).detach().norm()
                 row[run] = math.hypot(row[run], norm)
-                if run != first:
-                    diff = rel_diff(value, wanted)
-                    row["diff"] = max(row["diff"], diff)
-                    row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+                if values is reference:
+                    continue
+                diff = rel_diff(value, reference.get(name, nothing))
+                row["diff"] = max(row["diff"], diff)
+                if not self.check(key, f"{name}, {run}", diff, allowed):
+                    row["off"].append(run)
         self.table(key, list(rows.values()))
 
-    def measure(self, key: str, rows: list[dict], hide=()) -> None:
-        """Rows with bytes and predicted_bytes, which have to be equal."""
-        for row in rows:
-            name = " ".join(value for value in row.values() if isinstance(value, str))
-            off = abs(row["bytes"] - row["predicted_bytes"])
-            equal = self.check(f"{key}: {name}", off, kind="bytes")
-            row["ok"] = row.get("ok", True) and equal
-        self.table(key, rows, hide)
+    def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
+        """Check the calls and bytes of one step, as counted, against formulas.
 
-    def ledger(self, formulas: dict, steps: int = 1) -> None:
-        """Calls and bytes of a step, as counted, against formulas.
-
-        formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
         """
-        rows, whats = [], {what for what, *_ in formulas}
-        for key in dict.fromkeys([*formulas, *COMM.rows]):
-            row = dict(zip(("what", "phase", "collective", "axis"), key))
-            calls, formula, predicted = formulas.get(key, (0, "none", 0))
-            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
-            ranks = self.axes.get(row["axis"], 1)
-            if ranks == 1:  # nobody to send to
-                calls = predicted = 0
-            if row["what"] in whats and (made or calls):
-                share = (ranks - 1) / ranks  # of the payload, in a half of a ring
-                share = {"all-reduce": 2 * share, "send/recv": 1}.get(key[2], share)
-                sent = int(sent) if sent.is_integer() else sent
-                row |= {"calls": round(made), "bytes": sent, "formula": formula}
-                row |= {"predicted_bytes": predicted, "ring": round(share * sent)}
-                off = abs(made - calls)
-                row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
-                rows.append(row)
-        alike = [name for name in ("phase", "axis") if len({r[name] for r in rows}) < 2]
-        self.measure("communication", rows, hide=["predicted_bytes", *alike])
+        runs = {call.run for call in formulas}.difference(self.raised)
+        rows = []
+        # Calls that no formula predicts get a row as well.
+        for call in dict.fromkeys(list(formulas) + list(COMM.calls)):
+            ranks = self.mesh.get(call.axis, 1)
+            if call.run not in runs or ranks == 1:  # one rank sends nothing
+                continue
+            formula = formulas.get(call, "0 × 0")
+            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            if calls == 0 and COMM.calls[call] == 0:
+                continue
+            row = call._asdict()
+            row["calls"] = per_step(COMM.calls[call], steps)
+            row["bytes"] = per_step(COMM.bytes[call], steps)
+            row["formula"] = formula
+            row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
+            name = " ".join(call)
+            self.expect(row, "calls", "calls", name, calls)
+            self.expect(row, "bytes", "bytes", name, calls * each)
+            rows.append(row)
+        # A column with one value in all rows (one axis, one phase) is left out.
+        hide = []
+        for column in ("phase", "axis"):
+            if len({row[column] for row in rows}) < 2:
+                hide.append(column)
+        self.table("communication", rows, hide)
 
-    def verdict(self) -> str:
-        """PASS or FAIL, of all ranks' checks together."""
-        rows = {}
+    def merge_checks(self) -> list[dict]:
+        """The checks of all ranks: the largest diff, and the ranks where it fails."""
+        merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
-                row = rows.setdefault(name, {"name": name, "bad": []} | check)
-                row["diff"] = max(row["diff"], check["diff"])
-                row["bad"] += [] if check["ok"] else [rank]
-        bad = [row for row in rows.values() if row["bad"]]
+                if name not in merged:
+                    merged[name] = dict(check, name=name, ranks=[])
+                merged[name]["diff"] = max(merged[name]["diff"], check["diff"])
+                if not check["ok"]:
+                    merged[name]["ok"] = False
+                    merged[name]["ranks"].append(rank)
+        return list(merged.values())
+
+    def verdict(self) -> str:
+        """PASS or FAIL; above FAIL, the worst failed check of each kind."""
+        checks = sorted(self.merge_checks(), key=lambda check: -check["diff"])
+        kinds = dict.fromkeys(CAUSES_FIRST)
+        kinds.update(dict.fromkeys(check["kind"] for check in checks))
+        counts = []
         print()
-        for row in bad[:4]:
-            diff = f"off by {row['diff']:.3g}, allowed {row['allowed']:.3g}"
-            print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
-        wrong = Counter(row["kind"] for row in bad)
-        kinds = Counter(row["kind"] for row in rows.values())
-        counts = ", ".join(f"{wrong[kind]} of {kinds[kind]} {kind}" for kind in kinds)
-        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
-        worst = max(numbers, key=lambda row: row["diff"])
-        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
-        text = f"{counts} differ" if bad else f"{len(rows)} checks, {diff}"
-        self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
+        for kind in kinds:
+            of_kind = [check for check in checks if check["kind"] == kind]
+            failed = [check for check in of_kind if not check["ok"]]
+            if failed:
+                worst = failed[0]
+                diff = f"off by {worst['diff']:.3g}, allowed {worst['allowed']:.3g}"
+                print(wrap(f"✗ {worst['name']}: {diff}, on ranks {worst['ranks']}"))
+                counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
+        text = f"failed: {', '.join(counts)}"
+        if not counts:
+            text = f"{len(checks)} checks, worst difference {checks[0]['diff']:.1e}"
+            text += f" (allowed {checks[0]['allowed']:.0e})"
+        self.data["verdict"] = "FAIL" if counts else "PASS"
+        self.data["checks"] = checks
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        return f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+        return wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}")
+
+
+def per_step(count: int, steps: int):
+    """count / steps, as an int if it is a whole number."""
+    return count // steps if count % steps == 0 else count / steps
+
+
+def merge_row(row: dict, other: dict, rank: int) -> None:
+    """Add to a row what the same row of another rank says about failed checks."""
+    for column in other.get("off", []):
+        if column not in row["off"]:
+            row["off"].append(column)
+    if other.get("off"):
+        row.setdefault("off_ranks", []).append(rank)
+    if "diff" in row:
+        row["diff"] = max(row["diff"], other["diff"])
+
+
+def explain_row(row: dict) -> list[str]:
+    """Lines below a table: what was predicted, and where, if a check failed."""
+    lines = []
+    for column in row.get("off", []):
+        if column in row.get("predicted", {}):
+            lines.append(f"   ✗ {column} of {row['predicted'][column]}")
+    ranks = row.get("off_ranks", [])
+    if ranks and 0 not in ranks:
+        label = next(iter(row.values()))
+        lines.append(f"   ✗ {label}: fails on ranks {ranks}; the row shows rank 0")
+    return lines
 
 
 def cell(name: str, value) -> str:
     """A value as a table shows it."""
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return "ok" if value else "✗"
     if isinstance(value, float):
@@ -1292,18 +1444,31 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
-    """The flags that all lessons share, and whole numbers with their defaults."""
-    about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
+def lesson_parser(doc: str, breaks: dict, sections: int, **sizes: int) -> Parser:
+    """The flags that all lessons share, and integer flags with their defaults.
+
+    sections: how many sections the output has. sizes: flag → default; 0 for a default
+    that is derived from the mesh.
+    """
+    parser = Parser(
+        description=(doc or "").partition("How to read")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
-    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
-        said = f"({default or 'follows the mesh'})"
-        add(f"--{name.replace('_', '-')}", type=positive, default=default, help=said)
-    add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
-    add("--only", type=positive, metavar="N", help="print section N alone")
-    add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")
-    add("--json", type=Path, metavar="PATH", help="write all tables there")
+    for name, default in dict(sizes, seed=1, timeout=60).items():
+        text = f"(default {default or 'derived from the mesh'})"
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=positive, default=default, help=text)
+    text = "float64 separates bugs from rounding errors"
+    add("--dtype", choices=list(ALLOWED), default="float32", help=text)
+    numbers = range(1, sections + 1)
+    text = f"print only section N, 1 to {sections}"
+    add("--only", type=int, choices=numbers, metavar="N", help=text)
+    names = list(breaks) + ["list"]
+    text = "inject a bug; `--break list` names them all"
+    add("--break", dest="bug", choices=names, metavar="NAME", help=text)
+    add("--json", type=Path, metavar="PATH", help="write all tables and checks there")
     return parser
 
 
@@ -1314,7 +1479,7 @@ def positive(text: str) -> int:
 
 
 def apply_edit(edit: dict, module: dict) -> None:
-    """Put an edited copy of its target, a name or Class.name, into a lesson."""
+    """Replace the target of a bug, a name or Class.name, by its edited copy."""
     owner, _, name = edit["target"].rpartition(".")
     definition = getattr(module[owner], name) if owner else module[name]
     source = textwrap.dedent(inspect.getsource(definition))
@@ -1326,141 +1491,185 @@ def apply_edit(edit: dict, module: dict) -> None:
         setattr(module[owner], name, scope[name])
 
 
-def describe(name: str, edit: dict) -> tuple[str, str]:
-    """A bug as a diff; and its symptom, why, and who met it."""
+def edit_as_diff(name: str, edit: dict) -> str:
     lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
-    for sign, text in (("-", edit["old"]), ("+", edit["new"])):
-        lines += [f"{sign} {line}" for line in text.splitlines()]
-    told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
-    return "\n".join([*lines, ""]), "\n".join(told)
+    lines.extend(f"- {line}" for line in edit["old"].splitlines())
+    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
+    return "\n".join(lines) + "\n"
 
 
-def who_is_missing(places: list[str]) -> str:
-    """What the ranks' notes say for certain; nobody is accused on a guess."""
-    inside = [rank for rank, place in enumerate(places) if place.startswith("in call")]
-    outside = [rank for rank in range(len(places)) if rank not in inside]
-    if not inside:
-        return "a call failed of which nothing is noted: see what the transport says"
-    if outside:
-        who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
-        text = f"{who} in no call, ranks {inside} wait"
-        return f"{text}: a hang, a crash, or a skipped call"
-    if len({*places}) == 1:
-        return "a call failed that every rank had come to"
-    text = f"ranks {inside} wait for each other"
-    return f"{text}: one skipped or swapped a call, or died in it"
+def diagnosis_of(edit: dict) -> str:
+    """Symptom and cause of a bug, and where somebody reported it."""
+    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    return "\n".join(lines)
 
 
-def fail(error: Exception, bug: str) -> None:
-    """Say what went wrong, once for all ranks; end this rank."""
-    words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+def first_line(error: Exception) -> str:
+    """An error's first line, without the [source.cpp:123] that gloo puts in front."""
+    return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+
+
+def is_lost(error: Exception) -> bool:
+    """Is it the transport's: a timeout, or a connection that the other end closed?"""
+    # The last two are what TORCH_DISTRIBUTED_DEBUG=DETAIL reports instead of a timeout.
+    words = "[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe|monitoredBarrier|mismatch"
+    is_found = re.search(words, first_line(error)) is not None
+    return isinstance(error, RuntimeError) and is_found
+
+
+def describe_hang(error: Exception) -> str:
+    """Which ranks wait and which are missing, by what each wrote down: no guess."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
+    missing = [rank for rank in ranks if rank not in waiting]
+    if not waiting:
+        text = "a call failed that is not one of the lesson's own"
+    elif missing:
+        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
+        text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
+        text += "it hung, crashed or skipped a call"
+    elif len(set(statuses)) == 1:
+        text = "a collective failed although every rank had entered it"
+    else:
+        text = f"ranks {waiting} are waiting in different calls: "
+        text += "one skipped or reordered a call, or died in it"
+    lines = [wrap(f"error: {text}")]
+    for rank in ranks:
+        lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
+    lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
+    return "\n".join(lines)
+
+
+def fail(error: Exception, diagnosis: str) -> None:
+    """Report an error once for all ranks, then end this rank."""
+    text = first_line(error)
     if COMM.store is None:
-        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
-    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
-    lost = lost and isinstance(error, RuntimeError)
-    if lost:  # others note where they are; or one died: torchrun ends us, and says whom
+        message = f"error: the ranks did not join one process group: {error}"
+        exit_rank(1, wrap(message), is_reporter=True)
+    if is_lost(error):  # let others write where they are; torchrun may name a dead one
         time.sleep(3)
-    speaks, code, lines = COMM.store.add("told", 1) == 1, 1, []
-    what = f"rank {dist.get_rank()} raised {type(error).__name__}: {words}"
-    if huge := re.search(r"tried to allocate \S+ \w+|overflowed.*", words, re.I):
-        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        code, what = 2, f"too large: {huge[0]}; this machine has {has} bytes"
-    elif lost:
-        ranks = range(dist.get_world_size())
-        places = [COMM.store.get(f"place/{rank}").decode() for rank in ranks]
-        what = who_is_missing(places)
-        lines = [f"  rank {rank}: {place}"[:88] for rank, place in enumerate(places)]
-        lines.append(wrap(f"  transport: {words[:150]}"))
-    elif speaks and not isinstance(error, OSError):
-        traceback.print_exception(error)
-    stop(code, "\n".join([wrap(f"error: {what}"), *lines, bug]).strip(), speaks)
+    is_reporter = COMM.store.add("reported", 1) == 1
+    code = 1
+    too_large = re.search(r"tried to allocate \S+ \w+|overflowed.*", text, re.I)
+    if too_large:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        code = 2
+        message = f"error: too large: {too_large[0]}; this machine has {total:.0f} GB"
+    elif is_lost(error):
+        message = describe_hang(error)
+    else:
+        name = type(error).__name__
+        message = wrap(f"error: rank {dist.get_rank()} raised {name}: {text}")
+        if is_reporter and not isinstance(error, OSError):
+            traceback.print_exception(error)
+    exit_rank(code, f"{message}\n{diagnosis}".strip(), is_reporter)
 
 
-def stop(code: int, message: str, speaks: bool) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
-        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": words}))
+def exit_rank(code: int, message: str, is_reporter: bool) -> None:
+    """End this rank at once: cleaning up while others are in a collective can hang."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:  # for torchrun's report
+        extra = {"timestamp": str(int(time.time()))}
+        details = {"message": {"message": message, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(details))
     sys.stdout.flush()
-    if speaks:
+    if is_reporter:
         print(message, file=sys.stderr, flush=True)
     else:
         time.sleep(2)  # torchrun reports the first rank that ends
     os._exit(code)
 
 
-def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
-    """What the command line says; the process ends here if that is a list, or wrong."""
+def read_flags(parse_args, module: dict) -> argparse.Namespace:
+    """The command line; the process ends here if it is wrong, or asks for a list."""
     try:
+        if not module["__doc__"]:
+            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         args = parse_args(ranks)
         if args.bug == "list":
-            print(*(f"{name:<14}{breaks[name]['what']}" for name in breaks), sep="\n")
+            for name, edit in module["BREAKS"].items():
+                print(f"{name:<14}{edit['what']}")
             sys.exit(0)
         if args.bug and ranks == 1:
-            raise ValueError("--break needs 2 ranks or more: alone nothing breaks")
+            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
         if args.json:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
-        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
-    args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
+        # One rank of each host reports: on several hosts the flags may differ.
+        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
+        exit_rank(2, wrap(f"error: {error}"), is_reporter)
+    args.ranks = ranks
+    args.device = "cpu"
+    args.backend = "gloo"
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        args.backend = "nccl"
         torch.cuda.set_device(args.device)
     return args
 
 
 def join_group(backend: str, limit: timedelta) -> dist.Store:
-    """All ranks meet; the store that they share (a new part of it after a restart)."""
+    """Join all ranks' process group. Return the store that they share."""
     store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of --max-restarts
-    store = dist.PrefixStore(f"attempt {again}", store)
-    where = {"store": store, "rank": rank, "world_size": ranks}
-    dist.init_process_group(backend, timeout=limit, **where)
+    # After a restart by torchrun the store still has what the last attempt wrote.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {restarts}", store)
+    dist.init_process_group(
+        backend, timeout=limit, store=store, rank=rank, world_size=ranks
+    )
     return store
+
+
+def add_bug(args, module: dict, diagnosis: str) -> None:
+    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
+
+    def on_sigterm(*_):
+        exit_rank(1, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    args.timeout = min(args.timeout, 5)  # of the lesson's groups: the bug may hang
+    apply_edit(module["BREAKS"][args.bug], module)
+    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
 
 
 def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
-    lesson, breaks = Path(module["__file__"]), module["BREAKS"]
-    if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
+    asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
+    if "LOCAL_RANK" not in os.environ and not asks:
         command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
-        print("start it with torchrun, which makes the ranks:\n")
-        print(f"    {command} {lesson.name}")
+        print("start it with torchrun, which starts the ranks:\n")
+        print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)
     if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
-    args = read_flags(parse_args, breaks)
-    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
+    args = read_flags(parse_args, module)
+    torch.set_num_threads(1)  # ranks share the cores: more threads would be slower
     torch.manual_seed(args.seed)
-    diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
+    diagnosis = diagnosis_of(module["BREAKS"][args.bug]) if args.bug else ""
     try:
         COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
-        COMM.note("in no call")
+        COMM.set_status("in no call")
         if args.bug:
-            told = lambda *_: stop(1, bug, COMM.store.add("told", 1) == 1)
-            signal.signal(signal.SIGTERM, told)  # the bug has ended another rank
-            args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
-            apply_edit(breaks[args.bug], module)
-            print(diff, flush=True)
-        COMM.limit = timedelta(seconds=args.timeout)
-        report = Report(lesson.stem, args)
+            add_bug(args, module, diagnosis)
+        report = Report(Path(module["__file__"]).stem, args)
         main(args, report)
         line = report.verdict()
-        print(f"{bug}\n{line}".strip(), flush=True)
-        with COMM.meet("the last barrier", [*range(args.ranks)]):
+        print(f"{diagnosis}\n{line}".strip(), flush=True)
+        with COMM.blocking("the last barrier", list(range(args.ranks))):
             dist.barrier()
     except Exception as error:
-        fail(error, bug)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all has been told
-    gc.collect()  # whatever still refers to a group must go before the groups do
+        fail(error, diagnosis)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything has been reported
+    gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
     if line.startswith("FAIL"):
-        stop(1, line, speaks=False)
-    os._exit(0)  # Python's own end can abort: DTensor's caches still hold groups there
+        exit_rank(1, line, is_reporter=False)
+    os._exit(0)  # a normal exit can abort: DTensor's caches still hold groups there
 
 
 # endregion

@@ -36,25 +36,13 @@ Sources: Megatron-LM, arXiv:1909.08053, sec. 3 (embedding, loss); docs.pytorch.o
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import gc
-import inspect
-import json
 import math
-import os
-import re
-import signal
-import sys
-import textwrap
-import time
-import traceback
 from collections import Counter, namedtuple
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -551,15 +539,6 @@ def show_sampling(report: Report, plain, split, batch, tp_group) -> None:
     report.measure("sampling", [row])
 
 
-def parse_args(ranks: int) -> argparse.Namespace:
-    sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
-    parser = lesson_parser(__doc__, BREAKS, steps=3, **sizes)
-    parser.add_argument("--tie", action="store_true", help="one weight for both ends")
-    args = parse_sizes(parser, ranks)
-    args.tie = args.tie or args.bug == "tie"
-    return args
-
-
 # ==== BREAK IT
 
 # Bugs that people have shipped, each an edit. --break NAME switches one on.
@@ -573,7 +552,7 @@ BREAKS = {
         symptom="the loss of step 1 is right: an ignored token's loss is zero; its "
         "gradient is not, and losses part from step 2 on",
         why="dloss/dx = softmax − onehot is not zero where the loss was masked to zero",
-        met="docs.pytorch.org, torch.nn.functional.cross_entropy, ignore_index",
+        reported="docs.pytorch.org, torch.nn.functional.cross_entropy, ignore_index",
     ),
     "mean": dict(
         target="mean_over_targets",
@@ -583,7 +562,7 @@ BREAKS = {
         symptom="the loss is too small by the share of ignored tokens, so is every "
         "gradient; AdamW divides by a gradient's size, and hides most of it",
         why="an ignored token adds zero to the sum, and one to the count if you let it",
-        met="docs.pytorch.org, torch.nn.functional.cross_entropy, reduction='mean'",
+        reported="docs.pytorch.org, torch.nn.functional.cross_entropy, reduction='mean'",
     ),
     "gathered": dict(
         target="vocab_parallel_cross_entropy",
@@ -597,7 +576,7 @@ BREAKS = {
         symptom="the loss is too large by log T, whatever the model does, and a little "
         "more where columns of padding join in",
         why="every rank adds all of Σ exp to the sum over ranks: it counts T times",
-        met="github.com/NVIDIA/Megatron-LM/issues/7452",
+        reported="github.com/NVIDIA/Megatron-LM/issues/7452",
     ),
     "padding": dict(
         target="VocabParallelCrossEntropy.forward",
@@ -606,7 +585,7 @@ BREAKS = {
         what="the padded columns are left in the softmax",
         symptom="the loss is a little too large, by less the larger the vocabulary",
         why="a padded column's logit is 0, not −∞, and exp(0) = 1 joins every sum",
-        met="github.com/mirage-project/mirage/issues/751, vllm-project/vllm 1399",
+        reported="github.com/mirage-project/mirage/issues/751, vllm-project/vllm 1399",
     ),
     "max": dict(
         target="VocabParallelCrossEntropy.forward",
@@ -616,7 +595,7 @@ BREAKS = {
         symptom="no loss changes while logits are small; large ones give inf or nan; "
         "two all-reduces are left of three",
         why="exp(x) overflows float32 above x = 88; exp(x − max) never does",
-        met="Megatron-LM, arXiv:1909.08053, sec. 3; the first of its three all-reduces",
+        reported="Megatron-LM, arXiv:1909.08053, sec. 3; the first of its three all-reduces",
     ),
     "exponentials": dict(
         target="VocabParallelCrossEntropy.forward",
@@ -626,7 +605,7 @@ BREAKS = {
         symptom="step 1's loss is right, the gradients are not: too large, about Σ "
         "times",
         why="the gradient is softmax − onehot: exp without its 1/Σ is too large by Σ",
-        met="github.com/xrsrke/pipegoose",
+        reported="github.com/xrsrke/pipegoose",
     ),
     "tie": dict(
         target="vocab_transformer",
@@ -638,7 +617,7 @@ BREAKS = {
         "part, and there is a parameter more than in one process",
         why="one parameter with two uses gets the sum of two gradients; two that only "
         "look at the same numbers get one each, and one update each",
-        met="github.com/pytorch/torchtitan/issues/1524, NVIDIA/Megatron-LM issue 844",
+        reported="github.com/pytorch/torchtitan/issues/1524, NVIDIA/Megatron-LM issue 844",
     ),
     "loss-parallel": dict(
         target="train_by_pytorch",
@@ -654,31 +633,53 @@ BREAKS = {
         why="the context swaps the kernels of log-softmax and of the loss, and of "
         "their backward, for sharded ones; outside it the ordinary ones meet sharded "
         "logits",
-        met="github.com/pytorch/pytorch/issues/190746",
+        reported="github.com/pytorch/pytorch/issues/190746",
     ),
 }
 
 
+# ==== FLAGS
+# region
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
+    parser = lesson_parser(__doc__, BREAKS, steps=3, **sizes)
+    parser.add_argument("--tie", action="store_true", help="one weight for both ends")
+    args = parse_sizes(parser, ranks)
+    args.tie = args.tie or args.bug == "tie"
+    return args
+
+
+# endregion
+
+
 # ==== CARRIED OVER from 00, unchanged
-# region  What lesson 00 explains.
+# region
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim (lesson 00)"""
+    """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
+
+    (lesson 00)"""
     if x.shape[dim] % parts:
         raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
 
 
 def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of a tensor that every rank holds (lesson 00)"""
+    """This rank's slice of a tensor that every rank holds: Replicate() → Shard(dim).
+
+    (lesson 00)"""
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Every rank gets the sum over ranks, element by element (lesson 00)"""
+    """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
+
+    (lesson 00)"""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -687,7 +688,9 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets all slices, joined along dim (lesson 00)"""
+    """Every rank gets all slices, joined along dim: Shard(dim) → Replicate().
+
+    (lesson 00)"""
     x = x.detach().contiguous()
     if group.size() == 1:
         return x.clone()
@@ -697,17 +700,18 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(slices, dim)
 
 
-def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank gets the x of group rank src (lesson 00)"""
-    out = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.size() > 1:
-        with COMM.record("broadcast", out, group):
-            dist.broadcast(out, group_src=src, group=group)
-    return out
+def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
+    """Bytes that one rank of a ring sends for a payload of nbytes (lesson 00)."""
+    if collective == "send/recv":
+        return nbytes
+    rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
+    return round(rounds * nbytes * (ranks - 1) / ranks)
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last innermost (lesson 00)"""
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
@@ -722,11 +726,13 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
 
 # ==== CARRIED OVER from 01, unchanged
-# region  What lesson 01 explains.
+# region
 
 
 class MLP(nn.Module):
-    """The reference: plain PyTorch, one process (lesson 01)"""
+    """The reference: plain PyTorch, one process. Shapes: x [B, S, D] → [B, S, D].
+
+    (lesson 01)"""
 
     def __init__(self, hidden: int, width: int):
         super().__init__()
@@ -738,7 +744,9 @@ class MLP(nn.Module):
 
 
 def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts (lesson 01)"""
+    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+
+    (lesson 01)"""
     for dim, group in cuts:
         full = shard(full, dim, group)
     mine = nn.Parameter(full.detach().clone())
@@ -747,14 +755,23 @@ def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Pa
 
 
 def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices (lesson 01)"""
+    """The whole tensor from all ranks' slices: cuts undone, the last one first.
+
+    (lesson 01)"""
     for dim, group in reversed(cuts):
         x = all_gather(x, dim, group)
     return x
 
 
+def shardings_of(p: Tensor) -> tuple:
+    """How a parameter was sharded: ((dim, group), …); empty if it is replicated.
+
+    (lesson 01)"""
+    return getattr(p, "shardings", ())
+
+
 class CopyToTP(torch.autograd.Function):
-    """Megatron's f: identity forward, all-reduce backward (lesson 01)"""
+    """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -768,7 +785,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class GatherFromTP(torch.autograd.Function):
-    """All-gather forward, slice backward (lesson 01)"""
+    """All-gather forward, slice backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
@@ -781,7 +798,7 @@ class GatherFromTP(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)"""
+    """Y = X Wᵀ + b with W's *output* features split over the TP group (lesson 01)."""
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
@@ -800,7 +817,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """Megatron's g: all-reduce forward, identity backward (lesson 01)"""
+    """Megatron's g: all-reduce forward, identity backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
@@ -814,7 +831,7 @@ class ReduceFromTP(torch.autograd.Function):
 
 
 class RowParallelLinear(nn.Module):
-    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)"""
+    """Y = X Wᵀ + b with W's *input* features split over the TP group (lesson 01)."""
 
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
@@ -830,7 +847,9 @@ class RowParallelLinear(nn.Module):
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Megatron's MLP: columns, then rows (lesson 01)"""
+    """Megatron's MLP: columns, then rows; one all-reduce forward, one backward.
+
+    (lesson 01)"""
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
@@ -838,7 +857,9 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once (lesson 01)"""
+    """Within `with`: bytes kept for backward, each storage once, `skip` left out.
+
+    (lesson 01)"""
 
     def __init__(self, skip):
         self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
@@ -855,41 +876,18 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
-class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted, too (lesson 01)"""
-
-    names = {
-        "_c10d_functional::all_reduce": "all-reduce",
-        "_c10d_functional::all_gather_into_tensor": "all-gather",
-        "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
-    }
-
-    def __init__(self, axis: str):
-        super().__init__()
-        self.axis = axis
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let DTensor turn it into local ops and collectives
-        out = func(*args, **(kwargs or {}))
-        if name := self.names.get(func._schema.name):
-            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
-        return out
-
-
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, waited for (lesson 01)"""
+    """This rank's piece of a DTensor, waited for; any other tensor as it is.
+
+    (lesson 01)"""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
-def nbytes(tensors) -> int:
-    """Bytes of these tensors on this rank (lesson 01)"""
-    return sum(local(x).nbytes for x in tensors if x is not None)
-
-
 def must_divide(args, name: str, parts: int, what: str) -> None:
-    """ValueError if a flag's value is no multiple of parts (lesson 01)"""
+    """ValueError with the arithmetic if a flag's value is no multiple of parts.
+
+    (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
         flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
@@ -901,27 +899,40 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 # ==== CARRIED OVER from 02, unchanged
-# region  What lesson 02 explains.
+# region
 
 
-Config = namedtuple("Config", "vocab_size hidden heads kv_heads layers seq_len dropout")
+class Config(NamedTuple):
+    vocab_size: int  # V
+    hidden: int  # D
+    heads: int  # N
+    kv_heads: int  # K: each key/value head serves N/K query heads
+    layers: int  # L
+    seq_len: int  # S, the longest sequence
+    dropout: float  # probability, of attention weights and of each block's output
 
 
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (lesson 02)"""
+    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864).
+
+    (lesson 02)"""
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
     angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
     return angle_SH.cos(), angle_SH.sin()
 
 
 def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
-    """Turn each pair (i, i + H/2) of a head by its position's angle (lesson 02)"""
+    """Rotate each pair (i, i + H/2) of a head by the angle of its position.
+
+    (lesson 02)"""
     first, second = x_BNSH.chunk(2, -1)
     return x_BNSH * cos_SH + torch.cat([-second, first], -1) * sin_SH
 
 
 class Dropout(nn.Dropout):
-    """Dropout with a mask of bytes, one an element (lesson 02)"""
+    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too.
+
+    (lesson 02)"""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -931,7 +942,7 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention that has no weights, written out (lesson 02)"""
+    """The part of attention without weights (lesson 02)."""
 
     def __init__(self, head_size: int, dropout: float):
         super().__init__()
@@ -956,30 +967,33 @@ class CoreAttention(nn.Module):
 
 
 def apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """The same x through several linears (lesson 02)"""
+    """The outputs of several linears for the same input (lesson 02)."""
     return [linear(x_BSD) for linear in linears]
 
 
 class Attention(nn.Module):
-    """Causal attention (lesson 02)"""
+    """Causal attention. Shapes: x [B, S, D] → [B, S, D] (lesson 02)."""
 
     def __init__(self, config: Config):
         super().__init__()
-        D, H = config.hidden, config.hidden // config.heads
+        D = config.hidden
+        H = config.hidden // config.heads
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project = apply_each  # how x gets to the three; TP puts f there
+        self.project_qkv = apply_each  # TP exchanges it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
     def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
-        q, k, v = self.project(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self.project_qkv(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         return self.o_proj(self.core(q, k, v, tables))
 
 
 class DecoderLayer(nn.Module):
-    """Pre-LayerNorm: attention and MLP, each on a norm, each added to x (lesson 02)"""
+    """Pre-LayerNorm: x + dropout(attention(norm(x))), then + dropout(MLP(norm(x))).
+
+    (lesson 02)"""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -991,7 +1005,6 @@ class DecoderLayer(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
-        # By keywords, as Hugging Face's layers call their attention.
         y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), tables=tables)
         x_BSD = x_BSD + self.dropout(y_BSD)
         y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
@@ -999,7 +1012,7 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder (lesson 02)"""
+    """The decoder. Shapes: tokens [B, S] int64 → logits [B, S, V] (lesson 02)."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1022,70 +1035,54 @@ class Transformer(nn.Module):
 
 
 class ShardedDropout(nn.Module):
-    """Dropout where x is a slice along dim: a slice of one whole mask (lesson 02)"""
+    """Dropout of a tensor that is sharded along dim: ranks must drop independently.
+
+    (lesson 02)"""
 
     def __init__(self, p: float, dim: int, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.p, self.dim, self.tp_group = p, dim, tp_group
+        self.p = p
+        self.dim = dim
+        self.tp_group = tp_group
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
             return x
-        whole = list(x.shape)
-        whole[self.dim] *= self.tp_group.size()
-        keep = torch.rand(whole, device=x.device) >= self.p
+        full_shape = list(x.shape)
+        full_shape[self.dim] *= self.tp_group.size()
+        keep = torch.rand(full_shape, device=x.device) >= self.p
         return x * shard(keep, self.dim, self.tp_group) / (1 - self.p)
 
 
-def copy_then_apply_each(x_BSD: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
-    """f once for all linears that read x (lesson 02)"""
-    return apply_each(CopyToTP.apply(x_BSD, linears[0].tp_group), *linears)
+def copy_then_apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
+    """One f for all linears that read x, so that dL/dx is summed over ranks once.
 
-
-@functools.cache  # once for all layers: torch names a group by counting them
-def kv_groups(heads: int, tp_group: dist.ProcessGroup) -> tuple:
-    """One rank of each key/value head; those that hold mine (lesson 02)"""
-    ranks = torch.tensor(dist.get_process_group_ranks(tp_group)).view(heads, -1)
-    head, place = divmod(tp_group.rank(), ranks.shape[1])
-    options = {"timeout": COMM.limit, "use_local_synchronization": True}
-    kv_group = dist.new_group(ranks[:, place].tolist(), group_desc="kv", **options)
-    copies = dist.new_group(ranks[head].tolist(), group_desc="copy", **options)
-    return kv_group, copies
-
-
-def split_heads(full: nn.Linear, heads: int, tp_group) -> ColumnParallelLinear:
-    """Columns by whole heads, copied if ranks outnumber them (lesson 02)"""
-    if heads % tp_group.size() == 0:
-        return ColumnParallelLinear(full, tp_group, copy_input=False)
-    if tp_group.size() % heads:
-        raise ValueError(f"{heads} key/value heads on {tp_group.size()} ranks")
-    kv_group, copies = kv_groups(heads, tp_group)
-    linear = ColumnParallelLinear(full, kv_group, copy_input=False)
-    for p in linear.parameters():
-        p.copies = copies
-        # A copy met its own rank's queries only, so it has one of c terms of dL/dp.
-        p.register_hook(lambda grad: all_reduce(grad, copies))
-    return linear
+    (lesson 02)"""
+    x_BSD = CopyToTP.apply(x_BSD, linears[0].tp_group)
+    return apply_each(x_BSD, *linears)
 
 
 def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
-    """Put parallel modules in the place of a layer's linears (lesson 02)"""
+    """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
+    T = tp_group.size()
     heads = attn.q_proj.out_features // attn.core.head_size
-    if heads % tp_group.size():  # key/value heads can be copied, query heads cannot
-        raise ValueError(f"{heads} heads on {tp_group.size()} ranks")
-    for name in ("q_proj", "k_proj", "v_proj"):
-        full = getattr(attn, name)
-        heads = full.out_features // attn.core.head_size
-        setattr(attn, name, split_heads(full, heads, tp_group))
-    attn.project = copy_then_apply_each
-    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)  # [B, n, S, S]
+    kv_heads = attn.k_proj.out_features // attn.core.head_size
+    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
+        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+
+    attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
+    attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
+    attn.v_proj = ColumnParallelLinear(attn.v_proj, tp_group, copy_input=False)
+    attn.project_qkv = copy_then_apply_each
+    # The attention weights [B, n, S, S] are sharded by head, so along dim 1.
+    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)
     attn.o_proj = RowParallelLinear(attn.o_proj, tp_group)
     layer.mlp = tp_mlp(layer.mlp, tp_group)
 
 
 def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
-    """A copy of the decoder with its layers split over the TP group (lesson 02)"""
+    """A copy of the decoder with its layers split over the TP group (lesson 02)."""
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
@@ -1093,8 +1090,9 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def tp_plan() -> dict:
-    """PyTorch's way to say which linear is split by column, which by row (lesson 02)"""
-    column, row = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+    """PyTorch's plan: which linear is split by column and which by row (lesson 02)."""
+    column = parallel.ColwiseParallel()
+    row = parallel.RowwiseParallel()
     return {
         "layers.*.self_attn.q_proj": column,
         "layers.*.self_attn.k_proj": column,
@@ -1106,28 +1104,36 @@ def tp_plan() -> dict:
 
 
 def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
-    """The model that PyTorch makes of a plan (lesson 02)"""
+    """The model that PyTorch makes of a plan: its sharded parameters are DTensors.
+
+    (lesson 02)"""
     device = next(full.parameters()).device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
-    for layer in model.layers:  # a plan is about parameters: masks are ours to cut
+    # A plan is about parameters. The dropout masks of heads are still ours to split.
+    for layer in model.layers:
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank (lesson 02)"""
+    """Norm of the whole model's gradient, the same on every rank (lesson 02)."""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
-        parts = math.prod(group.size() for _, group in getattr(p, "shardings", ()))
-        if p.grad is not None:
-            total += p.grad.double().square().sum() * parts / tp_group.size()
+        if p.grad is None:
+            continue
+        squares = p.grad.double().square().sum()
+        if not shardings_of(p):
+            squares /= tp_group.size()  # T ranks add equal ones: count them once
+        total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients so that their norm is at most max_norm (lesson 02)"""
+    """Scale all gradients by one factor, so that their norm is max_norm at most.
+
+    (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     for p in model.parameters():
         if p.grad is not None:
@@ -1137,11 +1143,11 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
 PAD = 256  # the one token that is not a byte
 
 
-IGNORE = -100  # as a target: there is none, F.cross_entropy leaves this token out
+IGNORE = -100  # the target of a position without a next byte; cross_entropy skips it
 
 
 def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Random pieces of a text's lines as bytes: tokens and targets (lesson 02)"""
+    """Sample batches of tokens and targets, each [B, S] int64 (lesson 02)."""
     lines = [f"{line}\n".encode() for line in text.splitlines() if line.strip()]
     generator = torch.Generator().manual_seed(args.seed)
     batches = []
@@ -1152,157 +1158,137 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
             start = torch.randint(len(line) - 1, (), generator=generator)
             line = line[start : start + args.seq_len + 1]
             row[: len(line)] = torch.tensor(list(line))
-        tokens_BS, target_BS = rows[:, :-1].contiguous(), rows[:, 1:]
+        tokens_BS = rows[:, :-1].contiguous()
+        target_BS = rows[:, 1:]
         target_BS = target_BS.masked_fill(target_BS == PAD, IGNORE)
         batches.append((tokens_BS.to(args.device), target_BS.to(args.device)))
     return batches
 
 
+def make_transformer(args) -> Transformer:
+    """The full model: the same on every rank, because it is drawn from the seed.
+
+    (lesson 02)"""
+    torch.manual_seed(args.seed)
+    config = Config(**{name: getattr(args, name) for name in Config._fields})
+    return Transformer(config).to(args.device, getattr(torch, args.dtype))
+
+
 def mean_loss(logits_BSV: Tensor, target_BS: Tensor) -> Tensor:
-    """Cross entropy, averaged over the tokens that have a target (lesson 02)"""
+    """Cross entropy, averaged over the tokens that have a target (lesson 02)."""
     return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
 
 
-def make_transformer(args) -> Transformer:
-    """The full model, the same on every rank (lesson 02)"""
-    torch.manual_seed(args.seed)
-    sizes = {name: getattr(args, name) for name in Config._fields}
-    return Transformer(Config(**sizes)).to(args.device, getattr(torch, args.dtype))
-
-
 class TrainingRun(NamedTuple):
-    """What the training of one model gave, tensors whole (lesson 02)"""
-
+    model: Transformer
+    optimizer: torch.optim.Optimizer
     losses: dict[str, float]  # by step
-    norms: dict[str, float]  # of the gradient, by step, before it was clipped
-    gradients: dict[str, Tensor]  # of step 1, put together from all ranks
-    parameters: dict[str, Tensor]  # likewise, at the end
-    held: dict[str, int]  # bytes on this rank
-    seconds: float = 0.0  # of all of it
+    norms: dict[str, float]  # of the gradient before clipping, by step
+    gradients: dict[str, Tensor]  # of step 1, unsharded
+    parameters: dict[str, Tensor]  # after the last step, unsharded
 
 
 def train_transformer(
-    what, model, batches, args, loss_of, tp_group=None, after_backward=None
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
 ) -> TrainingRun:
-    """A step of AdamW on each batch, with gradients clipped (lesson 02)"""
-    # eps above the rounding error of a gradient: AdamW divides by the gradient's size,
-    # and would turn rounding into steps as long as any other.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    losses, norms, held, start = {}, {}, {}, time.perf_counter()
-    for step, batch in enumerate(batches, 1):
-        model.zero_grad()
-        torch.manual_seed(args.seed + step)  # the masks of this step, alike everywhere
-        loss, held["activations"] = forward_backward(what, model, batch, loss_of)
-        if after_backward:
-            COMM.what, COMM.phase = what, "summing"
-            after_backward(model)
+    """One step on each batch (lesson 02)."""
+    losses = {}
+    norms = {}
+    # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
+    # errors of gradients near 0 into full steps, different ones in each run.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+
+    for step, (tokens_BS, target_BS) in enumerate(batches, 1):
+        # One seed for all ranks, so that they draw the same dropout masks.
+        torch.manual_seed(args.seed + step)
+        optimizer.zero_grad()
+
+        # COMM.label does nothing but name the collectives inside, for section 4.
+        with COMM.label(name, "forward"):
+            logits = model(tokens_BS)
+        with COMM.label(name, "loss"):
+            loss = loss_of(logits, target_BS)
+        with COMM.label(name, "backward"):
+            loss.backward()
+        if after_backward is not None:
+            with COMM.label(name, "summing"):
+                after_backward(model)
         if step == 1:
             gradients = unshard_model(model, "grad")
-        COMM.what, COMM.phase = what, "clipping"
-        losses[f"loss, step {step}"] = loss
-        norm = global_norm(model, tp_group) if tp_group else norm_by_pytorch(model)
-        clip_gradients(model, args.clip, norm)
-        norms[f"‖g‖, step {step}"] = norm
-        # Every rank updates what it holds, and nothing is sent. Replicas stay equal
-        # because they started equal and get equal gradients: nothing else sees to it.
+
+        with COMM.label(name, "clipping"):
+            if tp_group is None:
+                norm = norm_by_pytorch(model)
+            else:
+                norm = global_norm(model, tp_group)
+            clip_gradients(model, args.clip, norm)
+
+        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
+        # they start equal and get equal gradients: nothing else enforces it.
         optimizer.step()
-    moments = [x for state in optimizer.state.values() for x in state.values()]
-    held["parameters"] = nbytes(model.parameters())
-    held["gradients"] = nbytes(p.grad for p in model.parameters())
-    held["optimizer state"] = nbytes(moments)
-    ends, seconds = unshard_model(model, "data"), time.perf_counter() - start
-    return TrainingRun(losses, norms, gradients, ends, held, seconds)
+        losses[f"loss, step {step}"] = loss.item()
+        norms[f"‖g‖, step {step}"] = norm
 
-
-def forward_backward(what, model, batch, loss_of) -> tuple[float, int]:
-    """The loss of a batch, and the bytes kept for backward (lesson 02)"""
-    tokens_BS, target_BS = batch
-    saved = SavedBytes([*model.parameters(), *model.buffers()])
-    COMM.what, COMM.phase = what, "forward"
-    with CountDTensor("tp") if "DTensor" in what else nullcontext():
-        with saved:
-            logits = model(tokens_BS)
-        COMM.phase = "loss"
-        loss = loss_of(logits, target_BS)
-        COMM.phase = "backward"
-        loss.backward()
-    return loss.item(), saved.total()
+    parameters = unshard_model(model, "data")
+    return TrainingRun(model, optimizer, losses, norms, gradients, parameters)
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors (lesson 02)"""
-    grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    return nn.utils.get_total_norm(grads, foreach=False).item()
+    """PyTorch's own norm of the gradient, which knows DTensors; in float64.
+
+    (lesson 02)"""
+    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(gradients, foreach=False).item()
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
-    """A parameter or its gradient from all ranks' slices (lesson 02)"""
-    COMM.what = COMM.phase = ""  # not the model's calls, but the report's
-    whole = {}
+    """All parameters ("data") or gradients ("grad"), from the slices of all ranks.
+
+    (lesson 02)"""
+    tensors = {}
     for name, p in model.named_parameters():
         x = getattr(p, what)
-        if isinstance(x, DTensor):
-            x = x.full_tensor()
-        elif x is not None:
-            x = unshard(x, getattr(p, "shardings", ()))
-            x = x[: p.rows] if hasattr(p, "rows") else x  # lesson 03 pads rows
-        whole[name] = torch.empty(0) if x is None else x.clone()
-    return whole
-
-
-def show_steps(report: Report, runs: dict, split: str, model, tp_group) -> None:
-    """Losses, norms, where training ended; replicas still equal (lesson 02)"""
-    args, losses = report.args, {what: run.losses for what, run in runs.items()}
-    ends = {what: run.norms | run.parameters for what, run in runs.items()}
-    labels = dict.fromkeys(ends[split], f"parameters after {args.steps} steps")
-    labels |= dict.fromkeys(runs[split].norms, f"√Σ‖g‖², {args.steps} steps")
-    report.section("Losses; ‖g‖, the gradient's norm before clipping; where AdamW ends")
-    report.say("   Checked, too: what is replicated is equal on all ranks, to the bit.")
-    report.compare("losses", losses, report.allowed_loss)
-    report.compare("updates", ends, fold=labels.get)
-    for name, p in model.named_parameters():
-        whole = None if getattr(p, "shardings", ()) else tp_group
-        if copies := getattr(p, "copies", whole):
-            report.check(f"replicas: {name}", rel_diff(p, broadcast(p, 0, copies)))
-    of_rank_0 = gather_objects(losses[split])[0]
-    report.check("replicas: losses", float(losses[split] != of_rank_0))
-
-
-def sums_of_copies(report: Report) -> tuple[int, str, int]:
-    """Calls, formula and bytes of a step: k and v that ranks share (lesson 02)"""
-    args, H = report.args, report.args.hidden // report.args.heads
-    report.axes = report.axes | {"copy": max(1, args.ranks // args.kv_heads)}
-    sent = 2 * args.layers * H * (args.hidden + 1) * getattr(torch, args.dtype).itemsize
-    return 4 * args.layers, "2·L·H·(D + 1)", sent
+        if x is None:
+            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+        elif isinstance(x, DTensor):
+            x = x.full_tensor()  # an all-gather by PyTorch
+        else:
+            x = unshard(x, shardings_of(p))
+        tensors[name] = x.clone()
+    return tensors
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
-    """The model's flags; ValueError if it cannot be built (lesson 02)"""
+    """The flags of the model. ValueError if it cannot be built or sharded.
+
+    (lesson 02)"""
     add = parser.add_argument
-    add("--hidden", type=positive, help="D (8 numbers a head)")
-    add("--heads", type=positive, help="N (2 for each key/value head)")
-    add("--kv-heads", type=positive, help="K (4, more for more ranks); below T: copied")
+    add("--hidden", type=positive, help="D (8 per head)")
+    add("--heads", type=positive, help="N (2 per key/value head)")
+    add("--kv-heads", type=positive, help="K (4, or the next multiple of the ranks)")
     add("--dropout", type=float, default=0.1, help="probability (0.1)")
-    add("--clip", type=float, default=1.0, help="norm that a gradient may have (1)")
+    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
     args = parser.parse_args()
-    usual = ranks * math.ceil(4 / ranks)  # 4, or more: all ranks have some
-    usual = 1 if args.bug == "copies" else usual
-    args.heads = args.heads or 2 * math.lcm(args.kv_heads or usual, ranks)
-    args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
+    if args.kv_heads is None:
+        multiple = ranks * math.ceil(4 / ranks)
+        args.kv_heads = math.gcd(args.heads or multiple, multiple)
+    args.heads = args.heads or 2 * args.kv_heads
     args.hidden = args.hidden or 8 * args.heads
     must_divide(args, "heads", ranks, "ranks")
-    must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
+    if args.kv_heads < ranks:
+        text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
+        raise ValueError(f"{text}; take {ranks}, or see beyond/09_shared_heads.py")
+    must_divide(args, "kv_heads", ranks, "ranks")
     must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    if ranks % args.kv_heads:  # else c = T/K ranks hold the same one
-        must_divide(args, "kv_heads", ranks, "ranks")
+    must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     if args.vocab_size <= PAD:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
     if args.hidden < 4:
         raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
     if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout}: a probability below 1 is wanted")
+        raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
     if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: a norm above 0 is wanted")
+        raise ValueError(f"--clip {args.clip}: must be above 0")
     return args
 
 
@@ -1310,67 +1296,129 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
 
 
 # ==== HARNESS, the same in every lesson
-# region  It counts, compares, prints tables, says who is missing. Fold it away.
+# region  It counts, compares, prints tables and explains errors. Skip it at first.
+
+# The imports are here, so that a lesson begins with its subject.
+import argparse
+import gc
+import inspect
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+
+class Call(NamedTuple):
+    """Calls with the same four labels are counted together."""
+
+    run: str
+    phase: str
+    collective: str
+    axis: str
 
 
 class CommCounter:
-    """Calls and payload bytes of every collective, and the call this rank is in now."""
+    """Counts collectives, and tells other ranks which one this rank is in."""
 
     def __init__(self):
-        self.rows = {}  # (what, phase, collective, axis) → [calls, bytes]
-        self.what = self.phase = ""  # labels of what is called next
-        self.place, self.made, self.store = "in no call", Counter(), None
-        self.limit = timedelta(seconds=60)  # of a call, in groups that a model makes
+        self.calls = Counter()  # Call → number of calls
+        self.bytes = Counter()  # Call → bytes of payload
+        self.run = ""
+        self.phase = ""
+        self.store = None  # key-value store that all ranks share
+        self.status = "in no call"
+        self.entered = Counter()  # number of calls this rank has entered, by group
+
+    @contextmanager
+    def label(self, run: str, phase: str):
+        """Within `with`: collectives are counted as this phase of this run."""
+        before = [self.run, self.phase]
+        self.run = run
+        self.phase = phase
+        try:
+            yield
+        finally:  # calls without a label are the report's own and are in no table
+            self.run, self.phase = before
 
     def count(self, collective: str, nbytes: int, axis: str) -> None:
-        row = self.rows.setdefault((self.what, self.phase, collective, axis), [0, 0])
-        row[0] += 1
-        row[1] += nbytes
+        call = Call(self.run, self.phase, collective, axis)
+        self.calls[call] += 1
+        self.bytes[call] += nbytes
 
     @contextmanager
     def record(self, collective: str, x: Tensor, group, copies: int = 1):
-        """Around one call on copies·x.nbytes bytes of payload."""
-        self.count(collective, copies * x.nbytes, group.group_desc)
-        call = f"{collective} of {list(x.shape)} over {group.group_desc}"
-        with self.meet(call, dist.get_process_group_ranks(group)):
+        """Around one collective with a payload of copies · x.nbytes bytes."""
+        axis = group.group_desc
+        self.count(collective, copies * x.nbytes, axis)
+        ranks = dist.get_process_group_ranks(group)
+        with self.blocking(f"{collective} of {list(x.shape)} over {axis}", ranks):
             yield
 
     @contextmanager
-    def meet(self, call: str, ranks: list[int]):
-        """Around a call that ends when all these ranks are in it."""
-        before = self.place
-        self.made[str(ranks)] += 1  # the n-th call of one meets the n-th of the others
-        self.note(f"in call {self.made[str(ranks)]} of ranks {ranks}, {call}")
+    def blocking(self, call: str, ranks: list[int]):
+        """Around a call that returns only after all these ranks have entered it."""
+        before = self.status
+        # The n-th call of one rank is matched with the n-th call of the others.
+        self.entered[str(ranks)] += 1
+        self.set_status(f"in call {self.entered[str(ranks)]} of ranks {ranks}, {call}")
         yield
-        self.note(before)  # not after an error: then this rank is still in it
+        self.set_status(before)  # not after an error: this rank is still in the call
 
-    def note(self, place: str) -> None:
-        """Where this rank is, for the others to read if something goes wrong."""
-        self.place = place
-        if self.store:
-            self.store.set(f"place/{dist.get_rank()}", place)
+    def set_status(self, status: str) -> None:
+        """Write down where this rank is, so that others can read it after an error."""
+        self.status = status
+        if self.store is not None:
+            self.store.set(f"status/{dist.get_rank()}", status)
+
+    def all_raised(self, run: str, error: Exception) -> bool:
+        """Did every rank raise the same error in this run?"""
+        text = f"{type(error).__name__}: {error}"
+        keys = [f"raised/{run}/{rank}" for rank in range(dist.get_world_size())]
+        self.store.set(keys[dist.get_rank()], text)
+        try:
+            self.store.wait(keys, timedelta(seconds=5))
+        except RuntimeError:  # some rank did not raise
+            return False
+        return all(self.store.get(key).decode() == text for key in keys)
 
 
 COMM = CommCounter()
-ALLOWED = {"float32": (1e-6, 1e-5), "float64": (1e-12, 1e-12)}  # of a loss, of a tensor
+ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}  # relative difference of a loss
+ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
+# The verdict names the worst failure of each kind of check: likely causes first.
+CAUSES_FIRST = ["runs", "gradients", "replicas", "norms", "losses", "parameters"]
 
 
-def rel_diff(got, wanted) -> float:
-    """max|got − wanted| / max|wanted|; inf for nan and for another shape."""
+def rel_diff(got, expected) -> float:
+    """max|got − expected| / max|expected|; inf for nan and for another shape."""
     got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
-    wanted = torch.as_tensor(wanted, dtype=torch.float64).detach().cpu()
-    if got.shape != wanted.shape:
+    expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
+    if got.shape != expected.shape:
         return math.inf
-    if torch.equal(got, wanted):
+    if torch.equal(got, expected):
         return 0.0
-    diff = ((got - wanted).abs().max() / wanted.abs().max()).item()
-    return diff if diff == diff else math.inf
+    diff = ((got - expected).abs().max() / expected.abs().max()).item()
+    return math.inf if math.isnan(diff) else diff
+
+
+def evaluate(formula: str, size: dict[str, int]) -> int:
+    """The value of a formula as it is printed: 2·L·B·S·D/T is 2 * L * B * S * D / T."""
+    return round(eval(formula.replace("·", "*"), {}, size))
 
 
 def gather_objects(value, group=None) -> list:
-    """The value of every rank (of a group), in order: for the report, not counted."""
+    """The value of every rank of a group, in order: for the report, not counted."""
     values = [None] * dist.get_world_size(group)
-    with COMM.meet("gathering of results", dist.get_process_group_ranks(group)):
+    with COMM.blocking("gathering of results", dist.get_process_group_ranks(group)):
         dist.all_gather_object(values, value, group)
     return values
 
@@ -1379,16 +1427,24 @@ class Report:
     """Rank 0 prints, every rank checks, --json keeps the rows of all tables."""
 
     def __init__(self, lesson: str, args):
-        self.args, self.checks, self.number, self.axes = args, {}, 0, {}
-        self.allowed_loss, self.allowed = ALLOWED[args.dtype]
+        self.args = args
+        self.checks = {}  # "kind: name" → kind, diff, allowed, ok
+        self.raised = {}  # run → the error that ended it
+        self.mesh = {}  # axis → ranks
+        self.number = 0  # of the section
+        self.allowed_loss = ALLOWED_LOSS[args.dtype]
+        self.allowed = ALLOWED[args.dtype]
         self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
 
-    def begin(self, mesh: dict[str, int]) -> None:
-        """The first line; mesh: axis → ranks."""
-        self.axes = self.data["mesh"] = mesh
-        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    def begin(self, mesh: dict[str, int], size: dict[str, int]) -> None:
+        """Print the first two lines. size: letter of the shape legend → number."""
+        self.mesh = mesh
+        self.data["mesh"] = mesh
+        self.data["size"] = size
+        axes = " × ".join(f"{axis} {ranks}" for axis, ranks in mesh.items())
         where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
         print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
+        print("  ".join(f"{letter} {number}" for letter, number in size.items()))
 
     def section(self, title: str) -> None:
         self.number += 1
@@ -1398,114 +1454,207 @@ class Report:
         if self.args.only in (None, self.number):
             print(text, flush=True)
 
-    def check(self, name: str, diff: float, allowed=0.0, kind="numbers") -> bool:
-        """Note one comparison on this rank; does it hold here?"""
+    def check(self, kind: str, name: str, diff: float, allowed: float = 0.0) -> bool:
+        """Record one comparison of this rank. Return whether it holds."""
+        name = f"{kind}: {name}"
         assert name not in self.checks, f"two checks are called {name}"
-        ok = diff <= allowed  # False for nan, too
-        self.checks[name] = {"diff": diff, "allowed": allowed, "kind": kind, "ok": ok}
+        ok = diff <= allowed  # False for nan
+        self.checks[name] = {"kind": kind, "diff": diff, "allowed": allowed, "ok": ok}
         return ok
 
-    def table(self, key: str, rows: list[dict], hide=()) -> None:
-        """Print and keep rows of like keys; diff and ok are the worst of all ranks."""
-        for row, of_ranks in zip(rows, zip(*gather_objects(rows))):
-            for name, worst in (("diff", max), ("ok", all)):
-                if name in row:
-                    row[name] = worst(other[name] for other in of_ranks)
+    def expect(self, row: dict, column: str, kind: str, name: str, predicted) -> None:
+        """Check that a cell of a row equals its predicted value."""
+        off = row.setdefault("off", [])
+        if not self.check(kind, name, abs(row[column] - predicted)):
+            off.append(column)
+        row.setdefault("predicted", {})[column] = f"{name}: predicted {predicted:,}"
+
+    @contextmanager
+    def column(self, run: str):
+        """Around one run: if all ranks raise the same error, only this run ends."""
+        try:
+            yield
+        except Exception as error:
+            if is_lost(error) or not COMM.all_raised(run, error):
+                raise
+            COMM.set_status("in no call")
+            if dist.get_rank() == 0:
+                traceback.print_exception(error)
+            self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
+            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+        self.check("runs", f"{run} completes", int(run in self.raised))
+
+    def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
+        """Print rows that have the same columns; --json keeps them under `key`.
+
+        row["off"] lists the cells that failed a check on this rank. Cells that failed
+        on any rank are marked ✗. row["predicted"] maps a cell to what was predicted for
+        it, printed below the table if it failed. hide: columns to keep, not to print.
+        """
+        for rank, rows_of_rank in enumerate(gather_objects(rows)):
+            for row, other in zip(rows, rows_of_rank):
+                merge_row(row, other, rank)
+        for row in rows:
+            if "off" in row:
+                row["ok"] = not row["off"]
         self.data.setdefault(key, []).extend(rows)
-        if not rows:  # nothing sent: there is one rank
-            return
-        lines = [" "] * (len(rows) + 1)  # they grow to the right, column by column
-        for name in [name for name in rows[0] if name not in hide]:
-            texts = [cell(name, row[name]) for row in rows]
-            texts.insert(0, name.replace("_bytes", ""))
-            width = max(map(len, texts))
+        if rows:
+            self.print_rows(rows, hide)
+
+    def print_rows(self, rows: list[dict], hide: list[str]) -> None:
+        lines = [" "] * (len(rows) + 1)  # they grow column by column
+        for name in rows[0]:
+            if name in hide or name in ("off", "off_ranks", "predicted"):
+                continue
+            texts = [name]
+            for row in rows:
+                mark = "✗" if name in row.get("off", []) else ""
+                texts.append(cell(name, row[name]) + mark)
+            width = max(len(text) for text in texts)
             pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
-            lines = [f"{line}  {pad(text, width)}" for line, text in zip(lines, texts)]
+            for i, text in enumerate(texts):
+                lines[i] += "  " + pad(text, width)
+        for row in rows:
+            lines.extend(explain_row(row))
         self.say("\n".join(line.rstrip() for line in lines))
 
-    def compare(self, key: str, runs: dict, allowed=None, fold=str) -> None:
-        """Numbers, or tensors by their norms: of several runs against the first one.
+    def compare(self, key: str, runs: dict, allowed: float = 0.0, fold=str) -> None:
+        """Compare numbers or tensors of several runs, each with the first run.
 
-        runs: run → name → value; fold: name → the label of its row.
+        runs: run → name → value. fold: name → label of its row. A row shows the norm of
+        all its values and the largest relative difference of any of them.
         """
-        allowed = self.allowed if allowed is None else allowed
-        rows, missing, first = {}, torch.empty(0), next(iter(runs))
-        for name in dict.fromkeys(name for values in runs.values() for name in values):
-            row = {"name": fold(name), **dict.fromkeys(runs, 0.0)}
-            row = rows.setdefault(fold(name), row | {"diff": 0.0, "ok": True})
-            wanted = runs[first].get(name, missing)
+        allowed = allowed or self.allowed
+        nothing = torch.empty(0)  # stands for what a run does not have
+        names = {}  # of all runs, in order
+        for values in runs.values():
+            names.update(dict.fromkeys(values))
+        reference = next(iter(runs.values()))
+        rows = {}
+        for name in names:
+            label = fold(name)
+            if label not in rows:
+                rows[label] = {"name": label}
+                rows[label].update(dict.fromkeys(runs, 0.0))
+                rows[label].update(dict.fromkeys(self.raised, "raised"))
+                rows[label].update({"diff": 0.0, "off": []})
+            row = rows[label]
             for run, values in runs.items():
-                value = values.get(name, missing)
+                value = values.get(name, nothing)
                 norm = torch.as_tensor(value, dtype=torch.float64).detach().norm()
                 row[run] = math.hypot(row[run], norm)
-                if run != first:
-                    diff = rel_diff(value, wanted)
-                    row["diff"] = max(row["diff"], diff)
-                    row["ok"] &= self.check(f"{key}: {name}, {run}", diff, allowed)
+                if values is reference:
+                    continue
+                diff = rel_diff(value, reference.get(name, nothing))
+                row["diff"] = max(row["diff"], diff)
+                if not self.check(key, f"{name}, {run}", diff, allowed):
+                    row["off"].append(run)
         self.table(key, list(rows.values()))
 
-    def measure(self, key: str, rows: list[dict], hide=()) -> None:
-        """Rows with bytes and predicted_bytes, which have to be equal."""
-        for row in rows:
-            name = " ".join(value for value in row.values() if isinstance(value, str))
-            off = abs(row["bytes"] - row["predicted_bytes"])
-            equal = self.check(f"{key}: {name}", off, kind="bytes")
-            row["ok"] = row.get("ok", True) and equal
-        self.table(key, rows, hide)
+    def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
+        """Check the calls and bytes of one step, as counted, against formulas.
 
-    def ledger(self, formulas: dict, steps: int = 1) -> None:
-        """Calls and bytes of a step, as counted, against formulas.
-
-        formulas: (what, phase, collective, axis) → (calls, formula, bytes).
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
         """
-        rows, whats = [], {what for what, *_ in formulas}
-        for key in dict.fromkeys([*formulas, *COMM.rows]):
-            row = dict(zip(("what", "phase", "collective", "axis"), key))
-            calls, formula, predicted = formulas.get(key, (0, "none", 0))
-            made, sent = (n / steps for n in COMM.rows.get(key, (0, 0)))
-            ranks = self.axes.get(row["axis"], 1)
-            if ranks == 1:  # nobody to send to
-                calls = predicted = 0
-            if row["what"] in whats and (made or calls):
-                share = (ranks - 1) / ranks  # of the payload, in a half of a ring
-                share = {"all-reduce": 2 * share, "send/recv": 1}.get(key[2], share)
-                sent = int(sent) if sent.is_integer() else sent
-                row |= {"calls": round(made), "bytes": sent, "formula": formula}
-                row |= {"predicted_bytes": predicted, "ring": round(share * sent)}
-                off = abs(made - calls)
-                row["ok"] = self.check(f"calls: {' '.join(key)}", off, kind="calls")
-                rows.append(row)
-        alike = [name for name in ("phase", "axis") if len({r[name] for r in rows}) < 2]
-        self.measure("communication", rows, hide=["predicted_bytes", *alike])
+        runs = {call.run for call in formulas}.difference(self.raised)
+        rows = []
+        # Calls that no formula predicts get a row as well.
+        for call in dict.fromkeys(list(formulas) + list(COMM.calls)):
+            ranks = self.mesh.get(call.axis, 1)
+            if call.run not in runs or ranks == 1:  # one rank sends nothing
+                continue
+            formula = formulas.get(call, "0 × 0")
+            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            if calls == 0 and COMM.calls[call] == 0:
+                continue
+            row = call._asdict()
+            row["calls"] = per_step(COMM.calls[call], steps)
+            row["bytes"] = per_step(COMM.bytes[call], steps)
+            row["formula"] = formula
+            row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
+            name = " ".join(call)
+            self.expect(row, "calls", "calls", name, calls)
+            self.expect(row, "bytes", "bytes", name, calls * each)
+            rows.append(row)
+        # A column with one value in all rows (one axis, one phase) is left out.
+        hide = []
+        for column in ("phase", "axis"):
+            if len({row[column] for row in rows}) < 2:
+                hide.append(column)
+        self.table("communication", rows, hide)
 
-    def verdict(self) -> str:
-        """PASS or FAIL, of all ranks' checks together."""
-        rows = {}
+    def merge_checks(self) -> list[dict]:
+        """The checks of all ranks: the largest diff, and the ranks where it fails."""
+        merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
-                row = rows.setdefault(name, {"name": name, "bad": []} | check)
-                row["diff"] = max(row["diff"], check["diff"])
-                row["bad"] += [] if check["ok"] else [rank]
-        bad = [row for row in rows.values() if row["bad"]]
+                if name not in merged:
+                    merged[name] = dict(check, name=name, ranks=[])
+                merged[name]["diff"] = max(merged[name]["diff"], check["diff"])
+                if not check["ok"]:
+                    merged[name]["ok"] = False
+                    merged[name]["ranks"].append(rank)
+        return list(merged.values())
+
+    def verdict(self) -> str:
+        """PASS or FAIL; above FAIL, the worst failed check of each kind."""
+        checks = sorted(self.merge_checks(), key=lambda check: -check["diff"])
+        kinds = dict.fromkeys(CAUSES_FIRST)
+        kinds.update(dict.fromkeys(check["kind"] for check in checks))
+        counts = []
         print()
-        for row in bad[:4]:
-            diff = f"off by {row['diff']:.3g}, allowed {row['allowed']:.3g}"
-            print(wrap(f"✗ {row['name']}: {diff}, on ranks {row['bad']}"))
-        wrong = Counter(row["kind"] for row in bad)
-        kinds = Counter(row["kind"] for row in rows.values())
-        counts = ", ".join(f"{wrong[kind]} of {kinds[kind]} {kind}" for kind in kinds)
-        numbers = [row for row in rows.values() if row["kind"] == "numbers"]
-        worst = max(numbers, key=lambda row: row["diff"])
-        diff = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
-        text = f"{counts} differ" if bad else f"{len(rows)} checks, {diff}"
-        self.data |= {"verdict": "FAIL" if bad else "PASS", "checks": [*rows.values()]}
+        for kind in kinds:
+            of_kind = [check for check in checks if check["kind"] == kind]
+            failed = [check for check in of_kind if not check["ok"]]
+            if failed:
+                worst = failed[0]
+                diff = f"off by {worst['diff']:.3g}, allowed {worst['allowed']:.3g}"
+                print(wrap(f"✗ {worst['name']}: {diff}, on ranks {worst['ranks']}"))
+                counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
+        text = f"failed: {', '.join(counts)}"
+        if not counts:
+            text = f"{len(checks)} checks, worst difference {checks[0]['diff']:.1e}"
+            text += f" (allowed {checks[0]['allowed']:.0e})"
+        self.data["verdict"] = "FAIL" if counts else "PASS"
+        self.data["checks"] = checks
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        return f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+        return wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}")
+
+
+def per_step(count: int, steps: int):
+    """count / steps, as an int if it is a whole number."""
+    return count // steps if count % steps == 0 else count / steps
+
+
+def merge_row(row: dict, other: dict, rank: int) -> None:
+    """Add to a row what the same row of another rank says about failed checks."""
+    for column in other.get("off", []):
+        if column not in row["off"]:
+            row["off"].append(column)
+    if other.get("off"):
+        row.setdefault("off_ranks", []).append(rank)
+    if "diff" in row:
+        row["diff"] = max(row["diff"], other["diff"])
+
+
+def explain_row(row: dict) -> list[str]:
+    """Lines below a table: what was predicted, and where, if a check failed."""
+    lines = []
+    for column in row.get("off", []):
+        if column in row.get("predicted", {}):
+            lines.append(f"   ✗ {column} of {row['predicted'][column]}")
+    ranks = row.get("off_ranks", [])
+    if ranks and 0 not in ranks:
+        label = next(iter(row.values()))
+        lines.append(f"   ✗ {label}: fails on ranks {ranks}; the row shows rank 0")
+    return lines
 
 
 def cell(name: str, value) -> str:
     """A value as a table shows it."""
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return "ok" if value else "✗"
     if isinstance(value, float):
@@ -1522,18 +1671,31 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def lesson_parser(doc: str, breaks: dict, **sizes: int) -> Parser:
-    """The flags that all lessons share, and whole numbers with their defaults."""
-    about, style = doc.partition("How to read")[0], argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=about, formatter_class=style, allow_abbrev=False)
+def lesson_parser(doc: str, breaks: dict, sections: int, **sizes: int) -> Parser:
+    """The flags that all lessons share, and integer flags with their defaults.
+
+    sections: how many sections the output has. sizes: flag → default; 0 for a default
+    that is derived from the mesh.
+    """
+    parser = Parser(
+        description=(doc or "").partition("How to read")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
-    for name, default in {**sizes, "seed": 1, "timeout": 60}.items():
-        said = f"({default or 'follows the mesh'})"
-        add(f"--{name.replace('_', '-')}", type=positive, default=default, help=said)
-    add("--dtype", choices=ALLOWED, default="float32", help="float64 is the proof")
-    add("--only", type=positive, metavar="N", help="print section N alone")
-    add("--break", dest="bug", choices=[*breaks, "list"], metavar="NAME", help="a bug")
-    add("--json", type=Path, metavar="PATH", help="write all tables there")
+    for name, default in dict(sizes, seed=1, timeout=60).items():
+        text = f"(default {default or 'derived from the mesh'})"
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=positive, default=default, help=text)
+    text = "float64 separates bugs from rounding errors"
+    add("--dtype", choices=list(ALLOWED), default="float32", help=text)
+    numbers = range(1, sections + 1)
+    text = f"print only section N, 1 to {sections}"
+    add("--only", type=int, choices=numbers, metavar="N", help=text)
+    names = list(breaks) + ["list"]
+    text = "inject a bug; `--break list` names them all"
+    add("--break", dest="bug", choices=names, metavar="NAME", help=text)
+    add("--json", type=Path, metavar="PATH", help="write all tables and checks there")
     return parser
 
 
@@ -1544,7 +1706,7 @@ def positive(text: str) -> int:
 
 
 def apply_edit(edit: dict, module: dict) -> None:
-    """Put an edited copy of its target, a name or Class.name, into a lesson."""
+    """Replace the target of a bug, a name or Class.name, by its edited copy."""
     owner, _, name = edit["target"].rpartition(".")
     definition = getattr(module[owner], name) if owner else module[name]
     source = textwrap.dedent(inspect.getsource(definition))
@@ -1556,141 +1718,185 @@ def apply_edit(edit: dict, module: dict) -> None:
         setattr(module[owner], name, scope[name])
 
 
-def describe(name: str, edit: dict) -> tuple[str, str]:
-    """A bug as a diff; and its symptom, why, and who met it."""
+def edit_as_diff(name: str, edit: dict) -> str:
     lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
-    for sign, text in (("-", edit["old"]), ("+", edit["new"])):
-        lines += [f"{sign} {line}" for line in text.splitlines()]
-    told = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "met")]
-    return "\n".join([*lines, ""]), "\n".join(told)
+    lines.extend(f"- {line}" for line in edit["old"].splitlines())
+    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
+    return "\n".join(lines) + "\n"
 
 
-def who_is_missing(places: list[str]) -> str:
-    """What the ranks' notes say for certain; nobody is accused on a guess."""
-    inside = [rank for rank, place in enumerate(places) if place.startswith("in call")]
-    outside = [rank for rank in range(len(places)) if rank not in inside]
-    if not inside:
-        return "a call failed of which nothing is noted: see what the transport says"
-    if outside:
-        who = f"rank {outside[0]} is" if len(outside) == 1 else f"ranks {outside} are"
-        text = f"{who} in no call, ranks {inside} wait"
-        return f"{text}: a hang, a crash, or a skipped call"
-    if len({*places}) == 1:
-        return "a call failed that every rank had come to"
-    text = f"ranks {inside} wait for each other"
-    return f"{text}: one skipped or swapped a call, or died in it"
+def diagnosis_of(edit: dict) -> str:
+    """Symptom and cause of a bug, and where somebody reported it."""
+    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    return "\n".join(lines)
 
 
-def fail(error: Exception, bug: str) -> None:
-    """Say what went wrong, once for all ranks; end this rank."""
-    words = re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+def first_line(error: Exception) -> str:
+    """An error's first line, without the [source.cpp:123] that gloo puts in front."""
+    return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+
+
+def is_lost(error: Exception) -> bool:
+    """Is it the transport's: a timeout, or a connection that the other end closed?"""
+    # The last two are what TORCH_DISTRIBUTED_DEBUG=DETAIL reports instead of a timeout.
+    words = "[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe|monitoredBarrier|mismatch"
+    is_found = re.search(words, first_line(error)) is not None
+    return isinstance(error, RuntimeError) and is_found
+
+
+def describe_hang(error: Exception) -> str:
+    """Which ranks wait and which are missing, by what each wrote down: no guess."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
+    missing = [rank for rank in ranks if rank not in waiting]
+    if not waiting:
+        text = "a call failed that is not one of the lesson's own"
+    elif missing:
+        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
+        text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
+        text += "it hung, crashed or skipped a call"
+    elif len(set(statuses)) == 1:
+        text = "a collective failed although every rank had entered it"
+    else:
+        text = f"ranks {waiting} are waiting in different calls: "
+        text += "one skipped or reordered a call, or died in it"
+    lines = [wrap(f"error: {text}")]
+    for rank in ranks:
+        lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
+    lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
+    return "\n".join(lines)
+
+
+def fail(error: Exception, diagnosis: str) -> None:
+    """Report an error once for all ranks, then end this rank."""
+    text = first_line(error)
     if COMM.store is None:
-        stop(1, wrap(f"error: the ranks did not meet: {error}"), speaks=True)
-    lost = re.search("[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe", words)
-    lost = lost and isinstance(error, RuntimeError)
-    if lost:  # others note where they are; or one died: torchrun ends us, and says whom
+        message = f"error: the ranks did not join one process group: {error}"
+        exit_rank(1, wrap(message), is_reporter=True)
+    if is_lost(error):  # let others write where they are; torchrun may name a dead one
         time.sleep(3)
-    speaks, code, lines = COMM.store.add("told", 1) == 1, 1, []
-    what = f"rank {dist.get_rank()} raised {type(error).__name__}: {words}"
-    if huge := re.search(r"tried to allocate \S+ \w+|overflowed.*", words, re.I):
-        has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        code, what = 2, f"too large: {huge[0]}; this machine has {has} bytes"
-    elif lost:
-        ranks = range(dist.get_world_size())
-        places = [COMM.store.get(f"place/{rank}").decode() for rank in ranks]
-        what = who_is_missing(places)
-        lines = [f"  rank {rank}: {place}"[:88] for rank, place in enumerate(places)]
-        lines.append(wrap(f"  transport: {words[:150]}"))
-    elif speaks and not isinstance(error, OSError):
-        traceback.print_exception(error)
-    stop(code, "\n".join([wrap(f"error: {what}"), *lines, bug]).strip(), speaks)
+    is_reporter = COMM.store.add("reported", 1) == 1
+    code = 1
+    too_large = re.search(r"tried to allocate \S+ \w+|overflowed.*", text, re.I)
+    if too_large:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        code = 2
+        message = f"error: too large: {too_large[0]}; this machine has {total:.0f} GB"
+    elif is_lost(error):
+        message = describe_hang(error)
+    else:
+        name = type(error).__name__
+        message = wrap(f"error: rank {dist.get_rank()} raised {name}: {text}")
+        if is_reporter and not isinstance(error, OSError):
+            traceback.print_exception(error)
+    exit_rank(code, f"{message}\n{diagnosis}".strip(), is_reporter)
 
 
-def stop(code: int, message: str, speaks: bool) -> None:
-    """End this rank at once: tidying up while others are in a collective can hang."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
-        words = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": words}))
+def exit_rank(code: int, message: str, is_reporter: bool) -> None:
+    """End this rank at once: cleaning up while others are in a collective can hang."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:  # for torchrun's report
+        extra = {"timestamp": str(int(time.time()))}
+        details = {"message": {"message": message, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(details))
     sys.stdout.flush()
-    if speaks:
+    if is_reporter:
         print(message, file=sys.stderr, flush=True)
     else:
         time.sleep(2)  # torchrun reports the first rank that ends
     os._exit(code)
 
 
-def read_flags(parse_args, breaks: dict) -> argparse.Namespace:
-    """What the command line says; the process ends here if that is a list, or wrong."""
+def read_flags(parse_args, module: dict) -> argparse.Namespace:
+    """The command line; the process ends here if it is wrong, or asks for a list."""
     try:
+        if not module["__doc__"]:
+            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         args = parse_args(ranks)
         if args.bug == "list":
-            print(*(f"{name:<14}{breaks[name]['what']}" for name in breaks), sep="\n")
+            for name, edit in module["BREAKS"].items():
+                print(f"{name:<14}{edit['what']}")
             sys.exit(0)
         if args.bug and ranks == 1:
-            raise ValueError("--break needs 2 ranks or more: alone nothing breaks")
+            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
         if args.json:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
-        stop(2, wrap(f"error: {error}"), speaks=os.environ.get("RANK", "0") == "0")
-    args.ranks, args.device, args.backend = ranks, "cpu", "gloo"
+        # One rank of each host reports: on several hosts the flags may differ.
+        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
+        exit_rank(2, wrap(f"error: {error}"), is_reporter)
+    args.ranks = ranks
+    args.device = "cpu"
+    args.backend = "gloo"
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        args.device, args.backend = f"cuda:{os.environ['LOCAL_RANK']}", "nccl"
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        args.backend = "nccl"
         torch.cuda.set_device(args.device)
     return args
 
 
 def join_group(backend: str, limit: timedelta) -> dist.Store:
-    """All ranks meet; the store that they share (a new part of it after a restart)."""
+    """Join all ranks' process group. Return the store that they share."""
     store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of --max-restarts
-    store = dist.PrefixStore(f"attempt {again}", store)
-    where = {"store": store, "rank": rank, "world_size": ranks}
-    dist.init_process_group(backend, timeout=limit, **where)
+    # After a restart by torchrun the store still has what the last attempt wrote.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {restarts}", store)
+    dist.init_process_group(
+        backend, timeout=limit, store=store, rank=rank, world_size=ranks
+    )
     return store
+
+
+def add_bug(args, module: dict, diagnosis: str) -> None:
+    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
+
+    def on_sigterm(*_):
+        exit_rank(1, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    args.timeout = min(args.timeout, 5)  # of the lesson's groups: the bug may hang
+    apply_edit(module["BREAKS"][args.bug], module)
+    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
 
 
 def launch(main, parse_args, module: dict) -> None:
     """One rank of a lesson, from its command line to its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
-    lesson, breaks = Path(module["__file__"]), module["BREAKS"]
-    if "LOCAL_RANK" not in os.environ and not {"-h", "--help", "list"} & {*sys.argv}:
+    asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
+    if "LOCAL_RANK" not in os.environ and not asks:
         command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
-        print("start it with torchrun, which makes the ranks:\n")
-        print(f"    {command} {lesson.name}")
+        print("start it with torchrun, which starts the ranks:\n")
+        print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)
     if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
-    args = read_flags(parse_args, breaks)
-    torch.set_num_threads(1)  # ranks share the cores: more threads would crawl
+    args = read_flags(parse_args, module)
+    torch.set_num_threads(1)  # ranks share the cores: more threads would be slower
     torch.manual_seed(args.seed)
-    diff, bug = describe(args.bug, breaks[args.bug]) if args.bug else ("", "")
+    diagnosis = diagnosis_of(module["BREAKS"][args.bug]) if args.bug else ""
     try:
         COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
-        COMM.note("in no call")
+        COMM.set_status("in no call")
         if args.bug:
-            told = lambda *_: stop(1, bug, COMM.store.add("told", 1) == 1)
-            signal.signal(signal.SIGTERM, told)  # the bug has ended another rank
-            args.timeout = min(args.timeout, 5)  # of the lesson's groups: it may hang
-            apply_edit(breaks[args.bug], module)
-            print(diff, flush=True)
-        COMM.limit = timedelta(seconds=args.timeout)
-        report = Report(lesson.stem, args)
+            add_bug(args, module, diagnosis)
+        report = Report(Path(module["__file__"]).stem, args)
         main(args, report)
         line = report.verdict()
-        print(f"{bug}\n{line}".strip(), flush=True)
-        with COMM.meet("the last barrier", [*range(args.ranks)]):
+        print(f"{diagnosis}\n{line}".strip(), flush=True)
+        with COMM.blocking("the last barrier", list(range(args.ranks))):
             dist.barrier()
     except Exception as error:
-        fail(error, bug)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all has been told
-    gc.collect()  # whatever still refers to a group must go before the groups do
+        fail(error, diagnosis)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything has been reported
+    gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
     if line.startswith("FAIL"):
-        stop(1, line, speaks=False)
-    os._exit(0)  # Python's own end can abort: DTensor's caches still hold groups there
+        exit_rank(1, line, is_reporter=False)
+    os._exit(0)  # a normal exit can abort: DTensor's caches still hold groups there
 
 
 # endregion

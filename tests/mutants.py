@@ -196,7 +196,7 @@ MUTANTS = [Mutant(*row) for row in [
      "test_a_batch_is_dealt_out_once"),
     ("05", "make_microbatches", "as long as the shortest line",
      ".any(0)", ".all(0)", "2 --ragged"),
-    ("05", "FlatAdamW.whole", "padding is left in the vector",
+    ("05", "FlatAdamW.unflatten", "padding is left in the vector",
      "flat[: sum(sizes)].split(sizes)", "flat.split(sizes)", "3 --dp 3 --zero"),
     ("05", "FlatAdamW.sum_over_replicas", "ZeRO: a slice of its own gradient",
      "reduce_scatter(flat, 0,", "shard(flat, 0,", "2 --dp 2 --zero"),
@@ -210,7 +210,7 @@ MUTANTS = [Mutant(*row) for row in [
      '    COMM.what = "replicas"\n    self.optimizer.step()\n'
      "    grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))\n"),
     ("05", "MeshTraining.update", "the tied weight's copy is not renewed",
-     'broadcast(self.tied, 0, self.groups["ends"])', "self.tied", "2 --tie"),
+     'broadcast(self.tied, 0, self.groups["embedding"])', "self.tied", "2 --tie"),
     ("05", "load_checkpoint", "AdamW counts its steps anew",
      "float(step)", "0.0", "test_losses_go_on_as_if_nothing_had_happened"),
     ("05", "pytorch_stage", "the ends of the model are not given to fully_shard",

@@ -5,8 +5,8 @@
 
 Every definition has one home: the lesson (or script of beyond/) under whose NEW, RUN or
 FLAGS it is, or the HARNESS of lesson 00. Edit it there. This tool copies all that a
-later lesson uses, and what that uses, below its FLAGS. Of a docstring it keeps the first
-line, which has to be a sentence. Imports that only copies need are copied as well.
+later lesson uses, and what that uses, below its FLAGS. Of a docstring it keeps the
+first line, which has to be a sentence. Imports that only copies need are copied too.
 """
 
 import ast
@@ -73,6 +73,7 @@ class Lesson:
         self.lines = self.own.splitlines()
         self.tree = ast.parse(self.own)
         self.imports = imports_of(self.tree)
+        self.problems = {}  # line → what keeps a copy from being made
         self.home = {}  # name → its definition
         for node in self.tree.body:
             for name in names_defined(node):
@@ -94,16 +95,14 @@ class Lesson:
     def shorten(self, doc: ast.Expr, lines: dict[int, str]) -> None:
         """Keep the first line of a docstring, and say where the others are."""
         sentence = doc.value.value.splitlines()[0].strip()
-        where = f"{self.path.name}:{doc.lineno}"
-        if not sentence.endswith((".", ":", "?")):
-            raise ValueError(
-                f"{where}: the first line of a docstring is not a sentence"
-            )
+        if not sentence.endswith((".", ":")):
+            self.problems[doc.lineno] = "a docstring's first line is not a sentence"
         for number in range(doc.lineno, doc.end_lineno + 1):
             del lines[number]
-        text = f'{" " * doc.col_offset}"""{sentence[:-1]} (lesson {self.number})."""'
+        indent = " " * doc.col_offset
+        text = f'{indent}"""{sentence[:-1]} (lesson {self.number})."""'
         if len(text) > 88:
-            raise ValueError(f"{where}: too long with its lesson: {len(text)} columns")
+            text = f'{indent}"""{sentence}\n\n{indent}(lesson {self.number})"""'
         lines[doc.lineno] = text
         ordered = dict(sorted(lines.items()))
         lines.clear()
@@ -138,7 +137,7 @@ def missing_imports(lesson: Lesson, found: dict, first: Lesson, harness) -> list
 
 
 def import_order(statement: str) -> tuple:
-    """The order that ruff wants: standard library, then torch; `import` before `from`."""
+    """ruff's order: the standard library, then torch; `import` before `from`."""
     module = statement.split()[1]
     is_torch = module.partition(".")[0] == "torch"
     return is_torch, statement.startswith("from"), module.lower()
@@ -172,11 +171,20 @@ def main() -> int:
     paths = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*.py"))]
     lessons = [Lesson(path) for path in paths]
     only = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
-    stale = []
+    texts = {}
     for i, lesson in enumerate(lessons):
         if only and lesson.number not in only:
             continue
-        text = lesson.own + folded_part(lesson, lessons[:i], lessons[0])
+        texts[lesson] = lesson.own + folded_part(lesson, lessons[:i], lessons[0])
+    problems = []
+    for lesson in lessons:
+        for line, problem in lesson.problems.items():
+            problems.append(f"{lesson.path.name}:{line}: {problem}")
+    if problems:
+        print("\n".join(problems))
+        return 2
+    stale = []
+    for lesson, text in texts.items():
         if text != lesson.text:
             stale.append(lesson.path.name)
             if "--check" not in sys.argv:
