@@ -24,8 +24,10 @@ from unittest import mock
 import psutil
 
 ROOT = Path(__file__).parents[1]
-PATHS = {path.stem: path for path in sorted(ROOT.glob("0?_*.py"))}
-LESSONS = [*PATHS]
+LESSONS = [path.stem for path in sorted(ROOT.glob("0?_*.py"))]
+BEYOND = [path.stem for path in sorted((ROOT / "beyond").glob("[0-9]*.py"))]
+PATHS = {name: ROOT / f"{name}.py" for name in LESSONS}
+PATHS.update({name: ROOT / "beyond" / f"{name}.py" for name in BEYOND})
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 MARK = "COURSE_TEST_JOB"  # in the environment of every process of a job
 
@@ -203,7 +205,7 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     """A lesson under torchrun with --json."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out.json")
-        done = launch(ROOT / f"{lesson}.py", ranks, *flags, "--json", path)
+        done = launch(PATHS[lesson], ranks, *flags, "--json", path)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
     return done._replace(data=data)
@@ -271,7 +273,7 @@ def run_here(lesson: str, *flags, **env) -> tuple[int, str, str]:
         raise Exited(code)
 
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
-    path = str(ROOT / f"{lesson}.py")
+    path = str(PATHS[lesson])
     with (
         mock.patch.object(sys, "argv", [path, *map(str, flags)]),
         mock.patch.object(os, "_exit", leave),
@@ -296,7 +298,8 @@ def said(stream: io.TextIOWrapper) -> str:
 
 @functools.cache
 def load(lesson: str):
-    """A lesson as a module."""
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
+    """A lesson, or a script of beyond/, as a module."""
+    for folder in (str(ROOT), str(ROOT / "beyond")):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     return importlib.import_module(lesson)
