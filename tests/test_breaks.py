@@ -120,7 +120,7 @@ def test_fails_and_says_what_it_did(lesson, name):
         assert "FAIL" not in done.out and re.search(wanted, done.err, re.M), done.err
         return
     *red, green = wanted
-    assert lines[-1].startswith(f"FAIL  {lesson}  ") and done.data["verdict"] == "FAIL"
+    assert f"\nFAIL  {lesson}  failed: " in done.out and done.data["verdict"] == "FAIL"
     bad = {row["name"]: row["ranks"] for row in done.data["checks"]}
     assert red and all(bad[check] for check in red) and bad[green] == [], bad
     # Words may be broken over two lines anywhere.
