@@ -31,11 +31,12 @@ KEYS = {"lesson", "world_size", "mesh", "dtype", "verdict", "checks", "communica
 TABLES = {  # of lessons 01 to 05
     "losses": "name diff ok",  # and a column for each run
     "gradients": "name diff ok",
-    "communication": "what phase collective axis calls bytes formula predicted_bytes "
-    "ring ok",
-    "memory": "bytes predicted_bytes ok",
+    "communication": "run phase collective axis calls bytes formula predicted ring off "
+    "ok",
+    "memory": "ok",
 }
-CHECK = {"name", "diff", "allowed", "kind", "bad"}
+CHECK = {"name", "diff", "allowed", "kind", "ok", "ranks"}
+EXACT = {"runs", "replicas", "calls", "bytes", "memory"}  # kinds of checks
 OF_05 = {"groups", "timeline"}
 
 after_00 = over([run for run in ALL_RUNS if run[0] != COLLECTIVES])
@@ -43,7 +44,8 @@ after_00 = over([run for run in ALL_RUNS if run[0] != COLLECTIVES])
 
 def values(row: dict) -> list[float]:
     """Of a row that compares runs: one number a run, the reference first."""
-    return [v for name, v in row.items() if name not in ("name", "diff", "ok")]
+    others = "name", "diff", "off", "ok"
+    return [v for name, v in row.items() if name not in others]
 
 
 @over(ALL_RUNS)
@@ -58,7 +60,7 @@ def test_passes_and_fits_the_screen(run):
     assert done.left == []
     assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
     if run in DEFAULTS and run[1] <= (8 if run[0] == MESH else 2):
-        assert 30 < len(lines) <= (80 if run[0] == MESH else 70)
+        assert 30 < len(lines) <= (90 if run[0] == MESH else 85)
 
 
 @over(ALL_RUNS)
@@ -73,13 +75,15 @@ def test_json(run):
     assert set(data) >= KEYS | set(tables) | (OF_05 if run[0] == MESH else set())
     for key, columns in tables.items():
         for row in data[key]:
-            assert set(columns.split()) <= set(row) and row["ok"] is True, (key, row)
+            assert set(columns.split()) <= set(row), (key, row)
+            # A row of a memory table that only its sum checks has no `ok`.
+            assert row["ok"] is True or (key == "memory" and row["ok"] is None), row
     assert len(data["checks"]) > 30
     of_loss, of_tensor = ALLOWED[data["dtype"]]
     for row in data["checks"]:
-        assert set(row) >= CHECK and row["bad"] == [], row
-        limit = of_tensor if row["kind"] == "numbers" else 0
-        if row["kind"] == "numbers" and re.search(r"^losses|\bloss$", row["name"]):
+        assert set(row) >= CHECK and row["ok"] and row["ranks"] == [], row
+        limit = 0 if row["kind"] in EXACT else of_tensor
+        if row["kind"] == "losses" or re.search(r"\bloss$", row["name"]):
             limit = of_loss
         assert row["diff"] <= row["allowed"] <= limit, row
 
@@ -93,7 +97,8 @@ def test_something_is_trained_and_sent(run):
         assert all(math.isfinite(v) and v > 0 for v in values(row)), row
     first, *_, last = map(values, data["losses"])
     assert all(after < before for before, after in zip(first, last))
-    assert all(row["bytes"] > 0 for row in data["communication"] + data["memory"])
+    assert all(row["bytes"] > 0 for row in data["communication"])
+    assert data["memory"]
     assert bool(data["communication"]) is (run[1] > 1)
 
 
@@ -131,10 +136,11 @@ ONLY = (MLP, 2, "--only", "2")
 @pytest.mark.launches(*ONLY)
 def test_only_one_section():
     whole, only = jobs.result(MLP, 2), jobs.result(*ONLY)
-    head, *lines = whole.out.splitlines()
+    *head, blank = whole.out.splitlines()[:3]  # the run, and its sizes
+    lines = [blank, *whole.out.splitlines()[3:]]
     starts = [i for i, line in enumerate(lines) if re.match(r"\d  ", line)]
     section = lines[starts[1] - 1 : starts[2] - 1]
-    assert only.out.splitlines() == [head, *section, *lines[-2:]]
+    assert only.out.splitlines() == [*head, *section, *lines[-2:]]
     assert only.data["checks"] == whole.data["checks"]
 
 
