@@ -515,7 +515,7 @@ def show_move(report: Report, move: Move, group) -> None:
     check_calls(report, row, move.collective, f"1 × {payload}", {}, group)
     check_value(report, row, "after", move.collective, after, move.expected)
     report.say(f"   {move.collective}: {move.effect}")
-    report.table("moves", gather_objects(row), hide=["ring", "formula"])
+    report.table("moves", gather_objects(row), hide=["calls", "ring", "formula"])
 
 
 def show_two_halves(report: Report, x: Tensor, group) -> None:
@@ -585,7 +585,7 @@ PRODUCTS = [
             matmul_case_1, 0, None, 0),
     Product("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "1 × I·J·e",
             matmul_case_2_gather, 1, None, None),
-    Product("2", "slice B, as 3", "C[I, K]", "1 × I·K·e",
+    Product("2", "slice B: 3", "C[I, K]", "1 × I·K·e",
             matmul_case_2_slice, 1, None, None),
     Product("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "1 × I·K·e",
             matmul_case_3_all_reduce, 1, 0, None),
@@ -647,8 +647,8 @@ def show_2d_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size) -> None:
         "A[I_outer, J_inner] · B[J_outer, K_inner] on each mesh of the ranks"
     )
     report.say("   Every rank holds 1/T of A, B and C, on every mesh.")
-    report.table("communication", rows)
-    report.say(f"   In total a rank of a ring sends {', '.join(totals)}.")
+    report.table("communication", rows, hide=["calls"])
+    report.say(wrap(f"   In total a rank of a ring sends {', '.join(totals)}."))
 
 
 def mesh_rows(report: Report, mesh: dict, a_IJ, b_JK, size) -> list[dict]:
@@ -661,20 +661,15 @@ def mesh_rows(report: Report, mesh: dict, a_IJ, b_JK, size) -> list[dict]:
         c_ik = matmul_2d(place(a_IJ), place(b_JK), groups["outer"], groups["inner"])
 
     # A is split on J along inner, B along outer: there they are gathered.
-    row_of_a = {"mesh": name, "gathered": "A", "over": members_of(groups["inner"])}
-    row_of_b = {"mesh": name, "gathered": "B", "over": members_of(groups["outer"])}
+    row_of_a = {"mesh": name, "gathered": "A over inner"}
+    row_of_b = {"mesh": name, "gathered": "B over outer"}
+    for row, group in ((row_of_a, groups["inner"]), (row_of_b, groups["outer"])):
+        row["rank 0's group"] = str(dist.get_process_group_ranks(group))
     sizes = dict(size, **mesh)
     check_calls(report, row_of_a, name, "1 × I·J·e/outer", sizes, groups["inner"])
     check_calls(report, row_of_b, name, "1 × J·K·e/inner", sizes, groups["outer"])
     check_value(report, row_of_b, "mesh", name, c_ik, place(a_IJ @ b_JK))
     return [row_of_a, row_of_b]
-
-
-def members_of(group) -> str:
-    """The ranks of each group along a group's axis: inner [0, 1] [2, 3]."""
-    lines = gather_objects(str(dist.get_process_group_ranks(group)))
-    # Each line came from all its members; a dict keeps one of each, in order.
-    return f"{group.group_desc} {' '.join(dict.fromkeys(lines))}"
 
 
 def show_mistakes(report: Report, group) -> None:
