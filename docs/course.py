@@ -283,7 +283,7 @@ def write_notebooks(app) -> None:
     """notebooks/*.ipynb → docs/notebooks/, which git ignores, for Sphinx to read."""
     folder = DOCS / "notebooks"
     folder.mkdir(exist_ok=True)
-    for path in sorted((ROOT / "notebooks").glob("0?_*.ipynb")):
+    for path in sorted((ROOT / "notebooks").glob("[0-9]*_*.ipynb")):
         notebook = json.loads(path.read_text("utf-8"))
         describe_pictures(notebook["cells"])
         add_players(notebook["cells"], path.name[:2])

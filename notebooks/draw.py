@@ -5,8 +5,8 @@ and draws those. Even the colours are found out:
 
     draw.places(full, pieces)   where each rank's piece lies in the full tensor: looked
                                 for by its values, so a wrong shard is an error
-    senders(call, x)            on a rank (ranks.py): the same call on tensors full of
-                                2^rank; its bits say which ranks are in what comes out
+    contributors(call, x)       on a rank (ranks.py): the same call on tensors full of
+                                2^rank; its bits say which ranks are in the result
 
 Both give whole numbers whose bit r stands for rank r. A rank has one colour in all
 pictures of the course (`COLORS`, by Okabe and Ito, told apart by colour-blind people),
@@ -164,7 +164,7 @@ def rows(lines: list[list[tuple]], arrow: bool = True):
 
     Args:
         lines: each a list of columns (heading, values, who): every rank's 1-D tensor,
-            or None, and which ranks are in each element (`senders` in ranks.py).
+            or None, and which ranks are in each element (`contributors` in ranks.py).
         arrow: between columns of a line, where time passes.
     """
     unit, gap = 0.45, 1.3
@@ -461,7 +461,7 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
     ax.legend(frameon=False)
 
 
-def course(series: dict[str, list[float]], x: str, y: str, title: str = ""):
+def curves(series: dict[str, list[float]], x: str, y: str, title: str = ""):
     """Numbers step by step, a line a name; the steps count from 1."""
     figure, ax = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
     styles = ("o-", "s--", "^:", "D-.")
