@@ -94,16 +94,13 @@ def test_every_requirement_is_pinned_and_installed_and_torch_comes_first():
         assert sorted(fit) == sorted(names), f"twice, or missing, for Python {python}"
 
 
-def test_setup_installs_torch_first_and_only_what_is_new_or_has_moved(folder):
+def test_setup_installs_torch_first_and_only_what_is_new(folder):
     torch, rest = setup(folder)
     assert (folder / ".venv/.base").exists() and setup(folder) == []
     assert re.search(r" torch==[\d.]+$", torch) and rest.endswith("-r requirements.txt")
-    (folder / ".venv/old_path").touch()
-    folder = folder.rename(folder.with_name("there"))
-    *again, extra = setup(folder, "EXTRA=1")
-    assert len(again) == 2 and setup(folder, "EXTRA=1") == []
+    (extra,) = setup(folder, "EXTRA=1")
+    assert setup(folder, "EXTRA=1") == []
     assert extra.endswith("-r requirements.txt -r requirements-extra.txt")
-    assert not (folder / ".venv/old_path").exists()
     later = (folder / ".venv/.base").stat().st_mtime + 10
     os.utime(folder / "requirements.txt", (later, later))
     assert len(setup(folder)) == 2
@@ -129,6 +126,29 @@ def test_what_setup_refuses_in_one_message_and_leaves_alone(folder, setting, say
     before = sorted(folder.rglob("*"))
     assert setup(folder, setting, code=2, says=says) == []
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("target", ["setup", "clean"])
+@pytest.mark.parametrize("base", ["{there}", "interrupted {there}", "interrupted", ""])
+def test_what_another_folder_made_is_never_removed(folder, target, base):
+    """Another clone's environment, which VENV names, with a file of its user in it."""
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    (theirs / ".base").write_text(base.format(there=folder.with_name("there")) + "\n")
+    (theirs / "thesis.txt").write_text("years of work")
+    python = f"PYTHON={folder / 'fake_python'}"
+    done = run("make", target, "VENV=theirs", python, cwd=folder, FAILS="nothing")
+    assert (theirs / "thesis.txt").read_text() == "years of work"
+    if target == "setup":
+        assert done.returncode == 2 and "error: the folder theirs was not" in done.stdout
+
+
+def test_an_environment_that_has_moved_is_refused_with_advice(folder):
+    setup(folder)
+    folder = folder.rename(folder.with_name("there"))
+    setup(folder, code=2, says="remove it yourself, or choose another")
+    shutil.rmtree(folder / ".venv")
+    assert len(setup(folder)) == 2
 
 
 def test_clean_removes_what_is_ours(folder):
