@@ -337,6 +337,7 @@ def test_pictures_of_the_readme_are_the_notebooks():
                     found[f"{tag.removeprefix('asset-')}.png"] = base64.b64decode(png)
     stored = {path.name: path.read_bytes() for path in (ROOT / "assets").iterdir()}
     assert stored == found
-    readme = (ROOT / "README.md").read_text()
-    shown = re.findall(r"^!\[.+\]\(assets/(.+)\)$", readme, re.M)
+    pages = [ROOT / "README.md", ROOT / "docs" / "mesh.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    shown = re.findall(r"^!\[.+\]\((?:\.\./)?assets/(.+)\)$", text, re.M)
     assert sorted(shown) == sorted(stored)

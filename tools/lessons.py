@@ -1,7 +1,7 @@
-"""`make lessons`: run every lesson there is, and one table of what came out.
+"""`make lessons`: run every lesson and every script of beyond/, and print one table.
 
-A lesson passes if its last word is PASS and its exit code 0. The exit code here is 1 if
-any lesson does not.
+A lesson passes if its verdict is PASS and its exit code is 0. The exit code here is 1
+if any lesson does not pass.
 """
 
 import argparse
@@ -31,6 +31,7 @@ def judge(code: int | None, text: str) -> tuple[str, str]:
 
 def main(folder: Path = ROOT, ranks: int | None = None) -> int:
     lessons = sorted(folder.glob("0?_*.py"))
+    lessons.extend(sorted(folder.glob("beyond/[0-9]*_*.py")))
     if not lessons:
         print(f"error: no lesson 0?_*.py in {folder}")
         return 1
@@ -50,8 +51,8 @@ def main(folder: Path = ROOT, ranks: int | None = None) -> int:
             failed[lesson] = why, n
     for lesson, (why, n) in failed.items():
         print(f"\n{lesson.stem}: {why}")
-        command = f"torchrun --standalone --nproc_per_node={n} {lesson.name}"
-        print(f"   to see all of it: {command}")
+        path = lesson.relative_to(folder)
+        print(f"   to see all of it: torchrun --standalone --nproc_per_node={n} {path}")
     return 1 if failed else 0
 
 
