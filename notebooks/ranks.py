@@ -14,8 +14,8 @@ itself as `lesson`; `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
 exercise.
 
 How it works: ipyparallel starts a controller, and an engine (an IPython without a
-screen) for each rank. The ranks connect to a store that this process keeps, so it outlives
-every group. On Linux all are forked from one process that has imported what they need:
+screen) for each rank. The ranks connect to a store that this process keeps, so it
+outlives every group. On Linux all are forked from one process that has imported what they need:
 torch is imported once, not once a rank. Each watches a pipe to this process: when this
 one is gone, however it went, they end.
 """
@@ -88,7 +88,7 @@ def start(count: int, lesson: str, timeout: float = 8) -> "Ranks":
 
 
 def hold_ports(count: int) -> list[socket.socket]:
-    """Sockets on free ports: a server may take one, but no other program gets it by chance.
+    """Sockets on free ports: a server may take one, no other program gets it by chance.
     Of the ports that a controller finds itself, some may be gone when it needs them."""
     held = [socket.socket() for _ in range(count)]
     for each in held:

@@ -2,7 +2,7 @@
 
 First, lesson 01's MLP: a step (forward and backward) in one process, by hand (tp_mlp)
 and by PyTorch (dtensor_mlp), over hidden sizes and numbers of tokens. Then each lesson
-against an empty script under torchrun. What is compared runs alternately, so that a busy
+against an empty script under torchrun. What is compared alternates, so that a busy
 machine slows both equally; a ratio is the median over the rounds, with the quartiles.
 Seconds belong to this machine, ratios nearly not.
 """
