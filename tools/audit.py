@@ -11,9 +11,10 @@ my_model.py defines
 
 and may define
 
-    loss(output, target)                    or loss(output, target, tp_group); tp_group is
-                                            None for the full model. Default: cross
-                                            entropy for integer targets, else squares
+    loss(output, target)                    or loss(output, target, tp_group), where
+                                            tp_group is None for the full model. Default:
+                                            cross entropy for integer targets, otherwise
+                                            the mean squared error
     after_backward(model)                   sums of gradients that your training makes
     clip(model, max_norm) -> norm           your own clipping
     optimizer(parameters)                   default: AdamW
@@ -44,14 +45,14 @@ STARTUP = 100  # seconds in which a rank must have imported torch and the model
 # category → what is wrong, the line to look at, and where the course explains it.
 ADVICE = {
     "batch": (
-        "The ranks of a TP group have different batches. They compute one model together, "
-        "so partial sums of different tokens are added up.",
+        "The ranks of a TP group have different batches. They compute one model "
+        "together, so partial sums of different tokens are added up.",
         "Seed the data by the data-parallel rank, or broadcast the batch in the group.",
         "lesson 02, --break data",
     ),
     "build": (
-        "build() is random without a seed of its own, so the ranks start from different "
-        "models.",
+        "build() uses random numbers that differ between ranks, so the ranks start from "
+        "different models.",
         "Build with the same seed on all ranks, or broadcast the parameters.",
         "lesson 02, --break seed",
     ),
@@ -61,21 +62,34 @@ ADVICE = {
         "Slice the full parameter instead of initializing the shard.",
         "lesson 02, --break seed",
     ),
+    "wrong parameter": (
+        "This parameter holds elements that belong to another parameter of the full "
+        "model.",
+        "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
+        "each part into T slices.",
+        "lesson 02, --break qkv",
+    ),
+    "forward bias": (
+        "The output of this module is right but for its bias, which was added on every "
+        "rank before a sum.",
+        "Add the bias of a row-parallel linear after the all-reduce, or on one rank.",
+        "lesson 01, --break bias",
+    ),
     "missing": (
         "Some elements of the full model are on no rank, and others probably twice.",
-        "Check which slice each rank takes: the group rank, the dim, the block order of a "
-        "fused weight.",
+        "Check which slice each rank takes: the group rank, the dim, the order of blocks "
+        "in a fused weight.",
         "lesson 02, --break qkv",
     ),
     "forward partial": (
-        "The sum of this module's output over the ranks is right, so each rank has only a "
-        "partial sum: an all-reduce is missing.",
+        "The sum of this module's output over the ranks is right, so each rank has only "
+        "a partial sum: an all-reduce is missing.",
         "All-reduce the output of this row-parallel module (g).",
         "lesson 01, ReduceFromTP",
     ),
     "forward T times": (
-        "The output is T times too large: something that every rank has was summed over "
-        "the ranks, or it was summed twice.",
+        "The output is T times too large: a tensor that every rank has in full was "
+        "summed over the ranks, or it was summed twice.",
         "Reduce once, and only partial sums.",
         "lesson 01, --break g",
     ),
@@ -86,8 +100,8 @@ ADVICE = {
     ),
     "forward": (
         "This is the first module whose output is wrong.",
-        "Look at this module's parameters below, at its bias (added on every rank before "
-        "a sum?), and at what it assumes about the shape of its input.",
+        "Look at this module's parameters in the table, at its bias (is it added on every "
+        "rank before a sum?), and at what it assumes about the shape of its input.",
         "lesson 01, --break bias; lesson 02, --break qkv",
     ),
     "loss": (
@@ -100,9 +114,9 @@ ADVICE = {
         "The sum of this gradient over the ranks that hold the same piece is right, so "
         "each rank has only a partial gradient: a reduction is missing.",
         "If dL/d(output of the module) is right, sum the parameter's gradient after "
-        "backward (a replicated weight with a sharded input). If it is partial as well, "
-        "f is missing: all-reduce dL/dx in the backward of the column-parallel linears "
-        "that read this module's output.",
+        "backward (a replicated weight with a sharded input). If it is partial as well, f "
+        "is missing: all-reduce dL/dx in the backward of the column-parallel linears that "
+        "read this module's output.",
         "lesson 01, --break f; lesson 04, --break norms",
     ),
     "gradient mean": (
@@ -154,8 +168,8 @@ ADVICE = {
         "lesson 01, the table of collectives and their backward",
     ),
     "dropout differs": (
-        "The input of this dropout is replicated, and the ranks drop different elements, "
-        "so their replicas drift apart.",
+        "The input of this dropout is replicated, and the ranks drop different elements "
+        "of it, so their replicas drift apart.",
         "Use the same random state on all ranks of the group here.",
         "lesson 02, --break mask-residual",
     ),
@@ -172,20 +186,22 @@ ADVICE = {
     ),
     "norm": (
         "The norm of the gradient is wrong.",
-        "Sum the squares of sharded gradients over the group; count replicated ones once.",
+        "Sum the squares of sharded gradients over the group, and count replicated "
+        "gradients once.",
         "lesson 02, --break clip",
     ),
     "not in the optimizer": (
-        "The optimizer does not update this parameter. Was it made before the model was "
-        "made parallel?",
+        "The optimizer does not have this parameter. Was it created before the model "
+        "was made parallel?",
         "Make the optimizer after parallelize().",
         "notebook 12",
     ),
     "update": (
         "The gradients are right and the updated parameter is not: the optimizer is not "
-        "elementwise (a norm or a matrix operation over a shard), or a replica is updated "
-        "differently.",
-        "Gather what the optimizer needs of the full parameter, or use an elementwise one.",
+        "elementwise (it takes a norm or a matrix product of a shard), or one replica is "
+        "updated differently.",
+        "Gather what the optimizer needs of the full parameter, or use an elementwise "
+        "optimizer.",
         "notebook 12",
     ),
 }

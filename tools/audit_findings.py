@@ -1,4 +1,4 @@
-"""What the facts of all ranks say: which parameter, gradient or module is wrong, and how.
+"""What the facts of all ranks say: which parameter or module is wrong, and how.
 
 tools/audit.py prints these findings. Everything here runs on one rank, on CPU tensors.
 """
@@ -170,9 +170,15 @@ class Audit:
         return (got - expected).abs().max().item() <= self.allowed * scale
 
     def run(self) -> None:
+        """Check in the order of causes; what must follow from a fault is left out."""
         self.check_inputs()
-        self.check_parameters()
-        self.check_forward()
+        is_right = self.is_forward_right()
+        self.check_parameters(is_right)
+        for row in self.table:
+            row["gradient"] = "not compared"
+        if not is_right:
+            self.check_forward()
+            return
         self.check_gradients()
         self.check_dropout()
         self.check_steps()
@@ -194,8 +200,8 @@ class Audit:
                 self.add("build", "build()", text)
                 break
 
-    def check_parameters(self) -> None:
-        """Each parameter must be a piece of the full model, and nothing may be missing."""
+    def check_parameters(self, is_forward_right: bool) -> None:
+        """Each parameter must be a piece of the full model, and all pieces be there."""
         held = torch.zeros(self.full.total, dtype=torch.bool)
         for name in self.first.parts:
             self.is_piece[name] = True
@@ -207,6 +213,8 @@ class Audit:
                 held[index[index != PADDING]] = True
                 if unknown.any():
                     self.is_piece[name] = False
+                    if is_forward_right:
+                        break  # scaled or combined on purpose: it cannot be compared
                     share = unknown.double().mean().item()
                     text = f"{share:.0%} of its elements on rank {rank} are in no "
                     text += "parameter of the full model"
@@ -215,14 +223,36 @@ class Audit:
         unknown_names = [name for name, good in self.is_piece.items() if not good]
         for name in self.full.names:
             missing = ~held[self.full.indices(name)]
-            if missing.any() and not unknown_names:
+            if missing.any() and not unknown_names and name not in self.first.tied:
                 share = missing.double().mean().item()
                 text = f"{share:.0%} of {name} is held by no rank"
                 self.add("missing", name, text, name.rpartition(".")[0])
-        self.check_order()
+        self.describe_parameters()
+        if not is_forward_right:
+            self.check_names()
 
-    def check_order(self) -> None:
-        """A linear whose rows are permuted is right only if its reader expects that."""
+    def check_names(self) -> None:
+        """A parameter that has its name from the full model must be a piece of it."""
+        for name in self.first.parts:
+            if name not in self.full.names or not self.is_piece[name]:
+                continue
+            own = self.full.indices(name).flatten()
+            for rank in range(self.ranks):
+                index = self.index[rank][name]
+                inside = index[index != PADDING]
+                foreign = (inside < own[0]) | (inside > own[-1])
+                if foreign.any() and name not in self.first.tied:
+                    other = self.full.owner(int(inside[foreign][0]))
+                    text = (
+                        f"{foreign.double().mean():.0%} of its elements on rank {rank} "
+                    )
+                    text += f"belong to {other}"
+                    module = self.first.owners.get(name, "")
+                    self.add("wrong parameter", name, text, module)
+                    break
+
+    def describe_parameters(self) -> None:
+        """A row for each parameter: which piece rank 0 holds."""
         for name in self.first.parts:
             words = []
             for rank in range(self.ranks):
@@ -253,7 +283,7 @@ class Audit:
         return "wrong"
 
     def is_sharded(self, tensors, expected, dim: int, scale: float) -> bool:
-        """Are these the ranks' slices along dim, in any grouping, maybe with padding?"""
+        """Are these the ranks' slices along dim, maybe replicated or with padding?"""
         size = expected.shape[dim]
         widths = {x.shape[dim] for x in tensors if x.dim() == expected.dim()}
         if len(widths) != 1:
@@ -265,11 +295,8 @@ class Audit:
             except RuntimeError:
                 return False
         (width,) = widths
-        if (
-            width == 0
-            or (width >= size
-            and self.ranks > 1
-            and width != -(-size // self.ranks))
+        if width == 0 or (
+            width >= size and self.ranks > 1 and width != -(-size // self.ranks)
         ):
             return False
         pieces = -(-size // width)
@@ -284,15 +311,16 @@ class Audit:
                 return False
         return True
 
-    def check_forward(self) -> None:
-        """The loss, and if it is wrong, the first module whose output is wrong."""
+    def is_forward_right(self) -> bool:
         scale = max(abs(self.first.full_loss), 1e-300)
+        for facts in self.everyone:
+            if not abs(facts.loss - self.first.full_loss) <= self.allowed * scale:
+                return False
+        return True
+
+    def check_forward(self) -> None:
+        """The loss is wrong: find the first module whose output is wrong."""
         losses = [facts.loss for facts in self.everyone]
-        wrong = any(
-            abs(x - self.first.full_loss) > self.allowed * scale for x in losses
-        )
-        if not wrong:
-            return
         for name in self.first.order:
             outputs = [facts.outputs.get(name) for facts in self.everyone]
             if any(x is None for x in outputs):
@@ -302,6 +330,8 @@ class Audit:
                 continue
             if how == "partial" and not self.reader_is_wrong(name):
                 continue
+            if how == "wrong" or how.startswith("differs"):
+                how = self.times_bias(name, outputs) or how
             self.add(f"forward {how}", name, f"the loss is {losses[0]:.6g}, not "
                      f"{self.first.full_loss:.6g}", name)  # fmt: skip
             return
@@ -309,6 +339,20 @@ class Audit:
         text = f"all modules are right; loss {losses[0]:.6g}, not "
         text += f"{self.first.full_loss:.6g} ({ratio:.4g} times)"
         self.add("loss", "loss", text)
+
+    def times_bias(self, name: str, outputs: list[Tensor]) -> str:
+        """Is the output off by a multiple of the module's bias?"""
+        bias = self.first.full_parts.get(f"{name}.bias")
+        expected = self.first.full_outputs[name].double()
+        if bias is None or outputs[0].shape != expected.shape:
+            return ""
+        off = outputs[0].double() - expected
+        k = (off * bias).sum() / (bias * bias).expand_as(off).sum()
+        if abs(k) < 1e-3 or not self.near(
+            off, k * bias.expand_as(off), expected.abs().max()
+        ):
+            return ""
+        return f"bias added {k + 1:.4g} times"
 
     def reader_is_wrong(self, name: str) -> bool:
         """Is the output of the module that contains this one wrong as well?"""
@@ -475,12 +519,7 @@ class Audit:
             text = "the optimizer does not have this parameter"
             self.add("not in the optimizer", name, text, self.first.owners[name])
         self.check_norms()
-        if any(
-            f.category.startswith(
-                ("gradient", "forward", "loss", "batch", "not", "build")
-            )
-            for f in self.findings
-        ):
+        if any(not f.category.startswith("dropout") for f in self.findings):
             return  # the updates must be wrong as well
         for step, full_after in enumerate(self.first.full_after):
             vector = self.full.vector(full_after)

@@ -1,7 +1,7 @@
-"""One rank of tools/audit.py: run the parallel model next to the full one, collect facts.
+"""One rank of tools/audit.py: runs the parallel model next to the full one.
 
-Every rank builds the full model from the same seed and makes it parallel. It runs both on
-the same batches, and stores what it holds and computes. Rank 0 gets all of this and
+Every rank builds the full model from the same seed and makes it parallel. It runs both
+on the same batches, and stores what it holds and computes. Rank 0 gets all of this and
 writes the findings (audit_findings.py) as JSON.
 """
 
@@ -40,7 +40,7 @@ def load_subject(path: Path):
 
 
 class CallCounter(TorchDispatchMode):
-    """Counts collectives by phase, and tells the parent process which one this rank is in.
+    """Counts collectives by phase, and tells the parent where this rank is.
 
     It sees torch.distributed's calls and those of DTensor, in forward and in backward.
     """
@@ -87,7 +87,7 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def make_values_unique(model: nn.Module) -> None:
-    """Shift constant parameters (biases, norms), so that each element can be found again.
+    """Shift constant parameters (biases, norms), so that each element can be found.
 
     The tool finds out which piece of the full model a rank holds by comparing values.
     """
@@ -162,7 +162,7 @@ class Run:
             after_backward(self.model)
 
     def clip(self, max_norm: float) -> float | None:
-        """The norm by the user's own function, if there is one; gradients are clipped."""
+        """Clip by the user's own function, if there is one, and return its norm."""
         clip = getattr(self.subject, "clip", None)
         if self.tp_group is None:
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -172,7 +172,7 @@ class Run:
         return None if clip is None else float(clip(self.model, max_norm))
 
     def optimizer(self):
-        """The user's optimizer; for the full model, one of its kind if it is another's."""
+        """The user's optimizer; for the full model, one of the same kind if need be."""
         make = getattr(self.subject, "optimizer", None)
         if make is None:
             return torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
@@ -199,7 +199,7 @@ def default_loss(output, target) -> Tensor:
 
 
 def prepare_batch(subject, step: int, args, device: str) -> tuple[tuple, Tensor]:
-    """The user's batch of a step: a tuple of inputs and the target, in the run's dtype."""
+    """The user's batch: a tuple of inputs, and the target, in the run's dtype."""
     torch.manual_seed(args.seed + 1000 + step)
     inputs, target = subject.batch(step)
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -215,7 +215,7 @@ def prepare_batch(subject, step: int, args, device: str) -> tuple[tuple, Tensor]
 
 
 def dropped(model: nn.Module, run: Run, batch: tuple, seed: int) -> dict[str, Tensor]:
-    """Module → which elements it set to zero, for modules that are a kind of dropout."""
+    """Dropout module → which elements it set to zero."""
     zeros = {}
 
     def hook_of(name):
@@ -274,7 +274,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def compare_first_step(reference: Run, run: Run, batch, facts: Facts, counter) -> None:
-    """Forward and backward in eval mode, with every module's output and its gradient."""
+    """Forward and backward in eval mode, with every module's output and gradient."""
     watch_full = Watch(reference.model)
     watch = Watch(run.model)
     output, loss = reference.forward(batch)
@@ -383,7 +383,8 @@ def main() -> None:
     except Exception as error:
         where = traceback.format_exc()
         status = store.get(f"status/{rank}").decode()
-        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        first = next(iter(str(error).splitlines()), "")
+        text = f"{type(error).__name__}: {first}"
         store.set(f"error/{rank}", json.dumps([status, text, where]))
         os._exit(1)
     os._exit(0)

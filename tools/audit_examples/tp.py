@@ -1,4 +1,4 @@
-"""Lesson 02's transformer, edited by hand: what tools/audit.py --example tp looks at."""
+"""Lesson 02's transformer, edited by hand: for tools/audit.py --example tp."""
 
 import importlib
 
