@@ -142,7 +142,8 @@ def test_diagnoses_differ():
     seen = set()
     for lesson, name in CASES:
         edit = jobs.load(lesson).BREAKS[name]
-        assert re.search(r"github\.com/|arXiv:|docs\.|forum|issue", edit["reported"]), name
+        source = r"github\.com/|arXiv:|docs\.|forum|issue"
+        assert re.search(source, edit["reported"]), name
         for key in ("what", "symptom", "why"):
             assert len(edit[key]) > 20 and edit[key] not in seen, (name, key)
             seen.add(edit[key])
