@@ -964,7 +964,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -1020,7 +1020,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)

@@ -1124,9 +1124,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too.
-
-    (lesson 02)"""
+    """nn.Dropout, with the mask sampled as in ShardedDropout below (lesson 02)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -1175,7 +1173,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project_qkv = apply_each  # TP exchanges it: one f before all three
+        self.project_qkv = apply_each  # TP replaces it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1262,7 +1260,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     T = tp_group.size()
     heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
+    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a fraction of a head
         raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
@@ -1304,7 +1302,7 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     device = next(full.parameters()).device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
-    # A plan is about parameters. The dropout masks of heads are still ours to split.
+    # A plan covers linears, not dropout: heads on different ranks need different masks.
     for layer in model.layers:
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
@@ -1312,20 +1310,20 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank (lesson 02)."""
+    """Norm of the full model's gradient, the same on every rank (lesson 02)."""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
         if p.grad is None:
             continue
         squares = p.grad.double().square().sum()
         if not shardings_of(p):
-            squares /= tp_group.size()  # T ranks add equal ones: count them once
+            squares /= tp_group.size()  # all T ranks add the same squares
         total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by one factor, so that their norm is max_norm at most.
+    """Scale all gradients by one factor, so that their norm is at most max_norm.
 
     (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -1360,7 +1358,7 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_transformer(args) -> Transformer:
-    """The full model: the same on every rank, because it is drawn from the seed.
+    """The full model. Every rank initializes the same one, from the same seed.
 
     (lesson 02)"""
     torch.manual_seed(args.seed)
@@ -1393,11 +1391,11 @@ def train_transformer(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
 
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
-        # One seed for all ranks, so that they draw the same dropout masks.
+        # One seed for all ranks, so that they sample the same dropout masks.
         torch.manual_seed(args.seed + step)
         optimizer.zero_grad()
 
-        # COMM.label does nothing but name the collectives inside, for section 4.
+        # COMM.label only names the collectives inside, for the communication table.
         with COMM.label(name, "forward"):
             logits = model(tokens_BS)
         with COMM.label(name, "loss"):
@@ -1417,8 +1415,8 @@ def train_transformer(
                 norm = global_norm(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
-        # they start equal and get equal gradients: nothing else enforces it.
+        # Each rank updates what it holds, and sends nothing. Replicas stay equal only
+        # because they start equal and get equal gradients. Nothing else enforces it.
         optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
@@ -1428,7 +1426,7 @@ def train_transformer(
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors; in float64.
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
@@ -1443,7 +1441,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+            x = torch.empty(0)  # no gradient: this is equal to no tensor
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1488,21 +1486,18 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
-    """The flags of the model. ValueError if it cannot be built or sharded.
-
-    (lesson 02)"""
+    """Parse the command line, with the flags of the model (lesson 02)."""
+    kv_heads = ranks * math.ceil(4 / ranks)
+    sizes = {"hidden": 16 * kv_heads, "heads": 2 * kv_heads, "kv_heads": kv_heads}
+    letters = {"hidden": "D", "heads": "N", "kv_heads": "K"}
     add = parser.add_argument
-    add("--hidden", type=positive, help="D (8 per head)")
-    add("--heads", type=positive, help="N (2 per key/value head)")
-    add("--kv-heads", type=positive, help="K (4, or the next multiple of the ranks)")
-    add("--dropout", type=float, default=0.1, help="probability (0.1)")
-    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
+    for name, default in sizes.items():
+        flag = f"--{name.replace('_', '-')}"
+        text = f"{letters[name]} (default {default} on {ranks} ranks)"
+        add(flag, type=positive, default=default, help=text)
+    add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm (default 1)")
     args = parser.parse_args()
-    if args.kv_heads is None:
-        multiple = ranks * math.ceil(4 / ranks)
-        args.kv_heads = math.gcd(args.heads or multiple, multiple)
-    args.heads = args.heads or 2 * args.kv_heads
-    args.hidden = args.hidden or 8 * args.heads
     must_divide(args, "heads", ranks, "ranks")
     if args.kv_heads < ranks:
         text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
@@ -1517,7 +1512,7 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     if not 0 <= args.dropout < 1:
         raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
     if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: must be above 0")
+        raise ValueError(f"--clip {args.clip}: must be greater than 0")
     return args
 
 
@@ -1720,7 +1715,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -1776,7 +1771,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)

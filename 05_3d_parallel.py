@@ -1280,9 +1280,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too.
-
-    (lesson 02)"""
+    """nn.Dropout, with the mask sampled as in ShardedDropout below (lesson 02)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -1331,7 +1329,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project_qkv = apply_each  # TP exchanges it: one f before all three
+        self.project_qkv = apply_each  # TP replaces it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1418,7 +1416,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     T = tp_group.size()
     heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
+    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a fraction of a head
         raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
@@ -1440,20 +1438,20 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank (lesson 02)."""
+    """Norm of the full model's gradient, the same on every rank (lesson 02)."""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
         if p.grad is None:
             continue
         squares = p.grad.double().square().sum()
         if not shardings_of(p):
-            squares /= tp_group.size()  # T ranks add equal ones: count them once
+            squares /= tp_group.size()  # all T ranks add the same squares
         total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by one factor, so that their norm is max_norm at most.
+    """Scale all gradients by one factor, so that their norm is at most max_norm.
 
     (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -1488,7 +1486,7 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_transformer(args) -> Transformer:
-    """The full model: the same on every rank, because it is drawn from the seed.
+    """The full model. Every rank initializes the same one, from the same seed.
 
     (lesson 02)"""
     torch.manual_seed(args.seed)
@@ -1521,11 +1519,11 @@ def train_transformer(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
 
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
-        # One seed for all ranks, so that they draw the same dropout masks.
+        # One seed for all ranks, so that they sample the same dropout masks.
         torch.manual_seed(args.seed + step)
         optimizer.zero_grad()
 
-        # COMM.label does nothing but name the collectives inside, for section 4.
+        # COMM.label only names the collectives inside, for the communication table.
         with COMM.label(name, "forward"):
             logits = model(tokens_BS)
         with COMM.label(name, "loss"):
@@ -1545,8 +1543,8 @@ def train_transformer(
                 norm = global_norm(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
-        # they start equal and get equal gradients: nothing else enforces it.
+        # Each rank updates what it holds, and sends nothing. Replicas stay equal only
+        # because they start equal and get equal gradients. Nothing else enforces it.
         optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
@@ -1556,7 +1554,7 @@ def train_transformer(
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors; in float64.
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
@@ -1571,7 +1569,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+            x = torch.empty(0)  # no gradient: this is equal to no tensor
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -2067,7 +2065,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -2123,7 +2121,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
