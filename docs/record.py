@@ -485,8 +485,8 @@ def mlp(lesson, group, bug=None) -> dict:
 
 
 MLP_END = {
-    None: "Compared with the same MLP in one process: all gradients are the same, except "
-    "for rounding errors. One all-reduce forward, one backward.",
+    None: "Compared with the same MLP in one process: all gradients are the same, "
+    "except for rounding errors. One all-reduce forward, one backward.",
     "f": "Compared with the same MLP in one process: dL/dx is wrong on both ranks, and "
     "differs between them. The loss and the gradients of these weights are correct: "
     "the error reaches the layers below, and the loss of the next step.",
@@ -695,8 +695,8 @@ SP_FORWARD = [
          "bytes.",
          takes="partial_y_BSD", makes="y_BsD", drops="partial_y_BSD"),
     Step("DecoderLayer.forward", "return",
-         "The residual: the layer's output, sharded by position as its input was.", "
-         "makes="out_BsD", drops="y_BsD x_BsD"),
+         "The residual: the layer's output, sharded by position as its input was.",
+         makes="out_BsD", drops="y_BsD x_BsD"),
 ]  # fmt: skip
 
 
