@@ -32,7 +32,7 @@ WITH_FLAGS = [
      "--dropout", "0"),
     *SAME_BITS,
     *((lesson, 4, "--kv-heads", "2") for lesson in (TRANSFORMER, SEQUENCE)),
-    (VOCAB, 4, "--kv-heads", "1", *PROOF, "--tie"),
+    (VOCAB, 4, *PROOF, "--tie"),
     (MESH, 8, "--tp", "4", "--kv-heads", "2", *PROOF, "--zero", "--tie"),
     (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",
      "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
