@@ -231,15 +231,14 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
         o_proj.weight          [D, D], on a rank [D, D/T]        Shard(1)
     Communication: 2 all-reduces forward (g of o_proj and of down_proj) and 2 backward
         (f before q, k and v, and f before up_proj), each of B·S·D elements.
-    Raises: ValueError if T does not divide N and K.
+    Raises: ValueError if T does not divide K. (If it does, it divides N, a multiple.)
     Source: arXiv:1909.08053, sec. 3.
     """
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a fraction of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -472,7 +471,8 @@ def train_transformer(
 
         # Each rank updates what it holds, and sends nothing. Replicas stay equal only
         # because they start equal and get equal gradients. Nothing else enforces it.
-        optimizer.step()
+        with COMM.label(name, "update"):
+            optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
 
@@ -544,7 +544,7 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     # Each rank computed the loss itself, from its own replica of the logits.
     losses = gather_objects(list(run.losses.values()))
     diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
-    row = {"with TP": "replicas that all ranks hold", "tensors": len(diffs)}
+    row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
         if report.check("replicas", name, diff):
@@ -733,10 +733,10 @@ BREAKS = {
     ),
     "drift": dict(
         target="train_transformer",
-        old="        optimizer.step()\n",
-        new="        if tp_group is not None and tp_group.rank() == 1:\n"
-        "            model.norm.zero_grad(set_to_none=False)\n"
-        "        optimizer.step()\n",
+        old="            optimizer.step()\n",
+        new="            if tp_group is not None and tp_group.rank() == 1:\n"
+        "                model.norm.zero_grad(set_to_none=False)\n"
+        "            optimizer.step()\n",
         what="one rank loses the gradient of the last LayerNorm",
         symptom="step 1 is right; then replicas differ and losses slowly diverge",
         why="only equal starts, gradients and updates keep replicated parameters equal",
@@ -773,7 +773,6 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
     add("--clip", type=float, default=1.0, help="maximum gradient norm (default 1)")
     args = parser.parse_args()
-    must_divide(args, "heads", ranks, "ranks")
     if args.kv_heads < ranks:
         text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
         raise ValueError(f"{text}; take {ranks}, or see beyond/09_shared_heads.py")
