@@ -4,7 +4,7 @@ Embedding and head are often the largest matrices of a model, [V, D] each, and t
 logits [B, S, V] its largest activation. Here each rank holds a range of the vocabulary.
 It looks up the tokens in its range, and the loss is computed without gathering logits.
 
-Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another model):
+Run it on 1, 2 or 4 ranks (another number of ranks may need a larger model; it says so):
 
     torchrun --standalone --nproc_per_node=2 03_vocab_parallel.py
 
@@ -54,7 +54,7 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward.
 # ColumnParallelLinear holds a slice of the outputs, here of the vocabulary.
-# shard_parameter slices a parameter, and shardings_of(p) is how: ((dim, group), …).
+# A parameter remembers how it is sharded: shardings_of(p) is ((dim, group), …).
 # From lesson 02: tp_transformer copies the model and replaces the linears of its
 # layers. Here embedding and head of this copy are replaced as well.
 
@@ -329,6 +329,7 @@ def main(args, report: Report) -> None:
     size = sizes_of(args)
     size["v"] = math.ceil(args.vocab_size / args.ranks)
     report.begin({"tp": args.ranks}, size)
+    explain_sizes(report, args.ranks)
     full = make_tied(args)
     batches = make_batches(__doc__, args, args.steps)
     by_hand = partial(sharded_loss, tp_group=single_group, vocab_size=args.vocab_size)
@@ -337,6 +338,7 @@ def main(args, report: Report) -> None:
     runs = {}
     train = partial(train_transformer, batches=batches, args=args)
     runs["without TP"] = train("without TP", copy.deepcopy(full))
+    report.section("Who holds what: each rank has the rows of v tokens")
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("loss by hand"):
         model = copy.deepcopy(full)
@@ -417,7 +419,6 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
         placements = [f"Shard({dim})" for dim, _ in shardings_of(local)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.section("Who holds what: each rank has the rows of v tokens")
     report.say("   All other parameters are sharded as in lesson 02.")
     report.table("holdings", rows)
 
@@ -505,8 +506,8 @@ HARD_CASES = [
 
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
-    rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.section("Where a loss easily goes wrong; diff: of the loss and its gradient")
+    rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.table("hard cases", rows)
 
 
@@ -576,16 +577,26 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "backward", "all-reduce", "tp"): "(4·L + 1) × B·S·D·e",
         Call("DTensor", "clipping", "all-reduce", "tp"): f"1 × 8·({tensors})",
     }
-    report.section("Communication per step; ring: bytes that a rank of a ring sends")
+    conclusions = {
+        "with TP": "loss: 3 values per token (max, Σ exp, the target's logit)",
+        "DTensor": "the same loss; in backward q, k and v have an f each",
+    }
+    report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)
-    report.say(
-        "   loss = three values per token: max, Σ exp and the target's logit\n"
-        f"   clipping = sums of squares in float64: one, or one per tensor ({tensors})"
-    )
+    totals = Counter()
+    for row in report.data["communication"]:
+        totals[row["run"]] += row["bytes"]
+    for run, total in totals.items():  # a run that raised an error has no rows
+        report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
+    if "DTensor" in totals:
+        report.say(
+            "   clipping = sums of squares, float64: one; DTensor one per parameter"
+        )
 
 
 def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     """Measure what one loss sends and saves for backward, for two vocabularies."""
+    report.section("The loss alone, from gathered and from sharded logits")
     sizes = {}
     measured = {}
     formulas = {}
@@ -598,7 +609,6 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
         sharded = Call(f"sharded, {run}", "loss", "all-reduce", "tp")
         formulas[gathered] = f"1 × B·S·{v}·T·e"  # v columns of each rank
         formulas[sharded] = "3 × B·S·e"
-    report.section("The loss alone, from gathered and from sharded logits")
     report.ledger(formulas, size)
 
     # What autograd saves for backward, in bytes per rank.
@@ -642,6 +652,9 @@ def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str,
 
 def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     """Sample the next token at each of the first positions of a line."""
+    report.section(
+        "Tokens sampled from logits; sent: a score and its token, not V logits"
+    )
     args = report.args
     generator = torch.Generator().manual_seed(args.seed)  # the same on every rank
     tokens_BS = batch[0][:1, :5]
@@ -667,9 +680,6 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     wrong = [i for i, token in enumerate(sampled) if token != expected[i]]
     if not report.check("sampling", "tokens", len(wrong)):
         row["off"].append("with TP")
-    report.section(
-        "Tokens sampled from logits; sent: a score and its token, not V logits"
-    )
     report.table("sampling", [row])
 
 
@@ -796,6 +806,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -818,6 +846,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -844,20 +873,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
 
 
 # endregion
@@ -1332,6 +1347,12 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
+def explain_sizes(report: Report, ranks: int) -> None:
+    """Say why the default sizes are larger on this number of ranks (lesson 02)."""
+    if 4 % ranks != 0:
+        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
+
+
 PAD = 256  # the one token that is not a byte
 
 
@@ -1451,32 +1472,34 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
 
 
 def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Losses, gradient norms before clipping, and where the parameters end.
+    """Losses, gradient norms before clipping, and the parameters after training.
 
     (lesson 02)"""
     losses = values_of(runs, "losses")
     norms = values_of(runs, "norms")
     parameters = values_of(runs, "parameters")
-    report.section("Training: losses, gradient norms, parameters after the last step")
+    report.section("Losses, gradient norms before clipping, parameters after training")
     report.compare("losses", losses, allowed=report.allowed_loss)
-    # AdamW could hide a gradient that is wrong by a factor; its norm would show it.
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", norms)
     report.compare("parameters", parameters, fold=lambda name: "all parameters")
 
 
 def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
-    """After training, all ranks must hold the same bits of what is replicated.
+    """After training, replicated tensors must be bitwise identical on all ranks.
 
     (lesson 02)"""
+    if tp_group.size() == 1:
+        return
     diffs = {}
     for name, p in run.model.named_parameters():
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
-    # Each rank computed the loss itself, from logits that must be equal.
+    # Each rank computed the loss itself, from its own replica of the logits.
     losses = gather_objects(run.losses)
     diffs["losses"] = 0.0 if losses == [run.losses] * len(losses) else math.inf
-    row = {"with TP": "replicas equal on all ranks", "tensors": len(diffs)}
+    row = {"with TP": "replicas that all ranks hold", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
         if report.check("replicas", name, diff):
@@ -1517,7 +1540,7 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
 
 
 def sizes_of(args) -> dict[str, int]:
-    """The letters of the shape legend, and e: bytes of an element (lesson 02)."""
+    """The letters of the shape legend, and e: bytes per element (lesson 02)."""
     e = getattr(torch, args.dtype).itemsize
     return dict(
         B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
