@@ -19,7 +19,7 @@ Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
 - In vocab_transformer, pass gather_output=True to ColumnParallelLinear. The loss of
   step 1 is still correct, but the gradients are wrong. Why?
 - In VocabParallelCrossEntropy.forward, keep the local sum of exp_BSv, but drop the
-  all-reduce around it. Every rank then has its own loss. Which replicas diverge?
+  all-reduce around it. Each rank has its own loss then. Do the replicas diverge?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
 `--break NAME`. Short of time? Read VocabParallelEmbedding, vocab_transformer and
@@ -689,7 +689,7 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
 BREAKS = {
     "ignored": dict(
         target="VocabParallelCrossEntropy.backward",
-        old="        grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n",
+        old="    grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n",
         new="",
         what="the gradient rows of ignored positions are not set to zero",
         symptom="the loss of step 1 is correct, because an ignored position has loss "
@@ -723,8 +723,8 @@ BREAKS = {
     ),
     "padding": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        padding_v = token_v >= vocab_size  # columns that are no token",
-        new="        padding_v = torch.zeros_like(token_v, dtype=torch.bool)",
+        old="    padding_v = token_v >= vocab_size  # columns that are no token",
+        new="    padding_v = torch.zeros_like(token_v, dtype=torch.bool)",
         what="columns of padding take part in the softmax",
         symptom="the loss is slightly too large (less with a larger vocabulary), and "
         "rows of padding get gradients",
@@ -733,8 +733,8 @@ BREAKS = {
     ),
     "max": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
-        new="        max_BS = torch.zeros_like(x_BSv[..., 0])",
+        old="    max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
+        new="    max_BS = torch.zeros_like(x_BSv[..., 0])",
         what="the largest logit is not subtracted",
         symptom="losses are correct while logits are small; large logits give inf or "
         "nan, and the loss makes two all-reduces instead of three",
@@ -743,8 +743,8 @@ BREAKS = {
     ),
     "exponentials": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
-        new="        softmax_BSv = exp_BSv\n",
+        old="    softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
+        new="    softmax_BSv = exp_BSv\n",
         what="the exponentials are saved for backward instead of the softmax",
         symptom="the loss of step 1 is correct, but the gradients are too large by a "
         "factor of about Σ exp, which grows with the vocabulary",
