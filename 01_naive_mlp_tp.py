@@ -699,6 +699,24 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 from typing import NamedTuple
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -721,6 +739,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -759,20 +778,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
 
 
 # endregion

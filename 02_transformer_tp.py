@@ -542,8 +542,8 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
     # Each rank computed the loss itself, from its own replica of the logits.
-    losses = gather_objects(run.losses)
-    diffs["losses"] = 0.0 if losses == [run.losses] * len(losses) else math.inf
+    losses = gather_objects(list(run.losses.values()))
+    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
     row = {"with TP": "replicas that all ranks hold", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
@@ -811,6 +811,24 @@ def sizes_of(args) -> dict[str, int]:
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -833,6 +851,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -859,20 +878,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
 
 
 # endregion

@@ -1497,8 +1497,8 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
     # Each rank computed the loss itself, from its own replica of the logits.
-    losses = gather_objects(run.losses)
-    diffs["losses"] = 0.0 if losses == [run.losses] * len(losses) else math.inf
+    losses = gather_objects(list(run.losses.values()))
+    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
     row = {"with TP": "replicas that all ranks hold", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():

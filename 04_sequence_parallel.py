@@ -645,6 +645,24 @@ def parse_args(ranks: int) -> argparse.Namespace:
 # region
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -667,6 +685,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -705,20 +724,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
 
 
 # endregion
@@ -1314,25 +1319,35 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
 
 
 def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
-    """An embedding or a head with rows of zeros at the end, so that T divides them.
+    """Return a copy of an embedding or a head, padded with rows of zeros.
 
     (lesson 03)"""
     padded = copy.deepcopy(full)
     for name, p in full.named_parameters():
-        zeros = p.new_zeros(-len(p) % ranks, *p.shape[1:])  # as many as are missing
+        missing = -len(p) % ranks  # V = 257, T = 4: 3 rows, so that each rank has 65
+        zeros = p.new_zeros(missing, *p.shape[1:])
         setattr(padded, name, nn.Parameter(torch.cat([p.detach(), zeros])))
     return padded
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError for a token that no rank has; nn.Embedding raises IndexError.
+    """Raise ValueError for a token outside the vocabulary, which no rank holds.
 
     (lesson 03)"""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        low, high = tokens.min().item(), tokens.max().item()
-        raise ValueError(
-            f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
-        )
+        low = tokens.min().item()
+        high = tokens.max().item()
+        text = f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
+        raise ValueError(text)
+
+
+def find_local_rows(tokens: Tensor, v: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return each token's row on this rank, and whether this rank has that token.
+
+    (lesson 03)"""
+    row = tokens - rank * v
+    is_local = (row >= 0) & (row < v)
+    return row.where(is_local, 0), is_local
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -1340,7 +1355,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.vocab_size, self.tp_group = full.num_embeddings, tp_group
+        self.vocab_size = full.num_embeddings
+        self.tp_group = tp_group
         self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
         padded = pad_vocab(full, tp_group.size())
         self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
@@ -1348,76 +1364,80 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         check_tokens(tokens_BS, self.vocab_size)
         v = len(self.weight)
-        row_BS = tokens_BS - self.tp_group.rank() * v
-        mine_BS = (row_BS >= 0) & (row_BS < v)
-        # Another rank's token looks up row 0, any row would do: it is zeroed next.
-        x_BSD = F.embedding(row_BS.where(mine_BS, 0), self.weight)
-        partial_x_BSD = x_BSD * mine_BS.unsqueeze(-1)
+        row_BS, is_local_BS = find_local_rows(tokens_BS, v, self.tp_group.rank())
+        x_BSD = F.embedding(row_BS, self.weight)
+        # Every token is on one rank, and the other ranks add 0: the sum is its row.
+        partial_x_BSD = x_BSD * is_local_BS.unsqueeze(-1)
         return self.reduce(partial_x_BSD, self.tp_group)
 
 
 def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
-    """Lesson 02's model with embedding and head split over the vocabulary, too.
+    """Return lesson 02's parallel model, with embedding and head also sharded.
 
     (lesson 03)"""
     model = tp_transformer(full, tp_group)
     model.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
-    head = pad_vocab(full.lm_head, tp_group.size())
-    model.lm_head = ColumnParallelLinear(head, tp_group)
+    padded_head = pad_vocab(full.lm_head, tp_group.size())
+    model.lm_head = ColumnParallelLinear(padded_head, tp_group)
     if full.lm_head.weight is full.embed_tokens.weight:
-        model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
-    for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
-        p.rows = full.config.vocab_size  # the other rows are padding
+        # One parameter with two uses: autograd adds up the gradients of both.
+        model.lm_head.weight = model.embed_tokens.weight
+    for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
+        p.rows = full.config.vocab_size  # the rows after these are padding
     return model.train(full.training)  # in eval mode if full is
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """−log softmax(logits)[target] of sharded logits: vocab_parallel_cross_entropy.
+    """−log softmax(x)[target] of sharded logits x; see vocab_parallel_cross_entropy.
 
     (lesson 03)"""
 
     @staticmethod
     def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
         v = logits_BSv.shape[-1]
-        first = tp_group.rank() * v  # the token of this rank's first column
-        column_v = torch.arange(v, device=logits_BSv.device)
-        padding_v = first + column_v >= vocab_size
-        wide = torch.promote_types(logits_BSv.dtype, torch.float32)
-        x_BSv = logits_BSv.to(wide).masked_fill(padding_v, float("-inf"))
+        token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
+        padding_v = token_v >= vocab_size  # columns that are no token
+        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
+        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others give zero.
-        column_BS = target_BS - first
-        mine_BS = (column_BS >= 0) & (column_BS < v)
-        column_BS = column_BS.where(mine_BS, 0)
+        # Third: the target's logit. One rank has its column, the others add 0.
+        column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
-        picked_BS = picked_BS.where(mine_BS, 0)
-        if smoothing:  # and the mean of all logits, in the same all-reduce
-            total_BS = x_BSv.masked_fill(padding_v, 0).sum(-1)
-            picked_BS = (1 - smoothing) * picked_BS + smoothing * total_BS / vocab_size
+        picked_BS = picked_BS.where(is_local_BS, 0)
+        if smoothing:  # Σ q·(x − m) instead, in the same all-reduce
+            picked_BS = (1 - smoothing) * picked_BS
+            picked_BS += (
+                smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
+            )
         loss_BS = sum_BS.log() - all_reduce(picked_BS, tp_group)
         softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
         has_target_BS = target_BS != ignore
-        ctx.save_for_backward(softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v)
-        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
+        ctx.save_for_backward(
+            softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v
+        )
+        ctx.vocab_size = vocab_size
+        ctx.smoothing = smoothing
         ctx.dtype = logits_BSv.dtype
         return loss_BS.where(has_target_BS, 0)
 
     @staticmethod
     def backward(ctx, upstream_BS):
-        # dloss/dx = softmax − onehot(target): each rank has what it takes for its
-        # columns, so nothing is sent.
-        softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v = ctx.saved_tensors
-        even = ctx.smoothing / ctx.vocab_size  # smoothing's target for every token
-        grad_BSv = (softmax_BSv - even).masked_fill(padding_v, 0)
-        hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
+        # Nothing is sent: upstream_BS is equal on all ranks, because they all computed
+        # the same loss, and softmax − q needs this rank's columns only.
+        softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v = (
+            ctx.saved_tensors
+        )
+        smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
+        grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
+        onehot_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -onehot_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
-        # The loss of an ignored token is zero; its softmax is not.
+        # The loss of an ignored position is 0, but its softmax − q is not.
         grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
@@ -1430,7 +1450,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of every token, from logits whose vocabulary is split over the TP group.
+    """Return the loss of every token, from logits that are sharded over the TP group.
 
     (lesson 03)"""
     check_tokens(target_BS[target_BS != ignore_index], vocab_size)
@@ -1440,24 +1460,26 @@ def vocab_parallel_cross_entropy(
 
 
 def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
-    """The mean over the tokens that have a target; nan if none has, as in PyTorch.
+    """Return the mean over positions with a target; nan if none has, as in PyTorch.
 
     (lesson 03)"""
     return loss_BS.sum() / (target_BS != IGNORE).sum()
 
 
 def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size) -> Tensor:
-    """The mean loss, from logits as they are (lesson 03)."""
+    """Return the mean loss, from sharded logits (lesson 03)."""
     loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, vocab_size)
     return mean_over_targets(loss_BS, target_BS)
 
 
 def make_tied(args) -> Transformer:
-    """Lesson 02's model; with --tie, head and embedding share their weight.
+    """Return lesson 02's model; with --tie, head and embedding share one weight.
 
     (lesson 03)"""
     full = make_transformer(args)
-    if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
+    if args.tie:
+        # An embedding starts with a standard deviation of 1, which is much for a head:
+        # its logits would be huge.
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full

@@ -12,7 +12,7 @@ my_model.py defines
 and may define
 
     loss(output, target)                    or loss(output, target, tp_group), where
-                                            tp_group is None for the full model. Default:
+                                            tp_group is None for the full model; default:
                                             cross entropy for integer targets, otherwise
                                             the mean squared error
     after_backward(model)                   sums of gradients that your training makes
@@ -51,8 +51,8 @@ ADVICE = {
         "lesson 02, --break data",
     ),
     "build": (
-        "build() uses random numbers that differ between ranks, so the ranks start from "
-        "different models.",
+        "build() uses random numbers that differ between ranks, so the ranks start "
+        "from different models.",
         "Build with the same seed on all ranks, or broadcast the parameters.",
         "lesson 02, --break seed",
     ),
@@ -77,13 +77,13 @@ ADVICE = {
     ),
     "missing": (
         "Some elements of the full model are on no rank, and others probably twice.",
-        "Check which slice each rank takes: the group rank, the dim, the order of blocks "
-        "in a fused weight.",
+        "Check which slice each rank takes: the group rank, the dim, the order of "
+        "blocks in a fused weight.",
         "lesson 02, --break qkv",
     ),
     "forward partial": (
-        "The sum of this module's output over the ranks is right, so each rank has only "
-        "a partial sum: an all-reduce is missing.",
+        "The sum of this module's output over the ranks is right, so each rank has "
+        "only a partial sum: an all-reduce is missing.",
         "All-reduce the output of this row-parallel module (g).",
         "lesson 01, ReduceFromTP",
     ),
@@ -100,8 +100,9 @@ ADVICE = {
     ),
     "forward": (
         "This is the first module whose output is wrong.",
-        "Look at this module's parameters in the table, at its bias (is it added on every "
-        "rank before a sum?), and at what it assumes about the shape of its input.",
+        "Look at this module's parameters in the table, at its bias (is it added on "
+        "every rank before a sum?), and at what it assumes about the shape of its "
+        "input.",
         "lesson 01, --break bias; lesson 02, --break qkv",
     ),
     "loss": (
@@ -114,9 +115,9 @@ ADVICE = {
         "The sum of this gradient over the ranks that hold the same piece is right, so "
         "each rank has only a partial gradient: a reduction is missing.",
         "If dL/d(output of the module) is right, sum the parameter's gradient after "
-        "backward (a replicated weight with a sharded input). If it is partial as well, f "
-        "is missing: all-reduce dL/dx in the backward of the column-parallel linears that "
-        "read this module's output.",
+        "backward (a replicated weight with a sharded input). If it is partial as "
+        "well, f is missing: all-reduce dL/dx in the backward of the column-parallel "
+        "linears that read this module's output.",
         "lesson 01, --break f; lesson 04, --break norms",
     ),
     "gradient mean": (
@@ -168,8 +169,8 @@ ADVICE = {
         "lesson 01, the table of collectives and their backward",
     ),
     "dropout differs": (
-        "The input of this dropout is replicated, and the ranks drop different elements "
-        "of it, so their replicas drift apart.",
+        "The input of this dropout is replicated, and the ranks drop different "
+        "elements of it, so their replicas drift apart.",
         "Use the same random state on all ranks of the group here.",
         "lesson 02, --break mask-residual",
     ),
@@ -197,9 +198,9 @@ ADVICE = {
         "notebook 12",
     ),
     "update": (
-        "The gradients are right and the updated parameter is not: the optimizer is not "
-        "elementwise (it takes a norm or a matrix product of a shard), or one replica is "
-        "updated differently.",
+        "The gradients are right and the updated parameter is not: the optimizer is "
+        "not elementwise (it takes a norm or a matrix product of a shard), or one "
+        "replica is updated differently.",
         "Gather what the optimizer needs of the full parameter, or use an elementwise "
         "optimizer.",
         "notebook 12",
