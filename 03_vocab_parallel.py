@@ -4,7 +4,7 @@ Embedding and head are often the largest matrices of a model, [V, D] each, and t
 logits [B, S, V] its largest activation. Here each rank holds a range of the vocabulary.
 It looks up the tokens in its range, and the loss is computed without gathering logits.
 
-Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another model):
+Run it on 1, 2 or 4 ranks (another number of ranks may need a larger model; it says so):
 
     torchrun --standalone --nproc_per_node=2 03_vocab_parallel.py
 
@@ -19,7 +19,7 @@ Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
 - In vocab_transformer, pass gather_output=True to ColumnParallelLinear. The loss of
   step 1 is still correct, but the gradients are wrong. Why?
 - In VocabParallelCrossEntropy.forward, keep the local sum of exp_BSv, but drop the
-  all-reduce around it. Every rank then has its own loss. Which replicas diverge?
+  all-reduce around it. Each rank has its own loss then. Do the replicas diverge?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
 `--break NAME`. Short of time? Read VocabParallelEmbedding, vocab_transformer and
@@ -54,7 +54,7 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward.
 # ColumnParallelLinear holds a slice of the outputs, here of the vocabulary.
-# shard_parameter slices a parameter, and shardings_of(p) is how: ((dim, group), …).
+# A parameter remembers how it is sharded: shardings_of(p) is ((dim, group), …).
 # From lesson 02: tp_transformer copies the model and replaces the linears of its
 # layers. Here embedding and head of this copy are replaced as well.
 
@@ -329,6 +329,7 @@ def main(args, report: Report) -> None:
     size = sizes_of(args)
     size["v"] = math.ceil(args.vocab_size / args.ranks)
     report.begin({"tp": args.ranks}, size)
+    explain_sizes(report, args.ranks)
     full = make_tied(args)
     batches = make_batches(__doc__, args, args.steps)
     by_hand = partial(sharded_loss, tp_group=single_group, vocab_size=args.vocab_size)
@@ -337,6 +338,7 @@ def main(args, report: Report) -> None:
     runs = {}
     train = partial(train_transformer, batches=batches, args=args)
     runs["without TP"] = train("without TP", copy.deepcopy(full))
+    report.section("Who holds what: each rank has the rows of v tokens")
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("loss by hand"):
         model = copy.deepcopy(full)
@@ -417,7 +419,6 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
         placements = [f"Shard({dim})" for dim, _ in shardings_of(local)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.section("Who holds what: each rank has the rows of v tokens")
     report.say("   All other parameters are sharded as in lesson 02.")
     report.table("holdings", rows)
 
@@ -505,8 +506,8 @@ HARD_CASES = [
 
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
-    rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.section("Where a loss easily goes wrong; diff: of the loss and its gradient")
+    rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.table("hard cases", rows)
 
 
@@ -576,16 +577,26 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "backward", "all-reduce", "tp"): "(4·L + 1) × B·S·D·e",
         Call("DTensor", "clipping", "all-reduce", "tp"): f"1 × 8·({tensors})",
     }
-    report.section("Communication per step; ring: bytes that a rank of a ring sends")
+    conclusions = {
+        "with TP": "loss: 3 values per token (max, Σ exp, the target's logit)",
+        "DTensor": "the same loss; in backward q, k and v have an f each",
+    }
+    report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)
-    report.say(
-        "   loss = three values per token: max, Σ exp and the target's logit\n"
-        f"   clipping = sums of squares in float64: one, or one per tensor ({tensors})"
-    )
+    totals = Counter()
+    for row in report.data["communication"]:
+        totals[row["run"]] += row["bytes"]
+    for run, total in totals.items():  # a run that raised an error has no rows
+        report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
+    if "DTensor" in totals:
+        report.say(
+            "   clipping = sums of squares, float64: one; DTensor one per parameter"
+        )
 
 
 def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     """Measure what one loss sends and saves for backward, for two vocabularies."""
+    report.section("The loss alone, from gathered and from sharded logits")
     sizes = {}
     measured = {}
     formulas = {}
@@ -598,7 +609,6 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
         sharded = Call(f"sharded, {run}", "loss", "all-reduce", "tp")
         formulas[gathered] = f"1 × B·S·{v}·T·e"  # v columns of each rank
         formulas[sharded] = "3 × B·S·e"
-    report.section("The loss alone, from gathered and from sharded logits")
     report.ledger(formulas, size)
 
     # What autograd saves for backward, in bytes per rank.
@@ -642,6 +652,9 @@ def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str,
 
 def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     """Sample the next token at each of the first positions of a line."""
+    report.section(
+        "Tokens sampled from logits; sent: a score and its token, not V logits"
+    )
     args = report.args
     generator = torch.Generator().manual_seed(args.seed)  # the same on every rank
     tokens_BS = batch[0][:1, :5]
@@ -667,9 +680,6 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     wrong = [i for i, token in enumerate(sampled) if token != expected[i]]
     if not report.check("sampling", "tokens", len(wrong)):
         row["off"].append("with TP")
-    report.section(
-        "Tokens sampled from logits; sent: a score and its token, not V logits"
-    )
     report.table("sampling", [row])
 
 
@@ -679,7 +689,7 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
 BREAKS = {
     "ignored": dict(
         target="VocabParallelCrossEntropy.backward",
-        old="        grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n",
+        old="    grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n",
         new="",
         what="the gradient rows of ignored positions are not set to zero",
         symptom="the loss of step 1 is correct, because an ignored position has loss "
@@ -713,8 +723,8 @@ BREAKS = {
     ),
     "padding": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        padding_v = token_v >= vocab_size  # columns that are no token",
-        new="        padding_v = torch.zeros_like(token_v, dtype=torch.bool)",
+        old="    padding_v = token_v >= vocab_size  # columns that are no token",
+        new="    padding_v = torch.zeros_like(token_v, dtype=torch.bool)",
         what="columns of padding take part in the softmax",
         symptom="the loss is slightly too large (less with a larger vocabulary), and "
         "rows of padding get gradients",
@@ -723,8 +733,8 @@ BREAKS = {
     ),
     "max": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
-        new="        max_BS = torch.zeros_like(x_BSv[..., 0])",
+        old="    max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
+        new="    max_BS = torch.zeros_like(x_BSv[..., 0])",
         what="the largest logit is not subtracted",
         symptom="losses are correct while logits are small; large logits give inf or "
         "nan, and the loss makes two all-reduces instead of three",
@@ -733,8 +743,8 @@ BREAKS = {
     ),
     "exponentials": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
-        new="        softmax_BSv = exp_BSv\n",
+        old="    softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
+        new="    softmax_BSv = exp_BSv\n",
         what="the exponentials are saved for backward instead of the softmax",
         symptom="the loss of step 1 is correct, but the gradients are too large by a "
         "factor of about Σ exp, which grows with the vocabulary",
@@ -997,17 +1007,6 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
     return mlp
-
-
-def show_training(report, losses: dict, tensors: dict) -> None:
-    report.section("Losses: squared distance, mean over tokens; SGD moves W, b and x")
-    report.compare("losses", losses, report.allowed_loss)
-    report.section("Output, gradients of step 1: norms; diff = max|a − b| / max|b|")
-    report.compare("gradients", tensors)
-    for run in ("without TP", "Megatron"):
-        grad = tensors[run].get("dL/d up_proj.weight", torch.zeros(1, 5))
-        numbers = " ".join(f"{number:8.5f}" for number in grad[0, :5].tolist())
-        report.say(f"   {run:<10}  dL/d up_proj.weight[0, :5] = {numbers}")
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
@@ -1348,6 +1347,12 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
+def explain_sizes(report: Report, ranks: int) -> None:
+    """Say why the default sizes are larger on this number of ranks (lesson 02)."""
+    if 4 % ranks != 0:
+        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
+
+
 PAD = 256  # the one token that is not a byte
 
 
@@ -1464,6 +1469,20 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
             x = unshard(x, shardings_of(p))
         tensors[name] = x.clone()
     return tensors
+
+
+def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Losses, gradient norms before clipping, and the parameters after training.
+
+    (lesson 02)"""
+    losses = values_of(runs, "losses")
+    norms = values_of(runs, "norms")
+    parameters = values_of(runs, "parameters")
+    report.section("Losses, gradient norms before clipping, parameters after training")
+    report.compare("losses", losses, allowed=report.allowed_loss)
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    report.compare("norms", norms)
+    report.compare("parameters", parameters, fold=lambda name: "all parameters")
 
 
 def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:

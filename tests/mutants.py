@@ -130,7 +130,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("03", "pad_vocab", "as many rows are added as are too many",
      "-len(p) % ranks", "len(p) % ranks", "3"),
     ("03", "check_tokens", "one token too many", "< vocab_size:", "<= vocab_size:",
-     "test_what_is_in_no_vocabulary_is_refused"),
+     "test_tokens_outside_the_vocabulary_are_refused"),
     ("03", "find_local_rows", "a rank lacks its first row",
      "row >= 0", "row > 0", "test_embedding_and_head"),
     ("03", "vocab_transformer", "the embedding is still replicated",
