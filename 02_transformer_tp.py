@@ -448,9 +448,10 @@ def train_transformer(
                 norm = global_norm(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
+        # Each rank updates what it holds, and sends nothing. Replicas stay equal because
         # they start equal and get equal gradients: nothing else enforces it.
-        optimizer.step()
+        with COMM.label(name, "update"):
+            optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
 
@@ -521,7 +522,7 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     # Each rank computed the loss itself, from logits that must be equal.
     losses = gather_objects(run.losses)
     diffs["losses"] = 0.0 if losses == [run.losses] * len(losses) else math.inf
-    row = {"with TP": "replicas equal on all ranks", "tensors": len(diffs)}
+    row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
         if report.check("replicas", name, diff):
@@ -694,10 +695,10 @@ BREAKS = {
     ),
     "drift": dict(
         target="train_transformer",
-        old="        optimizer.step()\n",
-        new="        if tp_group is not None and tp_group.rank() == 1:\n"
-        "            model.norm.zero_grad(set_to_none=False)\n"
-        "        optimizer.step()\n",
+        old="            optimizer.step()\n",
+        new="            if tp_group is not None and tp_group.rank() == 1:\n"
+        "                model.norm.zero_grad(set_to_none=False)\n"
+        "            optimizer.step()\n",
         what="one rank loses the gradient of the last LayerNorm",
         symptom="step 1 is right; then replicas differ, and losses slowly diverge",
         why="only equal starts, gradients and updates keep replicated parameters equal",
@@ -1327,7 +1328,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1337,7 +1339,12 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                nbytes += factors[0] * factors[1]
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1347,7 +1354,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
