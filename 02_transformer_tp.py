@@ -1344,7 +1344,8 @@ class Report:
             for product in formula.split(" and "):
                 factors = [evaluate(factor, size) for factor in product.split(" × ")]
                 calls += factors[0]
-                nbytes += factors[0] * factors[1]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
