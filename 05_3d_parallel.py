@@ -353,7 +353,7 @@ class FlatAdamW:
         return F.pad(flat, (0, -len(flat) % self.groups["dp"].size()))
 
     def local_slice(self, tensors: dict[str, Tensor]) -> Tensor:
-        """What this replica updates of that vector: a slice with `zero`, otherwise all."""
+        """What this replica updates of it: a slice with `zero`, otherwise all."""
         flat = self.flatten(tensors)
         return shard(flat, 0, self.groups["dp"]) if self.zero else flat
 
@@ -643,7 +643,7 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
 
 def start_together(ranks: int) -> None:
     """One start for the timeline; the counters restart, so they show the last step."""
-    with COMM.blocking("start of a step", list(range(ranks))):
+    with COMM.blocking("the barrier before a step", list(range(ranks))):
         dist.barrier()
     COMM.calls.clear()
     COMM.bytes.clear()
@@ -670,6 +670,7 @@ def show_stages(report: Report, training: MeshTraining) -> None:
     """Which rank is where, and what each stage holds."""
     args = report.args
     groups = training.groups
+    # The groups as they are, so that the table shows what make_mesh has made.
     members = {axis: dist.get_process_group_ranks(groups[axis]) for axis in AXES}
     all_members = gather_objects(members)
     report.data["groups"] = all_members
@@ -690,8 +691,8 @@ def show_stages(report: Report, training: MeshTraining) -> None:
     report.section("The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
         "   [ ]     a TP group: sends activations in each layer, on the fastest links\n"
-        "   row     a stage; its replicas sum gradients once per step\n"
-        "   column  a pipeline: passes activations on, and gradients back"
+        "   rows    stages; the replicas of one sum gradients once per step\n"
+        "   columns pipelines: pass activations on, and gradients back"
     )
     report.table("stages", rows)
     idle = [f"--{axis}" for axis in AXES if getattr(args, axis) == 1]
@@ -712,6 +713,7 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
     """When the stages of the first pipeline computed in the last step, and waited."""
     args = report.args
     events = training.pipeline.events
+    # All ranks share one clock if they are on one host, so their times can be compared.
     for event in events:
         event.update(rank=dist.get_rank(), stage=training.pipeline.rank)
     report.data["timeline"] = []
@@ -739,8 +741,8 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
     )
     if args.sleep:
         report.say(
-            f"   Slept up to {args.sleep:g} ms per forward, {2 * args.sleep:g} per "
-            "backward pass; more: messages, slow cores."
+            f"   A forward pass took at least {args.sleep:g} ms, a backward pass "
+            f"{2 * args.sleep:g} ms. What is\n   more than ideal comes from messages."
         )
     elif args.pp > 1:
         report.say(
@@ -754,6 +756,7 @@ def draw_stage(events: list[dict], begin: float, length: float) -> str:
     line = ["·"] * COLUMNS
     for event in events:
         start = int((event["start"] - begin) / length * COLUMNS)
+        # At least one mark, however short the step was.
         end = max(start + 1, round((event["end"] - begin) / length * COLUMNS))
         i = event["microbatch"]
         mark = chr(ord("a") + i % 26)
@@ -787,13 +790,13 @@ def show_activations(report: Report, training: MeshTraining) -> None:
         row["one"] = max(of_stage["saved"])
         for column, value in predicted.items():
             row[column] = of_stage[column]
-            name = f"stage {stage}, {column}: activations that autograd held"
+            name = f"activations that autograd held, stage {stage}, {column}"
             report.expect(row, column, "memory", name, value)
         rows.append(row)
     report.section("Activations: what autograd held for backward, measured")
     report.say(
         "   limit      of micro-batches: min(P − stage, M) with 1f1b, M with gpipe\n"
-        "   one        bytes that the forward pass of one micro-batch saved (the most)\n"
+        "   one        bytes that the forward pass of a micro-batch saved; the most\n"
         "   in flight  micro-batches of which autograd held something, at the peak\n"
         "   peak       bytes that it held; left: after the last backward pass"
     )
@@ -808,9 +811,10 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
     args = report.args
     groups = training.groups
     rows = []
-    over_tp = {
-        name: p for name, p in training.parameters.items() if not shardings_of(p)
-    }
+    over_tp = {}
+    for name, p in training.parameters.items():
+        if not shardings_of(p):
+            over_tp[name] = p
     rows.append(replicas_row(report, "tp", over_tp, groups["tp"]))
     rows.append(replicas_row(report, "dp", training.parameters, groups["dp"]))
     if args.tie:  # a stage between first and last has none
@@ -901,9 +905,8 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
         if not shardings_of(p):
             replicated += p.numel()
     trained = sum(p.numel() for p in training.optimizer.parameters.values())
-    size = dict(
-        size, **traffic_size(args, stage, size["e"], tokens, trained, replicated)
-    )
+    size = dict(size)
+    size.update(traffic_size(args, stage, size["e"], tokens, trained, replicated))
     report.section("Communication of the last step; ring: bytes a rank sends")
     mean = ", a mean" if args.ragged else ""
     report.say(
@@ -1000,6 +1003,7 @@ def show_totals(report: Report) -> None:
         report.say("   What the last stage sends, and rank 0 does not:")
         report.table("communication of the last stage", others)
 
+    # Stages differ in what they send, so the last column adds up all ranks.
     totals = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in rows:
@@ -1019,12 +1023,10 @@ def show_totals(report: Report) -> None:
         row.update(totals[axis])
         rows.append(row)
     report.table("totals", rows)
-    text = "One rank sends nothing."
-    if order:
-        text = f"{order[0]} is the only axis of this mesh with more than one rank."
     if len(order) > 1:
-        text = f"On all ranks together {order[0]} sends most, {order[-1]} least."
-    report.say(f"   {text}")
+        report.say(
+            f"   On all ranks together {order[0]} sends most, {order[-1]} least."
+        )
     report.say("   What tp and pp send grows with B·S; what dp sends does not.")
 
 
@@ -1035,14 +1037,7 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict[str, Ten
     """One step of PyTorch's pipeline: the loss, and the gradients of this stage."""
     kind = SCHEDULES["gpipe" if args.microbatches < args.pp else args.schedule]
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no hints
-    device = torch.device(args.device)
-    ranks = torch.arange(args.ranks).view(args.pp, args.dp, args.tp)
-    # Our groups: those of init_device_mesh would wait 30 minutes for a lost rank.
-    axis_groups = [groups[axis] for axis in AXES]
-    mesh = DeviceMesh.from_group(
-        axis_groups, device.type, mesh=ranks, mesh_dim_names=AXES
-    )
-    model, names = pytorch_stage(full, mesh, args)
+    model, names = pytorch_stage(full, pytorch_mesh(groups, args), args)
     targets = (batch[1] != IGNORE).sum() / args.dp
 
     def loss_of(logits: DTensor, target_bS: Tensor) -> Tensor:
@@ -1051,21 +1046,29 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict[str, Ten
         loss = F.cross_entropy(logits, target_bS.flatten(), reduction="sum")
         return loss / targets  # times DP: fully_shard averages over replicas
 
-    pp_group = groups["pp"]
-    stage = PipelineStage(model, pp_group.rank(), args.pp, device, group=pp_group)
-    pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)  # no 1/M
     tokens_bS, target_bS = [shard(x, 0, groups["dp"]) for x in batch]
+    rank = groups["pp"].rank()
+    stage = PipelineStage(model, rank, args.pp, tokens_bS.device, group=groups["pp"])
+    pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)  # no 1/M
     inputs = [tokens_bS] if stage.is_first else []
     losses = []
     with parallel.loss_parallel():
         pipeline.step(*inputs, target=target_bS, losses=losses, return_outputs=False)
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    for part in losses:
-        loss += part.detach().full_tensor()
-    loss = all_reduce(all_reduce(loss, pp_group), groups["dp"])
-    got = {"loss": loss / args.dp}
-    got.update(zip(names, unshard_model(model, "grad").values()))
-    return got
+    # Only the last stage has losses; the others add zero.
+    total = torch.zeros((), dtype=torch.float64, device=args.device)
+    for loss in losses:
+        total += loss.detach().full_tensor()
+    total = all_reduce(all_reduce(total, groups["pp"]), groups["dp"])
+    gradients = dict(zip(names, unshard_model(model, "grad").values()))
+    return dict(gradients, loss=total / args.dp)
+
+
+def pytorch_mesh(groups: dict[str, dist.ProcessGroup], args) -> DeviceMesh:
+    """Our groups as a mesh; those of init_device_mesh would wait 30 minutes."""
+    ranks = torch.arange(args.ranks).view(args.pp, args.dp, args.tp)
+    device = torch.device(args.device).type
+    axis_groups = [groups[axis] for axis in AXES]
+    return DeviceMesh.from_group(axis_groups, device, mesh=ranks, mesh_dim_names=AXES)
 
 
 def one_process_step(model: Transformer, batch: tuple) -> dict[str, Tensor]:
@@ -1111,6 +1114,7 @@ def compare_bf16(report: Report, model: Transformer, batch: tuple, runs: dict) -
     """The worst differences; allowed is thrice what bfloat16 does in one process."""
     for p in model.parameters():
         p.grad = None
+    # How far off is bfloat16 without any ranks? A gradient near 0 can be off by much.
     small = one_process_step(model.bfloat16(), batch)
     rows = []
     for name, x in runs["PyTorch"].items():
@@ -1271,10 +1275,12 @@ def fill_mesh(args, ranks: int) -> None:
     ValueError if the product of the axes cannot be the number of ranks.
     """
     needed = NEEDS.get(args.bug, "pp")  # is filled first: two ranks are a pipeline
-    order = [needed] + [axis for axis in AXES if axis != needed]
-    free = [axis for axis in order if not getattr(args, axis)]
-    given = [axis for axis in AXES if axis not in free]
-    product = math.prod(getattr(args, axis) for axis in given)
+    given = [axis for axis in AXES if getattr(args, axis)]
+    free = [axis for axis in AXES if axis not in given]
+    free.sort(key=lambda axis: axis != needed)  # stable: the others stay in order
+    product = 1
+    for axis in given:
+        product *= getattr(args, axis)
     if ranks % product or (ranks > product and not free):
         text = " × ".join(f"--{axis} {getattr(args, axis)}" for axis in given)
         text = f"{text} = {product}, but there are {ranks} ranks"
