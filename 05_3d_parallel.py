@@ -9,8 +9,8 @@ Run it (1, 2, 3, 4 and 6 ranks also work; on two ranks it is a pipeline):
     torchrun --standalone --nproc_per_node=8 05_3d_parallel.py
 
 Read it in two sittings, marked in NEW and in the titles of the output:
-    a pipeline             stages, schedules, messages. On 2 ranks; sections 1 to 3.
-    one step on the mesh   training on all three axes. On 8 ranks; sections 4 to 8.
+    [pipeline]  stages, schedules, messages. Run it on 2 ranks, read sections 1 to 3.
+    [mesh]      one step of training on all axes. Run it on 8 ranks, sections 4 to 8.
 
 What you will see: which rank is where, when each stage computes and waits, how many
 micro-batches it holds; then the same losses, gradients and parameters as in one
@@ -521,7 +521,6 @@ def main(args, report: Report) -> None:
     report.mesh = dict(mesh, embed=min(2, args.pp))
     full = make_tied(args)
 
-    report.say("\n== First sitting: a pipeline")
     runs = {}
     model = copy.deepcopy(full)
     runs["one process"] = train_transformer("one process", model, batches, args)
@@ -535,8 +534,7 @@ def main(args, report: Report) -> None:
         show_timeline(report, training)
         show_activations(report, training)
     report.number = 3  # so that the numbers stay if the mesh has raised an error
-    report.say("\n== Second sitting: one step on the mesh")
-    show_training(report, runs)
+    show_training_mesh(report, runs)
     if "mesh" in runs:
         show_replicas_mesh(report, training, runs["mesh"], batches[-1])
     show_gradients_mesh(report, runs)
@@ -688,11 +686,10 @@ def show_stages(report: Report, training: MeshTraining) -> None:
             row[f"dp {replica}"] = str(all_members[first]["tp"])
         row["holds"] = holds[first]
         rows.append(row)
-    report.section("The mesh: rank = (stage · DP + replica) · T + tp_rank")
+    report.section("[pipeline] The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
-        "   [ ]     a TP group: sends activations in each layer, on the fastest links\n"
-        "   rows    stages; the replicas of one sum gradients once per step\n"
-        "   columns pipelines: pass activations on, and gradients back"
+        "   [ ]: a TP group, sends activations in each layer, on the fastest links; row: a\n"
+        "   stage, its replicas sum gradients once per step; column: a pipeline"
     )
     report.table("stages", rows)
     idle = [f"--{axis}" for axis in AXES if getattr(args, axis) == 1]
@@ -722,10 +719,9 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
     stages = gather_objects(events, training.groups["pp"])
     begin = min(of_stage[0]["start"] for of_stage in stages)
     length = max(of_stage[-1]["end"] for of_stage in stages) - begin
-    report.section(f"The last step, {args.schedule}, to scale")
+    report.section(f"[pipeline] The last step, {args.schedule}, to scale")
     report.say(
-        "   1 2 …  forward pass of micro-batch 1, 2, …; a b … its backward pass\n"
-        "   ·      the stage waits"
+        "   1 2 …: forward pass of micro-batch 1, 2, …; a b …: its backward pass; ·: waits"
     )
     seconds = 0.0  # of computing, mean over stages
     for stage, of_stage in enumerate(stages):
@@ -746,8 +742,7 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
         )
     elif args.pp > 1:
         report.say(
-            "   More than ideal: stages differ in work, messages take time, and ranks "
-            "share\n   the cores. --sleep 200 gives each stage the same, stated time."
+            "   More than ideal: unequal stages, messages, shared cores. Try --sleep 200."
         )
 
 
@@ -793,17 +788,26 @@ def show_activations(report: Report, training: MeshTraining) -> None:
             name = f"activations that autograd held, stage {stage}, {column}"
             report.expect(row, column, "memory", name, value)
         rows.append(row)
-    report.section("Activations: what autograd held for backward, measured")
+    report.section("[pipeline] Activations: what autograd held for backward, measured")
     report.say(
         "   limit      of micro-batches: min(P − stage, M) with 1f1b, M with gpipe\n"
         "   one        bytes that the forward pass of a micro-batch saved; the most\n"
-        "   in flight  micro-batches of which autograd held something, at the peak\n"
-        "   peak       bytes that it held; left: after the last backward pass"
+        "   in flight, peak  micro-batches and bytes that autograd held; left: at the end"
     )
     report.table("memory", rows)
 
 
-# ---- The sections of one step on the mesh; the first is lesson 02's show_training
+# ---- The sections of one step on the mesh
+
+
+def show_training_mesh(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Losses, gradient norms before clipping, and the parameters after training."""
+    report.section("[mesh] Losses, gradient norms before clipping, final parameters")
+    report.compare("losses", values_of(runs, "losses"), report.allowed_loss)
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    report.compare("norms", values_of(runs, "norms"))
+    parameters = values_of(runs, "parameters")
+    report.compare("parameters", parameters, fold=lambda name: "all parameters")
 
 
 def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> None:
@@ -835,7 +839,8 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
     report.data["lengths"] = lengths
     targets = [int((rows != IGNORE).sum()) for rows in split(batch[1], 0, args.dp)]
     report.say(f"   Last batch, targets per replica: {targets}")
-    report.say(wrap(f"   lengths of their micro-batches: {lengths}"))
+    if args.ragged:
+        report.say(wrap(f"   lengths of their micro-batches: {lengths}"))
 
 
 def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
@@ -852,9 +857,9 @@ def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
 
 
 def show_gradients_mesh(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Gradients of step 1. A row: weight and bias of a module, in all layers."""
-    report.section("Gradients of step 1: norms, largest relative difference")
-    report.compare("gradients", values_of(runs, "gradients"), fold=module_of)
+    """Gradients of step 1. A row: all parameters of a layer, so of one stage."""
+    report.section("[mesh] Gradients of step 1: norms, largest relative difference")
+    report.compare("gradients", values_of(runs, "gradients"), fold=part_of)
 
 
 def show_optimizer(report: Report, training: MeshTraining) -> None:
@@ -875,10 +880,8 @@ def show_optimizer(report: Report, training: MeshTraining) -> None:
             report.expect(row, column, "memory", f"stage {stage}, {column}", predicted)
         row["formula of each"] = "2·e·n/DP" if args.zero else "2·e·n"
         rows.append(row)
-    report.section("Bytes of the optimizer on a rank")
-    report.say(
-        "   n: parameters that the rank updates (in the formula rounded up for DP)\n"
-        "   not in the table: parameters and gradients of the stage, e·n each"
+    report.section(
+        "[mesh] Bytes of the optimizer on a rank, which updates n parameters"
     )
     report.table("memory", rows)
 
@@ -907,13 +910,12 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     trained = sum(p.numel() for p in training.optimizer.parameters.values())
     size = dict(size)
     size.update(traffic_size(args, stage, size["e"], tokens, trained, replicated))
-    report.section("Communication of the last step; ring: bytes a rank sends")
-    mean = ", a mean" if args.ragged else ""
+    report.section("[mesh] Communication of the last step; ring: bytes a rank sends")
+    mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X  bytes of an activation, e·b·S·D{mean}\n"
-        "   l  layers of the stage; + 1 is the embedding or the head\n"
-        "   r  parameters that are replicated over tp; n: all, rounded up for DP\n"
-        "   v  rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, 4 or more"
+        f"   X: bytes of an activation, e·b·S·D{mean}; l: layers of the stage (+ 1:\n"
+        "   embedding, head); n: parameters, rounded up for DP; r: those replicated over\n"
+        "   tp; v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
     )
     report.ledger(traffic(args, stage), size)
     show_totals(report)
@@ -999,9 +1001,12 @@ def show_totals(report: Report) -> None:
     rows_of_ranks = gather_objects(report.data.get("communication", []))
     of_rank_0 = [call_of(row) for row in rows_of_ranks[0]]
     others = [row for row in rows_of_ranks[-1] if call_of(row) not in of_rank_0]
-    if others:
-        report.say("   What the last stage sends, and rank 0 does not:")
-        report.table("communication of the last stage", others)
+    rows = []
+    for row in others:
+        also = {"last stage also": row["phase"]}
+        also.update(row)
+        rows.append(also)
+    report.table("communication of the last stage", rows, hide=["run", "phase"])
 
     # Stages differ in what they send, so the last column adds up all ranks.
     totals = {}
@@ -1024,10 +1029,8 @@ def show_totals(report: Report) -> None:
         rows.append(row)
     report.table("totals", rows)
     if len(order) > 1:
-        report.say(
-            f"   On all ranks together {order[0]} sends most, {order[-1]} least."
-        )
-    report.say("   What tp and pp send grows with B·S; what dp sends does not.")
+        text = f"{order[0]} sends most, {order[-1]} least"
+        report.say(f"   All ranks together: {text}. tp, pp grow with B·S, dp does not.")
 
 
 # ---- One step by PyTorch's API
@@ -1090,16 +1093,14 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     options = "".join(f", --{x}" for x in ("bf16", "recompute") if getattr(args, x))
     if args.tie:
         options += ", weights not tied"
-    report.section("The same by PyTorch: its plan, fully_shard, its pipeline")
+    title = f"[mesh] By PyTorch: plan, fully_shard, {args.schedule}{options}"
+    report.section(f"{title}; this stage's gradients")
     with report.column("PyTorch"):
         with COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
             got = pytorch_step(model, batch, groups, args)
     if "PyTorch" in report.raised:
         return
     expected = one_process_step(model, batch)
-    report.say(
-        f"   One batch, {args.schedule}{options}; gradients of this rank's stage"
-    )
     runs = {"one process": {}, "PyTorch": got}
     runs["one process"].update({name: expected[name] for name in got})
     if args.bf16:
@@ -1960,26 +1961,6 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
             x = unshard(x, shardings_of(p))
         tensors[name] = x.clone()
     return tensors
-
-
-def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Losses, gradient norms before clipping, and where the parameters end.
-
-    (lesson 02)"""
-    losses = values_of(runs, "losses")
-    norms = values_of(runs, "norms")
-    parameters = values_of(runs, "parameters")
-    report.section("Training: losses, gradient norms, parameters after the last step")
-    report.compare("losses", losses, allowed=report.allowed_loss)
-    # AdamW could hide a gradient that is wrong by a factor; its norm would show it.
-    report.compare("norms", norms)
-    report.compare("parameters", parameters, fold=lambda name: "all parameters")
-
-
-def module_of(name: str) -> str:
-    """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj (lesson 02)."""
-    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
-    return ".".join(parts[:-1]) or name
 
 
 def sizes_of(args) -> dict[str, int]:
