@@ -688,8 +688,8 @@ def show_stages(report: Report, training: MeshTraining) -> None:
         rows.append(row)
     report.section("[pipeline] The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
-        "   [ ]: a TP group, sends activations in each layer, on the fastest links; row: a\n"
-        "   stage, its replicas sum gradients once per step; column: a pipeline"
+        "   [ ]: a TP group, sends activations in each layer, on the fastest links;\n"
+        "   row: a stage, its replicas sum gradients once per step; column: a pipeline"
     )
     report.table("stages", rows)
     idle = [f"--{axis}" for axis in AXES if getattr(args, axis) == 1]
@@ -721,7 +721,7 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
     length = max(of_stage[-1]["end"] for of_stage in stages) - begin
     report.section(f"[pipeline] The last step, {args.schedule}, to scale")
     report.say(
-        "   1 2 …: forward pass of micro-batch 1, 2, …; a b …: its backward pass; ·: waits"
+        "   1 2 …: forward of micro-batch 1, 2, …; a b …: its backward; ·: it waits"
     )
     seconds = 0.0  # of computing, mean over stages
     for stage, of_stage in enumerate(stages):
@@ -742,7 +742,7 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
         )
     elif args.pp > 1:
         report.say(
-            "   More than ideal: unequal stages, messages, shared cores. Try --sleep 200."
+            "   Above ideal: unequal stages, messages, shared cores. Try --sleep 200."
         )
 
 
@@ -790,9 +790,9 @@ def show_activations(report: Report, training: MeshTraining) -> None:
         rows.append(row)
     report.section("[pipeline] Activations: what autograd held for backward, measured")
     report.say(
-        "   limit      of micro-batches: min(P − stage, M) with 1f1b, M with gpipe\n"
-        "   one        bytes that the forward pass of a micro-batch saved; the most\n"
-        "   in flight, peak  micro-batches and bytes that autograd held; left: at the end"
+        "   limit            of micro-batches: min(P − stage, M), or M with gpipe\n"
+        "   one              bytes saved by the forward pass of a micro-batch\n"
+        "   in flight, peak  micro-batches and bytes held, at most; left: at the end"
     )
     report.table("memory", rows)
 
@@ -880,9 +880,7 @@ def show_optimizer(report: Report, training: MeshTraining) -> None:
             report.expect(row, column, "memory", f"stage {stage}, {column}", predicted)
         row["formula of each"] = "2·e·n/DP" if args.zero else "2·e·n"
         rows.append(row)
-    report.section(
-        "[mesh] Bytes of the optimizer on a rank, which updates n parameters"
-    )
+    report.section("[mesh] Bytes of the optimizer on a rank, n: parameters it updates")
     report.table("memory", rows)
 
 
@@ -913,9 +911,9 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     report.section("[mesh] Communication of the last step; ring: bytes a rank sends")
     mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X: bytes of an activation, e·b·S·D{mean}; l: layers of the stage (+ 1:\n"
-        "   embedding, head); n: parameters, rounded up for DP; r: those replicated over\n"
-        "   tp; v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
+        f"   X: an activation, e·b·S·D bytes{mean}; l: layers of the stage (+1:\n"
+        "   embedding, head); n: parameters, rounded up for DP; r: replicated over tp;\n"
+        "   v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
     )
     report.ledger(traffic(args, stage), size)
     show_totals(report)
