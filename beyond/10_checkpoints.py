@@ -58,10 +58,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 # (01); p.rows is the number of rows without padding, of a split vocabulary (03).
 # MeshTraining is one rank of a model in training on a mesh pp × dp × tp, and its
 # optimizer is a FlatAdamW: AdamW on one vector of all parameters of the rank. unflatten
-# makes a tensor per parameter of such a vector, local_slice does the reverse (05).
+# makes a tensor per parameter of such a vector, local_slice does the reverse. MOMENTS
+# are AdamW's names for its moments: exp_avg, exp_avg_sq (05).
 
 COMPLETE = "complete.json"  # the last file of a checkpoint
-MOMENTS = ["exp_avg", "exp_avg_sq"]  # AdamW's names for its two moments
 
 
 # ---- What is saved: tensors that know their place
@@ -293,11 +293,15 @@ def main(args, report: Report) -> None:
     """Train and save on mesh A, resume on other meshes, compare with one process."""
     # A wrong load causes wrong norms and losses: name it before them.
     CAUSES_FIRST[1:1] = ["saved", "loaded", "batches"]
-    size = dict(sizes_of(args), T=args.tp, M=args.microbatches)
+    multiple = math.lcm(*[mesh.tp for mesh in args.meshes])
+    batches = []
+    for tokens_BS, target_BS in make_batches(__doc__, args, args.steps):
+        batches.append(pad_batch(tokens_BS, target_BS, multiple))
+    args.seq_len = batches[0][0].shape[1]  # from here on every T divides it
     full = make_tied(args)
+    size = dict(sizes_of(args), T=args.tp, M=args.microbatches)
     size["n"] = sum(p.numel() for p in full.parameters())
     report.begin(args.meshes[0].sizes(), size)
-    batches = make_batches(__doc__, args, args.steps)
 
     show_meshes(report)
     runs = {"one process": train_uninterrupted(full, batches, args)}
@@ -442,6 +446,8 @@ def show_meshes(report: Report) -> None:
     if args.begin:
         made_by = f"saved by {args.made_by}"
         report.say(wrap(f"   Mesh A resumes from {args.checkpoint}, {made_by}."))
+    for text in args.left_out:
+        report.say(wrap(f"   {text}"))
     report.say(f"   'A again' is mesh A once more, from the saved step {args.halfway}.")
 
 
@@ -680,7 +686,7 @@ BREAKS = {
         why="the last stage has its own copy as the head, which stays at its start",
         reported="github.com/sgl-project/sglang/pull/15890",
     ),
-    "data": dict(
+    "position": dict(
         target="train_steps",
         old="        batch = batches[step - 1]\n",
         new="        batch = batches[step - begin - 1]\n",
@@ -706,11 +712,10 @@ BREAKS = {
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    derived = "dp pp tp microbatches layers batch_size seq_len hidden heads kv_heads"
-    sizes = dict.fromkeys(derived.split(), 0)  # 0: not given
-    sizes.update(steps=4, vocab_size=257)
-    parser = lesson_parser(__doc__, BREAKS, sections=5, **sizes)
+    parser = lesson_parser(__doc__, BREAKS, sections=5, steps=4, vocab_size=257)
     add = parser.add_argument
+    for name, text in FROM_MESH.items():
+        add(f"--{name.replace('_', '-')}", type=positive, default=0, help=text)
     add("--zero", action="store_true", help="mesh A shards the moments, others do not")
     add("--tie", action="store_true", help="embedding and head share their weight")
     add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
@@ -718,14 +723,14 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--save", type=folder_path, metavar="DIR", help=text)
     text = "mesh A resumes from here; only from sources you trust: it has a pickle"
     add("--load", type=folder_path, metavar="DIR", help=text)
-    parser.set_defaults(ragged=False, schedule="1f1b")
+    parser.set_defaults(ragged=False, schedule="1f1b", sleep=0.0)
     args = parser.parse_args()
     args.tie = args.tie or args.bug == "tied-copy"
     if not (args.pp or args.dp or args.tp) and ranks % 2 == 0:
         args.tp = 2  # so that tensors are sharded
     fill_mesh(args, ranks)
-    args.meshes = choose_meshes(args)
-    fill_sizes_for(args)
+    args.left_out = []
+    args.meshes = fill_sizes_for(args, choose_meshes(args))
     check_checkpoints(args)
     return args
 
@@ -750,17 +755,27 @@ def choose_meshes(args) -> list[Mesh]:
     return meshes
 
 
-def fill_sizes_for(args) -> None:
-    """Sizes that are valid on all meshes."""
+def fill_sizes_for(args, meshes: list[Mesh]) -> list[Mesh]:
+    """Fill in sizes that all meshes divide, or at least A. Return those that do."""
     common = copy.copy(args)
-    common.pp = max(mesh.pp for mesh in args.meshes)
-    common.dp = math.lcm(*(mesh.dp for mesh in args.meshes))
-    common.tp = math.lcm(*(mesh.tp for mesh in args.meshes))
-    fill_sizes(common)
-    mesh_of_a = {"pp": args.pp, "dp": args.dp, "tp": args.tp}
-    vars(args).update(vars(common))
-    vars(args).update(mesh_of_a)
-    args.seq_len += -args.seq_len % common.tp  # one padding, on all meshes
+    common.pp = max(mesh.pp for mesh in meshes)
+    common.dp = math.lcm(*[mesh.dp for mesh in meshes])
+    common.tp = math.lcm(*[mesh.tp for mesh in meshes])
+    valid = []
+    try:
+        fill_sizes(common)
+        vars(args).update(vars(common), **meshes[0].sizes())
+    except ValueError:
+        fill_sizes(args)  # the sizes that were given do not fit all meshes
+    for mesh in meshes:
+        own = copy.copy(args)
+        vars(own).update(mesh.sizes())
+        try:
+            fill_sizes(own)
+            valid.append(mesh)
+        except ValueError as error:
+            args.left_out.append(f"{mesh.text()} is left out: {error}")
+    return valid
 
 
 def check_checkpoints(args) -> None:
@@ -830,6 +845,24 @@ def check_folder(args) -> None:
 import torch.nn.functional as F
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -852,6 +885,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -891,6 +925,7 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("broadcast", out, group):
+            # group_src is a number in the group; src= would be the global rank.
             dist.broadcast(out, group_src=src, group=group)
     return out
 
@@ -901,20 +936,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
 
 
 # endregion
@@ -1079,34 +1100,6 @@ class ReduceScatterWithGrad(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out.
-
-    (lesson 01)"""
-
-    def __init__(self, skip):
-        self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
-        self.storages = {}
-        super().__init__(self.pack, lambda x: x)
-
-    def pack(self, x: Tensor) -> Tensor:
-        storage = local(x).untyped_storage()
-        if storage.data_ptr() not in self.skip:
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def total(self) -> int:
-        return sum(self.storages.values())
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, waited for; any other tensor as it is.
-
-    (lesson 01)"""
-    x = x._local_tensor if isinstance(x, DTensor) else x
-    return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
-
-
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """ValueError with the arithmetic if a flag's value is no multiple of parts.
 
@@ -1153,9 +1146,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too.
-
-    (lesson 02)"""
+    """nn.Dropout, with the mask sampled as in ShardedDropout below (lesson 02)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -1204,7 +1195,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project_qkv = apply_each  # TP exchanges it: one f before all three
+        self.project_qkv = apply_each  # TP replaces it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1291,7 +1282,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     T = tp_group.size()
     heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
+    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a fraction of a head
         raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
@@ -1313,20 +1304,20 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank (lesson 02)."""
+    """Norm of the full model's gradient, the same on every rank (lesson 02)."""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
         if p.grad is None:
             continue
         squares = p.grad.double().square().sum()
         if not shardings_of(p):
-            squares /= tp_group.size()  # T ranks add equal ones: count them once
+            squares /= tp_group.size()  # all T ranks add the same squares
         total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by one factor, so that their norm is max_norm at most.
+    """Scale all gradients by one factor, so that their norm is at most max_norm.
 
     (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -1361,7 +1352,7 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_transformer(args) -> Transformer:
-    """The full model: the same on every rank, because it is drawn from the seed.
+    """The full model. Every rank initializes the same one, from the same seed.
 
     (lesson 02)"""
     torch.manual_seed(args.seed)
@@ -1394,11 +1385,11 @@ def train_transformer(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
 
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
-        # One seed for all ranks, so that they draw the same dropout masks.
+        # One seed for all ranks, so that they sample the same dropout masks.
         torch.manual_seed(args.seed + step)
         optimizer.zero_grad()
 
-        # COMM.label does nothing but name the collectives inside, for section 4.
+        # COMM.label only names the collectives inside, for the communication table.
         with COMM.label(name, "forward"):
             logits = model(tokens_BS)
         with COMM.label(name, "loss"):
@@ -1418,8 +1409,8 @@ def train_transformer(
                 norm = global_norm(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
-        # they start equal and get equal gradients: nothing else enforces it.
+        # Each rank updates what it holds, and sends nothing. Replicas stay equal only
+        # because they start equal and get equal gradients. Nothing else enforces it.
         optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
@@ -1429,7 +1420,7 @@ def train_transformer(
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors; in float64.
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
@@ -1444,7 +1435,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+            x = torch.empty(0)  # no gradient: this is equal to no tensor
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1454,7 +1445,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
 
 
 def sizes_of(args) -> dict[str, int]:
-    """The letters of the shape legend, and e: bytes of an element (lesson 02)."""
+    """The letters of the shape legend, and e: bytes per element (lesson 02)."""
     e = getattr(torch, args.dtype).itemsize
     return dict(
         B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
@@ -1471,25 +1462,35 @@ def sizes_of(args) -> dict[str, int]:
 
 
 def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
-    """An embedding or a head with rows of zeros at the end, so that T divides them.
+    """Return a copy of an embedding or a head, padded with rows of zeros.
 
     (lesson 03)"""
     padded = copy.deepcopy(full)
     for name, p in full.named_parameters():
-        zeros = p.new_zeros(-len(p) % ranks, *p.shape[1:])  # as many as are missing
+        missing = -len(p) % ranks  # V = 257, T = 4: 3 rows, so that each rank has 65
+        zeros = p.new_zeros(missing, *p.shape[1:])
         setattr(padded, name, nn.Parameter(torch.cat([p.detach(), zeros])))
     return padded
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError for a token that no rank has; nn.Embedding raises IndexError.
+    """Raise ValueError for a token outside the vocabulary, which no rank holds.
 
     (lesson 03)"""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        low, high = tokens.min().item(), tokens.max().item()
-        raise ValueError(
-            f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
-        )
+        low = tokens.min().item()
+        high = tokens.max().item()
+        text = f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
+        raise ValueError(text)
+
+
+def find_local_rows(tokens: Tensor, v: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return each token's row on this rank, and whether this rank has that token.
+
+    (lesson 03)"""
+    row = tokens - rank * v
+    is_local = (row >= 0) & (row < v)
+    return row.where(is_local, 0), is_local
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -1497,7 +1498,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.vocab_size, self.tp_group = full.num_embeddings, tp_group
+        self.vocab_size = full.num_embeddings
+        self.tp_group = tp_group
         self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
         padded = pad_vocab(full, tp_group.size())
         self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
@@ -1505,76 +1507,80 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         check_tokens(tokens_BS, self.vocab_size)
         v = len(self.weight)
-        row_BS = tokens_BS - self.tp_group.rank() * v
-        mine_BS = (row_BS >= 0) & (row_BS < v)
-        # Another rank's token looks up row 0, any row would do: it is zeroed next.
-        x_BSD = F.embedding(row_BS.where(mine_BS, 0), self.weight)
-        partial_x_BSD = x_BSD * mine_BS.unsqueeze(-1)
+        row_BS, is_local_BS = find_local_rows(tokens_BS, v, self.tp_group.rank())
+        x_BSD = F.embedding(row_BS, self.weight)
+        # Every token is on one rank, and the other ranks add 0: the sum is its row.
+        partial_x_BSD = x_BSD * is_local_BS.unsqueeze(-1)
         return self.reduce(partial_x_BSD, self.tp_group)
 
 
 def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
-    """Lesson 02's model with embedding and head split over the vocabulary, too.
+    """Return lesson 02's parallel model, with embedding and head also sharded.
 
     (lesson 03)"""
     model = tp_transformer(full, tp_group)
     model.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
-    head = pad_vocab(full.lm_head, tp_group.size())
-    model.lm_head = ColumnParallelLinear(head, tp_group)
+    padded_head = pad_vocab(full.lm_head, tp_group.size())
+    model.lm_head = ColumnParallelLinear(padded_head, tp_group)
     if full.lm_head.weight is full.embed_tokens.weight:
-        model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
-    for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
-        p.rows = full.config.vocab_size  # the other rows are padding
+        # One parameter with two uses: autograd adds up the gradients of both.
+        model.lm_head.weight = model.embed_tokens.weight
+    for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
+        p.rows = full.config.vocab_size  # the rows after these are padding
     return model.train(full.training)  # in eval mode if full is
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """−log softmax(logits)[target] of sharded logits: vocab_parallel_cross_entropy.
+    """−log softmax(x)[target] of sharded logits x; see vocab_parallel_cross_entropy.
 
     (lesson 03)"""
 
     @staticmethod
     def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
         v = logits_BSv.shape[-1]
-        first = tp_group.rank() * v  # the token of this rank's first column
-        column_v = torch.arange(v, device=logits_BSv.device)
-        padding_v = first + column_v >= vocab_size
-        wide = torch.promote_types(logits_BSv.dtype, torch.float32)
-        x_BSv = logits_BSv.to(wide).masked_fill(padding_v, float("-inf"))
+        token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
+        padding_v = token_v >= vocab_size  # columns that are no token
+        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
+        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others give zero.
-        column_BS = target_BS - first
-        mine_BS = (column_BS >= 0) & (column_BS < v)
-        column_BS = column_BS.where(mine_BS, 0)
+        # Third: the target's logit. One rank has its column, the others add 0.
+        column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
-        picked_BS = picked_BS.where(mine_BS, 0)
-        if smoothing:  # and the mean of all logits, in the same all-reduce
-            total_BS = x_BSv.masked_fill(padding_v, 0).sum(-1)
-            picked_BS = (1 - smoothing) * picked_BS + smoothing * total_BS / vocab_size
+        picked_BS = picked_BS.where(is_local_BS, 0)
+        if smoothing:  # Σ q·(x − m) instead, in the same all-reduce
+            picked_BS = (1 - smoothing) * picked_BS
+            picked_BS += (
+                smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
+            )
         loss_BS = sum_BS.log() - all_reduce(picked_BS, tp_group)
         softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
         has_target_BS = target_BS != ignore
-        ctx.save_for_backward(softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v)
-        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
+        ctx.save_for_backward(
+            softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v
+        )
+        ctx.vocab_size = vocab_size
+        ctx.smoothing = smoothing
         ctx.dtype = logits_BSv.dtype
         return loss_BS.where(has_target_BS, 0)
 
     @staticmethod
     def backward(ctx, upstream_BS):
-        # dloss/dx = softmax − onehot(target): each rank has what it takes for its
-        # columns, so nothing is sent.
-        softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v = ctx.saved_tensors
-        even = ctx.smoothing / ctx.vocab_size  # smoothing's target for every token
-        grad_BSv = (softmax_BSv - even).masked_fill(padding_v, 0)
-        hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
+        # Nothing is sent: upstream_BS is equal on all ranks, because they all computed
+        # the same loss, and softmax − q needs this rank's columns only.
+        softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v = (
+            ctx.saved_tensors
+        )
+        smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
+        grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
+        onehot_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -onehot_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
-        # The loss of an ignored token is zero; its softmax is not.
+        # The loss of an ignored position is 0, but its softmax − q is not.
         grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
@@ -1587,7 +1593,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of every token, from logits whose vocabulary is split over the TP group.
+    """Return the loss of every token, from logits that are sharded over the TP group.
 
     (lesson 03)"""
     check_tokens(target_BS[target_BS != ignore_index], vocab_size)
@@ -1597,11 +1603,13 @@ def vocab_parallel_cross_entropy(
 
 
 def make_tied(args) -> Transformer:
-    """Lesson 02's model; with --tie, head and embedding share their weight.
+    """Return lesson 02's model; with --tie, head and embedding share one weight.
 
     (lesson 03)"""
     full = make_transformer(args)
-    if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
+    if args.tie:
+        # An embedding starts with a standard deviation of 1, which is much for a head:
+        # its logits would be huge.
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full
@@ -1612,6 +1620,14 @@ def make_tied(args) -> Transformer:
 
 # ==== CARRIED OVER from 04, unchanged
 # region
+
+
+def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
+    """Pad the sequence at its end so that T divides it (lesson 04)."""
+    missing = -tokens_BS.shape[1] % ranks
+    tokens_BS = F.pad(tokens_BS, (0, missing), value=PAD)
+    target_BS = F.pad(target_BS, (0, missing), value=IGNORE)
+    return tokens_BS, target_BS
 
 
 def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
@@ -1638,8 +1654,9 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        x_BsD = ctx.saved_tensors[0]
-        weights = ctx.saved_tensors[1:]
+        saved = ctx.saved_tensors  # read it once: checkpoint() allows no second time
+        x_BsD = saved[0]
+        weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
         flat_x = x_BSD.flatten(0, 1)  # [B·S, D]
         partial_grad_BSD = torch.zeros_like(x_BSD)
@@ -1746,98 +1763,135 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
 
     (lesson 05)"""
     groups = mesh_groups(sizes, timeout)
-    lines = torch.arange(dist.get_world_size()).view(sizes["pp"], -1).T.tolist()
-    ends = [sorted({line[0], line[-1]}) for line in lines]
-    for name, ranks in (("pp_backward", lines), ("embedding", ends)):
-        groups[name], _ = dist.new_subgroups_by_enumeration(
-            ranks, timeout=timedelta(seconds=timeout), group_desc="pp"
-        )
+    pipelines = torch.arange(dist.get_world_size()).view(sizes["pp"], -1).T.tolist()
+    # Gradients go back in a group of their own with the same ranks. NCCL runs the
+    # messages of one group in order, so an activation whose receiver is busy would
+    # block the gradient queued behind it.
+    groups["pp_backward"] = new_group_from(pipelines, "pp", timeout)
+    # A tied weight is on the first and the last stage. The stages between form another
+    # group, because every rank has to belong to one.
+    first_and_last = [sorted({line[0], line[-1]}) for line in pipelines]
+    between = [line[1:-1] for line in pipelines if len(line) > 2]
+    groups["embedding"] = new_group_from(first_and_last + between, "embed", timeout)
     return groups
 
 
-def slice_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
-    """Drop from a model what other stages have: its forward is then that of a stage.
+def new_group_from(lists: list, axis: str, timeout: float) -> dist.ProcessGroup:
+    """This rank's group, of disjoint lists of ranks; every rank creates them all.
 
     (lesson 05)"""
-    mine = torch.arange(len(model.layers)).tensor_split(num_stages)[stage]
-    model.layers = nn.ModuleList(model.layers[i] for i in mine)
+    limit = timedelta(seconds=timeout)
+    group, _ = dist.new_subgroups_by_enumeration(lists, timeout=limit, group_desc=axis)
+    return group
+
+
+def slice_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
+    """Remove from a model what other stages hold: its forward is then a stage's.
+
+    (lesson 05)"""
+    indices = torch.arange(len(model.layers)).tensor_split(num_stages)[stage]
+    model.layers = nn.ModuleList(model.layers[i] for i in indices)
     if stage > 0:
         model.embed_tokens = nn.Identity()
     if stage < num_stages - 1:
-        model.norm, model.lm_head = nn.Identity(), nn.Identity()
+        model.norm = nn.Identity()
+        model.lm_head = nn.Identity()
     return model
 
 
 def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> list:
-    """What a stage does, in order: [("forward", 0), …, ("backward", 0), …].
+    """The steps of a stage, in order: [("forward", 0), …, ("backward", 0), …].
 
     (lesson 05)"""
-    P, M = num_stages, num_microbatches
-    warm_up = M if kind == "gpipe" else min(P - stage - 1, M)
+    M = num_microbatches
+    warm_up = M if kind == "gpipe" else min(num_stages - stage - 1, M)
     steps = [("forward", i) for i in range(warm_up)]
     for i in range(M - warm_up):
         steps += [("forward", warm_up + i), ("backward", i)]
     return steps + [("backward", i) for i in range(M - warm_up, M)]
 
 
-def send(x: Tensor, to: int, group: dist.ProcessGroup) -> tuple:
-    """Start sending to stage `to`; wait_for waits for it (lesson 05)."""
-    x = x.detach().contiguous()
-    COMM.count("send/recv", x.nbytes, group.group_desc)
-    work = dist.isend(x, group=group, group_dst=to)
-    ranks = [dist.get_rank(), dist.get_global_rank(group, to)]
-    return work, ranks, x  # x must live until it is received
+class Message(NamedTuple):
+    work: dist.Work  # its wait() returns when the receiver has the tensor
+    ranks: list[int]  # sender and receiver
+    x: Tensor  # must live until it has been received
+    what: str  # for the message of an error: what it carries
 
 
-def wait_for(messages: list[tuple]) -> None:
-    """Wait until messages have been received (lesson 05)."""
-    for work, ranks, _ in messages:
-        with COMM.blocking("message", ranks):
-            work.wait()
-
-
-def receive(out: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """Wait for a tensor from stage `source`, which is written into `out`.
+def send(x: Tensor, dst: int, group, what: str = "a message") -> Message:
+    """Start sending x to stage `dst`, and return at once; wait_for waits.
 
     (lesson 05)"""
-    with COMM.blocking("message", [dist.get_global_rank(group, source), dist.get_rank()]):
-        dist.recv(out, group=group, group_src=source)
+    x = x.detach().contiguous()
+    COMM.count("send/recv", x.nbytes, group.group_desc)
+    ranks = [dist.get_rank(), dist.get_global_rank(group, dst)]
+    work = dist.isend(x, group=group, group_dst=dst)
+    return Message(work, ranks, x, what)
+
+
+def wait_for(messages: list[Message]) -> None:
+    """Wait until messages have been received (lesson 05)."""
+    for message in messages:
+        with COMM.blocking(message.what, message.ranks):
+            message.work.wait()
+
+
+def receive(out: Tensor, src: int, group, what: str = "a message") -> Tensor:
+    """Wait for a tensor from stage `src`, which is written into `out` (lesson 05)."""
+    ranks = [dist.get_global_rank(group, src), dist.get_rank()]
+    with COMM.blocking(what, ranks):
+        dist.recv(out, group=group, group_src=src)
     return out
 
 
 class Pipeline:
-    """Runs a stage's list of steps: receive, compute, send; and notes when.
+    """Runs a stage's schedule (receive, compute, send), and records when it computed.
 
     (lesson 05)"""
 
     def __init__(self, stage: nn.Module, loss_of, groups):
-        self.stage, self.loss_of, self.rank = stage, loss_of, groups["pp"].rank()
-        self.pp, self.back = groups["pp"], groups["pp_backward"]
-        self.first, self.last = self.rank == 0, self.rank == self.pp.size() - 1
-        self.like = next(stage.parameters())  # tensors are of its dtype, on its device
+        self.stage = stage
+        self.loss_of = loss_of  # (output, targets) → loss; on the last stage only
+        self.pp = groups["pp"]
+        self.pp_backward = groups["pp_backward"]
+        self.rank = self.pp.rank()
+        self.first = self.rank == 0
+        self.last = self.rank == self.pp.size() - 1
+        self.like = next(stage.parameters())  # messages have its dtype and device
+        self.held = HeldBytes(stage)  # a meter: what autograd holds for backward
+        self.sleep = 0.0  # --sleep: seconds that a forward pass takes at least
 
     def run(self, steps: list[tuple[str, int]], micro_batches: list) -> Tensor:
-        """All steps; the sum of the micro-batch losses (0 except on the last stage).
+        """Run all steps. Return the sum of the losses; 0 except on the last stage.
 
         (lesson 05)"""
-        self.micro_batches, self.loss = micro_batches, self.like.new_zeros(())
-        self.in_flight, self.pending_sends, self.events = {}, [], []
+        self.micro_batches = micro_batches
+        self.loss = self.like.new_zeros(())
+        self.in_flight = {}  # micro-batch → input, output, messages being sent
+        self.pending_sends = []  # gradients: M·b·s·D elements stay until the end
+        self.events = []
+        self.held.reset()
         for phase, i in steps:
-            if phase == "forward":
-                self.forward(i)
-            else:
-                self.backward(i)
+            with COMM.label("mesh", phase):
+                if phase == "forward":
+                    self.forward(i)
+                else:
+                    self.backward(i)
         wait_for(self.pending_sends)
         return self.loss
 
     def forward(self, i: int) -> None:
-        """Micro-batch i through this stage, and on to the next (lesson 05)."""
-        x, target = self.micro_batches[i]
-        if not self.first:  # it cannot know how long they are: the shape comes first
+        """Run micro-batch i through this stage, and send the result to the next.
+
+        (lesson 05)"""
+        x, target = self.micro_batches[i]  # (None, None) on a stage between
+        activation = f"activation of micro-batch {i + 1} to stage"
+        if not self.first:  # it does not know how long rows are: the shape comes first
+            what = f"{activation} {self.rank}"
             shape = self.like.new_empty(3, dtype=torch.int64)
-            shape = receive(shape, self.rank - 1, self.pp).tolist()
-            x = receive(self.like.new_empty(shape), self.rank - 1, self.pp)
-            x.requires_grad_()
+            shape = receive(shape, self.rank - 1, self.pp, what).tolist()
+            x = receive(self.like.new_empty(shape), self.rank - 1, self.pp, what)
+            x.requires_grad_()  # without a history, x is a leaf: backward fills x.grad
         with self.record_event("forward", i):
             y = self.stage(x)
             if self.last:
@@ -1845,115 +1899,147 @@ class Pipeline:
                 self.loss = self.loss + y.detach()
         sent = []
         if not self.last:
+            what = f"{activation} {self.rank + 1}"
             shape = torch.tensor(y.shape, device=y.device)
-            sent = [send(part, self.rank + 1, self.pp) for part in (shape, y)]
-        self.in_flight[i] = x, y, sent  # with all that autograd keeps for backward
+            with COMM.label("mesh", "shapes"):
+                sent.append(send(shape, self.rank + 1, self.pp, what))
+            sent.append(send(y, self.rank + 1, self.pp, what))
+        self.in_flight[i] = (x, y, sent)  # and, through y, all that autograd saved
 
     def backward(self, i: int) -> None:
-        """The gradient of micro-batch i through this stage, and to the one before.
+        """Run backward of micro-batch i, and send dL/dx to the stage before.
 
         (lesson 05)"""
-        (x, y, sent), grad = self.in_flight.pop(i), None
+        x, y, sent = self.in_flight.pop(i)
+        gradient = f"gradient of micro-batch {i + 1} to stage"
+        grad = None  # the last stage has the loss, a scalar
         if not self.last:
-            grad = receive(torch.empty_like(y), self.rank + 1, self.back)
+            what = f"{gradient} {self.rank}"
+            grad = torch.empty_like(y)
+            receive(grad, self.rank + 1, self.pp_backward, what)
             wait_for(sent)  # not long: the gradient is the answer to it
         with self.record_event("backward", i):
             y.backward(grad)
         if not self.first:
-            self.pending_sends.append(send(x.grad, self.rank - 1, self.back))
+            what = f"{gradient} {self.rank - 1}"
+            sent = send(x.grad, self.rank - 1, self.pp_backward, what)
+            self.pending_sends.append(sent)
 
     @contextmanager
-    def record_event(self, what: str, i: int):
-        """Note when this stage computed, and the bytes that autograd keeps of it.
+    def record_event(self, phase: str, i: int):
+        """Record when this stage computed, and the bytes that autograd holds since.
 
         (lesson 05)"""
-        event = {"what": what, "microbatch": i, "start": time.time()}
-        saved = SavedBytes([*self.stage.parameters(), *self.stage.buffers()])
-        with saved:
+        before = self.held.now
+        start = time.time()
+        with self.held:
             yield
         if self.like.is_cuda:
             torch.cuda.synchronize()
-        self.events.append(event | {"end": time.time(), "bytes": saved.total()})
+        # A backward pass has two matrix products for each one of the forward pass.
+        least = self.sleep if phase == "forward" else 2 * self.sleep
+        time.sleep(max(0.0, start + least - time.time()))
+        event = {"what": phase, "microbatch": i, "start": start, "end": time.time()}
+        event["bytes"] = self.held.now - before  # negative where backward released them
+        self.events.append(event)
 
 
 def make_microbatches(
     batch: tuple, groups, num_microbatches: int, ragged: bool
-) -> list:
-    """This replica's rows of the batch, as M micro-batches [2, b, S] (lesson 05)."""
-    mine = shard(torch.stack(batch), 1, groups["dp"])
-    parts = split(mine, 1, num_microbatches)
-    for i, (tokens, _) in enumerate(parts if ragged else []):
-        length = int((tokens != PAD).any(0).sum())
-        length += -length % groups["tp"].size()
-        parts[i] = parts[i][..., :length].contiguous()
-    return parts
+) -> list[Tensor]:
+    """This replica's rows of the batch, as M micro-batches of tokens and targets.
+
+    (lesson 05)"""
+    rows = shard(torch.stack(batch), 1, groups["dp"])
+    micro_batches = split(rows, 1, num_microbatches)
+    if ragged:
+        for i, (tokens_bS, _) in enumerate(micro_batches):
+            length = int((tokens_bS != PAD).any(0).sum())
+            length += -length % groups["tp"].size()
+            micro_batches[i] = micro_batches[i][..., :length].contiguous()
+    return micro_batches
 
 
 def broadcast_batch(batch: tuple, groups, args) -> list[Tensor]:
-    """This replica's micro-batches: one rank of a TP group loads them (lesson 05)."""
-    shared, micro_batches = [], [None] * args.microbatches
-    if groups["tp"].rank() == 0:
-        micro_batches = make_microbatches(batch, groups, args.microbatches, args.ragged)
-    for x in micro_batches:
-        shape = torch.tensor([0, 0, 0] if x is None else x.shape, device=args.device)
-        shape = broadcast(shape, 0, groups["tp"]).tolist()
-        if x is None:
-            x = torch.empty(shape, dtype=torch.int64, device=args.device)
-        shared.append(broadcast(x, 0, groups["tp"]))
-    return shared
-
-
-def count_targets(micro_batches: list[Tensor], dp_group) -> Tensor:
-    """Targets in the whole batch, of all replicas: one all-reduce of one int64.
+    """This replica's micro-batches: one rank of a TP group loads them, all get them.
 
     (lesson 05)"""
-    mine = sum((target != IGNORE).sum() for _, target in micro_batches)
-    return all_reduce(mine, dp_group)
+    micro_batches = [None] * args.microbatches
+    if groups["tp"].rank() == 0:
+        micro_batches = make_microbatches(batch, groups, args.microbatches, args.ragged)
+    received = []
+    for x in micro_batches:
+        # Only the first rank knows how long the rows are.
+        shape = torch.tensor([0, 0, 0] if x is None else x.shape, device=args.device)
+        with COMM.label("mesh", "shapes"):
+            shape = broadcast(shape, 0, groups["tp"]).tolist()
+        if x is None:
+            x = torch.empty(shape, dtype=torch.int64, device=args.device)
+        received.append(broadcast(x, 0, groups["tp"]))
+    return received
 
 
-def part_of_mean(loss_bS: Tensor, batch_targets: Tensor) -> Tensor:
-    """What a micro-batch adds to the batch's mean loss (lesson 05)."""
+def count_targets(micro_batches: list[Tensor], dp_group) -> int:
+    """Count the targets in the batch of all replicas: one all-reduce of one int64.
+
+    (lesson 05)"""
+    targets = sum((target != IGNORE).sum() for _, target in micro_batches)
+    return all_reduce(targets, dp_group).item()
+
+
+def part_of_mean(loss_bS: Tensor, batch_targets: int) -> Tensor:
+    """What a micro-batch adds to the mean loss of the batch (lesson 05)."""
     return loss_bS.sum() / batch_targets
 
 
 class FlatAdamW:
-    """AdamW on parameters of a rank as one vector: one collective sums all gradients.
+    """AdamW on a rank's parameters as one vector: one collective sums all gradients.
 
     (lesson 05)"""
 
     def __init__(self, parameters: dict[str, nn.Parameter], groups, zero: bool):
-        self.parameters, self.groups, self.zero = parameters, groups, zero
+        self.parameters = parameters
+        self.groups = groups
+        self.zero = zero
         self.vector = nn.Parameter(self.local_slice(parameters))
-        self.adamw = torch.optim.AdamW([self.vector], lr=3e-3, eps=1e-4)  # eps: see 02
-        shares = {}  # in the model's norm: of what c ranks of a TP group have, 1/c each
+        # lr and eps as in lesson 02's train_transformer, which says why.
+        self.adamw = torch.optim.AdamW([self.vector], lr=3e-3, eps=1e-4)
+        # The norm is summed over tp: what all T ranks hold counts 1/T on each.
+        T = groups["tp"].size()
+        norm_weights = {}
         for name, p in parameters.items():
-            parts = math.prod(group.size() for _, group in getattr(p, "shardings", ()))
-            shares[name] = torch.full_like(p, parts / groups["tp"].size())
-        self.norm_weights = self.local_slice(shares)
+            weight = 1.0 if shardings_of(p) else 1 / T
+            norm_weights[name] = torch.full_like(p, weight)
+        self.norm_weights = self.local_slice(norm_weights)
 
     def flatten(self, tensors: dict[str, Tensor]) -> Tensor:
-        """One vector of a tensor for each parameter (lesson 05)."""
+        """One vector, padded, from one tensor per parameter (lesson 05)."""
         flat = torch.cat([tensors[name].detach().flatten() for name in self.parameters])
         return F.pad(flat, (0, -len(flat) % self.groups["dp"].size()))
 
     def local_slice(self, tensors: dict[str, Tensor]) -> Tensor:
-        """This replica's part of their vector: a slice with `zero`, else all of it.
+        """What this replica updates of that vector: a slice with `zero`, else all.
 
         (lesson 05)"""
         flat = self.flatten(tensors)
         return shard(flat, 0, self.groups["dp"]) if self.zero else flat
 
-    def unflatten(self, part: Tensor) -> dict[str, Tensor]:
-        """The opposite: a tensor for each parameter, from all parts of a vector.
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """One tensor per parameter, from what local_slice returned on each replica.
 
         (lesson 05)"""
-        flat = all_gather(part, 0, self.groups["dp"]) if self.zero else part.detach()
-        sizes = [p.numel() for p in self.parameters.values()]
-        parts = zip(self.parameters.items(), flat[: sum(sizes)].split(sizes))
-        return {name: x.view(p.shape) for (name, p), x in parts}
+        flat = (
+            all_gather(vector, 0, self.groups["dp"]) if self.zero else vector.detach()
+        )
+        tensors = {}
+        start = 0
+        for name, p in self.parameters.items():
+            tensors[name] = flat[start : start + p.numel()].view(p.shape)
+            start += p.numel()
+        return tensors
 
     def sum_over_replicas(self) -> None:
-        """Each replica's gradient is a part of the batch's: they are added up.
+        """Sum the gradients over dp: each replica's is a part of the batch's.
 
         (lesson 05)"""
         flat = self.flatten({name: p.grad for name, p in self.parameters.items()})
@@ -1963,7 +2049,7 @@ class FlatAdamW:
             self.vector.grad = all_reduce(flat, self.groups["dp"])
 
     def step(self) -> None:
-        """Update this replica's part, and put the whole back into the model.
+        """Update this replica's part, and copy all parts into the parameters.
 
         (lesson 05)"""
         self.adamw.step()
@@ -1972,109 +2058,225 @@ class FlatAdamW:
 
 
 class MeshTraining:
-    """One model in training on the whole mesh, as this rank takes part in it.
-
-    (lesson 05)"""
+    """Training of one model on the whole mesh, seen from one rank (lesson 05)."""
 
     def __init__(self, full: Transformer, groups: dict[str, dist.ProcessGroup], args):
-        self.groups, self.args, pp = groups, args, groups["pp"]
+        self.groups = groups
+        self.args = args
+        pp = groups["pp"]
         model = sp_transformer(full, groups["tp"])
-        tied = model.lm_head.weight is model.embed_tokens.weight and groups["embedding"]
-        self.tied = model.lm_head.weight if tied else None
+        is_tied = model.lm_head.weight is model.embed_tokens.weight
+        is_first_or_last = pp.rank() in (0, pp.size() - 1)
+        self.tied = model.lm_head.weight if is_tied and is_first_or_last else None
         names = {p: name for name, p in model.named_parameters()}
         self.stage = slice_stage(model, pp.rank(), pp.size())
-        # Named as in the full model, where a tied head goes by its embedding's name.
+        # Named as in the full model, where a tied head has its embedding's name.
         self.parameters = {names[p]: p for p in self.stage.parameters()}
         owned = dict(self.parameters)
-        if tied and pp.rank() > 0:
-            del owned["embed_tokens.weight"]  # a copy
+        if self.tied is not None and pp.rank() > 0:
+            del owned["embed_tokens.weight"]  # the last stage's copy
         self.optimizer = FlatAdamW(owned, groups, args.zero)
         self.pipeline = Pipeline(self.stage, self.loss, groups)
         self.steps = schedule(args.schedule, pp.rank(), pp.size(), args.microbatches)
 
     def loss(self, logits_bSv: Tensor, target_bS: Tensor) -> Tensor:
-        """A micro-batch's part of the batch's mean loss (lesson 03) (lesson 05)."""
-        tp_group, V = self.groups["tp"], self.args.vocab_size
-        loss_bS = vocab_parallel_cross_entropy(logits_bSv, target_bS, tp_group, V)
+        """What a micro-batch adds to the mean loss, from sharded logits (lesson 03).
+
+        (lesson 05)"""
+        tp_group = self.groups["tp"]
+        vocab_size = self.args.vocab_size
+        with COMM.label("mesh", "loss"):
+            loss_bS = vocab_parallel_cross_entropy(
+                logits_bSv, target_bS, tp_group, vocab_size
+            )
         return part_of_mean(loss_bS, self.batch_targets)
 
     def gradients(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Forward and backward of a batch; its mean loss where the last stage is.
+        """Forward and backward of a batch; then sum what other ranks have parts of.
 
         (lesson 05)"""
-        args, groups, pipeline = self.args, self.groups, self.pipeline
-        micro_batches = [(None, None)] * args.microbatches
-        if pipeline.first or pipeline.last:  # one needs tokens, the other targets
-            micro_batches = broadcast_batch(batch, groups, args)
-        if pipeline.last:
-            self.batch_targets = count_targets(micro_batches, groups["dp"])
+        groups = self.groups
+        pipeline = self.pipeline
+        micro_batches = [(None, None)] * self.args.microbatches
+        # COMM.label does nothing but name the collectives inside, for section 7.
+        with COMM.label("mesh", "batch"):
+            if pipeline.first or pipeline.last:  # one needs tokens, the other targets
+                micro_batches = broadcast_batch(batch, groups, self.args)
+            if pipeline.last:
+                self.batch_targets = count_targets(micro_batches, groups["dp"])
         loss = pipeline.run(self.steps, micro_batches)
-        all_reduce_replicated_gradients(self.stage, groups["tp"])
+
+        # Three sums, once per step: backward has added up all micro-batches in p.grad.
+        # The first two may come in either order, because no parameter is in both: a
+        # tied weight is sharded over tp. The sum over replicas copies p.grad into the
+        # optimizer's vector, so p.grad has to be complete before it.
+        with COMM.label("mesh", "tp sum"):
+            all_reduce_replicated_gradients(self.stage, groups["tp"])
         if self.tied is not None:
-            self.tied.grad = all_reduce(self.tied.grad, groups["embedding"])
-        self.optimizer.sum_over_replicas()
+            with COMM.label("mesh", "tied"):
+                self.tied.grad = all_reduce(self.tied.grad, groups["embedding"])
+        with COMM.label("mesh", "dp sum"):
+            self.optimizer.sum_over_replicas()
         return loss
 
     def update(self) -> float:
-        """Clip the gradient by its norm over the whole mesh, and step; that norm.
+        """Clip the gradient by its norm over the mesh, then step. Return the norm.
 
         (lesson 05)"""
         grad = self.optimizer.vector.grad
         squares = (grad.double().square() * self.optimizer.norm_weights).sum()
-        for axis in ("tp", "pp", "dp") if self.args.zero else ("tp", "pp"):
-            squares = all_reduce(squares, self.groups[axis])
+        with COMM.label("mesh", "norm"):
+            squares = all_reduce(squares, self.groups["tp"])
+            squares = all_reduce(squares, self.groups["pp"])
+            if self.args.zero:  # otherwise every replica has the full gradient
+                squares = all_reduce(squares, self.groups["dp"])
         norm = squares.sqrt().item()
         grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))
-        self.optimizer.step()
-        if self.tied is not None:
-            self.tied.data.copy_(broadcast(self.tied, 0, self.groups["embedding"]))
+        with COMM.label("mesh", "update"):
+            self.optimizer.step()
+            if self.tied is not None:
+                self.tied.data.copy_(broadcast(self.tied, 0, self.groups["embedding"]))
         self.stage.zero_grad()
         return norm
 
 
-AXES = "pp", "dp", "tp"  # outermost first
+AXES = ("pp", "dp", "tp")  # outermost first
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names for them
+
+
+class HeldTensor:
+    """A tensor that autograd saved; Python calls __del__ when autograd releases it.
+
+    (lesson 05)"""
+
+    def __init__(self, tensor: Tensor, meter: HeldBytes):
+        # Detached: a saved output that kept its history would keep itself alive.
+        self.tensor = tensor.detach()
+        self.meter = meter
+        self.forward_pass = meter.forward_pass
+        meter.add(self)
+
+    def __del__(self):
+        self.meter.remove(self)
+
+
+class HeldBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes that autograd holds for backward: now, and at the peak since reset().
+
+    (lesson 05)"""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(lambda x: HeldTensor(x, self), lambda held: held.tensor)
+        stored = list(module.parameters()) + list(module.buffers())
+        self.ignored = {self.key_of(x) for x in stored}
+        self.uses = Counter()  # storage → saved tensors in it
+        self.passes = Counter()  # forward pass → its tensors that are still held
+        self.forward_pass = 0
+        self.now = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.peak = self.now
+        self.peak_passes = len(self.passes)
+
+    def __enter__(self):
+        self.forward_pass += 1
+        super().__enter__()
+
+    @staticmethod
+    def key_of(x: Tensor) -> int:
+        return x.untyped_storage().data_ptr()
+
+    def add(self, held: HeldTensor) -> None:
+        key = self.key_of(held.tensor)
+        if key in self.ignored:
+            return
+        if self.uses[key] == 0:
+            self.now += held.tensor.untyped_storage().nbytes()
+        self.uses[key] += 1
+        self.passes[held.forward_pass] += 1
+        self.peak = max(self.peak, self.now)
+        self.peak_passes = max(self.peak_passes, len(self.passes))
+
+    def remove(self, held: HeldTensor) -> None:
+        key = self.key_of(held.tensor)
+        if key in self.ignored:
+            return
+        self.uses[key] -= 1
+        if self.uses[key] == 0:
+            self.now -= held.tensor.untyped_storage().nbytes()
+            del self.uses[key]
+        self.passes[held.forward_pass] -= 1
+        if self.passes[held.forward_pass] == 0:
+            del self.passes[held.forward_pass]
 
 
 def gather_stages(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
-    """Whole tensors of all stages, by name; its own where this rank has them.
+    """Unsharded tensors of all stages, by name; this rank's own where it has them.
 
     (lesson 05)"""
-    mine = {}
+    local = {}
     for name, x in tensors.items():
         p = training.parameters[name]
-        x = unshard(x.detach(), getattr(p, "shardings", ()))
-        mine[name] = x[: getattr(p, "rows", None)].cpu().clone()
-    stages = gather_objects(mine, training.groups["pp"])
-    return {name: x for found in stages for name, x in found.items()} | mine
+        x = unshard(x.detach(), shardings_of(p))
+        local[name] = x[: getattr(p, "rows", None)].cpu().clone()
+    unsharded = {}
+    for of_stage in gather_objects(local, training.groups["pp"]):
+        unsharded.update(of_stage)
+    unsharded.update(local)
+    return unsharded
 
 
-NEEDS = dict.fromkeys(("shape", "data", "norm"), "tp")  # an axis of 2 ranks or more
+NEEDS = {"order": "pp", "leak": "pp", "tied": "pp", "replicas": "dp", "group": "dp"}
+
+
+FROM_MESH = {  # flag → what it is; 0 stands for "not given"
+    "dp": "DP, replicas (derived from the number of ranks)",
+    "pp": "P, pipeline stages (derived from the number of ranks)",
+    "tp": "T, ranks of a TP group (derived from the number of ranks)",
+    "microbatches": "M per step and replica (4, or P if larger)",
+    "layers": "L (4, or P if larger)",
+    "batch_size": "B, rows (16, or the next multiple of DP·M)",
+    "seq_len": "S (32; 64 with --ragged, so that lengths differ)",
+    "hidden": "D (8 per head)",
+    "heads": "N (2 per key/value head)",
+    "kv_heads": "K (4, or the next multiple of T)",
+}
 
 
 def fill_mesh(args, ranks: int) -> None:
-    """Axes not given have 2 ranks each of an even rest; else, or if last, all of it.
+    """Give each axis without a flag 2 ranks if it can, and the last one all the rest.
 
     (lesson 05)"""
-    needed = NEEDS.get(args.bug, "pp")  # comes first
-    free = [axis for axis in dict.fromkeys((needed, *AXES)) if not getattr(args, axis)]
-    product = math.prod(getattr(args, axis) or 1 for axis in AXES)
+    needed = NEEDS.get(args.bug, "pp")  # is filled first: two ranks are a pipeline
+    order = [needed] + [axis for axis in AXES if axis != needed]
+    free = [axis for axis in order if not getattr(args, axis)]
+    given = [axis for axis in AXES if axis not in free]
+    product = math.prod(getattr(args, axis) for axis in given)
     if ranks % product or (ranks > product and not free):
-        text = " × ".join(f"--{x} {getattr(args, x)}" for x in AXES if x not in free)
+        text = " × ".join(f"--{axis} {getattr(args, axis)}" for axis in given)
         text = f"{text} = {product}, but there are {ranks} ranks"
         raise ValueError(f"{text}; start {product} (--nproc_per_node={product})")
     left = ranks // product
     for axis in free:
-        setattr(args, axis, 2 if left % 2 == 0 and axis != free[-1] else left)
+        is_halved = left % 2 == 0 and axis != free[-1]
+        setattr(args, axis, 2 if is_halved else left)
         left //= getattr(args, axis)
     if args.bug in NEEDS and getattr(args, needed) == 1:
         raise ValueError(f"--break {args.bug} needs --{needed} 2 or more")
 
 
 def fill_sizes(args) -> None:
-    usual = args.tp * math.ceil(4 / args.tp)  # 4, or more: all ranks have some
-    args.heads = args.heads or 2 * math.lcm(args.kv_heads or usual, args.tp)
-    args.kv_heads = args.kv_heads or math.gcd(args.heads, usual)
-    args.hidden, args.dropout = args.hidden or 8 * args.heads, 0.0
+    """Fill in sizes that the mesh divides. ValueError for one that it does not.
+
+    (lesson 05)"""
+    kv_heads = args.tp * math.ceil(4 / args.tp)
+    args.heads = args.heads or 2 * math.lcm(args.kv_heads or kv_heads, args.tp)
+    args.kv_heads = args.kv_heads or math.gcd(args.heads, kv_heads)
+    args.hidden = args.hidden or 8 * args.heads
+    args.dropout = 0.0
     args.seq_len = args.seq_len or (64 if args.ragged else 32)
     args.layers = args.layers or max(4, args.pp)
     args.microbatches = args.microbatches or max(4, args.pp)
@@ -2082,18 +2284,23 @@ def fill_sizes(args) -> None:
     args.batch_size = args.batch_size or parts * math.ceil(16 / parts)
     must_divide(args, "batch_size", parts, "(--dp · --microbatches)")
     must_divide(args, "heads", args.tp, "(--tp)")
-    must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
+    if args.kv_heads < args.tp:
+        text = f"--kv-heads {args.kv_heads}: fewer than --tp {args.tp}"
+        raise ValueError(f"{text}; take {args.tp}, or see beyond/09_shared_heads.py")
+    must_divide(args, "kv_heads", args.tp, "(--tp)")
     must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    if args.tp % args.kv_heads:  # else c = T/K ranks hold the same one
-        must_divide(args, "kv_heads", args.tp, "(--tp)")
-    for wrong, text in (
-        (args.layers < args.pp, f"--layers {args.layers}: fewer than --pp {args.pp}"),
-        (args.vocab_size <= PAD, f"--vocab-size {args.vocab_size}: take 257 or more"),
-        (args.hidden < 4, "--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4"),
-        (not args.clip > 0, f"--clip {args.clip}: a norm above 0 is wanted"),
-    ):
-        if wrong:
-            raise ValueError(text)
+    must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
+    if args.layers < args.pp:
+        text = f"--layers {args.layers}: fewer than --pp {args.pp}"
+        raise ValueError(f"{text}; take --layers {args.pp}")
+    if args.vocab_size <= PAD:
+        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
+    if args.hidden < 4:
+        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
+    if not args.clip > 0:
+        raise ValueError(f"--clip {args.clip}: must be above 0")
+    if not 0 <= args.sleep < 1e5:
+        raise ValueError(f"--sleep {args.sleep}: must be at least 0 and below 100000")
 
 
 # endregion
@@ -2285,7 +2492,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -2341,7 +2548,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -2548,24 +2756,30 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and is_found
 
 
-def describe_hang(error: Exception) -> str:
-    """Which ranks wait and which are missing, by what each wrote down: no guess."""
-    ranks = range(dist.get_world_size())
-    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
-    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
-    missing = [rank for rank in ranks if rank not in waiting]
+def who_is_missing(statuses: list[str]) -> str:
+    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
+    waiting = []
+    missing = []
+    for rank, status in enumerate(statuses):
+        ranks = waiting if status.startswith("in call") else missing
+        ranks.append(rank)
     if not waiting:
-        text = "a call failed that is not one of the lesson's own"
-    elif missing:
+        return "a call failed that is not one of the lesson's own"
+    if missing:
         who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
-        text += "it hung, crashed or skipped a call"
-    elif len(set(statuses)) == 1:
-        text = "a collective failed although every rank had entered it"
-    else:
-        text = f"ranks {waiting} are waiting in different calls: "
-        text += "one skipped or reordered a call, or died in it"
-    lines = [wrap(f"error: {text}")]
+        return text + "it hung, crashed or skipped a call"
+    if len(set(statuses)) == 1:
+        return "a collective failed although every rank had entered it"
+    text = f"ranks {waiting} are waiting in different calls: "
+    return text + "one skipped or reordered a call, or died in it"
+
+
+def describe_hang(error: Exception) -> str:
+    """Which call each rank is in, by what it wrote down itself."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    lines = [wrap(f"error: {who_is_missing(statuses)}")]
     for rank in ranks:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
