@@ -189,7 +189,8 @@ def reason_not_written(error: CheckpointException, part: Path, state: dict) -> s
 def failure_in(error: CheckpointException) -> str:
     """The first rank's failure; dcp's own text has many lines, for all of them."""
     rank, (failure, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(failure).__name__}: {failure or 'no message'}"
+    text = str(failure) or "no message"
+    return f"rank {rank}: {type(failure).__name__}: {text}"
 
 
 # ---- Load: on any mesh
@@ -252,7 +253,7 @@ def verify_checkpoint(path: Path, settings: dict) -> dict:
     except OSError as error:
         file = Path(error.filename).name
         raise ValueError(f"{file}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{COMPLETE} is damaged: {error}") from None
     except KeyError as error:
         raise ValueError(f"{COMPLETE} has no {error}") from None
@@ -1654,7 +1655,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # read it once: checkpoint() allows no second time
+        saved = ctx.saved_tensors  # read once: checkpoint() allows it only once
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
@@ -2018,7 +2019,7 @@ class FlatAdamW:
         return F.pad(flat, (0, -len(flat) % self.groups["dp"].size()))
 
     def local_slice(self, tensors: dict[str, Tensor]) -> Tensor:
-        """What this replica updates of that vector: a slice with `zero`, else all.
+        """What this replica updates of it: a slice with `zero`, otherwise all.
 
         (lesson 05)"""
         flat = self.flatten(tensors)
@@ -2156,10 +2157,10 @@ class HeldTensor:
         self.tensor = tensor.detach()
         self.meter = meter
         self.forward_pass = meter.forward_pass
-        meter.add(self)
+        meter.change(self, +1)
 
     def __del__(self):
-        self.meter.remove(self)
+        self.meter.change(self, -1)
 
 
 class HeldBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -2171,46 +2172,40 @@ class HeldBytes(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda x: HeldTensor(x, self), lambda held: held.tensor)
         stored = list(module.parameters()) + list(module.buffers())
         self.ignored = {self.key_of(x) for x in stored}
-        self.uses = Counter()  # storage → saved tensors in it
-        self.passes = Counter()  # forward pass → its tensors that are still held
+        self.in_storage = Counter()  # storage → saved tensors in it
+        self.of_pass = Counter()  # forward pass → its tensors that are still held
         self.forward_pass = 0
         self.now = 0
         self.reset()
-
-    def reset(self) -> None:
-        self.peak = self.now
-        self.peak_passes = len(self.passes)
 
     def __enter__(self):
         self.forward_pass += 1
         super().__enter__()
 
+    def reset(self) -> None:
+        self.peak = self.now
+        self.peak_passes = len(self.of_pass)
+
     @staticmethod
     def key_of(x: Tensor) -> int:
         return x.untyped_storage().data_ptr()
 
-    def add(self, held: HeldTensor) -> None:
+    def change(self, held: HeldTensor, by: int) -> None:
+        """Count a saved tensor in (by = 1), or out (by = −1) (lesson 05)."""
         key = self.key_of(held.tensor)
         if key in self.ignored:
             return
-        if self.uses[key] == 0:
+        before = self.in_storage[key]
+        self.in_storage[key] += by
+        if before == 0:
             self.now += held.tensor.untyped_storage().nbytes()
-        self.uses[key] += 1
-        self.passes[held.forward_pass] += 1
-        self.peak = max(self.peak, self.now)
-        self.peak_passes = max(self.peak_passes, len(self.passes))
-
-    def remove(self, held: HeldTensor) -> None:
-        key = self.key_of(held.tensor)
-        if key in self.ignored:
-            return
-        self.uses[key] -= 1
-        if self.uses[key] == 0:
+        elif self.in_storage[key] == 0:
             self.now -= held.tensor.untyped_storage().nbytes()
-            del self.uses[key]
-        self.passes[held.forward_pass] -= 1
-        if self.passes[held.forward_pass] == 0:
-            del self.passes[held.forward_pass]
+        self.of_pass[held.forward_pass] += by
+        if self.of_pass[held.forward_pass] == 0:
+            del self.of_pass[held.forward_pass]
+        self.peak = max(self.peak, self.now)
+        self.peak_passes = max(self.peak_passes, len(self.of_pass))
 
 
 def gather_stages(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
@@ -2251,10 +2246,12 @@ def fill_mesh(args, ranks: int) -> None:
 
     (lesson 05)"""
     needed = NEEDS.get(args.bug, "pp")  # is filled first: two ranks are a pipeline
-    order = [needed] + [axis for axis in AXES if axis != needed]
-    free = [axis for axis in order if not getattr(args, axis)]
-    given = [axis for axis in AXES if axis not in free]
-    product = math.prod(getattr(args, axis) for axis in given)
+    given = [axis for axis in AXES if getattr(args, axis)]
+    free = [axis for axis in AXES if axis not in given]
+    free.sort(key=lambda axis: axis != needed)  # stable: the others stay in order
+    product = 1
+    for axis in given:
+        product *= getattr(args, axis)
     if ranks % product or (ranks > product and not free):
         text = " × ".join(f"--{axis} {getattr(args, axis)}" for axis in given)
         text = f"{text} = {product}, but there are {ranks} ranks"

@@ -40,7 +40,7 @@ def make(number: int, sizes: tuple) -> argparse.Namespace:
         layers=pp + rng.randint(0, 2), batch_size=dp * M * rng.randint(2, 3),
         seq_len=rng.randint(5, 13), vocab_size=257, clip=(0.3, 1.0, 100.0)[number % 3],
         dropout=0.0, seed=number + 1, dtype="float64", device="cpu", timeout=60,
-        ranks=math.prod(sizes), begin=0, save=None,
+        ranks=math.prod(sizes),
     )  # fmt: skip
 
 
