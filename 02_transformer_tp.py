@@ -429,14 +429,16 @@ class TrainingRun(NamedTuple):
 
 
 def train_transformer(
-    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
-) -> TrainingRun:
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
+    norm_of=global_norm,
+) -> TrainingRun:  # fmt: skip
     """One step on each batch.
 
     Args:
         tp_group: None for one process and for DTensor.
         loss_of: (logits, targets) → the loss.
         after_backward: called with the model, before gradients are read.
+        norm_of: (model, tp_group) → the norm of the gradient.
     """
     losses = {}
     norms = {}
@@ -466,7 +468,7 @@ def train_transformer(
             if tp_group is None:
                 norm = norm_by_pytorch(model)
             else:
-                norm = global_norm(model, tp_group)
+                norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
         # Each rank updates what it holds, and sends nothing. Replicas stay equal only
