@@ -1392,7 +1392,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

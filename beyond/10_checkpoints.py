@@ -960,24 +960,19 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+def shard_parameter(
+    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
+) -> nn.Parameter | None:
+    """This rank's shard of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
-    for dim, group in cuts:
+    if full is None:
+        return None
+    for dim, group in shardings:
         full = shard(full, dim, group)
-    mine = nn.Parameter(full.detach().clone())
-    mine.shardings = cuts
-    return mine
-
-
-def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first.
-
-    (lesson 01)"""
-    for dim, group in reversed(cuts):
-        x = all_gather(x, dim, group)
-    return x
+    p = nn.Parameter(full.detach().clone())  # training it must not change `full`
+    p.shardings = shardings
+    return p
 
 
 def shardings_of(p: Tensor) -> tuple:
@@ -985,6 +980,15 @@ def shardings_of(p: Tensor) -> tuple:
 
     (lesson 01)"""
     return getattr(p, "shardings", ())
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' shards; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):
+        x = all_gather(x, dim, group)
+    return x
 
 
 class CopyToTP(torch.autograd.Function):
@@ -997,7 +1001,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -1006,7 +1010,8 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
+        ctx.dim = dim
+        ctx.tp_group = tp_group
         return all_gather(x, dim, tp_group)
 
     @staticmethod
@@ -1019,7 +1024,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
+        self.tp_group = tp_group
+        self.copy_input = copy_input
         self.gather_output = gather_output
         self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
         self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
@@ -1042,8 +1048,8 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
+        # y is one tensor that all ranks hold, so each has the full dL/dy; and y is the
+        # sum of the partial sums, so dL/dy is also the gradient of each of them.
         return grad, None
 
 
@@ -1060,6 +1066,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
         y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        if self.bias is None:
+            return y_BSD
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
@@ -1078,7 +1086,8 @@ class AllGatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return all_gather(x, dim, group)
 
     @staticmethod
@@ -1087,13 +1096,12 @@ class AllGatherWithGrad(torch.autograd.Function):
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of the above.
-
-    (lesson 01)"""
+    """Reduce-scatter forward, all-gather backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return reduce_scatter(partial_y, dim, group)
 
     @staticmethod
@@ -1107,9 +1115,10 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
     (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
-        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
-        left = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+        flag = f"--{name.replace('_', '-')}"
+        multiple = value + parts - value % parts
+        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
 
 
 # endregion
@@ -1281,10 +1290,9 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a fraction of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -1376,8 +1384,9 @@ class TrainingRun(NamedTuple):
 
 
 def train_transformer(
-    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
-) -> TrainingRun:
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
+    norm_of=global_norm,
+) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
     norms = {}
@@ -1407,12 +1416,13 @@ def train_transformer(
             if tp_group is None:
                 norm = norm_by_pytorch(model)
             else:
-                norm = global_norm(model, tp_group)
+                norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
         # Each rank updates what it holds, and sends nothing. Replicas stay equal only
         # because they start equal and get equal gradients. Nothing else enforces it.
-        optimizer.step()
+        with COMM.label(name, "update"):
+            optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
 
@@ -2563,7 +2573,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -2573,7 +2584,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -2583,7 +2600,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -2882,7 +2899,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)
