@@ -312,7 +312,7 @@ def show_sums(report: Report, group) -> None:
     generator = torch.Generator().manual_seed(report.args.seed)
     # The same 16 terms for every T; this rank holds 16/T of them.
     terms = torch.randn(16, 1000, generator=generator, dtype=dtype)
-    terms = list(terms.to(report.args.device))
+    terms = list(terms.to(report.args.device))  # drawn on the CPU, on any device
     local_terms = terms[group.rank() * 16 // T :][: 16 // T]
     with COMM.label("one by one", ""):
         summed = all_reduce(sum(local_terms), group)
@@ -347,6 +347,7 @@ def sum_row(report, name: str, expected, summed, collective: str, group) -> dict
     row["elements that differ"] = differing(summed, expected)
     row["collective"] = collective
     row["bytes"] = COMM.bytes[call]
+    # The payload of an all-gather is what comes out of it: T times x.
     copies = T if collective == "all-gather" else 1
     payload = copies * summed.nbytes if T > 1 else 0  # one rank sends nothing
     report.expect(row, "bytes", "bytes", f"sum, {name}", payload)
@@ -358,7 +359,7 @@ def sum_row(report, name: str, expected, summed, collective: str, group) -> dict
 
 def mlp_tensors(mlp: MLP, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
     """What one forward and backward pass of an MLP computes, unsharded."""
-    x = x.clone().requires_grad_()
+    x = x.clone().requires_grad_()  # each MLP gets a gradient of its own
     h_BSf = mlp.up_proj(x)
     y_BSD = mlp.down_proj(F.gelu(h_BSf))
     y_BSD.backward(upstream)
@@ -379,6 +380,7 @@ def show_mlps(report: Report, tp_group, alone) -> None:
     shape = (args.batch_size, args.seq_len, args.hidden)
     x = torch.randn(shape).to(full.up_proj.weight)  # its dtype and device
     upstream = torch.randn(shape).to(full.up_proj.weight)
+    # On a group of one rank, T is 1: each rank makes its own reference.
     tp = mlp_tensors(tp_mlp(full, tp_group), x, upstream)
     tp_alone = mlp_tensors(tp_mlp(full, alone), x, upstream)
     blocked = mlp_tensors(blocked_mlp(full, tp_group), x, upstream)
@@ -406,7 +408,7 @@ def show_mlps(report: Report, tp_group, alone) -> None:
 
 def show_losses(report: Report, runs: dict) -> None:
     """The four runs agree as far as the lessons demand it, with rounding errors."""
-    fold = lambda name: "all tensors"
+    fold = lambda name: "all tensors"  # one row for all gradients, one for parameters
     report.section("Training: losses, gradients of step 1, parameters at the end")
     losses = values_of(runs, "losses")
     report.compare("losses", losses, allowed=report.allowed_loss)
@@ -418,29 +420,26 @@ def show_losses(report: Report, runs: dict) -> None:
 def show_hashes(report: Report, runs: dict) -> None:
     """All bits of what training gives: one hash for every T, if in blocks."""
     kinds = ["losses", "gradients", "norms", "parameters"]
-    rows = []
+    rows = {}
     for name, run in runs.items():
-        row = {"run": name}
+        rows[name] = {"run": name}
         for kind in kinds:
-            row[kind] = digest(*getattr(run, kind).values())
-        rows.append(row)
-    reference = next((row for row in rows if row["run"] == "blocks, T = 1"), {})
-    for row in rows:
-        if row["run"] != "in blocks":
-            continue
+            rows[name][kind] = digest(*getattr(run, kind).values())
+    if "in blocks" in rows and "blocks, T = 1" in rows:  # neither has raised an error
+        row = rows["in blocks"]
         row["off"] = []
         for kind in kinds:
-            is_other = row[kind] != reference.get(kind)
+            is_other = row[kind] != rows["blocks, T = 1"][kind]
             if not report.check("bits", f"training, {kind}", float(is_other)):
                 row["off"].append(kind)
-            # Ranks also compare with each other: each has computed its own reference.
+            # Each rank has its own reference, so ranks also compare with each other.
             hashes = set(gather_objects(row[kind]))
             report.check("replicas", f"hash of {kind}", len(hashes) - 1)
-    report.section("Hashes of all bits of these")
-    report.say(
-        "   Compare 1, 2, 4 and 8 ranks: TP's parameters have 4 hashes, blocks have 1."
+    report.section(
+        "Hashes of all bits of these, for 1, 2, 4 and 8 ranks (run them all)"
     )
-    report.table("hashes", rows)
+    report.say("   TP has another hash of the parameters for each T. Blocks have one.")
+    report.table("hashes", list(rows.values()))
 
 
 def show_cost(report: Report, size: dict[str, int]) -> None:
@@ -478,7 +477,7 @@ BREAKS = {
         old="    return tree_sum(list(all_gather(x[None], 0, group)))\n",
         new="    return all_reduce(x, group)\n",
         what="the sum over ranks is left to the library's all-reduce",
-        symptom="on 2 ranks all is well; on 4 and more the last bits differ",
+        symptom="on 2 ranks all bits are right; on 4 and more the last ones differ",
         why="a library chooses its order by T and by the size of the message. On 2 "
         "ranks there is only one order, because a + b = b + a",
         reported="github.com/vllm-project/vllm/issues/51290",
@@ -493,18 +492,14 @@ BREAKS = {
         "another T puts other terms into one product",
         reported="github.com/sgl-project/sglang/pull/15041",
     ),
-    "bias": dict(
-        target="blocked_row_linear",
-        old="    y_BSD = ReduceFromBlocks.apply(linear.tp_group, *partial_ys)\n"
-        "    return y_BSD + linear.bias\n",
-        new="    if linear.tp_group.rank() == 0:\n"
-        "        partial_ys[-1] = partial_ys[-1] + linear.bias\n"
-        "    return ReduceFromBlocks.apply(linear.tp_group, *partial_ys)\n",
-        what="rank 0 adds the bias to its partial result, before the sum over ranks",
-        symptom="outputs are right up to rounding errors, but depend on T",
-        why="the bias is added to rank 0's last block, and which block that is depends "
-        "on T; on all other ranks it also has no gradient",
-        reported="github.com/GeeeekExplorer/nano-vllm/issues/99",
+    "accumulate": dict(
+        target="CopyToBlocks.backward",
+        old="tree_sum(list(partial_grads))",
+        new="sum(partial_grads)",
+        what="backward adds the gradients of a rank's blocks one by one, as autograd does",
+        symptom="forward and step 1's loss are bitwise identical, but gradients are not",
+        why="backward has sums that forward does not have: their order matters as well",
+        reported="github.com/NVIDIA-NeMo/Automodel/pull/3392",
     ),
 }
 
@@ -518,7 +513,8 @@ def parse_args(ranks: int) -> argparse.Namespace:
     sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 32}
     args = lesson_parser(__doc__, BREAKS, sections=5, **sizes).parse_args()
     if BLOCKS % ranks:
-        raise ValueError(f"{ranks} ranks: {BLOCKS} blocks % {ranks} is not 0; start 8")
+        rest = f"{BLOCKS} blocks % {ranks} ranks = {BLOCKS % ranks}, not 0"
+        raise ValueError(f"{rest}; start 1, 2, 4 or 8 ranks")
     args.vocab_size = 257
     args.hidden = 64
     args.heads = 16
@@ -629,24 +625,19 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+def shard_parameter(
+    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
+) -> nn.Parameter | None:
+    """This rank's shard of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
-    for dim, group in cuts:
+    if full is None:
+        return None
+    for dim, group in shardings:
         full = shard(full, dim, group)
-    mine = nn.Parameter(full.detach().clone())
-    mine.shardings = cuts
-    return mine
-
-
-def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first.
-
-    (lesson 01)"""
-    for dim, group in reversed(cuts):
-        x = all_gather(x, dim, group)
-    return x
+    p = nn.Parameter(full.detach().clone())  # training it must not change `full`
+    p.shardings = shardings
+    return p
 
 
 def shardings_of(p: Tensor) -> tuple:
@@ -654,6 +645,15 @@ def shardings_of(p: Tensor) -> tuple:
 
     (lesson 01)"""
     return getattr(p, "shardings", ())
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' shards; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):
+        x = all_gather(x, dim, group)
+    return x
 
 
 class CopyToTP(torch.autograd.Function):
@@ -666,7 +666,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -675,7 +675,8 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
+        ctx.dim = dim
+        ctx.tp_group = tp_group
         return all_gather(x, dim, tp_group)
 
     @staticmethod
@@ -688,7 +689,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
+        self.tp_group = tp_group
+        self.copy_input = copy_input
         self.gather_output = gather_output
         self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
         self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
@@ -711,8 +713,8 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
+        # y is one tensor that all ranks hold, so each has the full dL/dy; and y is the
+        # sum of the partial sums, so dL/dy is also the gradient of each of them.
         return grad, None
 
 
@@ -729,6 +731,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
         y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        if self.bias is None:
+            return y_BSD
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
@@ -782,9 +786,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too.
-
-    (lesson 02)"""
+    """nn.Dropout, with the mask sampled as in ShardedDropout below (lesson 02)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -833,7 +835,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project_qkv = apply_each  # TP exchanges it: one f before all three
+        self.project_qkv = apply_each  # TP replaces it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -918,10 +920,9 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -942,20 +943,20 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank (lesson 02)."""
+    """Norm of the full model's gradient, the same on every rank (lesson 02)."""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
         if p.grad is None:
             continue
         squares = p.grad.double().square().sum()
         if not shardings_of(p):
-            squares /= tp_group.size()  # T ranks add equal ones: count them once
+            squares /= tp_group.size()  # all T ranks add the same squares
         total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by one factor, so that their norm is max_norm at most.
+    """Scale all gradients by one factor, so that their norm is at most max_norm.
 
     (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -990,7 +991,7 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_transformer(args) -> Transformer:
-    """The full model: the same on every rank, because it is drawn from the seed.
+    """The full model. Every rank initializes the same one, from the same seed.
 
     (lesson 02)"""
     torch.manual_seed(args.seed)
@@ -1013,7 +1014,7 @@ class TrainingRun(NamedTuple):
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors; in float64.
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
@@ -1028,7 +1029,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+            x = torch.empty(0)  # no gradient: this is equal to no tensor
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1038,7 +1039,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
 
 
 def sizes_of(args) -> dict[str, int]:
-    """The letters of the shape legend, and e: bytes of an element (lesson 02)."""
+    """The letters of the shape legend, and e: bytes per element (lesson 02)."""
     e = getattr(torch, args.dtype).itemsize
     return dict(
         B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
@@ -1236,7 +1237,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -1292,7 +1293,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -1309,7 +1311,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1319,7 +1322,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1329,7 +1338,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -1499,24 +1508,30 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and is_found
 
 
-def describe_hang(error: Exception) -> str:
-    """Which ranks wait and which are missing, by what each wrote down: no guess."""
-    ranks = range(dist.get_world_size())
-    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
-    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
-    missing = [rank for rank in ranks if rank not in waiting]
+def who_is_missing(statuses: list[str]) -> str:
+    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
+    waiting = []
+    missing = []
+    for rank, status in enumerate(statuses):
+        ranks = waiting if status.startswith("in call") else missing
+        ranks.append(rank)
     if not waiting:
-        text = "a call failed that is not one of the lesson's own"
-    elif missing:
+        return "a call failed that is not one of the lesson's own"
+    if missing:
         who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
-        text += "it hung, crashed or skipped a call"
-    elif len(set(statuses)) == 1:
-        text = "a collective failed although every rank had entered it"
-    else:
-        text = f"ranks {waiting} are waiting in different calls: "
-        text += "one skipped or reordered a call, or died in it"
-    lines = [wrap(f"error: {text}")]
+        return text + "it hung, crashed or skipped a call"
+    if len(set(statuses)) == 1:
+        return "a collective failed although every rank had entered it"
+    text = f"ranks {waiting} are waiting in different calls: "
+    return text + "one skipped or reordered a call, or died in it"
+
+
+def describe_hang(error: Exception) -> str:
+    """Which call each rank is in, by what it wrote down itself."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    lines = [wrap(f"error: {who_is_missing(statuses)}")]
     for rank in ranks:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
@@ -1622,7 +1637,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)
