@@ -24,6 +24,7 @@ import jobs
 PATHS = {stem[:2]: path for stem, path in jobs.PATHS.items()}
 TESTS = "wrappers", "mlp_equality", "transformer", "vocab", "sequence", "3d"
 TESTS = {lesson: f"tests/test_{name}.py" for lesson, name in zip(PATHS, TESTS)}
+TESTS["08"] = "tests/test_same_bits.py"
 TESTS["10"] = "tests/test_checkpoints.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
@@ -59,15 +60,23 @@ MUTANTS = [Mutant(*row) for row in [
      "torch.empty(like.shape, dtype=like.dtype, device=like.device)",
      "torch.empty_like(like)", "test_random_cases"),
     ("00", "ring_all_reduce", "right and left exchanged",
-     "(rank + 1) % T, (rank - 1) % T", "(rank - 1) % T, (rank + 1) % T", "3"),
+     "right = (rank + 1) % T\n    left = (rank - 1) % T",
+     "right = (rank - 1) % T\n    left = (rank + 1) % T", "3"),
     ("00", "ring_all_reduce", "chunk, which makes less than T of a few",
      ".tensor_split(T)", ".chunk(T)", "test_random_cases"),
     ("00", "ring_all_reduce", "adds into its input",
-     "chunks[comes] = chunks[comes] + arrived", "chunks[comes] += arrived"),
+     "chunks[recv_chunk] = chunks[recv_chunk] + arrived",
+     "chunks[recv_chunk] += arrived"),
     ("00", "async_all_reduce", "overwrites its input", "out = x.clone()", "out = x",
      "test_random_cases"),
     ("00", "mesh_groups", "the groups of an outer axis are neighbours",
      "ranks.movedim(dim, -1).reshape", "ranks.reshape", "4"),
+    ("00", "two_all_reduces", "the second sum is the first one again",
+     "sum_y = all_reduce(y, group)", "sum_y = sum_x"),
+    ("00", "matmul_case_3_reduce_scatter", "the sum is split along the other dim",
+     "(partial_c_IK, 1, group)", "(partial_c_IK, 0, group)"),
+    ("00", "matmul_2d", "the slice of A is gathered over the wrong axis",
+     "all_gather(a_ij, 1, inner)", "all_gather(a_ij, 1, outer)"),
     # 01
     ("01", "shard_parameter", "notes the first cut only",
      "cuts = cuts", "cuts = cuts[:1]"),
@@ -241,6 +250,27 @@ MUTANTS = [Mutant(*row) for row in [
     ("10", "failure_in", "a failure without words has none",
      'str(failure) or "no message"', "failure",
      "test_a_truncated_file_with_a_forged_checksum"),
+    # 08
+    ("08", "tree_sum", "halves are not equal", "len(terms) // 2", "1"),
+    ("08", "CopyToBlocks.backward", "no sum over ranks",
+     "tree_all_reduce(tree_sum(list(partial_grads)), ctx.tp_group)",
+     "tree_sum(list(partial_grads))"),
+    ("08", "ReduceFromBlocks.backward", "a part of the gradient for each block",
+     "(grad for _", "(grad / ctx.blocks for _"),
+    ("08", "blocked_column_linears", "blocks in the wrong order",
+     "weights = split(linear.weight, 0, len(copies))",
+     "weights = split(linear.weight, 0, len(copies))[::-1]"),
+    ("08", "same_bits_transformer", "attention's o_proj stays as it was",
+     "        attn.o_proj = BlockedLinear(attn.o_proj, blocked_row_linear)\n", ""),
+    ("08", "same_bits_transformer", "q, k and v stay as they were",
+     "        attn.project_qkv = blocked_column_linears\n", ""),
+    ("08", "tree_norm", "the norm is a plain sum of a rank's blocks",
+     "tree_all_reduce(tree_sum(of_blocks), tp_group)",
+     "all_reduce(sum(of_blocks), tp_group)", "4 --dtype float64"),
+    ("08", "digest", "a hash of the shapes only",
+     "torch.as_tensor(x, dtype=torch.float64)",
+     "torch.zeros_like(torch.as_tensor(x, dtype=torch.float64))",
+     "test_a_hash_sees_one_bit"),
 ]]
 # fmt: on
 

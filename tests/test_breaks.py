@@ -12,13 +12,17 @@ loss = "losses: loss, step 1, {}".format
 loss_2 = "losses: loss, step 2, {}".format
 norm = "updates: ‖g‖, step 1, {}".format
 grad = "gradients: {}".format
+value = "values: {}".format
+bits = "bits: {}".format
 EXPECTED = {
     "00_collectives": {
         "skip": "^error: ranks? ",
-        "order": ("two sums, first 1s, then 10s", "broadcast"),
+        "order": (value("two sums, first 1s, then 10s"), value("broadcast")),
         "shapes": "-6|SIGABRT|error: ",
-        "tree": ("tree: bits", "tree: sum"),
-        "view": ("all-reduce of a transposed view", "and the view itself afterwards"),
+        "view": (value("all-reduce of a transposed view"),
+            value("the view itself afterwards")),
+        "wait": (value("a sum started, then waited for"),
+            value("two sums, first 1s, then 10s")),
     },
     "01_naive_mlp_tp": {
         "f": (grad("dL/d x, Megatron"), "calls: naive backward all-reduce tp",
@@ -84,6 +88,18 @@ EXPECTED = {
         "replicas": (grad("lm_head.bias, mesh"), "PyTorch: loss, PyTorch"),
         "group": (grad("norm.bias, mesh"), "replicas over dp: norm.bias", loss("mesh")),
     },
+    "08_same_bits": {
+        "tree": (bits("sum of 16 terms, tree"), bits("training, parameters"),
+            value("sum, tree")),
+        "library": ("bytes: in blocks forward all-gather tp",
+            bits("sum of 16 terms, tree"), bits("training, parameters"),
+            value("sum, tree")),
+        "blocks": (bits("MLP, down_proj's output, a sum over ranks"),
+            bits("training, losses"), bits("sum of 16 terms, tree")),
+        "accumulate": (bits("MLP, dL/dx, a sum over ranks"),
+            bits("training, gradients"), bits("training, parameters"),
+            bits("sum of 16 terms, tree")),
+    },
     "10_checkpoints": {
         "moments": ("loaded: exp_avg/embed_tokens.weight, A again",
             "loaded: exp_avg_sq/norm.bias, B", loss_2("B")),
@@ -100,6 +116,7 @@ EXPECTED = {
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
 RANKS = {("00_collectives", "skip"): 4, ("01_naive_mlp_tp", "average"): 4}
+RANKS["08_same_bits", "library"] = 4
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 

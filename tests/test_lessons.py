@@ -19,7 +19,6 @@ from runs import (
     DEFAULTS,
     MESH,
     MLP,
-    SAME_BITS,
     TRANSFORMER,
     flag,
     over,
@@ -108,22 +107,6 @@ def test_more_ranks_change_nothing(lesson):
             wanted = values(one)[0]
             assert values(other)[0] == wanted, "the reference knows of no ranks"
             assert all(abs(v - wanted) <= 1e-12 * wanted for v in values(other)), other
-
-
-def hashes(row: dict) -> list[str]:
-    return [v for v in row.values() if re.fullmatch("[0-9a-f]{12}", str(v))]
-
-
-@pytest.mark.parametrize("runs, table, plain, tree", [
-    ([(COLLECTIVES, ranks) for ranks in (1, 2, 4)], "same bits", 0, 1),
-    (SAME_BITS, "hashes", 1, 2),
-])  # fmt: skip
-def test_the_same_bits_for_every_number_of_ranks(runs, table, plain, tree):
-    """Of a sum, and of losses, gradients, parameters; all-reduces give others each."""
-    tables = [jobs.result(*run).data[table] for run in runs]
-    first, *others = (hashes(rows[tree]) for rows in tables)
-    assert len(first) >= 2 and all(other == first for other in others)
-    assert len({hashes(rows[plain])[-1] for rows in tables}) == len(runs)
 
 
 ONLY = (MLP, 2, "--only", "2")
