@@ -292,6 +292,8 @@ def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
     Communication: one all-reduce for each other parameter, of its size.
     """
     for p in tensors:
+        if p.grad is None:  # unused in this step, so on every rank
+            continue
         groups = [group for dim, group in shardings_of(p)]
         if batch_group not in groups:
             p.grad = all_reduce(p.grad, batch_group)
@@ -570,7 +572,7 @@ def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
-            row = {"Megatron's replicas, all ranks": name, "diff": diff}
+            row = {"Megatron's replicas on all ranks": name, "diff": diff}
             report.expect(row, "diff", "replicas", name, 0.0)
             rows.append(row)
     report.table("replicas", rows)
@@ -704,7 +706,7 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     of_dp = evaluate("6·B·S·D·F/((T-1)·θ)", size)
     lines = [
         "Megatron all-reduces activations, 2·B·S·D·e bytes; DP gradients, θ bytes.",
-        f"Megatron sends more from B·S = θ/(2·D·e) = {equal:.1f} on; here B·S = {tokens}.",
+        f"Megatron sends more from B·S = θ/(2·D·e) = {equal:.1f} on (here: {tokens}).",
         "FLOPs per byte sent (predicted; matrix products only): Megatron",
         f"3·F/((T-1)·e) = {of_tp}, DP 6·B·S·D·F/((T-1)·θ) = {of_dp}. So TP needs wide",
         "layers, and DP many tokens.",
@@ -892,24 +894,6 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 # region
 
 
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    limit = timedelta(seconds=timeout)
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
-            # Every rank creates every group, in one order, even if it is not in it:
-            # new_group is a collective over all ranks and waits for each of them.
-            group = dist.new_group(line, timeout=limit, group_desc=axis)
-            if dist.get_rank() in line:
-                groups[axis] = group
-    return groups
-
-
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -932,7 +916,6 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
-    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -971,6 +954,20 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
+
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        groups[axis], _ = dist.new_subgroups_by_enumeration(
+            lines, timeout=timedelta(seconds=timeout), group_desc=axis
+        )
+    return groups
 
 
 # endregion
@@ -1162,7 +1159,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -1218,8 +1215,7 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                if len(runs) > 1:  # otherwise there is nothing to compare with
-                    rows[label].update({"diff": 0.0, "off": []})
+                rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -1236,8 +1232,7 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
-        of different sizes: "1 × 8 and 2·L × D·e".
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1247,13 +1242,7 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls = 0
-            nbytes = 0
-            for product in formula.split(" and "):
-                factors = [evaluate(factor, size) for factor in product.split(" × ")]
-                calls += factors[0]
-                # Multiplied before rounding: a size may be a mean over micro-batches.
-                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
+            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1263,7 +1252,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, nbytes)
+            self.expect(row, "bytes", "bytes", name, calls * each)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -1433,30 +1422,24 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and is_found
 
 
-def who_is_missing(statuses: list[str]) -> str:
-    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
-    waiting = []
-    missing = []
-    for rank, status in enumerate(statuses):
-        ranks = waiting if status.startswith("in call") else missing
-        ranks.append(rank)
-    if not waiting:
-        return "a call failed that is not one of the lesson's own"
-    if missing:
-        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
-        text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
-        return text + "it hung, crashed or skipped a call"
-    if len(set(statuses)) == 1:
-        return "a collective failed although every rank had entered it"
-    text = f"ranks {waiting} are waiting in different calls: "
-    return text + "one skipped or reordered a call, or died in it"
-
-
 def describe_hang(error: Exception) -> str:
-    """Which call each rank is in, by what it wrote down itself."""
+    """Which ranks wait and which are missing, by what each wrote down: no guess."""
     ranks = range(dist.get_world_size())
     statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
-    lines = [wrap(f"error: {who_is_missing(statuses)}")]
+    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
+    missing = [rank for rank in ranks if rank not in waiting]
+    if not waiting:
+        text = "a call failed that is not one of the lesson's own"
+    elif missing:
+        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
+        text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
+        text += "it hung, crashed or skipped a call"
+    elif len(set(statuses)) == 1:
+        text = "a collective failed although every rank had entered it"
+    else:
+        text = f"ranks {waiting} are waiting in different calls: "
+        text += "one skipped or reordered a call, or died in it"
+    lines = [wrap(f"error: {text}")]
     for rank in ranks:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
@@ -1562,8 +1545,7 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        # The command is in the lesson's docstring; flags are those that were given.
-        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
+        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)
