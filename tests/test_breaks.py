@@ -25,16 +25,17 @@ EXPECTED = {
             value("two sums, first 1s, then 10s")),
     },
     "01_naive_mlp_tp": {
-        "f": (grad("dL/d x, Megatron"), "calls: naive backward all-reduce tp",
+        "f": (grad("dL/d x, naive"), grad("dL/d x, Megatron"), "replicas: x",
+            loss_2("Megatron"), "calls: naive backward all-reduce tp",
             grad("dL/d up_proj.weight, Megatron")),
-        "g": ("losses: step 2, Megatron", grad("dL/d up_proj.weight, Megatron"),
-            grad("dL/d down_proj.bias, Megatron")),
-        "bias": ("losses: step 1, Megatron", grad("y, Megatron"), grad("y, naive")),
-        "plain": ("ways: dL/d up_proj.bias, FSDP", "ways: dL/d up_proj.bias, 2D",
-            "ways: dL/d up_proj.weight, FSDP"),
-        "gelu": (grad("y, Megatron"), "ways: dL/d x, Megatron", grad("y, naive")),
-        "average": ("ways: dL/d up_proj.weight, FSDP", "ways: dL/d up_proj.weight, 2D",
-            "ways: y, 2D"),
+        "g": (grad("dL/d x, Megatron"), grad("dL/d up_proj.weight, Megatron"),
+            loss_2("Megatron"), grad("dL/d down_proj.bias, Megatron")),
+        "bias": (grad("dL/d up_proj.bias, Megatron"), grad("y, Megatron"),
+            loss("Megatron"), grad("y, naive")),
+        "plain": (grad("dL/d up_proj.bias, FSDP"), grad("dL/d up_proj.bias, 2D"),
+            "memory: gradients, FSDP", grad("dL/d up_proj.weight, FSDP")),
+        "average": (grad("dL/d down_proj.weight, FSDP"), loss_2("DP"),
+            grad("dL/d up_proj.weight, 2D"), grad("y, 2D")),
     },
     "02_transformer_tp": {
         "seed": (loss("with TP"), grad("lm_head.weight, with TP"), loss("DTensor")),
@@ -149,7 +150,7 @@ def test_fails_and_says_what_it_did(lesson, name):
         assert "FAIL" not in done.out and re.search(wanted, done.err, re.M), done.err
         return
     *red, green = wanted
-    assert lines[-1].startswith(f"FAIL  {lesson}  ") and done.data["verdict"] == "FAIL"
+    assert f"\nFAIL  {lesson}  failed: " in done.out and done.data["verdict"] == "FAIL"
     bad = {row["name"]: row["ranks"] for row in done.data["checks"]}
     assert red and all(bad[check] for check in red) and bad[green] == [], bad
     # Words may be broken over two lines anywhere.
