@@ -56,7 +56,7 @@ EXPECTED = {
             "parameters: lm_head.bias, rows of padding", loss("loss by hand")),
         "max": (grad("logits of about 10,000"), "losses: logits of about 10,000",
             "calls: with TP loss all-reduce tp", loss("with TP")),
-        "exponentials": (grad("V = 50,257, as GPT-2"),
+        "exponentials": (grad("layers.1.input_layernorm.weight, "),
             grad("lm_head.weight, with TP"), loss_2("with TP"), loss("with TP")),
         "tie": (grad("lm_head.weight, with TP"), grad("embed_tokens.weight, with TP"),
             loss_2("with TP"), loss("with TP")),
@@ -121,10 +121,13 @@ def test_fails_and_says_what_it_did(lesson, name):
     *red, green = wanted
     assert lines[-1].startswith(f"FAIL  {lesson}  ") and done.data["verdict"] == "FAIL"
     bad = {row["name"]: row["ranks"] for row in done.data["checks"]}
-    assert red and all(bad[check] for check in red) and bad[green] == [], bad
+    assert bad[green] == [], bad
+    for check in red:  # `gradients: NAME, ` is of any run: rounding says which is worst
+        assert any(bad[name] for name in bad if name.startswith(check)), (check, bad)
     # Words may be broken over two lines anywhere.
     verdict = " ".join(done.out.rpartition("\n\n")[2].split())
-    assert verdict.startswith(f"✗ {red[0]}: off by"), verdict
+    first = red[0] if red[0].endswith(", ") else f"{red[0]}: off by"
+    assert verdict.startswith(f"✗ {first}"), verdict
 
 
 @pytest.mark.parametrize("lesson", EXPECTED)
