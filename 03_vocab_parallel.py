@@ -412,11 +412,11 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
     for name, p in full.named_parameters():
         if fold_layers(name) != name:
             continue
-        local = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        local_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
         row = {"parameter": name, "global": list(p.shape)}
-        row["on a rank"] = list(local.shape)
+        row["on a rank"] = list(local_p.shape)
         # The placement is what the parameter remembers, not what it should be.
-        placements = [f"Shard({dim})" for dim, _ in shardings_of(local)]
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
     report.say("   All other parameters are sharded as in lesson 02.")
