@@ -448,7 +448,7 @@ def train_transformer(
                 norm = global_norm(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds, and sends nothing. Replicas stay equal because
+        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
         # they start equal and get equal gradients: nothing else enforces it.
         with COMM.label(name, "update"):
             optimizer.step()
