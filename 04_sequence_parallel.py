@@ -495,7 +495,9 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)
     report.table("ring", ring_totals(report, size))
-    text = "   SP sends 25 % more because it gathers inputs twice: 5 rounds instead of 4."
+    text = (
+        "   SP sends 25 % more because it gathers inputs twice: 5 rounds instead of 4."
+    )
     if report.args.save_gathered:
         text = "   SP sends the same as TP because it saves gathered inputs."
     report.say(f"{text}\n   DTensor saves them, and sums the gradients of LayerNorms")
@@ -872,6 +874,24 @@ import math
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -894,6 +914,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -934,20 +955,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
     return round(rounds * nbytes * (ranks - 1) / ranks)
 
 
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
-
-
 # endregion
 
 
@@ -969,24 +976,19 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+def shard_parameter(
+    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
+) -> nn.Parameter | None:
+    """This rank's shard of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
-    for dim, group in cuts:
+    if full is None:
+        return None
+    for dim, group in shardings:
         full = shard(full, dim, group)
-    mine = nn.Parameter(full.detach().clone())
-    mine.shardings = cuts
-    return mine
-
-
-def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first.
-
-    (lesson 01)"""
-    for dim, group in reversed(cuts):
-        x = all_gather(x, dim, group)
-    return x
+    p = nn.Parameter(full.detach().clone())  # training it must not change `full`
+    p.shardings = shardings
+    return p
 
 
 def shardings_of(p: Tensor) -> tuple:
@@ -994,6 +996,15 @@ def shardings_of(p: Tensor) -> tuple:
 
     (lesson 01)"""
     return getattr(p, "shardings", ())
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' shards; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):
+        x = all_gather(x, dim, group)
+    return x
 
 
 class CopyToTP(torch.autograd.Function):
@@ -1006,7 +1017,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -1015,7 +1026,8 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
+        ctx.dim = dim
+        ctx.tp_group = tp_group
         return all_gather(x, dim, tp_group)
 
     @staticmethod
@@ -1028,7 +1040,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
+        self.tp_group = tp_group
+        self.copy_input = copy_input
         self.gather_output = gather_output
         self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
         self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
@@ -1051,8 +1064,8 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
+        # y is one tensor that all ranks hold, so each has the full dL/dy; and y is the
+        # sum of the partial sums, so dL/dy is also the gradient of each of them.
         return grad, None
 
 
@@ -1069,6 +1082,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
         y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        if self.bias is None:
+            return y_BSD
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
@@ -1087,7 +1102,8 @@ class AllGatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return all_gather(x, dim, group)
 
     @staticmethod
@@ -1096,13 +1112,12 @@ class AllGatherWithGrad(torch.autograd.Function):
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of the above.
-
-    (lesson 01)"""
+    """Reduce-scatter forward, all-gather backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return reduce_scatter(partial_y, dim, group)
 
     @staticmethod
@@ -1110,42 +1125,8 @@ class ReduceScatterWithGrad(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each formula, with its value in each run; and the sum of each run.
-
-    (lesson 01)"""
-    rows = []
-    sums = dict.fromkeys(sizes, 0)
-    for name, formula in formulas.items():
-        row = {"bytes": name, "formula": formula}
-        for run, size in sizes.items():
-            row[run] = evaluate(formula, size)
-            sums[run] += row[run]
-        row["ok"] = None  # nothing to check here: only the sum can be measured
-        rows.append(row)
-    return rows, sums
-
-
-def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
-    """Bytes of each run as measured, checked against sums: run → predicted bytes.
-
-    (lesson 01)"""
-    row = {"bytes": f"{kind}, measured", "formula": formula}
-    for run, predicted in sums.items():
-        row[run] = "raised"
-        if run in measured:
-            row[run] = measured[run][kind]
-            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
-    return row
-
-
-def values_of(runs: dict, field: str) -> dict:
-    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
-    return {name: getattr(run, field) for name, run in runs.items()}
-
-
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out.
+    """Within `with`: bytes saved for backward, each storage once, `skip` left out.
 
     (lesson 01)"""
 
@@ -1165,7 +1146,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted, too (lesson 01)."""
+    """Within `with`: DTensor's collectives are counted as well (lesson 01)."""
 
     names = {
         "_c10d_functional::all_reduce": "all-reduce",
@@ -1181,8 +1162,10 @@ class CountDTensor(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor turn it into local ops and collectives
         out = func(*args, **(kwargs or {}))
-        if name := self.names.get(func._schema.name):
-            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
+        name = func._schema.name
+        if name in self.names:
+            # The payload is the full tensor: of an all-gather, the output.
+            COMM.count(self.names[name], max(args[0].nbytes, out.nbytes), self.axis)
         return out
 
 
@@ -1194,15 +1177,21 @@ def local(x: Tensor) -> Tensor:
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
+
+
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """ValueError with the arithmetic if a flag's value is no multiple of parts.
 
     (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
-        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
-        left = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+        flag = f"--{name.replace('_', '-')}"
+        multiple = value + parts - value % parts
+        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
 
 
 # endregion
@@ -1240,9 +1229,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too.
-
-    (lesson 02)"""
+    """nn.Dropout, with the mask sampled as in ShardedDropout below (lesson 02)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -1291,7 +1278,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project_qkv = apply_each  # TP exchanges it: one f before all three
+        self.project_qkv = apply_each  # TP replaces it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1376,10 +1363,9 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -1406,7 +1392,7 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     device = next(full.parameters()).device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
-    # A plan is about parameters. The dropout masks of heads are still ours to split.
+    # A plan covers linears, not dropout: heads on different ranks need different masks.
     for layer in model.layers:
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
@@ -1414,20 +1400,20 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank (lesson 02)."""
+    """Norm of the full model's gradient, the same on every rank (lesson 02)."""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
         if p.grad is None:
             continue
         squares = p.grad.double().square().sum()
         if not shardings_of(p):
-            squares /= tp_group.size()  # T ranks add equal ones: count them once
+            squares /= tp_group.size()  # all T ranks add the same squares
         total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by one factor, so that their norm is max_norm at most.
+    """Scale all gradients by one factor, so that their norm is at most max_norm.
 
     (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -1462,7 +1448,7 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_transformer(args) -> Transformer:
-    """The full model: the same on every rank, because it is drawn from the seed.
+    """The full model. Every rank initializes the same one, from the same seed.
 
     (lesson 02)"""
     torch.manual_seed(args.seed)
@@ -1485,8 +1471,9 @@ class TrainingRun(NamedTuple):
 
 
 def train_transformer(
-    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
-) -> TrainingRun:
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
+    norm_of=global_norm,
+) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
     norms = {}
@@ -1495,11 +1482,11 @@ def train_transformer(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
 
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
-        # One seed for all ranks, so that they draw the same dropout masks.
+        # One seed for all ranks, so that they sample the same dropout masks.
         torch.manual_seed(args.seed + step)
         optimizer.zero_grad()
 
-        # COMM.label does nothing but name the collectives inside, for section 4.
+        # COMM.label only names the collectives inside, for the communication table.
         with COMM.label(name, "forward"):
             logits = model(tokens_BS)
         with COMM.label(name, "loss"):
@@ -1516,11 +1503,11 @@ def train_transformer(
             if tp_group is None:
                 norm = norm_by_pytorch(model)
             else:
-                norm = global_norm(model, tp_group)
+                norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
-        # they start equal and get equal gradients: nothing else enforces it.
+        # Each rank updates what it holds, and sends nothing. Replicas stay equal only
+        # because they start equal and get equal gradients. Nothing else enforces it.
         with COMM.label(name, "update"):
             optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
@@ -1531,7 +1518,7 @@ def train_transformer(
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors; in float64.
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
@@ -1546,7 +1533,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+            x = torch.empty(0)  # no gradient: this is equal to no tensor
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1556,31 +1543,33 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
 
 
 def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Losses, gradient norms before clipping, and where the parameters end.
+    """Losses, gradient norms before clipping, and the parameters after training.
 
     (lesson 02)"""
     losses = values_of(runs, "losses")
     norms = values_of(runs, "norms")
     parameters = values_of(runs, "parameters")
-    report.section("Training: losses, gradient norms, parameters after the last step")
+    report.section("Losses, gradient norms before clipping, parameters after training")
     report.compare("losses", losses, allowed=report.allowed_loss)
-    # AdamW could hide a gradient that is wrong by a factor; its norm would show it.
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", norms)
     report.compare("parameters", parameters, fold=lambda name: "all parameters")
 
 
 def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
-    """After training, all ranks must hold the same bits of what is replicated.
+    """After training, replicated tensors must be bitwise identical on all ranks.
 
     (lesson 02)"""
+    if tp_group.size() == 1:
+        return
     diffs = {}
     for name, p in run.model.named_parameters():
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
-    # Each rank computed the loss itself, from logits that must be equal.
-    losses = gather_objects(run.losses)
-    diffs["losses"] = 0.0 if losses == [run.losses] * len(losses) else math.inf
+    # Each rank computed the loss itself, from its own replica of the logits.
+    losses = gather_objects(list(run.losses.values()))
+    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
     row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
@@ -1597,22 +1586,18 @@ def module_of(name: str) -> str:
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
-    """The flags of the model. ValueError if it cannot be built or sharded.
-
-    (lesson 02)"""
+    """Parse the command line, with the flags of the model (lesson 02)."""
+    kv_heads = ranks * math.ceil(4 / ranks)
+    sizes = {"hidden": 16 * kv_heads, "heads": 2 * kv_heads, "kv_heads": kv_heads}
+    letters = {"hidden": "D", "heads": "N", "kv_heads": "K"}
     add = parser.add_argument
-    add("--hidden", type=positive, help="D (8 per head)")
-    add("--heads", type=positive, help="N (2 per key/value head)")
-    add("--kv-heads", type=positive, help="K (4, or the next multiple of the ranks)")
-    add("--dropout", type=float, default=0.1, help="probability (0.1)")
-    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
+    for name, default in sizes.items():
+        flag = f"--{name.replace('_', '-')}"
+        text = f"{letters[name]} (default {default} on {ranks} ranks)"
+        add(flag, type=positive, default=default, help=text)
+    add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm (default 1)")
     args = parser.parse_args()
-    if args.kv_heads is None:
-        multiple = ranks * math.ceil(4 / ranks)
-        args.kv_heads = math.gcd(args.heads or multiple, multiple)
-    args.heads = args.heads or 2 * args.kv_heads
-    args.hidden = args.hidden or 8 * args.heads
-    must_divide(args, "heads", ranks, "ranks")
     if args.kv_heads < ranks:
         text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
         raise ValueError(f"{text}; take {ranks}, or see beyond/09_shared_heads.py")
@@ -1626,12 +1611,12 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     if not 0 <= args.dropout < 1:
         raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
     if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: must be above 0")
+        raise ValueError(f"--clip {args.clip}: must be greater than 0")
     return args
 
 
 def sizes_of(args) -> dict[str, int]:
-    """The letters of the shape legend, and e: bytes of an element (lesson 02)."""
+    """The letters of the shape legend, and e: bytes per element (lesson 02)."""
     e = getattr(torch, args.dtype).itemsize
     return dict(
         B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
@@ -2017,7 +2002,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -2073,7 +2058,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -2106,7 +2092,8 @@ class Report:
             for product in formula.split(" and "):
                 factors = [evaluate(factor, size) for factor in product.split(" × ")]
                 calls += factors[0]
-                nbytes += factors[0] * factors[1]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -2415,7 +2402,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)
