@@ -13,7 +13,6 @@ import jobs
 import plan
 import predict
 import pytest
-from in_ranks import no_group
 from runs import MESH, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
