@@ -642,7 +642,7 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     rows.append(measured_row(report, "saved", "sum", sums, measured))
     of_runs = {run: calls[run] for run in sizes}
     rows.append(measured_row(report, "calls in backward", "", of_runs, measured))
-    report.table("saved", rows)
+    report.table("memory", rows)
     report.say(
         "   34 = 10 + 24: 4 + 4 + 2 around the linears, 6 + 2 + 8 + 8 between them"
     )
