@@ -502,7 +502,6 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
 # ==== RUN
 
 AXES = ("pp", "dp", "tp")  # outermost first
-RANKS = 8  # in the command that a start without torchrun prints
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names for them
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}  # PyTorch's; 1F1B: M ≥ P
 
@@ -911,7 +910,7 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     report.section("[mesh] Communication of the last step; ring: bytes a rank sends")
     mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X: an activation, e·b·S·D bytes{mean}; l: layers of a stage (+1:\n"
+        f"   X: an activation, e·b·S·D bytes{mean}; l: layers of it (+1:\n"
         "   embedding, head); n: parameters, rounded up for DP; r: replicated over tp;\n"
         "   v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
     )
@@ -1338,6 +1337,24 @@ from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import checkpoint
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -1360,6 +1377,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -1399,6 +1417,7 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("broadcast", out, group):
+            # group_src is a number in the group; src= would be the global rank.
             dist.broadcast(out, group_src=src, group=group)
     return out
 
@@ -1409,20 +1428,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
 
 
 # endregion
@@ -1660,9 +1665,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too.
-
-    (lesson 02)"""
+    """nn.Dropout, with the mask sampled as in ShardedDropout below (lesson 02)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -1711,7 +1714,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project_qkv = apply_each  # TP exchanges it: one f before all three
+        self.project_qkv = apply_each  # TP replaces it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1796,10 +1799,9 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -1820,20 +1822,20 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank (lesson 02)."""
+    """Norm of the full model's gradient, the same on every rank (lesson 02)."""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
         if p.grad is None:
             continue
         squares = p.grad.double().square().sum()
         if not shardings_of(p):
-            squares /= tp_group.size()  # T ranks add equal ones: count them once
+            squares /= tp_group.size()  # all T ranks add the same squares
         total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by one factor, so that their norm is max_norm at most.
+    """Scale all gradients by one factor, so that their norm is at most max_norm.
 
     (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -1868,7 +1870,7 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_transformer(args) -> Transformer:
-    """The full model: the same on every rank, because it is drawn from the seed.
+    """The full model. Every rank initializes the same one, from the same seed.
 
     (lesson 02)"""
     torch.manual_seed(args.seed)
@@ -1891,8 +1893,9 @@ class TrainingRun(NamedTuple):
 
 
 def train_transformer(
-    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
-) -> TrainingRun:
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
+    norm_of=global_norm,
+) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
     norms = {}
@@ -1901,11 +1904,11 @@ def train_transformer(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
 
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
-        # One seed for all ranks, so that they draw the same dropout masks.
+        # One seed for all ranks, so that they sample the same dropout masks.
         torch.manual_seed(args.seed + step)
         optimizer.zero_grad()
 
-        # COMM.label does nothing but name the collectives inside, for section 4.
+        # COMM.label only names the collectives inside, for the communication table.
         with COMM.label(name, "forward"):
             logits = model(tokens_BS)
         with COMM.label(name, "loss"):
@@ -1922,11 +1925,11 @@ def train_transformer(
             if tp_group is None:
                 norm = norm_by_pytorch(model)
             else:
-                norm = global_norm(model, tp_group)
+                norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds, and sends nothing. Replicas stay equal because
-        # they start equal and get equal gradients: nothing else enforces it.
+        # Each rank updates what it holds, and sends nothing. Replicas stay equal only
+        # because they start equal and get equal gradients. Nothing else enforces it.
         with COMM.label(name, "update"):
             optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
@@ -1937,7 +1940,7 @@ def train_transformer(
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors; in float64.
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
@@ -1952,7 +1955,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+            x = torch.empty(0)  # no gradient: this is equal to no tensor
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1962,7 +1965,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
 
 
 def sizes_of(args) -> dict[str, int]:
-    """The letters of the shape legend, and e: bytes of an element (lesson 02)."""
+    """The letters of the shape legend, and e: bytes per element (lesson 02)."""
     e = getattr(torch, args.dtype).itemsize
     return dict(
         B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
@@ -2508,7 +2511,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -2564,7 +2567,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -2907,7 +2911,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

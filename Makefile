@@ -1,5 +1,5 @@
 # For GNU make 3.81 (macOS has it) and later. Settings: make demo RANKS=4 ARGS=--help, …
-# INDEX, TORCH_INDEX (for torch alone) and WHEELS say where packages come from.
+# INDEX, TORCH_INDEX (only for torch) and WHEELS say where packages come from.
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python3.14; \
 	do if $$p -c $(CAN_USE) 2>/dev/null; then echo $$p; break; fi; done)
@@ -9,7 +9,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 FROM := $(if $(WHEELS),--no-index --find-links "$(WHEELS)",$(if $(INDEX),--index-url "$(INDEX)"))
 TORCH_FROM := $(if $(WHEELS),$(FROM),$(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)",$(FROM)))
 DEMO := --standalone --nproc_per_node=$(or $(RANKS),2) 01_naive_mlp_tp.py $(ARGS)
-# One thread a rank: ranks share the cores. It also silences torchrun's starred banner.
+# One thread per rank: ranks share the cores. It also silences torchrun's starred banner.
 export OMP_NUM_THREADS ?= 1
 # torchrun asks for this machine's name, which on many a laptop does not resolve.
 LOCAL := PET_LOCAL_ADDR=$${PET_LOCAL_ADDR:-127.0.0.1} \

@@ -10,7 +10,7 @@ For slides:
 
 Lessons are read as text, never imported: the site needs no torch. Notebooks are copied
 to docs/notebooks; on the way pictures get descriptions, links to lessons lead to the
-lessons' pages, and players come to stand where they teach.
+lessons' pages, and players are inserted where they teach.
 """
 
 import ast
@@ -36,7 +36,7 @@ REPOSITORY = os.environ.get("GITHUB_REPOSITORY", "")
 if REPOSITORY:
     REPOSITORY = f"https://github.com/{REPOSITORY}"
 COMMIT = os.environ.get("GITHUB_SHA", "main")
-# Recording → the notebook, and the number of its section, that it stands in.
+# Recording → the notebook, and the number of the section that it belongs to.
 PLAYERS = {
     "ring": ("00", 4),
     "mlp": ("01", 4),
@@ -259,8 +259,8 @@ def plain(markdown: str) -> str:
 
 
 def describe_pictures(cells: list[dict]) -> None:
-    """Each picture's alt text: the question of its section, and the text beside it,
-    which is what stands below, or above where code follows."""
+    """Each picture's alt text: the question of its section, and the text next to it:
+    the text below, or the text above if code follows."""
     question = above = ""
     for cell, following in zip(cells, [*cells[1:], cells[0]]):
         text = "".join(cell["source"])
@@ -296,7 +296,9 @@ def write_notebooks(app) -> None:
         script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
         text = re.sub(script, r"(../lessons/\1.md)", text)
         copy = folder / path.name
-        if not copy.exists() or copy.read_text("utf-8") != text:  # else it is unchanged
+        if (
+            not copy.exists() or copy.read_text("utf-8") != text
+        ):  # otherwise it is unchanged
             copy.write_text(text, "utf-8")
 
 

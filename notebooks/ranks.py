@@ -14,9 +14,9 @@ itself as `lesson`; `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
 exercise.
 
 How it works: ipyparallel starts a controller, and an engine (an IPython without a
-screen) for each rank. The ranks meet in a store that this process keeps, so it outlives
-every group. On Linux all are forked from one process that has imported what they need:
-torch is imported once, not once a rank. Each watches a pipe to this process: when this
+screen) for each rank. The ranks connect to a store that this process keeps, so it
+outlives every group. On Linux all are forked from one process that has imported what
+they need: torch is imported once, not once per rank. Each watches a pipe to this process: when this
 one is gone, however it went, they end.
 """
 
@@ -67,7 +67,7 @@ def prepare() -> None:
 
 def how_many(wanted: int) -> int:
     """`wanted` ranks, or 2 on fewer than four cores or with less than half a GiB free
-    for each; so many as the environment's NOTEBOOK_RANKS says, if it is set."""
+    for each; the number in the environment variable NOTEBOOK_RANKS, if it is set."""
     if forced := os.environ.get("NOTEBOOK_RANKS"):
         return int(forced)
     enough = psutil.virtual_memory().available >= wanted * 2**29
@@ -75,20 +75,20 @@ def how_many(wanted: int) -> int:
 
 
 def code(*definitions) -> None:
-    """Show definitions as they stand in the lesson."""
+    """Show definitions as they are in the lesson."""
     text = "\n\n".join(inspect.getsource(thing).rstrip() for thing in definitions)
     display(Markdown(f"```python\n{text}\n```"))
 
 
 def start(count: int, lesson: str, timeout: float = 8) -> "Ranks":
-    """Start so many ranks with a lesson on each; those that ran before are stopped."""
+    """Start `count` ranks with a lesson on each; those that ran before are stopped."""
     if Ranks.latest:
         Ranks.latest.stop()
     return Ranks(count, lesson, timeout)
 
 
 def hold_ports(count: int) -> list[socket.socket]:
-    """Sockets on free ports: a server may take one, but nobody is given it by chance.
+    """Sockets on free ports: a server may take one, no other program gets it by chance.
     Of the ports that a controller finds itself, some may be gone when it needs them."""
     held = [socket.socket() for _ in range(count)]
     for each in held:
@@ -111,7 +111,7 @@ class Ranks:
         self.lesson = importlib.import_module(lesson)
         self.groups = 0  # how many groups were formed: each has its part of the store
         Ranks.latest = self
-        atexit.register(self.stop)  # else Python waits for processes it started
+        atexit.register(self.stop)  # otherwise Python waits for processes it started
         self.launch()
 
     def launch(self) -> None:
@@ -194,7 +194,7 @@ class Ranks:
 
     def restart(self) -> None:
         """A new group after an error or a hang; what ranks hold is kept. One that is
-        busy is interrupted; if that fails, or one is dead, all are started anew."""
+        busy is interrupted; if that fails, or one is dead, all are started again."""
         if self.interrupt():
             self.say_who_was_missing()
             self.form_group()
@@ -249,7 +249,7 @@ class RankFailed(Exception):
     """What each rank raised, a line each."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback."""
+        """What IPython shows instead of a traceback."""
         return [str(self), "", "If collectives fail from now on: live.restart()"]
 
 
@@ -302,7 +302,7 @@ def load(rank: int, ranks: int, name: str) -> None:
 
 
 def join(number: int, timeout: float) -> None:
-    """Leave the old group, if there is one, and meet the others in a new one."""
+    """Leave the old group, if there is one, and join a new one."""
     lesson, old = HERE["lesson"], HERE.get("tp_group")
     if lesson.dist.is_initialized():
         lesson.dist.destroy_process_group()
@@ -317,7 +317,7 @@ def join(number: int, timeout: float) -> None:
 
 
 def replace(old, new) -> None:
-    """Modules and parameters that were made with the old group go on with the new."""
+    """Let modules and parameters that were made with the old group use the new one."""
     kind = HERE["lesson"].torch.nn.Module
     models = [value for value in HERE["names"].values() if isinstance(value, kind)]
     for module in [module for model in models for module in model.modules()]:

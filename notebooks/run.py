@@ -9,7 +9,7 @@ Other tags: `nbval-ignore-output` where what is printed changes from run to run 
 compare the rest); `raises-exception`; `hide-input`, which folds a cell, and with
 `drawing` says that tests may try the functions that it defines; `exercise-1` and
 `check-1`, 2, 3 and so on, whose folded solution the tests try.
-tests/test_notebooks.py says what each notebook must have, and wants wrong answers to
+tests/test_notebooks.py says what each notebook must have, and requires wrong answers to
 its exercises in WRONG.
 """
 

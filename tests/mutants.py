@@ -24,6 +24,7 @@ import jobs
 PATHS = {stem[:2]: path for stem, path in jobs.PATHS.items()}
 TESTS = "wrappers", "mlp_equality", "transformer", "vocab", "sequence", "3d"
 TESTS = {lesson: f"tests/test_{name}.py" for lesson, name in zip(PATHS, TESTS)}
+TESTS["10"] = "tests/test_checkpoints.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
 
@@ -127,33 +128,39 @@ MUTANTS = [Mutant(*row) for row in [
     ("02", "clip_gradients", "small gradients are scaled up",
      "min(1.0,", "max(0.0,", "test_float64_equality"),
     # 03
-    ("03", "pad_vocab", "the rows that are too many are added",
+    ("03", "pad_vocab", "as many rows are added as are too many",
      "-len(p) % ranks", "len(p) % ranks", "3"),
     ("03", "check_tokens", "one token too many", "< vocab_size:", "<= vocab_size:",
-     "test_what_is_in_no_vocabulary_is_refused"),
-    ("03", "VocabParallelEmbedding.forward", "a slice lacks its first row",
-     "row_BS >= 0", "row_BS > 0", "test_embedding_and_head"),
+     "test_tokens_outside_the_vocabulary_are_refused"),
+    ("03", "find_local_rows", "a rank lacks its first row",
+     "row >= 0", "row > 0", "test_embedding_and_head"),
+    ("03", "vocab_transformer", "the embedding is still replicated",
+     "    model.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)\n",
+     ""),
     ("03", "VocabParallelCrossEntropy.forward", "padding's −∞ in the sum of logits",
      "x_BSv.masked_fill(padding_v, 0).sum(-1)", "x_BSv.sum(-1)"),
-    ("03", "VocabParallelCrossEntropy.forward", "smoothing's mean over padding, too",
-     "total_BS / vocab_size", "total_BS / (v * tp_group.size())"),
+    ("03", "VocabParallelCrossEntropy.forward", "smoothing also gives padding a target",
+     "smoothing / vocab_size", "smoothing / (v * tp_group.size())"),
     ("03", "VocabParallelCrossEntropy.backward", "smoothing's gradient in padding",
-     "(softmax_BSv - even).masked_fill(padding_v, 0)", "softmax_BSv - even"),
-    ("03", "VocabParallelCrossEntropy.backward", "the target's share is not 1 − ε",
-     "(1 - ctx.smoothing) * mine_BS", "mine_BS"),
+     "(softmax_BSv - smooth_target).masked_fill(padding_v, 0)",
+     "softmax_BSv - smooth_target"),
+    ("03", "VocabParallelCrossEntropy.backward", "the target's weight is not 1 − ε",
+     "(1 - ctx.smoothing) * is_local_BS", "is_local_BS"),
     ("03", "VocabParallelCrossEntropy.forward", "the sum of the ranks' largest logits",
      "x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX", "x_BSv.amax(-1), tp_group"),
-    ("03", "VocabParallelCrossEntropy.forward", "bfloat16 is not made wider",
-     "logits_BSv.to(wide)", "logits_BSv", "test_loss_and_gradient"),
-    ("03", "VocabParallelCrossEntropy.forward", "another ignore_index is not heeded",
+    ("03", "VocabParallelCrossEntropy.forward", "bfloat16 stays bfloat16",
+     "logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))",
+     "logits_BSv", "test_loss_and_gradient"),
+    ("03", "VocabParallelCrossEntropy.forward", "another ignore_index has no effect",
      "target_BS != ignore", "target_BS != IGNORE", "test_loss_and_gradient"),
     ("03", "gathered_loss", "padding is left in the logits", "[..., :vocab_size]", ""),
-    ("03", "sample_sharded", "a rank's column taken for a token",
+    ("03", "dtensor_vocab_transformer", "the tied weight is not tied again",
+     "model.lm_head.weight = model.embed_tokens.weight", "pass", "2 --tie"),
+    ("03", "sample_sharded", "a rank's column is used as a token",
      "scores_v.argmax() + tp_group.rank() * v", "scores_v.argmax()"),
     ("03", "sample_sharded", "of equal scores the last",
-     "vocab_size)  # no token: another rank has a better\n"
-     "    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))",
-     "0)\n    return int(all_reduce(token, tp_group, dist.ReduceOp.MAX))",
+     "vocab_size)\n    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))",
+     "-1)\n    return int(all_reduce(token, tp_group, dist.ReduceOp.MAX))",
      "test_draws_are_those_of_one_process"),
     # 04
     ("04", "pad_batch", "padding is to be learnt", "value=IGNORE", "value=PAD"),
@@ -211,10 +218,29 @@ MUTANTS = [Mutant(*row) for row in [
      "    grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))\n"),
     ("05", "MeshTraining.update", "the tied weight's copy is not renewed",
      'broadcast(self.tied, 0, self.groups["embedding"])', "self.tied", "2 --tie"),
-    ("05", "load_checkpoint", "AdamW counts its steps anew",
-     "float(step)", "0.0", "test_losses_go_on_as_if_nothing_had_happened"),
     ("05", "pytorch_stage", "the ends of the model are not given to fully_shard",
      "return fully_shard(model, **options), names", "return model, names", "2 --dp 2"),
+    # 10
+    ("10", "to_dtensor", "rows of padding are saved, too",
+     "        x = x[: max(0, p.rows - first_row)]\n        full_shape[0] = p.rows\n",
+     "        pass\n"),
+    ("10", "moments_of", "the first moment, twice", "adam[kind]", 'adam["exp_avg"]'),
+    ("10", "state_to_save", "moments have the names of weights",
+     'state[f"{kind}/{name}"]', 'state[f"weight/{name}"]'),
+    ("10", "save_checkpoint", "without what others need in order to resume",
+     "dict(about, step=step, files=files)", "dict(step=step, files=files)",
+     "test_losses_continue_as_if_nothing_had_happened"),
+    ("10", "newest_checkpoint", "the oldest one", "max(", "min(",
+     "test_losses_continue_as_if_nothing_had_happened"),
+    ("10", "verify_checkpoint", "checksums are not compared",
+     "checksum(path / name) != expected", "not (path / name).exists()",
+     "test_what_cannot_be_resumed_from"),
+    ("10", "reason_not_written", "the system is not asked",
+     "file.write(bytes(nbytes_of_rank))", "pass",
+     "test_a_full_disk_is_named_as_the_system_does"),
+    ("10", "failure_in", "a failure without words has none",
+     'str(failure) or "no message"', "failure",
+     "test_a_truncated_file_with_a_forged_checksum"),
 ]]
 # fmt: on
 
@@ -237,9 +263,10 @@ def problem(lesson: str, by: str, text: str = "") -> str:
     """What a run, or a test, finds wrong with a lesson; or with this text of it."""
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(jobs.ROOT / "tests", Path(copy, "tests"))
+        Path(copy, "beyond").mkdir()
         for path in (*PATHS.values(), jobs.ROOT / "pyproject.toml"):
-            shutil.copy(path, copy)
-        script = Path(copy, PATHS[lesson].name)
+            shutil.copy(path, Path(copy, path.relative_to(jobs.ROOT)))
+        script = Path(copy, PATHS[lesson].relative_to(jobs.ROOT))
         script.write_text(text or script.read_text("utf-8"), "utf-8")
         if by.startswith("test_"):
             command = [sys.executable, "-m", "pytest", f"{TESTS[lesson]}::{by}"]

@@ -219,14 +219,8 @@ def run_alone(steps, backward=None) -> lesson.Pipeline:
 def test_held_bytes_rise_and_fall():
     """A step per micro-batch, of 1, 5 and 2 rows; at the peak the last two."""
     pipeline = run_alone(lesson.schedule("1f1b", 2, 4, 3))
-    assert [event["bytes"] for event in pipeline.events] == [
-        32,
-        160,
-        -32,
-        64,
-        -160,
-        -64,
-    ]
+    changes = [event["bytes"] for event in pipeline.events]
+    assert changes == [32, 160, -32, 64, -160, -64]
     assert (pipeline.held.peak, pipeline.held.peak_passes) == (224, 2)
     assert (pipeline.held.now, len(pipeline.held.of_pass)) == (0, 0)
 

@@ -59,7 +59,7 @@ def main(folder: Path = ROOT, ranks: int | None = None) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     ranks = os.environ.get("RANKS")  # make lessons RANKS=4
-    said = "for all lessons; else 2, and 8 in 05"
+    said = "for all lessons (default 2, and 8 for 05)"
     parser.add_argument("--ranks", type=int, default=ranks, help=said)
     parser.add_argument("--folder", type=Path, default=ROOT, help="where lessons are")
     args = parser.parse_args()

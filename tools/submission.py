@@ -52,7 +52,7 @@ def read_notebook(path: Path) -> list[dict]:
 
 
 def exercises(cells: list[dict]) -> dict[str, dict[str, int]]:
-    """Number → where its cell and its check stand in the notebook."""
+    """Number → where its cell and its check are in the notebook."""
     found = {}
     for place, cell in enumerate(cells):
         for tag in cell["tags"]:
