@@ -910,9 +910,9 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     report.section("[mesh] Communication of the last step; ring: bytes a rank sends")
     mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X: an activation, e·b·S·D bytes{mean}; l: layers of it (+1:\n"
-        "   embedding, head); n: parameters, rounded up for DP; r: replicated over tp;\n"
-        "   v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
+        f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage; +1:\n"
+        "   the embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
+        "   tp; v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
     )
     report.ledger(traffic(args, stage), size)
     show_totals(report)
