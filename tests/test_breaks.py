@@ -91,14 +91,22 @@ EXPECTED = {
     },
     "05_3d_parallel": {
         "shape": r"^error: ranks? |raised RuntimeError|SIGABRT",
-        "data": (loss("mesh"), "a TP group has its first rank's batch",
+        "data": ("runs: a TP group works on one batch", loss("mesh"),
+            grad("embed_tokens.weight, mesh"), "PyTorch: loss, PyTorch"),
+        "micro": (grad("layers.1.self_attn.k_proj.bias, mesh"), loss("mesh"),
             "PyTorch: loss, PyTorch"),
-        "micro": (loss("mesh"), grad("lm_head.bias, mesh"), "PyTorch: loss, PyTorch"),
-        "order": r"^error: ranks \[0, 1\] wait for each other: ",
-        "norm": (norm("mesh"), loss_2("mesh"), loss("mesh")),
-        "tied": (grad("embed_tokens.weight, mesh"), norm("mesh"), loss("mesh")),
-        "replicas": (grad("lm_head.bias, mesh"), "PyTorch: loss, PyTorch"),
-        "group": (grad("norm.bias, mesh"), "replicas over dp: norm.bias", loss("mesh")),
+        "order": r"^error: ranks \[0, 1\] are waiting in different calls: ",
+        "leak": ("memory: activations that autograd held, stage 1, left",
+            "memory: activations that autograd held, stage 1, peak",
+            "memory: activations that autograd held, stage 1, in flight",
+            "memory: activations that autograd held, stage 0, in flight",
+            grad("lm_head.bias, mesh")),
+        "norm": ("norms: ‖g‖, step 1, mesh", loss_2("mesh"), loss("mesh")),
+        "tied": (grad("embed_tokens.weight, mesh"), "norms: ‖g‖, step 1, mesh",
+            "calls: mesh tied all-reduce embed", loss("mesh")),
+        "replicas": (grad("layers.2.self_attn.k_proj.bias, mesh"),
+            "PyTorch: loss, PyTorch"),
+        "group": (grad("norm.bias, mesh"), "replicas: norm.bias over dp", loss("mesh")),
     },
     "08_same_bits": {
         "tree": (bits("sum of 16 terms, tree"), bits("training, parameters"),
@@ -180,6 +188,17 @@ def is_meant(check: str, name: str) -> bool:
     if check.endswith(("…", ", ")):
         return name.startswith(check.removesuffix("…"))
     return name == check
+
+
+ORDER = run_of("05_3d_parallel", "order")
+
+
+@pytest.mark.launches(*ORDER)
+def test_a_message_is_named_by_what_it_carries():
+    """Both ends of the deadlock say which message they wait for."""
+    text = jobs.result(*ORDER).err
+    assert re.search("^  rank 0: .* activation of micro-batch 2 to stage 1$", text, re.M)
+    assert re.search("^  rank 1: .* gradient of micro-batch 1 to stage 0$", text, re.M)
 
 
 @pytest.mark.parametrize("lesson", EXPECTED)

@@ -51,8 +51,14 @@ OF_MODEL = [  # the same function in 02, 03 and 04
 ]  # fmt: skip
 OF_05 = [
     ("--pp 3", "--pp 3 = 3", "4 ranks", "start 3"),
-    ("--pp 4 --layers 3", "--layers 3", "--pp 4"),
-]
+    ("--pp 4 --layers 3", "--layers 3", "--pp 4", "take --layers 4"),
+    ("--pp 2 --layers 1", "--layers 1", "--pp 2", "take --layers 2"),
+    ("--tp 4 --kv-heads 2", "--kv-heads 2", "--tp 4", "beyond/09_shared_heads.py"),
+    ("--tp 4 --heads 6", "--heads 6", "6 % 4", "--heads 8"),
+    ("--sleep -1", "--sleep -1", "at least 0"), ("--sleep nan", "--sleep nan"),
+    ("--clip 0", "--clip 0", "above 0"), ("--schedule zb", "--schedule", "1f1b"),
+    ("--save ck", "--save"),
+]  # fmt: skip
 REFUSED = [
     (COLLECTIVES, 1, "--break skip", "--break", "2 ranks"),
     *((COLLECTIVES, 2, *case) for case in SHARED),
