@@ -1066,7 +1066,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1076,7 +1077,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1086,7 +1093,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -1385,7 +1392,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

@@ -536,8 +536,6 @@ BREAKS = {
 # ==== FLAGS
 # region
 
-RANKS = 4  # in the command that a start without torchrun shows
-
 
 def parse_args(ranks: int) -> argparse.Namespace:
     """The flags of the model. ValueError if it cannot be built or sharded."""
@@ -694,24 +692,19 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+def shard_parameter(
+    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
+) -> nn.Parameter | None:
+    """This rank's shard of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
-    for dim, group in cuts:
+    if full is None:
+        return None
+    for dim, group in shardings:
         full = shard(full, dim, group)
-    mine = nn.Parameter(full.detach().clone())
-    mine.shardings = cuts
-    return mine
-
-
-def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first.
-
-    (lesson 01)"""
-    for dim, group in reversed(cuts):
-        x = all_gather(x, dim, group)
-    return x
+    p = nn.Parameter(full.detach().clone())  # training it must not change `full`
+    p.shardings = shardings
+    return p
 
 
 def shardings_of(p: Tensor) -> tuple:
@@ -719,6 +712,15 @@ def shardings_of(p: Tensor) -> tuple:
 
     (lesson 01)"""
     return getattr(p, "shardings", ())
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' shards; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):
+        x = all_gather(x, dim, group)
+    return x
 
 
 class CopyToTP(torch.autograd.Function):
@@ -731,7 +733,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -740,7 +742,8 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
+        ctx.dim = dim
+        ctx.tp_group = tp_group
         return all_gather(x, dim, tp_group)
 
     @staticmethod
@@ -753,7 +756,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
+        self.tp_group = tp_group
+        self.copy_input = copy_input
         self.gather_output = gather_output
         self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
         self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
@@ -776,8 +780,8 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
+        # y is one tensor that all ranks hold, so each has the full dL/dy; and y is the
+        # sum of the partial sums, so dL/dy is also the gradient of each of them.
         return grad, None
 
 
@@ -794,6 +798,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
         y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        if self.bias is None:
+            return y_BSD
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
@@ -812,7 +818,8 @@ class AllGatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return all_gather(x, dim, group)
 
     @staticmethod
@@ -821,13 +828,12 @@ class AllGatherWithGrad(torch.autograd.Function):
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of the above.
-
-    (lesson 01)"""
+    """Reduce-scatter forward, all-gather backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return reduce_scatter(partial_y, dim, group)
 
     @staticmethod
@@ -835,42 +841,8 @@ class ReduceScatterWithGrad(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each formula, with its value in each run; and the sum of each run.
-
-    (lesson 01)"""
-    rows = []
-    sums = dict.fromkeys(sizes, 0)
-    for name, formula in formulas.items():
-        row = {"bytes": name, "formula": formula}
-        for run, size in sizes.items():
-            row[run] = evaluate(formula, size)
-            sums[run] += row[run]
-        row["ok"] = None  # nothing to check here: only the sum can be measured
-        rows.append(row)
-    return rows, sums
-
-
-def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
-    """Bytes of each run as measured, checked against sums: run → predicted bytes.
-
-    (lesson 01)"""
-    row = {"bytes": f"{kind}, measured", "formula": formula}
-    for run, predicted in sums.items():
-        row[run] = "raised"
-        if run in measured:
-            row[run] = measured[run][kind]
-            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
-    return row
-
-
-def values_of(runs: dict, field: str) -> dict:
-    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
-    return {name: getattr(run, field) for name, run in runs.items()}
-
-
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out.
+    """Within `with`: bytes saved for backward, each storage once, `skip` left out.
 
     (lesson 01)"""
 
@@ -902,15 +874,21 @@ def nbytes(tensors) -> int:
     return sum(local(x).nbytes for x in tensors if x is not None)
 
 
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
+
+
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """ValueError with the arithmetic if a flag's value is no multiple of parts.
 
     (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
-        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
-        left = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+        flag = f"--{name.replace('_', '-')}"
+        multiple = value + parts - value % parts
+        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
 
 
 # endregion
@@ -1082,10 +1060,9 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a fraction of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -1214,7 +1191,8 @@ def train_transformer(
 
         # Each rank updates what it holds, and sends nothing. Replicas stay equal only
         # because they start equal and get equal gradients. Nothing else enforces it.
-        optimizer.step()
+        with COMM.label(name, "update"):
+            optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
 
@@ -1862,7 +1840,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1872,7 +1851,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1882,7 +1867,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -2181,7 +2166,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

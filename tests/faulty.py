@@ -4,11 +4,12 @@
 
 At its collective NUMBER (1 is the first one; those of a group of one do not count),
 rank RANK is killed (before the call, or inside it), stopped, sleeps, skips the call, or
-raises. It notes the time in $FAULT_TIME. With $FAULT_SAVE it does so while it writes
+raises, or finds the disk full. It notes the time in $FAULT_TIME. With $FAULT_SAVE it does so while it writes
 its checkpoint of that number; ranks that torchrun starts anew do nothing.
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -44,6 +45,13 @@ def skip(name, args):
     return x.clone()
 
 
+def full_disk(name, args):
+    """From now on this process may write files of 1,000 bytes only."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+    return getattr(lesson, name).good(*args)
+
+
 def fail(*args):
     raise RuntimeError("out of luck")
 
@@ -55,6 +63,7 @@ FAULTS = {
     "sleep": lambda *args: time.sleep(3600),
     "skip": skip,
     "raise": fail,
+    "full": full_disk,
 }
 
 

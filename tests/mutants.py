@@ -24,6 +24,7 @@ import jobs
 PATHS = {stem[:2]: path for stem, path in jobs.PATHS.items()}
 TESTS = "wrappers", "mlp_equality", "transformer", "vocab", "sequence", "3d"
 TESTS = {lesson: f"tests/test_{name}.py" for lesson, name in zip(PATHS, TESTS)}
+TESTS["10"] = "tests/test_checkpoints.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
 
@@ -130,7 +131,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("03", "pad_vocab", "as many rows are added as are too many",
      "-len(p) % ranks", "len(p) % ranks", "3"),
     ("03", "check_tokens", "one token too many", "< vocab_size:", "<= vocab_size:",
-     "test_what_is_in_no_vocabulary_is_refused"),
+     "test_tokens_outside_the_vocabulary_are_refused"),
     ("03", "find_local_rows", "a rank lacks its first row",
      "row >= 0", "row > 0", "test_embedding_and_head"),
     ("03", "vocab_transformer", "the embedding is still replicated",
@@ -217,10 +218,29 @@ MUTANTS = [Mutant(*row) for row in [
      "    grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))\n"),
     ("05", "MeshTraining.update", "the tied weight's copy is not renewed",
      'broadcast(self.tied, 0, self.groups["embedding"])', "self.tied", "2 --tie"),
-    ("05", "load_checkpoint", "AdamW counts its steps anew",
-     "float(step)", "0.0", "test_losses_go_on_as_if_nothing_had_happened"),
     ("05", "pytorch_stage", "the ends of the model are not given to fully_shard",
      "return fully_shard(model, **options), names", "return model, names", "2 --dp 2"),
+    # 10
+    ("10", "to_dtensor", "rows of padding are saved, too",
+     "        x = x[: max(0, p.rows - first_row)]\n        full_shape[0] = p.rows\n",
+     "        pass\n"),
+    ("10", "moments_of", "the first moment, twice", "adam[kind]", 'adam["exp_avg"]'),
+    ("10", "state_to_save", "moments have the names of weights",
+     'state[f"{kind}/{name}"]', 'state[f"weight/{name}"]'),
+    ("10", "save_checkpoint", "without what others need in order to resume",
+     "dict(about, step=step, files=files)", "dict(step=step, files=files)",
+     "test_losses_continue_as_if_nothing_had_happened"),
+    ("10", "newest_checkpoint", "the oldest one", "max(", "min(",
+     "test_losses_continue_as_if_nothing_had_happened"),
+    ("10", "verify_checkpoint", "checksums are not compared",
+     "checksum(path / name) != expected", "not (path / name).exists()",
+     "test_what_cannot_be_resumed_from"),
+    ("10", "reason_not_written", "the system is not asked",
+     "file.write(bytes(nbytes_of_rank))", "pass",
+     "test_a_full_disk_is_named_as_the_system_does"),
+    ("10", "failure_in", "a failure without words has none",
+     'str(failure) or "no message"', "failure",
+     "test_a_truncated_file_with_a_forged_checksum"),
 ]]
 # fmt: on
 
@@ -243,9 +263,10 @@ def problem(lesson: str, by: str, text: str = "") -> str:
     """What a run, or a test, finds wrong with a lesson; or with this text of it."""
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(jobs.ROOT / "tests", Path(copy, "tests"))
+        Path(copy, "beyond").mkdir()
         for path in (*PATHS.values(), jobs.ROOT / "pyproject.toml"):
-            shutil.copy(path, copy)
-        script = Path(copy, PATHS[lesson].name)
+            shutil.copy(path, Path(copy, path.relative_to(jobs.ROOT)))
+        script = Path(copy, PATHS[lesson].relative_to(jobs.ROOT))
         script.write_text(text or script.read_text("utf-8"), "utf-8")
         if by.startswith("test_"):
             command = [sys.executable, "-m", "pytest", f"{TESTS[lesson]}::{by}"]

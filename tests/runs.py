@@ -7,6 +7,7 @@ COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
 TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
 SHARED_HEADS = "09_shared_heads"
+CHECKPOINTS = "10_checkpoints"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -45,6 +46,14 @@ WITH_FLAGS = [
     (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
     (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1"),
 ]  # fmt: skip
+# Of a script of beyond/, whose tables are not those of a lesson.
+CHECKPOINT_RUNS = [
+    (CHECKPOINTS, 1, "--steps", "2"),
+    (CHECKPOINTS, 2),
+    (CHECKPOINTS, 3, "--steps", "2"),
+    (CHECKPOINTS, 4, *PROOF, "--tie", "--zero"),
+    (CHECKPOINTS, 8, *PROOF, "--steps", "2"),
+]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 
 

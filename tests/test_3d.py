@@ -1,12 +1,10 @@
 """Lesson 05: a mesh of ranks trains as one process does, whatever its shape.
 
 Schedules as lists; then every layout of 2, 4, 6 and 8 ranks on random sizes and options
-against plain PyTorch; checkpoints from mesh to mesh; the lesson's own runs.
+against plain PyTorch; the lesson's own runs.
 """
 
-import json
 import re
-import shutil
 from functools import cache
 from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ import pytest
 import torch
 from in_ranks import no_group
 from runs import ALL_RUNS, MESH, flag, over
-from test_refusals import as_rank, message
 from torch import nn
 
 DRIVERS = [("drive_3d.py", ranks) for ranks in (8, 6, 4, 2)]
@@ -159,96 +156,8 @@ def test_mixed_precision_and_recompute():
     assert "recomputed, in bfloat16" in done.out
 
 
-# Checkpoints, by the lesson's flags; a rank killed while one is written.
-
-
 SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
 SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Each on another mesh, from checkpoint to checkpoint."""
-    folder = tmp_path_factory.mktemp("saved") / "here"
-    save, load = (*SMALL, "--save", folder), ("--load", folder)
-    first = jobs.run_lesson(MESH, 8, *save, "--steps", "2", "--pp", "2", "--tp", "2")
-    other = ("--dp", "2", "--tp", "2", "--zero")
-    second = jobs.run_lesson(MESH, 4, *save, *load, "--steps", "4", *other)
-    third = jobs.run_lesson(MESH, 1, *SMALL, *load, "--steps", "5")
-    return folder, (first, second, third)
-
-
-def test_losses_go_on_as_if_nothing_had_happened(saved):
-    for done in saved[1]:
-        assert done.code == 0 and done.data["verdict"] == "PASS", done.text
-    meshes = [[*done.data["mesh"].values()] for done in saved[1]]
-    assert meshes == [[2, 2, 2], [1, 2, 2], [1, 1, 1]]
-    rows = [row for done in saved[1] for row in done.data["losses"]]
-    assert [row["name"] for row in rows] == [f"loss, step {n}" for n in (1, 2, 3, 4, 5)]
-    for row in rows:
-        assert abs(row["mesh"] - row["one process"]) <= 1e-12 * row["mesh"], row
-    folders = sorted(path.name for path in saved[0].iterdir())
-    assert folders == [f"step_{step:06}" for step in range(1, 5)]
-
-
-def one_bit(data: bytes) -> bytes:
-    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
-
-
-def of_another_text(data: bytes) -> bytes:
-    return json.dumps(json.loads(data) | {"text": 1}).encode()
-
-
-LOAD = "--steps 9 --load HERE"
-
-
-@pytest.mark.parametrize("name, edit, flags, words", [
-    # A file of the newest checkpoint, and what becomes of it (None: it is gone).
-    ("*.distcp", one_bit, LOAD, "--load .* is damaged"),
-    (".metadata", None, LOAD, "--load .*No such file"),
-    ("complete.json", None, LOAD, "--load .*No such file"),
-    ("complete.json", lambda data: b"{", LOAD, "--load .*Expecting property name"),
-    ("complete.json", of_another_text, LOAD, "--load .*its text is 1, here it is"),
-    # Nothing is wrong with the files.
-    ("", None, f"{LOAD} --hidden 32", "its hidden is 16, here it is 32"),
-    ("", None, "--load HERE --steps 4", "it has done --steps 4; take --steps 8"),
-    ("", None, f"{LOAD} --save HERE/../no/folder", "--save"),
-    ("", None, f"{LOAD}/../no", "--load .*no finished checkpoint"),
-    ("", None, "--save HERE", r"step_00000\d is there already"),  # from later steps
-])  # fmt: skip
-def test_what_one_cannot_go_on_from(saved, tmp_path, name, edit, flags, words):
-    """On one rank, before any group is made."""
-    folder = tmp_path / "here"
-    shutil.copytree(saved[0], folder)
-    if name:
-        file = sorted((folder / "step_000004").glob(name))[0]
-        if edit:
-            file.write_bytes(edit(file.read_bytes()))
-        else:
-            file.unlink()
-    flags = flags.replace("HERE", str(folder)).split()
-    code, out, err = jobs.run_here(MESH, *SMALL, *flags, **as_rank(0, 1))
-    assert code == 2 and out == "", (out, err)
-    assert re.search(words, message(err)), err
-
-
-def test_killed_while_saving_and_started_anew(tmp_path):
-    """--max-restarts=1: back from the newest finished checkpoint, same losses."""
-    folder, json_path = tmp_path / "here", tmp_path / "out.json"
-    done = jobs.launch(
-        jobs.ROOT / "tests" / "faulty.py", 2, MESH, "kill", 1, 0, *SMALL,
-        "--pp", 2, "--steps", 4, "--save", folder, "--json", json_path,
-        "--timeout", 20, FAULT_TIME=str(tmp_path / "time"), FAULT_SAVE="3",
-        PET_MAX_RESTARTS="1",
-    )  # fmt: skip
-    assert done.code == 0, done.text
-    assert (tmp_path / "time").exists(), "nobody was killed"
-    data = json.loads(json_path.read_text())
-    assert data["verdict"] == "PASS" and "step_000002" in done.out
-    names = [row["name"] for row in data["losses"]]
-    assert names == ["loss, step 3", "loss, step 4"]
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == [f"step_{step:06}" for step in range(1, 5)]
 
 
 def test_two_machines():

@@ -84,6 +84,19 @@ EXPECTED = {
         "replicas": (grad("lm_head.bias, mesh"), "PyTorch: loss, PyTorch"),
         "group": (grad("norm.bias, mesh"), "replicas over dp: norm.bias", loss("mesh")),
     },
+    "10_checkpoints": {
+        "moments": ("loaded: exp_avg/embed_tokens.weight, A again",
+            "loaded: exp_avg_sq/norm.bias, B", loss_2("B")),
+        "step": ("loaded: step/of AdamW, A again", "bitwise: step/of AdamW, A again",
+            loss_2("B")),
+        "stale": ("loaded: vector/layers.0.input_layernorm.bias, A again",
+            "bitwise: weight/norm.bias, A again", loss_2("B")),
+        "tied-copy": ("loaded: weight/embed_tokens.weight, C",
+            "norms: ‖g‖, step 2, C", loss_2("B")),
+        "position": ("batches: batch of step 2, A again", loss_2("B"),
+            "loaded: weight/norm.bias, B"),
+        "in-place": ("interrupted: the newest checkpoint stays", loss_2("B")),
+    },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
 RANKS = {("00_collectives", "skip"): 4, ("01_naive_mlp_tp", "average"): 4}
