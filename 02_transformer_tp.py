@@ -649,6 +649,35 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
     report.table("memory", rows)
 
 
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
+
+    formulas: what is stored → bytes as a formula, such as "2·D·F·e/T".
+    sizes: run → letter → number.
+    """
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes."""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
+
+
 def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
     """Measured on this rank, after training and in one more forward pass."""
     parameters = list(run.model.parameters())
