@@ -1245,6 +1245,35 @@ def module_of(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes.
+
+    (lesson 02)"""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
+
+
 def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
     """Measured on this rank, after training and in one more forward pass.
 
