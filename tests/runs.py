@@ -22,18 +22,17 @@ ALIKE = {
     lesson: [(lesson, 1, *PROOF), (lesson, 4, *PROOF)]
     for lesson in (MLP, TRANSFORMER, VOCAB, SEQUENCE)
 }
-SAME_BITS = [(TRANSFORMER, ranks, "--same-bits") for ranks in (1, 2, 4, 8)]
 WITH_FLAGS = [
     (MLP, 2, *PROOF, "--hidden", "32", "--width", "96", "--seed", "7"),
     (MLP, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
     (MLP, 4, "--mesh", "1x4"),
     (MLP, 2, "--steps", "60"),  # SGD stays stable
-    (TRANSFORMER, 3, *PROOF, "--heads", "9"),
+    (TRANSFORMER, 3, *PROOF, "--heads", "9", "--kv-heads", "3", "--hidden", "72"),
+    (TRANSFORMER, 8),
     (TRANSFORMER, 2, "--kv-heads", "2", "--hidden", "160", "--vocab-size", "300",
-     "--batch-size", "3", "--seq-len", "40", "--steps", "5", "--layers", "1",
-     "--dropout", "0"),
-    *SAME_BITS,
-    *((lesson, 4, "--kv-heads", "2") for lesson in (TRANSFORMER, SEQUENCE)),
+     "--heads", "4", "--batch-size", "3", "--seq-len", "40", "--steps", "5",
+     "--layers", "1", "--dropout", "0"),
+    (TRANSFORMER, 4, "--kv-heads", "8"),
     (VOCAB, 4, *PROOF, "--tie"),
     (MESH, 8, "--tp", "4", "--kv-heads", "2", *PROOF, "--zero", "--tie"),
     (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",

@@ -19,7 +19,6 @@ from runs import (
     DEFAULTS,
     MESH,
     MLP,
-    SAME_BITS,
     TRANSFORMER,
     flag,
     over,
@@ -56,7 +55,7 @@ def test_passes_and_fits_the_screen(run):
     assert done.left == []
     assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
     if run in DEFAULTS and run[1] <= (8 if run[0] == MESH else 2):
-        assert 30 < len(lines) <= (80 if run[0] == MESH else 70)
+        assert 30 < len(lines) <= (90 if run[0] == MESH else 85)
 
 
 @over(ALL_RUNS)
@@ -116,7 +115,6 @@ def hashes(row: dict) -> list[str]:
 
 @pytest.mark.parametrize("runs, table, plain, tree", [
     ([(COLLECTIVES, ranks) for ranks in (1, 2, 4)], "same bits", 0, 1),
-    (SAME_BITS, "hashes", 1, 2),
 ])  # fmt: skip
 def test_the_same_bits_for_every_number_of_ranks(runs, table, plain, tree):
     """Of a sum, and of losses, gradients, parameters; all-reduces give others each."""
