@@ -89,6 +89,23 @@ EXPECTED = {
         "replicas": (grad("lm_head.bias, mesh"), "PyTorch: loss, PyTorch"),
         "group": (grad("norm.bias, mesh"), "replicas over dp: norm.bias", loss("mesh")),
     },
+    "09_shared_heads": {
+        "copies": ("gradients: layers.…", grad("layers.0.self_attn.k_proj.weight, TP"),
+            grad("layers.1.self_attn.v_proj.bias, SP"), "norms: ‖g‖, step 1, TP",
+            "replicas: layers.0.self_attn.v_proj.weight, SP",
+            "calls: TP backward all-reduce replica",
+            grad("layers.1.self_attn.q_proj.weight, TP")),
+        "input": (grad("layers.0.input_layernorm.weight, TP"),
+            grad("layers.1.input_layernorm.weight, TP"), "replicas: losses, TP",
+            grad("layers.1.self_attn.k_proj.weight, TP")),
+        "twice": ("gradients: layers.…", grad("layers.0.self_attn.v_proj.weight, TP"),
+            grad("layers.1.self_attn.k_proj.weight, SP"),
+            "replicas: layers.0.self_attn.k_proj.weight, TP"),
+        "order": ("runs: key head of rank 1", loss("TP"), loss("SP"),
+            "runs: key head of rank 0"),
+        "norm": ("norms: ‖g‖, step …", "norms: ‖g‖, step 1, SP", loss_2("TP"),
+            "norms: ‖g‖, step 1, TP", grad("layers.0.self_attn.k_proj.weight, TP")),
+    },
     "10_checkpoints": {
         "moments": ("loaded: exp_avg/embed_tokens.weight, A again",
             "loaded: exp_avg_sq/norm.bias, B", loss_2("B")),
@@ -104,7 +121,8 @@ EXPECTED = {
     },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
-RANKS = {("00_collectives", "skip"): 4, ("01_naive_mlp_tp", "average"): 4}
+RANKS = {("00_collectives", "skip"): 4, ("01_naive_mlp_tp", "average"): 4,
+    ("09_shared_heads", "order"): 4}
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 
