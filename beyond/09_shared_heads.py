@@ -560,7 +560,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
         left = f"{ranks} ranks % {args.kv_heads} = {ranks % args.kv_heads}, not 0"
         divisor = math.gcd(ranks, args.kv_heads)
         raise ValueError(f"--kv-heads {args.kv_heads}: {left}; take {divisor}")
-    if args.bug and args.kv_heads == ranks:
+    if args.bug in BREAKS and args.kv_heads == ranks > 1:
         raise ValueError(f"--break with --kv-heads {ranks}: no head has a replica")
     if args.bug == "order" and args.kv_heads == 1:
         raise ValueError("--break order: all ranks hold head 0; start 4 ranks")

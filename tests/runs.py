@@ -6,7 +6,8 @@ import pytest
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
 TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
-SAME_BITS, CHECKPOINTS = "08_same_bits", "10_checkpoints"
+SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
+CHECKPOINTS = "10_checkpoints"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -42,6 +43,9 @@ WITH_FLAGS = [
     (MESH, 6, "--dp", "3", "--pp", "2", "--tie", "--zero"),  # copies stay equal
     *((MESH, 8, f"--{axis}", "8", *SHORT, "--layers", "8" if axis == "pp" else "1")
       for axis in ("dp", "pp", "tp")),
+    *((SHARED_HEADS, ranks) for ranks in (1, 2, 4)),
+    (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
+    (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1"),
 ]  # fmt: skip
 # Of a script of beyond/, whose tables are not those of a lesson.
 CHECKPOINT_RUNS = [

@@ -120,6 +120,23 @@ EXPECTED = {
             bits("training, gradients"), bits("training, parameters"),
             bits("sum of 16 terms, tree")),
     },
+    "09_shared_heads": {
+        "copies": ("gradients: layers.…", grad("layers.0.self_attn.k_proj.weight, TP"),
+            grad("layers.1.self_attn.v_proj.bias, SP"), "norms: ‖g‖, step 1, TP",
+            "replicas: layers.0.self_attn.v_proj.weight, SP",
+            "calls: TP backward all-reduce replica",
+            grad("layers.1.self_attn.q_proj.weight, TP")),
+        "input": (grad("layers.0.input_layernorm.weight, TP"),
+            grad("layers.1.input_layernorm.weight, TP"), "replicas: losses, TP",
+            grad("layers.1.self_attn.k_proj.weight, TP")),
+        "twice": ("gradients: layers.…", grad("layers.0.self_attn.v_proj.weight, TP"),
+            grad("layers.1.self_attn.k_proj.weight, SP"),
+            "replicas: layers.0.self_attn.k_proj.weight, TP"),
+        "order": ("runs: key head of rank 1", loss("TP"), loss("SP"),
+            "runs: key head of rank 0"),
+        "norm": ("norms: ‖g‖, step …", "norms: ‖g‖, step 1, SP", loss_2("TP"),
+            "norms: ‖g‖, step 1, TP", grad("layers.0.self_attn.k_proj.weight, TP")),
+    },
     "10_checkpoints": {
         "moments": ("loaded: exp_avg/embed_tokens.weight, A again",
             "loaded: exp_avg_sq/norm.bias, B", loss_2("B")),
@@ -135,8 +152,12 @@ EXPECTED = {
     },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
-RANKS = {("00_collectives", "skip"): 4, ("01_naive_mlp_tp", "average"): 4}
-RANKS["08_same_bits", "library"] = 4
+RANKS = {
+    ("00_collectives", "skip"): 4,
+    ("01_naive_mlp_tp", "average"): 4,
+    ("08_same_bits", "library"): 4,
+    ("09_shared_heads", "order"): 4,
+}
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 
@@ -176,9 +197,7 @@ def test_fails_and_says_what_it_did(lesson, name):
         found = [name for name in bad if is_meant(check, name)]
         assert any(bad[name] for name in found), (check, bad)
     # Words may be broken over two lines anywhere.
-    verdict = " ".join(done.out.rpartition("
-
-")[2].split())
+    verdict = " ".join(done.out.rpartition("\n\n")[2].split())
     first = red[0].removesuffix("…")
     assert verdict.startswith(f"✗ {first}"), verdict
 
