@@ -67,7 +67,7 @@ COMPLETE = "complete.json"  # the last file of a checkpoint
 # ---- What is saved: tensors that know their place
 
 
-def to_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTensor:
+def to_dtensor(x: Tensor, p: nn.Parameter, tp_mesh: DeviceMesh) -> DTensor:
     """Return this rank's shard as a part of the full tensor: a DTensor.
 
     A DTensor knows the full shape, and which rows or columns of it this rank holds.
@@ -75,6 +75,7 @@ def to_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTens
 
     Args:
         x: a tensor that is sharded as the parameter p is: p itself, or a moment of it.
+        tp_mesh: the TP group, in the form that DTensor takes.
     Shapes: p.weight of up_proj, T = 2: [F/2, D] → global [F, D], Shard(0).
     Communication: none. The memory is shared with x, so that a load can fill it.
     """
@@ -83,16 +84,15 @@ def to_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTens
     placement = Replicate()
     for dim, _ in shardings_of(p):  # one sharding at most, over the TP group
         placement = Shard(dim)
-        full_shape[dim] *= tp_group.size()
+        full_shape[dim] *= tp_mesh.size()
     if hasattr(p, "rows"):
-        first_row = tp_group.rank() * len(x)
+        first_row = tp_mesh.get_local_rank() * len(x)
         x = x[: max(0, p.rows - first_row)]
         full_shape[0] = p.rows
-    mesh = DeviceMesh.from_group(tp_group, x.device.type)
     stride = torch.empty(full_shape, device="meta").stride()
     full_shape = torch.Size(full_shape)
     return DTensor.from_local(
-        x, mesh, [placement], run_check=False, shape=full_shape, stride=stride
+        x, tp_mesh, [placement], run_check=False, shape=full_shape, stride=stride
     )
 
 
@@ -118,14 +118,15 @@ def state_to_save(training: MeshTraining, moments: dict) -> dict[str, DTensor]:
     parameter, and the first and last stage of a tied weight. On all of them it has the
     same name and place, so dcp writes it once, and on a load fills all of them.
     """
-    tp_group = training.groups["tp"]
+    device = training.pipeline.like.device.type
+    tp_mesh = DeviceMesh.from_group(training.groups["tp"], device)
     state = {}
     for name, p in training.parameters.items():
-        state[f"weight/{name}"] = to_dtensor(p, p, tp_group)
+        state[f"weight/{name}"] = to_dtensor(p, p, tp_mesh)
     for kind, tensors in moments.items():
         for name, x in tensors.items():
             p = training.parameters[name]
-            state[f"{kind}/{name}"] = to_dtensor(x, p, tp_group)
+            state[f"{kind}/{name}"] = to_dtensor(x, p, tp_mesh)
     return state
 
 
@@ -715,7 +716,8 @@ BREAKS = {
 def parse_args(ranks: int) -> argparse.Namespace:
     parser = lesson_parser(__doc__, BREAKS, sections=5, steps=4, vocab_size=257)
     add = parser.add_argument
-    for name, text in FROM_MESH.items():
+    flags = dict(FROM_MESH, layers="L (2, or P if larger)")
+    for name, text in flags.items():
         add(f"--{name.replace('_', '-')}", type=positive, default=0, help=text)
     add("--zero", action="store_true", help="mesh A shards the moments, others do not")
     add("--tie", action="store_true", help="embedding and head share their weight")
@@ -762,6 +764,7 @@ def fill_sizes_for(args, meshes: list[Mesh]) -> list[Mesh]:
     common.pp = max(mesh.pp for mesh in meshes)
     common.dp = math.lcm(*[mesh.dp for mesh in meshes])
     common.tp = math.lcm(*[mesh.tp for mesh in meshes])
+    common.layers = args.layers or max(2, common.pp)
     valid = []
     try:
         fill_sizes(common)

@@ -14,7 +14,7 @@ import pytest
 from runs import ALLOWED, CHECKPOINT_RUNS, CHECKPOINTS, flag, over
 from test_refusals import as_rank, message
 
-pytestmark = pytest.mark.timeout(300)  # eight ranks share the cores
+pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
 
 
 # The script's own runs.
