@@ -262,7 +262,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("10", "save_checkpoint", "without what others need in order to resume",
      "dict(about, step=step, files=files)", "dict(step=step, files=files)",
      "test_losses_continue_as_if_nothing_had_happened"),
-    ("10", "newest_checkpoint", "the oldest one", "max(", "min(",
+    ("10", "latest_checkpoint", "the oldest one", "max(", "min(",
      "test_losses_continue_as_if_nothing_had_happened"),
     ("10", "verify_checkpoint", "checksums are not compared",
      "checksum(path / name) != expected", "not (path / name).exists()",

@@ -148,7 +148,7 @@ EXPECTED = {
             "norms: ‖g‖, step 2, C", loss_2("B")),
         "position": ("batches: batch of step 2, A again", loss_2("B"),
             "loaded: weight/norm.bias, B"),
-        "in-place": ("interrupted: the newest checkpoint stays", loss_2("B")),
+        "in-place": ("interrupted: the latest checkpoint stays", loss_2("B")),
     },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
