@@ -216,7 +216,9 @@ ORDER = run_of("05_3d_parallel", "order")
 def test_a_message_is_named_by_what_it_carries():
     """Both ends of the deadlock say which message they wait for."""
     text = jobs.result(*ORDER).err
-    assert re.search("^  rank 0: .* activation of micro-batch 2 to stage 1$", text, re.M)
+    assert re.search(
+        "^  rank 0: .* activation of micro-batch 2 to stage 1$", text, re.M
+    )
     assert re.search("^  rank 1: .* gradient of micro-batch 1 to stage 0$", text, re.M)
 
 
