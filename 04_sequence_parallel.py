@@ -871,6 +871,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # Imports that only the parts below use.
 import math
+
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

@@ -1332,8 +1332,8 @@ def fill_sizes(args) -> None:
 # region
 
 # Imports that only the parts below use.
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 

@@ -586,6 +586,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # Imports that only the parts below use.
 from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
