@@ -1,41 +1,57 @@
-r"""Lesson 00: collectives, or what ranks can say to each other.
+r"""Lesson 00: collectives, the calls by which ranks exchange tensors.
 
-A rank is one process with a number; a collective is a call that all ranks of a group
-must make: each brings a tensor, and some or all get a result. Tensor parallelism is
-nothing but matrix products with the right collectives between them.
+A rank is one process with a number. A collective is a call that every rank of a group
+must make: each passes in a tensor, and some or all of them get a result. Tensor
+parallelism is matrix products with the right collectives between them.
 
-Run it (2 ranks on a laptop; try 4 too, 8 at most on a small machine):
+Run it (2 ranks on a laptop; also 4, and at most 8 on a small machine):
 
     torchrun --standalone --nproc_per_node=2 00_collectives.py
 
-What torchrun does: it starts this file twice, as two processes. They share no memory.
-Each finds a RANK of its own in its environment, all run the same program, and the only
-way from one to another is a call that both make. Your own first program could be:
+torchrun starts this file twice, as two processes that share no memory. Both run the
+same program. Each finds its number in the environment variable RANK, and tensors get
+from one to the other only by calls that both make. Your own first program could be:
 
     import torch, torch.distributed as dist
-    dist.init_process_group("gloo")           # all ranks meet
+    dist.init_process_group("gloo")           # waits until all ranks have called it
     x = torch.ones(3) * dist.get_rank()       # rank 0 has zeros, rank 1 ones, …
-    dist.all_reduce(x)                        # x is now the sum over ranks, on each
-    print(f"rank {dist.get_rank()} has {x.tolist()}\n", end="")  # in one piece
-    dist.destroy_process_group()              # they part
+    dist.all_reduce(x)                        # now x is the sum over ranks, on each
+    print(f"rank {dist.get_rank()} has {x.tolist()}")
+    dist.destroy_process_group()              # the ranks leave the process group
 
-What you will see: three ways to hold a tensor, six to move one, an all-reduce made by
-hand as a ring, the four sharded matrix products, a product on a 2D mesh, three traps,
-a sum with the same bits for every T. Each value is checked on every rank, bytes against
-formulas. `--break list` names bugs to switch on, `--only 2` prints section 2 alone.
+Save it as first.py; torchrun --standalone --nproc_per_node=2 first.py starts it.
 
-How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs.
-HARNESS counts (COMM), compares and prints (report); read past it. A group is a set of
-ranks that call together, group.rank() a rank's number in it. A mesh lays ranks out as a
-grid: outer 2 × inner 2 is [[0, 1], [2, 3]], its groups along inner are the rows.
+What you will see: six sections, in which every rank checks every value, and the bytes
+sent are compared with formulas.
+    1  the three placements of a tensor: replicated, sharded, partial
+    2  five collectives, and send/recv
+    3  an all-reduce built from two collectives, then from send/recv as a ring
+    4  the four cases of a sharded matrix product
+    5  a matrix product on a 2D mesh
+    6  common mistakes: a view, the order of calls, using an async result too early
+`--only 2` prints section 2 only. `--break list` lists bugs that `--break NAME` injects.
 
-Shapes: A[I, J] · B[J, K] = C[I, K]. A suffix names a tensor's dims, one letter each:
-    UPPERCASE is the full size, lowercase this rank's 1/T slice of it (a_Ij: columns).
-    A[I, J_tp] says the same in words: dim J is split over the mesh axis tp.
-    C[I, K] {U_tp} is unreduced: full shape, still to be summed over tp ("partial_").
-    T is the number of ranks on an axis, e the bytes of one number. PyTorch's
-    words: Replicate() for a tensor that every rank holds whole, Shard(dim) for one
-    that is cut along a dim, Partial() for one whose ranks hold terms of a sum.
+Exercises (answers: notebooks/00_collectives.ipynb, in the section that is named):
+    Run with --break order, then --break skip. Why does one give wrong numbers without
+        an error, while the other waits until a timeout? (section 9)
+    In matmul_case_3_reduce_scatter, scatter dim 0 instead of dim 1. The row marks C
+        with ✗, but its bytes stay right. What is computed now? (section 11, no. 3)
+    Write an all-reduce by recursive doubling: in step i, exchange everything with rank
+        (rank XOR 2^i) and add. Print it with show_algorithm in section 3: it takes
+        log2(T) steps instead of 2·(T − 1), but each rank sends more. (section 4)
+
+How to read this file: NEW is the lesson. RUN calls it and prints; `report` compares and
+makes tables, COMM counts calls and bytes, both in HARNESS, which you can skip. BREAK IT
+lists the bugs.
+
+Shapes: A[I, J] · B[J, K] = C[I, K]. The last letters of a tensor's name are its dims:
+    UPPERCASE is the full size, lowercase is this rank's 1/T slice of it. a_Ij has all
+    rows and a slice of the columns. n elements in the small vectors, T ranks in a
+    group, e bytes per element. On axis tp of a mesh of ranks:
+        replicated  A[I]          Replicate()  every rank holds the full tensor
+        sharded     A[I_tp]       Shard(dim)   dim I is split over tp
+        partial     A[I] {U_tp}   Partial()    full shape, still to be summed over tp;
+                                               its name begins with partial_
 
 Sources: the scaling book, jax-ml.github.io/scaling-book (notation, four products);
     GSPMD, arXiv:2105.04663 (2D mesh); docs.pytorch.org/docs/stable/distributed.html.
@@ -43,8 +59,8 @@ Sources: the scaling book, jax-ml.github.io/scaling-book (notation, four product
 
 from __future__ import annotations
 
-import hashlib
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,6 +69,42 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 # ==== NEW in 00: collectives
+
+# ---- How ranks start, and what a group is
+
+# Before main, every rank runs these lines (they are in `launch`, in HARNESS):
+#     dist.init_process_group("gloo")   # "nccl" on GPUs; waits for all ranks
+#     torch.manual_seed(1)              # one seed: torch.randn gives all ranks the same
+# and after main dist.destroy_process_group(). A group is a set of ranks that make calls
+# together. A rank has a number in each of its groups, group.rank(), and a global one,
+# dist.get_rank(): in the group [2, 3], group rank 0 is global rank 2.
+
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    A mesh lays out the ranks as a grid. Each line of the grid is a group.
+
+    Args:
+        sizes: axis → number of ranks; {"outer": 2, "inner": 2} is [[0, 1], [2, 3]], so
+            groups [0, 2] and [1, 3] along outer, [0, 1] and [2, 3] along inner.
+        timeout: seconds; a new group's own default is long (gloo 30 minutes, NCCL 10).
+    """
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
+# ---- Slices
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -70,10 +122,12 @@ def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return split(full.detach(), dim, group.size())[group.rank()].clone()
 
 
-# Each wrapper returns a new tensor and never changes its input. None of them is known
-# to autograd (lesson 01 teaches them their backward). In a group of one rank they send
-# nothing. COMM.record counts the call and its payload, the bytes of the whole tensor
-# that it is about, and notes that this rank is in the call.
+# ---- Collectives
+
+# Each wrapper returns a new tensor and never changes its input. Autograd does not track
+# these calls; lesson 01 wraps some of them in autograd.Functions. In a group of one
+# rank they send nothing. COMM.record counts the call and its payload (bytes of the full
+# logical tensor) and records that this rank is inside the call.
 
 
 def all_reduce(
@@ -81,8 +135,12 @@ def all_reduce(
 ) -> Tensor:
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
-    Shapes: x [...] → [...]. Communication: 1 call on x's elements. op: or MAX, MIN, …
+    Args:
+        op: dist.ReduceOp.MAX, MIN, … instead of the sum.
+
+    Shapes: x [...] → [...]. Communication: 1 call on x's elements.
     """
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -125,6 +183,7 @@ def broadcast(x: Tensor, src: int, group: dist.ProcessGroup) -> Tensor:
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("broadcast", out, group):
+            # group_src is a number in the group; src= would be the global rank.
             dist.broadcast(out, group_src=src, group=group)
     return out
 
@@ -134,6 +193,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
 
     Shapes: x [.., I, ..] → [.., I, ..]. Communication: 1 call on x's elements.
     """
+    # One tensor [T, ...]: row j is for rank j. In the result, row j is from rank j.
     parts = torch.stack(split(x.detach(), dim, group.size()))
     out = parts.clone()
     if group.size() > 1:
@@ -147,45 +207,62 @@ def send_recv(
 ) -> Tensor:
     """Send x to group rank dst and receive a tensor shaped `like` from group rank src.
 
-    Both are started before either is waited for: if every rank first waited for its own
-    send to end, a ring would stand still. Counted: the bytes this rank sends.
+    Both are started before either is waited for: if every rank first waited until its
+    own send had ended, a ring would deadlock. Counted: the bytes that this rank sends.
     """
     x = x.detach().contiguous()
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     with COMM.record("send/recv", x, group):
-        both = [
+        operations = [
             dist.P2POp(dist.isend, x, group=group, group_peer=dst),
             dist.P2POp(dist.irecv, out, group=group, group_peer=src),
         ]
-        for request in dist.batch_isend_irecv(both):
+        for request in dist.batch_isend_irecv(operations):
             request.wait()
     return out
 
 
+# ---- An all-reduce by hand
+
+
 def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor:
-    """All-reduce by hand: each rank speaks only to the next one on a ring.
+    """All-reduce by hand: each rank sends only to the next rank on a ring.
 
-    x is cut into T chunks. Chunk r starts at rank r + 1 and travels around; each rank
-    adds its own, and after T − 1 steps it is complete, on rank r (a reduce-scatter).
-    In T − 1 more the complete chunks travel around (an all-gather). T need not divide
-    x; `on_step(name, chunks)` is called after each step.
+    x is cut into T chunks. The chunk that each rank sends to its right, for T = 3:
 
-    Shapes: x [...] → [...], Partial() → Replicate().
-    Communication: a rank sends 2(T−1) chunks of x/T; all together 2(T−1) times x.
+        step   rank 0   rank 1   rank 2   and the receiver
+        1         2        0        1     adds its own chunk of that number
+        2         1        2        0     adds; now rank r has the sum of chunk r
+        3         0        1        2     keeps the sum instead of its own chunk
+        4         2        0        1     keeps it; now all ranks have all sums
+
+    Follow chunk 0: it starts on rank 1, passes rank 2, and is complete on rank 0 after
+    T − 1 steps. These steps are a reduce-scatter, the T − 1 others an all-gather.
+
+    Args:
+        on_step: called with the step's name and the list of chunks after each step.
+
+    Shapes: x [...] → [...], Partial() → Replicate(). T need not divide x.
+    Communication: 2·(T − 1) send/recv per rank, each of a chunk; the ranks together
+        send 2·(T − 1) times x.
     """
-    T, rank = group.size(), group.rank()
+    T = group.size()
+    rank = group.rank()
+    right = (rank + 1) % T
+    left = (rank - 1) % T
     chunks = list(x.detach().flatten().tensor_split(T))
-    right, left = (rank + 1) % T, (rank - 1) % T
     for step in range(T - 1):
-        goes = (rank - step - 1) % T  # at first as it is, then what was just added to
-        comes = (rank - step - 2) % T
-        arrived = send_recv(chunks[goes], right, chunks[comes], left, group)
-        chunks[comes] = chunks[comes] + arrived
+        send_chunk = (rank - step - 1) % T  # from step 2 on: the one just added to
+        recv_chunk = (rank - step - 2) % T
+        arrived = send_recv(chunks[send_chunk], right, chunks[recv_chunk], left, group)
+        chunks[recv_chunk] = chunks[recv_chunk] + arrived
         if on_step:
             on_step(f"reduce-scatter {step + 1}", chunks)
-    for step in range(T - 1):  # chunk r is complete on rank r: it travels on
-        goes, comes = (rank - step) % T, (rank - step - 1) % T
-        chunks[comes] = send_recv(chunks[goes], right, chunks[comes], left, group)
+    for step in range(T - 1):
+        send_chunk = (rank - step) % T
+        recv_chunk = (rank - step - 1) % T
+        arrived = send_recv(chunks[send_chunk], right, chunks[recv_chunk], left, group)
+        chunks[recv_chunk] = arrived
         if on_step:
             on_step(f"all-gather {step + 1}", chunks)
     return torch.cat(chunks).view(x.shape)
@@ -199,62 +276,39 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
     return round(rounds * nbytes * (ranks - 1) / ranks)
 
 
-def tree_sum(terms: list[Tensor]) -> Tensor:
-    """Add up each half by itself, then the two sums: ((a + b) + (c + d)) + …."""
-    if len(terms) == 1:
-        return terms[0]
-    half = len(terms) // 2
-    return tree_sum(terms[:half]) + tree_sum(terms[half:])
+# ---- Two rules: wait before use, and one order of calls
 
 
-def tree_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce in an order we choose, so that it can be the same for every T.
-
-    Adding floats rounds, so (a + b) + c differs from a + (b + c) in the last bits; and
-    how a library's all-reduce adds depends on T. Here each rank gets all terms and adds
-    them up as a tree. If x is itself the tree_sum of this rank's share of 16 terms, the
-    whole is one tree, the same for T = 1, 2, 4, 8 and 16: no bit depends on T.
-
-    Shapes: x [...] → [...], Partial() → Replicate().
-    Communication: 1 all-gather on T × x's elements; a ring sends T/2 times the bytes
-        of an all-reduce.
-    """
-    return tree_sum(list(all_gather(x[None], 0, group)))
-
-
-def digest(*tensors) -> str:
-    """The first digits of a hash of all their bits."""
-    sha = hashlib.sha256()
-    for x in tensors:
-        sha.update(torch.as_tensor(x, dtype=torch.float64).cpu().numpy().tobytes())
-    return sha.hexdigest()[:12]
-
-
-def async_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """An all-reduce that is started, and waited for later (async_op)."""
-    out = x.clone()  # the call below overwrites what it is given
+def async_all_reduce(x: Tensor, group, other_work: Callable = lambda: None) -> Tensor:
+    """Start an all-reduce, do other work, and only then wait for the sum (async_op)."""
+    out = x.clone()  # the call overwrites its argument
     work = dist.all_reduce(out, group=group, async_op=True)
-    # Here a program computes something else, and leaves `out` alone.
-    work.wait()  # now `out` is the sum; without async_op the call waits (NCCL: the GPU)
+    other_work()  # must neither read nor write `out`
+    work.wait()
+    # From here on `out` is valid. gloo blocks Python in wait(); NCCL only makes the
+    # current CUDA stream wait. A call without async_op does this itself.
     return out
 
 
-def two_all_reduces(
-    x: Tensor, y: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Two sums. The n-th call of one rank meets the n-th of the others: the order is
-    the only thing that tells collectives of a group apart."""
+def two_all_reduces(x: Tensor, y: Tensor, group) -> tuple[Tensor, Tensor]:
+    """Sum two tensors, in the same order on every rank.
+
+    The n-th call of one rank in a group is matched with the n-th call of the others.
+    Nothing else tells the collectives of a group apart.
+    """
     sum_x = all_reduce(x, group)
     sum_y = all_reduce(y, group)
     return sum_x, sum_y
 
 
-# The four sharded products A · B = C. What decides is the contracted dim J: if it is
-# whole in both, there is nothing to send, unless one axis cuts both I and K (case 4).
+# ---- The four cases of a sharded product A · B = C
+
+# The contracted dim J decides. If J is not split, no rank needs anything from another,
+# unless one axis splits both I and K (case 4).
 
 
 def matmul_case_1(a_iJ: Tensor, b_JK: Tensor, group) -> Tensor:
-    """A[I_tp, J] · B[J, K] → C[I_tp, K]: J is whole on every rank, nothing to send."""
+    """A[I_tp, J] · B[J, K] → C[I_tp, K]: every rank has all of J; nothing is sent."""
     return a_iJ @ b_JK
 
 
@@ -264,13 +318,13 @@ def matmul_case_2_gather(a_Ij: Tensor, b_JK: Tensor, group) -> Tensor:
 
 
 def matmul_case_2_slice(a_Ij: Tensor, b_JK: Tensor, group) -> Tensor:
-    """A[I, J_tp] · B[J, K] → C[I, K]: slice B, which is free, and it is case 3."""
+    """A[I, J_tp] · B[J, K] → C[I, K]: slice B, which sends nothing, then case 3."""
     return matmul_case_3_all_reduce(a_Ij, shard(b_JK, 0, group), group)
 
 
 def matmul_case_3_all_reduce(a_Ij: Tensor, b_jK: Tensor, group) -> Tensor:
     """A[I, J_tp] · B[J_tp, K] → C[I, K] {U_tp} → AllReduce → C[I, K]."""
-    partial_c_IK = a_Ij @ b_jK  # full shape, this rank's terms of the sum over J
+    partial_c_IK = a_Ij @ b_jK  # full shape; the sum runs over this rank's part of J
     return all_reduce(partial_c_IK, group)
 
 
@@ -281,20 +335,22 @@ def matmul_case_3_reduce_scatter(a_Ij: Tensor, b_jK: Tensor, group) -> Tensor:
 
 
 def matmul_case_4_left(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
-    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: from its own slices rank r can make only
-    block (r, r) of C. So gather A."""
+    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: gather A.
+
+    From its own slices, rank r can compute only block (r, r) of C.
+    """
     return all_gather(a_iJ, 0, group) @ b_Jk
 
 
 def matmul_case_4_right(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
-    """A[I_tp, J] · B[J, K_tp] → C[I_tp, K]: or gather B."""
+    """A[I_tp, J] · B[J, K_tp] → C[I_tp, K]: gather B instead."""
     return a_iJ @ all_gather(b_Jk, 1, group)
 
 
 def matmul_2d(a_ij: Tensor, b_jk: Tensor, outer, inner) -> Tensor:
     """A[I_outer, J_inner] · B[J_outer, K_inner] → C[I_outer, K_inner] on a 2D mesh.
 
-    Each operand is gathered over the axis that splits J, and C is laid out as A.
+    Each operand is gathered over the axis that splits J, and C is laid out like A.
     Communication: all-gather of A[I_outer, J] over inner (I·J/outer elements), of
         B[J, K_inner] over outer (J·K/inner elements). Source: arXiv:2105.04663.
     """
@@ -303,286 +359,359 @@ def matmul_2d(a_ij: Tensor, b_jk: Tensor, outer, inner) -> Tensor:
     return a_iJ @ b_Jk
 
 
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    Args:
-        sizes: axis → number of ranks; {"outer": 2, "inner": 2} makes groups [0, 2] and
-            [1, 3] along outer, [0, 1] and [2, 3] along inner.
-        timeout: seconds; a new group's own default is long (gloo 30 minutes, NCCL 10).
-    """
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
-
-
 # ==== RUN
 
 
 def main(args, report: Report) -> None:
+    """Print six sections; in each, every rank checks its own values."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
-    report.begin({"tp": args.ranks})
-    show_three_ways(report, tp_group)
-    show_collectives(report, tp_group)
-    show_ring(report, tp_group)
-    show_products(report, tp_group)
-    outer = 2 if args.ranks % 2 == 0 else 1
-    groups = mesh_groups({"outer": outer, "inner": args.ranks // outer}, args.timeout)
-    show_mesh(report, groups["outer"], groups["inner"])
-    show_traps(report, tp_group)
-    show_same_bits(report, tp_group)
+    size = matrix_sizes(args)
+    report.begin({"tp": args.ranks}, size)
+    # Every rank has the full matrices, so each can compute what must come out.
+    a_IJ = random_matrix(size["I"], size["J"], args)
+    b_JK = random_matrix(size["J"], size["K"], args)
 
-
-def numbers(x: Tensor) -> str:
-    """[ 0  1 10], two characters or more a number."""
-    return f"[{' '.join(f'{value:2.0f}' for value in x.flatten().tolist())}]"
+    show_three_placements(report, size["n"], tp_group)
+    show_collectives(report, size["n"], tp_group)
+    x = count_from(tp_group.rank(), size["n"], args)
+    show_two_halves(report, x, tp_group)
+    show_algorithm(report, ring_all_reduce, x, "2·(T-1)", "2·(T-1)·n·e", tp_group)
+    show_products(report, a_IJ, b_JK, size, tp_group)
+    show_2d_products(report, a_IJ, b_JK, size)
+    show_mistakes(report, tp_group)
 
 
 def count_from(start: int, size: int, args) -> Tensor:
-    """start, start + 1, … as numbers of the run's dtype."""
+    """The vector start, start + 1, … in the run's dtype."""
     dtype = getattr(torch, args.dtype)
     return start + torch.arange(size, device=args.device).to(dtype)
 
 
-def show_three_ways(report: Report, group) -> None:
-    """The tensor 0 1 2 … as replicated, sharded and partial."""
-    T, rank = group.size(), group.rank()
-    size = 2 * T if T <= 4 else T  # so that a row fits the screen
-    full = count_from(0, size, report.args)
-    mine = shard(full, 0, group)
-    terms = [(full * r) % 5 - 2 for r in range(1, T)]  # any numbers
-    term = [full - sum(terms), *terms][rank]  # rank 0 has the rest of A
-    COMM.what = "three ways"
-    joined, added = all_gather(mine, 0, group), all_reduce(term, group)
-    report.check("sharded: slices join to A", rel_diff(joined, full))
-    report.check("partial: terms sum to A", rel_diff(added, full))
-    heads = "PyTorch's word", "Replicate()", "Shard(0)", "Partial()"
-    lines = [("in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}")]
-    lines += gather_objects((f"rank {rank}", *map(numbers, (full, mine, term))))
-    lines += [("to get A back", "each has it", "join them", "add them up")]
-    report.section("A tensor A in three ways: replicated, sharded, partial")
-    report.table("held", [dict(zip(heads, line)) for line in lines])
-
-
-def show_collectives(report: Report, group) -> None:
-    """Six collectives, each rank's values before and after."""
-    T, rank, args = group.size(), group.rank(), report.args
-    COMM.what = "picture"
-    n = 2 if T <= 4 else 1  # numbers a slice, so that a row fits the screen
-    # What all ranks start with: one slice, or a whole tensor of T slices.
-    slices = [count_from(10 * r, n, args) for r in range(T)]
-    rows = [count_from(10 * r, n * T, args) for r in range(T)]
-    piece, row = slices[rank], rows[rank]
-    after_exchange = torch.cat([other.tensor_split(T)[rank] for other in rows])
-    to, source, root = (rank + 1) % T, (rank - 1) % T, T - 1
-    pictures = [  # name, what it does; this rank's tensor before, after, and as wanted
-        ("broadcast", f"rank {root}'s tensor goes to every rank",
-         row, broadcast(row, root, group), rows[root]),
-        ("all-reduce", "every rank gets the sum, element by element",
-         row, all_reduce(row, group), sum(rows)),
-        ("all-gather", "every rank gets every slice, in order",
-         piece, all_gather(piece, 0, group), torch.cat(slices)),
-        ("reduce-scatter", "each keeps only its slice of the sum",
-         row, reduce_scatter(row, 0, group), sum(rows).tensor_split(T)[rank]),
-        ("all-to-all", "slice j of rank r becomes slice r of rank j",
-         row, all_to_all(row, group), after_exchange),
-    ]  # fmt: skip
-    if T > 1:  # alone, there is no one to send to
-        got = send_recv(row, to, row, source, group)
-        does = "each to the next, the last to rank 0"
-        pictures.append(("send/recv", does, row, got, rows[source]))
-    report.section("Six ways to move it; rank r starts with 10·r, 10·r + 1, …")
-    for picture in pictures:
-        show_picture(report, group, *picture)
-
-
-def show_picture(report, group, name, does, before, after, wanted) -> None:
-    """One of the six: what it does; what each rank has before and after."""
-    payload = max(before.nbytes, after.nbytes)
-    calls, sent = COMM.rows.get(("picture", "", name, group.group_desc), (0, 0))
-    off = abs(calls - 1) + abs(sent - payload) if group.size() > 1 else calls
-    counted = report.check(f"bytes: {name}", off, kind="bytes")
-    right = report.check(name, rel_diff(after, wanted))
-    ok = cell("ok", all(gather_objects(right and counted)))
-    report.say(f"   {name:<16}{does:<46}{ok}")
-    line = f"      rank {group.rank()}  {numbers(before)} → {numbers(after)}"
-    report.say("\n".join(gather_objects(line)))
-
-
-def show_ring(report: Report, group) -> None:
-    """An all-reduce from two collectives, then from sends alone."""
-    T, rank, args = group.size(), group.rank(), report.args
-    report.section("An all-reduce is a reduce-scatter, then an all-gather")
-    COMM.what = "two halves"
-    x = count_from(rank, 2 * T if T <= 4 else T, args)
-    whole, half = all_reduce(x, group), reduce_scatter(x, 0, group)
-    both = all_gather(half, 0, group)
-    ok = report.check("reduce-scatter + all-gather", rel_diff(both, whole))
-    row = {"": f"rank {rank}", "before": numbers(x), "reduce-scatter": numbers(half)}
-    row |= {"all-gather": numbers(both), "ok": ok}
-    report.table("halves", gather_objects(row))
-    report.say("   By hand, as a ring. bytes: of all ranks, predicted: 2(T−1) times x")
-    rows = []
-    for size in (2 * T, 2 * T + 3):
-        x = count_from(rank, size, args)
-        COMM.what = f"ring of {size}"
-        summed = ring_all_reduce(x, group)
-        right = report.check(COMM.what, rel_diff(summed, all_reduce(x, group)))
-        key = COMM.what, "", "send/recv", group.group_desc
-        sent = gather_objects(COMM.rows.get(key, (0, 0))[1])
-        rows.append({
-            "x": f"{size} numbers", "bytes of x": x.nbytes,
-            "a rank sent": " or ".join(f"{n}" for n in sorted({*sent})),
-            "bytes": sum(sent), "predicted_bytes": 2 * x.nbytes * (T - 1), "ok": right,
-        })  # fmt: skip
-    report.measure("ring", rows)
-
-
-def show_products(report: Report, group) -> None:
-    """The four sharded products of whole-number matrices, each in its ways."""
-    T = group.size()
-    a_IJ = random_matrix(2 * T, 4 * T, report.args)
-    b_JK = random_matrix(4 * T, 3 * T, report.args)
-    rows = []
-    for row, product, *dims, elements in sharded_products(a_IJ, b_JK):
-        COMM.what = product.__name__
-        a, b, wanted = (
-            x if dim is None else shard(x, dim, group)
-            for x, dim in zip((a_IJ, b_JK, a_IJ @ b_JK), dims)
-        )
-        with FlopCounterMode(display=False) as flops:
-            c = product(a, b, group)
-        sent = {key[2]: n for key, (_, n) in COMM.rows.items() if key[0] == COMM.what}
-        row |= {"flops": flops.get_total_flops(), "bytes": sum(sent.values())}
-        row["predicted_bytes"] = elements * a.itemsize if T > 1 else 0
-        around_twice = sent.get("all-reduce", 0)  # a ring passes it around twice
-        row["ring"] = (row["bytes"] + around_twice) * (T - 1) // T
-        off = abs(row["bytes"] - row["predicted_bytes"])
-        right = report.check(COMM.what, rel_diff(c, wanted))
-        row["ok"] = report.check(f"bytes: {COMM.what}", off, kind="bytes") and right
-        rows.append(row)
-    sizes = f"I, J, K = {2 * T}, {4 * T}, {3 * T}"
-    report.section(f"C[I, K] = A[I, J] · B[J, K], {sizes}, four ways to be sharded")
-    report.say(
-        "   J, which is summed over, is whole in 1 and 4: nothing to send, but in 4 a\n"
-        "   rank has only its block of C. In 2 and 3 it is split: gather, or add up.\n"
-        "   bytes: of the tensor; ring: what a rank sends (all-reduce: twice)"
-    )
-    report.table("communication", rows, hide=["predicted_bytes"])
-
-
-def sharded_products(a_IJ: Tensor, b_JK: Tensor) -> list[tuple]:
-    """Each way: how it reads in the table; the function; along which dim A, B and C
-    are cut (None: whole); the payload in elements."""
-    (I, J), K = a_IJ.shape, b_JK.shape[1]
-    ways = [
-        ("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0",
-         matmul_case_1, 0, None, 0, 0),
-        ("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
-         matmul_case_2_gather, 1, None, None, I * J),
-        ("2", "slice B, as 3", "C[I, K]", "I·K·e",
-         matmul_case_2_slice, 1, None, None, I * K),
-        ("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
-         matmul_case_3_all_reduce, 1, 0, None, I * K),
-        ("3", "ReduceScatter", "C[I, K_tp]", "I·K·e",
-         matmul_case_3_reduce_scatter, 1, 0, 1, I * K),
-        ("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "I·J·e",
-         matmul_case_4_left, 0, 1, 1, I * J),
-        ("4", "AllGather B", "C[I_tp, K]", "J·K·e",
-         matmul_case_4_right, 0, 1, 0, J * K),
-    ]  # fmt: skip
-    heads = "A and B are split", "what to do", "C is split", "formula"
-    return [(dict(zip(heads, way)), *way[len(heads) :]) for way in ways]
-
-
 def random_matrix(rows: int, columns: int, args) -> Tensor:
-    """Small whole numbers, so that every sum is exact; the same on every rank."""
+    """Small integers, so that every sum is exact; the same on every rank."""
     dtype = getattr(torch, args.dtype)
     return torch.randint(-2, 3, (rows, columns)).to(args.device, dtype)
 
 
-def show_mesh(report: Report, outer, inner) -> None:
-    """The product on a 2D mesh, every matrix split on both axes."""
-    Y, X, texts = outer.size(), inner.size(), []
-    report.axes = report.axes | {"outer": Y, "inner": X}
-    hint = "" if X > 1 else "; try 4 ranks"
-    report.section(f"Mesh {Y} × {X}: A[I_outer, J_inner] · B[J_outer, K_inner]{hint}")
-    for group in (outer, inner):
-        members = gather_objects(str(dist.get_process_group_ranks(group)))
-        texts.append(f"{group.group_desc}: {'  '.join(dict.fromkeys(members))}")
-    I, J, K = 2 * Y, 2 * Y * X, 3 * X
-    report.say(f"   I = {I}, J = {J}, K = {K}; groups along {'; '.join(texts)}")
-    a_IJ, b_JK = random_matrix(I, J, report.args), random_matrix(J, K, report.args)
-    cut = lambda x: shard(shard(x, 0, outer), 1, inner)
-    COMM.what = "2D product"
-    c_ik = matmul_2d(cut(a_IJ), cut(b_JK), outer, inner)
-    report.check(COMM.what, rel_diff(c_ik, cut(a_IJ @ b_JK)))
-    e = a_IJ.element_size()
-    report.ledger({
-        (COMM.what, "", "all-gather", "inner"): (1, "A: I·J·e/outer", I * J * e // Y),
-        (COMM.what, "", "all-gather", "outer"): (1, "B: J·K·e/inner", J * K * e // X),
-    })  # fmt: skip
+def as_text(x: Tensor) -> str:
+    """All elements in one line: [ 0  1 10]."""
+    texts = [f"{value:2.0f}" for value in x.flatten().tolist()]  # 2 wide: columns align
+    return f"[{' '.join(texts)}]"
 
 
-def show_traps(report: Report, group) -> None:
-    """A view that is not contiguous, the order of the calls, and not waiting."""
-    T, rank, args = group.size(), group.rank(), report.args
-    COMM.what = "traps"
-    view = (count_from(0, 6, args) + rank).view(2, 3).T  # [3, 2], not contiguous
-    before = view.clone()
-    sum_of_ranks = T * (T - 1) // 2
-    ones = torch.ones_like(view[:, 0])
-    sum_1, sum_10 = two_all_reduces(ones, 10 * ones, group)
-    ranks = rank * ones
-    both, both_summed = torch.cat([ones, 10 * ones]), torch.cat([sum_1, sum_10])
-    cases = [  # name; before and after on rank 0; wanted
-        ("all-reduce of a transposed view",
-         before, all_reduce(view, group), T * (before - rank) + sum_of_ranks),
-        ("and the view itself afterwards", before, view, before),
-        ("two sums, first 1s, then 10s", both, both_summed, T * both),
-        ("a sum started, then waited for",
-         ranks, async_all_reduce(ranks, group), sum_of_ranks * ones),
+def check_value(report, row: dict, column: str, name: str, got, expected) -> None:
+    """Compare two tensors on this rank; if they differ, mark a cell of the row."""
+    off = row.setdefault("off", [])
+    if not report.check("values", name, rel_diff(got, expected)):
+        off.append(column)
+
+
+def check_calls(report, row: dict, run: str, formula: str, size, group) -> None:
+    """Add calls, bytes, ring and formula to a row, and check them.
+
+    Args:
+        run: counted are the calls in `with COMM.label(run, …)` on the group's axis.
+        formula: bytes of the one call that a group makes; "0" if it makes none.
+    """
+    row.update({"calls": 0, "bytes": 0, "ring": 0, "formula": formula})
+    for call, calls in COMM.calls.items():
+        if call.run == run and call.axis == group.group_desc:
+            row["calls"] += calls
+            row["bytes"] += COMM.bytes[call]
+            # The payload is one number, what a rank of a ring sends for it another.
+            row["ring"] += ring_bytes(call.collective, COMM.bytes[call], group.size())
+    calls = 0 if formula == "0" or group.size() == 1 else 1  # one rank sends nothing
+    nbytes = calls * evaluate(formula, size)
+    name = f"{run} over {group.group_desc}"
+    report.expect(row, "calls", "calls", name, calls)
+    report.expect(row, "bytes", "bytes", name, nbytes)
+
+
+# ---- The sections of the output, in order
+
+
+def show_three_placements(report: Report, n: int, group) -> None:
+    """The tensor 0, 1, 2, … replicated, sharded and partial."""
+    rank = group.rank()
+    full = count_from(0, n, report.args)
+    sharded = shard(full, 0, group)
+    # Any tensors are partial results of A if they sum to A: rank 0 holds the remainder.
+    others = [(full * r) % 5 - 2 for r in range(1, group.size())]
+    partial = full - sum(others) if rank == 0 else others[rank - 1]
+
+    rows = [placement_row("in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}")]
+    texts = [as_text(x) for x in (full, sharded, partial)]
+    rows.extend(gather_objects(placement_row(f"rank {rank}", *texts)))
+    # Only the last row is checked: it says how each rank gets A.
+    row = placement_row("to get A", "nothing to do", "all-gather", "all-reduce")
+    joined = all_gather(sharded, 0, group)
+    summed = all_reduce(partial, group)
+    check_value(report, row, "Shard(0)", "sharded, all-gather", joined, full)
+    check_value(report, row, "Partial()", "partial, all-reduce", summed, full)
+    report.section("Three placements of a tensor A: replicated, sharded, partial")
+    report.table("placements", [*rows, row])
+
+
+def placement_row(label: str, replicated: str, sharded: str, partial: str) -> dict:
+    """A row of section 1, under PyTorch's words."""
+    row = {"PyTorch's word": label, "Replicate()": replicated}
+    row.update({"Shard(0)": sharded, "Partial()": partial, "ok": None})
+    return row
+
+
+class Move(NamedTuple):
+    """One collective of section 2, as this rank calls it."""
+
+    collective: str
+    effect: str
+    function: Callable
+    arguments: tuple  # the first is the tensor
+    expected: Tensor
+
+
+def show_collectives(report: Report, n: int, group) -> None:
+    """Five collectives and send/recv: each rank's tensor before and after."""
+    T = group.size()
+    rank = group.rank()
+    # Every rank knows what all ranks start with, so it can tell what must come out.
+    xs = [count_from(10 * r, n, report.args) for r in range(T)]
+    x = xs[rank]
+    slices = [x_of_r[: n // T] for x_of_r in xs]
+    exchanged = torch.cat([split(x_of_r, 0, T)[rank] for x_of_r in xs])
+    right = (rank + 1) % T
+    left = (rank - 1) % T
+    moves = [
+        Move("broadcast", f"rank {T - 1}'s tensor goes to every rank",
+             broadcast, (x, T - 1, group), xs[T - 1]),
+        Move("all-reduce", "every rank gets the sum, element by element",
+             all_reduce, (x, group), sum(xs)),
+        Move("all-gather", "every rank gets every slice, in order",
+             all_gather, (slices[rank], 0, group), torch.cat(slices)),
+        Move("reduce-scatter", "each rank keeps only its slice of the sum",
+             reduce_scatter, (x, 0, group), shard(sum(xs), 0, group)),
+        Move("all-to-all", "slice j of rank r becomes slice r of rank j",
+             all_to_all, (x, group), exchanged),
+        Move("send/recv", "each rank sends to the next, the last to rank 0",
+             send_recv, (x, right, x, left, group), xs[left]),
     ]  # fmt: skip
+    if T == 1:  # one rank has no other to send to
+        moves.pop()
+    report.section(
+        "Five collectives and send/recv; rank r starts with 10·r, 10·r + 1 …"
+    )
+    for move in moves:
+        show_move(report, move, group)
+
+
+def show_move(report: Report, move: Move, group) -> None:
+    """Call one collective; show what all ranks pass in and get, and its payload."""
+    x = move.arguments[0]
+    with COMM.label(move.collective, ""):
+        after = move.function(*move.arguments)
+    row = {"": f"rank {group.rank()}", "before": as_text(x), "after": as_text(after)}
+    # The payload is the full tensor: what goes in, or what comes out of an all-gather.
+    payload = max(x.nbytes, after.nbytes)
+    check_calls(report, row, move.collective, str(payload), {}, group)
+    check_value(report, row, "after", move.collective, after, move.expected)
+    report.say(f"   {move.collective}: {move.effect}")
+    report.table("moves", gather_objects(row), hide=["calls", "ring", "formula"])
+
+
+def show_two_halves(report: Report, x: Tensor, group) -> None:
+    """An all-reduce built from two collectives."""
+    half = reduce_scatter(x, 0, group)  # this rank's slice of the sum
+    both = all_gather(half, 0, group)
+    row = {"": f"rank {group.rank()}", "before": as_text(x)}
+    row.update({"reduce-scatter": as_text(half), "all-gather": as_text(both)})
+    name = "reduce-scatter, then all-gather"
+    check_value(report, row, "all-gather", name, both, all_reduce(x, group))
+    report.section("An all-reduce is a reduce-scatter, then an all-gather")
+    report.table("halves", gather_objects(row))
+
+
+def show_algorithm(report, algorithm, x, steps: str, sent: str, group) -> None:
+    """An all-reduce by hand: on x, and on one element more, which T does not divide.
+
+    Args:
+        algorithm: called as algorithm(x, group, on_step); it calls send_recv.
+        steps, sent: formulas for the number of steps, and for the bytes that all ranks
+            together send. They may use T, n, e and log2().
+    """
+    name = algorithm.__name__
+    rows = [algorithm_row(report, algorithm, x, steps, sent, group)]
+    # tensor_split makes chunks of different lengths where T does not divide n.
+    longer = torch.cat([x, x[:1]])
+    rows.append(algorithm_row(report, algorithm, longer, steps, sent, group))
+    report.say(f"   {name}: per step, all ranks send and receive at the same time")
+    report.table("by hand", rows)
+
+
+def algorithm_row(report, algorithm, x, steps: str, sent: str, group) -> dict:
+    """Run an all-reduce by hand; count its steps, its calls and its bytes."""
+    size = {"T": group.size(), "n": len(x), "e": x.itemsize, "log2": math.log2}
+    run = f"{algorithm.__name__} of {len(x)}"
+    call = Call(run, "", "send/recv", group.group_desc)
+    names = []  # of the steps
+    with COMM.label(run, ""):
+        result = algorithm(x, group, lambda name, chunks: names.append(name))
+    by_rank = gather_objects(COMM.bytes[call])
+    row = {"n": len(x), "steps": len(names), "formula of steps": steps}
+    row["calls"] = COMM.calls[call]
+    row["a rank sends"] = " or ".join(str(nbytes) for nbytes in sorted(set(by_rank)))
+    # A rank may send more or less than others, so the formula is about all of them.
+    row.update({"all send": sum(by_rank), "formula of bytes": sent})
+    report.expect(row, "steps", "steps", run, evaluate(steps, size))
+    report.expect(row, "all send", "bytes", run, evaluate(sent, size))
+    check_value(report, row, "n", run, result, all_reduce(x, group))
+    return row
+
+
+class Product(NamedTuple):
+    """One variant of section 4. A dim that is None is not split."""
+
+    operands: str
+    action: str
+    result: str
+    formula: str  # payload in bytes
+    compute: Callable
+    a_dim: int | None
+    b_dim: int | None
+    c_dim: int | None
+
+
+PRODUCTS = [
+    Product("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0",
+            matmul_case_1, 0, None, 0),
+    Product("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
+            matmul_case_2_gather, 1, None, None),
+    Product("2", "slice B: 3", "C[I, K]", "I·K·e",
+            matmul_case_2_slice, 1, None, None),
+    Product("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
+            matmul_case_3_all_reduce, 1, 0, None),
+    Product("3", "ReduceScatter", "C[I, K_tp]", "I·K·e",
+            matmul_case_3_reduce_scatter, 1, 0, 1),
+    Product("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "I·J·e",
+            matmul_case_4_left, 0, 1, 1),
+    Product("4", "AllGather B", "C[I_tp, K]", "J·K·e",
+            matmul_case_4_right, 0, 1, 0),
+]  # fmt: skip
+
+
+def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> None:
+    """The four cases of a sharded product, each in its variants."""
+    rows = [product_row(report, case, a_IJ, b_JK, size, group) for case in PRODUCTS]
+    report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
+    report.say(
+        "   1, 4: J is not split; nothing is sent, but in 4 a rank has a block of C\n"
+        "   2, 3: J is split; gather A, or sum over ranks\n"
+        "   bytes = payload, the full tensor; ring = what a rank of a ring sends for it"
+    )
+    report.table("communication", rows, hide=["calls"])
+
+
+def product_row(report, case: Product, a_IJ, b_JK, size, group) -> dict:
+    """Compute one product from this rank's slices; count its work and its bytes."""
+    name = case.compute.__name__
+    a = slice_of(a_IJ, case.a_dim, group)
+    b = slice_of(b_JK, case.b_dim, group)
+    expected = slice_of(a_IJ @ b_JK, case.c_dim, group)  # of the full product
+    # FlopCounterMode counts the floating-point operations of this rank's products.
+    with COMM.label(name, ""), FlopCounterMode(display=False) as flops:
+        c = case.compute(a, b, group)
+    row = {"A and B are split": case.operands, "what to do": case.action}
+    row.update({"C is split": case.result, "flops": flops.get_total_flops()})
+    check_calls(report, row, name, case.formula, size, group)
+    check_value(report, row, "C is split", name, c, expected)
+    return row
+
+
+def slice_of(full: Tensor, dim: int | None, group) -> Tensor:
+    """This rank's slice along dim; all of it for None."""
+    return full if dim is None else shard(full, dim, group)
+
+
+def show_2d_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size) -> None:
+    """The product on each mesh outer × inner, with every matrix split on both axes."""
+    T = size["T"]
     rows = []
-    for name, was, now, wanted in cases:
-        row = {"": name, "rank 0 before": numbers(was), "after": numbers(now)}
-        rows.append(row | {"ok": report.check(name, rel_diff(now, wanted))})
-    report.section("Three traps: a view, the order of the calls, not waiting")
-    report.say("   Try --break view, which sums a copy; --break order: 1s meet 10s.")
-    report.table("traps", rows)
+    totals = []
+    for inner in range(1, T + 1):
+        if T % inner == 0:
+            mesh = {"outer": T // inner, "inner": inner}
+            rows_of_mesh = mesh_rows(report, mesh, a_IJ, b_JK, size)
+            sent = sum(row["ring"] for row in rows_of_mesh)  # along both axes
+            totals.append(f"{sent:,} on {T // inner} × {inner}")
+            rows.extend(rows_of_mesh)
+    report.section(
+        "A[I_outer, J_inner] · B[J_outer, K_inner] on each mesh of the ranks"
+    )
+    report.say("   Every rank holds 1/T of A, B and C, on every mesh.")
+    report.table("communication", rows, hide=["calls"])
+    report.say(wrap(f"   In total a rank of a ring sends {', '.join(totals)}."))
 
 
-def show_same_bits(report: Report, group) -> None:
-    """16 terms added up by ranks, and by one process: is it the same to the bit?"""
-    T, dtype = group.size(), getattr(torch, report.args.dtype)
-    report.section("A sum with the same bits for every T: compare 1, 2, 4 and 8 ranks")
-    if 16 % T:
-        report.say(f"   {T} ranks cannot share 16 terms: try 1, 2, 4 or 8")
-        return
-    torch.manual_seed(report.args.seed)  # the same terms for every T
-    terms = list(torch.randn(16, 1000, dtype=dtype).to(report.args.device))
-    mine = terms[group.rank() * 16 // T :][: 16 // T]
-    size, rows = terms[0].nbytes, []
-    for name, adds, over_ranks, call, payload in (
-        ("sum", sum, all_reduce, "all-reduce", size),
-        ("tree", tree_sum, tree_all_reduce, "all-gather", T * size),
-    ):
-        COMM.what = f"16 terms, {name}"
-        alone, summed = adds(terms), over_ranks(adds(mine), group)
-        _, sent = COMM.rows.get((COMM.what, "", call, "tp"), (0, 0))
-        rows.append({
-            "added as": name, "one process": digest(alone),
-            f"T = {T}": digest(summed), "of 1000 differ": int((summed != alone).sum()),
-            "collective": call, "bytes": sent, "predicted_bytes": payload * (T > 1),
-        })  # fmt: skip
-        report.check(f"{name}: sum", rel_diff(summed, alone), report.allowed)
-    report.check("tree: bits", rows[1]["of 1000 differ"], kind="bits")
-    report.measure("same bits", rows, hide=["predicted_bytes"])
+def mesh_rows(report: Report, mesh: dict, a_IJ, b_JK, size) -> list[dict]:
+    """The product on one mesh: a row for what is gathered along each axis."""
+    groups = mesh_groups(mesh, report.args.timeout)
+    name = f"{mesh['outer']} × {mesh['inner']}"
+    # Rows are split along outer, columns along inner.
+    place = lambda full: shard(shard(full, 0, groups["outer"]), 1, groups["inner"])
+    with COMM.label(name, ""):
+        c_ik = matmul_2d(place(a_IJ), place(b_JK), groups["outer"], groups["inner"])
+
+    # A is split on J along inner, B along outer: there they are gathered.
+    row_of_a = {"mesh": name, "gathered": "A over inner"}
+    row_of_b = {"mesh": name, "gathered": "B over outer"}
+    for row, group in ((row_of_a, groups["inner"]), (row_of_b, groups["outer"])):
+        row["rank 0's group"] = str(dist.get_process_group_ranks(group))
+    sizes = dict(size, **mesh)
+    check_calls(report, row_of_a, name, "I·J·e/outer", sizes, groups["inner"])
+    check_calls(report, row_of_b, name, "J·K·e/inner", sizes, groups["outer"])
+    check_value(report, row_of_b, "mesh", name, c_ik, place(a_IJ @ b_JK))
+    return [row_of_a, row_of_b]
+
+
+def show_mistakes(report: Report, group) -> None:
+    """What three common mistakes would change: a view, the call order, not waiting."""
+    T = group.size()
+    rank = group.rank()
+    ones = torch.ones_like(count_from(0, 3, report.args))  # in the run's dtype
+    sum_of_ranks = T * (T - 1) // 2
+
+    # Transposed: the elements are no longer in the order of their memory.
+    view = (count_from(0, 6, report.args) + rank).view(2, 3).T
+    before = view.clone()
+    summed = all_reduce(view, group)
+    expected = T * (before - rank) + sum_of_ranks
+    name = "all-reduce of a transposed view"
+    rows = [mistake_row(report, name, before, summed, expected)]
+    rows.append(mistake_row(report, "the view itself afterwards", before, view, before))
+
+    before = torch.cat([ones, 10 * ones])
+    summed = torch.cat(two_all_reduces(ones, 10 * ones, group))
+    name = "two sums, first 1s, then 10s"
+    rows.append(mistake_row(report, name, before, summed, T * before))
+
+    # The last rank starts only when rank 0 has started and does its other work. So if
+    # rank 0 reads too early, there is no sum yet, however fast the machine is.
+    started = "rank 0 has started its all-reduce"
+    if T > 1 and rank == T - 1:
+        COMM.store.wait([started])
+    announce = lambda: COMM.store.set(started, "") if rank == 0 else None
+    summed = async_all_reduce(rank * ones, group, announce)
+    name = "a sum started, then waited for"
+    rows.append(mistake_row(report, name, rank * ones, summed, sum_of_ranks * ones))
+
+    report.section("Common mistakes: a view, the order of calls, not waiting")
+    report.say("   Here all is well. --break view, order and wait make each mistake.")
+    report.table("mistakes", rows)
+
+
+def mistake_row(report: Report, name: str, before, after, expected) -> dict:
+    """A row of section 6; it shows rank 0, but every rank checks its own values."""
+    row = {"": name, "rank 0 before": as_text(before), "after": as_text(after)}
+    check_value(report, row, "after", name, after, expected)
+    return row
 
 
 # ==== BREAK IT
@@ -593,10 +722,11 @@ BREAKS = {
         target="all_reduce",
         old="    if group.size() > 1:",
         new="    if group.rank() != group.size() - 1:",
-        what="the last rank skips its all-reduce: it stands under an `if` on the rank",
-        symptom="nothing fails at first: the others wait until the timeout ends all",
-        why="an all-reduce ends on no rank before all have called it. (If the rank's "
-        "next call is of the same size it is taken for the skipped one: wrong sums)",
+        what="the last rank skips its all-reduce, which is under an `if` on the rank",
+        symptom="no error at first: the others block until the timeout aborts the job",
+        why="no rank can complete an all-reduce before all ranks have called it. (If "
+        "the last rank's next call has the same type and size, it is matched with the "
+        "skipped one: silently wrong sums.)",
         reported="github.com/pytorch/pytorch/issues/115964, …/97191",
     ),
     "order": dict(
@@ -607,8 +737,8 @@ BREAKS = {
         "    sum_x = all_reduce(x, group)\n"
         "    sum_y = sum_y if last else all_reduce(y, group)\n",
         what="the last rank calls two all-reduces in the other order",
-        symptom="no error, no hang: x of one rank was added to y of another",
-        why="calls are matched by their order alone: names exist in your program alone",
+        symptom="no error, no hang: one rank's x was added to the others' y",
+        why="calls are matched by their order only, not by the names of variables",
         reported="github.com/pytorch/pytorch/issues/109401",
     ),
     "shapes": dict(
@@ -616,19 +746,10 @@ BREAKS = {
         old="    out = x.detach().clone(memory_format=torch.contiguous_format)\n",
         new="    more = 2 if group.rank() == group.size() - 1 else 0\n"
         "    out = torch.cat([x.flatten(), x.new_zeros(more)])\n",
-        what="the last rank brings a longer tensor than the others",
+        what="the last rank passes in a longer tensor than the others",
         symptom="gloo aborts a process, or gives wrong sums on some of the ranks",
-        why="no rank tells the others its shape: each takes its own for everyone's",
+        why="no rank tells the others its shape: each assumes that all have its own",
         reported="github.com/pytorch/pytorch/issues/97191",
-    ),
-    "tree": dict(
-        target="tree_sum",
-        old="    return tree_sum(terms[:half]) + tree_sum(terms[half:])\n",
-        new="    return sum(terms)\n",
-        what="terms are added one after the other, in rank order, not as a tree",
-        symptom="sums are right, and yet their last bits depend on the number of ranks",
-        why="each rank adds up its own terms first: with another T, other terms meet",
-        reported="github.com/NVIDIA/Megatron-LM/issues/1736",
     ),
     "view": dict(
         target="all_reduce",
@@ -641,10 +762,21 @@ BREAKS = {
         '        with COMM.record("all-reduce", out, group):\n'
         "            dist.all_reduce(out.contiguous(), op, group=group)\n",
         what="an in-place all-reduce of a view that is not contiguous",
-        symptom="contiguous tensors come out right; a transposed one as it went in",
+        symptom="contiguous tensors are summed; a transposed one stays as it was",
         why="`.contiguous()` of such a view is a copy: the sum goes into the copy, and "
         "the copy is dropped",
         reported="github.com/NVIDIA/Megatron-LM/issues/5337",
+    ),
+    "wait": dict(
+        target="async_all_reduce",
+        old="    other_work()  # must neither read nor write `out`\n",
+        new="    out = out.clone()\n    other_work()\n",
+        what="the result of an async all-reduce is used before work.wait()",
+        symptom="no error: a rank computes with its own x, or with a part of the sum. "
+        "In most programs it happens only now and then, because it is a race",
+        why="async_op=True only starts the sum; until wait() returns, the tensor may "
+        "hold anything",
+        reported="github.com/OpenNMT/OpenNMT-py/issues/2295",
     ),
 }
 
@@ -654,7 +786,15 @@ BREAKS = {
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    return lesson_parser(__doc__, BREAKS, sections=7).parse_args()
+    return lesson_parser(__doc__, BREAKS, sections=6).parse_args()
+
+
+def matrix_sizes(args) -> dict[str, int]:
+    """The letters of the shape legend: T divides I, J, K and n."""
+    T = args.ranks
+    e = getattr(torch, args.dtype).itemsize
+    n = 2 * T if T <= 4 else T  # a row of text must fit the screen
+    return dict(n=n, I=2 * T, J=4 * T, K=3 * T, T=T, e=e)
 
 
 # endregion
@@ -846,7 +986,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -902,7 +1042,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -919,7 +1060,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -929,7 +1071,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -939,7 +1087,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -1109,24 +1257,30 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and is_found
 
 
-def describe_hang(error: Exception) -> str:
-    """Which ranks wait and which are missing, by what each wrote down: no guess."""
-    ranks = range(dist.get_world_size())
-    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
-    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
-    missing = [rank for rank in ranks if rank not in waiting]
+def who_is_missing(statuses: list[str]) -> str:
+    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
+    waiting = []
+    missing = []
+    for rank, status in enumerate(statuses):
+        ranks = waiting if status.startswith("in call") else missing
+        ranks.append(rank)
     if not waiting:
-        text = "a call failed that is not one of the lesson's own"
-    elif missing:
+        return "a call failed that is not one of the lesson's own"
+    if missing:
         who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
-        text += "it hung, crashed or skipped a call"
-    elif len(set(statuses)) == 1:
-        text = "a collective failed although every rank had entered it"
-    else:
-        text = f"ranks {waiting} are waiting in different calls: "
-        text += "one skipped or reordered a call, or died in it"
-    lines = [wrap(f"error: {text}")]
+        return text + "it hung, crashed or skipped a call"
+    if len(set(statuses)) == 1:
+        return "a collective failed although every rank had entered it"
+    text = f"ranks {waiting} are waiting in different calls: "
+    return text + "one skipped or reordered a call, or died in it"
+
+
+def describe_hang(error: Exception) -> str:
+    """Which call each rank is in, by what it wrote down itself."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    lines = [wrap(f"error: {who_is_missing(statuses)}")]
     for rank in ranks:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
@@ -1232,7 +1386,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

@@ -897,6 +897,24 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 # region
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
 
@@ -919,6 +937,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -957,20 +976,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
 
 
 # endregion
@@ -1162,7 +1167,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -1218,7 +1223,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -1235,7 +1241,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1245,7 +1252,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1255,7 +1268,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -1425,24 +1438,30 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and is_found
 
 
-def describe_hang(error: Exception) -> str:
-    """Which ranks wait and which are missing, by what each wrote down: no guess."""
-    ranks = range(dist.get_world_size())
-    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
-    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
-    missing = [rank for rank in ranks if rank not in waiting]
+def who_is_missing(statuses: list[str]) -> str:
+    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
+    waiting = []
+    missing = []
+    for rank, status in enumerate(statuses):
+        ranks = waiting if status.startswith("in call") else missing
+        ranks.append(rank)
     if not waiting:
-        text = "a call failed that is not one of the lesson's own"
-    elif missing:
+        return "a call failed that is not one of the lesson's own"
+    if missing:
         who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
-        text += "it hung, crashed or skipped a call"
-    elif len(set(statuses)) == 1:
-        text = "a collective failed although every rank had entered it"
-    else:
-        text = f"ranks {waiting} are waiting in different calls: "
-        text += "one skipped or reordered a call, or died in it"
-    lines = [wrap(f"error: {text}")]
+        return text + "it hung, crashed or skipped a call"
+    if len(set(statuses)) == 1:
+        return "a collective failed although every rank had entered it"
+    text = f"ranks {waiting} are waiting in different calls: "
+    return text + "one skipped or reordered a call, or died in it"
+
+
+def describe_hang(error: Exception) -> str:
+    """Which call each rank is in, by what it wrote down itself."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    lines = [wrap(f"error: {who_is_missing(statuses)}")]
     for rank in ranks:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
@@ -1548,7 +1567,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

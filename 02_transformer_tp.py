@@ -2,9 +2,9 @@
 
 Attention is split by heads, as an MLP is split by columns: q, k and v by column, o by
 row. A layer then needs two all-reduces forward and two backward. Everything between
-the blocks (LayerNorm, residual, dropout, embedding) is replicated: equal on every rank.
+the blocks (LayerNorm, residual, dropout, embedding) is replicated on every rank.
 
-Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another model):
+Run it on 1, 2 or 4 ranks (another number of ranks may need a larger model; it says so):
 
     torchrun --standalone --nproc_per_node=2 02_transformer_tp.py
 
@@ -12,8 +12,13 @@ What you will see: the first steps of training a small decoder on this text, byt
 byte: in one process, with tensor parallelism, and with PyTorch's DTensor. Losses,
 gradients and parameters must agree; bytes sent and stored must equal formulas.
 
-Exercises: use nn.RMSNorm in DecoderLayer (which bytes change?); give q a norm over each
-head (which gradient is wrong, and why?); gate the MLP, down(silu(gate(x)) · up(x)).
+Try one change at a time. The answers are in notebooks/02_transformer_tp.ipynb, section
+8 (for 1 and 2) and section 9, exercise 3 (for 3).
+    1. Use nn.RMSNorm in DecoderLayer. All values still agree. Which bytes change?
+    2. Normalize q over each head, with a weight [H], in CoreAttention. Section 3 then
+       shows one gradient that is wrong. Which one, and why?
+    3. Gate the MLP: down(silu(gate(x)) * up(x)). Values agree, but backward calls more
+       all-reduces than before. Which ones, and how can they be avoided?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
 `--break NAME`. Short of time? Read CoreAttention, parallelize_layer and global_norm.
@@ -46,9 +51,9 @@ from torch.distributed.tensor import DTensor, parallel
 # From lesson 01: f (CopyToTP) is the identity forward and an all-reduce backward, and g
 # (ReduceFromTP) is the reverse. ColumnParallelLinear holds a slice of the outputs,
 # RowParallelLinear a slice of the inputs, followed by g. tp_mlp is one after the other.
-# A sharded parameter remembers how it was cut: shardings_of(p) is ((dim, group), …).
+# A parameter remembers how it is sharded: shardings_of(p) is ((dim, group), …).
 
-# The reference: one process, plain PyTorch. No collective, no group.
+# The reference: plain PyTorch in one process, without collectives.
 
 
 class Config(NamedTuple):
@@ -75,7 +80,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too."""
+    """nn.Dropout, with the mask sampled as in ShardedDropout below."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -90,7 +95,8 @@ class CoreAttention(nn.Module):
     Heads do not interact here, so the same code works on all N and K heads, or on the
     N/T and K/T heads of one rank.
 
-    Shapes: q [B, S, N·H], k and v [B, S, K·H], tables [S or more, …] → [B, S, N·H].
+    Shapes: q [B, S, N·H], k and v [B, S, K·H] → [B, S, N·H].
+        tables: cos and sin [≥ S, H], and [≥ S, ≥ S] which is True where key > query.
     """
 
     def __init__(self, head_size: int, dropout: float):
@@ -130,7 +136,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project_qkv = apply_each  # TP exchanges it: one f before all three
+        self.project_qkv = apply_each  # TP replaces it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -187,9 +193,9 @@ class Transformer(nn.Module):
 class ShardedDropout(nn.Module):
     """Dropout of a tensor that is sharded along dim: ranks must drop independently.
 
-    All ranks are seeded alike, so each draws the same full mask and uses its slice.
-    Generators stay in step, and plain Dropout of a replicated tensor drops the same on
-    all ranks, as it must. (Megatron: a second generator, seeded by tp_rank.)
+    All ranks have the same seed. Each samples the same full mask and uses its slice, so
+    the random state stays identical, and plain Dropout of a replicated tensor drops the
+    same elements on every rank. (Megatron: a second generator, seeded by tp_rank.)
     """
 
     def __init__(self, p: float, dim: int, tp_group: dist.ProcessGroup):
@@ -216,25 +222,24 @@ def copy_then_apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
 def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split.
 
-    Attention is split by heads: q, k and v by column, each on its own, so that a rank's
-    queries meet their own keys and values; then o by row. The inputs and outputs of
-    attention and MLP stay replicated: LayerNorm, dropout and residual do not change.
+    Attention is split by heads. q, k and v are split by column, each on its own, so
+    that a rank has the keys and values of its own queries. Then o is split by row. What
+    enters and leaves attention and MLP stays replicated: the rest does not change.
 
-    Shapes (global → on a rank, placement):
-        q_proj.weight          [D, D]    → [D/T, D]       Shard(0), N/T heads
-        k_proj, v_proj.weight  [K·H, D]  → [K·H/T, D]     Shard(0), K/T heads
-        o_proj.weight          [D, D]    → [D, D/T]       Shard(1)
+    Shapes:
+        q_proj.weight          [D, D], on a rank [D/T, D]        Shard(0), N/T heads
+        k_proj, v_proj.weight  [K·H, D], on a rank [K·H/T, D]    Shard(0), K/T heads
+        o_proj.weight          [D, D], on a rank [D, D/T]        Shard(1)
     Communication: 2 all-reduces forward (g of o_proj and of down_proj) and 2 backward
         (f before q, k and v, and f before up_proj), each of B·S·D elements.
-    Raises: ValueError if T does not divide N and K.
+    Raises: ValueError if T does not divide K. (If it does, it divides N, a multiple.)
     Source: arXiv:1909.08053, sec. 3.
     """
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -249,20 +254,25 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
 # Which gradients are complete after backward?
 # - Sharded weight: each rank has the gradient of its own slice. Complete.
 # - Replicated weight, replicated input (LayerNorm, o_proj.bias, lm_head): every rank
-#   does the same work and gets the same gradient. Complete.
-# - Replicated weight, sharded input: each rank saw a slice of the input, so it has a
-#   partial gradient: sum it over the group, or the replicas drift apart.
-# The third kind is not in this model. A norm over heads would be: weight [H], input q
-# [B, n, S, H]. Then parallelize_layer has to sum its gradient:
+#   does the same computation and gets the same gradient. Complete.
+# - Replicated weight, sharded input: each rank's gradient comes from its slice of the
+#   input only. It is partial: sum it over the group, or the replicas drift apart.
+# This model has no weight of the third kind. A norm over each head of q would be one:
+# weight [H], input [B, n, S, H]. parallelize_layer would have to sum its gradient:
 #     weight.register_hook(lambda partial_grad: all_reduce(partial_grad, tp_group))
-# All ranks run the same graph backward, so they call f's and hooks in the same order.
+
+# Why do all ranks call the collectives of backward in the same order, as they must?
+# Of the graph's nodes that are ready to run on a device, autograd runs the one that
+# forward created last; only a gradient that is ready for its parameter comes before it.
+# All ranks run the same forward code, so they create the same nodes in the same order.
+# (An operation in an `if rank == 0:` in forward could change the order on that rank.)
 
 
 def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
     """A copy of the decoder with its layers split over the TP group.
 
     Shapes: tokens [B, S] → logits [B, S, V], Replicate(), as are embedding and head.
-    Communication: 2·L all-reduces of B·S·D elements forward, as many backward.
+    Communication: 2·L all-reduces of B·S·D elements forward, 2·L backward.
     """
     model = copy.deepcopy(full)
     for layer in model.layers:
@@ -292,18 +302,21 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     device = next(full.parameters()).device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
-    # A plan is about parameters. The dropout masks of heads are still ours to split.
+    # A plan covers linears, not dropout: heads on different ranks need different masks.
     for layer in model.layers:
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
     return model.train(full.training)
 
 
-# ---- After backward: the norm of a sharded gradient
+# ---- After backward: the norm of a gradient whose parts are on different ranks
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank.
+    """Norm of the full model's gradient, the same on every rank.
+
+    Replicated squares would count T times, so each rank divides them by T. Example for
+    T = 2: (3 + 4/2) + (5 + 4/2) = 3 + 5 + 4, sharded 3 and 5, replicated 4.
 
     Communication: one all-reduce of one float64.
     """
@@ -313,13 +326,13 @@ def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
             continue
         squares = p.grad.double().square().sum()
         if not shardings_of(p):
-            squares /= tp_group.size()  # T ranks add equal ones: count them once
+            squares /= tp_group.size()  # all T ranks add the same squares
         total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by one factor, so that their norm is max_norm at most."""
+    """Scale all gradients by one factor, so that their norm is at most max_norm."""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     for p in model.parameters():
         if p.grad is not None:
@@ -334,13 +347,15 @@ def main(args, report: Report) -> None:
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
     size = sizes_of(args)
     report.begin({"tp": args.ranks}, size)
+    explain_sizes(report, args.ranks)
     full = make_transformer(args)
     batches = make_batches(__doc__, args, args.steps)
 
     runs = {}
     model = copy.deepcopy(full)
     runs["without TP"] = train_transformer("without TP", model, batches, args)
-    # If your edit raises an error in one run, its column says so, and the others go on.
+    report.section("Who holds what: attention is split by heads")
+    # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("with TP"):
         model = tp_transformer(full, tp_group)
         show_placements(report, full, model)
@@ -355,6 +370,12 @@ def main(args, report: Report) -> None:
     show_gradients(report, runs)
     show_communication(report, size)
     show_memory(report, runs, size, batches[0])
+
+
+def explain_sizes(report: Report, ranks: int) -> None:
+    """Say why the default sizes are larger on this number of ranks."""
+    if 4 % ranks != 0:
+        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
 
 
 PAD = 256  # the one token that is not a byte
@@ -385,7 +406,7 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_transformer(args) -> Transformer:
-    """The full model: the same on every rank, because it is drawn from the seed."""
+    """The full model. Every rank initializes the same one, from the same seed."""
     torch.manual_seed(args.seed)
     config = Config(**{name: getattr(args, name) for name in Config._fields})
     return Transformer(config).to(args.device, getattr(torch, args.dtype))
@@ -409,13 +430,16 @@ class TrainingRun(NamedTuple):
 
 
 def train_transformer(
-    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
-) -> TrainingRun:
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
+    norm_of=global_norm,
+) -> TrainingRun:  # fmt: skip
     """One step on each batch.
 
     Args:
         tp_group: None for one process and for DTensor.
-        after_backward: called with the model; lesson 04 sums gradients there.
+        loss_of: (logits, targets) → the loss.
+        after_backward: called with the model, before gradients are read.
+        norm_of: (model, tp_group) → the norm of the gradient.
     """
     losses = {}
     norms = {}
@@ -424,11 +448,11 @@ def train_transformer(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
 
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
-        # One seed for all ranks, so that they draw the same dropout masks.
+        # One seed for all ranks, so that they sample the same dropout masks.
         torch.manual_seed(args.seed + step)
         optimizer.zero_grad()
 
-        # COMM.label does nothing but name the collectives inside, for section 4.
+        # COMM.label only names the collectives inside, for the communication table.
         with COMM.label(name, "forward"):
             logits = model(tokens_BS)
         with COMM.label(name, "loss"):
@@ -445,12 +469,13 @@ def train_transformer(
             if tp_group is None:
                 norm = norm_by_pytorch(model)
             else:
-                norm = global_norm(model, tp_group)
+                norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
-        # they start equal and get equal gradients: nothing else enforces it.
-        optimizer.step()
+        # Each rank updates what it holds, and sends nothing. Replicas stay equal only
+        # because they start equal and get equal gradients. Nothing else enforces it.
+        with COMM.label(name, "update"):
+            optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
 
@@ -459,7 +484,7 @@ def train_transformer(
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors; in float64."""
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64."""
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
     return nn.utils.get_total_norm(gradients, foreach=False).item()
 
@@ -470,7 +495,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+            x = torch.empty(0)  # no gradient: this is equal to no tensor
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -487,41 +512,42 @@ def show_placements(report: Report, full: Transformer, tp_model: Transformer) ->
     on_rank = dict(tp_model.layers[0].self_attn.named_parameters())
     rows = []
     for name, p in full.layers[0].self_attn.named_parameters():
-        mine = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        local_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
         row = {"self_attn": name, "global": list(p.shape)}
-        row["on a rank"] = list(mine.shape)
+        row["on a rank"] = list(local_p.shape)
         # The placement is what the parameter remembers, not what it should be.
-        placements = [f"Shard({dim})" for dim, _ in shardings_of(mine)]
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.section("Who holds what: attention is split by heads")
-    report.say("   The MLP is split as in lesson 01. The rest is Replicate().")
     report.table("holdings", rows)
+    report.say("   The MLP is sharded as in lesson 01. Everything else is Replicate().")
 
 
 def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Losses, gradient norms before clipping, and where the parameters end."""
+    """Losses, gradient norms before clipping, and the parameters after training."""
     losses = values_of(runs, "losses")
     norms = values_of(runs, "norms")
     parameters = values_of(runs, "parameters")
-    report.section("Training: losses, gradient norms, parameters after the last step")
+    report.section("Losses, gradient norms before clipping, parameters after training")
     report.compare("losses", losses, allowed=report.allowed_loss)
-    # AdamW could hide a gradient that is wrong by a factor; its norm would show it.
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", norms)
     report.compare("parameters", parameters, fold=lambda name: "all parameters")
 
 
 def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
-    """After training, all ranks must hold the same bits of what is replicated."""
+    """After training, replicated tensors must be bitwise identical on all ranks."""
+    if tp_group.size() == 1:
+        return
     diffs = {}
     for name, p in run.model.named_parameters():
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
-    # Each rank computed the loss itself, from logits that must be equal.
-    losses = gather_objects(run.losses)
-    diffs["losses"] = 0.0 if losses == [run.losses] * len(losses) else math.inf
-    row = {"with TP": "replicas equal on all ranks", "tensors": len(diffs)}
+    # Each rank computed the loss itself, from its own replica of the logits.
+    losses = gather_objects(list(run.losses.values()))
+    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
+    row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
         if report.check("replicas", name, diff):
@@ -531,12 +557,12 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
 
 
 def show_gradients(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Gradients of step 1. A row: weight and bias of a module, in all layers."""
+    """Gradients of step 1. A row has the weight and bias of a module, in all layers."""
     gradients = values_of(runs, "gradients")
     report.section("Gradients of step 1: norms, and the largest relative difference")
     report.compare("gradients", gradients, fold=module_of)
     first = next(p for p in gradients["without TP"] if "self_attn" in p)
-    report.say(f"   The first numbers of dL/d {first}:")
+    report.say(f"   The first elements of dL/d {first}:")
     for name, run in runs.items():
         numbers = run.gradients.get(first, torch.empty(0)).flatten()[:4].tolist()
         report.say(f"   {name:<12}" + " ".join(f"{x:11.8f}" for x in numbers))
@@ -549,23 +575,38 @@ def module_of(name: str) -> str:
 
 
 def show_communication(report: Report, size: dict[str, int]) -> None:
-    """Collectives of a step, by hand and by PyTorch's plan, against formulas."""
+    """Collectives per step, by hand and by PyTorch's plan, against formulas."""
     formulas = {
         Call("with TP", "forward", "all-reduce", "tp"): "2·L × B·S·D·e",
         Call("with TP", "backward", "all-reduce", "tp"): "2·L × B·S·D·e",
-        Call("with TP", "clipping", "all-reduce", "tp"): "1 × 8",  # a float64
+        Call("with TP", "clipping", "all-reduce", "tp"): "1 × 8",  # one float64
         Call("DTensor", "forward", "all-reduce", "tp"): "2·L × B·S·D·e",
         # In tp_plan each of q, k and v has its own f; by hand they share one.
         Call("DTensor", "backward", "all-reduce", "tp"): "4·L × B·S·D·e",
-        # PyTorch sums one float64 for each parameter tensor, global_norm one in all.
+        # One float64 for each of the 16·L + 5 parameters; global_norm adds them first.
         Call("DTensor", "clipping", "all-reduce", "tp"): "1 × 8·(16·L + 5)",
     }
-    report.section("Communication of a step; ring: bytes that a rank of a ring sends")
+    conclusions = {
+        "with TP": "2 all-reduces per layer forward, 2 backward",
+        "DTensor": "2 per layer forward, 4 backward: q, k, v each have their own f",
+    }
+    report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)
+    totals = Counter()
+    for row in report.data["communication"]:
+        totals[row["run"]] += row["bytes"]
+    for run, total in totals.items():  # a run that raised an error has no rows
+        report.say(f"   {run}: {total:,} bytes, {conclusions[run]}")
+    if "DTensor" in totals:
+        report.say(
+            "   clipping = sums of squares, float64: one; DTensor one per parameter"
+        )
+    if not totals:
+        report.say("   Nothing was sent by a run that completed.")
 
 
 def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None:
-    """Bytes that a rank stores: a formula for each thing, and their sum as measured."""
+    """Bytes that a rank stores: a formula for each term, and their sum as measured."""
     parameters = {
         "embed_tokens, lm_head": "(2·D + 1)·V·e",
         "LayerNorms": "(2·L + 1)·2·D·e",
@@ -574,7 +615,8 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
         "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
         "up_proj": "L·F·(D + 1)·e/T",
     }
-    # What backward needs again. Between g and the next f everything is replicated.
+    # Saved for backward by the model, without the loss. What lies between f and g is
+    # divided by T; what lies between g and the next f is replicated.
     saved = {
         "tokens (int64)": "8·B·S",
         "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
@@ -592,11 +634,11 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
 
     sizes = {"without TP": dict(size, T=1), "with TP": size}
     measured = {run: bytes_stored(runs[run], batch) for run in sizes if run in runs}
-    report.section("Memory of a rank, in bytes; e is the bytes of an element")
+    report.section("Memory per rank in bytes; e = bytes per element")
     rows, sums = add_up(parameters, sizes)
     rows.append(measured_row(report, "parameters", "sum", sums, measured))
     rows.append(measured_row(report, "gradients", "sum", sums, measured))
-    # AdamW stores two moments of each parameter, and the number of its steps.
+    # AdamW stores two moments per parameter, and a 4-byte step count per tensor.
     tensors = len(runs["without TP"].parameters)
     sums = {run: 2 * sums[run] + 4 * tensors for run in sizes}
     formula = f"2·sum + 4·{tensors} tensors"
@@ -638,11 +680,11 @@ def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) ->
 
 
 def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
-    """Measured on this rank, at the end of training and in one more forward pass."""
+    """Measured on this rank, after training and in one more forward pass."""
     parameters = list(run.model.parameters())
     saved = SavedBytes([*parameters, *run.model.buffers()])
     with saved:
-        run.model(batch[0])  # without a label: section 4 does not count these calls
+        run.model(batch[0])  # without a label: these calls are in no table
     moments = []  # and step counts: all that AdamW stores
     for state in run.optimizer.state.values():
         moments.extend(state.values())
@@ -662,9 +704,9 @@ BREAKS = {
         old="        full = shard(full, dim, group)\n",
         new="        torch.manual_seed(0)\n"
         "        full = shard(full, dim, group).normal_(0, 0.1)\n",
-        what="each rank draws its shards itself, all from the same seed",
+        what="each rank initializes its own shards, and all ranks have the same seed",
         symptom="it trains, but another model: each head and MLP column exists T times",
-        why="equal shards get nearly equal gradients: a T-th of the model is left",
+        why="equal shards get nearly equal gradients, so 1/T of the model is left",
         reported="github.com/modelscope/ms-swift/issues/7944; allenai/OLMo-core, 307",
     ),
     "qkv": dict(
@@ -677,18 +719,18 @@ BREAKS = {
         "    slices = [piece.split(sizes) for piece in fused.chunk(T)]\n"
         "    for i, linear in enumerate(linears):\n"
         "        linear.weight.data = torch.cat([piece[i] for piece in slices])\n",
-        what="q, k, v are one weight: cut into T slices, and each slice into q, k, v",
-        symptom="shapes fit and nothing complains; the loss is wrong from step 1 on",
-        why="the first slice has rows of q only; rank 0 uses some of them as k and v",
+        what="q, k and v are stacked, then sharded like one weight",
+        symptom="all shapes are right and no error is raised; step 1's loss is wrong",
+        why="rank 0's slice has rows of q only, and it uses some of them as k and v",
         reported="github.com/deepspeedai/DeepSpeed/pull/3844",
     ),
     "mask-heads": dict(
         target="parallelize_layer",
         old="    attn.core.dropout = ShardedDropout(attn.core.dropout.p, 1, tp_group)",
         new="",
-        what="all ranks use one dropout mask for their different heads",
-        symptom="no error; losses are close to the right ones, but never equal to them",
-        why="heads on different ranks drop alike: T times fewer random draws",
+        what="all ranks use the same dropout mask for their different heads",
+        symptom="no error; losses are close to the correct ones, but never equal",
+        why="with one seed, heads on different ranks drop the same elements",
         reported="github.com/NVIDIA/Megatron-LM/issues/206",
     ),
     "mask-residual": dict(
@@ -706,8 +748,8 @@ BREAKS = {
         old="    return math.sqrt(all_reduce(total, tp_group))\n",
         new="    return math.sqrt(total)\n",
         what="gradients are clipped by each rank's own norm",
-        symptom="norms are wrong, gradients are right; losses diverge from step 2 on",
-        why="a rank has the squares of its own shards only: sum them over the group",
+        symptom="gradients are right, norms are wrong; losses diverge from step 2 on",
+        why="a rank has only the squares of its own shards, not those of other ranks",
         reported="github.com/pytorch/torchtune/issues/2420; pytorch/torchtitan, 596",
     ),
     "data": dict(
@@ -716,19 +758,19 @@ BREAKS = {
         new="    if tp_group is not None:\n"
         "        batches = batches[tp_group.rank() :] + batches[: tp_group.rank()]\n"
         "    for step, (tokens_BS, target_BS) in enumerate(batches, 1):\n",
-        what="each rank of the TP group reads a batch of its own",
+        what="each rank of the TP group reads its own batch",
         symptom="losses are wrong from step 1 on and differ between ranks; no error",
-        why="an all-reduce adds partial sums, which must be of the same tokens",
+        why="an all-reduce adds partial sums, which must belong to the same tokens",
         reported="github.com/deepspeedai/DeepSpeed/issues/7199",
     ),
     "drift": dict(
         target="train_transformer",
-        old="        optimizer.step()\n",
-        new="        if tp_group is not None and tp_group.rank() == 1:\n"
-        "            model.norm.zero_grad(set_to_none=False)\n"
-        "        optimizer.step()\n",
+        old="            optimizer.step()\n",
+        new="            if tp_group is not None and tp_group.rank() == 1:\n"
+        "                model.norm.zero_grad(set_to_none=False)\n"
+        "            optimizer.step()\n",
         what="one rank loses the gradient of the last LayerNorm",
-        symptom="step 1 is right; then replicas differ, and losses slowly diverge",
+        symptom="step 1 is right; then replicas differ and losses slowly diverge",
         why="only equal starts, gradients and updates keep replicated parameters equal",
         reported="github.com/NVIDIA/Megatron-LM/issues/1446",
     ),
@@ -745,20 +787,24 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
-    """The flags of the model. ValueError if it cannot be built or sharded."""
+    """Parse the command line, with the flags of the model.
+
+    A flag changes only what it names. Default sizes depend on the ranks only: K is 4 or
+    the next multiple of the ranks, N is 2·K, D is 8·N.
+
+    Raises: ValueError if the model cannot be built or sharded over the ranks.
+    """
+    kv_heads = ranks * math.ceil(4 / ranks)
+    sizes = {"hidden": 16 * kv_heads, "heads": 2 * kv_heads, "kv_heads": kv_heads}
+    letters = {"hidden": "D", "heads": "N", "kv_heads": "K"}
     add = parser.add_argument
-    add("--hidden", type=positive, help="D (8 per head)")
-    add("--heads", type=positive, help="N (2 per key/value head)")
-    add("--kv-heads", type=positive, help="K (4, or the next multiple of the ranks)")
-    add("--dropout", type=float, default=0.1, help="probability (0.1)")
-    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
+    for name, default in sizes.items():
+        flag = f"--{name.replace('_', '-')}"
+        text = f"{letters[name]} (default {default} on {ranks} ranks)"
+        add(flag, type=positive, default=default, help=text)
+    add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm (default 1)")
     args = parser.parse_args()
-    if args.kv_heads is None:
-        multiple = ranks * math.ceil(4 / ranks)
-        args.kv_heads = math.gcd(args.heads or multiple, multiple)
-    args.heads = args.heads or 2 * args.kv_heads
-    args.hidden = args.hidden or 8 * args.heads
-    must_divide(args, "heads", ranks, "ranks")
     if args.kv_heads < ranks:
         text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
         raise ValueError(f"{text}; take {ranks}, or see beyond/09_shared_heads.py")
@@ -772,12 +818,12 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     if not 0 <= args.dropout < 1:
         raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
     if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: must be above 0")
+        raise ValueError(f"--clip {args.clip}: must be greater than 0")
     return args
 
 
 def sizes_of(args) -> dict[str, int]:
-    """The letters of the shape legend, and e: bytes of an element."""
+    """The letters of the shape legend, and e: bytes per element."""
     e = getattr(torch, args.dtype).itemsize
     return dict(
         B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
@@ -794,6 +840,24 @@ def sizes_of(args) -> dict[str, int]:
 
 # Imports that only the parts below use.
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -818,6 +882,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -844,20 +909,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
 
 
 # endregion
@@ -1265,7 +1316,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -1321,7 +1372,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -1338,7 +1390,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1348,7 +1401,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1358,7 +1417,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -1528,24 +1587,30 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and is_found
 
 
-def describe_hang(error: Exception) -> str:
-    """Which ranks wait and which are missing, by what each wrote down: no guess."""
-    ranks = range(dist.get_world_size())
-    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
-    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
-    missing = [rank for rank in ranks if rank not in waiting]
+def who_is_missing(statuses: list[str]) -> str:
+    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
+    waiting = []
+    missing = []
+    for rank, status in enumerate(statuses):
+        ranks = waiting if status.startswith("in call") else missing
+        ranks.append(rank)
     if not waiting:
-        text = "a call failed that is not one of the lesson's own"
-    elif missing:
+        return "a call failed that is not one of the lesson's own"
+    if missing:
         who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
-        text += "it hung, crashed or skipped a call"
-    elif len(set(statuses)) == 1:
-        text = "a collective failed although every rank had entered it"
-    else:
-        text = f"ranks {waiting} are waiting in different calls: "
-        text += "one skipped or reordered a call, or died in it"
-    lines = [wrap(f"error: {text}")]
+        return text + "it hung, crashed or skipped a call"
+    if len(set(statuses)) == 1:
+        return "a collective failed although every rank had entered it"
+    text = f"ranks {waiting} are waiting in different calls: "
+    return text + "one skipped or reordered a call, or died in it"
+
+
+def describe_hang(error: Exception) -> str:
+    """Which call each rank is in, by what it wrote down itself."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    lines = [wrap(f"error: {who_is_missing(statuses)}")]
     for rank in ranks:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
@@ -1651,7 +1716,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

@@ -1,47 +1,45 @@
 """Lesson 03: the vocabulary under tensor parallelism.
 
-The largest matrices of a model are often its embedding and its head, [V, D] each, and
-the largest activation its logits, [B, S, V]. Each rank takes a range of the vocabulary:
-it looks up the tokens it has, and the loss is computed without ever gathering logits.
+Embedding and head are often the largest matrices of a model, [V, D] each, and the
+logits [B, S, V] its largest activation. Here each rank holds a range of the vocabulary.
+It looks up the tokens in its range, and the loss is computed without gathering logits.
 
-Run it (2 ranks on a laptop; 1, 3, 4, 6 and 8 work too, the sizes follow):
+Run it on 1, 2 or 4 ranks (another number of ranks may need a larger model; it says so):
 
     torchrun --standalone --nproc_per_node=2 03_vocab_parallel.py
 
-What you will see: who has which rows, where 257 does not divide; lesson 02's decoder,
-its vocabulary split, trained beside one process with F.cross_entropy, one with the loss
-by hand, and PyTorch's loss_parallel; batches on which a loss goes wrong easily; bytes
-sent and kept, against gathering the logits; tokens drawn from logits that nobody has
-whole. `--tie` ties embedding and head, `--break list` names the bugs to switch on.
+What you will see: which rank holds which tokens; the first steps of training the model
+of lesson 02 with plain PyTorch, with the loss written by hand, with a sharded
+vocabulary, and with PyTorch's loss_parallel; inputs on which a loss easily goes wrong;
+bytes sent and saved, compared with gathered logits; tokens sampled from sharded logits.
 
-How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs.
-Below that stands what lessons 00 to 02 explained; fold it away. Short of time? Read
-VocabParallelEmbedding, vocab_transformer and VocabParallelCrossEntropy.forward.
+Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
+- In vocab_transformer, delete the line that replaces embed_tokens. All numbers stay
+  equal. Which call is missing in section 5, and what does a rank hold in section 1?
+- In vocab_transformer, pass gather_output=True to ColumnParallelLinear. The loss of
+  step 1 is still correct, but the gradients are wrong. Why?
+- In VocabParallelCrossEntropy.forward, keep the local sum of exp_BSv, but drop the
+  all-reduce around it. Each rank has its own loss then. Do the replicas diverge?
 
-Try this, and see what the checks say:
-- in vocab_transformer leave the embedding whole (delete its line), and cut the head;
-- there, too, give ColumnParallelLinear gather_output=True: the loss is right, and yet;
-- in VocabParallelCrossEntropy.forward drop the second all-reduce, but not its sum.
+How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
+`--break NAME`. Short of time? Read VocabParallelEmbedding, vocab_transformer and
+VocabParallelCrossEntropy.forward.
+
+Tokens: a token is a byte (0 to 255) or PAD (256), which fills the end of short lines.
+    So V = 257, a prime: no number of ranks divides it, and the last rank's rows end in
+    padding. A position without a next byte has the target IGNORE (−100) and no loss.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks in the TP group.
-    UPPERCASE is the full size, lowercase this rank's slice: logits_BSv has this rank's
-    columns of the vocabulary, v = V/T rounded up; the excess is padding.
-    `partial_` in front: full shape, still to be summed over the group. x → y: global →
-    on a rank. PyTorch says Replicate() for what every rank holds, Shard(dim)
-    for what is cut along a dim.
+    UPPERCASE is the full size, lowercase is this rank's slice: logits_BSv has v = V/T
+    columns, rounded up. `partial_` in front: full shape, still to be summed over ranks.
 
-Sources: Megatron-LM, arXiv:1909.08053, sec. 3 (embedding, loss); docs.pytorch.org,
-    torch.distributed.tensor.parallel.loss_parallel.
+Sources: Megatron-LM, arXiv:1909.08053, sec. 3; docs.pytorch.org, loss_parallel.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from collections import Counter, namedtuple
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -49,39 +47,52 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 # ==== NEW in 03: the vocabulary, split
 
-# From lesson 02: tp_transformer copies the model and puts parallel modules in the place
-# of its linears; the same edit goes on here, with the embedding and the head.
-# ColumnParallelLinear has a slice of the outputs (01); shard_parameter cuts a parameter
-# and notes in p.shardings how. g (ReduceFromTP): all-reduce forward, identity backward.
-# IGNORE as a target: this token has none.
+# From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
+# From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward.
+# ColumnParallelLinear holds a slice of the outputs, here of the vocabulary.
+# A parameter remembers how it is sharded: shardings_of(p) is ((dim, group), …).
+# From lesson 02: tp_transformer copies the model and replaces the linears of its
+# layers. Here embedding and head of this copy are replaced as well.
 
 
 def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
-    """An embedding or a head with rows of zeros at the end, so that T divides them.
+    """Return a copy of an embedding or a head, padded with rows of zeros.
 
-    Shapes: weight [V, D] → [⌈V/T⌉·T, D], bias [V] → [⌈V/T⌉·T]. Zeros stay zeros: no
-    token is looked up there, and the loss gives those columns no gradient.
+    Then T divides it. The rows stay zero: they belong to no token, so they are never
+    looked up, and the loss gives them no gradient.
+
+    Shapes: weight [V, D] → [v·T, D], bias [V] → [v·T], with v = ⌈V/T⌉.
     """
     padded = copy.deepcopy(full)
     for name, p in full.named_parameters():
-        zeros = p.new_zeros(-len(p) % ranks, *p.shape[1:])  # as many as are missing
+        missing = -len(p) % ranks  # V = 257, T = 4: 3 rows, so that each rank has 65
+        zeros = p.new_zeros(missing, *p.shape[1:])
         setattr(padded, name, nn.Parameter(torch.cat([p.detach(), zeros])))
     return padded
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """ValueError for a token that no rank has; nn.Embedding raises IndexError."""
+    """Raise ValueError for a token outside the vocabulary, which no rank holds."""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        low, high = tokens.min().item(), tokens.max().item()
-        raise ValueError(
-            f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
-        )
+        low = tokens.min().item()
+        high = tokens.max().item()
+        text = f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
+        raise ValueError(text)
+
+
+def find_local_rows(tokens: Tensor, v: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return each token's row on this rank, and whether this rank has that token.
+
+    Rank t has tokens t·v to (t + 1)·v − 1. Tokens of other ranks get row 0: any row is
+    valid, because the caller replaces what it reads there by 0.
+    """
+    row = tokens - rank * v
+    is_local = (row >= 0) & (row < v)
+    return row.where(is_local, 0), is_local
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -90,10 +101,8 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         full: the single-process embedding, identical on every rank.
         tp_group: the T ranks that share it. Rank t has tokens t·v to (t + 1)·v − 1.
-    Shapes (global → on a rank, placement):
-        tokens  [B, S] int64 → the same       Replicate()
-        weight  [V, D]       → [⌈V/T⌉, D]     Shard(0), the last ones padded
-        return  [B, S, D]    → [B, S, D]      Replicate()
+    Shapes: tokens [B, S] int64 → [B, S, D], both Replicate();
+        weight [V, D], on a rank [v, D], Shard(0), v = ⌈V/T⌉: the last rows are padding.
     Communication: forward one all-reduce of B·S·D elements (g); backward none.
     Raises: ValueError for a token outside the vocabulary.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
@@ -101,7 +110,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, full: nn.Embedding, tp_group: dist.ProcessGroup):
         super().__init__()
-        self.vocab_size, self.tp_group = full.num_embeddings, tp_group
+        self.vocab_size = full.num_embeddings
+        self.tp_group = tp_group
         self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
         padded = pad_vocab(full, tp_group.size())
         self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
@@ -109,85 +119,92 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         check_tokens(tokens_BS, self.vocab_size)
         v = len(self.weight)
-        row_BS = tokens_BS - self.tp_group.rank() * v
-        mine_BS = (row_BS >= 0) & (row_BS < v)
-        # Another rank's token looks up row 0, any row would do: it is zeroed next.
-        x_BSD = F.embedding(row_BS.where(mine_BS, 0), self.weight)
-        partial_x_BSD = x_BSD * mine_BS.unsqueeze(-1)
+        row_BS, is_local_BS = find_local_rows(tokens_BS, v, self.tp_group.rank())
+        x_BSD = F.embedding(row_BS, self.weight)
+        # Every token is on one rank, and the other ranks add 0: the sum is its row.
+        partial_x_BSD = x_BSD * is_local_BS.unsqueeze(-1)
         return self.reduce(partial_x_BSD, self.tp_group)
 
 
 def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transformer:
-    """Lesson 02's model with embedding and head split over the vocabulary, too.
+    """Return lesson 02's parallel model, with embedding and head also sharded.
 
-    Shapes: tokens [B, S] → logits [B, S, ⌈V/T⌉] Shard(2); a rank's columns of them are
-        its rows of the head and, where the two are tied, of the embedding.
-    Communication: that of tp_transformer, and one all-reduce of B·S·D elements forward
-        (g of the embedding) and one backward (f of the head).
+    Shapes: tokens [B, S] → logits [B, S, v], Shard(2). A rank's columns of the logits
+        are its rows of the head (and of the embedding, if the two are tied).
+    Communication: the same as tp_transformer, plus one all-reduce of B·S·D elements
+        forward (g of the embedding) and one backward (f of the head).
     """
     model = tp_transformer(full, tp_group)
     model.embed_tokens = VocabParallelEmbedding(full.embed_tokens, tp_group)
-    head = pad_vocab(full.lm_head, tp_group.size())
-    model.lm_head = ColumnParallelLinear(head, tp_group)
+    padded_head = pad_vocab(full.lm_head, tp_group.size())
+    model.lm_head = ColumnParallelLinear(padded_head, tp_group)
     if full.lm_head.weight is full.embed_tokens.weight:
-        model.lm_head.weight = model.embed_tokens.weight  # one tensor, both gradients
-    for p in (model.embed_tokens.weight, *model.lm_head.parameters()):
-        p.rows = full.config.vocab_size  # the other rows are padding
+        # One parameter with two uses: autograd adds up the gradients of both.
+        model.lm_head.weight = model.embed_tokens.weight
+    for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
+        p.rows = full.config.vocab_size  # the rows after these are padding
     return model.train(full.training)  # in eval mode if full is
 
 
-# ---- The loss, without ever gathering the logits
+# ---- The loss, without gathering the logits
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """−log softmax(logits)[target] of sharded logits: vocab_parallel_cross_entropy.
+    """−log softmax(x)[target] of sharded logits x; see vocab_parallel_cross_entropy.
 
-    With m the largest logit, z = Σ exp(x − m): loss = log z − (x[target] − m). Each of
-    the three, m, z and x[target], costs one all-reduce of B·S values: three in all.
+    With m = max x and z = Σ exp(x − m), the loss is log z − (x[target] − m). Each of
+    m, z and x[target] takes one all-reduce of B·S values.
+
+    Label smoothing ε replaces onehot(target) by q = (1 − ε)·onehot(target) + ε/V. Then
+    the loss is log z − Σ q·(x − m), and its gradient is softmax(x) − q.
     """
 
     @staticmethod
     def forward(ctx, logits_BSv, target_BS, tp_group, vocab_size, ignore, smoothing):
         v = logits_BSv.shape[-1]
-        first = tp_group.rank() * v  # the token of this rank's first column
-        column_v = torch.arange(v, device=logits_BSv.device)
-        padding_v = first + column_v >= vocab_size
-        wide = torch.promote_types(logits_BSv.dtype, torch.float32)
-        x_BSv = logits_BSv.to(wide).masked_fill(padding_v, float("-inf"))
+        token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
+        padding_v = token_v >= vocab_size  # columns that are no token
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others give zero.
-        column_BS = target_BS - first
-        mine_BS = (column_BS >= 0) & (column_BS < v)
-        column_BS = column_BS.where(mine_BS, 0)
+        # Third: the target's logit. One rank has its column, the others add 0.
+        column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
-        picked_BS = picked_BS.where(mine_BS, 0)
-        if smoothing:  # and the mean of all logits, in the same all-reduce
-            total_BS = x_BSv.masked_fill(padding_v, 0).sum(-1)
-            picked_BS = (1 - smoothing) * picked_BS + smoothing * total_BS / vocab_size
+        picked_BS = picked_BS.where(is_local_BS, 0)
+        if smoothing:  # Σ q·(x − m) instead, in the same all-reduce
+            picked_BS = (1 - smoothing) * picked_BS
+            picked_BS += (
+                smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
+            )
         loss_BS = sum_BS.log() - all_reduce(picked_BS, tp_group)
         softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
         has_target_BS = target_BS != ignore
-        ctx.save_for_backward(softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v)
-        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
+        ctx.save_for_backward(
+            softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v
+        )
+        ctx.vocab_size = vocab_size
+        ctx.smoothing = smoothing
         ctx.dtype = logits_BSv.dtype
         return loss_BS.where(has_target_BS, 0)
 
     @staticmethod
     def backward(ctx, upstream_BS):
-        # dloss/dx = softmax − onehot(target): each rank has what it takes for its
-        # columns, so nothing is sent.
-        softmax_BSv, column_BS, mine_BS, has_target_BS, padding_v = ctx.saved_tensors
-        even = ctx.smoothing / ctx.vocab_size  # smoothing's target for every token
-        grad_BSv = (softmax_BSv - even).masked_fill(padding_v, 0)
-        hit_BS = (1 - ctx.smoothing) * mine_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -hit_BS.unsqueeze(-1))
+        # Nothing is sent: upstream_BS is equal on all ranks, because they all computed
+        # the same loss, and softmax − q needs this rank's columns only.
+        softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v = (
+            ctx.saved_tensors
+        )
+        smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
+        grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
+        onehot_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -onehot_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
-        # The loss of an ignored token is zero; its softmax is not.
+        # The loss of an ignored position is 0, but its softmax − q is not.
         grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
@@ -200,16 +217,16 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss of every token, from logits whose vocabulary is split over the TP group.
+    """Return the loss of every token, from logits that are sharded over the TP group.
 
     Args:
         logits_BSv: this rank's columns, padding included.
-        target_BS: the right tokens, the same on every rank.
-        vocab_size: V, the tokens there are; columns from V on are padding.
-        ignore_index: a target that gives no loss and no gradient.
+        target_BS: the next tokens, the same on every rank.
+        vocab_size: V, the number of tokens; columns from V on are padding.
+        ignore_index: a position with this target has loss 0 and gradient 0.
         label_smoothing: ε, as in F.cross_entropy.
-    Shapes: logits [B, S, v] Shard(2), target [B, S] → loss [B, S] Replicate(), float32
-        or wider; any number of leading dims will do.
+    Shapes: logits [B, S, v] Shard(2), target [B, S] → loss [B, S] Replicate(), in
+        float32 or wider. Any number of leading dims is valid.
     Communication: forward three all-reduces of B·S values; backward none.
     Raises: ValueError for a target outside the vocabulary.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
@@ -221,60 +238,81 @@ def vocab_parallel_cross_entropy(
 
 
 def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
-    """The mean over the tokens that have a target; nan if none has, as in PyTorch."""
+    """Return the mean over positions with a target; nan if none has, as in PyTorch."""
     return loss_BS.sum() / (target_BS != IGNORE).sum()
 
 
 def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size) -> Tensor:
-    """The mean loss, from logits as they are."""
+    """Return the mean loss, from sharded logits."""
     loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, vocab_size)
     return mean_over_targets(loss_BS, target_BS)
 
 
 def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size):
-    """For comparison: all columns gathered on every rank, then F.cross_entropy."""
+    """For comparison: gather all columns on every rank, then use F.cross_entropy."""
     logits_BSV = GatherFromTP.apply(logits_BSv, 2, tp_group)[..., :vocab_size]
     return mean_loss(logits_BSV, target_BS)
 
 
+# ---- The same with PyTorch's API
+
+
 def vocab_plan() -> dict:
-    """PyTorch's way to split the vocabulary. Logits stay a DTensor. Weights need no
-    padding: a DTensor knows that its shards are of different sizes."""
-    column, row = parallel.ColwiseParallel, parallel.RowwiseParallel
-    head = column(output_layouts=Shard(-1), use_local_output=False)
-    embedding = row(input_layouts=Replicate())
-    return tp_plan() | {"embed_tokens": embedding, "lm_head": head}
+    """Return lesson 02's plan, plus a sharded embedding and a head with sharded logits.
 
-
-def train_by_pytorch(full: Transformer, tp_group: dist.ProcessGroup, train):
-    """PyTorch's way to the loss: in this context F.cross_entropy of sharded logits does
-    the same three all-reduces. Backward has to be in it, too: here all of training is.
+    DTensor needs no padding: it allows shards of different sizes.
     """
+    plan = tp_plan()
+    plan["embed_tokens"] = parallel.RowwiseParallel(input_layouts=Replicate())
+    # The logits stay a DTensor, from which loss_parallel sees that they are sharded.
+    plan["lm_head"] = parallel.ColwiseParallel(
+        output_layouts=Shard(-1), use_local_output=False
+    )
+    return plan
+
+
+def dtensor_vocab_transformer(full: Transformer, tp_group) -> Transformer:
+    """Return PyTorch's model for vocab_plan, with a tied weight tied again."""
     model = dtensor_transformer(full, vocab_plan(), tp_group)
     if full.lm_head.weight is full.embed_tokens.weight:
-        model.lm_head.weight = model.embed_tokens.weight  # the plan has cut it twice
+        # The plan sharded the weight twice, once per module.
+        model.lm_head.weight = model.embed_tokens.weight
+    return model
+
+
+def train_with_loss_parallel(
+    name: str, model: Transformer, batches: list, args, loss_of
+) -> TrainingRun:
+    """Train a model whose logits are a sharded DTensor.
+
+    Within loss_parallel, F.cross_entropy of such logits makes the same three
+    all-reduces. Backward must be within it as well, so here all of training is.
+    """
     with parallel.loss_parallel():
-        return train("DTensor", model, loss_of=mean_loss)
+        return train_transformer(name, model, batches, args, loss_of=loss_of)
 
 
-# ---- A token drawn from sharded logits
+# ---- A token sampled from sharded logits
 
 
 def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int) -> int:
-    """Draw a token from sharded logits, sending two numbers instead of V.
+    """Sample a token from sharded logits by sending two numbers instead of V.
 
-    The largest of logits + Gumbel noise is a draw from softmax(logits): each rank needs
-    to offer only its best column. The noise is drawn whole on every rank from one seed,
-    so the draw is the one that a single process makes.
-    Communication: two all-reduces of one value: the best score, and who has it.
+    The position of the largest logit + Gumbel noise is a sample from softmax(logits).
+    So a rank needs to pass in its best column only. All ranks generate the full noise
+    from one seed, so the sample is the same as in a single process.
+
+    Communication: two all-reduces of one value each: the best score, and its token.
     """
-    v, T = len(logits_v), tp_group.size()
-    padding = 0, v * T - vocab_size  # is never drawn
-    noise_v = shard(F.pad(noise_V, padding, value=float("-inf")), 0, tp_group)
-    scores_v = logits_v.float() + noise_v
-    score, token = scores_v.max(), scores_v.argmax() + tp_group.rank() * v
-    top = all_reduce(score, tp_group, dist.ReduceOp.MAX)
-    token = token.where(score == top, vocab_size)  # no token: another rank has a better
+    v = len(logits_v)
+    padding = v * tp_group.size() - vocab_size
+    noise_V = F.pad(noise_V, (0, padding), value=float("-inf"))  # is never sampled
+    scores_v = logits_v.float() + shard(noise_V, 0, tp_group)
+    local_best = scores_v.max()
+    local_token = scores_v.argmax() + tp_group.rank() * v
+    best = all_reduce(local_best, tp_group, dist.ReduceOp.MAX)
+    # A rank without the best score passes V, which loses the MIN: it is no token.
+    token = local_token.where(local_best == best, vocab_size)
     return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # of equals, the first
 
 
@@ -282,357 +320,461 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
 
 
 def main(args, report: Report) -> None:
-    groups = mesh_groups({"tp": args.ranks}, args.timeout)
-    groups |= mesh_groups({"all": args.ranks, "alone": 1}, args.timeout)  # 1 rank each
-    tp_group, V = groups["tp"], args.vocab_size
-    report.begin({"tp": args.ranks})
-    full, batches = make_tied(args), make_batches(__doc__, args, args.steps)
-    plain, split = copy.deepcopy(full), vocab_transformer(full, tp_group)
+    """Train the same model four times, then look at the loss on its own."""
+    tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
+    # The groups of an axis of size 1 have one rank each. Over such a group the loss
+    # sends nothing: this run tests its formula on its own.
+    axes = {"all": args.ranks, "single": 1}
+    single_group = mesh_groups(axes, args.timeout)["single"]
+    size = sizes_of(args)
+    size["v"] = math.ceil(args.vocab_size / args.ranks)
+    report.begin({"tp": args.ranks}, size)
+    explain_sizes(report, args.ranks)
+    full = make_tied(args)
+    batches = make_batches(__doc__, args, args.steps)
+    by_hand = partial(sharded_loss, tp_group=single_group, vocab_size=args.vocab_size)
+    with_tp = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
+
+    runs = {}
     train = partial(train_transformer, batches=batches, args=args)
-    by_hand = partial(sharded_loss, tp_group=groups["alone"], vocab_size=V)
-    with_tp = partial(sharded_loss, tp_group=tp_group, vocab_size=V)
-    runs = {
-        "without TP": train("without TP", plain, loss_of=mean_loss),
-        "loss by hand": train("loss by hand", copy.deepcopy(full), loss_of=by_hand),
-        "with TP": train("with TP", split, loss_of=with_tp, tp_group=tp_group),
-    }
-    if 1 < args.ranks <= args.kv_heads:
-        runs["DTensor"] = train_by_pytorch(full, tp_group, train)
-    show_cuts(report, full, split)
-    show_ranges(report, split, batches[0], tp_group)
-    show_steps(report, runs, "with TP", split, tp_group)  # section 2; from lesson 02
-    show_news(report, runs)
-    show_hard_batches(report, args, tp_group)
-    show_traffic(report, runs)
-    show_gathering(report, args, tp_group)
-    show_sampling(report, plain, split, batches[0], tp_group)
+    runs["without TP"] = train("without TP", copy.deepcopy(full))
+    report.section("Who holds what: each rank has the rows of v tokens")
+    # If your edit raises an error in one run, its column says so; the others continue.
+    with report.column("loss by hand"):
+        model = copy.deepcopy(full)
+        runs["loss by hand"] = train("loss by hand", model, loss_of=by_hand)
+    with report.column("with TP"):
+        model = vocab_transformer(full, tp_group)
+        show_placements_vocab(report, full, model)
+        show_token_ranges(report, batches[0], size)
+        run = train("with TP", model, loss_of=with_tp, tp_group=tp_group)
+        padding = trim_padding(run)
+        runs["with TP"] = run
+    with report.column("DTensor"), CountDTensor("tp"):
+        model = dtensor_vocab_transformer(full, tp_group)
+        runs["DTensor"] = train_with_loss_parallel(
+            "DTensor", model, batches, args, mean_loss
+        )
+
+    show_training(report, runs)
+    if "with TP" in runs:
+        show_replicas(report, runs["with TP"], tp_group)
+        show_padding(report, padding)
+    show_gradients_vocab(report, runs)
+    with report.column("hard cases"):
+        show_hard_cases(report, tp_group)
+    show_communication_vocab(report, size)
+    with report.column("loss alone"):
+        show_loss_alone(report, size, tp_group)
+    if "with TP" in runs:
+        show_sampling(report, runs, batches[0], tp_group)
 
 
 def make_tied(args) -> Transformer:
-    """Lesson 02's model; with --tie, head and embedding share their weight."""
+    """Return lesson 02's model; with --tie, head and embedding share one weight."""
     full = make_transformer(args)
-    if args.tie:  # drawn small: as a head, the embedding's own rows give huge logits
+    if args.tie:
+        # An embedding starts with a standard deviation of 1, which is much for a head:
+        # its logits would be huge.
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full
 
 
-def fold_old(name: str) -> str:
-    """A row for each parameter that is cut here anew, and one for the rest."""
-    news = name.startswith(("embed_tokens", "lm_head"))
-    return name if news else "all others, as in 02"
+def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
+    """Remove padded rows from a run's gradients and parameters, and return them.
+
+    vocab_transformer has marked the padded parameters with p.rows, the rows to keep.
+    """
+    padding = {}
+    for name, p in run.model.named_parameters():
+        if hasattr(p, "rows"):
+            padding[f"gradients of {name}"] = run.gradients[name][p.rows :]
+            run.gradients[name] = run.gradients[name][: p.rows]
+            padding[f"parameters of {name}"] = run.parameters[name][p.rows :]
+            run.parameters[name] = run.parameters[name][: p.rows]
+    return padding
 
 
-def show_cuts(report: Report, full, split) -> None:
-    report.section("Who holds what: a row of embedding and head for each token")
-    rows, others = {}, Counter()
-    for name, p in split.named_parameters():
-        shape, cuts = full.get_parameter(name).shape, getattr(p, "shardings", ())
-        row = {"parameter": name, "global": str([*shape]), "on a rank": str([*p.shape])}
-        placement = ", ".join(f"Shard({dim})" for dim, _ in cuts) or "Replicate()"
-        if name != fold_old(name):
-            others.update({"global": shape.numel(), "on a rank": p.numel()})
-            numbers = {place: f"{count:,} numbers" for place, count in others.items()}
-            row, placement = {"parameter": fold_old(name), **numbers}, ""
-        rows[fold_old(name)] = row | {"placement": placement}
-    report.table("holdings", [*rows.values()])
+# ---- The sections of the output, in order
 
 
-def show_ranges(report: Report, split, batch, tp_group) -> None:
-    """Who has which tokens, and how many of a batch are looked up there."""
-    V, rank = report.args.vocab_size, tp_group.rank()
-    v = -(-V // tp_group.size())
-    mine = range(v * rank, min(V, v * rank + v))  # may be none
-    row = {"rank": rank, "tokens": f"{mine[0]} to {mine[-1]}" if mine else "none"}
-    for name, x_BS in zip(("inputs", "targets"), batch):
-        row[name] = ((x_BS >= mine.start) & (x_BS < mine.stop)).sum().item()
-    ends = [
-        p for p in split.parameters() if hasattr(p, "rows") and hasattr(p, "shardings")
-    ]
-    row["padding"] = v - len(mine)
-    row["Σ|pad|"] = sum(p[len(mine) :].abs().sum().item() for p in ends)
-    row["ok"] = report.check("padding is zero after training", row["Σ|pad|"])
-    ranks, tokens = gather_objects(row), batch[0].numel()
-    looked_up = sum(row["inputs"] for row in ranks)
-    report.check("every token is looked up once", abs(looked_up - tokens))
-    report.say(
-        f"   Who has which of {V} tokens, and looks up how many of a batch's {tokens}; "
-        "some have\n   no target. Padding: rows that belong to no token; they stay 0."
-    )
-    report.table("rows", ranks)
+def fold_layers(name: str) -> str:
+    """The row of a parameter: its own if it is sharded here for the first time."""
+    is_new = name.startswith(("embed_tokens", "lm_head"))
+    return name if is_new else "all others, as in 02"
 
 
-def show_news(report: Report, runs: dict) -> None:
-    """Gradients of what is cut here, and all others in one row; some in numbers."""
-    report.section("Gradients of step 1: norms; diff: max|a − b| / max|b|")
-    gradients = {what: run.gradients for what, run in runs.items()}
-    report.compare("gradients", gradients, fold=fold_old)
+def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
+    """Print the shapes of embedding and head, and how they are sharded."""
+    on_rank = dict(tp_model.named_parameters())
     rows = []
-    for token in "ae":
-        row = {"": f"dL/d embedding of {token}"}
-        for what in ("without TP", "with TP"):
-            corner = runs[what].gradients["embed_tokens.weight"][ord(token), :3]
-            row[what] = " ".join(f"{x:9.6f}" for x in corner.tolist())
+    for name, p in full.named_parameters():
+        if fold_layers(name) != name:
+            continue
+        local_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        row = {"parameter": name, "global": list(p.shape)}
+        row["on a rank"] = list(local_p.shape)
+        # The placement is what the parameter remembers, not what it should be.
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
+        row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.table("corner", rows)
+    report.say("   All other parameters are sharded as in lesson 02.")
+    report.table("holdings", rows)
+
+
+def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> None:
+    """Print each rank's tokens, and how often they occur in the first batch."""
+    tokens_BS, target_BS = batch
+    V = size["V"]
+    v = size["v"]
+    rows = []
+    for rank in range(size["T"]):
+        held = range(min(V, rank * v), min(V, rank * v + v))  # empty if V is too small
+        row = {"held by": f"rank {rank}", "tokens": "none"}
+        if held:
+            row["tokens"] = f"{held[0]} to {held[-1]}"
+        row["inputs"] = count_tokens(tokens_BS, held)
+        row["targets"] = count_tokens(target_BS, held)
+        row["padding"] = v - len(held)
+        rows.append(row)
+    ignored = count_tokens(target_BS, range(IGNORE, IGNORE + 1))
+    row = {"held by": "no rank", "tokens": "no target", "inputs": 0}
+    row["targets"] = ignored
+    row["padding"] = 0
+    rows.append(row)
+    sums = {"held by": "sum", "tokens": ""}
+    for name in ("inputs", "targets", "padding"):
+        sums[name] = sum(row[name] for row in rows)
+    # Every position has one input token, and one target or none.
+    for name in ("inputs", "targets"):
+        report.expect(sums, name, "positions", name, size["B"] * size["S"])
+    rows.append(sums)
+    report.say(
+        "   inputs, targets: positions of the first batch with one of these tokens;\n"
+        "   no target: IGNORE, at line ends and PAD. padding: rows of zeros at the end"
+    )
+    report.table("tokens", rows)
+
+
+def count_tokens(tokens: Tensor, held: range) -> int:
+    return ((tokens >= held.start) & (tokens < held.stop)).sum().item()
+
+
+def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
+    """Check that padded rows got no gradient in step 1 and stayed zero to the end."""
+    row = {"with TP": "rows of padding are zero", "tensors": len(padding), "zero": 0}
+    for name, x in padding.items():
+        kind, _, parameter = name.partition(" of ")
+        diff = rel_diff(x, torch.zeros_like(x))  # inf if it is not zero
+        if report.check(kind, f"{parameter}, rows of padding", diff):
+            row["zero"] += 1
+    row["off"] = [] if row["zero"] == row["tensors"] else ["zero"]
+    report.table("padding", [row])
+
+
+def show_gradients_vocab(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Compare the gradients of step 1. What is sharded as in lesson 02 is one row."""
+    gradients = values_of(runs, "gradients")
+    report.section("Gradients of step 1: norms, and the largest relative difference")
+    report.compare("gradients", gradients, fold=fold_layers)
+
+
+# ---- Hard cases
 
 
 class Case(NamedTuple):
-    """Random logits and targets, and what is hard about them."""
+    """Random logits and targets, and the line of the loss that they test."""
 
+    name: str
+    tests: str
     vocab_size: int = 257
-    size: float = 1.0  # of the logits
-    ignored: float = 0.2  # share of the tokens
+    scale: float = 1.0  # of the logits
+    ignored: float = 0.0  # share of the positions
     smoothing: float = 0.0
 
 
-def show_hard_batches(report: Report, args, tp_group) -> None:
-    """Batches on which a loss goes wrong easily, against F.cross_entropy."""
-    cases = {
-        "logits of about 10,000": Case(size=10000.0),
-        "label smoothing 0.1": Case(smoothing=0.1),
-        "no token has a target": Case(ignored=1.0),
-        "a vocabulary of 1": Case(vocab_size=1),
-        "GPT-2's vocabulary": Case(vocab_size=50257),
-    }
-    rows = []
-    for name, case in cases.items():
-        (wanted, got), gradients = try_case(case, args, tp_group)
-        diffs = nan_or_diff(got, wanted), nan_or_diff(*gradients)
-        right = report.check(f"{name}: loss", diffs[0], report.allowed_loss)
-        right &= report.check(f"{name}: gradient", diffs[1], report.allowed)
-        row = {"case": name, "V": case.vocab_size, "F.cross_entropy": wanted.item()}
-        rows.append(row | {"with TP": got.item(), "diff": max(diffs), "ok": right})
-    report.section("Where a loss goes wrong easily; diff: of loss and gradient")
-    report.table("hard_batches", rows)
+HARD_CASES = [
+    Case("logits of about 10,000", "exp stays finite", scale=10000.0),
+    Case("label smoothing 0.1", "Σ q·(x − m)", smoothing=0.1),
+    Case("20% have no target", "mean over targets", ignored=0.2),
+    Case("none has a target", "0 / 0 is nan", ignored=1.0),
+    Case("V = 1", "ranks without tokens", vocab_size=1),
+    Case("V = 50,257, as GPT-2", "padding, long sums", vocab_size=50257),
+]
 
 
-def try_case(case: Case, args, tp_group) -> tuple:
-    """Loss and gradient of random logits, each by F.cross_entropy and with TP."""
-    generator = torch.Generator().manual_seed(args.seed)
-    V, T = case.vocab_size, tp_group.size()
-    x_BSV = torch.randn(3, 5, V, generator=generator) * case.size
+def show_hard_cases(report: Report, tp_group) -> None:
+    """Compare the loss and its gradient with F.cross_entropy where it is hard."""
+    report.section("Where a loss easily goes wrong; diff: of the loss and its gradient")
+    rows = [try_case(report, case, tp_group) for case in HARD_CASES]
+    report.table("hard cases", rows)
+
+
+def try_case(report: Report, case: Case, tp_group) -> dict:
+    """Return the row of a case: random logits and targets, in both losses."""
+    V = case.vocab_size
+    generator = torch.Generator().manual_seed(report.args.seed)
+    x_BSV = torch.randn(3, 5, V, generator=generator) * case.scale
+    x_BSV = x_BSV.to(report.args.device, getattr(torch, report.args.dtype))
+    x_BSV.requires_grad_()
     target_BS = torch.randint(V, (3, 5), generator=generator)
-    target_BS[torch.rand(3, 5, generator=generator) < case.ignored] = IGNORE
-    target_BS = target_BS.to(args.device)
-    x_BSV = x_BSV.to(args.device, getattr(torch, args.dtype)).requires_grad_()
-    wanted = F.cross_entropy(
+    ignored = round(case.ignored * target_BS.numel())
+    target_BS.view(-1)[:ignored] = IGNORE
+    target_BS = target_BS.to(report.args.device)
+    expected = F.cross_entropy(
         x_BSV.flatten(0, 1), target_BS.flatten(), label_smoothing=case.smoothing
     )
-    wanted.backward()
-    padding = 0, -V % T  # of any content: nothing of it may join in
-    x_BSv = shard(F.pad(x_BSV, padding, value=9.0), 2, tp_group).requires_grad_()
-    COMM.what = "hard batches"
+    expected.backward()
+
+    # Columns of padding may hold anything; here a large logit, which must not matter.
+    padding = (0, -V % tp_group.size())
+    padded = F.pad(x_BSV, padding, value=9.0)
+    x_BSv = shard(padded, 2, tp_group).requires_grad_()
     loss_BS = vocab_parallel_cross_entropy(
         x_BSv, target_BS, tp_group, V, label_smoothing=case.smoothing
     )
     loss = mean_over_targets(loss_BS, target_BS)
     loss.backward()
+
     gradient = all_gather(x_BSv.grad, 2, tp_group)
-    return (wanted, loss), (F.pad(x_BSV.grad, padding), gradient)
+    loss_diff = diff_or_nan(loss, expected)
+    gradient_diff = diff_or_nan(gradient, F.pad(x_BSV.grad, padding))
+    row = {"case": case.name, "tests": case.tests}
+    row["F.cross_entropy"] = expected.item()
+    row["with TP"] = loss.item()
+    row["diff"] = max(loss_diff, gradient_diff)
+    row["off"] = []
+    if not report.check("losses", case.name, loss_diff, report.allowed_loss):
+        row["off"].append("with TP")
+    if not report.check("gradients", case.name, gradient_diff, report.allowed):
+        row["off"].append("diff")
+    return row
 
 
-def nan_or_diff(got: Tensor, wanted: Tensor) -> float:
-    """rel_diff; where nan is right, nan is no difference."""
-    if not torch.equal(got.isnan(), wanted.isnan()):
+def diff_or_nan(got: Tensor, expected: Tensor) -> float:
+    """rel_diff, where nan equals nan; inf if only one of the two is nan."""
+    if not torch.equal(got.isnan(), expected.isnan()):
         return math.inf
-    return rel_diff(got.where(~got.isnan(), 0), wanted.where(~wanted.isnan(), 0))
+    return rel_diff(got.where(~got.isnan(), 0), expected.where(~expected.isnan(), 0))
 
 
-def show_traffic(report: Report, runs: dict) -> None:
-    """What a step sends, by hand and by PyTorch."""
-    args = report.args
-    L, e = args.layers, getattr(torch, args.dtype).itemsize
-    tokens = args.batch_size * args.seq_len
-    each = tokens * args.hidden * e
-    n, many = 2 * L + 1, 4 * L + 1
-    once = n, "(2L + 1)·B·S·D", n * each
-    more = many, "(4L + 1)·B·S·D", many * each
-    three = 3, "3·B·S", 3 * tokens * e
-    report.section("Communication of a step: the loss sends three numbers a token")
-    report.say(
-        f"   formula × {e} = bytes. DTensor: an f each for q, k, v; clipping uncounted."
-    )
+# ---- Communication and memory
+
+
+def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
+    """Compare the collectives per step, by hand and by PyTorch, with formulas."""
+    tensors = "16·L + 4" if report.args.tie else "16·L + 5"  # parameters of the model
     formulas = {
-        ("with TP", "forward", "all-reduce", "tp"): once,
-        ("with TP", "loss", "all-reduce", "tp"): three,
-        ("with TP", "backward", "all-reduce", "tp"): once,
-        ("with TP", "clipping", "all-reduce", "tp"): (1, "one float64", 8),
-        ("DTensor", "forward", "all-reduce", "tp"): once,
-        ("DTensor", "loss", "all-reduce", "tp"): three,
-        ("DTensor", "backward", "all-reduce", "tp"): more,
-        ("with TP", "backward", "all-reduce", "copy"): sums_of_copies(report),
+        # Lesson 02's 2·L, plus g of the embedding forward and f of the head backward.
+        Call("with TP", "forward", "all-reduce", "tp"): "(2·L + 1) × B·S·D·e",
+        Call("with TP", "loss", "all-reduce", "tp"): "3 × B·S·e",
+        Call("with TP", "backward", "all-reduce", "tp"): "(2·L + 1) × B·S·D·e",
+        Call("with TP", "clipping", "all-reduce", "tp"): "1 × 8",  # a float64
+        Call("DTensor", "forward", "all-reduce", "tp"): "(2·L + 1) × B·S·D·e",
+        Call("DTensor", "loss", "all-reduce", "tp"): "3 × B·S·e",
+        # In PyTorch's plan each of q, k and v has its own f; by hand they share one.
+        Call("DTensor", "backward", "all-reduce", "tp"): "(4·L + 1) × B·S·D·e",
+        Call("DTensor", "clipping", "all-reduce", "tp"): f"1 × 8·({tensors})",
     }
-    formulas = {key: formula for key, formula in formulas.items() if key[0] in runs}
-    report.ledger(formulas, args.steps)
+    conclusions = {
+        "with TP": "loss: 3 values per token (max, Σ exp, the target's logit)",
+        "DTensor": "the same loss; in backward q, k and v have an f each",
+    }
+    report.section("Communication per step; ring = bytes that one rank of a ring sends")
+    report.ledger(formulas, size, steps=report.args.steps)
+    totals = Counter()
+    for row in report.data["communication"]:
+        totals[row["run"]] += row["bytes"]
+    for run, total in totals.items():  # a run that raised an error has no rows
+        report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
+    if "DTensor" in totals:
+        report.say(
+            "   clipping = sums of squares, float64: one; DTensor one per parameter"
+        )
 
 
-def show_gathering(report: Report, args, tp_group) -> None:
-    """The loss alone, from gathered and from sharded logits: bytes sent, and kept."""
-    rows, T, e = [], tp_group.size(), getattr(torch, args.dtype).itemsize
-    tokens = args.batch_size * args.seq_len
-    for V in (257, 50257):
-        v = -(-V // T)
-        row = measure_loss("gathered", gathered_loss, V, args, tp_group)
-        row["formula"] = "B·S·V·e + e"  # log-softmax; a count of targets
-        row["predicted_bytes"] = tokens * V * e + e
-        check_sent(report, row, "all-gather", 1, tokens * v * T * e)
-        rows.append(row)
-        row = measure_loss("sharded", sharded_loss, V, args, tp_group)
-        # Softmax; of a token the column and two masks; what is padding; a count.
-        row["formula"] = "B·S·(v·e + 10) + v + 8"
-        row["predicted_bytes"] = tokens * (v * e + 10) + v + 8
-        check_sent(report, row, "all-reduce", 3, 3 * tokens * e)
-        rows.append(row)
-    report.section(
-        "The loss alone, in bytes: logits gathered on every rank, or sharded"
-    )
+def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
+    """Measure what one loss sends and saves for backward, for two vocabularies."""
+    report.section("The loss alone, from gathered and from sharded logits")
+    sizes = {}
+    measured = {}
+    formulas = {}
+    for V in (257, 50257):  # bytes and PAD; GPT-2's vocabulary
+        run = f"V {V}"
+        v = math.ceil(V / size["T"])
+        sizes[run] = dict(size, V=V, v=v)
+        measured[run] = measure_losses(report.args, run, sizes[run], tp_group)
+        gathered = Call(f"gathered, {run}", "loss", "all-gather", "tp")
+        sharded = Call(f"sharded, {run}", "loss", "all-reduce", "tp")
+        formulas[gathered] = f"1 × B·S·{v}·T·e"  # v columns of each rank
+        formulas[sharded] = "3 × B·S·e"
+    report.ledger(formulas, size)
+
+    # What autograd saves for backward, in bytes per rank.
+    gathered = {
+        "gathered: log-softmax": "B·S·V·e",
+        "gathered: sum of target weights": "e",
+    }
+    sharded = {
+        "sharded: softmax": "B·S·v·e",
+        "sharded: targets' columns, their number (int64)": "8·(B·S + 1)",
+        "sharded: is_local, has_target, padding (bool)": "2·B·S + v",
+    }
+    rows, sums = add_up(gathered, sizes)
+    rows.append(measured_row(report, "gathered: saved", "sum", sums, measured))
+    sharded_rows, sums = add_up(sharded, sizes)
+    rows.extend(sharded_rows)
+    rows.append(measured_row(report, "sharded: saved", "sum", sums, measured))
+    report.table("memory", rows)
     report.say(
-        "   sent: bytes, B·S·v·T·e in one all-gather, 3·B·S·e in three all-reduces.\n"
-        "   bytes: kept for backward. A number has e; v = ⌈V/T⌉ columns on a rank"
+        "   What a sharded loss sends does not grow with V; it saves 1/T of softmax."
     )
-    report.measure("memory", rows)
 
 
-def measure_loss(name: str, loss_of, V: int, args, tp_group) -> dict:
-    """What one loss of V tokens sends, and keeps for backward."""
-    shape = args.batch_size, args.seq_len
-    x_BSv = torch.zeros(*shape, -(-V // tp_group.size()), device=args.device)
-    x_BSv = x_BSv.to(getattr(torch, args.dtype)).requires_grad_()
+def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str, int]:
+    """Return the bytes that each loss saves; count its calls under its own label."""
+    dtype = getattr(torch, args.dtype)
+    shape = (size["B"], size["S"])
     target_BS = torch.zeros(shape, dtype=torch.int64, device=args.device)
-    COMM.what, COMM.phase = f"{name}, V {V}", ""
-    saved = SavedBytes([x_BSv, target_BS])
-    with saved:
-        loss = loss_of(x_BSv, target_BS, tp_group, V)
-    loss.backward()
-    return {"V": f"{V}", "logits": name, "sent": 0, "bytes": saved.total()}
+    saved_bytes = {}
+    for logits, loss_of in {"gathered": gathered_loss, "sharded": sharded_loss}.items():
+        x_BSv = torch.zeros(*shape, size["v"], dtype=dtype, device=args.device)
+        x_BSv.requires_grad_()
+        saved = SavedBytes([x_BSv, target_BS])  # the logits and targets do not count
+        with COMM.label(f"{logits}, {name}", "loss"):
+            with saved:
+                loss = loss_of(x_BSv, target_BS, tp_group, size["V"])
+            loss.backward()
+        saved_bytes[f"{logits}: saved"] = saved.total()
+    return saved_bytes
 
 
-def check_sent(report: Report, row: dict, collective: str, calls: int, nbytes) -> None:
-    """Calls and bytes that were counted under the row's name."""
-    key = f"{row['logits']}, V {row['V']}", "", collective, "tp"
-    made, row["sent"] = COMM.rows.get(key, (0, 0))
-    wanted = (calls, nbytes) if report.axes["tp"] > 1 else (0, 0)
-    off = abs(made - wanted[0]) + abs(row["sent"] - wanted[1])
-    row["ok"] = report.check(f"bytes: sent, {key[0]}", off, kind="bytes")
-
-
-def show_sampling(report: Report, plain, split, batch, tp_group) -> None:
-    """A token after each of a line's first bytes, drawn from the softmax."""
-    args, (tokens_BS, _), count = report.args, batch, 5
-    generator = torch.Generator().manual_seed(args.seed)
+def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
+    """Sample the next token at each of the first positions of a line."""
+    report.section(
+        "Tokens sampled from logits; sent: a score and its token, not V logits"
+    )
+    args = report.args
+    generator = torch.Generator().manual_seed(args.seed)  # the same on every rank
+    tokens_BS = batch[0][:1, :5]
     with torch.no_grad():
-        logits_SV = plain.eval()(tokens_BS[:1])[0]
-        logits_Sv = split.eval()(tokens_BS[:1])[0]
-    COMM.what = "sampling"
-    wanted, drawn = [], []
-    for logits_V, logits_v in zip(logits_SV[:count], logits_Sv):
+        logits_SV = runs["without TP"].model.eval()(tokens_BS)[0]
+        logits_Sv = runs["with TP"].model.eval()(tokens_BS)[0]
+    expected = []
+    sampled = []
+    for logits_V, logits_v in zip(logits_SV, logits_Sv):
         uniform_V = torch.rand(args.vocab_size, generator=generator)
-        noise_V = -(-uniform_V.log()).log().to(args.device)  # Gumbel
-        wanted.append(int((logits_V + noise_V).argmax()))
-        drawn.append(sample_sharded(logits_v, noise_V, tp_group, args.vocab_size))
-    _, sent = COMM.rows.get(("sampling", "", "all-reduce", "tp"), (0, 0))
-    row = {"": "tokens", "without TP": wanted, "with TP": drawn, "bytes": sent}
-    row["predicted_bytes"] = count * (4 + 8) if tp_group.size() > 1 else 0
-    row["ok"] = report.check("tokens drawn", float(drawn != wanted))
-    report.section("Tokens drawn from the softmax; sent: a score and a number, not V")
-    report.measure("sampling", [row])
+        noise_V = -(-uniform_V.log()).log()  # Gumbel
+        noise_V = noise_V.to(args.device)
+        expected.append(int((logits_V + noise_V).argmax()))
+        with COMM.label("sampling", ""):
+            token = sample_sharded(logits_v, noise_V, tp_group, args.vocab_size)
+        sampled.append(token)
+
+    row = {"sampled": "tokens", "without TP": expected, "with TP": sampled}
+    row["bytes"] = COMM.bytes[Call("sampling", "", "all-reduce", "tp")]
+    # Per token the best score (float32) and its token (int64); one rank sends nothing.
+    predicted = len(sampled) * (4 + 8) if args.ranks > 1 else 0
+    report.expect(row, "bytes", "bytes", "sampling", predicted)
+    wrong = [i for i, token in enumerate(sampled) if token != expected[i]]
+    if not report.check("sampling", "tokens", len(wrong)):
+        row["off"].append("with TP")
+    report.table("sampling", [row])
 
 
 # ==== BREAK IT
 
-# Bugs that people have shipped, each an edit. --break NAME switches one on.
+# Bugs that people have shipped. --break NAME injects one.
 BREAKS = {
     "ignored": dict(
         target="VocabParallelCrossEntropy.backward",
-        old="    grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n"
-        "    return grad_BSv",
-        new="    return grad_BSv",
-        what="the gradient rows of ignored tokens are not zeroed",
-        symptom="the loss of step 1 is right: an ignored token's loss is zero; its "
-        "gradient is not, and losses part from step 2 on",
+        old="    grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n",
+        new="",
+        what="the gradient rows of ignored positions are not set to zero",
+        symptom="the loss of step 1 is correct, because an ignored position has loss "
+        "0; its gradient is not 0, so the losses diverge from step 2 on",
         why="dloss/dx = softmax − onehot is not zero where the loss was masked to zero",
         reported="docs.pytorch.org, torch.nn.functional.cross_entropy, ignore_index",
     ),
     "mean": dict(
         target="mean_over_targets",
-        old="    return loss_BS.sum() / (target_BS != IGNORE).sum()",
-        new="    return loss_BS.mean()",
-        what="the mean is taken over all tokens, those without a target included",
-        symptom="the loss is too small by the share of ignored tokens, so is every "
-        "gradient; AdamW divides by a gradient's size, and hides most of it",
-        why="an ignored token adds zero to the sum, and one to the count if you let it",
-        reported="docs.pytorch.org, torch.nn.functional.cross_entropy, reduction='mean'",
+        old="    return loss_BS.sum() / (target_BS != IGNORE).sum()\n",
+        new="    return loss_BS.mean()\n",
+        what="the mean is taken over all positions, also those without a target",
+        symptom="loss and gradients are too small by the share of ignored positions; "
+        "AdamW divides by the size of a gradient, which hides most of it",
+        why="an ignored position adds 0 to the sum but must not add 1 to the count",
+        reported="docs.pytorch.org, torch.nn.functional.cross_entropy, reduction",
     ),
     "gathered": dict(
         target="vocab_parallel_cross_entropy",
-        old="    return VocabParallelCrossEntropy.apply(\n",
-        new="    logits_BSv = GatherFromTP.apply(\n"
-        "        logits_BSv, logits_BSv.dim() - 1, tp_group\n"
-        "    )\n"
-        "    vocab_size = logits_BSv.shape[-1] * tp_group.size()\n"
-        "    return VocabParallelCrossEntropy.apply(\n",
-        what="gathered logits are fed to the loss for sharded ones",
-        symptom="the loss is too large by log T, whatever the model does, and a little "
-        "more where columns of padding join in",
-        why="every rank adds all of Σ exp to the sum over ranks: it counts T times",
+        old="    check_tokens(target_BS[target_BS != ignore_index], vocab_size)\n",
+        new="    check_tokens(target_BS[target_BS != ignore_index], vocab_size)\n"
+        "    last = logits_BSv.dim() - 1\n"
+        "    logits_BSv = GatherFromTP.apply(logits_BSv, last, tp_group)\n"
+        "    vocab_size = logits_BSv.shape[-1] * tp_group.size()\n",
+        what="gathered logits are passed to the loss that requires sharded ones",
+        symptom="the loss is too large by log T at least, whatever the model does; "
+        "columns of padding add a little to it, and get gradients",
+        why="every rank passes in all of Σ exp, so the sum over ranks is T times too "
+        "large; V is read off the shape, so no column is treated as padding",
         reported="github.com/NVIDIA/Megatron-LM/issues/7452",
     ),
     "padding": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="padding_v = first + column_v >= vocab_size",
-        new="padding_v = first + column_v >= v * tp_group.size()",
-        what="the padded columns are left in the softmax",
-        symptom="the loss is a little too large, by less the larger the vocabulary",
-        why="a padded column's logit is 0, not −∞, and exp(0) = 1 joins every sum",
+        old="    padding_v = token_v >= vocab_size  # columns that are no token",
+        new="    padding_v = torch.zeros_like(token_v, dtype=torch.bool)",
+        what="columns of padding take part in the softmax",
+        symptom="the loss is slightly too large (less with a larger vocabulary), and "
+        "rows of padding get gradients",
+        why="a column of padding has the logit 0, not −∞: exp(0) = 1 is in every sum",
         reported="github.com/mirage-project/mirage/issues/751, vllm-project/vllm 1399",
     ),
     "max": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
-        new="max_BS = torch.zeros_like(x_BSv[..., 0])",
+        old="    max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
+        new="    max_BS = torch.zeros_like(x_BSv[..., 0])",
         what="the largest logit is not subtracted",
-        symptom="no loss changes while logits are small; large ones give inf or nan; "
-        "two all-reduces are left of three",
-        why="exp(x) overflows float32 above x = 88; exp(x − max) never does",
-        reported="Megatron-LM, arXiv:1909.08053, sec. 3; the first of its three all-reduces",
+        symptom="losses are correct while logits are small; large logits give inf or "
+        "nan, and the loss makes two all-reduces instead of three",
+        why="exp(x) overflows float32 above x = 88; exp(x − max) is at most 1",
+        reported="Megatron-LM, arXiv:1909.08053, sec. 3: the first of its all-reduces",
     ),
     "exponentials": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)",
-        new="softmax_BSv = exp_BSv",
-        what="the exponentials are kept for backward, and not the softmax",
-        symptom="step 1's loss is right, the gradients are not: too large, about Σ "
-        "times",
-        why="the gradient is softmax − onehot: exp without its 1/Σ is too large by Σ",
+        old="    softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
+        new="    softmax_BSv = exp_BSv\n",
+        what="the exponentials are saved for backward instead of the softmax",
+        symptom="the loss of step 1 is correct, but the gradients are too large by a "
+        "factor of about Σ exp, which grows with the vocabulary",
+        why="the gradient is softmax − onehot; exp without the division is Σ times it",
         reported="github.com/xrsrke/pipegoose",
     ),
     "tie": dict(
         target="vocab_transformer",
-        old="model.lm_head.weight = model.embed_tokens.weight  # one tensor, both "
-        "gradients",
-        new="model.lm_head.weight.data = model.embed_tokens.weight.data",
-        what="tied weights are two parameters on one storage (switches --tie on)",
-        symptom="step 1's loss is right; the embedding's gradient lacks the head's "
-        "part, and there is a parameter more than in one process",
-        why="one parameter with two uses gets the sum of two gradients; two that only "
-        "look at the same numbers get one each, and one update each",
-        reported="github.com/pytorch/torchtitan/issues/1524, NVIDIA/Megatron-LM issue 844",
+        old="        model.lm_head.weight = model.embed_tokens.weight\n",
+        new="        model.lm_head.weight.data = model.embed_tokens.weight.data\n",
+        what="tied weights are two parameters with one storage (--tie is set as well)",
+        symptom="the loss of step 1 is correct; the embedding's gradient lacks the "
+        "contribution of the head, and there is one parameter too many",
+        why="one parameter with two uses gets the sum of both gradients; two of them "
+        "with one storage get one gradient and one update each",
+        reported="github.com/pytorch/torchtitan/issues/1524; NVIDIA/Megatron-LM, 844",
     ),
     "loss-parallel": dict(
-        target="train_by_pytorch",
+        target="train_with_loss_parallel",
         old="    with parallel.loss_parallel():\n"
-        '        return train("DTensor", model, loss_of=mean_loss)\n',
-        new="    def loss_of(logits, target_BS):\n"
+        "        return train_transformer(name, model, batches, args, loss_of=loss_of)",
+        new="    def loss_within(logits, target_BS):\n"
         "        with parallel.loss_parallel():\n"
-        "            return mean_loss(logits, target_BS)\n"
+        "            return loss_of(logits, target_BS)\n"
         "\n"
-        '    return train("DTensor", model, loss_of=loss_of)\n',
-        what="PyTorch's loss_parallel: backward is called outside the context",
-        symptom="an error from deep inside, in backward",
-        why="the context swaps the kernels of log-softmax and of the loss, and of "
-        "their backward, for sharded ones; outside it the ordinary ones meet sharded "
-        "logits",
+        "    return train_transformer(name, model, batches, args, loss_of=loss_within)",
+        what="with PyTorch's loss_parallel, backward is called outside the context",
+        symptom="backward raises an error from deep inside PyTorch",
+        why="the context replaces the kernels of log-softmax and of the loss by ones "
+        "for sharded logits, also in backward; outside it the ordinary ones run",
         reported="github.com/pytorch/pytorch/issues/190746",
     ),
 }
@@ -643,9 +785,10 @@ BREAKS = {
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
-    parser = lesson_parser(__doc__, BREAKS, steps=3, **sizes)
-    parser.add_argument("--tie", action="store_true", help="one weight for both ends")
+    sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
+    parser = lesson_parser(__doc__, BREAKS, sections=7, **sizes)
+    text = "embedding and head share one weight"
+    parser.add_argument("--tie", action="store_true", help=text)
     args = parse_sizes(parser, ranks)
     args.tie = args.tie or args.bug == "tie"
     return args
@@ -656,6 +799,29 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # ==== CARRIED OVER from 00, unchanged
 # region
+
+# Imports that only the parts below use.
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of a mesh, the last axis innermost.
+
+    (lesson 00)"""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, in one order, even if it is not in it:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -680,6 +846,7 @@ def all_reduce(
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
     (lesson 00)"""
+    # PyTorch's call works in place, and only on contiguous memory: x may be a view.
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size() > 1:
         with COMM.record("all-reduce", out, group):
@@ -708,20 +875,6 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
     return round(rounds * nbytes * (ranks - 1) / ranks)
 
 
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
-
-    (lesson 00)"""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups[axis], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=timedelta(seconds=timeout), group_desc=axis
-        )
-    return groups
-
-
 # endregion
 
 
@@ -743,24 +896,19 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+def shard_parameter(
+    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
+) -> nn.Parameter | None:
+    """This rank's shard of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
-    for dim, group in cuts:
+    if full is None:
+        return None
+    for dim, group in shardings:
         full = shard(full, dim, group)
-    mine = nn.Parameter(full.detach().clone())
-    mine.shardings = cuts
-    return mine
-
-
-def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first.
-
-    (lesson 01)"""
-    for dim, group in reversed(cuts):
-        x = all_gather(x, dim, group)
-    return x
+    p = nn.Parameter(full.detach().clone())  # training it must not change `full`
+    p.shardings = shardings
+    return p
 
 
 def shardings_of(p: Tensor) -> tuple:
@@ -768,6 +916,15 @@ def shardings_of(p: Tensor) -> tuple:
 
     (lesson 01)"""
     return getattr(p, "shardings", ())
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' shards; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):
+        x = all_gather(x, dim, group)
+    return x
 
 
 class CopyToTP(torch.autograd.Function):
@@ -780,7 +937,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -789,7 +946,8 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
+        ctx.dim = dim
+        ctx.tp_group = tp_group
         return all_gather(x, dim, tp_group)
 
     @staticmethod
@@ -802,7 +960,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
+        self.tp_group = tp_group
+        self.copy_input = copy_input
         self.gather_output = gather_output
         self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
         self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
@@ -825,8 +984,8 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
+        # y is one tensor that all ranks hold, so each has the full dL/dy; and y is the
+        # sum of the partial sums, so dL/dy is also the gradient of each of them.
         return grad, None
 
 
@@ -843,6 +1002,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
         y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        if self.bias is None:
+            return y_BSD
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
@@ -857,7 +1018,7 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out.
+    """Within `with`: bytes saved for backward, each storage once, `skip` left out.
 
     (lesson 01)"""
 
@@ -876,6 +1037,30 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
+class CountDTensor(TorchDispatchMode):
+    """Within `with`: DTensor's collectives are counted as well (lesson 01)."""
+
+    names = {
+        "_c10d_functional::all_reduce": "all-reduce",
+        "_c10d_functional::all_gather_into_tensor": "all-gather",
+        "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    }
+
+    def __init__(self, axis: str):
+        super().__init__()
+        self.axis = axis
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor turn it into local ops and collectives
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in self.names:
+            # The payload is the full tensor: of an all-gather, the output.
+            COMM.count(self.names[name], max(args[0].nbytes, out.nbytes), self.axis)
+        return out
+
+
 def local(x: Tensor) -> Tensor:
     """This rank's piece of a DTensor, waited for; any other tensor as it is.
 
@@ -884,15 +1069,21 @@ def local(x: Tensor) -> Tensor:
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
+
+
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """ValueError with the arithmetic if a flag's value is no multiple of parts.
 
     (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
-        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
-        left = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+        flag = f"--{name.replace('_', '-')}"
+        multiple = value + parts - value % parts
+        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
 
 
 # endregion
@@ -930,9 +1121,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask from torch.rand, which ShardedDropout below draws, too.
-
-    (lesson 02)"""
+    """nn.Dropout, with the mask sampled as in ShardedDropout below (lesson 02)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -981,7 +1170,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(D, config.heads * H)
         self.k_proj = nn.Linear(D, config.kv_heads * H)
         self.v_proj = nn.Linear(D, config.kv_heads * H)
-        self.project_qkv = apply_each  # TP exchanges it: one f before all three
+        self.project_qkv = apply_each  # TP replaces it: one f before all three
         self.core = CoreAttention(H, config.dropout)
         self.o_proj = nn.Linear(D, D)
 
@@ -1066,10 +1255,9 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a part of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -1110,7 +1298,7 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
     device = next(full.parameters()).device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
-    # A plan is about parameters. The dropout masks of heads are still ours to split.
+    # A plan covers linears, not dropout: heads on different ranks need different masks.
     for layer in model.layers:
         p = layer.self_attn.core.dropout.p
         layer.self_attn.core.dropout = ShardedDropout(p, 1, tp_group)
@@ -1118,26 +1306,32 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
-    """Norm of the whole model's gradient, the same on every rank (lesson 02)."""
+    """Norm of the full model's gradient, the same on every rank (lesson 02)."""
     total = next(model.parameters()).new_zeros((), dtype=torch.float64)
     for p in model.parameters():
         if p.grad is None:
             continue
         squares = p.grad.double().square().sum()
         if not shardings_of(p):
-            squares /= tp_group.size()  # T ranks add equal ones: count them once
+            squares /= tp_group.size()  # all T ranks add the same squares
         total += squares
     return math.sqrt(all_reduce(total, tp_group))
 
 
 def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
-    """Scale all gradients by one factor, so that their norm is max_norm at most.
+    """Scale all gradients by one factor, so that their norm is at most max_norm.
 
     (lesson 02)"""
     scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     for p in model.parameters():
         if p.grad is not None:
             p.grad.mul_(scale)
+
+
+def explain_sizes(report: Report, ranks: int) -> None:
+    """Say why the default sizes are larger on this number of ranks (lesson 02)."""
+    if 4 % ranks != 0:
+        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
 
 
 PAD = 256  # the one token that is not a byte
@@ -1166,7 +1360,7 @@ def make_batches(text: str, args, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_transformer(args) -> Transformer:
-    """The full model: the same on every rank, because it is drawn from the seed.
+    """The full model. Every rank initializes the same one, from the same seed.
 
     (lesson 02)"""
     torch.manual_seed(args.seed)
@@ -1189,8 +1383,9 @@ class TrainingRun(NamedTuple):
 
 
 def train_transformer(
-    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
-) -> TrainingRun:
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
+    norm_of=global_norm,
+) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
     norms = {}
@@ -1199,11 +1394,11 @@ def train_transformer(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
 
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
-        # One seed for all ranks, so that they draw the same dropout masks.
+        # One seed for all ranks, so that they sample the same dropout masks.
         torch.manual_seed(args.seed + step)
         optimizer.zero_grad()
 
-        # COMM.label does nothing but name the collectives inside, for section 4.
+        # COMM.label only names the collectives inside, for the communication table.
         with COMM.label(name, "forward"):
             logits = model(tokens_BS)
         with COMM.label(name, "loss"):
@@ -1220,12 +1415,13 @@ def train_transformer(
             if tp_group is None:
                 norm = norm_by_pytorch(model)
             else:
-                norm = global_norm(model, tp_group)
+                norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
-        # Each rank updates what it holds; nothing is sent. Replicas stay equal because
-        # they start equal and get equal gradients: nothing else enforces it.
-        optimizer.step()
+        # Each rank updates what it holds, and sends nothing. Replicas stay equal only
+        # because they start equal and get equal gradients. Nothing else enforces it.
+        with COMM.label(name, "update"):
+            optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
 
@@ -1234,7 +1430,7 @@ def train_transformer(
 
 
 def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which knows DTensors; in float64.
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
@@ -1249,7 +1445,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # a parameter without a gradient: equal to no tensor
+            x = torch.empty(0)  # no gradient: this is equal to no tensor
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1258,23 +1454,85 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     return tensors
 
 
-def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
-    """The flags of the model. ValueError if it cannot be built or sharded.
+def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Losses, gradient norms before clipping, and the parameters after training.
 
     (lesson 02)"""
+    losses = values_of(runs, "losses")
+    norms = values_of(runs, "norms")
+    parameters = values_of(runs, "parameters")
+    report.section("Losses, gradient norms before clipping, parameters after training")
+    report.compare("losses", losses, allowed=report.allowed_loss)
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    report.compare("norms", norms)
+    report.compare("parameters", parameters, fold=lambda name: "all parameters")
+
+
+def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
+    """After training, replicated tensors must be bitwise identical on all ranks.
+
+    (lesson 02)"""
+    if tp_group.size() == 1:
+        return
+    diffs = {}
+    for name, p in run.model.named_parameters():
+        if not shardings_of(p):
+            replicas = all_gather(p[None], 0, tp_group)
+            diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
+    # Each rank computed the loss itself, from its own replica of the logits.
+    losses = gather_objects(list(run.losses.values()))
+    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
+    row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
+    row["equal"] = 0
+    for name, diff in diffs.items():
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    row["off"] = [] if row["equal"] == row["tensors"] else ["equal"]
+    report.table("replicas", [row])
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes.
+
+    (lesson 02)"""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
+
+
+def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
+    """Parse the command line, with the flags of the model (lesson 02)."""
+    kv_heads = ranks * math.ceil(4 / ranks)
+    sizes = {"hidden": 16 * kv_heads, "heads": 2 * kv_heads, "kv_heads": kv_heads}
+    letters = {"hidden": "D", "heads": "N", "kv_heads": "K"}
     add = parser.add_argument
-    add("--hidden", type=positive, help="D (8 per head)")
-    add("--heads", type=positive, help="N (2 per key/value head)")
-    add("--kv-heads", type=positive, help="K (4, or the next multiple of the ranks)")
-    add("--dropout", type=float, default=0.1, help="probability (0.1)")
-    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
+    for name, default in sizes.items():
+        flag = f"--{name.replace('_', '-')}"
+        text = f"{letters[name]} (default {default} on {ranks} ranks)"
+        add(flag, type=positive, default=default, help=text)
+    add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm (default 1)")
     args = parser.parse_args()
-    if args.kv_heads is None:
-        multiple = ranks * math.ceil(4 / ranks)
-        args.kv_heads = math.gcd(args.heads or multiple, multiple)
-    args.heads = args.heads or 2 * args.kv_heads
-    args.hidden = args.hidden or 8 * args.heads
-    must_divide(args, "heads", ranks, "ranks")
     if args.kv_heads < ranks:
         text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
         raise ValueError(f"{text}; take {ranks}, or see beyond/09_shared_heads.py")
@@ -1288,8 +1546,18 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     if not 0 <= args.dropout < 1:
         raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
     if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: must be above 0")
+        raise ValueError(f"--clip {args.clip}: must be greater than 0")
     return args
+
+
+def sizes_of(args) -> dict[str, int]:
+    """The letters of the shape legend, and e: bytes per element (lesson 02)."""
+    e = getattr(torch, args.dtype).itemsize
+    return dict(
+        B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
+        K=args.kv_heads, H=args.hidden // args.heads, F=4 * args.hidden,
+        V=args.vocab_size, L=args.layers, T=args.ranks, e=e,
+    )  # fmt: skip
 
 
 # endregion
@@ -1481,7 +1749,7 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"\n{run} raised {self.raised[run]}"), flush=True)
+            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
         self.check("runs", f"{run} completes", int(run in self.raised))
 
     def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
@@ -1537,7 +1805,8 @@ class Report:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 rows[label].update(dict.fromkeys(self.raised, "raised"))
-                rows[label].update({"diff": 0.0, "off": []})
+                if len(runs) > 1:  # otherwise there is nothing to compare with
+                    rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
                 value = values.get(name, nothing)
@@ -1554,7 +1823,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1564,7 +1834,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1574,7 +1850,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -1744,24 +2020,30 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and is_found
 
 
-def describe_hang(error: Exception) -> str:
-    """Which ranks wait and which are missing, by what each wrote down: no guess."""
-    ranks = range(dist.get_world_size())
-    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
-    waiting = [rank for rank in ranks if statuses[rank].startswith("in call")]
-    missing = [rank for rank in ranks if rank not in waiting]
+def who_is_missing(statuses: list[str]) -> str:
+    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
+    waiting = []
+    missing = []
+    for rank, status in enumerate(statuses):
+        ranks = waiting if status.startswith("in call") else missing
+        ranks.append(rank)
     if not waiting:
-        text = "a call failed that is not one of the lesson's own"
-    elif missing:
+        return "a call failed that is not one of the lesson's own"
+    if missing:
         who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
-        text += "it hung, crashed or skipped a call"
-    elif len(set(statuses)) == 1:
-        text = "a collective failed although every rank had entered it"
-    else:
-        text = f"ranks {waiting} are waiting in different calls: "
-        text += "one skipped or reordered a call, or died in it"
-    lines = [wrap(f"error: {text}")]
+        return text + "it hung, crashed or skipped a call"
+    if len(set(statuses)) == 1:
+        return "a collective failed although every rank had entered it"
+    text = f"ranks {waiting} are waiting in different calls: "
+    return text + "one skipped or reordered a call, or died in it"
+
+
+def describe_hang(error: Exception) -> str:
+    """Which call each rank is in, by what it wrote down itself."""
+    ranks = range(dist.get_world_size())
+    statuses = [COMM.store.get(f"status/{rank}").decode() for rank in ranks]
+    lines = [wrap(f"error: {who_is_missing(statuses)}")]
     for rank in ranks:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
@@ -1867,7 +2149,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

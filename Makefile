@@ -1,5 +1,5 @@
 # For GNU make 3.81 (macOS has it) and later. Settings: make demo RANKS=4 ARGS=--help, …
-# INDEX, TORCH_INDEX (for torch alone) and WHEELS say where packages come from.
+# INDEX, TORCH_INDEX (only for torch) and WHEELS say where packages come from.
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python3.14; \
 	do if $$p -c $(CAN_USE) 2>/dev/null; then echo $$p; break; fi; done)
@@ -9,7 +9,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 FROM := $(if $(WHEELS),--no-index --find-links "$(WHEELS)",$(if $(INDEX),--index-url "$(INDEX)"))
 TORCH_FROM := $(if $(WHEELS),$(FROM),$(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)",$(FROM)))
 DEMO := --standalone --nproc_per_node=$(or $(RANKS),2) 01_naive_mlp_tp.py $(ARGS)
-# One thread a rank: ranks share the cores. It also silences torchrun's starred banner.
+# One thread per rank: ranks share the cores. It also silences torchrun's starred banner.
 export OMP_NUM_THREADS ?= 1
 # torchrun asks for this machine's name, which on many a laptop does not resolve.
 LOCAL := PET_LOCAL_ADDR=$${PET_LOCAL_ADDR:-127.0.0.1} \
@@ -30,7 +30,7 @@ lessons: $(VENV)/.base ## run all lessons on two ranks (RANKS=4: on four), one s
 bench: $(VENV)/.base ## how long a step takes by hand and by DTensor, and how long a lesson
 plan: $(VENV)/.base ## before you book GPUs: which dp, pp, tp (ARGS="--model gpt3 --gpus 1024")
 submission: $(VENV)/.base ## check the exercises in notebooks/, write submission.json
-lessons bench plan submission:
+lessons bench plan submission carry:
 	@$(LOCAL) $(RUN) tools/$@.py $(ARGS)
 notebooks: $(VENV)/.base ## open the notebooks in the browser
 	@$(RUN) -m jupyter lab notebooks
@@ -40,6 +40,7 @@ test: lint ## run all the tests (ARGS="-k setup": some), after lint
 	@$(LOCAL) $(RUN) -m pytest $(ARGS)
 quick: $(VENV)/.extra ## the essential tests, in half a minute
 	@$(LOCAL) $(RUN) -m pytest -m essential $(ARGS)
+carry: $(VENV)/.base ## write the parts that lessons carry over from earlier ones
 mutants: $(VENV)/.extra ## small wrong edits of the lessons: is each one caught?
 	@$(LOCAL) $(RUN) tests/mutants.py $(ARGS)
 lint: $(VENV)/.extra ## check style and format with ruff
@@ -54,18 +55,20 @@ wheels: $(VENV)/.base ## fill the folder wheels/, to install from where the wifi
 	$(PIP) wheel -w wheels $(TORCH_FROM) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) wheel -w wheels -f wheels $(FROM) -r requirements.txt -r requirements-extra.txt
 clean: ## remove the environment and all caches
-	@rm -rf .pytest_cache .ruff_cache site docs/notebooks $(if $(wildcard $(VENV)/.base),$(VENV))
+	@rm -rf .pytest_cache .ruff_cache site docs/notebooks
+	@case "$$(cat "$(VENV)/.base" 2>&1)" in "$(CURDIR)"|"interrupted $(CURDIR)") rm -rf $(VENV); esac
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# $(VENV)/.base says where it was made: if it was moved, or interrupted, it is made anew.
+# $(VENV)/.base names the folder that made it. What another folder made is never removed.
 .PHONY: $(shell [ "$$(cat "$(VENV)/.base" 2>&1)" = "$(CURDIR)" ] || echo "$(VENV)/.base")
 $(VENV)/.base: requirements.txt
 	@"$(PYTHON)" -c $(CAN_USE) 2>/dev/null || { echo "error: found no Python 3.10 to 3.14 as" \
 		"'$(PYTHON)': install one, or name it: make setup PYTHON=/path/to/python3.12"; exit 2; }
-	@[ -f $@ ] || [ -z "$$(ls -A $(VENV) 2>/dev/null)" ] || { echo "error: the folder $(VENV)" \
-		"is not of this Makefile: move it, or choose another: make setup VENV=.venv-tp"; exit 2; }
-	@[ "$$(cat $@ 2>/dev/null)" = "$(CURDIR)" ] || rm -rf $(VENV)
-	@mkdir -p $(VENV) && echo interrupted > $@
+	@case "$$(cat $@ 2>/dev/null)" in "$(CURDIR)") ;; "interrupted $(CURDIR)") rm -rf $(VENV) ;; \
+		*) [ -z "$$(ls -A $(VENV) 2>/dev/null)" ] || { echo "error: the folder $(VENV) was not" \
+		"made by $(CURDIR): remove it yourself, or choose another: make setup VENV=.venv-tp"; \
+		exit 2; } ;; esac
+	@mkdir -p $(VENV) && echo "interrupted $(CURDIR)" > $@
 	@"$(PYTHON)" -m venv $(VENV)
 	$(PIP) install $(TORCH_FROM) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) install --quiet $(FROM) -r requirements.txt

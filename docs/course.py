@@ -4,13 +4,13 @@
     {breaks}                       the bugs of all lessons, from their BREAKS tables
     {tp-player} ring               a recorded run that the reader steps through
 For slides:
-    {printed} 01_naive_mlp_tp 5    section 5 of a lesson's recorded output
-    {edit} 01_naive_mlp_tp f       a bug's diff; {seen}, with the same: its symptom
+    {lesson-output} 01_naive_mlp_tp 5    section 5 of a lesson's recorded output
+    {edit} 01_naive_mlp_tp f       a bug's diff; {symptom}, with the same: its symptom
     {exercises} 01_naive_mlp_tp    the names of the exercises in a lesson's notebook
 
 Lessons are read as text, never imported: the site needs no torch. Notebooks are copied
 to docs/notebooks; on the way pictures get descriptions, links to lessons lead to the
-lessons' pages, and players come to stand where they teach.
+lessons' pages, and players are inserted where they teach.
 """
 
 import ast
@@ -29,13 +29,14 @@ from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-LESSONS = sorted(path.stem for path in ROOT.glob("0?_*.py"))
+PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
+PATHS = {path.stem: path for path in PATHS}  # lessons, and scripts of beyond/
 # Set by GitHub's runners. Elsewhere a line number leads to its own place in the page.
 REPOSITORY = os.environ.get("GITHUB_REPOSITORY", "")
 if REPOSITORY:
     REPOSITORY = f"https://github.com/{REPOSITORY}"
 COMMIT = os.environ.get("GITHUB_SHA", "main")
-# Recording → the notebook, and the number of its section, that it stands in.
+# Recording → the notebook, and the number of the section that it belongs to.
 PLAYERS = {
     "ring": ("00", 4),
     "mlp": ("01", 4),
@@ -52,7 +53,7 @@ PLAYERS = {
 
 
 def source(lesson: str) -> str:
-    return (ROOT / f"{lesson}.py").read_text("utf-8")
+    return PATHS[lesson].read_text("utf-8")
 
 
 def cells_of(lesson: str) -> list[dict]:
@@ -137,7 +138,11 @@ def parts_of(lines: list[str]) -> list[tuple[str, str, int, int]]:
 
 def numbered_code(lesson: str) -> list[str]:
     """The lines as HTML, with numbers that lead to the file in the repository."""
-    base = f"{REPOSITORY}/blob/{COMMIT}/{lesson}.py" if REPOSITORY else ""
+    base = (
+        f"{REPOSITORY}/blob/{COMMIT}/{PATHS[lesson].relative_to(ROOT)}"
+        if REPOSITORY
+        else ""
+    )
     lexer, formatter = PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
     lines = highlight(source(lesson), lexer, formatter).splitlines()
     return [
@@ -168,8 +173,8 @@ def lesson_page(docname: str, lesson: str) -> list[nodes.Node]:
     lines = numbered_code(lesson)
     for mark, title, first, last in parts_of(source(lesson).splitlines()):
         code = block(lines[first - 1 : last], "lesson-code")
-        if title.startswith(("CARRIED", "HARNESS")):
-            about = f"{last - first + 1} lines, for folding away"
+        if title.startswith(("FLAGS", "CARRIED", "HARNESS")):
+            about = f"{last - first + 1} lines; skip them on a first reading"
             code = f"<details><summary>{about}</summary>{code}</details>"
         part = section(title, f"line-{first}", raw(code))
         if mark == "====":
@@ -186,7 +191,7 @@ def bug(lesson: str, name: str, edit: dict) -> nodes.section:
     place = f"lessons/{lesson}.html#L{line_of(lesson, edit['target'])}"
     where = f'<a href="{place}"><code>{edit["target"]}</code></a>'
     what = raw(f"<p>{as_html(edit['what'])}, in {where}:</p>")
-    words = {"symptom": "symptom", "why": "why", "met": "thread"}
+    words = {"symptom": "symptom", "why": "why", "reported": "reported"}
     rows = [f"<dt>{words[w]}</dt><dd>{as_html(edit[w])}</dd>" for w in words]
     told = raw(f'<dl class="bug">{"".join(rows)}</dl>')
     identity = f"break-{lesson[:2]}-{name}"
@@ -195,7 +200,7 @@ def bug(lesson: str, name: str, edit: dict) -> nodes.section:
 
 def breaks_page(docname: str) -> list[nodes.Node]:
     pages = []
-    for lesson in LESSONS:
+    for lesson in PATHS:
         bugs = [bug(lesson, name, edit) for name, edit in breaks_of(lesson).items()]
         title = f"Lesson {lesson[:2]}: {len(bugs)} bugs"
         pages.append(section(title, f"lesson-{lesson[:2]}", *bugs))
@@ -221,7 +226,7 @@ def player(docname: str, name: str) -> list[nodes.Node]:
     ]
 
 
-def printed(docname: str, lesson: str, number: str) -> list[nodes.Node]:
+def lesson_output(docname: str, lesson: str, number: str) -> list[nodes.Node]:
     sections = re.split(r"\n\n(?=\d+  |PASS)", recorded(lesson)[1])
     (text,) = [each for each in sections if each.startswith(f"{number}  ")]
     return [nodes.literal_block("", text, language="plaintext", linenos=False)]
@@ -231,7 +236,7 @@ def edit(docname: str, lesson: str, name: str) -> list[nodes.Node]:
     return [diff_of(breaks_of(lesson)[name])]
 
 
-def seen(docname: str, lesson: str, name: str) -> list[nodes.Node]:
+def symptom(docname: str, lesson: str, name: str) -> list[nodes.Node]:
     bug = breaks_of(lesson)[name]
     return [nodes.paragraph("", f"Symptom: {bug['symptom']}. Why: {bug['why']}.")]
 
@@ -254,8 +259,8 @@ def plain(markdown: str) -> str:
 
 
 def describe_pictures(cells: list[dict]) -> None:
-    """Each picture's alt text: the question of its section, and the text beside it,
-    which is what stands below, or above where code follows."""
+    """Each picture's alt text: the question of its section, and the text next to it:
+    the text below, or the text above if code follows."""
     question = above = ""
     for cell, following in zip(cells, [*cells[1:], cells[0]]):
         text = "".join(cell["source"])
@@ -283,14 +288,17 @@ def write_notebooks(app) -> None:
     """notebooks/*.ipynb → docs/notebooks/, which git ignores, for Sphinx to read."""
     folder = DOCS / "notebooks"
     folder.mkdir(exist_ok=True)
-    for path in sorted((ROOT / "notebooks").glob("0?_*.ipynb")):
+    for path in sorted((ROOT / "notebooks").glob("[0-9]*_*.ipynb")):
         notebook = json.loads(path.read_text("utf-8"))
         describe_pictures(notebook["cells"])
         add_players(notebook["cells"], path.name[:2])
         text = json.dumps(notebook)
-        text = re.sub(r"\(\.\./(0\d_\w+)\.py\)", r"(../lessons/\1.md)", text)
+        script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
+        text = re.sub(script, r"(../lessons/\1.md)", text)
         copy = folder / path.name
-        if not copy.exists() or copy.read_text("utf-8") != text:  # else it is unchanged
+        if (
+            not copy.exists() or copy.read_text("utf-8") != text
+        ):  # otherwise it is unchanged
             copy.write_text(text, "utf-8")
 
 
@@ -301,7 +309,7 @@ def directive(build, arguments: int):
         required_arguments = arguments
 
         def run(self):
-            for path in [*ROOT.glob("0?_*.py"), *ROOT.glob("notebooks/*.ipynb")]:
+            for path in [*PATHS.values(), *ROOT.glob("notebooks/*.ipynb")]:
                 self.env.note_dependency(str(path))
             try:
                 return build(self.env.docname, *self.arguments)
@@ -315,9 +323,9 @@ def setup(app):
     app.add_directive("lesson", directive(lesson_page, 1))
     app.add_directive("breaks", directive(breaks_page, 0))
     app.add_directive("tp-player", directive(player, 1))
-    app.add_directive("printed", directive(printed, 2))
+    app.add_directive("lesson-output", directive(lesson_output, 2))
     app.add_directive("edit", directive(edit, 2))
-    app.add_directive("seen", directive(seen, 2))
+    app.add_directive("symptom", directive(symptom, 2))
     app.add_directive("exercises", directive(exercises, 1))
     if Path(app.srcdir) == DOCS:  # not for the slides
         app.connect("builder-inited", write_notebooks)

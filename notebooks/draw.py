@@ -1,18 +1,18 @@
 """Pictures of tensors on ranks, drawn from what a run really held, sent and took.
 
 Nothing here knows a result: every function is handed tensors, counters or timestamps,
-and draws those. Even the colours are found out:
+and draws those. Even the colors are computed:
 
-    draw.places(full, pieces)   where each rank's piece lies in the full tensor: looked
-                                for by its values, so a wrong shard is an error
-    senders(call, x)            on a rank (ranks.py): the same call on tensors full of
-                                2^rank; its bits say which ranks are in what comes out
+    draw.places(full, pieces)   where each rank's piece is in the full tensor: found
+                                by its values, so a wrong shard is an error
+    contributors(call, x)       on a rank (ranks.py): the same call on tensors full of
+                                2^rank; its bits say which ranks are in the result
 
-Both give whole numbers whose bit r stands for rank r. A rank has one colour in all
-pictures of the course (`COLORS`, by Okabe and Ito, told apart by colour-blind people),
-and its number stands beside it or in it. What several ranks hold or are in shows all
-their colours; what every rank holds alike is grey. Where colours are values, none of
-the ranks' colours is used.
+Both return integers whose bit r stands for rank r. A rank has the same color in every
+picture of the course (`COLORS`, by Okabe and Ito, which color-blind people can tell
+apart), and its number is printed next to it or in it. What several ranks hold shows all
+their colors; what every rank holds is grey. Where colors are values, none of the ranks'
+colors is used.
 
 For a further notebook: `rows` draws small tensors with their values, column by column,
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
@@ -52,7 +52,7 @@ plt.rcParams.update(
 
 
 def color(rank: int) -> str:
-    """The colour of a rank; from the ninth on they repeat."""
+    """The color of a rank; from the ninth on they repeat."""
     return COLORS[rank % len(COLORS)]
 
 
@@ -99,8 +99,9 @@ def places(full: Tensor, pieces: list[Tensor]) -> Tensor:
 
 
 def blank(width: float, height: float, unit: float):
-    """A figure for boxes, so many units across and down; a unit is `unit` inches, or
-    less where that would be too wide."""
+    """A figure for boxes, of the given units across and down.
+
+    A unit is `unit` inches, or less where that would be too wide."""
     unit = min(unit, WIDTH / width)
     figure, ax = plt.subplots(figsize=(width * unit, height * unit))
     ax.set(xlim=(0, width), ylim=(height, 0))
@@ -115,7 +116,7 @@ def letters(text: str, unit: float) -> float:
 
 
 def box(ax, x, y, width, height, ranks, everyone=0, **style) -> None:
-    """A box in the colours of these ranks, in diagonal bands if there are several; grey
+    """A box in the colors of these ranks, in diagonal bands if there are several; grey
     if they are all of `everyone`."""
     edge = dict(edgecolor="black", linewidth=0.8) | style
     fills = [color(rank) for rank in ranks] or ["white"]
@@ -137,15 +138,15 @@ def write(ax, x, y, text, size=FONT, **style) -> None:
 
 
 def tile(ax, x, y, width, height, text, ranks, size=FONT) -> None:
-    """A box with a text in its middle: in its rank's colour, or white without one."""
+    """A box with a text in its middle: in its rank's color, or white without one."""
     box(ax, x, y, width, height, ranks)
     back = color(ranks[0]) if ranks else "white"
     write(ax, x + width / 2, y + height / 2, text, size, color=ink(back))
 
 
 def cell(ax, x, y, value: float, ranks, size) -> None:
-    """One number in a square of one unit: in its rank's colour; what several ranks are
-    in stands on white, with a strip of their colours below."""
+    """One number in a square of one unit: in its rank's color; what several ranks are
+    in is on white, with a strip of their colors below."""
     number = f"{value:g}" if value == round(value) else f"{value:.2f}"
     if len(ranks) == 1:
         tile(ax, x, y, 1, 1, number, ranks, size)
@@ -160,11 +161,11 @@ def cell(ax, x, y, value: float, ranks, size) -> None:
 
 
 def rows(lines: list[list[tuple]], arrow: bool = True):
-    """Small tensors of all ranks with their values: a row a rank, a column a moment.
+    """Small tensors of all ranks with their values: a row is a rank, a column a time.
 
     Args:
         lines: each a list of columns (heading, values, who): every rank's 1-D tensor,
-            or None, and which ranks are in each element (`senders` in ranks.py).
+            or None, and which ranks are in each element (`contributors` in ranks.py).
         arrow: between columns of a line, where time passes.
     """
     unit, gap = 0.45, 1.3
@@ -204,13 +205,13 @@ def draw_row(ax, x, y, values, who, size) -> None:
 
 
 def matrices(items: list, ranks: int, numbers: bool = True):
-    """Sharded matrices side by side, each element in the colour of who holds it, and
+    """Sharded matrices side by side, each element in the color of its rank, and
     each block with the number of who does.
 
     Args:
         items: (heading, holders, note) with `holders` a matrix of rank sets (see
-            `places`), 0 for nobody, and maybe (dim, size): a thick line along that dim
-            after every so many elements; or a text to stand between, as "·" and "=".
+            `places`), 0 for no rank, and maybe (dim, size): a thick line along that dim
+            after every `size` elements; or a text to put between, as "·" and "=".
         ranks: how many there are: what all of them hold is grey.
         numbers: whether blocks have them.
     """
@@ -281,7 +282,7 @@ def blocks(holders: Tensor) -> list[tuple[int, int, int, int]]:
 
 
 def names_of(holders: list[int], ranks: int) -> str:
-    """What stands in a block: "0", "0,1", or "all"."""
+    """The text in a block: "0", "0,1", or "all"."""
     everyone = ranks > 1 and len(holders) == ranks
     return "all" if everyone else ",".join(map(str, holders))
 
@@ -301,7 +302,7 @@ def write_in(ax, x, y, width, height, text, holders) -> None:
 
 
 def heat(ax, x: Tensor, title: str, limit: float, edge: str | None = None):
-    """A matrix as colours, from −limit to limit; `edge` frames it."""
+    """A matrix as colors, from −limit to limit; `edge` frames it."""
     picture = ax.imshow(x.detach().float().numpy(), VALUES, vmin=-limit, vmax=limit)
     ax.set(xticks=[], yticks=[], title=title)
     for name, dim in (("ylabel", 0), ("xlabel", 1)):
@@ -312,7 +313,7 @@ def heat(ax, x: Tensor, title: str, limit: float, edge: str | None = None):
 
 
 def terms(parts: list[Tensor], total: Tensor, names: list[str]):
-    """Matrices that add up to the last one; framed in the colour of their rank."""
+    """Matrices that add up to the last one; framed in the color of their rank."""
     limit = max(x.abs().max().item() for x in [*parts, total])
     count = len(parts) + 1
     height = WIDTH / count * total.shape[0] / total.shape[1] + 1.2
@@ -360,7 +361,7 @@ def compare(pairs: dict[str, tuple[Tensor, Tensor]], names=("without TP", "with 
 
 
 def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False):
-    """A graph that runs through all ranks: a lane a rank, collectives across them.
+    """A graph that runs through all ranks: one lane per rank, collectives across them.
 
     Args:
         stages: from left to right, each {"name", "boxes"} with a text a rank, or
@@ -461,8 +462,8 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
     ax.legend(frameon=False)
 
 
-def course(series: dict[str, list[float]], x: str, y: str, title: str = ""):
-    """Numbers step by step, a line a name; the steps count from 1."""
+def curves(series: dict[str, list[float]], x: str, y: str, title: str = ""):
+    """Numbers step by step, one line per name; the steps count from 1."""
     figure, ax = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
     styles = ("o-", "s--", "^:", "D-.")
     for (name, values), style, shade in zip(series.items(), styles, PARTS):
@@ -475,7 +476,7 @@ def course(series: dict[str, list[float]], x: str, y: str, title: str = ""):
 
 
 def sums(lines: dict[str, list[tuple]], ranks: int, unit: str):
-    """Numbers that are added up, each in the colour of the ranks that bring it.
+    """Numbers that are added up, each in the color of the ranks that contribute it.
 
     Args:
         lines: name → (value, set of ranks as in `places`, what it is), from the left.

@@ -5,18 +5,19 @@
     lesson = live.lesson                        # and here, to show its code
     %%px                                        # runs a cell on all of them
     live["y"]                                   # [rank 0's y, rank 1's y], here
-    live.again()                                # after an error or a hang: a new group
+    live.restart()                            # after an error or a hang: a new group
 
 What a cell under `%%px` finds on every rank: all names of the lesson, and the lesson
 itself as `lesson`; `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
-`broken(name)`, which switches one of the lesson's bugs on (`with broken("f"): …`);
-`senders(call, x)`, for the colours of pictures; `check(claims)`, to end an exercise.
+`broken(name)`, which injects one of the lesson's bugs (`with broken("f"): …`);
+`contributors(call, x)`, for the colors of pictures; `check(claims)`, which ends an
+exercise.
 
 How it works: ipyparallel starts a controller, and an engine (an IPython without a
-screen) for each rank. The ranks meet in a store that this process keeps, so it outlives
-every group. On Linux all are forked from one process that has imported what they need:
-torch is imported once, not once a rank. Each watches a pipe to this process: when this
-one is gone, however it went, they end.
+screen) for each rank. The ranks connect to a store that this process keeps, so it
+outlives every group. On Linux all are forked from one process that has imported what
+they need: torch is imported once, not once per rank. Each watches a pipe to this
+process, and ends when this process has ended, however it did.
 """
 
 import atexit
@@ -55,6 +56,7 @@ def prepare() -> None:
     os.chdir(ROOT)
     os.makedirs("traces", exist_ok=True)  # for --json; git ignores it
     sys.path.insert(1, str(ROOT))
+    sys.path.insert(2, str(ROOT / "beyond"))
     folder = os.environ.get("NOTEBOOK_BIN", str(Path(sys.executable).parent))
     os.environ["PATH"] = folder + os.pathsep + os.environ["PATH"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -65,7 +67,7 @@ def prepare() -> None:
 
 def how_many(wanted: int) -> int:
     """`wanted` ranks, or 2 on fewer than four cores or with less than half a GiB free
-    for each; so many as the environment's NOTEBOOK_RANKS says, if it is set."""
+    for each; the number in the environment variable NOTEBOOK_RANKS, if it is set."""
     if forced := os.environ.get("NOTEBOOK_RANKS"):
         return int(forced)
     enough = psutil.virtual_memory().available >= wanted * 2**29
@@ -73,20 +75,20 @@ def how_many(wanted: int) -> int:
 
 
 def code(*definitions) -> None:
-    """Show definitions as they stand in the lesson."""
+    """Show definitions as they are in the lesson."""
     text = "\n\n".join(inspect.getsource(thing).rstrip() for thing in definitions)
     display(Markdown(f"```python\n{text}\n```"))
 
 
 def start(count: int, lesson: str, timeout: float = 8) -> "Ranks":
-    """Start so many ranks with a lesson on each; those that ran before are stopped."""
+    """Start `count` ranks with a lesson on each; those that ran before are stopped."""
     if Ranks.latest:
         Ranks.latest.stop()
     return Ranks(count, lesson, timeout)
 
 
 def hold_ports(count: int) -> list[socket.socket]:
-    """Sockets on free ports: a server may take one, but nobody is given it by chance.
+    """Sockets on free ports: a server may take one, no other program gets it by chance.
     Of the ports that a controller finds itself, some may be gone when it needs them."""
     held = [socket.socket() for _ in range(count)]
     for each in held:
@@ -109,7 +111,7 @@ class Ranks:
         self.lesson = importlib.import_module(lesson)
         self.groups = 0  # how many groups were formed: each has its part of the store
         Ranks.latest = self
-        atexit.register(self.stop)  # else Python waits for processes it started
+        atexit.register(self.stop)  # otherwise Python waits for processes it started
         self.launch()
 
     def launch(self) -> None:
@@ -174,7 +176,7 @@ class Ranks:
         try:
             result.wait()
         except KeyboardInterrupt:
-            print("interrupted; to get the ranks back, run live.again()")
+            print("interrupted; to get the ranks back, run live.restart()")
             return
         result.wait_for_output(2)
         show_by_rank(result.metadata)
@@ -190,9 +192,9 @@ class Ranks:
         """Every rank's value of a variable, in rank order."""
         return self.view.pull(name, block=True)
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """A new group after an error or a hang; what ranks hold is kept. One that is
-        busy is interrupted; if that fails, or one is dead, all are started anew."""
+        busy is interrupted; if that fails, or one is dead, all are started again."""
         if self.interrupt():
             self.say_who_was_missing()
             self.form_group()
@@ -205,11 +207,13 @@ class Ranks:
     def say_who_was_missing(self) -> None:
         """The lesson's own words about a collective that did not complete."""
         part = self.lesson.dist.PrefixStore(f"attempt {self.groups}", self.store)
-        places = [part.get(f"place/{rank}").decode() for rank in range(self.count)]
-        if any(place.startswith("in call") for place in places):
-            print(self.lesson.who_is_missing(places))
-            for rank, place in enumerate(places):
-                print(f"  rank {rank}: {place}")
+        statuses = []
+        for rank in range(self.count):
+            statuses.append(part.get(f"status/{rank}").decode())
+        if any(status.startswith("in call") for status in statuses):
+            print(self.lesson.who_is_missing(statuses))
+            for rank, status in enumerate(statuses):
+                print(f"  rank {rank}: {status}")
 
     def interrupt(self) -> bool:
         """Make every rank idle; False if that cannot be done."""
@@ -245,8 +249,8 @@ class RankFailed(Exception):
     """What each rank raised, a line each."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback."""
-        return [str(self), "", "If collectives fail from now on: live.again()"]
+        """What IPython shows instead of a traceback."""
+        return [str(self), "", "If collectives fail from now on: live.restart()"]
 
 
 def in_short(error: Exception) -> str:
@@ -291,21 +295,21 @@ def load(rank: int, ranks: int, name: str) -> None:
     lesson.torch.set_num_threads(1)
     lesson.torch.manual_seed(0)
     HERE.update(rank=rank, ranks=ranks, lesson=lesson, names=get_ipython().user_ns)
-    own = dict(broken=broken, check=check, senders=senders)
+    own = dict(broken=broken, check=check, contributors=contributors)
     own |= dict(rank=rank, ranks=ranks, lesson=lesson)
     public = {k: v for k, v in vars(lesson).items() if not k.startswith("__")}
     HERE["names"].update(public | own)
 
 
 def join(number: int, timeout: float) -> None:
-    """Leave the old group, if there is one, and meet the others in a new one."""
+    """Leave the old group, if there is one, and join a new one."""
     lesson, old = HERE["lesson"], HERE.get("tp_group")
     if lesson.dist.is_initialized():
         lesson.dist.destroy_process_group()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # which part of the store
     lesson.COMM.store = lesson.join_group("gloo", timedelta(seconds=timeout))
-    lesson.COMM.made.clear()
-    lesson.COMM.note("in no call")
+    lesson.COMM.entered.clear()
+    lesson.COMM.set_status("in no call")
     new = lesson.mesh_groups({"tp": HERE["ranks"]}, timeout)["tp"]
     HERE["tp_group"] = HERE["names"]["tp_group"] = new
     if old:
@@ -313,7 +317,7 @@ def join(number: int, timeout: float) -> None:
 
 
 def replace(old, new) -> None:
-    """Modules and parameters that were made with the old group go on with the new."""
+    """Let modules and parameters that were made with the old group use the new one."""
     kind = HERE["lesson"].torch.nn.Module
     models = [value for value in HERE["names"].values() if isinstance(value, kind)]
     for module in [module for model in models for module in model.modules()]:
@@ -321,11 +325,14 @@ def replace(old, new) -> None:
             if held is old:
                 setattr(module, name, new)
         for p in module.parameters(recurse=False):
-            if cuts := getattr(p, "shardings", ()):
-                p.shardings = tuple((dim, new if g is old else g) for dim, g in cuts)
+            shardings = []
+            for dim, group in getattr(p, "shardings", ()):
+                shardings.append((dim, new if group is old else group))
+            if shardings:
+                p.shardings = tuple(shardings)
 
 
-def senders(call, x):
+def contributors(call, x):
     """Which ranks are in each element of call(x), as bits: every rank has a tensor full
     of 2^rank. The call must move or add, as collectives do."""
     return call(x.new_full(x.shape, 2 ** HERE["rank"]))
@@ -354,14 +361,15 @@ def check(claims) -> None:
 
     claims: yields (whether it holds, what to say if not), in order.
     """
-    HERE["lesson"].COMM.note("in no call")  # whatever a call that raised left there
+    # A call that raised has left its name there.
+    HERE["lesson"].COMM.set_status("in no call")
     try:
         wrong = next((text for holds, text in claims if not holds), None)
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-        in_a_call = HERE["lesson"].COMM.place.startswith("in call")
+        in_a_call = HERE["lesson"].COMM.status.startswith("in call")
         if isinstance(error, RuntimeError) and in_a_call:
-            wrong = "a collective did not complete; after it, run live.again()"
+            wrong = "a collective did not complete; after it, run live.restart()"
     print("right" if wrong is None else f"not yet: {wrong}")
 
 

@@ -9,7 +9,7 @@ Other tags: `nbval-ignore-output` where what is printed changes from run to run 
 compare the rest); `raises-exception`; `hide-input`, which folds a cell, and with
 `drawing` says that tests may try the functions that it defines; `exercise-1` and
 `check-1`, 2, 3 and so on, whose folded solution the tests try.
-tests/test_notebooks.py says what each notebook must have, and wants wrong answers to
+tests/test_notebooks.py says what each notebook must have, and requires wrong answers to
 its exercises in WRONG.
 """
 
@@ -85,7 +85,7 @@ def main(names: list[str]) -> None:
     only_assets = "--assets" in names
     names = [name for name in names if name != "--assets"]
     paths = [FOLDER / f"{Path(name).stem}.ipynb" for name in names]
-    for path in paths or sorted(FOLDER.glob("0?_*.ipynb")):
+    for path in paths or sorted(FOLDER.glob("[0-9]*_*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         if not only_assets:
             start = time.time()

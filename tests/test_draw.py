@@ -232,7 +232,7 @@ def test_lines_go_through_their_points():
     assert min(xs) == 10 and max(xs) == pytest.approx(1000)
 
     series = {"right": [0.0, 0.0, 0.0], "broken": [1.0, 3.0, 2.0]}
-    seen = drawn(draw.course, series, "step", "apart")
+    seen = drawn(draw.curves, series, "step", "apart")
     assert seen.lines == [[[1, 2, 3], values] for values in series.values()]
     assert len(set(seen.styles)) == 2 and seen.legend == list(series)
 

@@ -16,7 +16,7 @@ from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER, over
 
 TIMEOUT = 5
 GRACE = 10  # seconds in which ranks end; torchrun kills a stopped one after 30
-WAITED_FOR = r"rank {rank} is in no call, ranks \[[\d, ]+\] wait: a hang, "
+WAITED_FOR = r"rank {rank} is not in a collective, while ranks \[[\d, ]+\] are waiting"
 SAYS = {
     "stop": WAITED_FOR,
     "sleep": WAITED_FOR,
@@ -76,7 +76,7 @@ def test_ends_and_accuses_nobody_else(run):
     assert len(told) == 1 and told[0][:80] in report, "torchrun repeats it"
     said = re.sub(r"\n *", " ", told[0]).removeprefix("error: ")
     if fault == "skip":  # nobody can know who; where it is known, it is this one
-        circle = re.match(r"ranks (\[[\d, ]+\]) wait for each other: one ", said)
+        circle = re.match(r"ranks (\[[\d, ]+\]) are waiting in different ", said)
         assert circle or re.match(WAITED_FOR.format(rank=rank), said), done.err
     else:
         assert re.match(SAYS[fault].format(rank=rank), said), done.err

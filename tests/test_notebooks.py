@@ -28,7 +28,7 @@ sys.path.insert(0, str(FOLDER))
 import ranks  # noqa: E402
 import run  # noqa: E402
 
-PATHS = sorted(FOLDER.glob("0?_*.ipynb"))
+PATHS = sorted(FOLDER.glob("[0-9]*_*.ipynb"))
 NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in PATHS}
 JAX = "06_the_same_in_jax"  # has no live ranks; its exercises: see test_jax.py
 MESH = "05_3d_parallel"
@@ -124,8 +124,8 @@ def test_a_rank_that_raises(cell, px):
     waited, raised, _, advice = said.splitlines()
     assert waited.startswith("rank 0: RuntimeError: Timed out waiting 4000ms")
     assert raised == "rank 1: ValueError: out (line 2 of the cell)"
-    assert advice.endswith(": live.again()")
-    said = cell("live.again()")
+    assert advice.endswith(": live.restart()")
+    said = cell("live.restart()")
     assert "rank 1 is in no call" in said and "is kept" in said
     said = px("print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)")
     assert said == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
@@ -136,7 +136,7 @@ def test_a_rank_that_raises(cell, px):
 
 SUM = "all_reduce(torch.ones(2), tp_group)"
 MISUSED = "all_reduce(torch.ones(2), tp_group, op='max')"
-LOST = "not yet: a collective did not complete; after it, run live.again()"
+LOST = "not yet: a collective did not complete; after it, run live.restart()"
 
 
 @pytest.mark.parametrize("claim, starts", [
@@ -156,9 +156,9 @@ def test_check_tells_a_wrong_argument_from_a_rank_that_is_not_there(
     assert len(said) == len(starts)
     for line, start in zip(said, starts):
         assert line.startswith(start)
-        assert ("live.again()" in line) == (LOST in start)
+        assert ("live.restart()" in line) == (LOST in start)
     if any(LOST in start for start in starts):
-        cell("live.again()")
+        cell("live.restart()")
     assert px(f"print({SUM}.tolist())") == "every rank  [2.0, 2.0]\n"
 
 
@@ -168,9 +168,9 @@ def test_a_rank_that_hangs(kernel, cell, px, hang):
     px("import os, signal, time\nkept = torch.full((2,), rank + 1.0)")
     stop = f"time.sleep(1); os.killpg({kernel.pid}, signal.SIGINT)"
     said = px(f"if rank == 1:\n    {stop}\n    {hang}")
-    assert said == "interrupted; to get the ranks back, run live.again()\n"
+    assert said == "interrupted; to get the ranks back, run live.restart()\n"
     start = time.time()
-    assert "is kept" in cell("live.again()") and time.time() - start < 20
+    assert "is kept" in cell("live.restart()") and time.time() - start < 20
     said = px("print(all_reduce(kept, tp_group).tolist())")
     assert said == "every rank  [3.0, 3.0]\n"
 
@@ -198,7 +198,7 @@ def test_a_rank_that_died(cell, px):
     said = cell(f"from unittest import mock\n{noticed}print(live.interrupt())")
     assert said == "False\n"
     cell("import os, signal; os.kill(live.pids[1], signal.SIGKILL)")
-    said = cell("live.again()")
+    said = cell("live.restart()")
     assert said == "2 new ranks; what the old ones held is lost\n"
     assert px(f"print({SUM}.tolist())") == "every rank  [2.0, 2.0]\n"
 
@@ -337,6 +337,7 @@ def test_pictures_of_the_readme_are_the_notebooks():
                     found[f"{tag.removeprefix('asset-')}.png"] = base64.b64decode(png)
     stored = {path.name: path.read_bytes() for path in (ROOT / "assets").iterdir()}
     assert stored == found
-    readme = (ROOT / "README.md").read_text()
-    shown = re.findall(r"^!\[.+\]\(assets/(.+)\)$", readme, re.M)
+    pages = [ROOT / "README.md", ROOT / "docs" / "mesh.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    shown = re.findall(r"^!\[.+\]\((?:\.\./)?assets/(.+)\)$", text, re.M)
     assert sorted(shown) == sorted(stored)

@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 README = (ROOT / "README.md").read_text()
+DOCS = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("run", "mesh", "teach")]
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
 
 
@@ -94,16 +95,13 @@ def test_every_requirement_is_pinned_and_installed_and_torch_comes_first():
         assert sorted(fit) == sorted(names), f"twice, or missing, for Python {python}"
 
 
-def test_setup_installs_torch_first_and_only_what_is_new_or_has_moved(folder):
+def test_setup_installs_torch_first_and_only_what_is_new(folder):
     torch, rest = setup(folder)
     assert (folder / ".venv/.base").exists() and setup(folder) == []
     assert re.search(r" torch==[\d.]+$", torch) and rest.endswith("-r requirements.txt")
-    (folder / ".venv/old_path").touch()
-    folder = folder.rename(folder.with_name("there"))
-    *again, extra = setup(folder, "EXTRA=1")
-    assert len(again) == 2 and setup(folder, "EXTRA=1") == []
+    (extra,) = setup(folder, "EXTRA=1")
+    assert setup(folder, "EXTRA=1") == []
     assert extra.endswith("-r requirements.txt -r requirements-extra.txt")
-    assert not (folder / ".venv/old_path").exists()
     later = (folder / ".venv/.base").stat().st_mtime + 10
     os.utime(folder / "requirements.txt", (later, later))
     assert len(setup(folder)) == 2
@@ -129,6 +127,31 @@ def test_what_setup_refuses_in_one_message_and_leaves_alone(folder, setting, say
     before = sorted(folder.rglob("*"))
     assert setup(folder, setting, code=2, says=says) == []
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("target", ["setup", "clean"])
+@pytest.mark.parametrize("base", ["{there}", "interrupted {there}", "interrupted", ""])
+def test_what_another_folder_made_is_never_removed(folder, target, base):
+    """Another clone's environment, which VENV names, with a file of its user in it."""
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    (theirs / ".base").write_text(base.format(there=folder.with_name("there")) + "\n")
+    (theirs / "thesis.txt").write_text("years of work")
+    python = f"PYTHON={folder / 'fake_python'}"
+    done = run("make", target, "VENV=theirs", python, cwd=folder, FAILS="nothing")
+    assert (theirs / "thesis.txt").read_text() == "years of work"
+    if target == "setup":
+        assert (
+            done.returncode == 2 and "error: the folder theirs was not" in done.stdout
+        )
+
+
+def test_an_environment_that_has_moved_is_refused_with_advice(folder):
+    setup(folder)
+    folder = folder.rename(folder.with_name("there"))
+    setup(folder, code=2, says="remove it yourself, or choose another")
+    shutil.rmtree(folder / ".venv")
+    assert len(setup(folder)) == 2
 
 
 def test_clean_removes_what_is_ours(folder):
@@ -263,20 +286,29 @@ def test_table_of_all_lessons(tmp_path, monkeypatch, capsys):
 
 
 def commands() -> list[str]:
-    """Command lines of README's code blocks, continued lines joined, and what stands
-    between backquotes."""
-    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", README, re.M | re.S)
+    """Command lines of the code blocks of README and docs, continued lines joined, and
+    the text between backquotes."""
+    text = "\n".join([README, *DOCS])
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    rest = re.sub(r"^```.*?^```", "", README, flags=re.M | re.S)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     lines += re.findall(r"`([^`\n]+)`", rest)
     return [line.partition(" #")[0].strip() for line in lines]
 
 
-def test_readme_names_lessons_definitions_and_bugs_that_exist():
-    names = re.findall(r"^\| *\d\d.*?`[^`]*?(0\d_\w+)\.py[^`]*` *\|$", README, re.M)
-    rows = re.findall(r"^\| (0\d) \| (`.*) \| (`.*) \|$", README, re.M)
-    assert names == jobs.LESSONS and [n for n, *_ in rows] == [n[:2] for n in names]
-    for lesson, (_, functions, bugs) in zip(names, rows):
+def test_readme_is_short_and_lists_every_lesson_and_script():
+    assert README.count("\n") <= 250
+    rows = re.findall(r"^\| \[\d\d .*?\]\((\S+?)\.py\) \|", README, re.M)
+    files = [*jobs.LESSONS, *(f"beyond/{name}" for name in jobs.BEYOND)]
+    assert rows == files
+    for name in files:
+        assert re.search(rf"^torchrun --standalone \S+ {name}\.py$", README, re.M), name
+
+
+def test_teachers_table_names_definitions_and_bugs_that_exist():
+    rows = re.findall(r"^\| (0\d) \| (`.*) \| (`.*) \|$", DOCS[2], re.M)
+    assert [number for number, *_ in rows] == [name[:2] for name in jobs.LESSONS]
+    for lesson, (_, functions, bugs) in zip(jobs.LESSONS, rows):
         new = jobs.PATHS[lesson].read_text().partition("# ==== RUN")[0]
         defined = re.findall(r"^(?:class|def) (\w+)", new, re.M)
         functions = re.findall(r"`(\w+)`", functions)
@@ -298,9 +330,10 @@ def test_readme_names_targets_and_settings_that_exist():
 def test_readme_commands_have_flags_that_exist():
     launcher = set(get_args_parser()._option_string_actions)
     asked = [line for line in commands() if re.match(r"torchrun .*\.py", line)]
-    asked = [re.match(r"torchrun (.*) (0\d_\w+)\.py(.*)", line) for line in asked]
-    assert {match[2] for match in asked} == set(jobs.LESSONS)
-    helps = {lesson: jobs.run_here(lesson, "--help")[1] for lesson in jobs.LESSONS}
+    script = r"torchrun (.*) (?:beyond/)?(\d\d_\w+)\.py(.*)"
+    asked = [re.match(script, line) for line in asked]
+    assert {match[2] for match in asked} == set(jobs.PATHS)
+    helps = {lesson: jobs.run_here(lesson, "--help")[1] for lesson in jobs.PATHS}
     for match in asked:
         before, lesson, after = match.groups()
         known = re.findall(r"--[a-z-]+", helps[lesson])

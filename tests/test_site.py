@@ -126,7 +126,7 @@ def looks(site, address, page) -> dict[str, dict]:
 
 
 def test_every_notebook_is_there(looks):
-    paths = (jobs.ROOT / "notebooks").glob("0?_*.ipynb")
+    paths = (jobs.ROOT / "notebooks").glob("[0-9]*_*.ipynb")
     assert {f"notebooks/{path.stem}.html" for path in paths} <= set(looks)
 
 

@@ -1,37 +1,43 @@
-"""The text of the lessons: anatomy and gates (DESIGN 2), and same name, same code.
+"""The text of the lessons and of beyond/: their anatomy, and code that is plain.
 
-`make lint` sees to columns, blanks at ends of lines, and imports that nobody uses.
+DESIGN states the limits below; they are not today's counts. Where a limit is left unmet
+on purpose, UNMET says which and why.
 """
 
 import ast
-import copy
 import re
+import subprocess
 import sys
 from collections import Counter
-from functools import cache
-from typing import NamedTuple
 
 import jobs
 import pytest
 
-HEAD, NEW, RUN, BREAK = "", "NEW in", "RUN", "BREAK IT"
-CARRIED, HARNESS = "CARRIED OVER from", "HARNESS"
-BANNER = re.compile(rf"# ==== ({NEW}|{RUN}|{BREAK}|{CARRIED}|{HARNESS})\b ?(.*)")
-FREE = {"parse_args", "main", "BREAKS"}  # may differ from lesson to lesson
-
-# Lines of the parts. Lesson 05 may have more. 60 of the harness say who is
-# missing (test_who_is_missing.py), the others count, compare, print, refuse and break.
-# 02 also shows sums that are the same bits for every T, and copies of heads.
-GATES = {"to read": 660, NEW: 270, RUN: 270, HARNESS: 389}
-MORE = {
-    "02": {"to read": 813, NEW: 340, RUN: 324},
-    "05": {"to read": 950, NEW: 400, RUN: 400},
+PARTS = ["HEAD", "NEW", "RUN", "BREAK IT", "FLAGS", "CARRIED OVER", "HARNESS"]
+BANNER = re.compile(r"# ==== (NEW|RUN|BREAK IT|FLAGS|CARRIED OVER|HARNESS)\b ?(.*)")
+OWN = PARTS[1:5] + PARTS[6:]  # parts whose code is looked at; carried ones are copies
+LINES = {"to read": 750, "NEW": 290, "RUN": 340, "HARNESS": 600}
+LINES_05 = {"to read": 900, "NEW": 380, "RUN": 440, "HARNESS": 600}
+# At most, in one part of one file.
+IDIOMS = {
+    "a, b = x, y": 3,
+    "starred": 3,
+    "dicts merged with |": 0,
+    "walrus": 0,
+    "comparison as a number": 0,
+    "comprehension in a comprehension": 0,
 }
-FUNCTION_LINES, LOCAL_NAMES, INNER_LOOPS = 40, 25, 6
-# What each file has come to, in lines: one that grows by a tenth has to say why here.
-SIZE = {"00": 1048, "01": 1111, "02": 1464, "03": 1698, "04": 1869, "05": 2255}
+COMMENTS = 7  # at least, per 100 lines of RUN and HARNESS
+FUNCTION = {"lines": 50, "local names": 20, "comprehensions and lambdas": 4}
+LOOPS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+# (file, part or function, what): limits that are better left unmet, and why.
+UNMET = {
+    # who_is_missing is a function of its own, which notebooks call as well; three
+    # messages that tell a hang from a crash need their lines.
+    ("", "HARNESS", "lines"),
+}
 # Other people's code imports these (DESIGN 10).
-STAY = {
+PUBLIC = {
     "00": "all_reduce all_gather reduce_scatter broadcast all_to_all shard "
     "ring_all_reduce",
     "01": "CopyToTP ReduceFromTP ColumnParallelLinear RowParallelLinear MLP tp_mlp",
@@ -40,204 +46,232 @@ STAY = {
     "04": "sp_transformer",
     "05": "schedule",
 }
+FILES = [*jobs.LESSONS, *jobs.BEYOND]
 
 
-class Definition(NamedTuple):
-    """What a lesson defines at its top level."""
+class Text:
+    """A lesson or script as text: which part each line is in, and its syntax tree."""
 
-    name: str
-    part: str
-    source: str  # under CARRIED OVER: the number of the lesson it comes from
-    node: ast.AST
-
-
-class Lesson:
     def __init__(self, name: str):
-        self.name, self.number = name, name[:2]
+        self.number = name[:2]
         self.lines = jobs.PATHS[name].read_text("utf-8").splitlines()
         self.tree = ast.parse("\n".join(self.lines))
-        self.banners = []  # (part, the rest of its line), in order
-        self.part_of_line = []  # the banner above each line, itself included
+        self.banners = []  # (part, the rest of its line)
+        self.part_of_line = []
         for line in self.lines:
             if match := BANNER.match(line):
                 self.banners.append(match.groups())
-            self.part_of_line.append(self.banners[-1] if self.banners else (HEAD, ""))
-        self.definitions = {}
-        for node in self.tree.body:
-            for name in names_defined(node):
-                part, rest = self.part_of_line[node.lineno - 1]
-                source = rest[:2] if part == CARRIED else ""
-                self.definitions[name] = Definition(name, part, source, node)
+            self.part_of_line.append(self.banners[-1][0] if self.banners else "HEAD")
 
-    def part(self, *parts) -> list[str]:
-        """The lines under these banners."""
+    def part_of(self, node: ast.AST) -> str:
+        return self.part_of_line[node.lineno - 1]
+
+    def lines_of(self, part: str) -> list[str]:
         pairs = zip(self.lines, self.part_of_line)
-        return [line for line, (found, _) in pairs if found in parts]
+        return [line for line, its_part in pairs if its_part == part]
 
 
-def names_defined(node: ast.AST) -> list[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    if isinstance(node, (ast.Assign, ast.AnnAssign)):
-        return [n.id for n in ast.walk(node) if is_stored(n)]
-    return []
+TEXTS = {name: Text(name) for name in FILES}
+each_file = pytest.mark.parametrize("name", FILES)
 
 
-def is_stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def is_known(name: str, where: str, what: str) -> bool:
+    return ("", where, what) in UNMET or (name, where, what) in UNMET
 
 
-def names_used(node: ast.AST) -> list[str]:
-    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
-    return [n.id for n in names if isinstance(n.ctx, ast.Load)]
-
-
-@cache
-def without_docstrings(node: ast.AST) -> str:
-    node = copy.deepcopy(node)
-    for inner in ast.walk(node):
-        kinds = ast.FunctionDef, ast.ClassDef
-        if isinstance(inner, kinds) and ast.get_docstring(inner) is not None:
-            inner.body = inner.body[1:] or [ast.Pass()]
-    return ast.unparse(node)
-
-
-ALL = [Lesson(name) for name in jobs.LESSONS]
-each_lesson = pytest.mark.parametrize("lesson", ALL, ids=jobs.LESSONS)
-
-
-@each_lesson
-def test_banners(lesson):
-    (_, new), *others = lesson.banners
-    sources = [rest[:2] for part, rest in others if part == CARRIED]
-    carried = [(CARRIED, f"{source}, unchanged") for source in sources]
-    last = (HARNESS, ", the same in every lesson")
-    assert others == [(RUN, ""), (BREAK, ""), *carried, last]
-    assert lesson.banners[0][0] == NEW
-    assert re.fullmatch(rf"{lesson.number}: \S.*", new), new
-    assert all(source < lesson.number for source in sources)
-    assert sources == sorted(set(sources)), "the lessons in order"
-    assert lesson.lines[-2:] == [
+@each_file
+def test_banners(name):
+    text = TEXTS[name]
+    (first, new), *others = text.banners
+    carried = [rest for part, rest in others if part == "CARRIED OVER"]
+    sources = [rest.split()[1].rstrip(",") for rest in carried]
+    last = ("HARNESS", ", the same in every lesson")
+    own = [("RUN", ""), ("BREAK IT", ""), ("FLAGS", "")]
+    assert first == "NEW" and re.fullmatch(rf"in {text.number}: \S.*", new)
+    assert others == [*own, *(("CARRIED OVER", rest) for rest in carried), last]
+    assert sources == sorted(set(sources)), "earlier lessons, in order"
+    assert carried == [f"from {source}, unchanged" for source in sources]
+    assert text.lines[-2:] == [
         'if __name__ == "__main__":',
         "    launch(main, parse_args, globals())",
     ]
 
 
-@each_lesson
-def test_what_nobody_needs_to_read_is_folded(lesson):
-    """Every definition carried or of the harness is in a region, and no other."""
-    folded, in_region = False, set()
-    for number, line in enumerate(lesson.lines, 1):
+@each_file
+def test_what_is_not_for_a_first_reading_is_folded(name):
+    """Every definition from FLAGS on is in a region, and no other."""
+    text = TEXTS[name]
+    folded = set()
+    is_open = False
+    for number, line in enumerate(text.lines, 1):
         if re.match(r"# (end)?region\b", line):
-            assert folded == line.startswith("# endregion"), f"line {number}"
-            folded = not folded
-        elif folded:
-            in_region.add(number)
-    assert not folded
-    for name, part, _, node in lesson.definitions.values():
-        assert (node.lineno in in_region) == (part in (CARRIED, HARNESS)), name
+            assert is_open == line.startswith("# endregion"), f"line {number}"
+            is_open = not is_open
+        elif is_open:
+            folded.add(number)
+    assert not is_open
+    for node in text.tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            later = PARTS.index(text.part_of(node)) >= PARTS.index("FLAGS")
+            assert (node.lineno in folded) == later, node.name
 
 
-@each_lesson
-def test_gates_of_parts_and_functions(lesson):
-    gates = GATES | MORE.get(lesson.number, {})
-    counted = {part: len(lesson.part(part)) for part in gates}
-    counted["to read"] = len(lesson.part(HEAD, NEW, RUN, BREAK))
-    assert {part: n for part, n in counted.items() if n > gates[part]} == {}
-    assert len(lesson.lines) <= 1.1 * SIZE[lesson.number]
-    loops = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda
-    nodes = ast.walk(lesson.tree)
-    for function in [node for node in nodes if isinstance(node, ast.FunctionDef)]:
-        lines = function.end_lineno - function.lineno + 1
-        if ast.get_docstring(function):
-            doc = function.body[0]
-            lines -= doc.end_lineno - doc.lineno + 1
-        inside = [*ast.walk(function)]
-        names = {n.id for n in inside if is_stored(n)}
-        names |= {n.arg for n in inside if isinstance(n, ast.arg)}
-        assert lines <= FUNCTION_LINES, function.name
-        assert len(names) <= LOCAL_NAMES, function.name
-        assert sum(isinstance(n, loops) for n in inside) <= INNER_LOOPS, function.name
+def test_copies_are_as_the_tool_writes_them():
+    """CARRIED OVER and HARNESS of every file are built from the homes."""
+    command = [sys.executable, "tools/carry.py", "--check"]
+    done = subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name, most", [("draw.py", 600), ("ranks.py", 385)])
-def test_what_notebooks_share_is_short(name, most):
-    text = (jobs.ROOT / "notebooks" / name).read_text("utf-8")
-    assert len(text.splitlines()) <= most
+@each_file
+def test_lines_of_parts(name):
+    text = TEXTS[name]
+    count = Counter(text.part_of_line)
+    count["to read"] = sum(count[part] for part in PARTS[:4])
+    limits = LINES_05 if text.number == "05" else LINES
+    over = {}
+    for part, limit in limits.items():
+        if count[part] > limit and not is_known(name, part, "lines"):
+            over[part] = count[part]
+    assert over == {}
 
 
-@each_lesson
-def test_definitions_are_the_same_everywhere_and_under_the_right_banner(lesson):
-    for name, part, source, node in lesson.definitions.values():
-        if name in FREE:
-            assert part == (BREAK if name == "BREAKS" else RUN), name
-            continue
-        first = next(other for other in ALL if name in other.definitions)
-        wanted = without_docstrings(first.definitions[name].node)
-        assert without_docstrings(node) == wanted, f"{name} differs in {first.name}"
-        if part == CARRIED:
-            assert first.number == source, f"{name} comes from {first.name}"
-        elif part != HARNESS:
-            assert part in (NEW, RUN, BREAK), f"{name} stands above all banners"
-            assert first == lesson, f"{name} is not new: it comes from {first.name}"
-    assert lesson.part(HARNESS) == ALL[0].part(HARNESS)
+def idioms(text: Text) -> dict[str, dict[str, list[int]]]:
+    """Part → idiom → lines where it is used. Annotations do not count."""
+    found = {part: {idiom: [] for idiom in IDIOMS} for part in PARTS}
+    annotations = set()
+    for node in ast.walk(text.tree):
+        for field in ("annotation", "returns"):
+            if getattr(node, field, None) is not None:
+                annotations.update(map(id, ast.walk(getattr(node, field))))
+    for node in ast.walk(text.tree):
+        if hasattr(node, "lineno") and id(node) not in annotations:
+            for idiom in IDIOMS:
+                if is_idiom(node, idiom):
+                    found[text.part_of(node)][idiom].append(node.lineno)
+    return found
 
 
-@each_lesson
-def test_carries_only_what_it_uses(lesson):
-    uses = Counter(names_used(lesson.tree))
-    for name, part, _, node in lesson.definitions.values():
-        if part == CARRIED:
-            assert uses[name] > names_used(node).count(name), f"nobody uses {name}"
-    banners = {rest[:2] for part, rest in lesson.banners if part == CARRIED}
-    assert {d.source for d in lesson.definitions.values()} - {""} == banners
+def is_idiom(node: ast.AST, idiom: str) -> bool:
+    if idiom == "a, b = x, y":
+        targets = getattr(node, "targets", [None])
+        is_pair = isinstance(targets[0], ast.Tuple)
+        return is_pair and isinstance(node.value, ast.Tuple)
+    if idiom == "starred":
+        return isinstance(node, ast.Starred)
+    if idiom == "dicts merged with |":
+        is_binary = isinstance(node, (ast.BinOp, ast.AugAssign))
+        return is_binary and isinstance(node.op, ast.BitOr)
+    if idiom == "walrus":
+        return isinstance(node, ast.NamedExpr)
+    if idiom == "comparison as a number":
+        if not isinstance(node, ast.BinOp):
+            return False
+        sides = node.left, node.right
+        return any(isinstance(side, (ast.Compare, ast.BoolOp)) for side in sides)
+    inner = [n for n in ast.walk(node) if isinstance(n, LOOPS) and n is not node]
+    return isinstance(node, LOOPS) and bool(inner or len(node.generators) > 1)
 
 
-@each_lesson
-def test_imports(lesson):
-    """torch and the standard library. 04 may look for transformers, where needed."""
-    modules = []
-    for node in ast.walk(lesson.tree):
-        if isinstance(node, ast.Import):
-            modules += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules.append("." * node.level + (node.module or ""))
+@each_file
+def test_code_is_plain(name):
+    text = TEXTS[name]
+    found = idioms(text)
+    for part in OWN:
+        for idiom, most in IDIOMS.items():
+            lines = found[part][idiom]
+            assert len(lines) <= most or is_known(name, part, idiom), (
+                part,
+                idiom,
+                lines,
+            )
+    for part in ("RUN", "HARNESS"):
+        lines = text.lines_of(part)
+        comments = [line for line in lines if re.search(r"^\s*#|\s\s# ", line)]
+        assert 100 * len(comments) // len(lines) >= COMMENTS, part
+
+
+def measure(function: ast.FunctionDef) -> dict[str, int]:
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function):
+        doc = function.body[0]
+        lines -= doc.end_lineno - doc.lineno + 1
+    inside = list(ast.walk(function))
+    names = {n.arg for n in inside if isinstance(n, ast.arg)}
+    for node in inside:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    loops = [n for n in inside if isinstance(n, (*LOOPS, ast.Lambda))]
+    return dict(zip(FUNCTION, (lines, len(names), len(loops))))
+
+
+@each_file
+def test_functions_are_short(name):
+    text = TEXTS[name]
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.FunctionDef) and text.part_of(node) in OWN:
+            for what, count in measure(node).items():
+                if not is_known(name, node.name, what):
+                    assert count <= FUNCTION[what], (node.name, what, count)
+
+
+@each_file
+def test_imports(name):
+    """torch and the standard library. 04 may use transformers, where it is needed."""
+    text = TEXTS[name]
     known = {"torch", *sys.stdlib_module_names} - {"importlib"}
-    foreign = {name for name in modules if name.split(".")[0] not in known}
-    in_04 = {"transformers", "importlib.util"}  # which finds whether it is there
-    assert foreign == (in_04 if lesson.number == "04" else set())
-    assert not re.search(r"^(import|from) transformers", "\n".join(lesson.lines), re.M)
+    foreign = set()
+    for node in ast.walk(text.tree):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = ["." * node.level + (node.module or "")]
+        foreign.update(
+            module for module in modules if module.split(".")[0] not in known
+        )
+    optional = {"transformers", "importlib.util"} if text.number == "04" else set()
+    assert foreign <= optional
+    assert not re.search(r"^(import|from) transformers", "\n".join(text.lines), re.M)
 
 
-@each_lesson
-def test_docstrings(lesson):
-    ranks, doc = 8 if lesson.number == "05" else 2, ast.get_docstring(lesson.tree)
-    parts = [f"torchrun --standalone --nproc_per_node={ranks} {lesson.name}.py"]
-    parts += ["What you will see:", "How to read this file:", "Shapes:", "Sources:"]
-    assert [part for part in parts if part not in doc] == []
-    for name, part, source, node in lesson.definitions.values():
-        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            continue
-        doc = ast.get_docstring(node)
-        if part == CARRIED and (doc or not name.startswith("_")):
-            wanted = rf"[^\n]*\S \(lesson {source}\)"
-            assert doc and re.fullmatch(wanted, doc), f"{name}: {doc}"
-        if part == NEW and not name.startswith("_"):
-            assert doc, f"{name} has no docstring"
+@each_file
+def test_docstrings(name):
+    """The lesson's own names its notebook; every public definition of NEW has one."""
+    text = TEXTS[name]
+    doc = ast.get_docstring(text.tree)
+    path = jobs.PATHS[name].relative_to(jobs.ROOT)
+    assert re.search(rf"torchrun --standalone --nproc_per_node=\d {path}", doc)
+    for part in ("What you will see", "How to read this file", "Shapes:", "Sources:"):
+        assert part in doc, part
+    assert re.search(rf"\bnotebooks?[ /]{text.number}", doc)
+    for node in text.tree.body:
+        is_definition = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        if is_definition and text.part_of(node) == "NEW":
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
 
 
-@each_lesson
-def test_new_begins_with_a_reminder(lesson):
-    """What from earlier lessons appears here: a comment of at most six lines."""
-    text = "\n".join(lesson.part(NEW)[1:]).lstrip("\n")
-    comment = re.match(r"(#.*\n)*", text)[0]
-    assert lesson.number == "00" or 1 <= comment.count("\n") <= 6
+@each_file
+def test_public_names(name):
+    text = TEXTS[name]
+    names = []
+    for node in text.tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+    assert set(PUBLIC.get(text.number, "").split()) <= set(names)
+    assert len(names) == len(set(names)), "defined once"
+    assert "model parallel" not in "\n".join(text.lines).lower(), "say: tensor parallel"
 
 
-@each_lesson
-def test_names_stay_and_are_defined_once_and_words_are_ours(lesson):
-    names = [n for node in lesson.tree.body for n in names_defined(node)]
-    assert set(STAY[lesson.number].split()) <= set(names)
-    assert len(names) == len(set(names))
-    text = "\n".join(lesson.lines)
-    assert "model parallel" not in text.lower(), "tensor parallel is what we call it"
+@pytest.mark.parametrize("code, idiom", [
+    ("a, b = 1, 2", "a, b = x, y"),
+    ("f(*xs)", "starred"),
+    ("a = b | c", "dicts merged with |"),
+    ("a |= c", "dicts merged with |"),
+    ("f(a := 1)", "walrus"),
+    ("n = 2 * (a > b)", "comparison as a number"),
+    ("[[x for x in y] for y in z]", "comprehension in a comprehension"),
+    ("[x for y in z for x in y]", "comprehension in a comprehension"),
+])  # fmt: skip
+def test_each_idiom_is_seen(code, idiom):
+    assert any(is_idiom(node, idiom) for node in ast.walk(ast.parse(code)))

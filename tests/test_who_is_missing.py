@@ -13,9 +13,9 @@ import pytest
 lesson = jobs.load("00_collectives")
 
 MESHES = [(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 1, 3), (2, 2, 2), (4, 1, 1)]
-WENT_ON = "in no call, .* wait: a hang, a crash, or a skipped call$"
-WAITING = "wait for each other: one skipped or swapped a call, or died in it$"
-IN_ITS_CALL = f"^a call failed that every rank had come to$|{WAITING}"
+WENT_ON = "not in a collective, while ranks .* are waiting in one: it hung, crashed or"
+WAITING = "are waiting in different calls: one skipped or reordered a call, or died"
+IN_ITS_CALL = f"^a collective failed although every rank had entered it$|{WAITING}"
 FAULTS = {  # what a rank does → what must be said
     "hangs": WENT_ON,
     "hangs inside": f"{IN_ITS_CALL}|{WENT_ON}",
@@ -69,7 +69,7 @@ class Job:
     def rank(self, rank: int, calls: list, position: int | None):
         """One rank: notes as the harness makes them, and a transport of its own."""
         notes, sent = self.notes[rank], defaultdict(list)
-        notes.note("in no call")
+        notes.set_status("in no call")
         for i, (kind, name, ranks) in enumerate(calls):
             fault, key = self.fault if i == position else "", str(ranks)
             if fault.startswith("skips"):
@@ -78,7 +78,7 @@ class Job:
                 yield
             if kind == "wait" and not sent[key]:
                 continue  # a skipped send leaves nothing to wait for
-            with nullcontext() if kind == "send" else notes.meet(name, ranks):
+            with nullcontext() if kind == "send" else notes.blocking(name, ranks):
                 while fault:
                     yield
                 came = self.came[key]
@@ -115,9 +115,9 @@ def test_names_no_wrong_rank(mesh, fault):
                 assert call[0] == "wait"  # the one thing that nobody misses
                 continue
             where = f"rank {guilty} at {position}, {call}: "
-            text = lesson.who_is_missing([notes.place for notes in job.notes])
+            text = lesson.who_is_missing([notes.status for notes in job.notes])
             assert re.search(FAULTS[fault], text), where + text
-            if "each other" in text:  # true of the guilty one, and of others
+            if "different calls" in text:  # true of the guilty one, and of others
                 assert fault != "hangs", where + text
                 assert guilty in named(text), where + text
                 assert set(named(text)) <= set(job.running), where + text

@@ -2,8 +2,8 @@
 
 First, lesson 01's MLP: a step (forward and backward) in one process, by hand (tp_mlp)
 and by PyTorch (dtensor_mlp), over hidden sizes and numbers of tokens. Then each lesson
-against an empty script under torchrun. What is compared is run in turn, so that a busy
-machine slows all alike; a ratio is the median over the rounds, with the quartiles.
+against an empty script under torchrun. What is compared alternates, so that a busy
+machine slows both equally; a ratio is the median over the rounds, with the quartiles.
 Seconds belong to this machine, ratios nearly not.
 """
 
@@ -30,7 +30,7 @@ WAYS = "one process", "by hand", "DTensor"
 def time_mlps(hidden: int, tokens: int, group, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round of the three ways, on this rank.
 
-    A collective call: all ranks of the group come along. One process is rank 0 alone;
+    A collective call by all ranks of the group. One process is only rank 0;
     the others wait for it at the next start, and have 0.0 seconds.
     Shapes: x [1, tokens, hidden], the MLP's width 4·hidden, float32.
     """
@@ -119,7 +119,7 @@ def spread(ratio: dict) -> str:
 
 
 def bench_lessons(rounds: int) -> list[dict]:
-    """Rows of the second table: a lesson and an empty script, in turn."""
+    """Rows of the second table: a lesson and an empty script, alternately."""
     print("\nA lesson against an empty script, both under torchrun")
     print("lesson             ranks  empty s  lesson s  lesson / empty", flush=True)
     rows = []
@@ -159,7 +159,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="of a step (2)")
+    add("--ranks", type=int, default=2, help="number of ranks (2)")
     add("--hidden", type=numbers, default=HIDDEN, help="sizes, as 16,256")
     add("--tokens", type=numbers, default=TOKENS, help="numbers of tokens (64,256)")
     add("--rounds", type=int, default=40, help="of a step of a small MLP (40)")

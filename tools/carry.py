@@ -136,6 +136,19 @@ def missing_imports(lesson: Lesson, found: dict, first: Lesson, harness) -> list
     return sorted(statements, key=import_order)
 
 
+def joined(imports: list[str]) -> str:
+    """Import statements in blocks, as ruff wants: the standard library, then torch."""
+    names = {}  # "from X import" → what is imported from there
+    for line in imports:
+        start, word, name = line.partition(" import ")
+        names.setdefault(start + word if word else line, []).append(name)
+    imports = [start + ", ".join(names[start]) for start in names]
+    library = [line for line in imports if not import_order(line)[0]]
+    others = [line for line in imports if import_order(line)[0]]
+    blocks = ["\n".join(lines) for lines in (library, others) if lines]
+    return "\n\n".join(blocks)
+
+
 def import_order(statement: str) -> tuple:
     """ruff's order: the standard library, then torch; `import` before `from`."""
     module = statement.split()[1]
@@ -160,11 +173,23 @@ def folded_part(lesson: Lesson, earlier: list[Lesson], first: Lesson) -> str:
             )
             if imports:
                 parts[-1] += "\n\n# Imports that only the parts below use.\n"
-                parts[-1] += "\n".join(imports)
+                parts[-1] += joined(imports)
                 imports = []
             parts.extend(other.copy_of(node) for node in nodes)
             parts.append("# endregion")
     return "\n\n\n".join([*parts, first.folded])
+
+
+def second_homes(lessons: list[Lesson]) -> list[str]:
+    """Names that two files define: one name must mean one thing in the course."""
+    first = {}
+    problems = []
+    for lesson in lessons:
+        for name in lesson.home.keys() - FREE:
+            if name in first:
+                problems.append(f"{lesson.path.name}: {name} is {first[name]}'s")
+            first.setdefault(name, lesson.path.name)
+    return problems
 
 
 def main() -> int:
@@ -176,7 +201,7 @@ def main() -> int:
         if only and lesson.number not in only:
             continue
         texts[lesson] = lesson.own + folded_part(lesson, lessons[:i], lessons[0])
-    problems = []
+    problems = second_homes(lessons)
     for lesson in lessons:
         for line, problem in lesson.problems.items():
             problems.append(f"{lesson.path.name}:{line}: {problem}")

@@ -49,7 +49,7 @@ def check_torch(wanted: str) -> tuple[str, str]:
 
 
 def check_host_name(name: str | None = None, wait: float = 5) -> tuple[str, str]:
-    """torchrun gives its ranks the machine's own name as the address to meet at."""
+    """torchrun gives its ranks the machine's own name as the address to connect to."""
     if address := os.environ.get("PET_LOCAL_ADDR"):
         return f"not needed: PET_LOCAL_ADDR={address}", ""
     name = name or socket.gethostname()
@@ -117,7 +117,7 @@ def free_memory() -> float:
 
 
 def free_in_vm_stat(text: str) -> int:
-    """Free bytes in what macOS's vm_stat prints: pages that nobody would miss."""
+    """Free bytes in what macOS's vm_stat prints: pages that are not in use."""
     page = int(re.search(r"page size of (\d+) bytes", text)[1])
     kinds = r"Pages (?:free|inactive|speculative|purgeable):\s+(\d+)"
     return page * sum(map(int, re.findall(kinds, text)))
@@ -129,13 +129,13 @@ def check_memory(free=free_memory, wanted: float = 1 * GiB) -> tuple[str, str]:
     except (OSError, TypeError, subprocess.SubprocessError):
         return "this system does not say how much is free", ""
     found = f"{free / GiB:.1f} GiB free; two ranks take about 0.6"
-    advice = f"close other programs: {wanted / GiB:.0f} GiB is wanted"
+    advice = f"close other programs: {wanted / GiB:.0f} GiB is needed"
     return found, "" if free >= wanted else advice
 
 
 def check_disk(folder: Path = ROOT, wanted: float = 1 * GiB) -> tuple[str, str]:
     free = shutil.disk_usage(folder).free
-    advice = f"make room: {wanted / GiB:.0f} GiB is wanted where {folder} is"
+    advice = f"make room: {wanted / GiB:.0f} GiB is needed where {folder} is"
     return f"{free / GiB:.1f} GiB free", "" if free >= wanted else advice
 
 
@@ -169,7 +169,7 @@ def check_two_ranks(limit: float = 60, command=None, **settings) -> tuple[str, s
     code, text = run(command, limit, env)
     seconds = time.perf_counter() - start
     if code == 0 and f"all-reduce {SUM}" in text:
-        return f"all-reduce over gloo gives {SUM}, {seconds:.1f} s in all", ""
+        return f"all-reduce over gloo gives {SUM}, {seconds:.1f} s in total", ""
     lines = [line for line in text.splitlines() if re.search(r"error|Error", line)]
     said = lines[0].strip()[:200] if lines else "nothing about why"
     if code is None:
@@ -183,7 +183,7 @@ def check_two_ranks(limit: float = 60, command=None, **settings) -> tuple[str, s
 
 
 def loopback() -> str:
-    """The network interface by which a machine speaks to itself."""
+    """The network interface by which a machine connects to itself."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 

@@ -1,7 +1,7 @@
-"""`make lessons`: run every lesson there is, and one table of what came out.
+"""`make lessons`: run every lesson and every script of beyond/, and print one table.
 
-A lesson passes if its last word is PASS and its exit code 0. The exit code here is 1 if
-any lesson does not.
+A lesson passes if its verdict is PASS and its exit code is 0. The exit code here is 1
+if any lesson does not pass.
 """
 
 import argparse
@@ -31,6 +31,7 @@ def judge(code: int | None, text: str) -> tuple[str, str]:
 
 def main(folder: Path = ROOT, ranks: int | None = None) -> int:
     lessons = sorted(folder.glob("0?_*.py"))
+    lessons.extend(sorted(folder.glob("beyond/[0-9]*_*.py")))
     if not lessons:
         print(f"error: no lesson 0?_*.py in {folder}")
         return 1
@@ -50,15 +51,15 @@ def main(folder: Path = ROOT, ranks: int | None = None) -> int:
             failed[lesson] = why, n
     for lesson, (why, n) in failed.items():
         print(f"\n{lesson.stem}: {why}")
-        command = f"torchrun --standalone --nproc_per_node={n} {lesson.name}"
-        print(f"   to see all of it: {command}")
+        path = lesson.relative_to(folder)
+        print(f"   to see all of it: torchrun --standalone --nproc_per_node={n} {path}")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     ranks = os.environ.get("RANKS")  # make lessons RANKS=4
-    said = "for all lessons; else 2, and 8 in 05"
+    said = "for all lessons (default 2, and 8 for 05)"
     parser.add_argument("--ranks", type=int, default=ranks, help=said)
     parser.add_argument("--folder", type=Path, default=ROOT, help="where lessons are")
     args = parser.parse_args()

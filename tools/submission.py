@@ -52,7 +52,7 @@ def read_notebook(path: Path) -> list[dict]:
 
 
 def exercises(cells: list[dict]) -> dict[str, dict[str, int]]:
-    """Number → where its cell and its check stand in the notebook."""
+    """Number → where its cell and its check are in the notebook."""
     found = {}
     for place, cell in enumerate(cells):
         for tag in cell["tags"]:
@@ -194,9 +194,9 @@ class Judge:
         last = [text.splitlines()[-1] if text else "" for text in said]
         if not error and set(last) == {"right"}:
             return "right", ""
-        if error or any("live.again()" in text for text in said):
+        if error or any("live.restart()" in text for text in said):
             with contextlib.redirect_stdout(io.StringIO()):
-                self.live.again()  # a rank may still be in a collective, or hang
+                self.live.restart()  # a rank may still be in a collective, or hang
         words = error or next((text for text in said if text), "nothing was said")
         return "not yet", re.sub(r"^not yet[:;] *", "", words)
 
@@ -239,7 +239,7 @@ def is_import(node: ast.AST) -> bool:
 def judge_all(folder: Path) -> dict:
     """Every exercise of every notebook of a folder, as the file has it."""
     books = {
-        path.stem: read_notebook(path) for path in sorted(folder.glob("0?_*.ipynb"))
+        path.stem: read_notebook(path) for path in sorted(folder.glob("[0-9]*_*.ipynb"))
     }
     if not books:
         raise ValueError(f"no notebook 0?_*.ipynb in {folder}")
@@ -292,7 +292,7 @@ def read_submission(path: Path) -> dict:
 
 def remarks(data: dict) -> str:
     """In what a file is not of this course as it lies here."""
-    books = (ROOT / "notebooks").glob("0?_*.ipynb")
+    books = (ROOT / "notebooks").glob("[0-9]*_*.ipynb")
     own = {path.stem: checks_of(read_notebook(path)) for path in books}
     other = [name[:2] for name in sorted(own) if data["checks"].get(name) != own[name]]
     found = [f"other checks in {', '.join(other)}"] if other else []

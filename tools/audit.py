@@ -1,0 +1,394 @@
+"""Is my tensor-parallel model right? If not: which parameter is wrong, and why?
+
+    python tools/audit.py my_model.py --ranks 2 4
+    python tools/audit.py --example tp            also: dtensor, hf
+
+my_model.py defines
+
+    build() -> nn.Module                    the full model
+    parallelize(model, tp_group) -> Module  your parallel version of it, made in any way
+    batch(step) -> (inputs, target)         inputs: a tensor, or a tuple of arguments
+
+and may define
+
+    loss(output, target)                    or loss(output, target, tp_group), where
+                                            tp_group is None for the full model.
+                                            Default: cross entropy for integer targets,
+                                            otherwise the mean squared error
+    after_backward(model)                   sums of gradients that your training makes
+    clip(model, max_norm) -> norm           your own clipping
+    optimizer(parameters)                   default: AdamW
+
+The tool starts the ranks itself (gloo on CPU, NCCL if each rank has a GPU) and compares
+with one process: parameters, outputs of modules, gradients, dropout masks, norms, and
+parameters after some steps. It makes constant parameters of the full model unique, and
+then finds every element of a rank's parameters by its value, so names and placements
+need not be told. Exit code: 0 right, 1 a fault, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "tools" / "audit_examples"
+STARTUP = 100  # seconds in which a rank must have imported torch and the model
+# category → what is wrong, the line to look at, and where the course explains it.
+ADVICE = {
+    "batch": (
+        "The ranks of a TP group have different batches. They compute one model "
+        "together, so partial sums of different tokens are added up.",
+        "Seed the data by the data-parallel rank, or broadcast the batch in the group.",
+        "lesson 02, --break data",
+    ),
+    "build": (
+        "build() uses random numbers that differ between ranks, so the ranks start "
+        "from different models.",
+        "Build with the same seed on all ranks, or broadcast the parameters.",
+        "lesson 02, --break seed",
+    ),
+    "not a piece": (
+        "The values of this parameter are in no parameter of the full model: this rank "
+        "has initialized it itself, or has combined or scaled it.",
+        "Slice the full parameter instead of initializing the shard.",
+        "lesson 02, --break seed",
+    ),
+    "wrong parameter": (
+        "This parameter holds elements that belong to another parameter of the full "
+        "model.",
+        "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
+        "each part into T slices.",
+        "lesson 02, --break qkv",
+    ),
+    "forward bias": (
+        "The output of this module is right but for its bias, which was added on every "
+        "rank before a sum.",
+        "Add the bias of a row-parallel linear after the all-reduce, or on one rank.",
+        "lesson 01, --break bias",
+    ),
+    "missing": (
+        "Some elements of the full model are on no rank, and others probably twice.",
+        "Check which slice each rank takes: the group rank, the dim, the order of "
+        "blocks in a fused weight.",
+        "lesson 02, --break qkv",
+    ),
+    "forward partial": (
+        "The sum of this module's output over the ranks is right, so each rank has "
+        "only a partial sum: an all-reduce is missing.",
+        "All-reduce the output of this row-parallel module (g).",
+        "lesson 01, ReduceFromTP",
+    ),
+    "forward T times": (
+        "The output is T times too large: a tensor that every rank has in full was "
+        "summed over the ranks, or it was summed twice.",
+        "Reduce once, and only partial sums.",
+        "lesson 01, --break g",
+    ),
+    "forward 1/T": (
+        "The output is 1/T of the right one: it was averaged instead of summed.",
+        "Use ReduceOp.SUM, and do not divide by the number of ranks.",
+        "lesson 01, ReduceFromTP",
+    ),
+    "forward": (
+        "This is the first module whose output is wrong.",
+        "Look at this module's parameters in the table, at its bias (is it added on "
+        "every rank before a sum?), and at what it assumes about the shape of its "
+        "input.",
+        "lesson 01, --break bias; lesson 02, --break qkv",
+    ),
+    "loss": (
+        "The outputs of all modules are right and the loss is not.",
+        "Check over which ranks and by which count the loss is averaged, and whether "
+        "padding of the vocabulary joins in.",
+        "lesson 03",
+    ),
+    "gradient sum": (
+        "The sum of this gradient over the ranks that hold the same piece is right, so "
+        "each rank has only a partial gradient: a reduction is missing.",
+        "If dL/d(output of the module) is right, sum the parameter's gradient after "
+        "backward (a replicated weight with a sharded input). If it is partial as "
+        "well, f is missing: all-reduce dL/dx in the backward of the column-parallel "
+        "linears that read this module's output.",
+        "lesson 01, --break f; lesson 04, --break norms",
+    ),
+    "gradient mean": (
+        "The mean of this gradient over the replicas is right, but they differ.",
+        "Average the gradient over the ranks that hold this parameter.",
+        "lesson 01, average_gradients",
+    ),
+    "gradient factor": (
+        "This gradient is right up to a factor.",
+        "T: summed twice, or g all-reduces in backward too. 1/T: averaged instead of "
+        "summed. The loss may be divided by the wrong number of targets.",
+        "lesson 01, --break g",
+    ),
+    "gradient sum factor": (
+        "The sum of this gradient over the ranks is right up to a factor.",
+        "A reduction is missing, and the loss or the sum is scaled.",
+        "lesson 01, --break f and --break average",
+    ),
+    "gradient None": (
+        "Autograd did not reach this parameter: a collective that it does not track, "
+        "detach(), or a copy of the parameter is used in forward.",
+        "Wrap the collective in an autograd.Function.",
+        "lesson 01, --break plain",
+    ),
+    "gradient zero": (
+        "This gradient is zero on all ranks.",
+        "Look for a mask or a detach() between this parameter and the loss.",
+        "lesson 01, --break plain",
+    ),
+    "gradient another rank's piece": (
+        "This rank has the gradient of another rank's piece.",
+        "Check the order of ranks in the group and the index of the slice in backward.",
+        "lesson 01, GatherFromTP",
+    ),
+    "gradient permuted": (
+        "The gradient has the right elements in another order.",
+        "Check the order in which pieces are gathered or split.",
+        "lesson 02, --break qkv",
+    ),
+    "gradient differs between replicas": (
+        "Ranks that hold the same piece have different gradients, and their sum is not "
+        "right either.",
+        "A parameter closer to the loss is probably wrong as well: mend that first.",
+        "lesson 02, section on replicas",
+    ),
+    "gradient unexplained": (
+        "This gradient is wrong in no simple relation to the right one.",
+        "A parameter closer to the loss is probably wrong as well: mend that first.",
+        "lesson 01, the table of collectives and their backward",
+    ),
+    "dropout differs": (
+        "The input of this dropout is replicated, and the ranks drop different "
+        "elements of it, so their replicas drift apart.",
+        "Use the same random state on all ranks of the group here.",
+        "lesson 02, --break mask-residual",
+    ),
+    "dropout same": (
+        "The input of this dropout is sharded, and all ranks drop the same elements.",
+        "Give each rank its own part of the mask, or its own random state.",
+        "lesson 02, --break mask-heads",
+    ),
+    "dropout loss": (
+        "With dropout the ranks of a TP group have different losses: somewhere a "
+        "replicated tensor is dropped differently.",
+        "Use the same random state on all ranks for replicated tensors.",
+        "lesson 02, --break mask-residual",
+    ),
+    "norm": (
+        "The norm of the gradient is wrong.",
+        "Sum the squares of sharded gradients over the group, and count replicated "
+        "gradients once.",
+        "lesson 02, --break clip",
+    ),
+    "not in the optimizer": (
+        "The optimizer does not have this parameter. Was it created before the model "
+        "was made parallel?",
+        "Make the optimizer after parallelize().",
+        "notebook 12",
+    ),
+    "update": (
+        "The gradients are right and the updated parameter is not: the optimizer is "
+        "not elementwise (it takes a norm or a matrix product of a shard), or one "
+        "replica is updated differently.",
+        "Gather what the optimizer needs of the full parameter, or use an elementwise "
+        "optimizer.",
+        "notebook 12",
+    ),
+}
+
+
+def wrong_use(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return 2
+
+
+def advice_for(category: str) -> tuple[str, str, str]:
+    """The longest category that this one begins with."""
+    names = [name for name in ADVICE if category.startswith(name)]
+    return ADVICE[max(names, key=len)]
+
+
+def start_ranks(args, ranks: int, path: Path, folder: Path) -> dict:
+    """Run one audit on so many ranks. Returns the findings, or what went wrong."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=args.timeout)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit
+    )
+    out = folder / f"{ranks}.json"
+    options = {"path": str(path), "out": str(out), "port": store.port}
+    for name in ("dtype", "seed", "steps", "clip", "timeout"):
+        options[name] = getattr(args, name)
+    processes = []
+    for rank in range(ranks):
+        env = dict(os.environ, AUDIT=json.dumps(options), RANK=str(rank))
+        env.update(WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+        env.setdefault("OMP_NUM_THREADS", "1")
+        env.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
+        )
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tools"), str(ROOT)])
+        command = [sys.executable, str(ROOT / "tools" / "audit_rank.py")]
+        with open(folder / f"{ranks}.{rank}.log", "w") as log:
+            process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        processes.append(process)
+    try:
+        watch(processes, store, args.timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if out.exists():
+        return json.loads(out.read_text())
+    return {"ranks": ranks, "findings": [], "failed": what_failed(processes, store)}
+
+
+def watch(processes: list, store, timeout: float) -> None:
+    """Wait until all ranks have ended, one has failed, or none has made progress."""
+    seen = []
+    changed = time.time()
+    while any(process.poll() is None for process in processes):
+        statuses = statuses_of(processes, store)
+        if statuses != seen:
+            seen = statuses
+            changed = time.time()
+        is_started = all(status not in ("", "starting") for status in statuses)
+        if time.time() - changed > (timeout if is_started else max(timeout, STARTUP)):
+            return
+        if any(process.poll() for process in processes):
+            time.sleep(2)  # the others may have something to say as well
+            return
+        time.sleep(0.05)
+
+
+def statuses_of(processes: list, store) -> list[str]:
+    statuses = []
+    for rank in range(len(processes)):
+        key = f"status/{rank}"
+        statuses.append(store.get(key).decode() if store.check([key]) else "")
+    return statuses
+
+
+def what_failed(processes: list, store) -> list[str]:
+    """A line for each rank: the error it raised, or where it was."""
+    lines = []
+    for rank, status in enumerate(statuses_of(processes, store)):
+        key = f"error/{rank}"
+        if store.check([key]):
+            status, text, _ = json.loads(store.get(key))
+            lines.append(f"rank {rank} raised {text} ({status})")
+        else:
+            lines.append(f"rank {rank}: {status or 'has not started'}")
+    return lines
+
+
+def wrap(text: str, indent: str = "   ") -> str:
+    return textwrap.fill(text, 88, initial_indent=indent, subsequent_indent=indent)
+
+
+def show(result: dict) -> bool:
+    """Print one audit. Returns whether everything is right."""
+    print(f"\n{result['ranks']} ranks")
+    if "failed" in result:
+        print("   ✗ the run did not end")
+        for line in result["failed"]:
+            print(wrap(line, "      "))
+        return False
+    print(f"   loss {result['loss']:.8g}, one process {result['full_loss']:.8g}")
+    rows = result["parameters"]
+    width = max(len(row["parameter"]) for row in rows)
+    places = max(len(row["placement"]) for row in rows)
+    print(f"   {'parameter':<{width}}  {'on rank 0':<{places}}  gradient")
+    for row in rows:
+        mark = "" if row["gradient"] == "right" else "  ✗"
+        name = f"{row['parameter']:<{width}}"
+        print(f"   {name}  {row['placement']:<{places}}  {row['gradient']}{mark}")
+    calls = ", ".join(f"{n} {name}" for name, n in result["calls"].items())
+    print(wrap(f"collectives: {calls or 'none'}"))
+    for number, group in enumerate(groups_of(result["findings"]), 1):
+        show_fault(number, group)
+    return not result["findings"]
+
+
+def groups_of(findings: list[dict]) -> list[list[dict]]:
+    """Findings of one category together, in the order in which they were found."""
+    groups = {}
+    for finding in findings:
+        groups.setdefault(finding["category"], []).append(finding)
+    return list(groups.values())
+
+
+def show_fault(number: int, group: list[dict]) -> None:
+    first = group[0]
+    what, line, where = advice_for(first["category"])
+    print(f"\n   ✗ {number}. {first['where']}: {first['category']}")
+    print(wrap(what, "      "))
+    if first["text"]:
+        print(wrap(f"Seen: {first['text']}.", "      "))
+    others = [finding["where"] for finding in group[1:]]
+    if others:
+        print(wrap(f"The same of {', '.join(others)}.", "      "))
+    print(wrap(f"Likely change: {line}", "      "))
+    print(wrap(f"Explained in {where}.", "      "))
+
+
+def parse_args(arguments: list[str] | None):
+    about = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=about[0] + "\n\n" + about[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    add("file", nargs="?", type=Path, help="the file that defines the model")
+    add("--example", choices=names, help="audit a model that comes with the course")
+    add("--ranks", nargs="+", type=int, default=[2], help="numbers of ranks (2)")
+    add("--dtype", choices=("float64", "float32"), default="float64", help="(float64)")
+    add("--steps", type=int, default=2, help="steps of training (2)")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm (1)")
+    add("--seed", type=int, default=1, help="(1)")
+    add("--timeout", type=float, default=60, help="seconds without progress (60)")
+    add("--json", type=Path, help="write all findings there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_args(arguments)
+    path = EXAMPLES / f"{args.example}.py" if args.example else args.file
+    if path is None:
+        return wrong_use("name a file, or --example tp")
+    if not path.is_file():
+        return wrong_use(f"{path}: no such file")
+    text = path.read_text("utf-8")
+    for name in ("build", "parallelize", "batch"):
+        if name not in text:
+            return wrong_use(f"{path} does not define {name}")
+    if min(args.ranks) < 2:
+        return wrong_use(f"--ranks {min(args.ranks)}: take 2 or more")
+    results = []
+    right = True
+    print(f"{path}  {args.dtype}, compared with one process")
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in args.ranks:
+            results.append(start_ranks(args, ranks, path.resolve(), Path(folder)))
+            right = show(results[-1]) and right
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    print(f"\n{'RIGHT' if right else 'WRONG'}  {path.name}")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
