@@ -131,12 +131,13 @@ def unshard(x: Tensor, shardings: tuple) -> Tensor:
 #     ReduceScatterWithGrad  reduce-scatter  work on their slices  all-gather
 #
 # (Backward returns a gradient for each argument of forward, None where there is none.)
-# The same rule for parameters:
+# The same rule for parameters, in each group of ranks:
 #
-#     parameter   its input   gradient on each rank
-#     sharded     any         of its own shard, complete: both weights, up_proj.bias
-#     replicated  replicated  the same on all ranks, complete: down_proj.bias
-#     replicated  sharded     partial: sum it over the group, or the replicas diverge
+#     parameter   its input              gradient on each rank
+#     sharded     replicated, or split   of its own shard, complete: up_proj's,
+#                 along the same dim     down_proj.weight's
+#     replicated  replicated             the same on all, complete: down_proj.bias's
+#     replicated  sharded                partial: sum it, or the replicas diverge
 #
 # A replicated weight that works on a sharded input has a partial gradient. Under TP
 # this MLP has none; under data parallelism all are (average_gradients below).
