@@ -135,6 +135,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
+    """A tensor that is being sent to another stage."""
+
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received
@@ -1332,7 +1334,7 @@ def fill_sizes(args) -> None:
 # region
 
 # Imports that only the parts below use.
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard, Replicate
 from torch.utils.checkpoint import checkpoint
 
 
@@ -1637,6 +1639,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout (lesson 02)."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N

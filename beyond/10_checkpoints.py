@@ -181,6 +181,7 @@ def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict
 
 
 def checksum(file: Path) -> int:
+    """The CRC-32 of a file's bytes."""
     return zlib.crc32(file.read_bytes())
 
 
@@ -1125,6 +1126,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout (lesson 02)."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N
@@ -1819,6 +1822,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
+    """A tensor that is being sent to another stage (lesson 05)."""
+
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received
