@@ -1,26 +1,32 @@
 """Lesson 01: one MLP, split over ranks.
 
-The naive split cuts both matrices by columns, and gathers after each. Better: cut the
-second one by rows. Each rank then computes its part of the hidden layer, nonlinearity
-included, and a single all-reduce adds up the outputs: tensor parallelism (TP).
+Tensor parallelism (TP) splits the first matrix of an MLP by columns and the second by
+rows. Each rank computes its part of the hidden layer, nonlinearity included, and one
+all-reduce adds up the outputs. The naive split, both by columns, sends more.
 
-Run it (2 ranks on a laptop; 3, 4 and 8 work too; 2D needs 4):
+Run it on 2 ranks (1, 3, 4 and 8 also work; the 2D mesh has two axes from 4 ranks on):
 
     torchrun --standalone --nproc_per_node=2 01_naive_mlp_tp.py
 
-What you will see: the same MLP in one process, split the naive way, Megatron's and by
-PyTorch's DTensor, side by side; then other ways (data parallel, FSDP, a 2D mesh).
+What you will see: the same MLP in one process, split the naive way, Megatron's way and
+by PyTorch's DTensor; then data parallelism (DP), FSDP and a 2D mesh. Losses, gradients,
+bytes sent and bytes stored must agree with the single process or with a formula.
 
-Try: delete naive_mlp's down_proj line; an nn.RMSNorm before up_proj (it needs whole
-tokens: --mesh 2x1); a gated MLP, down(gelu(gate(x)) · up(x)), with a line for gate_proj
-wherever up_proj is split. Numbers stay ok; bytes get a ✗, predicted for our MLP.
+Exercises (explained in notebooks/01_naive_mlp_tp.ipynb):
+- Delete naive_mlp's down_proj line: results stay correct, bytes get a ✗ (section 2).
+- Put nn.RMSNorm(hidden) before up_proj in MLP. Which run raises an error with --mesh
+  1x2, and why not with --mesh 2x1? (section 2: a norm needs all features of a token)
+- Gate the MLP: down(gelu(gate(x)) · up(x)), with a line for gate_proj wherever up_proj
+  is split. Gradients agree, but backward sends too much: one f is enough (section 11).
 
-How to read this file: NEW is the lesson, RUN what it prints, BREAK IT its bugs.
+How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
+`--break NAME`. The end of NEW (FSDP and the 2D mesh) is optional.
 
 Shapes: B batch, S sequence, D hidden, F MLP width, T ranks in the TP group. UPPERCASE
     is the full size, lowercase this rank's slice: h_BSf is [B, S, F/T]. `partial_` in
-    front: full shape, still to be summed over the group. Mesh axes: tp; dp (data
-    parallel); outer × inner (2D). F is also torch.nn.functional; f, in prose, CopyToTP.
+    front: full shape, still to be summed over the group. e is the bytes per element,
+    θ = (2·D·F + F + D)·e the bytes of all parameters. F.gelu in code is PyTorch's
+    torch.nn.functional; f and g in text are two functions, named so by Megatron.
 
 Sources: Megatron-LM, arXiv:1909.08053, sec. 3; ZeRO, arXiv:1910.02054 (FSDP); GSPMD,
     arXiv:2105.04663 (2D mesh); docs.pytorch.org, torch.distributed.tensor.parallel.
@@ -30,20 +36,22 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 01: one MLP, split
 
-# From lesson 00: all_reduce, all_gather, reduce_scatter return new tensors, of which
-# autograd knows nothing; shard(x, dim, group) is this rank's slice of what all hold. A
-# tensor is Replicate(): whole on every rank, Shard(dim), or Partial(): to be summed.
+# From lesson 00: all_reduce, all_gather and reduce_scatter return new tensors, and
+# autograd does not track them. shard(x, dim, group) is this rank's slice of a tensor
+# that all ranks hold. A tensor is Replicate() if every rank holds all of it, Shard(dim)
+# if each holds a slice, Partial() if the ranks' tensors are still to be summed.
 
 
 class MLP(nn.Module):
@@ -58,20 +66,42 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …)."""
-    for dim, group in cuts:
+# ---- The idea: columns, then rows
+#
+# With A = up_proj.weightᵀ [D, F] and B = down_proj.weightᵀ [F, D], and without biases,
+# the MLP is Y = GELU(X·A)·B. Split A by columns and B by rows; rank t has Aₜ and Bₜ:
+#
+#     Hₜ = X·Aₜ                  columns of X·A, complete elements: GELU can be applied
+#     Y = Σₜ GELU(Hₜ)·Bₜ         one partial sum per rank: all-reduce in forward
+#     dL/dX = Σₜ dHₜ·Aₜᵀ         with dHₜ = dL/dHₜ: all-reduce in backward
+#     dL/dAₜ = Xᵀ·dHₜ            both factors are on rank t: nothing to send
+#
+#     rank 0    X ── f ── ·A₀ ── GELU ── ·B₀ ──┐
+#                                              g ── Y, on both ranks
+#     rank 1    X ── f ── ·A₁ ── GELU ── ·B₁ ──┘
+#
+#     forward  →     f sends nothing           g all-reduces GELU(Hₜ)·Bₜ
+#     backward ←     f all-reduces dHₜ·Aₜᵀ     g sends nothing
+#
+# Rows first would give partial sums of X·A, and GELU(a) + GELU(b) is not GELU(a + b):
+# an all-reduce of B·S·F elements would be needed before GELU.
+
+
+def shard_parameter(
+    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
+) -> nn.Parameter | None:
+    """This rank's shard of a parameter, which remembers how it was sharded.
+
+    shardings: (dim, group) for each split, in order; none if it is replicated. Only the
+    2D mesh below splits twice. full: None, for a linear without bias, stays None.
+    """
+    if full is None:
+        return None
+    for dim, group in shardings:
         full = shard(full, dim, group)
-    mine = nn.Parameter(full.detach().clone())
-    mine.shardings = cuts
-    return mine
-
-
-def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first."""
-    for dim, group in reversed(cuts):
-        x = all_gather(x, dim, group)
-    return x
+    p = nn.Parameter(full.detach().clone())  # training it must not change `full`
+    p.shardings = shardings
+    return p
 
 
 def shardings_of(p: Tensor) -> tuple:
@@ -79,15 +109,39 @@ def shardings_of(p: Tensor) -> tuple:
     return getattr(p, "shardings", ())
 
 
-# Collectives with a backward: which one is right depends on what the ranks do next.
-# After identical work each has the whole gradient, after different work a term of it.
-#     class             forward         what the ranks do next      backward
-#     CopyToTP (f)      nothing         different work (its W)      all-reduce
-#     GatherFromTP      all-gather      identical work, or f first  slice
-#     ReduceFromTP (g)  all-reduce      identical work              nothing
-#     AllGatherWithGrad    all-gather      different work              reduce-scatter
-#     ReduceScatterWithGrad reduce-scatter  different work (its slice)  all-gather
-# (backward returns a gradient for each argument of forward, None where there is none.)
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' shards; the last split is undone first."""
+    for dim, group in reversed(shardings):
+        x = all_gather(x, dim, group)
+    return x
+
+
+# ---- Collectives with a backward
+#
+# The correct backward depends on how the ranks use the result. If all ranks do the same
+# computation with it, each already has the full gradient. If the ranks use the same
+# tensor in different computations (each with its own slice of W), each has only a
+# partial gradient, and backward must sum them.
+#
+#     class                  forward         the ranks then do     backward
+#     CopyToTP (f)           nothing         different work        all-reduce
+#     ReduceFromTP (g)       all-reduce      the same work         nothing
+#     GatherFromTP           all-gather      the same work         slice
+#     AllGatherWithGrad      all-gather      different work        reduce-scatter
+#     ReduceScatterWithGrad  reduce-scatter  work on their slices  all-gather
+#
+# (Backward returns a gradient for each argument of forward, None where there is none.)
+# The same rule for parameters:
+#
+#     parameter   its input   gradient on each rank
+#     sharded     any         of its own shard, complete: both weights, up_proj.bias
+#     replicated  replicated  the same on all ranks, complete: down_proj.bias
+#     replicated  sharded     partial: sum it over the group, or the replicas diverge
+#
+# A replicated weight that works on a sharded input has a partial gradient. Under TP
+# this MLP has none; under data parallelism all are (average_gradients below).
+
+
 class CopyToTP(torch.autograd.Function):
     """Megatron's f: identity forward, all-reduce backward."""
 
@@ -98,7 +152,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -107,7 +161,8 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
+        ctx.dim = dim
+        ctx.tp_group = tp_group
         return all_gather(x, dim, tp_group)
 
     @staticmethod
@@ -119,20 +174,23 @@ class ColumnParallelLinear(nn.Module):
     """Y = X Wᵀ + b with W's *output* features split over the TP group.
 
     Args:
-        full: the single-process layer, which each rank of tp_group has, and slices.
-        copy_input: False where the caller has applied f, once for several layers.
-        gather_output: True to make Y whole on every rank, as in the naive split.
+        full: the single-process layer, the same on every rank; with or without bias.
+        copy_input: False if the caller has applied f, once for several layers.
+        gather_output: True to make Y replicated, as the naive split does.
     Shapes (global → on a rank, placement):
-        x       [B, S, D] → [B, S, D]     Replicate()
-        weight  [F, D]    → [F/T, D]      Shard(0): the paper's columns, torch's rows
-        return  [B, S, F] → [B, S, F/T]   Shard(2)
-    Communication: backward f's all-reduce of B·S·D elements; gather_output B·S·F.
+        x       [B, S, D], on a rank [B, S, D]      Replicate()
+        weight  [F, D], on a rank [F/T, D]          Shard(0), the paper's columns
+        bias    [F], on a rank [F/T]                Shard(0)
+        return  [B, S, F], on a rank [B, S, F/T]    Shard(2)
+    Communication: forward nothing, or one all-gather of B·S·F elements if
+        gather_output; backward one all-reduce of B·S·D elements (f) if copy_input.
     Raises: ValueError if T does not divide F. Source: arXiv:1909.08053, sec. 3.
     """
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
+        self.tp_group = tp_group
+        self.copy_input = copy_input
         self.gather_output = gather_output
         self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
         self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
@@ -147,14 +205,18 @@ class ColumnParallelLinear(nn.Module):
 
 
 def naive_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Both layers by columns, each output gathered: GELU on all of F everywhere."""
+    """Both layers by columns, each output gathered: GELU on all of F everywhere.
+
+    down_proj uses h in different work, with its slice of W; its f makes dL/dh complete.
+    Communication: all-gathers of B·S·F and B·S·D elements, all-reduces in backward.
+    """
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group, gather_output=True)
     mlp.down_proj = ColumnParallelLinear(full.down_proj, tp_group, gather_output=True)
     return mlp
 
 
-# ---- Columns, then rows: Megatron's split, and the same by PyTorch's own API
+# ---- Columns, then rows: Megatron's split, and PyTorch's
 
 
 class ReduceFromTP(torch.autograd.Function):
@@ -166,19 +228,19 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
+        # y is one tensor that all ranks hold, so each has the full dL/dy; and y is the
+        # sum of the partial sums, so dL/dy is also the gradient of each of them.
         return grad, None
 
 
 class RowParallelLinear(nn.Module):
     """Y = X Wᵀ + b with W's *input* features split over the TP group.
 
-    Shapes (global → on a rank, placement):
-        x       [B, S, F] → [B, S, F/T]   Shard(2), as ColumnParallelLinear returns it
-        weight  [D, F]    → [D, F/T]      Shard(1)
-        bias    [D]       → [D]           Replicate()
-        return  [B, S, D] → [B, S, D]     Replicate()
+    Shapes (placement):
+        x       [B, S, F], on a rank [B, S, F/T]    Shard(2), from ColumnParallelLinear
+        weight  [D, F], on a rank [D, F/T]          Shard(1), the paper's rows
+        bias    [D], on a rank [D]                  Replicate()
+        return  [B, S, D], on a rank [B, S, D]      Replicate()
     Communication: forward one all-reduce of B·S·D elements (g); backward none.
     Raises: ValueError if T does not divide F. Source: arXiv:1909.08053, sec. 3.
     """
@@ -193,14 +255,15 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
         y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        if self.bias is None:
+            return y_BSD
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     """Megatron's MLP: columns, then rows; one all-reduce forward, one backward.
 
-    Columns come first because GELU needs complete elements: rows first would give
-    partial sums, and GELU(a) + GELU(b) is not GELU(a + b).
+    Communication: each all-reduce is of B·S·D elements.
     """
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
@@ -209,15 +272,49 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
 
 
 def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
-    """The same by PyTorch: a DTensor knows its placement, and calls its collectives."""
+    """The same split by PyTorch; a DTensor knows its placement, calls collectives."""
     device = full.up_proj.weight.device.type
-    mesh = dist.DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-    colwise, rowwise = parallel.ColwiseParallel(), parallel.RowwiseParallel()
-    plan = {"up_proj": colwise, "down_proj": rowwise}
+    mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
+    column = parallel.ColwiseParallel()
+    row = parallel.RowwiseParallel()
+    plan = {"up_proj": column, "down_proj": row}
     return parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
 
 
-# ---- The batch is split, too: FSDP, and a 2D mesh of both
+# ---- For comparison: data parallelism (DP) splits the batch, not the weights
+
+
+def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
+    """Average gradients over batch_group.
+
+    A rank's loss is a mean over its own samples only. The gradient of a parameter that
+    is sharded over the group was already summed by the reduce-scatter in its backward.
+    Communication: one all-reduce for each other parameter, of its size.
+    """
+    for p in tensors:
+        if p.grad is None:  # unused in this step, so on every rank
+            continue
+        groups = [group for dim, group in shardings_of(p)]
+        if batch_group not in groups:
+            p.grad = all_reduce(p.grad, batch_group)
+        p.grad = p.grad / batch_group.size()
+
+
+# ---- Optional, skip on a first reading: FSDP, and a 2D mesh
+#
+# FSDP (fully sharded data parallelism) splits the batch as DP does, and shards weights
+# only to store less: each is all-gathered where it is used. A 2D mesh outer × inner is
+# TP over inner and FSDP over outer. So a weight is sharded twice: one dim over inner,
+# as under TP, then the other dim over outer, as under FSDP:
+#
+#     tensor            full       on a rank              over inner    over outer
+#     x, y              [B, S, D]  [B/outer, S, D/inner]  features      batch
+#     h                 [B, S, F]  [B/outer, S, F/inner]  features      batch
+#     up_proj.weight    [F, D]     [F/inner, D/outer]     columns (TP)  stored in parts
+#     down_proj.weight  [D, F]     [D/outer, F/inner]     rows (TP)     stored in parts
+#
+# x and y are sharded over inner as well: an all-gather replaces f, a reduce-scatter
+# replaces g. With one rank on inner this is FSDP.
 
 
 class AllGatherWithGrad(torch.autograd.Function):
@@ -225,7 +322,8 @@ class AllGatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return all_gather(x, dim, group)
 
     @staticmethod
@@ -234,11 +332,12 @@ class AllGatherWithGrad(torch.autograd.Function):
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of the above."""
+    """Reduce-scatter forward, all-gather backward."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return reduce_scatter(partial_y, dim, group)
 
     @staticmethod
@@ -247,296 +346,382 @@ class ReduceScatterWithGrad(torch.autograd.Function):
 
 
 class GatheredMatmul(torch.autograd.Function):
-    """X Wᵀ from slices of both: gathered for use, not kept, gathered again in backward.
+    """X Wᵀ where W is stored in shards along dim: all-gathered for use, never saved.
 
-    x is gathered along its last dim over x_group (None: it is whole), the weight along
-    w_dim over w_group; their gradients are reduce-scattered likewise."""
-
-    @staticmethod
-    def forward(ctx, x, weight, x_group, w_dim, w_group):
-        ctx.save_for_backward(x, weight)  # the slices: that is all that is kept
-        ctx.x_group, ctx.w_dim, ctx.w_group = x_group, w_dim, w_group
-        x = all_gather(x, -1, x_group) if x_group else x
-        return F.linear(x, all_gather(weight, w_dim, w_group))
+    Communication: all-gathers of W in forward and in backward; a reduce-scatter of
+        dL/dW, which is partial because each rank of the group has other samples.
+    """
 
     @staticmethod
-    def backward(ctx, grad):
+    def forward(ctx, x: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup):
+        ctx.save_for_backward(x, weight)  # the shard of W: backward gathers it again
+        ctx.dim = dim
+        ctx.group = group
+        return F.linear(x, all_gather(weight, dim, group))
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor):
         x, weight = ctx.saved_tensors
-        x = all_gather(x, -1, ctx.x_group) if ctx.x_group else x
-        grad_x = grad @ all_gather(weight, ctx.w_dim, ctx.w_group)
-        grad_x = reduce_scatter(grad_x, -1, ctx.x_group) if ctx.x_group else grad_x
-        grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        grad_weight = reduce_scatter(grad_weight, ctx.w_dim, ctx.w_group)
-        return grad_x, grad_weight, None, None, None
+        grad_x = grad_y @ all_gather(weight, ctx.dim, ctx.group)
+        partial_grad_w = grad_y.flatten(0, -2).T @ x.flatten(0, -2)
+        grad_w = reduce_scatter(partial_grad_w, ctx.dim, ctx.group)
+        return grad_x, grad_w, None, None
 
 
 class UpLinear2D(nn.Module):
-    """x[B_outer, S, D_inner] → h[B_outer, S, F_inner]; weight W[F_inner, D_outer]."""
+    """The first layer on the 2D mesh, by columns over inner: x_bSd → h_bSf."""
 
     def __init__(self, full: nn.Linear, outer_group, inner_group):
         super().__init__()
-        self.outer, self.inner = outer_group, inner_group
+        self.outer = outer_group
+        self.inner = inner_group
         self.weight = shard_parameter(full.weight, (0, inner_group), (1, outer_group))
         self.bias = shard_parameter(full.bias, (0, inner_group), (0, outer_group))
 
     def forward(self, x_bSd: Tensor) -> Tensor:
-        h_bSf = GatheredMatmul.apply(x_bSd, self.weight, self.inner, 1, self.outer)
+        x_bSD = AllGatherWithGrad.apply(x_bSd, 2, self.inner)  # replaces f
+        h_bSf = GatheredMatmul.apply(x_bSD, self.weight, 1, self.outer)
+        if self.bias is None:
+            return h_bSf
         return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)
 
 
 class DownLinear2D(nn.Module):
-    """h[B_outer, S, F_inner] → y[B_outer, S, D_inner]; weight W[D_outer, F_inner]."""
+    """The second layer on the 2D mesh, by rows over inner: h_bSf → y_bSd."""
 
     def __init__(self, full: nn.Linear, outer_group, inner_group):
         super().__init__()
-        self.outer, self.inner = outer_group, inner_group
-        self.weight = shard_parameter(full.weight, (0, outer_group), (1, inner_group))
+        self.outer = outer_group
+        self.inner = inner_group
+        self.weight = shard_parameter(full.weight, (1, inner_group), (0, outer_group))
         self.bias = shard_parameter(full.bias, (0, inner_group), (0, outer_group))
 
     def forward(self, h_bSf: Tensor) -> Tensor:
-        partial_y_bSD = GatheredMatmul.apply(h_bSf, self.weight, None, 0, self.outer)
-        y_bSd = ReduceScatterWithGrad.apply(partial_y_bSD, 2, self.inner)  # TP: g
+        partial_y_bSD = GatheredMatmul.apply(h_bSf, self.weight, 0, self.outer)
+        y_bSd = ReduceScatterWithGrad.apply(partial_y_bSD, 2, self.inner)  # replaces g
+        if self.bias is None:
+            return y_bSd
         return y_bSd + AllGatherWithGrad.apply(self.bias, 0, self.outer)
 
 
 def mlp_2d(full: MLP, outer_group, inner_group) -> MLP:
-    """The batch is cut over outer, features over inner, weights over both. With one
-    rank on inner this is FSDP: weights alone are gathered, and only to be used."""
+    """The MLP on the 2D mesh; with one rank on inner it is FSDP."""
     mlp = copy.deepcopy(full)
     mlp.up_proj = UpLinear2D(full.up_proj, outer_group, inner_group)
     mlp.down_proj = DownLinear2D(full.down_proj, outer_group, inner_group)
     return mlp
 
 
-def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
-    """A rank's loss is the mean over its own samples; the mean over all is wanted."""
-    for p in tensors:
-        if batch_group not in [group for _, group in getattr(p, "shardings", ())]:
-            p.grad = all_reduce(p.grad, batch_group)  # else backward has summed it
-        p.grad = p.grad / batch_group.size()
-
-
 # ==== RUN
 
 
 def main(args, report: Report) -> None:
-    groups = {}
-    for mesh in ({"tp": args.ranks}, {"dp": args.ranks, "alone": 1}, args.mesh):
-        groups |= mesh_groups(mesh, args.timeout)
-    tp, dp, outer, inner = (groups[name] for name in ("tp", "dp", "outer", "inner"))
-    report.begin({"tp": args.ranks})
-    report.axes = {axis: group.size() for axis, group in groups.items()}
-    full = MLP(args.hidden, args.width).to(args.device, getattr(torch, args.dtype))
-    batch = torch.randn(2, args.batch_size, args.seq_len, args.hidden)  # x and target
-    batch = batch.to(full.up_proj.weight)  # every rank draws the same weights and batch
-    losses, tensors, held = {}, {}, {}
+    """Train the same MLP on the same batch, split in different ways, and compare."""
+    tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
+    # FSDP is the 2D mesh with all ranks on outer, called dp, and one on inner.
+    fsdp_mesh = mesh_groups({"dp": args.ranks, "single": 1}, args.timeout)
+    mesh_2d = mesh_groups(args.mesh, args.timeout)
+    size = sizes_of_mlp(args)
+    report.begin({"tp": args.ranks}, size)
+    report.mesh = dict(args.mesh, tp=args.ranks, dp=args.ranks)  # section 5 needs all
+    full, batch = make_mlp_and_batch(args)
 
-    def run(name: str, mlp: nn.Module, cuts: tuple = (), batch_group=None) -> None:
-        results = train(name, mlp, batch, args, cuts, batch_group)
-        losses[name], tensors[name], held[name] = results
+    runs = {}
+    mlp = copy.deepcopy(full)
+    runs["without TP"] = train_mlp("without TP", mlp, batch, args)
+    # If your edit raises an error in one run, its column says so; the others continue.
+    with report.column("naive"):
+        runs["naive"] = train_mlp("naive", naive_mlp(full, tp_group), batch, args)
+    with report.column("Megatron"):
+        mlp = tp_mlp(full, tp_group)
+        show_placements_mlp(report, full, mlp)
+        runs["Megatron"] = train_mlp("Megatron", mlp, batch, args)
+    with report.column("DTensor"), CountDTensor("tp"):
+        runs["DTensor"] = train_mlp("DTensor", dtensor_mlp(full, tp_group), batch, args)
+    show_training_mlp(report, runs)
+    if "Megatron" in runs:
+        show_replicas_mlp(report, runs["Megatron"], tp_group)
+    show_gradients_mlp(report, runs)
 
-    run("without TP", copy.deepcopy(full))
-    run("naive", naive_mlp(full, tp))
-    run("Megatron", tp_mlp(full, tp))
-    if args.ranks > 1:
-        run("DTensor", dtensor_mlp(full, tp))
-    show_holdings(report, full, tp_mlp(full, tp))
-    show_training(report, losses, tensors)
-    run("DP", copy.deepcopy(full), ((0, dp),), dp)
-    run("FSDP", mlp_2d(full, dp, groups["alone"]), ((0, dp),), dp)
-    run("2D", mlp_2d(full, outer, inner), ((0, outer), (2, inner)), outer)
-    show_ways(report, losses, tensors, held)
-    show_bytes(report)
+    dp_group = fsdp_mesh["dp"]
+    split_batch = [(0, dp_group)]  # x and the target: dim 0 over dp
+    with report.column("DP"):
+        mlp = copy.deepcopy(full)
+        runs["DP"] = train_mlp("DP", mlp, batch, args, split_batch, dp_group)
+    with report.column("FSDP"):
+        mlp = mlp_2d(full, dp_group, fsdp_mesh["single"])
+        runs["FSDP"] = train_mlp("FSDP", mlp, batch, args, split_batch, dp_group)
+    with report.column("2D"):
+        outer_group = mesh_2d["outer"]
+        inner_group = mesh_2d["inner"]
+        mlp = mlp_2d(full, outer_group, inner_group)
+        split_both = [(0, outer_group), (2, inner_group)]  # batch, features
+        runs["2D"] = train_mlp("2D", mlp, batch, args, split_both, outer_group)
+    show_strategies_mlp(report, runs)
+    show_memory_mlp(report, runs, size)
+    show_communication_mlp(report, size)
 
 
-def train(name: str, mlp: nn.Module, batch: Tensor, args, cuts, batch_group) -> tuple:
-    """Losses; output and gradients of step 1, whole; bytes held by this rank.
+def make_mlp_and_batch(args) -> tuple[MLP, Tensor]:
+    """The full MLP, and x and target stacked: the same on every rank, by the seed."""
+    torch.manual_seed(args.seed)
+    dtype = getattr(torch, args.dtype)
+    full = MLP(args.hidden, args.width).to(args.device, dtype)
+    batch = torch.randn(2, args.batch_size, args.seq_len, args.hidden)
+    return full, batch.to(args.device, dtype)
 
-    SGD moves x, too, as if it were the layers below: so a wrong dL/dx shows in the next
-    loss. cuts: of x and the target; batch_group: ranks that have other samples.
+
+# ---- Training
+
+
+class MLPRun(NamedTuple):
+    mlp: nn.Module
+    x: nn.Parameter  # this rank's input, trained as well
+    losses: dict[str, float]  # of the full batch, by step
+    tensors: dict[str, Tensor]  # y and gradients of step 1, unsharded
+
+
+def train_mlp(name, mlp, batch, args, shardings=(), batch_group=None) -> MLPRun:
+    """Train mlp, and x as if it were the output of a layer below, on one batch.
+
+    A wrong dL/dx moves x to a wrong place, so it shows in the next step's loss.
+
+    Args:
+        shardings: of x, of the target and of y: (dim, group) for each split.
+        batch_group: ranks with different samples; None if all have the full batch.
     """
-    x, target = (shard_parameter(tensor, *cuts) for tensor in batch)
-    tensors = {"x": x, **dict(mlp.named_parameters())}
-    losses, first, held = {}, {}, {}
+    x = shard_parameter(batch[0], *shardings)
+    target = shard_parameter(batch[1], *shardings).detach()
+    trained = [x] + list(mlp.parameters())
+    losses = {}
+    # The loss is a mean over tokens, so x's gradient is smaller than that of weights,
+    # which sum over tokens. Without a larger rate x would barely move.
+    rate = 0.25 / args.hidden
+    x_options = {"params": [x], "lr": rate * args.batch_size * args.seq_len}
+    optimizer = torch.optim.SGD([{"params": mlp.parameters()}, x_options], lr=rate)
+
     for step in range(1, args.steps + 1):
-        saved = SavedBytes(skip=mlp.parameters())
-        with CountDTensor("tp") if "DTensor" in name else nullcontext():
-            COMM.what, COMM.phase = name, "forward"
-            with saved:
-                y = mlp(x)
-            COMM.phase = "backward"
-            squared_error(y, target.detach()).backward()
-        trained = {n: p for n, p in tensors.items() if p.grad is not None}
-        if batch_group:
-            average_gradients(trained.values(), batch_group)
-        COMM.what = COMM.phase = ""  # what follows is for the report
-        y = unshard(y.detach(), cuts)
-        losses[f"step {step}"] = squared_error(y, batch[1]).item()
+        optimizer.zero_grad()
+        # COMM.label does nothing but name the collectives inside, for section 5.
+        with COMM.label(name, "forward"):
+            y = mlp(x)
+        loss = squared_error(y, target)  # of this rank's part of y
+        with COMM.label(name, "backward"):
+            loss.backward()
+            if batch_group is not None:
+                average_gradients(trained, batch_group)
+
+        # For the report, so without a label: what one process would have here.
+        full_y = unshard(y.detach(), shardings)
+        losses[f"loss, step {step}"] = squared_error(full_y, batch[1]).item()
         if step == 1:
-            gradients = {f"dL/d {n}": unshard_gradient(p) for n, p in tensors.items()}
-            first = {"y": y, **gradients}
-            held["parameters"] = nbytes(mlp.parameters())
-            held["gradients"] = nbytes(p.grad for p in mlp.parameters())
-            held["kept"] = saved.total()
-        # The rate falls with the steps: at a constant one roundings might grow.
-        rate, tokens = 0.25 / (args.hidden * step), args.batch_size * args.seq_len
-        with torch.no_grad():
-            for n, p in trained.items():  # undo x's 1/tokens, or it barely moves
-                p -= rate * (tokens if n == "x" else 1) * p.grad
-                p.grad = None
-    return losses, first, held
+            tensors = {"y": full_y, "dL/d x": unshard_gradient(x)}
+            for parameter, p in mlp.named_parameters():
+                tensors[f"dL/d {parameter}"] = unshard_gradient(p).clone()
+        optimizer.step()
+    return MLPRun(mlp, x, losses, tensors)
 
 
 def squared_error(y_BSD: Tensor, target_BSD: Tensor) -> Tensor:
+    """Squared distance to the target, a mean over tokens."""
     return (y_BSD - target_BSD).square().sum(-1).mean()
 
 
 def unshard_gradient(p: Tensor) -> Tensor:
-    """Put together from all ranks; zeros if there is none."""
+    """The full gradient, from the shards of all ranks; zeros if there is none."""
     grad = torch.zeros_like(p) if p.grad is None else p.grad
     if isinstance(grad, DTensor):
-        return grad.full_tensor()
-    return unshard(grad, getattr(p, "shardings", ()))
+        return grad.full_tensor()  # an all-gather by PyTorch
+    return unshard(grad, shardings_of(p))
 
 
-def show_holdings(report, full: MLP, tp: MLP) -> None:
-    rows, whole = [], {name: list(p.shape) for name, p in full.named_parameters()}
-    for name, p in tp.named_parameters():
-        cuts = [f"Shard({dim})" for dim, _ in getattr(p, "shardings", ())]
-        row = {"parameter": name, "global": whole.get(name), "on a rank": list(p.shape)}
-        rows.append(row | {"placement": ", ".join(cuts) or "Replicate()"})
+# ---- The sections of the output, in order
+
+
+def show_placements_mlp(report: Report, full: MLP, tp: MLP) -> None:
+    """The parameters' shapes, and how Megatron's split shards them."""
+    on_rank = dict(tp.named_parameters())
+    rows = []
+    for name, p in full.named_parameters():
+        shard_of_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        row = {"parameter": name, "global": list(p.shape)}
+        row["on a rank"] = list(shard_of_p.shape)
+        # The placement is what the parameter remembers, not what it should be.
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(shard_of_p)]
+        row["placement"] = ", ".join(placements) or "Replicate()"
+        rows.append(row)
     report.section("Who holds what: Megatron's split")
-    report.say("   torch stores W as (out, in): the paper's columns are our dim 0")
+    report.say("   torch stores a weight as (out, in): the paper's columns are dim 0.")
     report.table("holdings", rows)
 
 
-def show_training(report, losses: dict, tensors: dict) -> None:
-    report.section("Losses: squared distance, mean over tokens; SGD moves W, b and x")
-    report.compare("losses", losses, report.allowed_loss)
-    report.section("Output, gradients of step 1: norms; diff = max|a − b| / max|b|")
-    report.compare("gradients", tensors)
-    for run in ("without TP", "Megatron"):
-        grad = tensors[run].get("dL/d up_proj.weight", torch.zeros(1, 5))
-        numbers = " ".join(f"{number:8.5f}" for number in grad[0, :5].tolist())
-        report.say(f"   {run:<10}  dL/d up_proj.weight[0, :5] = {numbers}")
-
-
-def count_bytes(args) -> dict[str, int]:
-    """Of all parameters (P), weights, down_proj's bias, x [B, S, D] and h [B, S, F]."""
-    BS, D, F = args.batch_size * args.seq_len, args.hidden, args.width
-    size = dict(P=2 * D * F + F + D, weights=2 * D * F, bias=D, x=BS * D, h=BS * F)
-    return {name: n * getattr(torch, args.dtype).itemsize for name, n in size.items()}
-
-
-def show_ways(report, losses: dict, tensors: dict, held: dict) -> None:
-    mesh = " × ".join(map(str, report.args.mesh.values()))
-    report.section(f"Five ways, the same numbers: bytes a rank holds (2D: {mesh})")
+def show_training_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
+    """Losses of the runs that have the full batch on every rank."""
+    report.section("Losses: squared distance to the target, mean over tokens")
     report.say(
-        "   DP (data parallel) cuts the batch, FSDP weights, too, 2D also features.\n"
-        "   Kept for backward: 1/T of x and of GELU's input, output (Megatron: whole x)"
+        "   x is also trained: a wrong dL/dx shows in the loss of the next step."
     )
-    size, T = count_bytes(report.args), report.args.ranks
-    P, bias, kept = size["P"], size["bias"], size["x"] + 2 * size["h"]
-    predicted = {  # bytes of parameters, and of what is kept
-        "without TP": (P, kept),
-        "DP": (P, kept // T),
-        "FSDP": (P // T, kept // T),
-        "Megatron": ((P - bias) // T + bias, size["x"] + 2 * size["h"] // T),
-        "2D": (P // T, kept // T),
-    }
-    losses = {name: losses[name] for name in predicted}
-    tensors = {name: tensors[name] for name in predicted}
-    report.compare("losses of ways", losses, report.allowed_loss, lambda _: "‖losses‖")
-    report.compare("ways", tensors, fold=lambda _: "‖y, dL/d…‖")
+    losses = values_of(runs, "losses")
+    report.compare("losses", losses, allowed=report.allowed_loss)
+
+
+def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
+    """What is replicated must be bitwise identical on all ranks after training."""
     rows = []
-    for name, (parameters, activations) in predicted.items():
-        wanted = {
-            "parameters": parameters,
-            "gradients": parameters,
-            "kept": activations,
-        }
-        for kind, n in wanted.items():
-            report.check(f"{kind}, {name}", abs(held[name][kind] - n), kind="bytes")
-        row = {"what": name, **held[name], "bytes": sum(held[name].values())}
-        rows.append(row | {"predicted_bytes": sum(wanted.values())})
-    report.measure("memory", rows)
+    for name, p in dict(run.mlp.named_parameters(), x=run.x).items():
+        if not shardings_of(p):
+            replicas = all_gather(p[None], 0, tp_group)
+            diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
+            row = {"Megatron's replicas on all ranks": name, "diff": diff}
+            report.expect(row, "diff", "replicas", name, 0.0)
+            rows.append(row)
+    report.table("replicas", rows)
 
 
-def show_bytes(report) -> None:
-    size, args = count_bytes(report.args), report.args
-    x, h, P = size["x"], size["h"], size["P"]
-    sizes = f"B·S {args.batch_size * args.seq_len}, D {args.hidden}, F {args.width}"
-    report.section(f"Communication in a step: {sizes}, P = 2DF + F + D")
+def show_gradients_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
+    """Output and gradients of step 1, and some elements of one of them."""
+    report.section("Output and gradients of step 1: norms; diff = max|a − b| / max|b|")
+    report.compare("gradients", values_of(runs, "tensors"))
+    report.say("   The first elements of dL/d up_proj.weight:")
+    for name, run in runs.items():
+        grad = run.tensors.get("dL/d up_proj.weight", torch.empty(0))
+        elements = grad.flatten()[:5].tolist()
+        report.say(f"   {name:<12}" + " ".join(f"{x:11.8f}" for x in elements))
+
+
+def show_strategies_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
+    """The runs that also split the batch have the same results."""
+    mesh = " × ".join(str(ranks) for ranks in report.args.mesh.values())
+    report.section("Same results, different memory: bytes per rank")
     report.say(
-        "   formula × bytes of a number (FSDP: outer T, inner 1); ring: what a rank\n"
-        "   sends. For DP and FSDP it grows with the weights, for Megatron with tokens"
+        "   DP shards the batch; FSDP the batch and the weights; 2D the batch over\n"
+        "   outer, features over inner and weights over both, on the mesh outer ×\n"
+        f"   inner = {mesh}."
     )
-    formulas = {
-        ("naive", "forward", "all-gather", "tp"): (2, "BS(F+D)", h + x),
-        ("naive", "backward", "all-reduce", "tp"): (2, "BS(F+D)", h + x),
-        ("DP", "backward", "all-reduce", "dp"): (4, "P", P),
+    names = ("without TP", "DP", "FSDP", "2D")
+    compared = {name: runs[name] for name in names if name in runs}
+    losses = values_of(compared, "losses")
+    tensors = values_of(compared, "tensors")
+    report.compare("losses", losses, allowed=report.allowed_loss)
+    report.compare("gradients", tensors, fold=lambda name: "y and gradients")
+
+
+def show_memory_mlp(report: Report, runs: dict[str, MLPRun], size: dict) -> None:
+    """Bytes per rank of parameters, gradients and activations saved for backward."""
+    # θ: bytes of all parameters. Gradients have the shapes of their parameters.
+    parameters = {
+        "without TP": "θ",
+        "naive": "θ/T",
+        "Megatron": "(θ-D·e)/T + D·e",  # down_proj.bias is replicated
+        "DP": "θ",
+        "FSDP": "θ/T",
+        "2D": "θ/T",
     }
-    for name in ("Megatron", "DTensor"):
-        for phase in ("forward", "backward"):
-            formulas[name, phase, "all-reduce", "tp"] = (1, "BSD", x)
-    for name, outer, inner in (("FSDP", "dp", "alone"), ("2D", "outer", "inner")):
-        n, x_slice = report.axes[inner], x // report.axes[outer]
-        formulas |= {
-            (name, "forward", "all-gather", outer): (4, "P/inner", P // n),
-            (name, "forward", "all-gather", inner): (1, "BSD/outer", x_slice),
-            (name, "forward", "reduce-scatter", inner): (1, "BSD/outer", x_slice),
-            (name, "backward", "all-gather", outer): (
-                2,
-                "2DF/inner",
-                size["weights"] // n,
-            ),
-            (name, "backward", "all-gather", inner): (2, "2BSD/outer", 2 * x_slice),
-            (name, "backward", "reduce-scatter", outer): (4, "P/inner", P // n),
-            (name, "backward", "reduce-scatter", inner): (1, "BSD/outer", x_slice),
-        }
-    report.ledger(formulas, args.steps)
-    totals = {row["what"]: 0 for row in report.data["communication"]}
-    for row in report.data["communication"]:
-        totals[row["what"]] += row["ring"]
-    report.table("totals", [{"ring, in all": "", **totals}] if totals else [])
-
-
-def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each formula, with its value in each run; and the sum of each run.
-
-    formulas: what is stored → bytes as a formula, such as "2·D·F·e/T".
-    sizes: run → letter → number.
-    """
+    # Three activations: x [B, S, D], and the input and output of GELU, [B, S, F] each.
+    saved = {
+        "without TP": "B·S·(D + 2·F)·e",
+        "naive": "B·S·(D + 2·F)·e",
+        "Megatron": "B·S·(D + 2·F/T)·e",
+        "DP": "B·S·(D + 2·F)·e/T",
+        "FSDP": "B·S·(D + 2·F)·e/T",
+        "2D": "B·S·(D/outer+2·F/T)·e",
+    }
     rows = []
-    sums = dict.fromkeys(sizes, 0)
-    for name, formula in formulas.items():
-        row = {"bytes": name, "formula": formula}
-        for run, size in sizes.items():
-            row[run] = evaluate(formula, size)
-            sums[run] += row[run]
-        row["ok"] = None  # nothing to check here: only the sum can be measured
+    for name, run in runs.items():
+        if name not in saved:  # DTensor, whose operations save copies of their own
+            continue
+        row = {"run": name}
+        row.update(bytes_stored_mlp(run))
+        row["params ="] = parameters[name]
+        row["saved ="] = saved[name]
+        expected = evaluate(parameters[name], size)
+        report.expect(row, "params", "memory", f"parameters, {name}", expected)
+        report.expect(row, "grads", "memory", f"gradients, {name}", expected)
+        expected = evaluate(saved[name], size)
+        report.expect(row, "saved", "memory", f"saved, {name}", expected)
+        row["ok"] = None  # the table sets it, by what is off
         rows.append(row)
-    return rows, sums
+    report.table("memory", rows)
+    report.say(
+        "   saved = activations saved for backward: x, input and output of GELU. The\n"
+        "   naive split shards none of them, Megatron's all but x."
+    )
 
 
-def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
-    """Bytes of each run as measured, checked against sums: run → predicted bytes."""
-    row = {"bytes": f"{kind}, measured", "formula": formula}
-    for run, predicted in sums.items():
-        row[run] = "raised"
-        if run in measured:
-            row[run] = measured[run][kind]
-            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
-    return row
+def bytes_stored_mlp(run: MLPRun) -> dict[str, int]:
+    """Measured on this rank, at the end of training and in one more forward pass."""
+    parameters = list(run.mlp.parameters())
+    saved = SavedBytes(skip=parameters)
+    with saved:
+        run.mlp(run.x)  # without a label: section 5 does not count these calls
+    return {
+        "params": nbytes(parameters),
+        "grads": nbytes(p.grad for p in parameters),
+        "saved": saved.total(),
+    }
 
 
-def values_of(runs: dict, field: str) -> dict:
-    """run → its losses, gradients, … (whatever `field` names)."""
-    return {name: getattr(run, field) for name, run in runs.items()}
+def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
+    """Collectives per step against formulas: calls × mean bytes per call."""
+    by_tp = {
+        # One gather for each layer's output: F features of h, D of y; backward two f's.
+        Call("naive", "forward", "all-gather", "tp"): "2 × B·S·(D + F)·e/2",
+        Call("naive", "backward", "all-reduce", "tp"): "2 × B·S·(D + F)·e/2",
+    }
+    for run in ("Megatron", "DTensor"):
+        by_tp[Call(run, "forward", "all-reduce", "tp")] = "1 × B·S·D·e"  # g
+        by_tp[Call(run, "backward", "all-reduce", "tp")] = "1 × B·S·D·e"  # f
+    by_dp = {
+        # The four parameters: two weights and two biases.
+        Call("DP", "backward", "all-reduce", "dp"): "4 × θ/4",
+        Call("FSDP", "forward", "all-gather", "dp"): "4 × θ/4",
+        Call("FSDP", "backward", "all-gather", "dp"): "2 × D·F·e",  # weights, again
+        Call("FSDP", "backward", "reduce-scatter", "dp"): "4 × θ/4",
+    }
+    by_mesh = {
+        # Over outer it is FSDP of what an inner rank holds, over inner TP of x and y.
+        Call("2D", "forward", "all-gather", "outer"): "4 × θ/inner/4",
+        Call("2D", "backward", "all-gather", "outer"): "2 × D·F·e/inner",
+        Call("2D", "backward", "reduce-scatter", "outer"): "4 × θ/inner/4",
+        Call("2D", "forward", "all-gather", "inner"): "1 × B·S·D·e/outer",
+        Call("2D", "forward", "reduce-scatter", "inner"): "1 × B·S·D·e/outer",
+        Call("2D", "backward", "all-gather", "inner"): "1 × B·S·D·e/outer",
+        Call("2D", "backward", "reduce-scatter", "inner"): "1 × B·S·D·e/outer",
+    }
+    report.section("Communication per step; ring: bytes that a rank of a ring sends")
+    report.say("   formula = calls × mean bytes per call; bytes = payload of all calls")
+    report.ledger(by_tp, size, steps=report.args.steps)
+    report.ledger(by_dp, size, steps=report.args.steps)
+    report.ledger(by_mesh, size, steps=report.args.steps)
+    if report.args.ranks == 1:
+        report.say("   One rank sends nothing.")
+        return
+
+    totals = {"ring, total": "bytes"}
+    for row in report.data["communication"]:
+        totals[row["run"]] = totals.get(row["run"], 0) + row["ring"]
+    report.table("totals", [totals])
+    # Both all-reduce over T ranks: Megatron 2·B·S·D·e bytes, DP θ.
+    equal = size["θ"] / evaluate("2·D·e", size)
+    tokens = evaluate("B·S", size)
+    # A rank computes 12·B·S·D·F/T FLOPs per step, in matrix products.
+    of_tp = evaluate("3·F/((T-1)·e)", size)
+    of_dp = evaluate("6·B·S·D·F/((T-1)·θ)", size)
+    lines = [
+        "Megatron all-reduces activations, 2·B·S·D·e bytes; DP gradients, θ bytes.",
+        f"Megatron sends more from B·S = θ/(2·D·e) = {equal:.1f} on (here: {tokens}).",
+        "FLOPs per byte sent (predicted; matrix products only): Megatron",
+        f"3·F/((T-1)·e) = {of_tp}, DP 6·B·S·D·F/((T-1)·θ) = {of_dp}. So TP needs wide",
+        "layers, and DP many tokens.",
+    ]
+    report.say("   " + "\n   ".join(lines))
+
+
+# ---- Measuring
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out."""
+    """Within `with`: bytes saved for backward, each storage once, `skip` left out."""
 
     def __init__(self, skip):
         self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
@@ -554,7 +739,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted, too."""
+    """Within `with`: DTensor's collectives are counted as well."""
 
     names = {
         "_c10d_functional::all_reduce": "all-reduce",
@@ -570,8 +755,10 @@ class CountDTensor(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor turn it into local ops and collectives
         out = func(*args, **(kwargs or {}))
-        if name := self.names.get(func._schema.name):
-            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
+        name = func._schema.name
+        if name in self.names:
+            # The payload is the full tensor: of an all-gather, the output.
+            COMM.count(self.names[name], max(args[0].nbytes, out.nbytes), self.axis)
         return out
 
 
@@ -586,6 +773,11 @@ def nbytes(tensors) -> int:
     return sum(local(x).nbytes for x in tensors if x is not None)
 
 
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
+
+
 # ==== BREAK IT
 
 BREAKS = {
@@ -594,9 +786,11 @@ BREAKS = {
         old="    return all_reduce(partial_grad, ctx.tp_group), None\n",
         new="    return partial_grad, None\n",
         what="f without its all-reduce in backward",
-        symptom="step 1's loss is right, so are gradients of Megatron's weights; dL/dx "
-        "is not: losses part from step 2 on. The naive up_proj's gradients suffer, too",
-        why="each rank used its slice of W only, so it has one of the T terms of dL/dx",
+        symptom="in step 1 the loss and the gradients of Megatron's weights are "
+        "correct, but dL/dx is wrong, so the losses diverge from step 2 on; in the "
+        "naive split the gradients of up_proj are wrong as well",
+        why="each rank computed dL/dx from its slice of W only, which is one of T "
+        "partial sums",
         reported="github.com/NVIDIA/Megatron-LM/issues/19",
     ),
     "g": dict(
@@ -604,54 +798,41 @@ BREAKS = {
         old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
         new="    partial_y_BSD = CopyToTP.apply(partial_y_BSD, self.tp_group)\n"
         "    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
-        what="g all-reduces in backward too, like PyTorch's differentiable all_reduce",
-        symptom="step 1's loss is right; all gradients before g are T times too large",
-        why="each has all of dL/dy; PyTorch's is for ranks with losses of their own",
+        what="g all-reduces in backward also, as PyTorch's differentiable all_reduce",
+        symptom="the loss of step 1 is correct; all gradients before g are T times too "
+        "large",
+        why="each rank already has the full dL/dy, because all compute the same loss; "
+        "PyTorch's all_reduce is for ranks with different losses",
         reported="github.com/pytorch/pytorch/issues/58005; NVIDIA/Megatron-LM, 559",
     ),
     "bias": dict(
         target="RowParallelLinear.forward",
-        old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n"
-        "    return y_BSD + self.bias",
-        new="    return self.reduce(partial_y_BSD + self.bias, self.tp_group)",
+        old="    partial_y_BSD = F.linear(x_BSf, self.weight)\n",
+        new="    partial_y_BSD = F.linear(x_BSf, self.weight, self.bias)\n"
+        "    return self.reduce(partial_y_BSD, self.tp_group)\n",
         what="the row-parallel bias is added on every rank, before the sum",
-        symptom="the loss is wrong from step 1 on, by little while the bias is small",
-        why="the all-reduce adds up T biases: only one term of a sum may carry it",
+        symptom="the loss is wrong from step 1 on, slightly while the bias is small",
+        why="the all-reduce adds T biases: only one partial sum may contain it",
         reported="github.com/huggingface/text-generation-inference/issues/1036",
     ),
     "plain": dict(
         target="UpLinear2D.forward",
-        old="    return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)",
-        new="    return h_bSf + all_gather(self.bias, 0, self.outer)",
-        what="a plain all-gather of the bias, of which autograd knows nothing",
-        symptom="no error; up_proj.bias of FSDP and 2D has no gradient, never moves",
-        why="the gathered tensor has no history; the rest of the graph hides the gap",
-        reported="pytorch issues 190419, 153016; lucidrains/vector-quantize-pytorch 158",
-    ),
-    "gelu": dict(
-        target="tp_mlp",
-        old="    mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)\n"
-        "    mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)\n",
-        new="    rank, T = tp_group.rank(), tp_group.size()\n"
-        "    f = lambda _, x: CopyToTP.apply(x[0], tp_group).chunk(T, -1)[rank]\n"
-        "    g = lambda _, h: ReduceFromTP.apply(h[0], tp_group)\n"
-        "    mlp.up_proj = RowParallelLinear(full.up_proj, tp_group)\n"
-        "    mlp.up_proj.register_forward_pre_hook(f)\n"
-        "    mlp.up_proj.reduce = lambda partial_h, tp_group: partial_h\n"
-        "    mlp.down_proj = ColumnParallelLinear(full.down_proj, tp_group)\n"
-        "    mlp.down_proj.gather_output = True\n"
-        "    mlp.down_proj.register_forward_pre_hook(g)\n",
-        what="rows first, and GELU before the sum: of terms, not of whole elements",
-        symptom="the loss is wrong from step 1 on",
-        why="GELU(a) + GELU(b) is not GELU(a + b): the sum over ranks must come first",
-        reported="Megatron-LM, arXiv:1909.08053, sec. 3",
+        old="    return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)\n",
+        new="    return h_bSf + all_gather(self.bias, 0, self.outer)\n",
+        what="a plain all-gather of the bias, which autograd does not track",
+        symptom="no error; up_proj.bias of FSDP and 2D has no gradient and never moves",
+        why="the gathered tensor has no history; gradients still flow through the rest "
+        "of the graph, so nothing reports the gap",
+        reported="github.com/pytorch/pytorch/issues/190419; pytorch/pytorch, 153016; "
+        "lucidrains/vector-quantize-pytorch, 158",
     ),
     "average": dict(
         target="average_gradients",
         old="        p.grad = p.grad / batch_group.size()\n",
         new="",
-        what="gradients are summed over the batch's slices, and not averaged",
-        symptom="step 1's loss is right; gradients are T times too large",
+        what="gradients are summed over the slices of the batch and not averaged",
+        symptom="the loss of step 1 is correct; gradients of DP and FSDP are T times "
+        "too large, those of 2D as many times as outer has ranks",
         why="the mean over all samples is the mean of the slices' means, not their sum",
         reported="arXiv:1910.02054; docs.pytorch.org, FSDP's gradient reduction",
     ),
@@ -663,30 +844,50 @@ BREAKS = {
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    multiples = {"hidden": 64 + -64 % ranks, "batch_size": 8 + -8 % ranks}
+    # The ranks have to divide D, F and B: 3 ranks get 66, 264 and 9.
+    multiples = {
+        "hidden": ranks * math.ceil(64 / ranks),
+        "batch_size": ranks * math.ceil(8 / ranks),
+    }
     parser = lesson_parser(__doc__, BREAKS, sections=5, steps=3, seq_len=8, **multiples)
-    parser.add_argument("--width", type=positive, help="(4 · hidden)")
-    parser.add_argument("--mesh", metavar="OUTERxINNER", help="of the 2D way, as 2x2")
+    parser.add_argument("--width", type=positive, help="F (4 · hidden)")
+    text = "the 2D mesh (2 ranks on inner if the number of ranks is even)"
+    parser.add_argument("--mesh", metavar="OUTERxINNER", help=text)
     args = parser.parse_args()
     args.width = args.width or 4 * args.hidden
     for name in ("hidden", "width", "batch_size"):
         must_divide(args, name, ranks, "ranks")
-    args.mesh = args.mesh or (f"{ranks // 2}x2" if ranks % 2 == 0 else f"1x{ranks}")
-    sizes = [int(n) if n.isdecimal() else 0 for n in args.mesh.split("x")]
-    if len(sizes) != 2 or math.prod(sizes) != ranks:
-        product = f"{args.mesh.replace('x', ' · ')} = {math.prod(sizes)}"
-        raise ValueError(f"--mesh {args.mesh}: {product}, not {ranks} ranks")
-    args.mesh = dict(zip(("outer", "inner"), sizes))
+    default_mesh = f"{ranks // 2}x2" if ranks % 2 == 0 else f"1x{ranks}"
+    text = args.mesh or default_mesh
+    axes = [int(axis) for axis in text.split("x") if axis.isdecimal()]
+    if len(axes) != 2 or text != f"{axes[0]}x{axes[1]}":
+        raise ValueError(f"--mesh {text}: is not OUTERxINNER; take {default_mesh}")
+    if math.prod(axes) != ranks:
+        product = f"{axes[0]} · {axes[1]} = {math.prod(axes)}"
+        advice = f"not {ranks} ranks; take {default_mesh}"
+        raise ValueError(f"--mesh {text}: {product}, {advice}")
+    args.mesh = {"outer": axes[0], "inner": axes[1]}
     return args
+
+
+def sizes_of_mlp(args) -> dict[str, int]:
+    """The letters of the shape legend, and the axes of the 2D mesh."""
+    size = dict(B=args.batch_size, S=args.seq_len, D=args.hidden, F=args.width)
+    size["T"] = args.ranks
+    size["e"] = getattr(torch, args.dtype).itemsize
+    size["θ"] = evaluate("(2·D·F + F + D)·e", size)
+    size.update(args.mesh)  # outer, inner
+    return size
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """ValueError with the arithmetic if a flag's value is no multiple of parts."""
     value = getattr(args, name)
     if value % parts:
-        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
-        left = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+        flag = f"--{name.replace('_', '-')}"
+        multiple = value + parts - value % parts
+        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
 
 
 # endregion
@@ -694,9 +895,6 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 # ==== CARRIED OVER from 00, unchanged
 # region
-
-# Imports that only the parts below use.
-from typing import NamedTuple
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
@@ -1043,7 +1241,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1053,7 +1252,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1063,7 +1268,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -1362,7 +1567,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

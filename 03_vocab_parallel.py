@@ -4,7 +4,7 @@ Embedding and head are often the largest matrices of a model, [V, D] each, and t
 logits [B, S, V] its largest activation. Here each rank holds a range of the vocabulary.
 It looks up the tokens in its range, and the loss is computed without gathering logits.
 
-Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another model):
+Run it on 1, 2 or 4 ranks (another number of ranks may need a larger model; it says so):
 
     torchrun --standalone --nproc_per_node=2 03_vocab_parallel.py
 
@@ -19,7 +19,7 @@ Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
 - In vocab_transformer, pass gather_output=True to ColumnParallelLinear. The loss of
   step 1 is still correct, but the gradients are wrong. Why?
 - In VocabParallelCrossEntropy.forward, keep the local sum of exp_BSv, but drop the
-  all-reduce around it. Every rank then has its own loss. Which replicas diverge?
+  all-reduce around it. Each rank has its own loss then. Do the replicas diverge?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
 `--break NAME`. Short of time? Read VocabParallelEmbedding, vocab_transformer and
@@ -54,7 +54,7 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward.
 # ColumnParallelLinear holds a slice of the outputs, here of the vocabulary.
-# shard_parameter slices a parameter, and shardings_of(p) is how: ((dim, group), …).
+# A parameter remembers how it is sharded: shardings_of(p) is ((dim, group), …).
 # From lesson 02: tp_transformer copies the model and replaces the linears of its
 # layers. Here embedding and head of this copy are replaced as well.
 
@@ -164,8 +164,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
         padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
-        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
@@ -329,6 +329,7 @@ def main(args, report: Report) -> None:
     size = sizes_of(args)
     size["v"] = math.ceil(args.vocab_size / args.ranks)
     report.begin({"tp": args.ranks}, size)
+    explain_sizes(report, args.ranks)
     full = make_tied(args)
     batches = make_batches(__doc__, args, args.steps)
     by_hand = partial(sharded_loss, tp_group=single_group, vocab_size=args.vocab_size)
@@ -337,6 +338,7 @@ def main(args, report: Report) -> None:
     runs = {}
     train = partial(train_transformer, batches=batches, args=args)
     runs["without TP"] = train("without TP", copy.deepcopy(full))
+    report.section("Who holds what: each rank has the rows of v tokens")
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("loss by hand"):
         model = copy.deepcopy(full)
@@ -410,14 +412,13 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
     for name, p in full.named_parameters():
         if fold_layers(name) != name:
             continue
-        local = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        local_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
         row = {"parameter": name, "global": list(p.shape)}
-        row["on a rank"] = list(local.shape)
+        row["on a rank"] = list(local_p.shape)
         # The placement is what the parameter remembers, not what it should be.
-        placements = [f"Shard({dim})" for dim, _ in shardings_of(local)]
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.section("Who holds what: each rank has the rows of v tokens")
     report.say("   All other parameters are sharded as in lesson 02.")
     report.table("holdings", rows)
 
@@ -505,8 +506,8 @@ HARD_CASES = [
 
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
-    rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.section("Where a loss easily goes wrong; diff: of the loss and its gradient")
+    rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.table("hard cases", rows)
 
 
@@ -555,7 +556,7 @@ def diff_or_nan(got: Tensor, expected: Tensor) -> float:
     """rel_diff, where nan equals nan; inf if only one of the two is nan."""
     if not torch.equal(got.isnan(), expected.isnan()):
         return math.inf
-    return rel_diff(got.nan_to_num(), expected.nan_to_num())
+    return rel_diff(got.where(~got.isnan(), 0), expected.where(~expected.isnan(), 0))
 
 
 # ---- Communication and memory
@@ -576,16 +577,26 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "backward", "all-reduce", "tp"): "(4·L + 1) × B·S·D·e",
         Call("DTensor", "clipping", "all-reduce", "tp"): f"1 × 8·({tensors})",
     }
-    report.section("Communication per step; ring: bytes that a rank of a ring sends")
+    conclusions = {
+        "with TP": "loss: 3 values per token (max, Σ exp, the target's logit)",
+        "DTensor": "the same loss; in backward q, k and v have an f each",
+    }
+    report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)
-    report.say(
-        "   loss = three values per token: max, Σ exp and the target's logit\n"
-        f"   clipping = sums of squares in float64: one, or one per tensor ({tensors})"
-    )
+    totals = Counter()
+    for row in report.data["communication"]:
+        totals[row["run"]] += row["bytes"]
+    for run, total in totals.items():  # a run that raised an error has no rows
+        report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
+    if "DTensor" in totals:
+        report.say(
+            "   clipping = sums of squares, float64: one; DTensor one per parameter"
+        )
 
 
 def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     """Measure what one loss sends and saves for backward, for two vocabularies."""
+    report.section("The loss alone, from gathered and from sharded logits")
     sizes = {}
     measured = {}
     formulas = {}
@@ -598,7 +609,6 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
         sharded = Call(f"sharded, {run}", "loss", "all-reduce", "tp")
         formulas[gathered] = f"1 × B·S·{v}·T·e"  # v columns of each rank
         formulas[sharded] = "3 × B·S·e"
-    report.section("The loss alone, from gathered and from sharded logits")
     report.ledger(formulas, size)
 
     # What autograd saves for backward, in bytes per rank.
@@ -642,6 +652,9 @@ def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str,
 
 def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     """Sample the next token at each of the first positions of a line."""
+    report.section(
+        "Tokens sampled from logits; sent: a score and its token, not V logits"
+    )
     args = report.args
     generator = torch.Generator().manual_seed(args.seed)  # the same on every rank
     tokens_BS = batch[0][:1, :5]
@@ -667,9 +680,6 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     wrong = [i for i, token in enumerate(sampled) if token != expected[i]]
     if not report.check("sampling", "tokens", len(wrong)):
         row["off"].append("with TP")
-    report.section(
-        "Tokens sampled from logits; sent: a score and its token, not V logits"
-    )
     report.table("sampling", [row])
 
 
@@ -679,7 +689,7 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
 BREAKS = {
     "ignored": dict(
         target="VocabParallelCrossEntropy.backward",
-        old="        grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n",
+        old="    grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n",
         new="",
         what="the gradient rows of ignored positions are not set to zero",
         symptom="the loss of step 1 is correct, because an ignored position has loss "
@@ -713,8 +723,8 @@ BREAKS = {
     ),
     "padding": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        padding_v = token_v >= vocab_size  # columns that are no token",
-        new="        padding_v = torch.zeros_like(token_v, dtype=torch.bool)",
+        old="    padding_v = token_v >= vocab_size  # columns that are no token",
+        new="    padding_v = torch.zeros_like(token_v, dtype=torch.bool)",
         what="columns of padding take part in the softmax",
         symptom="the loss is slightly too large (less with a larger vocabulary), and "
         "rows of padding get gradients",
@@ -723,8 +733,8 @@ BREAKS = {
     ),
     "max": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
-        new="        max_BS = torch.zeros_like(x_BSv[..., 0])",
+        old="    max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)",
+        new="    max_BS = torch.zeros_like(x_BSv[..., 0])",
         what="the largest logit is not subtracted",
         symptom="losses are correct while logits are small; large logits give inf or "
         "nan, and the loss makes two all-reduces instead of three",
@@ -733,8 +743,8 @@ BREAKS = {
     ),
     "exponentials": dict(
         target="VocabParallelCrossEntropy.forward",
-        old="        softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
-        new="        softmax_BSv = exp_BSv\n",
+        old="    softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
+        new="    softmax_BSv = exp_BSv\n",
         what="the exponentials are saved for backward instead of the softmax",
         symptom="the loss of step 1 is correct, but the gradients are too large by a "
         "factor of about Σ exp, which grows with the vocabulary",
@@ -886,24 +896,19 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+def shard_parameter(
+    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
+) -> nn.Parameter | None:
+    """This rank's shard of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
-    for dim, group in cuts:
+    if full is None:
+        return None
+    for dim, group in shardings:
         full = shard(full, dim, group)
-    mine = nn.Parameter(full.detach().clone())
-    mine.shardings = cuts
-    return mine
-
-
-def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first.
-
-    (lesson 01)"""
-    for dim, group in reversed(cuts):
-        x = all_gather(x, dim, group)
-    return x
+    p = nn.Parameter(full.detach().clone())  # training it must not change `full`
+    p.shardings = shardings
+    return p
 
 
 def shardings_of(p: Tensor) -> tuple:
@@ -911,6 +916,15 @@ def shardings_of(p: Tensor) -> tuple:
 
     (lesson 01)"""
     return getattr(p, "shardings", ())
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' shards; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):
+        x = all_gather(x, dim, group)
+    return x
 
 
 class CopyToTP(torch.autograd.Function):
@@ -923,7 +937,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -932,7 +946,8 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
+        ctx.dim = dim
+        ctx.tp_group = tp_group
         return all_gather(x, dim, tp_group)
 
     @staticmethod
@@ -945,7 +960,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
+        self.tp_group = tp_group
+        self.copy_input = copy_input
         self.gather_output = gather_output
         self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
         self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
@@ -968,8 +984,8 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
+        # y is one tensor that all ranks hold, so each has the full dL/dy; and y is the
+        # sum of the partial sums, so dL/dy is also the gradient of each of them.
         return grad, None
 
 
@@ -986,6 +1002,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
         y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        if self.bias is None:
+            return y_BSD
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
@@ -999,53 +1017,8 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     return mlp
 
 
-def show_training(report, losses: dict, tensors: dict) -> None:
-    report.section("Losses: squared distance, mean over tokens; SGD moves W, b and x")
-    report.compare("losses", losses, report.allowed_loss)
-    report.section("Output, gradients of step 1: norms; diff = max|a − b| / max|b|")
-    report.compare("gradients", tensors)
-    for run in ("without TP", "Megatron"):
-        grad = tensors[run].get("dL/d up_proj.weight", torch.zeros(1, 5))
-        numbers = " ".join(f"{number:8.5f}" for number in grad[0, :5].tolist())
-        report.say(f"   {run:<10}  dL/d up_proj.weight[0, :5] = {numbers}")
-
-
-def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each formula, with its value in each run; and the sum of each run.
-
-    (lesson 01)"""
-    rows = []
-    sums = dict.fromkeys(sizes, 0)
-    for name, formula in formulas.items():
-        row = {"bytes": name, "formula": formula}
-        for run, size in sizes.items():
-            row[run] = evaluate(formula, size)
-            sums[run] += row[run]
-        row["ok"] = None  # nothing to check here: only the sum can be measured
-        rows.append(row)
-    return rows, sums
-
-
-def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
-    """Bytes of each run as measured, checked against sums: run → predicted bytes.
-
-    (lesson 01)"""
-    row = {"bytes": f"{kind}, measured", "formula": formula}
-    for run, predicted in sums.items():
-        row[run] = "raised"
-        if run in measured:
-            row[run] = measured[run][kind]
-            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
-    return row
-
-
-def values_of(runs: dict, field: str) -> dict:
-    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
-    return {name: getattr(run, field) for name, run in runs.items()}
-
-
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out.
+    """Within `with`: bytes saved for backward, each storage once, `skip` left out.
 
     (lesson 01)"""
 
@@ -1065,7 +1038,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class CountDTensor(TorchDispatchMode):
-    """Within `with`: DTensor's collectives are counted, too (lesson 01)."""
+    """Within `with`: DTensor's collectives are counted as well (lesson 01)."""
 
     names = {
         "_c10d_functional::all_reduce": "all-reduce",
@@ -1081,8 +1054,10 @@ class CountDTensor(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor turn it into local ops and collectives
         out = func(*args, **(kwargs or {}))
-        if name := self.names.get(func._schema.name):
-            COMM.count(name, max(args[0].nbytes, out.nbytes), self.axis)
+        name = func._schema.name
+        if name in self.names:
+            # The payload is the full tensor: of an all-gather, the output.
+            COMM.count(self.names[name], max(args[0].nbytes, out.nbytes), self.axis)
         return out
 
 
@@ -1094,15 +1069,21 @@ def local(x: Tensor) -> Tensor:
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
+
+
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """ValueError with the arithmetic if a flag's value is no multiple of parts.
 
     (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
-        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
-        left = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+        flag = f"--{name.replace('_', '-')}"
+        multiple = value + parts - value % parts
+        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
 
 
 # endregion
@@ -1274,10 +1255,9 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a fraction of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -1348,6 +1328,12 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
+def explain_sizes(report: Report, ranks: int) -> None:
+    """Say why the default sizes are larger on this number of ranks (lesson 02)."""
+    if 4 % ranks != 0:
+        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
+
+
 PAD = 256  # the one token that is not a byte
 
 
@@ -1397,8 +1383,9 @@ class TrainingRun(NamedTuple):
 
 
 def train_transformer(
-    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
-) -> TrainingRun:
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
+    norm_of=global_norm,
+) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
     norms = {}
@@ -1428,12 +1415,13 @@ def train_transformer(
             if tp_group is None:
                 norm = norm_by_pytorch(model)
             else:
-                norm = global_norm(model, tp_group)
+                norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
         # Each rank updates what it holds, and sends nothing. Replicas stay equal only
         # because they start equal and get equal gradients. Nothing else enforces it.
-        optimizer.step()
+        with COMM.label(name, "update"):
+            optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
 
@@ -1466,6 +1454,20 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     return tensors
 
 
+def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Losses, gradient norms before clipping, and the parameters after training.
+
+    (lesson 02)"""
+    losses = values_of(runs, "losses")
+    norms = values_of(runs, "norms")
+    parameters = values_of(runs, "parameters")
+    report.section("Losses, gradient norms before clipping, parameters after training")
+    report.compare("losses", losses, allowed=report.allowed_loss)
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    report.compare("norms", norms)
+    report.compare("parameters", parameters, fold=lambda name: "all parameters")
+
+
 def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     """After training, replicated tensors must be bitwise identical on all ranks.
 
@@ -1480,13 +1482,42 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     # Each rank computed the loss itself, from its own replica of the logits.
     losses = gather_objects(list(run.losses.values()))
     diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
-    row = {"with TP": "replicas that all ranks hold", "tensors": len(diffs)}
+    row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
         if report.check("replicas", name, diff):
             row["equal"] += 1
     row["off"] = [] if row["equal"] == row["tensors"] else ["equal"]
     report.table("replicas", [row])
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes.
+
+    (lesson 02)"""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
@@ -1502,7 +1533,6 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
     add("--clip", type=float, default=1.0, help="maximum gradient norm (default 1)")
     args = parser.parse_args()
-    must_divide(args, "heads", ranks, "ranks")
     if args.kv_heads < ranks:
         text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
         raise ValueError(f"{text}; take {ranks}, or see beyond/09_shared_heads.py")
@@ -1793,7 +1823,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1803,7 +1834,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1813,7 +1850,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -2112,7 +2149,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

@@ -1,30 +1,40 @@
 """Lesson 04: sequence parallelism.
 
-Tensor parallelism (TP) leaves LayerNorm, dropout and the residual whole on every rank:
-the same work and the same memory, T times. Here each rank takes a slice of the sequence
-for them: a layer's all-reduces become pairs of reduce-scatter and all-gather, which
-send as much, and it keeps 1/T of what it keeps in one process.
+Under tensor parallelism (TP) every rank computes LayerNorm, dropout and residual of all
+positions: the same work and the same memory, T times. Sequence parallelism (SP) gives
+each rank a slice of the sequence there. Each all-reduce becomes a reduce-scatter and an
+all-gather, and a layer saves 1/T of the bytes that it saves in one process. A ring then
+sends the same bytes as under TP, and 25 % more if inputs are gathered again in backward
+to save memory, as this lesson does by default.
 
-Run it (2 ranks on a laptop; 1, 3, 4, 6 and 8 work too, the sizes follow):
+Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another model):
 
     torchrun --standalone --nproc_per_node=2 04_sequence_parallel.py
 
-What you will see: lesson 03's transformer without TP, with it, with TP and sequence
-parallelism (SP), and by PyTorch's plan; gradients that need one more sum; the bytes
-sent; what a layer keeps for backward, to the byte, as in the paper; lengths that T does
-not divide. `--hf` adds a Hugging Face model, `--break list` names bugs to switch on.
+What you will see: the model of lesson 03 trained on this text in one process, with TP,
+with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent;
+the 34 bytes per element that a layer saves for backward, term by term, as in the paper;
+lengths that T does not divide. `--hf` adds a Hugging Face model.
 
-How to read this file: NEW is the lesson, RUN what it prints, BREAK IT lists its bugs;
-fold away what comes below. Short of time? Read GatherThenLinear, split_sequence and
-all_reduce_replicated_gradients. Try this, and see what the checks say: leave the line
-of layer.dropout out of split_sequence; nn.RMSNorm for nn.LayerNorm in DecoderLayer;
-give --seq-len 33, or --save-gathered, and look at the bytes.
+What to try (answers: notebooks/04_sequence_parallel.ipynb, the section in brackets):
+- In split_sequence, delete the line of layer.dropout. Gradients and losses of TP + SP
+  are wrong from step 1 on: all slices drop the same elements [12].
+- Use nn.RMSNorm in DecoderLayer and Transformer. All numbers agree, `summing` sends
+  less, and on a CPU a layer saves 12·B·S·D more bytes [6].
+- --save-gathered: 5 all-gathers in backward for 10, and more bytes saved [5, 7].
+- --seq-len 33: S becomes 34 on 2 ranks, and the losses still agree [8].
 
-Shapes: B batch, S sequence, D hidden, N heads, V vocabulary, L layers, T ranks in the
-    TP group. UPPERCASE is the full size, lowercase this rank's slice: x_BsD has this
-    rank's s = S/T positions. `partial_` in front: full shape, still to be summed over
-    the group, {U_tp}. x → y: on a rank instead of global. PyTorch says Replicate() for
-    what every rank holds, Shard(dim) for what is cut, Partial() for terms of a sum.
+How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
+`--break NAME`. Short of time? Read GatherThenLinear, split_sequence and
+all_reduce_replicated_gradients.
+
+Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, V vocabulary, L
+    layers, T ranks in the TP group. UPPERCASE is the full size, lowercase is this
+    rank's slice: x_BsD has s = S/T positions. `partial_` in front: full shape, still to
+    be summed over the group, written {U_tp}. PyTorch calls these placements
+    Replicate(), Shard(dim) and Partial(). An arrow means input → output. In formulas:
+    X = B·S·D; C = 2·L + 1 inputs to gather, two per layer and one of lm_head; p
+    parameter tensors; e bytes per element.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism, memory);
     docs.pytorch.org, torch.distributed.tensor.parallel.SequenceParallel.
@@ -33,14 +43,8 @@ Sources: Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism, memory
 from __future__ import annotations
 
 import copy
-import functools
-import math
-from collections import Counter, namedtuple
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -49,159 +53,228 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
 
-# From lesson 01: f before column-parallel linears (identity, all-reduce backward), g
-# after row-parallel ones (all-reduce, identity backward). From 02 and 03: tp_ and
-# vocab_transformer edit a copy of the model, at places made to be exchanged: `project`
-# of attention (f, then q, k, v) and of a LinearWithInputComm, `reduce` of row-parallel
-# linears and the embedding (g). ShardedDropout(p, dim, group) drops on a slice along
-# dim. p.shardings: how a parameter was cut; one that is whole on every rank has none.
+# From lesson 01: f is before column-parallel linears (identity forward, all-reduce
+# backward), g after row-parallel linears (all-reduce forward, identity backward).
+# shardings_of(p) is ((dim, group), …), empty if p is replicated. From 02 and 03:
+# vocab_transformer is a copy of the model with all linears and the vocabulary split;
+# ShardedDropout(p, dim, group) is dropout of a tensor that is sharded along dim.
+# This lesson replaces three attributes that communicate:
+#     Attention.project_qkv: f, then q_proj, k_proj, v_proj
+#     RowParallelLinear.reduce and VocabParallelEmbedding.reduce: g
 
 
 def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
-    """Positions at the end of a batch, so that T divides them: [B, S] → [B, ⌈S/T⌉·T].
+    """Pad the sequence at its end so that T divides it.
 
-    At the end: the others keep their places, and the causal mask hides what follows.
+    At the end, because then all other tokens keep their positions, and the causal mask
+    hides the padding from them. PAD (256) is no byte, and a target of IGNORE (−100)
+    adds nothing to the loss.
+    Shapes: [B, S] → [B, ⌈S/T⌉·T], for tokens and targets.
     """
     missing = -tokens_BS.shape[1] % ranks
     tokens_BS = F.pad(tokens_BS, (0, missing), value=PAD)
-    return tokens_BS, F.pad(target_BS, (0, missing), value=IGNORE)
+    target_BS = F.pad(target_BS, (0, missing), value=IGNORE)
+    return tokens_BS, target_BS
 
 
-# g (all-reduce; backward identity) becomes a reduce-scatter; backward an all-gather.
+# ---- After a row-parallel linear: g becomes a reduce-scatter
+
+# An all-reduce is a reduce-scatter and an all-gather (lesson 00). SP does the first
+# half here, works on its slice of positions, and gathers before the next linear.
 
 
 def reduce_scatter_sequence(partial_y_BSD: Tensor, tp_group) -> Tensor:
-    """The ranks' terms are summed, and each keeps its slice of positions.
+    """Sum the ranks' partial outputs; each rank gets its slice of the positions.
 
-    Shapes: y [B, S, D] {U_tp} → [B, s, D] Shard(1). Communication: one reduce-scatter
-        of B·S·D elements forward, one all-gather of them backward.
+    Shapes: y [B, S, D] {U_tp} → [B, s, D] Shard(1).
+    Communication: one reduce-scatter of B·S·D elements forward, one all-gather of
+        B·S·D elements backward.
     """
     return ReduceScatterWithGrad.apply(partial_y_BSD, 1, tp_group)
 
 
-# f (identity; backward all-reduce) becomes an all-gather; backward a reduce-scatter.
-# gather_and_save (--save-gathered) gives the same numbers, and keeps more for backward.
+# ---- Before column-parallel linears: f becomes an all-gather
 
 
 class GatherThenLinear(torch.autograd.Function):
-    """All-gather the sequence, then linears; this rank's slice is kept for backward.
+    """All-gather the sequence, apply linears, and save only this rank's slice.
 
-    The weights' gradients need the whole x. Plain autograd would keep it, T slices; the
-    paper keeps one slice and gathers again in backward (arXiv:2205.05198, sec. 4.2.2).
+    The gradient of a weight needs the input at all positions. Plain autograd would save
+    the gathered input, T slices. The paper saves one slice and gathers it again in
+    backward (arXiv:2205.05198, sec. 4.2.2). This second gather makes SP send 25 % more
+    bytes than TP; large systems overlap it with the computation of dL/dx.
     """
 
     @staticmethod
-    def forward(ctx, x_BsD: Tensor, tp_group, *parameters: Tensor) -> tuple:
-        weights, biases = parameters[::2], parameters[1::2]  # they come in turn
+    def forward(ctx, x_BsD: Tensor, tp_group, *parameters: Tensor | None) -> tuple:
+        weights = parameters[0::2]  # weight, bias, weight, bias, …
+        biases = parameters[1::2]  # None for a linear without bias
         ctx.save_for_backward(x_BsD, *weights)
         ctx.tp_group = tp_group
+        ctx.has_bias = [bias is not None for bias in biases]
         x_BSD = all_gather(x_BsD, 1, tp_group)
         return tuple(F.linear(x_BSD, W, b) for W, b in zip(weights, biases))
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        x_BsD, *weights = ctx.saved_tensors
-        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the extra all-gather
-        grads, partial_grad_BSD = [], 0
-        for grad_BSf, weight in zip(grads_BSf, weights):
-            grad_Rf = grad_BSf.flatten(0, 1)  # R rows: all tokens
-            grads += [grad_Rf.T @ x_BSD.flatten(0, 1), grad_Rf.sum(0)]
-            partial_grad_BSD = partial_grad_BSD + grad_BSf @ weight
-        # Each rank used all of x, with its own columns: it has a term of dL/dx for
-        # every position. Sum them over ranks, and keep this rank's positions.
+        saved = ctx.saved_tensors  # read once: checkpoint() allows it only once
+        x_BsD = saved[0]
+        weights = saved[1:]
+        x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
+        flat_x = x_BSD.flatten(0, 1)  # [B·S, D]
+        partial_grad_BSD = torch.zeros_like(x_BSD)
+        grads = []  # of the parameters, in the order of forward
+        for grad_BSf, weight, has_bias in zip(grads_BSf, weights, ctx.has_bias):
+            flat_grad = grad_BSf.flatten(0, 1)  # [B·S, f]
+            grads.append(flat_grad.T @ flat_x)
+            grads.append(flat_grad.sum(0) if has_bias else None)
+            partial_grad_BSD += grad_BSf @ weight
+        # Each rank multiplied all positions by its own columns, so it has a partial
+        # dL/dx for every position. Sum over ranks; this rank gets its positions.
         grad_BsD = reduce_scatter(partial_grad_BSD, 1, ctx.tp_group)
-        return grad_BsD, None, *grads
+        return tuple([grad_BsD, None] + grads)
 
 
 def gather_then_apply_each(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """Column-parallel linears of a split sequence: one all-gather for all of them.
+    """Apply column-parallel linears to a sharded sequence: one all-gather for all.
 
     Shapes: x [B, s, D] Shard(1) → [B, S, f] Shard(2), one for each linear.
-    Communication: forward one all-gather of B·S·D elements; backward one
-        reduce-scatter, and one all-gather more.
+    Communication: one all-gather forward; one all-gather and one reduce-scatter
+        backward; each of B·S·D elements.
     """
-    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
+    parameters = []
+    for linear in linears:
+        parameters.append(linear.weight)
+        parameters.append(linear.bias)
     return list(GatherThenLinear.apply(x_BsD, linears[0].tp_group, *parameters))
 
 
 def gather_and_save(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
-    """The same as plain autograd does it: all of x is kept, one all-gather less."""
+    """The same by plain autograd (--save-gathered): saves T slices, gathers once.
+
+    Communication: one all-gather forward, one reduce-scatter backward.
+    """
     x_BSD = AllGatherWithGrad.apply(x_BsD, 1, linears[0].tp_group)
     return [F.linear(x_BSD, linear.weight, linear.bias) for linear in linears]
 
 
+class LinearWithInputComm(nn.Module):
+    """A column-parallel linear that one of the two functions above computes.
+
+    Attention has a hook for this, project_qkv; up_proj and lm_head get one here.
+    """
+
+    def __init__(self, linear: ColumnParallelLinear, gather_and_apply):
+        super().__init__()
+        self.tp_group = linear.tp_group
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.gather_and_apply = gather_and_apply
+
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        outputs = self.gather_and_apply(x_BsD, self)
+        return outputs[0]
+
+
+# ---- The model, edited
+
+# One layer. Each rank holds positions (s = S/T) where the text says [B, s, D], and its
+# heads or columns of all positions in between:
+#
+#   [B, s, D]  x ── LayerNorm ── all-gather ──┐
+#   [B, S, d]       q, k, v ── attention ── o_proj ──┐        d = D/T: its heads
+#   [B, s, D]  x + dropout ── reduce-scatter ────────┘
+#   [B, s, D]  x ── LayerNorm ── all-gather ──┐
+#   [B, S, f]       up_proj ── GELU ── down_proj ────┐        f = F/T: its columns
+#   [B, s, D]  x + dropout ── reduce-scatter ────────┘
+
+
 def split_sequence(
-    layer: DecoderLayer, tp_group, project=gather_then_apply_each
+    layer: DecoderLayer, tp_group, gather_and_apply=gather_then_apply_each
 ) -> None:
-    """Edit a layer of tp_transformer: between its linears the sequence is split.
+    """Edit a layer of tp_transformer: around attention and MLP the sequence is split.
 
-    [B, s, D] around LayerNorm, dropout and residual; this rank's heads, and columns of
-    the MLP, in between. A head needs all positions: so rotary tables and causal mask
-    are still those of the whole sequence, by global position. (To leave the sequence
-    split inside attention, too, is another method: context parallelism.)
+    Attention itself needs all positions of its heads, so rotary tables and causal mask
+    stay those of the full sequence, by global position. (Context parallelism is the
+    method that also splits the sequence inside attention.)
 
-    Communication: 2 all-gathers and 2 reduce-scatters forward, as many backward, and 2
-        all-gathers more unless project is gather_and_save; each of B·S·D elements.
+    Shapes: x [B, s, D] Shard(1) → [B, s, D] Shard(1).
+    Communication: 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2
+        more all-gathers backward unless gather_and_apply is gather_and_save. Each is of
+        B·S·D elements.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4.2.2, fig. 5.
     """
-    layer.self_attn.project = project
+    layer.self_attn.project_qkv = gather_and_apply
     layer.self_attn.o_proj.reduce = reduce_scatter_sequence
-    layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, project)
+    layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, gather_and_apply)
     layer.mlp.down_proj.reduce = reduce_scatter_sequence
-    layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)  # of [B, s, D]
+    # x is [B, s, D] there, so each rank must use its own slice of the mask.
+    layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
 
 
 def sp_transformer(
     full: Transformer, tp_group: dist.ProcessGroup, save_gathered: bool = False
 ) -> Transformer:
-    """Lesson 03's model with the sequence split between its linears.
+    """A copy of the decoder under TP, with the sequence split between its linears.
 
     Args:
         full: the single-process model, identical on every rank.
-        save_gathered: keep gathered inputs for backward, as plain autograd does.
+        save_gathered: save gathered inputs for backward, as plain autograd does.
     Shapes: tokens [B, S], T divides S (pad_batch) → logits [B, S, ⌈V/T⌉] Shard(2).
-    Communication: that of L layers, and one of each for both ends: a reduce-scatter
-        after the embedding, an all-gather before the head. After backward there must
-        come all_reduce_replicated_gradients.
+    Communication: split_sequence in each of L layers; one more reduce-scatter after the
+        embedding; one more gather before lm_head. all_reduce_replicated_gradients must
+        be called after backward.
     """
-    project = gather_and_save if save_gathered else gather_then_apply_each
+    gather_and_apply = gather_and_save if save_gathered else gather_then_apply_each
     model = vocab_transformer(full, tp_group)
     for layer in model.layers:
-        split_sequence(layer, tp_group, project)
+        split_sequence(layer, tp_group, gather_and_apply)
     model.embed_tokens.reduce = reduce_scatter_sequence
-    model.lm_head = LinearWithInputComm(model.lm_head, project)
+    model.lm_head = LinearWithInputComm(model.lm_head, gather_and_apply)
     return model.train(full.training)  # in eval mode if full is
+
+
+# Which gradients are complete after backward? (Lesson 02 has the three kinds.)
+# - Sharded weights and biases work on all positions. Complete.
+# - LayerNorms and the biases of o_proj and down_proj are replicated, but each rank
+#   applies them to its own slice of the sequence. Partial: sum them.
+# Without SP every rank applies them to all positions, and their gradients are complete.
 
 
 def all_reduce_replicated_gradients(model: nn.Module, tp_group) -> None:
     """Sum the gradients of replicated parameters over the TP group, before clipping.
 
-    LayerNorms and the biases of row-parallel linears are whole on every rank, but each
-    met one slice of the sequence: it has the part of its gradient that comes from those
-    tokens. Without SP it had met all tokens. (Megatron-LM: finalize_model_grads.)
-    Communication: one all-reduce of (6L + 2)·D: norms (4L + 2)·D, biases 2L·D.
+    One flat buffer makes it one collective; a hook on each parameter, as in lesson 02,
+    would make one per parameter. (Megatron-LM does it in finalize_model_grads.)
+    Communication: one all-reduce of (6·L + 2)·D elements: LayerNorms have (4·L + 2)·D,
+        biases of o_proj and down_proj 2·L·D.
     """
-    trained = [p for p in model.parameters() if p.grad is not None]
-    replicated = [p for p in trained if not getattr(p, "shardings", ())]
-    flat = torch.cat([p.grad.flatten() for p in replicated])
-    sums = all_reduce(flat, tp_group).split([p.numel() for p in replicated])
-    for p, grad in zip(replicated, sums):
+    replicated = []
+    for p in model.parameters():
+        if p.grad is not None and not shardings_of(p):
+            replicated.append(p)
+    partial_flat = torch.cat([p.grad.flatten() for p in replicated])
+    flat = all_reduce(partial_flat, tp_group)
+    for p, grad in zip(replicated, flat.split([p.numel() for p in replicated])):
         p.grad.copy_(grad.view_as(p))
 
 
-# ---- Less memory still: compute again what was not kept
+# ---- Optional: activation checkpointing
 
 
 class Checkpointed(nn.Module):
-    """A module that keeps its input for backward, and computes the rest again there.
+    """A module that saves its inputs only, and runs forward again in backward.
 
-    Around an attention's core (selective recompute) it drops what grows with S², and is
-    cheap to compute; around a layer, all (full recompute; arXiv:2205.05198, sec. 5).
+    Around CoreAttention (selective recomputation) it discards the activations that grow
+    with S², which are large but cheap to recompute; around a layer (full recomputation)
+    it discards everything but the layer's input (arXiv:2205.05198, sec. 5).
+    checkpoint() restores the random state, so the second forward draws the same dropout
+    masks. Collectives of the inner module run again too: none in CoreAttention, four in
+    a layer.
     """
 
     def __init__(self, inner: nn.Module):
@@ -212,35 +285,37 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, *inputs, use_reentrant=False)
 
 
-# ---- The same by PyTorch's own API
+# ---- Optional: the same with PyTorch's API
 
 
 def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
-    """PyTorch's way to say all this, for this model and for Hugging Face's alike.
+    """PyTorch's plan for this model; Hugging Face models need few changes (--hf).
 
     Args:
-        keyword: the name by which a layer hands x to its attention.
-        local: between modules x is a plain [B, s, D]; else a DTensor [B, S, D].
+        keyword: the name by which a layer passes x to its attention.
+        local: between modules x is a plain [B, s, D]; otherwise a DTensor [B, S, D].
     """
-    by_keyword = parallel.PrepareModuleInput(  # it is called with keywords alone
-        input_kwarg_layouts={keyword: Shard(1)},
-        desired_input_kwarg_layouts={keyword: Replicate()},
-    )
+    column = parallel.ColwiseParallel()
+    row = parallel.RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
+    norm = parallel.SequenceParallel()
     gather = parallel.PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate()
     )
-    column, norm = parallel.ColwiseParallel(), parallel.SequenceParallel()
-    row = parallel.RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
-    embedding = parallel.RowwiseParallel(  # a norm takes a plain tensor for a slice
+    # A layer calls its attention with keyword arguments only.
+    gather_by_keyword = parallel.PrepareModuleInput(
+        input_kwarg_layouts={keyword: Shard(1)},
+        desired_input_kwarg_layouts={keyword: Replicate()},
+    )
+    # SequenceParallel treats a plain tensor as this rank's slice, so give it a slice.
+    embedding = parallel.RowwiseParallel(
         input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local
     )
-    head = parallel.ColwiseParallel(  # logits stay a DTensor: loss_parallel wants one
-        input_layouts=Shard(1), use_local_output=False
-    )
+    # Logits stay a DTensor: loss_parallel requires it.
+    head = parallel.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
     return {
         "embed_tokens": embedding,
         "layers.*.input_layernorm": norm,
-        "layers.*.self_attn": by_keyword,
+        "layers.*.self_attn": gather_by_keyword,
         "layers.*.self_attn.q_proj": column,
         "layers.*.self_attn.k_proj": column,
         "layers.*.self_attn.v_proj": column,
@@ -255,18 +330,21 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
 
 
 def planned_transformer(full: Transformer, tp_group) -> Transformer:
-    """The model by PyTorch's plan; its dropout, which no plan is about, by hand."""
+    """The model by PyTorch's plan; a plan does not cover dropout, so we edit that."""
     model = dtensor_transformer(full, sp_plan(), tp_group)
     for layer in model.layers:
         layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
-    if full.lm_head.weight is full.embed_tokens.weight:  # the plan has cut it twice
-        model.lm_head.weight = model.embed_tokens.weight
+    if full.lm_head.weight is full.embed_tokens.weight:
+        model.lm_head.weight = model.embed_tokens.weight  # the plan has cut it twice
     return model.train(full.training)  # in eval mode if full is
 
 
 def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
-    """Call it, and its backward, within loss_parallel(). A DTensor knows what is left
-    to sum, and full_tensor() does it; dist.all_reduce of a DTensor fails."""
+    """The mean loss of DTensor logits; call it and its backward in loss_parallel().
+
+    A DTensor knows that it is partial, and full_tensor() sums it. dist.all_reduce of a
+    DTensor raises an error.
+    """
     return mean_loss(logits, target_BS).full_tensor()
 
 
@@ -274,214 +352,354 @@ def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
 
 
 def main(args, report: Report) -> None:
+    """Train the same model four times on the same batches, then compare."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
-    report.begin({"tp": args.ranks})
-    batches = make_batches(__doc__, args, args.steps)
-    batches = [pad_batch(*batch, args.ranks) for batch in batches]
-    args.seq_len = batches[0][0].shape[1]  # from here on T divides it
+    batches = []
+    for tokens_BS, target_BS in make_batches(__doc__, args, args.steps):
+        batches.append(pad_batch(tokens_BS, target_BS, args.ranks))
+    padding = batches[0][0].shape[1] - args.seq_len
+    args.seq_len += padding  # S: from here on T divides it
     full = make_tied(args)
-    sp = sp_transformer(full, tp_group, args.save_gathered)
-    runs = train_all(full, sp, batches, args, tp_group)
-    show_steps(report, runs, "TP + SP", sp, tp_group)  # section 1; from lesson 02
-    show_replicated(report, runs, sp)
-    show_parts(report, full, batches[0], runs, tp_group)
-    show_communication(report, runs, full.config)
-    show_memory(report, tp_group)
-    show_lengths(report, tp_group)
+    size = sizes_of(args)
+    size["X"] = args.batch_size * args.seq_len * args.hidden
+    size["C"] = 2 * args.layers + 1
+    size["p"] = len(list(full.parameters()))
+    report.begin({"tp": args.ranks}, size)
+    if padding > 0:
+        report.say(f"S: {padding} positions of padding, so that T divides S")
+    loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
+    sum_gradients = partial(all_reduce_replicated_gradients, tp_group=tp_group)
+
+    runs = {}
+    model = copy.deepcopy(full)
+    runs["without TP"] = train_transformer("without TP", model, batches, args)
+    # If your edit raises an error in one run, its column says so; the others continue.
+    with report.column("TP"):
+        model = vocab_transformer(full, tp_group)
+        runs["TP"] = train_transformer("TP", model, batches, args, tp_group, loss_of)
+        trim_padding(runs["TP"])
+    with report.column("TP + SP"):
+        model = sp_transformer(full, tp_group, args.save_gathered)
+        runs["TP + SP"] = train_transformer(
+            "TP + SP", model, batches, args, tp_group, loss_of, sum_gradients
+        )
+        trim_padding(runs["TP + SP"])
+    with report.column("DTensor"), CountDTensor("tp"), parallel.loss_parallel():
+        model = planned_transformer(full, tp_group)
+        runs["DTensor"] = train_transformer(
+            "DTensor", model, batches, args, loss_of=planned_loss
+        )
+
+    show_training(report, runs)
+    if "TP + SP" in runs:
+        show_replicas(report, runs["TP + SP"], tp_group)
+        show_gradients_sp(report, runs)
+        show_partial_gradients(report, runs, full, batches[0], tp_group)
+    show_communication_sp(report, size)
+    show_memory_sp(report, size, tp_group)
+    show_padded_lengths(report, tp_group)
     if args.hf:
         show_hugging_face(report, batches[0], tp_group)
 
 
-def train_all(full, sp, batches, args, tp_group) -> dict[str, TrainingRun]:
-    """Four models, on the same batches and with the same masks of dropout."""
-    by_hand = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
-    sum_up = partial(all_reduce_replicated_gradients, tp_group=tp_group)
-    train = partial(train_transformer, batches=batches, args=args)
-    runs = {"without TP": train("without TP", copy.deepcopy(full), loss_of=mean_loss)}
-    tp = vocab_transformer(full, tp_group)
-    runs["TP"] = train("TP", tp, loss_of=by_hand, tp_group=tp_group)
-    runs["TP + SP"] = train(
-        "TP + SP", sp, loss_of=by_hand, tp_group=tp_group, after_backward=sum_up
-    )
-    if 1 < args.ranks <= args.kv_heads:  # one rank has nothing to split
-        planned = planned_transformer(full, tp_group)
-        with parallel.loss_parallel():
-            runs["DTensor"] = train("DTensor", planned, loss_of=planned_loss)
-    return runs
+def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Gradients of step 1: all sharded parameters in one row, then replicated ones."""
+    sp_model = runs["TP + SP"].model
+
+    def row_of(name: str) -> str:
+        if shardings_of(sp_model.get_parameter(name)):
+            return "sharded parameters"
+        if name.endswith("_proj.bias"):
+            return "biases of o_proj, down_proj"
+        return module_of(name)  # a LayerNorm
+
+    gradients = values_of(runs, "gradients")
+    gradients.pop("TP", None)  # lesson 03 compares them
+    report.section("Gradients of step 1; all rows but the first were summed over ranks")
+    report.compare("gradients", gradients, fold=row_of)
 
 
-def show_replicated(report: Report, runs: dict, sp: nn.Module) -> None:
-    """Every gradient of step 1; those of parameters that no rank has cut, by name."""
-
-    def fold(name: str) -> str:
-        cut = getattr(sp.get_parameter(name), "shardings", ())
-        return "cut, as in lesson 03" if cut else module_of(name)
-
-    gradients = {what: run.gradients for what, run in runs.items() if what != "TP"}
-    report.section("Gradients of step 1: cut ones; replicated ones (o, down: bias)")
-    report.compare("gradients", gradients, fold=fold)
-
-
-def show_parts(report: Report, full, batch, runs: dict, tp_group) -> None:
-    """Gradients of replicated parameters, before and after the all-reduce."""
-    args, (tokens_BS, target_BS) = report.args, batch
+def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
+    """Gradients of two replicated parameters before and after they are summed."""
+    args = report.args
     model = sp_transformer(full, tp_group, args.save_gathered)
-    torch.manual_seed(args.seed + 1)  # the masks of step 1
-    sharded_loss(model(tokens_BS), target_BS, tp_group, args.vocab_size).backward()
-    summed, wanted = runs["TP + SP"].gradients, runs["without TP"].gradients
-    last, parts, s = args.layers - 1, {}, args.seq_len // args.ranks
-    for name in ("input_layernorm.weight", "self_attn.o_proj.bias"):
-        name = f"layers.{last}.{name}"
-        if name not in wanted:  # a changed model
-            continue
-        parts[name] = model.get_parameter(name).grad
-        is_whole = args.ranks > 1 and rel_diff(parts[name], wanted[name]) < 1e-3
-        report.check(f"{name}: a rank has a part", float(is_whole))
+    torch.manual_seed(args.seed + 1)  # the dropout masks of step 1
+    logits_BSv = model(batch[0])
+    loss = sharded_loss(logits_BSv, batch[1], tp_group, args.vocab_size)
+    loss.backward()  # and no all_reduce_replicated_gradients
+
+    layer = f"layers.{args.layers - 1}"
+    names = [f"{layer}.input_layernorm.weight", f"{layer}.self_attn.o_proj.bias"]
+    complete = runs["without TP"].gradients
+    names = [name for name in names if name in complete]  # your edit may remove one
+    before = {name: model.get_parameter(name).grad for name in names}
+    for name in names:
+        # If a rank had the complete gradient already, a sum would make it T times that.
+        is_complete = args.ranks > 1 and rel_diff(before[name], complete[name]) < 1e-3
+        report.check("partial", f"{name} before the sum", int(is_complete))
+
     rows = []
-    for rank, numbers in enumerate(gather_objects(first_numbers(parts, parts))):
-        row = {"": f"rank {rank}", "positions": f"{rank * s} to {rank * s + s - 1}"}
-        rows.append(row | numbers)
-    rows.append({"": "their sum", "positions": "all"} | first_numbers(summed, parts))
-    rows.append({"": "without TP", "positions": "all"} | first_numbers(wanted, parts))
-    report.section(f"First numbers of two gradients, layer {last}: ranks have parts")
+    for texts in gather_objects(first_numbers(before, names)):
+        s = args.seq_len // args.ranks
+        first = s * len(rows)
+        row = {"": f"rank {len(rows)}", "positions": f"{first} to {first + s - 1}"}
+        row.update(texts)
+        rows.append(row)
+    for label, run in (("all-reduced", "TP + SP"), ("without TP", "without TP")):
+        row = {"": label, "positions": "all"}
+        row.update(first_numbers(runs[run].gradients, names))
+        rows.append(row)
+    report.section(f"Two gradients of {layer} before and after the sum: first numbers")
     report.table("parts", rows)
 
 
-def first_numbers(tensors: dict[str, Tensor], names) -> dict[str, str]:
+def first_numbers(tensors: dict[str, Tensor], names: list[str]) -> dict[str, str]:
     texts = {}
     for name in names:
-        three = tensors[name].flatten()[:3].tolist()
-        texts[name.split(".", 2)[2]] = " ".join(f"{x:9.6f}" for x in three)
+        numbers = tensors[name].flatten()[:3].tolist()
+        label = name.split(".", 2)[2]  # without layers.N
+        texts[label] = " ".join(f"{x:9.6f}" for x in numbers)
     return texts
 
 
-def show_communication(report: Report, runs: dict, config: Config) -> None:
-    """Calls and bytes of a step: all-reduces against gathers and scatters."""
-    args, L, D = report.args, config.layers, config.hidden
-    tokens, e = args.batch_size * args.seq_len, getattr(torch, args.dtype).itemsize
-    n, halves, formulas = 2 * L + 1, ("all-gather", "reduce-scatter"), {}
-    kinds = {"TP": ("all-reduce",), "TP + SP": halves, "DTensor": halves}
-    for what in [what for what in kinds if what in runs]:
-        for phase, collective in product(("forward", "backward"), kinds[what]):
-            sent = n, "(2L + 1)·B·S·D", n * tokens * D * e
-            formulas[what, phase, collective, "tp"] = sent
-        formulas[what, "loss", "all-reduce", "tp"] = 3, "3·B·S", 3 * tokens * e
-        if what == "TP + SP":
-            sent = 1, "(6L + 2)·D", (6 * L + 2) * D * e
-            formulas[what, "summing", "all-reduce", "tp"] = sent
-        if what != "DTensor":  # whose calls are counted to the end of backward
-            formulas[what, "clipping", "all-reduce", "tp"] = 1, "8 bytes", 8
-            formulas[what, "backward", "all-reduce", "copy"] = sums_of_copies(report)
-    if not args.save_gathered:
-        sent = 2 * n, "(4L + 2)·B·S·D", 2 * n * tokens * D * e
-        formulas["TP + SP", "backward", "all-gather", "tp"] = sent
-    report.section(f"Communication of a step; a number has {e} bytes")
-    report.ledger(formulas, args.steps)
-    ring = Counter()
-    for row in report.data["communication"]:
-        if row["phase"] in ("forward", "backward") and row["axis"] == "tp":
-            ring[row["what"]] += row["ring"]
-    extra = 0 if args.save_gathered else ring["TP"] // 4
-    off = abs(ring["TP + SP"] - extra - ring["TP"])
-    report.check("a ring sends as much with SP, and x again", off, kind="bytes")
-    report.say(f"   ring: a rank's bytes. SP: {extra:,} over TP, to gather x again")
+# ---- What is sent
 
 
-def layer_variants(full: DecoderLayer, tp_group, scores: float, norms: float) -> list:
-    """One layer in the ways of arXiv:2205.05198, table 2 (2/T stands in its text), each
-    with the formula for the bytes it keeps, and what of it is whole, what cut by T.
-    (The paper's s, b, h, a, t are our S, B, D, N, T.)"""
+def show_communication_sp(report: Report, size: dict[str, int]) -> None:
+    """Collectives of each step, and what a rank of a ring sends for them."""
+    again = "C" if report.args.save_gathered else "2·C"
+    formulas = {
+        Call("TP", "forward", "all-reduce", "tp"): "C × X·e",
+        Call("TP", "backward", "all-reduce", "tp"): "C × X·e",
+        Call("TP", "loss", "all-reduce", "tp"): "3 × B·S·e",
+        Call("TP", "clipping", "all-reduce", "tp"): "1 × 8",  # a float64
+        Call("TP + SP", "forward", "all-gather", "tp"): "C × X·e",
+        Call("TP + SP", "forward", "reduce-scatter", "tp"): "C × X·e",
+        Call("TP + SP", "backward", "all-gather", "tp"): f"{again} × X·e",
+        Call("TP + SP", "backward", "reduce-scatter", "tp"): "C × X·e",
+        Call("TP + SP", "loss", "all-reduce", "tp"): "3 × B·S·e",
+        Call("TP + SP", "summing", "all-reduce", "tp"): "1 × (6·L + 2)·D·e",
+        Call("TP + SP", "clipping", "all-reduce", "tp"): "1 × 8",
+        Call("DTensor", "forward", "all-gather", "tp"): "C × X·e",
+        Call("DTensor", "forward", "reduce-scatter", "tp"): "C × X·e",
+        # C and not 2·C: DTensor saves the gathered inputs, as section 5 shows.
+        Call("DTensor", "backward", "all-gather", "tp"): "C × X·e",
+        Call("DTensor", "backward", "reduce-scatter", "tp"): "C × X·e",
+        Call("DTensor", "loss", "all-reduce", "tp"): "3 × B·S·e",
+        # Weight and bias of C LayerNorms have gradients that are Partial() after
+        # backward, and DTensor sums one at each use: first in float64, for its norm.
+        Call("DTensor", "clipping", "all-reduce", "tp"): "2·C × 8·D and 1 × 8·p",
+        # AdamW uses a gradient three times. No sum is stored, so each is repeated.
+        Call("DTensor", "update", "all-reduce", "tp"): "3·2·C × D·e",
+    }
+    report.section("Communication per step; ring: bytes that a rank of a ring sends")
+    report.ledger(formulas, size, steps=report.args.steps)
+    report.table("ring", ring_totals(report, size))
+    text = (
+        "   SP sends 25 % more because it gathers inputs twice: 5 rounds instead of 4."
+    )
+    if report.args.save_gathered:
+        text = "   SP sends the same as TP because it saves gathered inputs."
+    report.say(f"{text}\n   DTensor saves them, and sums the gradients of LayerNorms")
+    report.say("   again at each use: once for their norm, three times in AdamW.")
 
-    def tp() -> DecoderLayer:
-        layer = copy.deepcopy(full)
-        parallelize_layer(layer, tp_group)
-        return layer
 
-    def sp(project=gather_then_apply_each) -> DecoderLayer:
-        layer = tp()
-        split_sequence(layer, tp_group, project)
-        return layer
+def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
+    """What a rank of a ring sends in each run, from the rows of the ledger."""
+    # An all-gather or reduce-scatter is one round around the ring, an all-reduce two.
+    rounds = {"TP": 4, "TP + SP": 4 if report.args.save_gathered else 5, "DTensor": 4}
+    rows = []
+    for run in rounds:
+        if run in report.raised:
+            continue
+        row = {"run": run, "forward + backward": 0}
+        row["formula"] = f"{rounds[run]}·C·X·e·(T - 1)/T"
+        row["calls after it"] = 0
+        row["bytes after it"] = 0
+        for sent in report.data["communication"]:
+            if sent["run"] != run:
+                continue
+            if sent["phase"] in ("forward", "backward"):
+                row["forward + backward"] += sent["ring"]
+            if sent["phase"] in ("summing", "clipping", "update"):
+                row["calls after it"] += sent["calls"]
+                row["bytes after it"] += sent["ring"]
+        predicted = evaluate(row["formula"], size)
+        name = f"{run} forward + backward, ring"
+        report.expect(row, "forward + backward", "bytes", name, predicted)
+        rows.append(row)
+    return rows
 
-    def selective(layer: DecoderLayer) -> DecoderLayer:
-        layer.self_attn.core = Checkpointed(layer.self_attn.core)
-        return layer
 
-    around, between = 10 + norms, 24
-    both, every = around + between, around + between + scores
-    whole_x = sp(gather_and_save)
-    return [
-        ("without TP", full, "34 + 5NS/D", every, 0),
-        ("TP", tp(), "10 + (24 + 5NS/D)/T", around, between + scores),
-        ("TP + SP", sp(), "(34 + 5NS/D)/T", 0, every),
-        ("TP + SP, gathered kept", whole_x, "4 + (30 + 5NS/D)/T", 4, every - 4),
-        ("TP, selective recompute", selective(tp()), "10 + 24/T", around, between),
-        ("TP + SP, selective", selective(sp()), "34/T", 0, both),
-        ("TP, full recompute", Checkpointed(tp()), "2", 2, 0),
-        ("TP + SP, full", Checkpointed(sp()), "2/T", 0, 2),
-    ]
+# ---- What a layer saves for backward
+
+# Bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1); A = B·N·S·S attention weights.
+# T divides what is sharded by head or column, R what is sharded by position, G what is
+# sharded by position until it is gathered. TP: R = G = 1. SP: R = G = T. If gathered
+# inputs are saved, as by DTensor: R = T, G = 1.
+SAVED_BY_A_LAYER = {
+    "inputs of both LayerNorms": "4·X/R",
+    "outputs of both LayerNorms": "4·X/G",  # inputs of q, k, v and of up_proj
+    "dropout masks of block outputs": "2·X/R",
+    "q, k, v": "6·X/T",
+    "input of o_proj": "2·X/T",
+    "input of GELU": "8·X/T",
+    "input of down_proj": "8·X/T",
+    "softmax output": "2·A/T",
+    "its dropout mask": "A/T",
+    "softmax output after dropout": "2·A/T",
+    "mean, 1/σ (not in the paper)": "4·B·S·c/R",
+}
+SAVED_WITH_RECOMPUTATION = {  # arXiv:2205.05198, table 2 and the end of section 5
+    "TP, selective": "10·X + 24·X/T + 4·B·S·c",
+    "TP + SP, selective": "(34·X + 4·B·S·c)/T",
+    "TP, full": "2·X",
+    "TP + SP, full": "2·X/T",
+}
+# Full recomputation repeats the collectives of forward in backward: 2 or 4 more.
+CALLS_IN_BACKWARD = {
+    "without TP": 0, "TP": 2, "TP + SP": 6, "DTensor": 4,
+    "TP, selective": 2, "TP + SP, selective": 6, "TP, full": 4, "TP + SP, full": 10,
+}  # fmt: skip
 
 
-def show_memory(report: Report, tp_group) -> None:
-    """What a layer keeps for backward, measured, against the paper's table."""
-    args, T, rows = report.args, report.args.ranks, []
-    B, S, D, N = args.batch_size, args.seq_len, args.hidden, args.heads
-    # As in the paper: with dropout, and as many key/value heads as heads.
-    model = Transformer(Config(1, D, N, N, 1, S, 0.1)).to(args.device, torch.bfloat16)
-    tables = model.cos, model.sin, model.future
-    x_BSD = torch.randn(B, S, D).to(args.device, torch.bfloat16)
-    # Mean and 1/σ of the two LayerNorms, which the paper leaves out.
-    norms = 4 * (2 if args.device == "cpu" else 4) / D  # a GPU has them in float32
-    ways = layer_variants(model.layers[0], tp_group, 5 * N * S / D, norms)
-    COMM.what = "memory"
-    for name, layer, formula, whole, cut in ways:
-        x = shard(x_BSD, 1, tp_group) if "SP" in name else x_BSD.clone()
+def layer_variants(full: DecoderLayer, tp_group) -> dict[str, nn.Module]:
+    """One layer under TP and under SP, without and with recomputation."""
+    variants = {}
+    for recompute in ("", ", selective", ", full"):
+        tp_layer = copy.deepcopy(full)
+        parallelize_layer(tp_layer, tp_group)
+        sp_layer = copy.deepcopy(full)
+        parallelize_layer(sp_layer, tp_group)
+        split_sequence(sp_layer, tp_group)
+        variants[f"TP{recompute}"] = tp_layer
+        variants[f"TP + SP{recompute}"] = sp_layer
+    for run in ("TP", "TP + SP"):
+        attention = variants[f"{run}, selective"].self_attn
+        attention.core = Checkpointed(attention.core)
+        variants[f"{run}, full"] = Checkpointed(variants[f"{run}, full"])
+    return variants
+
+
+def measure_layers(report: Report, tp_group) -> dict[str, dict[str, int]]:
+    """Bytes that each variant saves in forward, and its collectives in backward."""
+    args = report.args
+    # As in the paper: bfloat16, dropout, and as many key/value heads as heads.
+    config = Config(args.vocab_size, args.hidden, args.heads, args.heads, layers=1,
+                    seq_len=args.seq_len, dropout=0.1)  # fmt: skip
+    model = Transformer(config).to(args.device, torch.bfloat16)
+    layers = {"without TP": model.layers[0]}
+    layers.update(layer_variants(model.layers[0], tp_group))
+    if args.save_gathered:
+        split_sequence(layers["TP + SP"], tp_group, gather_and_save)  # edit it again
+    if "DTensor" not in report.raised:
+        layers["DTensor"] = planned_transformer(model, tp_group).layers[0]
+
+    tables = (model.cos, model.sin, model.future)
+    x_BSD = torch.randn(args.batch_size, args.seq_len, args.hidden)
+    x_BSD = x_BSD.to(args.device, torch.bfloat16)
+    measured = {}
+    for name, layer in layers.items():
+        is_split = "SP" in name or name == "DTensor"
+        x = shard(x_BSD, 1, tp_group) if is_split else x_BSD.clone()
         saved = SavedBytes([*layer.parameters(), *tables])
         with saved:
-            layer(x.requires_grad_(), tables)
-        predicted = (whole + cut / T) * x_BSD.numel()
-        row = {"layer": name, "formula": formula, "bytes": saved.total()}
-        row["÷ BSD"] = saved.total() / x_BSD.numel()
-        rows.append(row | {"predicted_bytes": round(predicted)})
-    report.section("Bytes that a layer keeps for backward, in bfloat16, with dropout")
+            y = layer(x.requires_grad_(), tables)
+        before = COMM.calls.total()
+        with CountDTensor("tp"):
+            y.backward(torch.ones_like(y))
+        measured[name] = {"saved": saved.total()}
+        measured[name]["calls in backward"] = COMM.calls.total() - before
+    return measured
+
+
+def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
+    """What a layer saves for backward: term by term, then with recomputation."""
+    args = report.args
+    T = args.ranks
+    measured = measure_layers(report, tp_group)
+    size = dict(size, A=args.batch_size * args.heads * args.seq_len**2)
+    size["c"] = 2 if args.device == "cpu" else 4  # a GPU has mean and 1/σ in float32
+    sizes = {
+        "without TP": dict(size, T=1, R=1, G=1),
+        "TP": dict(size, R=1, G=1),
+        "TP + SP": dict(size, R=T, G=1 if args.save_gathered else T),
+        "DTensor": dict(size, R=T, G=1),
+    }
+    calls = dict(CALLS_IN_BACKWARD)
+    if args.save_gathered:
+        calls["TP + SP"] = calls["DTensor"]
+    if T == 1:
+        calls = dict.fromkeys(calls, 0)  # one rank sends nothing
+
+    report.section("Bytes that a layer saves for backward, in bfloat16 (2 bytes)")
     report.say(
-        f"   The paper's formulas, times B·S·D = {x_BSD.numel():,}; NS/D = "
-        f"{N * S / D:g}. Mean and 1/σ of LayerNorms,\n   which it leaves out, add "
-        f"{norms:.4g} to 34, 30 and 10. 5NS/D: scores; 24: between linears."
+        f"   A = B·N·S·S = {size['A']:,} attention weights, c = {size['c']} bytes\n"
+        "   Shards: T of heads or columns, R of positions (TP: 1, TP + SP: T),\n"
+        "   G of positions until they are gathered (1 if gathered inputs are saved)"
     )
-    report.measure("memory", rows)
+    rows, sums = add_up(SAVED_BY_A_LAYER, sizes)
+    rows.append(measured_row(report, "saved", "sum", sums, measured))
+    of_runs = {run: calls[run] for run in sizes}
+    rows.append(measured_row(report, "calls in backward", "", of_runs, measured))
+    report.table("memory", rows)
+    report.say(
+        "   34 = 10 + 24: 4 + 4 + 2 around the linears, 6 + 2 + 8 + 8 between them"
+    )
+    rows = []
+    for name, formula in SAVED_WITH_RECOMPUTATION.items():
+        row = {"recomputation": name, "formula": formula}
+        row.update(measured[name])
+        predicted = evaluate(formula, size)
+        report.expect(row, "saved", "memory", f"saved, {name}", predicted)
+        label = f"backward of a layer, {name}"
+        report.expect(row, "calls in backward", "calls", label, calls[name])
+        rows.append(row)
+    report.table("recomputation", rows)
 
 
-def show_lengths(report: Report, tp_group) -> None:
-    """Lengths that T does not divide: padded, against one process without padding."""
-    args, S = report.args, report.args.seq_len
-    by_hand = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
-    sizes = vars(args) | {"dtype": "float64", "dropout": 0.0}
-    longest = argparse.Namespace(**sizes | {"seq_len": 2 * S + 1 + args.ranks})
-    full, losses = make_tied(longest), {"without TP": {}, "TP + SP": {}}
+# ---- Lengths that T does not divide, and a model of another library
+
+
+def show_padded_lengths(report: Report, tp_group) -> None:
+    """Lengths that T does not divide: padded with SP, as they are without TP."""
+    args = copy.copy(report.args)
+    args.dtype = "float64"
+    args.dropout = 0.0  # a mask is sampled by shape: padding would change it
+    S = args.seq_len
+    args.seq_len = 2 * S + 1 + args.ranks  # room for the longest one and its padding
+    full = make_tied(args)
+    loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
+    sum_gradients = partial(all_reduce_replicated_gradients, tp_group=tp_group)
+
+    losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
     for length in sorted({1, max(1, S - 1), 2 * S + 1}):
-        shorter = argparse.Namespace(**sizes | {"seq_len": length})
-        (batch,) = make_batches(__doc__, shorter, 1)
-        padded = pad_batch(*batch, args.ranks)
-        for what, model, given, loss_of in (
-            ("without TP", copy.deepcopy(full), batch, mean_loss),
-            ("TP + SP", sp_transformer(full, tp_group), padded, by_hand),
-        ):
-            loss, _ = forward_backward("lengths", model, given, loss_of)
-            if what == "TP + SP":
-                all_reduce_replicated_gradients(model, tp_group)
-            name = f"loss, length {length}, padded to {padded[0].shape[1]}"
-            losses[what][name] = loss
-            for name, gradient in unshard_model(model, "grad").items():
-                gradients[what][f"length {length}: dL/d {name}"] = gradient
+        args.seq_len = length
+        batch = make_batches(__doc__, args, 1)[0]
+        padded = pad_batch(batch[0], batch[1], args.ranks)
+        label = f"length {length}, padded to {padded[0].shape[1]}"
+        runs = {}
+        model = copy.deepcopy(full)
+        runs["without TP"] = train_transformer(label, model, [batch], args)
+        with report.column(f"length {length}"):
+            model = sp_transformer(full, tp_group)
+            runs["TP + SP"] = train_transformer(
+                label, model, [padded], args, tp_group, loss_of, sum_gradients
+            )
+            trim_padding(runs["TP + SP"])
+        for name, run in runs.items():
+            losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
+            for parameter, gradient in run.gradients.items():
+                gradients[name][f"length {length}: dL/d {parameter}"] = gradient
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
-    limit, _ = ALLOWED["float64"]
-    report.compare("lengths", losses, limit)
-    report.compare("length gradients", gradients, limit, lambda name: "all gradients")
+    report.compare("lengths", losses, ALLOWED_LOSS["float64"])
+    one_row = lambda name: "all gradients"
+    report.compare("length gradients", gradients, ALLOWED["float64"], one_row)
 
 
 def make_qwen2(args) -> nn.Module:
-    """Hugging Face's Qwen2 with random weights; in float32, as its norms always are."""
+    """Hugging Face's Qwen2 with random weights, in float32, because its norms are."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -496,30 +714,33 @@ def make_qwen2(args) -> nn.Module:
 
 
 def show_hugging_face(report: Report, batch, tp_group) -> None:
-    """`--hf`: the same plan on a model that was not written for this course."""
-    # x stays a DTensor between modules: Qwen2 counts positions and cuts its causal mask
-    # by the shape of x, which must read S and not s.
-    plan = sp_plan("hidden_states", local=False)
-    plan["layers.*.mlp.gate_proj"] = parallel.ColwiseParallel()
-    plan = {f"model.{name}": style for name, style in plan.items()}
+    """With --hf: the same plan on a model that was not written for this course."""
+    # x stays a DTensor between modules: Qwen2 derives positions and the causal mask
+    # from the shape of x, which must be S there and not s.
+    plan = {}
+    for name, style in sp_plan("hidden_states", local=False).items():
+        plan[f"model.{name}"] = style
+    plan["model.layers.*.mlp.gate_proj"] = parallel.ColwiseParallel()
     plan["lm_head"] = plan.pop("model.lm_head")
-    models = {"without TP": make_qwen2(report.args), "DTensor": make_qwen2(report.args)}
-    device = models["DTensor"].device.type
-    mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-    planned = parallel.parallelize_module(models["DTensor"], mesh, plan)
-    if report.args.tie:  # the plan has cut one weight twice
-        planned.lm_head.weight = planned.model.embed_tokens.weight
+
+    args = report.args
+    train = partial(train_transformer, "Qwen2", batches=[batch], args=args)
+    runs = {}
+    model = make_qwen2(args)
     loss_of = lambda output, target_BS: mean_loss(output.logits, target_BS)
-    losses, gradients = {}, {}
-    with parallel.loss_parallel():
-        for what, model in models.items():
-            loss, _ = forward_backward(f"Qwen2, {what}", model, batch, loss_of)
-            losses[what] = {"loss": loss}
-            gradients[what] = unshard_model(model, "grad")
+    runs["without TP"] = train(model, loss_of=loss_of)
+    with report.column("Qwen2, DTensor"), parallel.loss_parallel():
+        device = model.device.type
+        mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
+        model = parallel.parallelize_module(make_qwen2(args), mesh, plan)
+        if args.tie:  # the plan has cut one weight twice
+            model.lm_head.weight = model.model.embed_tokens.weight
+        loss_of = lambda output, target_BS: planned_loss(output.logits, target_BS)
+        runs["DTensor"] = train(model, loss_of=loss_of)
     report.section("The same plan on Hugging Face's Qwen2, in float32, random weights")
-    allowed_loss, allowed = ALLOWED["float32"]
-    report.compare("Qwen2 loss", losses, allowed_loss)
-    report.compare("Qwen2", gradients, allowed, module_of)
+    report.compare("Qwen2 loss", values_of(runs, "losses"), ALLOWED_LOSS["float32"])
+    gradients = values_of(runs, "gradients")
+    report.compare("Qwen2", gradients, ALLOWED["float32"], module_of)
 
 
 # ==== BREAK IT
@@ -527,12 +748,12 @@ def show_hugging_face(report: Report, batch, tp_group) -> None:
 BREAKS = {
     "norms": dict(
         target="all_reduce_replicated_gradients",
-        old="    sums = all_reduce(flat, tp_group).split(",
-        new="    sums = flat.split(",
-        what="gradients of LayerNorms and row-parallel biases are not all-reduced",
-        symptom="step 1's loss is right; then replicas differ, and losses drift",
-        why="they are whole on every rank, which met its own slice of the tokens only",
-        reported="github.com/NVIDIA/Megatron-LM/issues/443, 474, 1446; NVIDIA/apex/1686",
+        old="    flat = all_reduce(partial_flat, tp_group)\n",
+        new="    flat = partial_flat\n",
+        what="gradients of LayerNorms and row-parallel biases are not summed",
+        symptom="step 1's loss is correct; then replicas diverge, and losses drift",
+        why="they are replicated, but each rank applied them to its own positions only",
+        reported="github.com/NVIDIA/Megatron-LM/issues/443, 474, 1446; apex 1686",
     ),
     "row-bias": dict(
         target="RowParallelLinear.forward",
@@ -540,9 +761,9 @@ BREAKS = {
         new="    partial_y_BSD = F.linear(x_BSf, self.weight, self.bias)\n"
         "    return self.reduce(partial_y_BSD, self.tp_group)\n",
         what="the row-parallel bias is added before the reduce-scatter",
-        symptom="the first loss is off, also TP's, whose function is the same; with "
-        "biases of zero it is right, and under SP their gradients T times too large",
-        why="the sum adds it T times; after it each position gets it once, on one rank",
+        symptom="the loss of TP and of TP + SP is wrong from step 1 on; with biases of "
+        "zero it is correct, but under SP their gradients are T times too large",
+        why="the sum over ranks adds the bias T times instead of once",
         reported="github.com/huggingface/text-generation-inference/issues/1036",
     ),
     "length": dict(
@@ -550,8 +771,8 @@ BREAKS = {
         old="    missing = -tokens_BS.shape[1] % ranks\n",
         new="    missing = 0\n",
         what="a batch whose length T does not divide is not padded",
-        symptom="all is well until such a length comes: an error about sizes ends it",
-        why="slices of the sequence have to be of one size: sums over ranks need it",
+        symptom="nothing fails until such a length occurs; then an error about sizes",
+        why="a reduce-scatter requires slices of the same size on all ranks",
         reported="github.com/pytorch/torchtitan/issues/1306, DeepSpeed issue 5177",
     ),
     "rotary": dict(
@@ -562,38 +783,40 @@ BREAKS = {
         "    position_S = torch.arange(len(model.cos), device=model.cos.device) % s\n"
         "    model.cos, model.sin = model.cos[position_S], model.sin[position_S]\n",
         what="rotary positions are counted from the start of each slice",
-        symptom="no error, a loss that looks right; on a trained model it would not",
-        why="rank t's first token is number t·s of the sequence, not number 0",
-        reported="github.com/NVIDIA/Megatron-LM/issues/560 asks it of context parallelism",
+        symptom="no error; the loss differs slightly with random weights, and by more "
+        "with trained ones",
+        why="the first token of rank t has the position t·s in the sequence, not 0",
+        reported="github.com/NVIDIA/Megatron-LM/issues/560 (of context parallelism)",
     ),
     "mask": dict(
         target="split_sequence",
         old="    layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)",
         new="    layer.dropout = Dropout(layer.dropout.p)",
-        what="all slices of the sequence drop the same elements",
-        symptom="it trains; losses are not one process's, tokens share their masks",
-        why="with one seed on all ranks, each must take its own part of what is drawn",
+        what="all slices of the sequence use the same dropout mask",
+        symptom="it trains, but gradients and losses differ from the reference",
+        why="all ranks have one seed, so each must slice the mask of all positions",
         reported="github.com/NVIDIA/Megatron-LM/issues/206",
     ),
     "split": dict(
         target="GatherThenLinear.backward",
-        old="reduce_scatter(partial_grad_BSD, 1, ctx.tp_group)",
-        new="shard(partial_grad_BSD, 1, ctx.tp_group)",
-        what="backward of the gather takes a slice, and does not sum before",
-        symptom="step 1's loss and the head's gradients are right, all others are not",
-        why="each rank went on with x in its own way, with its columns of W: it has a "
-        "term of dL/dx for every position",
-        reported="github.com/NVIDIA/Megatron-LM/issues/1635, pytorch/pytorch issue 153016",
+        old="    grad_BsD = reduce_scatter(partial_grad_BSD, 1, ctx.tp_group)\n",
+        new="    grad_BsD = shard(partial_grad_BSD, 1, ctx.tp_group)\n",
+        what="the backward of the gather takes a slice without summing first",
+        symptom="the loss of step 1 and the gradients of lm_head are correct, the "
+        "other gradients are not",
+        why="each rank used the gathered x with its own columns of W, so it has a "
+        "partial dL/dx for every position",
+        reported="github.com/NVIDIA/Megatron-LM/issues/1635, pytorch issue 153016",
     ),
     "keywords": dict(
         target="sp_plan",
         old="        input_kwarg_layouts={keyword: Shard(1)},\n"
         "        desired_input_kwarg_layouts={keyword: Replicate()},\n",
         new="        input_layouts=Shard(1), desired_input_layouts=Replicate()\n",
-        what="PyTorch's plan: keyword arguments, and no input_kwarg_layouts",
-        symptom="an error at the first forward: inputs and input_layouts do not match",
-        why="a module called by keywords alone has no input for input_layouts to name",
-        reported="github.com/pytorch/pytorch/pull/124114, which added input_kwarg_layouts",
+        what="PyTorch's plan: layouts of positional inputs for keyword arguments",
+        symptom="an error in the first forward: inputs and input_layouts do not match",
+        why="a module that is called with keywords only has no positional inputs",
+        reported="github.com/pytorch/pytorch/pull/124114 (added input_kwarg_layouts)",
     ),
     "dtensor-loss": dict(
         target="planned_loss",
@@ -603,18 +826,20 @@ BREAKS = {
         "    return loss",
         what="PyTorch's plan: dist.all_reduce of a loss that is a DTensor",
         symptom="an error: no sharding strategy for it (older: found no DeviceMesh)",
-        why="a DTensor knows what there is to sum: .full_tensor() does it; after "
-        ".to_local() a sum would count a loss that is whole already T times",
-        reported="github.com/pytorch/pytorch/issues/152712, pytorch/torchtitan pull 779",
+        why="a DTensor knows what is left to sum, and .full_tensor() does it; after "
+        ".to_local() an all-reduce would count a replicated loss T times",
+        reported="github.com/pytorch/pytorch/issues/152712, torchtitan pull 779",
     ),
     "tiled": dict(
         target="sp_plan",
-        old="output_layouts=Shard(1), use_local_output=local\n    )",
-        new="output_layouts=Replicate(), use_local_output=local\n    )",
-        what="PyTorch's plan: SequenceParallel is given a whole tensor",
-        symptom="x leaves the first norm T·S long, and meets what is shorter: an error",
-        why="SequenceParallel takes a plain tensor for this rank's slice and cuts none",
-        reported="github.com/pytorch/pytorch/issues/129355, pytorch/examples issue 1271",
+        old="        input_layouts=Replicate(), output_layouts=Shard(1), "
+        "use_local_output=local\n",
+        new="        input_layouts=Replicate(), output_layouts=Replicate(), "
+        "use_local_output=local\n",
+        what="PyTorch's plan: SequenceParallel gets a replicated tensor",
+        symptom="x is T·S long after the first norm: an error about sizes follows",
+        why="SequenceParallel treats a plain tensor as this rank's slice",
+        reported="github.com/pytorch/pytorch/issues/129355, examples issue 1271",
     ),
 }
 
@@ -624,17 +849,17 @@ BREAKS = {
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    sizes = {"layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
-    parser = lesson_parser(__doc__, BREAKS, steps=3, **sizes)
+    sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 32, "vocab_size": 257}
+    parser = lesson_parser(__doc__, BREAKS, sections=7, **sizes)
     add = parser.add_argument
     add("--tie", action="store_true", help="embedding and head share their weight")
-    add("--save-gathered", action="store_true", help="keep gathered inputs")
+    add("--save-gathered", action="store_true", help="save gathered inputs")
     add("--hf", action="store_true", help="also Hugging Face's Qwen2, by the plan")
     args = parse_sizes(parser, ranks)
-    if args.hf and args.kv_heads < ranks:
-        raise ValueError(f"--hf: a plan makes no copies; take --kv-heads {ranks}")
     if args.hf and not find_spec("transformers"):
         raise ValueError("--hf needs Hugging Face's: pip install transformers==5.20.2")
+    if args.only == 7 and not args.hf:
+        raise ValueError("--only 7: section 7 is printed with --hf only; add --hf")
     return args
 
 
@@ -643,6 +868,10 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # ==== CARRIED OVER from 00, unchanged
 # region
+
+# Imports that only the parts below use.
+import math
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
@@ -747,24 +976,19 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(full: Tensor, *cuts: tuple[int, dist.ProcessGroup]) -> nn.Parameter:
-    """This rank's slice of a parameter, which remembers its cuts: ((dim, group), …).
+def shard_parameter(
+    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
+) -> nn.Parameter | None:
+    """This rank's shard of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
-    for dim, group in cuts:
+    if full is None:
+        return None
+    for dim, group in shardings:
         full = shard(full, dim, group)
-    mine = nn.Parameter(full.detach().clone())
-    mine.shardings = cuts
-    return mine
-
-
-def unshard(x: Tensor, cuts: tuple) -> Tensor:
-    """The whole tensor from all ranks' slices: cuts undone, the last one first.
-
-    (lesson 01)"""
-    for dim, group in reversed(cuts):
-        x = all_gather(x, dim, group)
-    return x
+    p = nn.Parameter(full.detach().clone())  # training it must not change `full`
+    p.shardings = shardings
+    return p
 
 
 def shardings_of(p: Tensor) -> tuple:
@@ -772,6 +996,15 @@ def shardings_of(p: Tensor) -> tuple:
 
     (lesson 01)"""
     return getattr(p, "shardings", ())
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' shards; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):
+        x = all_gather(x, dim, group)
+    return x
 
 
 class CopyToTP(torch.autograd.Function):
@@ -784,7 +1017,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        # Rank t used only its slice of W, so it has one of the T terms of dL/dx.
+        # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -793,7 +1026,8 @@ class GatherFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, tp_group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.tp_group = dim, tp_group
+        ctx.dim = dim
+        ctx.tp_group = tp_group
         return all_gather(x, dim, tp_group)
 
     @staticmethod
@@ -806,7 +1040,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, tp_group, copy_input=True, gather_output=False):
         super().__init__()
-        self.tp_group, self.copy_input = tp_group, copy_input
+        self.tp_group = tp_group
+        self.copy_input = copy_input
         self.gather_output = gather_output
         self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
         self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
@@ -829,8 +1064,8 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # y is one tensor that all ranks hold, so each has the whole dL/dy; and y is the
-        # sum of the terms, so dL/dy is also the gradient of every term.
+        # y is one tensor that all ranks hold, so each has the full dL/dy; and y is the
+        # sum of the partial sums, so dL/dy is also the gradient of each of them.
         return grad, None
 
 
@@ -847,6 +1082,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSf: Tensor) -> Tensor:
         partial_y_BSD = F.linear(x_BSf, self.weight)
         y_BSD = self.reduce(partial_y_BSD, self.tp_group)
+        if self.bias is None:
+            return y_BSD
         return y_BSD + self.bias  # after the sum: before it, it would be added T times
 
 
@@ -865,7 +1102,8 @@ class AllGatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return all_gather(x, dim, group)
 
     @staticmethod
@@ -874,13 +1112,12 @@ class AllGatherWithGrad(torch.autograd.Function):
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the transpose of the above.
-
-    (lesson 01)"""
+    """Reduce-scatter forward, all-gather backward (lesson 01)."""
 
     @staticmethod
     def forward(ctx, partial_y: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return reduce_scatter(partial_y, dim, group)
 
     @staticmethod
@@ -889,7 +1126,7 @@ class ReduceScatterWithGrad(torch.autograd.Function):
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Within `with`: bytes kept for backward, each storage once, `skip` left out.
+    """Within `with`: bytes saved for backward, each storage once, `skip` left out.
 
     (lesson 01)"""
 
@@ -908,6 +1145,30 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
+class CountDTensor(TorchDispatchMode):
+    """Within `with`: DTensor's collectives are counted as well (lesson 01)."""
+
+    names = {
+        "_c10d_functional::all_reduce": "all-reduce",
+        "_c10d_functional::all_gather_into_tensor": "all-gather",
+        "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    }
+
+    def __init__(self, axis: str):
+        super().__init__()
+        self.axis = axis
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor turn it into local ops and collectives
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in self.names:
+            # The payload is the full tensor: of an all-gather, the output.
+            COMM.count(self.names[name], max(args[0].nbytes, out.nbytes), self.axis)
+        return out
+
+
 def local(x: Tensor) -> Tensor:
     """This rank's piece of a DTensor, waited for; any other tensor as it is.
 
@@ -916,15 +1177,21 @@ def local(x: Tensor) -> Tensor:
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
+
+
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """ValueError with the arithmetic if a flag's value is no multiple of parts.
 
     (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
-        flag, up = f"--{name.replace('_', '-')}", value + parts - value % parts
-        left = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {left}; take {flag} {up}")
+        flag = f"--{name.replace('_', '-')}"
+        multiple = value + parts - value % parts
+        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
+        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
 
 
 # endregion
@@ -1096,10 +1363,9 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split (lesson 02)."""
     attn = layer.self_attn
     T = tp_group.size()
-    heads = attn.q_proj.out_features // attn.core.head_size
     kv_heads = attn.k_proj.out_features // attn.core.head_size
-    if heads % T != 0 or kv_heads % T != 0:  # a rank would get a fraction of a head
-        raise ValueError(f"{heads} heads, {kv_heads} key/value heads on {T} ranks")
+    if kv_heads % T != 0:  # a rank would get a fraction of a head
+        raise ValueError(f"{kv_heads} key/value heads cannot be split over {T} ranks")
 
     attn.q_proj = ColumnParallelLinear(attn.q_proj, tp_group, copy_input=False)
     attn.k_proj = ColumnParallelLinear(attn.k_proj, tp_group, copy_input=False)
@@ -1205,8 +1471,9 @@ class TrainingRun(NamedTuple):
 
 
 def train_transformer(
-    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None
-) -> TrainingRun:
+    name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
+    norm_of=global_norm,
+) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
     norms = {}
@@ -1236,12 +1503,13 @@ def train_transformer(
             if tp_group is None:
                 norm = norm_by_pytorch(model)
             else:
-                norm = global_norm(model, tp_group)
+                norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
 
         # Each rank updates what it holds, and sends nothing. Replicas stay equal only
         # because they start equal and get equal gradients. Nothing else enforces it.
-        optimizer.step()
+        with COMM.label(name, "update"):
+            optimizer.step()
         losses[f"loss, step {step}"] = loss.item()
         norms[f"‖g‖, step {step}"] = norm
 
@@ -1274,10 +1542,76 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     return tensors
 
 
+def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
+    """Losses, gradient norms before clipping, and the parameters after training.
+
+    (lesson 02)"""
+    losses = values_of(runs, "losses")
+    norms = values_of(runs, "norms")
+    parameters = values_of(runs, "parameters")
+    report.section("Losses, gradient norms before clipping, parameters after training")
+    report.compare("losses", losses, allowed=report.allowed_loss)
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    report.compare("norms", norms)
+    report.compare("parameters", parameters, fold=lambda name: "all parameters")
+
+
+def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
+    """After training, replicated tensors must be bitwise identical on all ranks.
+
+    (lesson 02)"""
+    if tp_group.size() == 1:
+        return
+    diffs = {}
+    for name, p in run.model.named_parameters():
+        if not shardings_of(p):
+            replicas = all_gather(p[None], 0, tp_group)
+            diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
+    # Each rank computed the loss itself, from its own replica of the logits.
+    losses = gather_objects(list(run.losses.values()))
+    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
+    row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
+    row["equal"] = 0
+    for name, diff in diffs.items():
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    row["off"] = [] if row["equal"] == row["tensors"] else ["equal"]
+    report.table("replicas", [row])
+
+
 def module_of(name: str) -> str:
     """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj (lesson 02)."""
     parts = ["*" if part.isdecimal() else part for part in name.split(".")]
     return ".".join(parts[:-1]) or name
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes.
+
+    (lesson 02)"""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
@@ -1293,7 +1627,6 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     add("--dropout", type=float, default=0.1, help="probability (default 0.1)")
     add("--clip", type=float, default=1.0, help="maximum gradient norm (default 1)")
     args = parser.parse_args()
-    must_divide(args, "heads", ranks, "ranks")
     if args.kv_heads < ranks:
         text = f"--kv-heads {args.kv_heads}: fewer than {ranks} ranks"
         raise ValueError(f"{text}; take {ranks}, or see beyond/09_shared_heads.py")
@@ -1309,6 +1642,16 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     if not args.clip > 0:
         raise ValueError(f"--clip {args.clip}: must be greater than 0")
     return args
+
+
+def sizes_of(args) -> dict[str, int]:
+    """The letters of the shape legend, and e: bytes per element (lesson 02)."""
+    e = getattr(torch, args.dtype).itemsize
+    return dict(
+        B=args.batch_size, S=args.seq_len, D=args.hidden, N=args.heads,
+        K=args.kv_heads, H=args.hidden // args.heads, F=4 * args.hidden,
+        V=args.vocab_size, L=args.layers, T=args.ranks, e=e,
+    )  # fmt: skip
 
 
 # endregion
@@ -1397,8 +1740,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
         padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
-        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
@@ -1483,6 +1826,20 @@ def make_tied(args) -> Transformer:
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full
+
+
+def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
+    """Remove padded rows from a run's gradients and parameters, and return them.
+
+    (lesson 03)"""
+    padding = {}
+    for name, p in run.model.named_parameters():
+        if hasattr(p, "rows"):
+            padding[f"gradients of {name}"] = run.gradients[name][p.rows :]
+            run.gradients[name] = run.gradients[name][: p.rows]
+            padding[f"parameters of {name}"] = run.parameters[name][p.rows :]
+            run.parameters[name] = run.parameters[name][: p.rows]
+    return padding
 
 
 # endregion
@@ -1748,7 +2105,8 @@ class Report:
     def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated.
+        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
+        of different sizes: "1 × 8 and 2·L × D·e".
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1758,7 +2116,13 @@ class Report:
             if call.run not in runs or ranks == 1:  # one rank sends nothing
                 continue
             formula = formulas.get(call, "0 × 0")
-            calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
+            calls = 0
+            nbytes = 0
+            for product in formula.split(" and "):
+                factors = [evaluate(factor, size) for factor in product.split(" × ")]
+                calls += factors[0]
+                # Multiplied before rounding: a size may be a mean over micro-batches.
+                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
             if calls == 0 and COMM.calls[call] == 0:
                 continue
             row = call._asdict()
@@ -1768,7 +2132,7 @@ class Report:
             row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
             name = " ".join(call)
             self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, calls * each)
+            self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = []
@@ -2067,7 +2431,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.freeze()  # what imports made stays: gc.collect() below need not look at it
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
-        command = f"torchrun --standalone --nproc_per_node={module.get('RANKS', 2)}"
+        # The command is in the lesson's docstring; flags are those that were given.
+        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

@@ -6,11 +6,11 @@
 
 A recording is a JSON file. Its events are the player's steps; each has a kind, a
 caption, and for every rank the tensors that it made and the bytes that the lesson's own
-counter (COMM) counted. The ledger is that counter at the end, beside what the lesson's
-own formula gives for these sizes.
+counter (COMM) counted. The ledger is that counter at the end, next to a formula for
+these sizes.
 
 How: live ranks run a lesson's own code while `Recorder` looks on. A scene lists, in
-order, what it wants to see: a local name in one of the lesson's functions, its return
+order, what it expects to see: a local name in one of the lesson's functions, its return
 value, or a collective called there. Captions are written here by hand; every number
 comes from the run. A scene whose steps do not all happen, or that misses a collective,
 is an error, and so is a byte more or less than the formula has, but where a bug is on.
@@ -77,7 +77,7 @@ class Recorder:
         } | {code_of(f): name for name, f in vars(lesson).items() if code_of(f)}
 
     def __enter__(self):
-        self.lesson.COMM.rows.clear()
+        clear(self.lesson)
         self.originals = {}
         for name, watched in COLLECTIVES.items():
             if original := getattr(self.lesson, name, None):
@@ -175,7 +175,7 @@ class Recorder:
 
     def counted(self) -> dict:
         """The lesson's own counter: row of the ledger → bytes."""
-        return {row_of(key): row[1] for key, row in self.lesson.COMM.rows.items()}
+        return {row_of(call): n for call, n in self.lesson.COMM.bytes.items()}
 
     # What is kept of it
 
@@ -183,14 +183,14 @@ class Recorder:
         """One event, with the tensors that this rank has from now on."""
         self.made = {n: x for n, x in self.made.items() if n not in drops} | makes
         mine = {"makes": {name: raw(x) for name, x in makes.items()}}
-        own = "bytes", "to", "from", "moved", "given", "marks"  # not alike on all ranks
+        own = "bytes", "to", "from", "moved", "given", "marks"  # each rank has its own
         mine |= {key: more.pop(key) for key in own if key in more}
         event = {"kind": kind, "says": says, "drops": list(drops), "mine": mine}
         self.events.append(event | {k: v for k, v in more.items() if v})
 
     def compare(self, says: str, wanted: dict[str, Tensor], drops=()) -> None:
         """Tensors that are shown, with this rank's part of those of one process."""
-        marks, allowed = {}, self.lesson.ALLOWED["float32"][1]
+        marks, allowed = {}, self.lesson.ALLOWED["float32"]
         for name, whole in wanted.items():
             diff = self.lesson.rel_diff(self.made[name], whole)
             marks[name] = {"diff": diff, "ok": diff <= allowed}
@@ -199,17 +199,20 @@ class Recorder:
     def recording(self, **about) -> dict:
         """What all ranks saw, as one; and the ledger, against the formulas."""
         of_ranks = self.lesson.gather_objects(self.events)
-        counted, predicted = dict(self.lesson.COMM.rows), about.pop("formulas")
+        counted, predicted = self.lesson.COMM, about.pop("formulas")
+        sizes = about.pop("sizes")
         ledger = []
-        for key in {**predicted, **counted}:
-            calls, sent = counted.get(key, (0, 0))
-            text, wanted = predicted.get(key, ("nothing", 0))
-            if wanted != sent and "bug" not in about:
-                raise RuntimeError(f"{key}: counted {sent} bytes, formula {wanted}")
-            if wanted or sent:
-                row = dict(zip(("what", "phase", "collective", "axis"), key))
-                row |= {"row": row_of(key), "rank": self.rank, "calls": calls}
-                row |= {"bytes": sent, "formula": text, "predicted": int(wanted)}
+        for call in {**predicted, **counted.calls}:
+            sent = counted.bytes[call]
+            text = predicted.get(call, "0 × 0")
+            calls, each = (self.lesson.evaluate(x, sizes) for x in text.split(" × "))
+            if calls * each != sent and "bug" not in about:
+                raise RuntimeError(f"{call}: counted {sent} bytes, formula {text}")
+            if calls or sent:
+                row = {"what": call.run, **call._asdict()}
+                row |= {"row": row_of(call), "rank": self.rank}
+                row |= {"calls": counted.calls[call], "bytes": sent}
+                row |= {"formula": text, "predicted": calls * each}
                 ledger.append(row)
         ledger = [row for rows in self.lesson.gather_objects(ledger) for row in rows]
         events = [joined(parts) for parts in zip(*of_ranks, strict=True)]
@@ -224,6 +227,12 @@ COLLECTIVES = {
     "reduce_scatter": "reduce-scatter",
     "broadcast": "broadcast",
 }
+
+
+def clear(lesson) -> None:
+    """Forget what has been counted."""
+    lesson.COMM.calls.clear()
+    lesson.COMM.bytes.clear()
 
 
 def row_of(key: tuple) -> str:
@@ -256,7 +265,7 @@ def raw(held: Tensor) -> dict:
 
 def joined(parts: list[dict]) -> dict:
     """One event of what each rank saw of it. A tensor that is the same on all ranks of
-    a group is theirs together; any other one is its rank's own."""
+    a group belongs to that group; any other one belongs to its rank."""
     event = {k: v for k, v in parts[0].items() if k != "mine"}
     if "call" in event:  # each rank called in its own group
         groups = {tuple(part["call"]["group"]) for part in parts}
@@ -313,58 +322,12 @@ def number(value):
     return int(value) if value == int(value) else value
 
 
-def formulas_of(show, *args, **about) -> dict:
-    """What a lesson's own section hands to report.ledger, or to measure: its formulas,
-    for these sizes. Nothing is printed."""
-    caught = {}
-    nothing = lambda *args, **kwargs: True
-    report = SimpleNamespace(
-        section=nothing, say=nothing, check=nothing, table=nothing, axes={},
-        data={"communication": []},
-        ledger=lambda formulas, steps=1: caught.update(formulas),
-        measure=lambda key, rows, hide=(): caught.update({key: rows}),
-    )  # fmt: skip
-    vars(report).update(about)
-    show(report, *args)
-    if report.axes.get("copy") == 1:  # no rank shares a key/value head
-        caught = {key: row for key, row in caught.items() if key[-1] != "copy"}
-    return caught
-
-
-def rows_with(formulas: dict, *words: str) -> dict:
-    """The calls with these words in their key that are made: key → (formula, bytes)."""
-    return {
-        key: (text, size)
-        for key, (calls, text, size) in formulas.items()
-        if calls and {*words} <= {*key}
-    }
-
-
-def layer_of(show, what: str, parts=1, **sizes) -> dict:
-    """A lesson's formulas for its whole model, for one layer of it: what a second layer
-    adds to them; or for one of so many equal `parts` of a layer."""
-    rows, part = [], "half a layer of" if parts == 2 else "one layer of"
-    for layers in (1, 2):
-        flags = dict(dtype="float32", steps=1, save_gathered=False, same_bits=False)
-        flags |= dict(ranks=2, layers=layers, heads=2, kv_heads=2) | sizes
-        args = SimpleNamespace(**flags)
-        rows.append(formulas_of(show, [what], args, args=args))
-    return {
-        key: (f"{part} {text}", (rows[1][key][2] - size) // parts)
-        for key, (_, text, size) in rows[0].items()
-        if key[0] == what and rows[1][key][2] > size
-    }
-
-
 # The scenes. Each runs on every rank, and returns what rank 0 writes.
 
 
 def ring(lesson, group) -> dict:
     rank, T = group.rank(), group.size()
     args = SimpleNamespace(dtype="float32", device="cpu")
-    # The lesson's own row is about another x: it is as many times the bytes of it.
-    row = formulas_of(lesson.show_ring, group, args=args)["ring"][0]
-    of_all_ranks = row["predicted_bytes"] / row["bytes of x"]
     x = lesson.count_from(10 * rank, T, args)
     chunks_of = lambda values: [chunk.clone() for chunk in values]
     steps, sources = [], []
@@ -375,13 +338,13 @@ def ring(lesson, group) -> dict:
     start = x.clone()
     start.who = [2**rank] * T
     says = (
-        "Four ranks, each with four numbers of its own. Wanted: the sum of all ranks, "
-        "on every rank, while each rank only sends to the next one, one chunk at a "
-        "time."
+        "Four ranks, each with its own four numbers. In the end every rank must have "
+        "the sum over all ranks, and each rank may send only to the next one, one "
+        "chunk at a time."
     )
     recorder.add("hold", says, {"x": start})
-    lesson.COMM.rows.clear()
-    lesson.COMM.what, before = f"ring of {T}", {}
+    clear(lesson)
+    before = {}
 
     def on_step(name, chunks):
         nonlocal before
@@ -397,79 +360,82 @@ def ring(lesson, group) -> dict:
         recorder.add("send", says, {"x": values}, **more)
         before = now
 
-    y = lesson.ring_all_reduce(x, group, on_step)
+    with lesson.COMM.label("ring", ""):
+        y = lesson.ring_all_reduce(x, group, on_step)
     says = "Every rank has the sum, as PyTorch's own all-reduce gives it."
-    counted, lesson.COMM.rows = lesson.COMM.rows, {}
-    total = lesson.all_reduce(x, group)  # to compare with, and not counted
-    lesson.COMM.rows = counted
+    total = x.clone()
+    dist.all_reduce(total, group=group)  # to compare with, and not counted
     assert torch.equal(recorder.made["x"], y)
     recorder.compare(says, {"x": total})
-    key = (f"ring of {T}", "", "send/recv", "tp")
+    call = lesson.Call("ring", "", "send/recv", "tp")
     return recorder.recording(
         title="An all-reduce as a ring",
-        formulas={key: ("2(T−1)/T of x", round(of_all_ranks * x.nbytes / T))},
-    )
+        formulas={call: "2·(T-1) × n·e/T"}, sizes={"T": T, "n": x.numel(), "e": 4},
+    )  # fmt: skip
 
 
 RING = {
     "reduce-scatter": "Reduce-scatter, step {number}: each rank sends one chunk to the "
     "next rank, which adds its own number to it.",
     "all-gather": "All-gather, step {number}: each rank sends a finished chunk to the "
-    "next rank, which puts it in the place of its own.",
+    "next rank, which keeps it instead of its own.",
 }
 
 MLP_FORWARD = [
     Step("CopyToTP.forward", "return",
-         "f comes before the first product. Forward it does nothing: every rank has "
-         "the whole x already, so 0 bytes are sent."),
+         "f is applied before the first product. Forward it does nothing: x is "
+         "replicated, so 0 bytes are sent."),
     Step("ColumnParallelLinear.forward", "y_BSf",
-         "Each rank multiplies x by its own columns of the first matrix, and gets its "
-         "own slice of the hidden layer. Nothing is sent.", makes="y_BSf"),
+         "Each rank multiplies x by its own columns of the first matrix. The result is "
+         "its slice of the hidden layer. Nothing is sent.", makes="y_BSf"),
     Step("RowParallelLinear.forward", "x_BSf",
-         "GELU works on each number by itself, so each rank applies it to its own "
-         "slice. Nothing is sent.", makes="h_BSf", drops="y_BSf"),
+         "GELU works element by element, so each rank applies it to its own slice. "
+         "Nothing is sent.", makes="h_BSf", drops="y_BSf"),
     Step("RowParallelLinear.forward", "partial_y_BSD",
          "Each rank multiplies its slice by its own rows of the second matrix. The "
-         "result has the full shape, but it is only one term of a sum.",
+         "result has the full shape, but it is only a partial sum.",
          makes="partial_y_BSD"),
     Step("ReduceFromTP.forward", "all-reduce",
-         "g: an all-reduce adds up the terms of all ranks. Now every rank has the same "
-         "sum. This is the only communication forward: {bytes} bytes.",
+         "g: an all-reduce adds the partial sums of all ranks. Now every rank has the "
+         "same sum. This is the only communication forward: {bytes} bytes of payload.",
          takes="partial_y_BSD", makes="y_BSD", drops="partial_y_BSD"),
     Step("RowParallelLinear.forward", "return",
-         "The bias is added once, after the sum: y is done, and whole on every rank.",
+         "The bias is added once, after the sum: y is complete, and replicated.",
          makes="y_BSD"),
 ]  # fmt: skip
 MLP_BACKWARD = [
     Step("ReduceFromTP.backward", "grad",
          "Backward begins with the gradient of the loss, dL/dy, the same on every "
-         "rank. g sends nothing backward: dL/dy is also the gradient of each term.",
+         "rank. g sends nothing backward: dL/dy is also the gradient of each partial "
+         "sum.",
          makes="dL/dy_BSD", drops="y_BSD"),
     Step("gradient", "h_BSf",
-         "Each rank takes it back through its rows of the second matrix: the gradient "
-         "of its own slice of h. Nothing is sent.", makes="dL/dh_BSf"),
+         "Each rank multiplies it by its rows of the second matrix: the gradient of "
+         "its own slice of h. Nothing is sent.", makes="dL/dh_BSf"),
     Step("CopyToTP.backward", "partial_grad",
-         "Then through GELU and the first matrix. Each rank used only its own columns, "
-         "so it has only one term of dL/dx.",
+         "Then back through GELU and the first matrix. Each rank used only its own "
+         "columns, so it has only a partial sum of dL/dx.",
          makes="partial_dL/dx_BSD", drops="dL/dh_BSf dL/dy_BSD"),
 ]  # fmt: skip
 F_BACKWARD = Step(
     "CopyToTP.backward", "all-reduce",
-    "f: backward it is an all-reduce. The terms are added up, and every rank has the "
-    "whole dL/dx: {bytes} bytes, the only communication backward.",
+    "f: backward it is an all-reduce. The partial sums are added, and every rank has "
+    "the full dL/dx: {bytes} bytes of payload, the only communication backward.",
     takes="partial_dL/dx_BSD", makes="dL/dx_BSD", drops="partial_dL/dx_BSD",
 )  # fmt: skip
 F_BROKEN = Step(
     "CopyToTP.backward", "return",
-    "The bug: f without its all-reduce. Each rank passes its own term on, as if it "
-    "were the whole dL/dx. No error, no warning, 0 bytes.",
+    "The bug: f without its all-reduce. Each rank passes its partial sum on as if it "
+    "were the full dL/dx. No error, no warning, 0 bytes.",
     makes="dL/dx_BSD", drops="partial_dL/dx_BSD",
 )  # fmt: skip
 
 
 def mlp(lesson, group, bug=None) -> dict:
     sizes = dict(batch_size=1, seq_len=3, hidden=2, width=8)
-    torch.manual_seed(34)  # a draw in which both ranks' terms of dL/dx are large
+    torch.manual_seed(
+        34
+    )  # a seed for which both ranks' partial sums of dL/dx are large
     full = lesson.MLP(sizes["hidden"], sizes["width"])
     x_BSD, target_BSD = torch.randn(2, 1, 3, 2)
     if bug:
@@ -481,17 +447,17 @@ def mlp(lesson, group, bug=None) -> dict:
     up, down = "up_proj.weight", "down_proj.weight"
     weights = dict(split.named_parameters())
     says = (
-        "Two ranks, one MLP: y = W₂ · GELU(W₁ · x). Both ranks have the whole input x "
-        "(grey). Each has its own half of both matrices: half the columns of W₁, half "
-        "the rows of W₂. (torch stores them the other way round. Of weights only the "
-        "shape is shown.)"
+        "Two ranks, one MLP: y = GELU(x · W₁) · W₂ + b. The input x is replicated "
+        "(grey). Each rank has half of both matrices: half of the columns of W₁ and "
+        "half of the rows of W₂. (torch stores the transposed matrices. Of weights "
+        "only the shape is shown.)"
     )
     recorder.add("hold", says, {"x_BSD": x, up: weights[up], down: weights[down]})
     with recorder:
-        lesson.COMM.what, lesson.COMM.phase = "Megatron", "forward"
-        loss = lesson.squared_error(split(x), target_BSD)
-        lesson.COMM.phase = "backward"
-        loss.backward()
+        with lesson.COMM.label("Megatron", "forward"):
+            loss = lesson.squared_error(split(x), target_BSD)
+        with lesson.COMM.label("Megatron", "backward"):
+            loss.backward()
     lesson.squared_error(alone(x_alone), target_BSD).backward()
     wanted = {"dL/dx_BSD": x_alone.grad}
     assert torch.equal(recorder.made["dL/dx_BSD"], x.grad)
@@ -501,28 +467,29 @@ def mlp(lesson, group, bug=None) -> dict:
         whole = alone.get_parameter(name).grad
         wanted[f"dL/d {name}"] = lesson.shard(whole, dim, group)
     says = (
-        "On the way every rank got the gradients of its own slices of the weights. "
-        "They are needed nowhere else, so nothing is sent."
+        "Each rank has also computed the gradients of its own slices of the weights. "
+        "No other rank needs them, so nothing is sent."
     )
     recorder.add("compute", says, grads, drops)
     recorder.compare(MLP_END[bug], wanted)
-    args = SimpleNamespace(dtype="float32", steps=1, **sizes)
-    axes = dict.fromkeys(("tp", "dp", "outer", "inner", "alone"), 1)
-    rows = formulas_of(lesson.show_bytes, args=args, axes=axes)
-    formulas = rows_with(rows, "Megatron")
+    formulas = {
+        lesson.Call("Megatron", phase, "all-reduce", "tp"): "1 × B·S·D·e"
+        for phase in ("forward", "backward")
+    }
+    about = {"formulas": formulas, "sizes": {"B": 1, "S": 3, "D": 2, "e": 4}}
     title = "One MLP on two ranks, forward and backward"
     if bug:
         title = f"{title}: with --break {bug}"
-        return recorder.recording(title=title, formulas=formulas, bug=bug)
-    return recorder.recording(title=title, formulas=formulas)
+        return recorder.recording(title=title, bug=bug, **about)
+    return recorder.recording(title=title, **about)
 
 
 MLP_END = {
-    None: "Compared with the same MLP in one process: all gradients are the same, but "
-    "for rounding. One all-reduce forward, one backward.",
+    None: "Compared with the same MLP in one process: all gradients are the same, "
+    "except for rounding errors. One all-reduce forward, one backward.",
     "f": "Compared with the same MLP in one process: dL/dx is wrong on both ranks, and "
-    "differs between them. The loss is right, and so are the gradients of these "
-    "weights: the error goes to the layers below, and shows in the next step's loss.",
+    "differs between them. The loss and the gradients of these weights are correct: "
+    "the error reaches the layers below, and the loss of the next step.",
 }
 
 
@@ -532,29 +499,29 @@ def mlp_break_f(lesson, group) -> dict:
 
 ATTENTION = [
     Step("CopyToTP.forward", "return",
-         "f comes once, before all three products. Forward it sends nothing: every "
-         "rank has the whole x."),
+         "f is applied once, before all three products. Forward it sends nothing: x is "
+         "replicated."),
     Step("Attention.forward", "q k v",
          "Each rank computes queries, keys and values of its own heads only: two of "
          "the four heads, of two numbers each. Nothing is sent.", makes="q k v",
          drops="q_proj.weight o_proj.weight"),
     Step("CoreAttention.forward", "weights_BNSS",
-         "Each position weighs itself and those before it, in each head by itself: "
-         "softmax of q · k, a 3 × 3 table per head. Heads never meet, so nothing is "
-         "sent.",
+         "Each position weights itself and those before it, separately in each head: "
+         "softmax of q · k, a 3 × 3 table per head. Heads do not interact, so nothing "
+         "is sent.",
          makes="weights_BnSS", drops="x_BSD"),
     Step("RowParallelLinear.forward", "x_BSf",
-         "The weights, times the values: the output of this rank's heads.",
+         "The weights times the values: the output of this rank's heads.",
          makes="heads_BSd", drops="q k v"),
     Step("RowParallelLinear.forward", "partial_y_BSD",
-         "o_proj mixes the heads. It is cut by rows: each rank's heads give one term "
-         "of a sum, in the full shape.", makes="partial_y_BSD", drops="weights_BnSS"),
+         "o_proj mixes the heads. It is split by rows: each rank's heads give a "
+         "partial sum of the full shape.", makes="partial_y_BSD", drops="weights_BnSS"),
     Step("ReduceFromTP.forward", "all-reduce",
-         "g: an all-reduce adds up the terms, {bytes} bytes. Here, and only here, the "
-         "heads of different ranks come together.",
+         "g: an all-reduce adds the partial sums, {bytes} bytes of payload. Only here "
+         "the heads of different ranks are combined.",
          takes="partial_y_BSD", makes="y_BSD", drops="partial_y_BSD"),
     Step("RowParallelLinear.forward", "return",
-         "The bias is added once, after the sum. The output is whole on every rank.",
+         "The bias is added once, after the sum. The output is replicated.",
          makes="y_BSD"),
     Step("ReduceFromTP.backward", "grad",
          "Backward: dL/dy is the same on every rank, and g passes it on. Nothing is "
@@ -564,16 +531,16 @@ ATTENTION = [
          "is sent.", makes="dL/dheads_BSd", drops="heads_BSd"),
     Step("CopyToTP.backward", "partial_grad",
          "Back through the heads to x. Queries, keys and values of this rank's heads "
-         "together give one term of dL/dx.",
+         "together give a partial sum of dL/dx.",
          makes="partial_dL/dx_BSD", drops="dL/dheads_BSd dL/dy_BSD"),
     Step("CopyToTP.backward", "all-reduce",
-         "f: backward it is an all-reduce, {bytes} bytes. One for q, k and v together.",
+         "f: backward it is an all-reduce of {bytes} bytes, one for q, k and v "
+         "together.",
          takes="partial_dL/dx_BSD", makes="dL/dx_BSD", drops="partial_dL/dx_BSD"),
 ]  # fmt: skip
 
 
 def attention(lesson, group) -> dict:
-    sizes = dict(batch_size=1, seq_len=3, hidden=8)
     config = lesson.Config(7, 8, heads=4, kv_heads=4, layers=1, seq_len=3, dropout=0.0)
     layer, tables = layer_and_tables(lesson, config)
     alone = copy.deepcopy(layer).self_attn
@@ -583,26 +550,32 @@ def attention(lesson, group) -> dict:
     split = layer.self_attn
     names = "q_proj.weight", "o_proj.weight"
     says = (
-        "Attention with four heads on two ranks. Both ranks have the whole x (grey): "
-        "three positions of eight numbers. The projections are cut by heads: each rank "
+        "Attention with four heads on two ranks. x is replicated (grey): three "
+        "positions of eight elements. The projections are split by heads: each rank "
         "has two of the four. (Of weights only the shape is shown.)"
     )
     recorder = Recorder(lesson, ATTENTION)
     held = {name: split.get_parameter(name) for name in names}
     recorder.add("hold", says, {"x_BSD": x} | held)
     with recorder:
-        lesson.COMM.what, lesson.COMM.phase = "with TP", "forward"
-        y = split(x, tables)
-        lesson.COMM.phase = "backward"
-        y.backward(upstream_BSD)
+        with lesson.COMM.label("with TP", "forward"):
+            y = split(x, tables)
+        with lesson.COMM.label("with TP", "backward"):
+            y.backward(upstream_BSD)
     alone(x_alone, tables).backward(upstream_BSD)
     says = (
-        "Compared with the same attention in one process: dL/dx is the same, but for "
-        "rounding. One all-reduce forward, one backward, whatever the number of heads."
+        "Compared with the same attention in one process: dL/dx is the same, except "
+        "for rounding errors. One all-reduce forward, one backward, for any number of "
+        "heads."
     )
     recorder.compare(says, {"dL/dx_BSD": x_alone.grad})
-    rows = layer_of(lesson.show_all_reduces, "with TP", parts=2, **sizes)
-    return recorder.recording(title="Attention, split by heads", formulas=rows)
+    formulas = {
+        lesson.Call("with TP", phase, "all-reduce", "tp"): "1 × B·S·D·e"
+        for phase in ("forward", "backward")
+    }
+    sizes = {"B": 1, "S": 3, "D": 8, "e": 4}
+    title = "Attention, split by heads"
+    return recorder.recording(title=title, formulas=formulas, sizes=sizes)
 
 
 def layer_and_tables(lesson, config) -> tuple:
@@ -615,34 +588,35 @@ def layer_and_tables(lesson, config) -> tuple:
 LOSS, TARGETS = "VocabParallelCrossEntropy.forward", torch.tensor([[1, 6, 3]])
 VOCAB = [
     Step(LOSS, "x_BSv",
-         "Two ranks cannot share seven tokens equally: rank 1's last column only fills "
-         "up. It is set to −∞, so that it never counts.",
+         "Two ranks cannot share seven tokens equally: the last column of rank 1 is "
+         "padding. It is set to −∞, so that it has no effect.",
          makes="x_BSv", drops="logits_BSv"),
     Step(LOSS, "all-reduce",
          "First all-reduce: the largest logit of each position, so that no exp can "
-         "overflow. Each rank brings the largest of its own columns. {bytes} bytes.",
+         "overflow. Each rank contributes the largest of its own columns. {bytes} "
+         "bytes.",
          takes="own_max_BS", makes="max_BS"),
     Step(LOSS, "x_BSv",
          "Each rank subtracts it from its own columns. Nothing is sent.",
          makes="x_BSv", drops="max_BS"),
-    Step(LOSS, "exp_BSv", "exp, number by number. Nothing is sent.", makes="exp_BSv"),
+    Step(LOSS, "exp_BSv", "exp, element by element. Nothing is sent.", makes="exp_BSv"),
     Step(LOSS, "all-reduce",
          "Second all-reduce: the sum of the exponentials over the whole vocabulary. "
-         "Each rank brings the sum of its own columns. {bytes} bytes.",
+         "Each rank contributes the sum of its own columns. {bytes} bytes.",
          takes="own_sum_BS", makes="sum_BS"),
     Step(LOSS, "picked_BS",
-         "The logit of the right token: only the rank that has its column knows it. "
-         "The other rank takes 0.", makes="picked_BS", nth=2),
+         "The logit of the target: only the rank that has its column knows it. The "
+         "other rank contributes 0.", makes="picked_BS", nth=2),
     Step(LOSS, "all-reduce",
-         "Third all-reduce: added up, every rank has the right token's logit. {bytes} "
+         "Third all-reduce: after the sum every rank has the target's logit. {bytes} "
          "bytes.", takes="picked_BS", makes="x[target]_BS", drops="picked_BS x_BSv"),
     Step(LOSS, "return",
          "loss = log(sum) − x[target], for each position, and the same on every rank. "
          "The logits themselves were never sent.",
          makes="loss_BS", drops="x[target]_BS"),
     Step("VocabParallelCrossEntropy.backward", "return",
-         "Backward: the softmax, less 1 at the right token, over the number of "
-         "positions. Each rank has all it takes for its own columns. Nothing is sent.",
+         "Backward: the softmax, minus 1 at the target, divided by the number of "
+         "positions. Each rank has what it needs for its own columns. Nothing is sent.",
          makes="dL/dlogits_BSv", drops="exp_BSv sum_BS"),
 ]  # fmt: skip
 
@@ -654,34 +628,30 @@ def vocab_loss(lesson, group) -> dict:
     mine = lesson.shard(padded, 2, group).requires_grad_()
     says = (
         "The loss of three positions, with a vocabulary of seven tokens on two ranks. "
-        "Each rank has the logits of its own tokens: 0 to 3, and 4 to 6. Both know the "
-        "right tokens (grey): 1, 6 and 3."
+        "Each rank has the logits of its own tokens: 0 to 3, and 4 to 6. The targets "
+        "are replicated (grey): 1, 6 and 3."
     )
     recorder = Recorder(lesson, VOCAB)
     recorder.add("hold", says, {"logits_BSv": mine, "target_BS": TARGETS})
     with recorder:
-        lesson.COMM.what, lesson.COMM.phase = "with TP", "loss"
-        loss = lesson.sharded_loss(mine, TARGETS, group, V)
-        lesson.COMM.phase = "backward"
-        loss.backward()
+        with lesson.COMM.label("with TP", "loss"):
+            loss = lesson.sharded_loss(mine, TARGETS, group, V)
+        with lesson.COMM.label("with TP", "backward"):
+            loss.backward()
     alone = logits_BSV.clone().requires_grad_()
     loss_BS = nn.functional.cross_entropy(alone.mT, TARGETS, reduction="none")
     loss_BS.mean().backward()
     grad = nn.functional.pad(alone.grad, (0, -V % T))
     says = (
         "Compared with F.cross_entropy in one process: the same losses and gradients, "
-        "but for rounding. Sent were three numbers a position, not seven logits."
+        "except for rounding errors. Three values per position were sent, not seven."
     )
     wanted = {"loss_BS": loss_BS.detach()}
     recorder.compare(says, wanted | {"dL/dlogits_BSv": lesson.shard(grad, 2, group)})
-    args = SimpleNamespace(
-        layers=1, dtype="float32", steps=1, batch_size=1, seq_len=3, hidden=1,
-        heads=1, kv_heads=T, ranks=T,
-    )  # fmt: skip
-    rows = formulas_of(lesson.show_traffic, ["with TP"], args=args)
     return recorder.recording(
         title="The loss, with the vocabulary split",
-        formulas=rows_with(rows, "with TP", "loss"),
+        formulas={lesson.Call("with TP", "loss", "all-reduce", "tp"): "3 × B·S·e"},
+        sizes={"B": 1, "S": 3, "e": 4},
     )
 
 
@@ -689,7 +659,7 @@ GATHER, ROWS = "GatherThenLinear.forward", "RowParallelLinear.forward"
 BACK = "GatherThenLinear.backward"
 SP_FORWARD = [
     Step("Attention.forward", "x_BSD",
-         "LayerNorm works on each position by itself, so each rank does it for its own "
+         "LayerNorm works position by position, so each rank applies it to its own "
          "positions only. Nothing is sent.", makes="norm_x_BsD"),
     Step(GATHER, "all-gather",
          "Attention needs all positions. An all-gather joins them: {bytes} bytes.",
@@ -700,17 +670,17 @@ SP_FORWARD = [
     Step(ROWS, "x_BSf", "The output of this rank's head. Nothing is sent.",
          makes="heads_BSd", drops="q k v"),
     Step(ROWS, "partial_y_BSD",
-         "o_proj is cut by rows: each rank has one term of the sum, for all positions.",
+         "o_proj is split by rows: each rank has a partial sum, for all positions.",
          makes="partial_y_BSD", drops="heads_BSd"),
     Step("ReduceScatterWithGrad.forward", "reduce-scatter",
-         "A reduce-scatter adds up the terms, and each rank keeps only its own "
-         "positions. {bytes} bytes. Without SP an all-reduce would stand here.",
+         "A reduce-scatter adds the partial sums, and each rank keeps only its own "
+         "positions. {bytes} bytes. Without SP this would be an all-reduce.",
          takes="partial_y_BSD", makes="y_BsD", drops="partial_y_BSD"),
     Step("DecoderLayer.forward", "x_BSD",
-         "Bias, dropout and the residual sum, for this rank's positions only.",
+         "Bias, dropout and residual, for this rank's positions only.",
          makes="x_BsD", drops="y_BsD", nth=2),
     Step("MLP.forward", "x_BSD",
-         "The second half of the layer goes the same way. LayerNorm, on this rank's "
+         "The second half of the layer does the same. LayerNorm, on this rank's "
          "positions.", makes="norm_x_BsD"),
     Step(GATHER, "all-gather",
          "An all-gather joins the positions: {bytes} bytes.",
@@ -718,32 +688,32 @@ SP_FORWARD = [
     Step(ROWS, "x_BSf",
          "Each rank's own columns of the MLP, and GELU. Nothing is sent.",
          makes="h_BSf", drops="norm_x_BSD"),
-    Step(ROWS, "partial_y_BSD", "Each rank's own rows: one term of the sum.",
+    Step(ROWS, "partial_y_BSD", "Each rank's own rows: a partial sum.",
          makes="partial_y_BSD", drops="h_BSf"),
     Step("ReduceScatterWithGrad.forward", "reduce-scatter",
-         "A reduce-scatter adds up, and each rank keeps its own positions: {bytes} "
+         "A reduce-scatter adds them, and each rank keeps its own positions: {bytes} "
          "bytes.",
          takes="partial_y_BSD", makes="y_BsD", drops="partial_y_BSD"),
     Step("DecoderLayer.forward", "return",
-         "The residual sum: the layer's output, split over the positions as its input "
-         "was.", makes="out_BsD", drops="y_BsD x_BsD"),
+         "The residual: the layer's output, sharded by position as its input was.",
+         makes="out_BsD", drops="y_BsD x_BsD"),
 ]  # fmt: skip
 
 
 def sp_backward(block: str) -> list[Step]:
     return [
         Step("ReduceScatterWithGrad.backward", "all-gather",
-             f"Backward through {block}. What was a reduce-scatter is now an "
-             f"all-gather: each rank's term met all positions, so it needs all of "
-             f"dL/dy.",
+             f"Backward through {block}. The backward of a reduce-scatter is an "
+             f"all-gather: each rank's partial sum had all positions, so it needs "
+             f"all of dL/dy.",
              takes="dL/dy_BsD", makes="dL/dy_BSD", drops="out_BsD dL/dx_BsD"),
         Step(BACK, "all-gather",
              "For the gradients of the weights each rank needs all positions of the "
-             "input again. It kept only its own: one more all-gather, {bytes} bytes.",
+             "input. It saved only its own: one extra all-gather, {bytes} bytes.",
              takes="norm_x_BsD", makes="norm_x_BSD"),
         Step(BACK, "reduce-scatter",
-             "What was an all-gather is now a reduce-scatter: the terms of dL/dx are "
-             "added up, and each rank keeps its own positions.",
+             "The backward of an all-gather is a reduce-scatter: the partial sums of "
+             "dL/dx are added, and each rank keeps its own positions.",
              takes="partial_dL/dx_BSD", makes="dL/dx_BsD",
              drops="dL/dy_BSD norm_x_BSD"),
     ]  # fmt: skip
@@ -751,21 +721,20 @@ def sp_backward(block: str) -> list[Step]:
 
 SP_END = Step(
     "all_reduce_replicated_gradients", "all-reduce",
-    "LayerNorms, and the biases of o_proj and down_proj, are whole on every rank, but "
-    "each rank met only its own positions. One last all-reduce adds up their "
-    "gradients: {bytes} bytes.",
+    "LayerNorms and the biases of o_proj and down_proj are replicated, but each rank "
+    "applied them to its own positions only. A final all-reduce sums their gradients: "
+    "{bytes} bytes.",
     takes="own_grads", makes="grads_of_norms_and_biases", drops="dL/dx_BsD",
 )  # fmt: skip
 
 
 SP_INPUT = (
-    "And this is the gradient of the layer's input, on its way to the layer before: "
-    "again each rank has that of its own positions."
+    "The gradient of the layer's input, which the layer before needs: each rank has "
+    "it for its own positions."
 )
 
 
 def sp_layer(lesson, group) -> dict:
-    sizes = dict(batch_size=1, seq_len=4, hidden=4)
     config = lesson.Config(7, 4, heads=2, kv_heads=2, layers=1, seq_len=4, dropout=0.0)
     layer, tables = layer_and_tables(lesson, config)
     alone = copy.deepcopy(layer)
@@ -776,31 +745,39 @@ def sp_layer(lesson, group) -> dict:
     script = SP_FORWARD + sp_backward("the MLP") + sp_backward("attention") + [SP_END]
     recorder = Recorder(lesson, script)
     says = (
-        "A whole transformer layer with the sequence split: four positions, of which "
-        "each rank has two. Between the large matrices nobody has the whole sequence."
+        "A transformer layer with the sequence split: four positions, of which each "
+        "rank has two. Between the large matrices no rank has the full sequence."
     )
     recorder.add("hold", says, {"x_BsD": x_BsD})
     with recorder:
-        lesson.COMM.what, lesson.COMM.phase = "TP + SP", "forward"
-        out_BsD = layer(x_BsD, tables)
-        lesson.COMM.phase = "backward"
-        out_BsD.backward(lesson.shard(upstream_BSD, 1, group))
-        lesson.COMM.phase = "summing"
-        lesson.all_reduce_replicated_gradients(layer, group)
+        with lesson.COMM.label("TP + SP", "forward"):
+            out_BsD = layer(x_BsD, tables)
+        with lesson.COMM.label("TP + SP", "backward"):
+            out_BsD.backward(lesson.shard(upstream_BSD, 1, group))
+        with lesson.COMM.label("TP + SP", "summing"):
+            lesson.all_reduce_replicated_gradients(layer, group)
     x_alone = x_BSD.clone().requires_grad_()
     alone(x_alone, tables).backward(upstream_BSD)
     whole = [n for n, p in layer.named_parameters() if not getattr(p, "shardings", ())]
     grads = torch.cat([alone.get_parameter(name).grad.flatten() for name in whole])
     says = (
-        "Compared with the same layer in one process: the same gradients, but for "
-        "rounding. All-gathers and reduce-scatters took the place of the all-reduces."
+        "Compared with the same layer in one process: the same gradients, except for "
+        "rounding errors. All-gathers and reduce-scatters replaced the all-reduces."
     )
     recorder.add("compute", SP_INPUT, {"dL/dx_BsD": x_BsD.grad})
     wanted = {"grads_of_norms_and_biases": grads}
     recorder.compare(says, wanted | {"dL/dx_BsD": lesson.shard(x_alone.grad, 1, group)})
-    rows = layer_of(lesson.show_communication, "TP + SP", **sizes)
+    call = lambda phase, name: lesson.Call("TP + SP", phase, name, "tp")
+    formulas = {
+        call("forward", "all-gather"): "2 × B·S·D·e",
+        call("forward", "reduce-scatter"): "2 × B·S·D·e",
+        call("backward", "all-gather"): "4 × B·S·D·e",
+        call("backward", "reduce-scatter"): "2 × B·S·D·e",
+        call("summing", "all-reduce"): "1 × 6·D·e",
+    }
+    sizes = {"B": 1, "S": 4, "D": 4, "e": 4}
     title = "A transformer layer with the sequence split"
-    return recorder.recording(title=title, formulas=rows)
+    return recorder.recording(title=title, formulas=formulas, sizes=sizes)
 
 
 # The batch: four ranks, two replicas of two TP ranks each.
@@ -811,18 +788,18 @@ BATCH = [
     for i, length in ((1, ""), (2, "The second micro-batch, in the same way. "))
     for step in (
         Step("broadcast_batch", "broadcast",
-             f"{length}First the shape, three whole numbers: a rank that does not know "
-             "how long the lines are cannot make room for them. {bytes} bytes.",
+             f"{length}First the shape, three integers: a rank that does not know how "
+             "long the lines are cannot allocate memory for them. {bytes} bytes.",
              takes=f"loaded_shape_{i}", makes=f"shape_{i}"),
         Step("broadcast_batch", "broadcast",
-             "Then tokens and targets, into room of just that shape. The ranks of a TP "
+             "Then tokens and targets, into a tensor of that shape. The ranks of a TP "
              "group have the same batch now; the other replica has another one.",
              takes=f"micro_batch_{i}", makes=f"micro_batch_{i}", drops=f"shape_{i}"),
     )
 ] + [
     Step("count_targets", "all-reduce",
-         "Replicas have different numbers of targets. An all-reduce over dp adds them "
-         "up, {bytes} bytes: every token of the whole batch will weigh the same.",
+         "Replicas have different numbers of targets. An all-reduce over dp adds them, "
+         "{bytes} bytes: every token of the batch will have the same weight.",
          takes="own_targets", makes="all_targets"),
 ]  # fmt: skip
 
@@ -845,39 +822,35 @@ def batch(lesson, _group) -> dict:
     says = (
         "Eight lines of text for two replicas of two ranks each: ranks 0 and 1, ranks "
         "2 and 3. In each replica one rank has loaded its lines, as two micro-batches, "
-        "each as long as its longest line. Tokens stand above, targets below; · is "
+        "each as long as its longest line. Tokens are above, targets below; · is "
         "padding."
     )
     recorder.add("hold", says, loaded)
     with recorder:
-        lesson.COMM.what, lesson.COMM.phase = "batch", ""
-        micro_batches = lesson.broadcast_batch(whole, groups, args)
-        total = lesson.count_targets(micro_batches, groups["dp"])
-    says = "As many targets as one process counts in this batch. Forward may begin."
+        with lesson.COMM.label("mesh", "batch"):
+            micro_batches = lesson.broadcast_batch(whole, groups, args)
+            total = lesson.count_targets(micro_batches, groups["dp"])
+    says = "The number of targets that one process counts in this batch."
     recorder.compare(says, {"all_targets": (whole[1] != lesson.IGNORE).sum()})
     assert total == recorder.made["all_targets"]
-    formulas = traffic_of(lesson, groups, args, whole)
+    tokens = sum(part[0].numel() for part in micro_batches)
+    call = lambda phase, name, axis: lesson.Call("mesh", phase, name, axis)
     return recorder.recording(
-        title="A batch is dealt out, its shape first",
-        formulas=rows_with(formulas, "batch"),
+        title="A batch is distributed, its shape first",
+        formulas={
+            call("shapes", "broadcast", "tp"): "M × 24",
+            call("batch", "broadcast", "tp"): "M × 2·8·n/M",
+            call("batch", "all-reduce", "dp"): "1 × 8",
+        },
+        sizes={"M": 2, "n": tokens},
     )
-
-
-def traffic_of(lesson, groups, args, whole: tuple, pp=1, stage=0) -> dict:
-    """Lesson 05's formulas for a stage, of a model that has no layers."""
-    flags = dict(pp=pp, dp=groups["dp"].size(), tie=False, layers=0, vocab_size=1)
-    flags |= dict(heads=1, kv_heads=args.tp) | vars(args)
-    parts = lesson.make_microbatches(whole, groups, args.microbatches, args.ragged)
-    tokens = sum(part[0].numel() for part in parts)
-    rows = lesson.traffic(SimpleNamespace(**flags), stage, tokens, 4, 0, 0)
-    return {row[:4]: (row[4], row[5], round(row[6])) for row in rows}
 
 
 # Schedules: four stages, in measured time.
 
 
 class Sleep(torch.autograd.Function):
-    """Takes the time of a stage's forward, and twice that backward."""
+    """Takes the time of a stage's forward pass, and twice that backward."""
 
     @staticmethod
     def forward(ctx, x, unit, seconds, shape):
@@ -911,16 +884,17 @@ def one_run(lesson, groups, kind: str, M: int, seconds: float) -> list[dict]:
     """Of each stage: when it computed, what it sent when, and what was counted."""
     stage, sent, original = groups["pp"].rank(), [], lesson.send
 
-    def send(x, to, group):
+    def send(x, dst, group, what="a message"):
         before = counted()
-        message = original(x, to, group)
+        message = original(x, dst, group, what)
         sent.append({"at": time.time(), "bytes": difference(counted(), before)})
         return message
 
-    rows = lesson.COMM.rows
-    counted = lambda: {row_of(key): row[1] for key, row in rows.items()}
-    lesson.COMM.rows.clear()
-    lesson.COMM.what = kind
+    def counted():
+        calls = lesson.COMM.bytes.items()
+        return {row_of(call._replace(run=kind)): n for call, n in calls}
+
+    clear(lesson)
     model = SleepingStage(seconds, [1, 4, 8])
     pipeline = lesson.Pipeline(model, lambda y, _: y.sum(), groups)
     steps = lesson.schedule(kind, stage, groups["pp"].size(), M)
@@ -928,7 +902,8 @@ def one_run(lesson, groups, kind: str, M: int, seconds: float) -> list[dict]:
     dist.barrier()
     pipeline.run(steps, [torch.zeros(2, 1, 4, dtype=torch.int64)] * M)
     lesson.send = original
-    mine = {"spans": pipeline.events, "sent": sent, "rows": [*rows.items()]}
+    calls, nbytes = dict(lesson.COMM.calls), dict(lesson.COMM.bytes)
+    mine = {"spans": pipeline.events, "sent": sent, "calls": calls, "bytes": nbytes}
     return lesson.gather_objects(mine)
 
 
@@ -946,17 +921,22 @@ def schedules(lesson, group) -> dict:
         one_run(lesson, groups, kind, 1, 0.001)  # the first one warms up
         tries = [one_run(lesson, groups, kind, M, FORWARD) for _ in range(3)]
         runs[kind] = min(tries, key=took)
-    args = SimpleNamespace(microbatches=M, ragged=False, zero=False, hidden=8, tp=1)
-    whole = tuple(torch.zeros(2, M, 4, dtype=torch.int64))
-    rows = rows_with(traffic_of(lesson, groups, args, whole, P, rank), "send/recv")
     recorder = Recorder(lesson)
-    lesson.COMM.rows = {
-        key: counted for run in runs.values() for key, counted in run[rank]["rows"]
-    }
-    predicted = {(kind, *key[1:]): row for kind in KINDS for key, row in rows.items()}
-    about = recorder.recording(
-        title="GPipe and 1F1B on four stages", formulas=predicted
-    )
+    clear(lesson)
+    predicted = {}
+    for kind, run in runs.items():
+        for call, n in run[rank]["calls"].items():
+            lesson.COMM.calls[call._replace(run=kind)] = n
+            lesson.COMM.bytes[call._replace(run=kind)] = run[rank]["bytes"][call]
+        call = lambda phase, kind=kind: lesson.Call(kind, phase, "send/recv", "pp")
+        if rank < P - 1:
+            predicted[call("shapes")] = "M × 24"
+            predicted[call("forward")] = "M × b·S·D·e"
+        if rank > 0:
+            predicted[call("backward")] = "M × b·S·D·e"
+    sizes = {"M": M, "b": 1, "S": 4, "D": 8, "e": 4}
+    title = "GPipe and 1F1B on four stages"
+    about = recorder.recording(title=title, formulas=predicted, sizes=sizes)
     about |= {"time": {"runs": [*KINDS.values()], "unit": "ms"}}
     return about | {"events": moments(runs, P, M)}
 
@@ -1019,8 +999,8 @@ def moment(group: list[tuple], end: float, spans: list, P: int) -> dict:
 SCHEDULES_START = (
     "Four pipeline stages, eight micro-batches, two schedules: above GPipe, below "
     "1F1B. Each bar is measured time on that stage's rank. Compute is simulated: a "
-    "stage sleeps, for a backward twice as long as for a forward. The messages are "
-    "real."
+    "stage sleeps, for a backward pass twice as long as for a forward pass. The "
+    "messages are real."
 )
 
 

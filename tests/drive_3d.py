@@ -1,10 +1,10 @@
-"""Ranks train lesson 05's model on meshes of every shape, beside the whole one.
+"""Ranks train lesson 05's model on meshes of every shape, next to the whole one.
 
     torchrun --nproc_per_node=8 drive_3d.py FOLDER
 
-Every layout of 2, 4, 6 or 8 ranks; sizes and options at random; float64.
-Every rank trains the whole model alone on the whole batch, and compares that with what
-all ranks of the mesh have, put together.
+Every layout of 2, 4, 6 or 8 ranks, one mesh after another in the same processes; sizes
+and options at random; float64. Every rank also trains the full model on the full batch
+in one process, and compares that with what all ranks of the mesh hold together.
 """
 
 import argparse
@@ -40,36 +40,43 @@ def make(number: int, sizes: tuple) -> argparse.Namespace:
         layers=pp + rng.randint(0, 2), batch_size=dp * M * rng.randint(2, 3),
         seq_len=rng.randint(5, 13), vocab_size=257, clip=(0.3, 1.0, 100.0)[number % 3],
         dropout=0.0, seed=number + 1, dtype="float64", device="cpu", timeout=60,
-        ranks=math.prod(sizes), begin=0, save=None,
+        ranks=math.prod(sizes),
     )  # fmt: skip
 
 
 def counted(training) -> dict:
-    """What a rank held, kept of micro-batches, and sent in a step, for test_plan.py."""
-    events, rows = training.pipeline.events, lesson.COMM.rows.items()
+    """What a rank held, saved and sent in the last step, for test_plan.py."""
+    events = training.pipeline.events
+    sent = []
+    for call, calls in lesson.COMM.calls.items():
+        if call.run:  # without a name: the report's own
+            sent.append([*call, calls, lesson.COMM.bytes[call]])
     return dict(
         parameters=sum(p.numel() for p in training.parameters.values()),
         saved=sorted({e["bytes"] for e in events if e["what"] == "forward"}),
-        sent=[[*key, *row] for key, row in rows if key[0]],  # nameless: the report's
+        in_flight=training.pipeline.held.peak_passes,
+        left=training.pipeline.held.now,
+        sent=sent,
     )
 
 
 def try_run(number: int, sizes: tuple, groups: dict) -> dict:
-    """STEPS steps on a mesh, against the whole model."""
-    args, diffs = make(number, sizes), {}
-    batches = lesson.make_batches(lesson.__doc__, args, STEPS)
-    batches = [lesson.pad_batch(*batch, args.tp) for batch in batches]
+    """STEPS steps on a mesh, against the full model."""
+    args = make(number, sizes)
+    batches = []
+    for tokens, target in lesson.make_batches(lesson.__doc__, args, STEPS):
+        batches.append(lesson.pad_batch(tokens, target, args.tp))
     args.seq_len = batches[0][0].shape[1]
     full = lesson.make_tied(args)
-    whole, loss_of = copy.deepcopy(full), lesson.mean_loss
-    alone = lesson.train_transformer("", whole, batches, args, loss_of)
-    lesson.COMM.rows.clear()
+    alone = lesson.train_transformer("alone", copy.deepcopy(full), batches, args)
     training = lesson.MeshTraining(full, groups, args)
     mesh = lesson.train_on_mesh(training, batches, args)
+    diffs = {}
     for kind in ("losses", "norms", "gradients", "parameters"):
-        wanted, got = getattr(alone, kind), getattr(mesh, kind)
-        assert got.keys() == wanted.keys(), (kind, vars(args))
-        off = [[lesson.rel_diff(got[name], x), name] for name, x in wanted.items()]
+        expected = getattr(alone, kind)
+        got = getattr(mesh, kind)
+        assert got.keys() == expected.keys(), (kind, vars(args))
+        off = [[lesson.rel_diff(got[name], x), name] for name, x in expected.items()]
         diffs[kind] = max(off)
     stage = training.pipeline.rank
     return dict(args=vars(args), diffs=diffs, stage=stage, counted=counted(training))

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=4 drive_vocab.py FOLDER
 
-Every rank computes the whole thing alone, in float64, and cuts out what it should have.
+Every rank computes everything on its own in float64 and takes the slice that it should
+have.
 """
 
 import random
@@ -28,7 +29,7 @@ MODELS, DRAWS, TIES = 36, 200, 40
 
 
 def make_targets(V: int, shape, ignore: int, x, generator):
-    """Targets in every rank's shard where there is room; some are ignored."""
+    """Targets in every rank's range if there are enough; some are ignored."""
     target = torch.randint(V, shape, generator=generator)
     flat = target.view(-1)
     flat[:4] = torch.tensor([0, V - 1, V // 2, V // 4])
@@ -65,8 +66,8 @@ def try_loss(number: int, dtype, style: str, smoothing: float, group) -> dict:
     mine = (mine.mT.contiguous().mT if number % 2 else mine).requires_grad_()
     got = lesson.vocab_parallel_cross_entropy(mine, target, group, V, **options)
     got.backward(upstream.to(wide))
-    # With all logits equal and smoothing 1 nothing is left of softmax − 1/V: then its
-    # terms are the measure.
+    # With all logits equal and smoothing 1, softmax − 1/V is 0: then the difference is
+    # relative to its terms.
     terms = (leaf.detach().softmax(-1) * upstream.unsqueeze(-1))[target != ignore]
     most = torch.cat([leaf.grad.flatten(), terms.flatten()])
     wanted_grad = columns(leaf.grad, group, v)
@@ -78,7 +79,7 @@ def try_loss(number: int, dtype, style: str, smoothing: float, group) -> dict:
 
 
 def megatron(group) -> list:
-    """REFERENCES: TP 4, V 128, 0 to 7 four times on every rank's 32 columns."""
+    """Its test: TP 4, V 128, logits 0 to 7 four times on every rank's 32 columns."""
     logits = torch.arange(8.0).repeat(16, 4)
     target = torch.arange(0, 32, 2)
     loss = lesson.vocab_parallel_cross_entropy(logits, target, group, 128)
@@ -86,7 +87,7 @@ def megatron(group) -> list:
 
 
 def try_model(number: int, group) -> dict:
-    """The whole model; its mean loss from sharded or from gathered logits."""
+    """The full model; its mean loss from sharded or from gathered logits."""
     twins = Twins(lesson, number, group, lesson.vocab_transformer)
     loss_of = lesson.gathered_loss if number // 4 % 2 else lesson.sharded_loss
     V = twins.config.vocab_size
@@ -94,7 +95,7 @@ def try_model(number: int, group) -> dict:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Within `with`: the most bytes that tensors made there took up at one time."""
+    """Within `with`: the peak of the bytes of the tensors that are created there."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +110,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def peaks(group) -> dict:
-    """At most so many bytes at a time, for GPT-2's vocabulary: forward and backward."""
+    """Peak bytes of forward and backward of each loss, for GPT-2's vocabulary."""
     V, found = 50257, {}
     for way in ("sharded_loss", "gathered_loss"):
         x = torch.zeros(2, 8, -(-V // group.size()), requires_grad=True)

@@ -3,12 +3,14 @@
     torchrun … faulty.py LESSON FAULT RANK NUMBER [flags of the lesson]
 
 At its collective NUMBER (1 is the first one; those of a group of one do not count),
-rank RANK is killed (before the call, or inside it), stopped, sleeps, skips the call, or
-raises. It notes the time in $FAULT_TIME. With $FAULT_SAVE it does so while it writes
-its checkpoint of that number; ranks that torchrun starts anew do nothing.
+rank RANK is killed (before the call, or inside it), is stopped, sleeps, skips the call,
+raises, or finds the disk full. It writes the time into $FAULT_TIME. With $FAULT_SAVE it
+does so when it saves its checkpoint of that number. Ranks that torchrun starts again do
+nothing.
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -44,6 +46,13 @@ def skip(name, args):
     return x.clone()
 
 
+def full_disk(name, args):
+    """From now on this process may write files of 1,000 bytes only."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+    return getattr(lesson, name).good(*args)
+
+
 def fail(*args):
     raise RuntimeError("out of luck")
 
@@ -55,6 +64,7 @@ FAULTS = {
     "sleep": lambda *args: time.sleep(3600),
     "skip": skip,
     "raise": fail,
+    "full": full_disk,
 }
 
 

@@ -1,12 +1,10 @@
 """Lesson 05: a mesh of ranks trains as one process does, whatever its shape.
 
 Schedules as lists; then every layout of 2, 4, 6 and 8 ranks on random sizes and options
-against plain PyTorch; checkpoints from mesh to mesh; the lesson's own runs.
+against plain PyTorch; what autograd holds; the lesson's own runs.
 """
 
-import json
 import re
-import shutil
 from functools import cache
 from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ import pytest
 import torch
 from in_ranks import no_group
 from runs import ALL_RUNS, MESH, flag, over
-from test_refusals import as_rank, message
 from torch import nn
 
 DRIVERS = [("drive_3d.py", ranks) for ranks in (8, 6, 4, 2)]
@@ -97,14 +94,20 @@ def found(request):
 
 
 def test_equal_to_one_process(found):
-    """Losses, norms, and all gradients and parameters of all stages, put together."""
+    """Losses, norms, gradients, parameters of all stages; micro-batches in flight."""
     ranks, runs = len(found), [run["args"] for run in found[0]["runs"]]
     assert len(runs) == {2: 3, 4: 6, 6: 9, 8: 10}[ranks], "every layout"
     if ranks > 2:
         for option in ("schedule", "ragged", "zero", "tie"):
             assert len({args[option] for args in runs}) == 2, option
     for run in [run for rank in found for run in rank["runs"]]:
-        assert max(run["diffs"].values())[0] <= 1e-12, (run["args"], run["diffs"])
+        args = run["args"]
+        assert max(run["diffs"].values())[0] <= 1e-12, (args, run["diffs"])
+        M = args["microbatches"]
+        limit = M if args["schedule"] == "gpipe" else min(args["pp"] - run["stage"], M)
+        assert run["counted"]["in_flight"] == limit and run["counted"]["left"] == 0, (
+            args
+        )
 
 
 # The lesson's own runs: who is where, and when.
@@ -135,7 +138,7 @@ def test_timeline(run):
         before = row["rank"] + (-across if row["what"] == "forward" else across)
         if 0 <= before < run[1]:
             assert ends[before, row["what"], row["microbatch"]] <= row["start"]
-    pictures = re.findall(r"^   stage \d+ [^\[]{1,72}$", done.out, re.M)
+    pictures = re.findall(r"^   stage \d+ [^\[]{72}$", done.out, re.M)
     assert len(pictures) == P
 
 
@@ -143,7 +146,35 @@ def test_timeline(run):
 def test_ragged_lengths(run):
     data = jobs.result(*run).data
     lengths = [x for of_replica in data["lengths"] for x in of_replica]
-    assert len({*lengths}) >= 3 and all(x % data["mesh"]["tp"] == 0 for x in lengths)
+    assert len(set(lengths)) >= 3 and all(x % data["mesh"]["tp"] == 0 for x in lengths)
+
+
+SLEEP = (MESH, 2, "--sleep", "50", "--steps", "1", "--microbatches", "2")
+
+
+@pytest.mark.launches(*SLEEP)
+def test_stages_of_a_stated_time():
+    """--sleep: no step is shorter. (No limit above: the machine may be busy.)"""
+    done = jobs.result(*SLEEP)
+    for row in done.data["timeline"]:
+        least = 0.05 if row["what"] == "forward" else 0.1
+        assert row["end"] - row["start"] >= least * 0.99, row
+    assert done.data["bubble"] > 0.4, "(P − 1)/M = 0.5, and messages"
+    assert "at least 50 ms" in done.out
+
+
+def test_a_schedule_that_pytorch_does_not_have(tmp_path):
+    """It ends the section of PyTorch only; all others are printed, with a verdict."""
+    text = jobs.PATHS[MESH].read_text("utf-8")
+    known = 'SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}'
+    assert text.count(known) == 1
+    script = tmp_path / f"{MESH}.py"
+    script.write_text(text.replace(', "gpipe": ScheduleGPipe}', "}"), "utf-8")
+    done = jobs.launch(script, 2, "--schedule", "gpipe", "--steps", "1")
+    last = done.out.splitlines()[-1]
+    assert last == f"FAIL  {MESH}  failed: runs 1/3", done.text
+    assert "PyTorch raised KeyError: 'gpipe'" in done.out
+    assert "✗ runs: PyTorch completes" in done.out
 
 
 MIXED = (MESH, 2, "--bf16", "--recompute", "--dp", "2", "--tp", "1", "--steps", "1")
@@ -156,99 +187,76 @@ def test_mixed_precision_and_recompute():
     checks = {row["name"]: row for row in done.data["checks"]}
     loss = checks["PyTorch: loss, PyTorch"]
     assert 1e-6 < loss["diff"] < loss["allowed"] == 2e-2, "bfloat16 can be seen"
-    assert "recomputed, in bfloat16" in done.out
+    assert "--bf16, --recompute" in done.out
 
 
-# Checkpoints, by the lesson's flags; a rank killed while one is written.
+# Memory: what autograd holds is measured, so whatever keeps a graph alive is seen.
+
+
+class Square(torch.nn.Module):
+    """Autograd saves one tensor: the input, 32 bytes per row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (x.double() + self.weight).square()
+
+
+def run_alone(steps, backward=None) -> lesson.Pipeline:
+    """A pipeline of one stage in this process; backward: what replaces its own."""
+    group = no_group(1)
+    groups = {"pp": group, "pp_backward": group}
+    pipeline = lesson.Pipeline(Square(), lambda y, target: y.sum(), groups)
+    if backward is not None:
+        pipeline.backward = backward.__get__(pipeline)
+    microbatches = [torch.ones(2, rows, 4) for rows in (1, 5, 2)]
+    pipeline.run(steps, microbatches)
+    return pipeline
+
+
+def test_held_bytes_rise_and_fall():
+    """A step per micro-batch, of 1, 5 and 2 rows; at the peak the last two."""
+    pipeline = run_alone(lesson.schedule("1f1b", 2, 4, 3))
+    changes = [event["bytes"] for event in pipeline.events]
+    assert changes == [32, 160, -32, 64, -160, -64]
+    assert (pipeline.held.peak, pipeline.held.peak_passes) == (224, 2)
+    assert (pipeline.held.now, len(pipeline.held.of_pass)) == (0, 0)
+
+
+def keep_graph(self, i):
+    _, y, _ = self.in_flight[i]
+    with self.record_event("backward", i):
+        y.backward(retain_graph=True)
+
+
+def keep_loss(self, i):
+    _, y, _ = self.in_flight.pop(i)
+    self.kept = [*getattr(self, "kept", ()), y]
+    with self.record_event("backward", i):
+        y.backward(retain_graph=True)
+
+
+def never(self, i):
+    """No backward pass at all; the graphs are in a list that nobody thinks of."""
+    self.events.append(self.in_flight.pop(i))
+
+
+@pytest.mark.parametrize("backward", [keep_graph, keep_loss, never])
+def test_a_graph_that_is_kept_alive_is_seen(backward):
+    pipeline = run_alone(lesson.schedule("1f1b", 0, 1, 3), backward)
+    held = pipeline.held
+    assert (held.peak_passes, held.peak, held.now) == (3, 8 * 32, 8 * 32)
+    held.reset()
+    assert (held.peak_passes, held.peak) == (3, 8 * 32), "the next step begins with it"
+    for name in ("in_flight", "events", "kept"):
+        setattr(pipeline, name, [])
+    assert (held.now, len(held.of_pass)) == (0, 0)
 
 
 SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
 SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Each on another mesh, from checkpoint to checkpoint."""
-    folder = tmp_path_factory.mktemp("saved") / "here"
-    save, load = (*SMALL, "--save", folder), ("--load", folder)
-    first = jobs.run_lesson(MESH, 8, *save, "--steps", "2", "--pp", "2", "--tp", "2")
-    other = ("--dp", "2", "--tp", "2", "--zero")
-    second = jobs.run_lesson(MESH, 4, *save, *load, "--steps", "4", *other)
-    third = jobs.run_lesson(MESH, 1, *SMALL, *load, "--steps", "5")
-    return folder, (first, second, third)
-
-
-def test_losses_go_on_as_if_nothing_had_happened(saved):
-    for done in saved[1]:
-        assert done.code == 0 and done.data["verdict"] == "PASS", done.text
-    meshes = [[*done.data["mesh"].values()] for done in saved[1]]
-    assert meshes == [[2, 2, 2], [1, 2, 2], [1, 1, 1]]
-    rows = [row for done in saved[1] for row in done.data["losses"]]
-    assert [row["name"] for row in rows] == [f"loss, step {n}" for n in (1, 2, 3, 4, 5)]
-    for row in rows:
-        assert abs(row["mesh"] - row["one process"]) <= 1e-12 * row["mesh"], row
-    folders = sorted(path.name for path in saved[0].iterdir())
-    assert folders == [f"step_{step:06}" for step in range(1, 5)]
-
-
-def one_bit(data: bytes) -> bytes:
-    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
-
-
-def of_another_text(data: bytes) -> bytes:
-    return json.dumps(json.loads(data) | {"text": 1}).encode()
-
-
-LOAD = "--steps 9 --load HERE"
-
-
-@pytest.mark.parametrize("name, edit, flags, words", [
-    # A file of the newest checkpoint, and what becomes of it (None: it is gone).
-    ("*.distcp", one_bit, LOAD, "--load .* is damaged"),
-    (".metadata", None, LOAD, "--load .*No such file"),
-    ("complete.json", None, LOAD, "--load .*No such file"),
-    ("complete.json", lambda data: b"{", LOAD, "--load .*Expecting property name"),
-    ("complete.json", of_another_text, LOAD, "--load .*its text is 1, here it is"),
-    # Nothing is wrong with the files.
-    ("", None, f"{LOAD} --hidden 32", "its hidden is 16, here it is 32"),
-    ("", None, "--load HERE --steps 4", "it has done --steps 4; take --steps 8"),
-    ("", None, f"{LOAD} --save HERE/../no/folder", "--save"),
-    ("", None, f"{LOAD}/../no", "--load .*no finished checkpoint"),
-    ("", None, "--save HERE", r"step_00000\d is there already"),  # from later steps
-])  # fmt: skip
-def test_what_one_cannot_go_on_from(saved, tmp_path, name, edit, flags, words):
-    """On one rank, before any group is made."""
-    folder = tmp_path / "here"
-    shutil.copytree(saved[0], folder)
-    if name:
-        file = sorted((folder / "step_000004").glob(name))[0]
-        if edit:
-            file.write_bytes(edit(file.read_bytes()))
-        else:
-            file.unlink()
-    flags = flags.replace("HERE", str(folder)).split()
-    code, out, err = jobs.run_here(MESH, *SMALL, *flags, **as_rank(0, 1))
-    assert code == 2 and out == "", (out, err)
-    assert re.search(words, message(err)), err
-
-
-def test_killed_while_saving_and_started_anew(tmp_path):
-    """--max-restarts=1: back from the newest finished checkpoint, same losses."""
-    folder, json_path = tmp_path / "here", tmp_path / "out.json"
-    done = jobs.launch(
-        jobs.ROOT / "tests" / "faulty.py", 2, MESH, "kill", 1, 0, *SMALL,
-        "--pp", 2, "--steps", 4, "--save", folder, "--json", json_path,
-        "--timeout", 20, FAULT_TIME=str(tmp_path / "time"), FAULT_SAVE="3",
-        PET_MAX_RESTARTS="1",
-    )  # fmt: skip
-    assert done.code == 0, done.text
-    assert (tmp_path / "time").exists(), "nobody was killed"
-    data = json.loads(json_path.read_text())
-    assert data["verdict"] == "PASS" and "step_000002" in done.out
-    names = [row["name"] for row in data["losses"]]
-    assert names == ["loss, step 3", "loss, step 4"]
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == [f"step_{step:06}" for step in range(1, 5)]
 
 
 def test_two_machines():

@@ -1,8 +1,10 @@
-"""Lesson 03: a split vocabulary gives the loss, gradients and draws of a whole one.
+"""Lesson 03: a sharded vocabulary gives the same loss, gradients and samples.
 
-Random batches on four ranks against F.cross_entropy, and random models. What is sent
-and kept is checked in the lesson's own runs.
+Random batches on four ranks against F.cross_entropy, and random models. The lesson's
+own runs check the bytes that are sent and saved.
 """
+
+import re
 
 import jobs
 import pytest
@@ -26,7 +28,7 @@ driven = pytest.mark.launches(*DRIVER)
 @driven
 @pytest.mark.parametrize("dtype", ALLOWED)
 def test_loss_and_gradient(ranks, dtype):
-    """That of padding and of ignored tokens is zero; far logits, smoothing, V < T."""
+    """Zero for padding and ignored positions; extreme logits, smoothing, V < T."""
     cases = [case for case in found(ranks, "losses") if case["dtype"] == dtype]
     assert len(cases) == 5 * 3 * (1 + 2 + 4 + 2), "each on all ranks of its group"
     for case in cases:
@@ -37,13 +39,13 @@ def test_loss_and_gradient(ranks, dtype):
 @driven
 def test_megatrons_published_vector(ranks):
     for rank in ranks:
-        wanted = [10.2309, 8.2309, 6.2309, 4.2309] * 4
-        assert rank["megatron"] == pytest.approx(wanted, abs=1e-4)
+        expected = [10.2309, 8.2309, 6.2309, 4.2309] * 4
+        assert rank["megatron"] == pytest.approx(expected, abs=1e-4)
 
 
 @driven
 def test_embedding_and_head(ranks):
-    """Whole models, tied or not; the loss from sharded or from gathered logits. Each
+    """Full models, tied or not; the loss from sharded or from gathered logits. Each
     rank's first and last token is looked up."""
     models = found(ranks, "models")
     models_are_equal(models)
@@ -60,7 +62,7 @@ def test_peak_of_memory_is_divided(ranks):
 
 @driven
 def test_draws_are_those_of_one_process(ranks):
-    """Also of equal scores: then it is the first, on whichever rank it is."""
+    """Also if scores are equal: then the first token, on whichever rank it is."""
     draws = found(ranks, "draws")
     assert len(draws) == 4 * (200 + 40)
     assert [draw for draw in draws if draw[0] != draw[1]] == []
@@ -72,8 +74,8 @@ def test_draws_are_those_of_one_process(ranks):
     ("targets", [12, -100], "12 to 12"), ("targets", [-1, 2], "-1 to 2"),
     ("targets, 3 ignored", [-100, 2], "-100 to 2"),
 ])  # fmt: skip
-def test_what_is_in_no_vocabulary_is_refused(what, tokens, said):
-    """Before anything is sent: this is no group that could."""
+def test_tokens_outside_the_vocabulary_are_refused(what, tokens, said):
+    """Before anything is sent: this group could not."""
     group, tokens = no_group(4), torch.tensor(tokens)
     embedding = lesson.VocabParallelEmbedding(nn.Embedding(10, 4), group)
     logits, loss_of = torch.zeros(len(tokens), 3), lesson.vocab_parallel_cross_entropy
@@ -84,3 +86,23 @@ def test_what_is_in_no_vocabulary_is_refused(what, tokens, said):
     }
     with pytest.raises(ValueError, match=f"tokens {said}: the vocabulary is 0 to 9"):
         calls[what]()
+
+
+def test_a_loss_that_dtensor_lacks_ends_its_column_only(tmp_path):
+    """A student's edit: the other runs complete, every section is printed, FAIL."""
+    text = jobs.PATHS[VOCAB].read_text("utf-8")
+    old = "    return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())\n"
+    plain = "torch.ones_like(target_BS).unsqueeze(-1)"  # mixed with a DTensor: an error
+    new = f"    zero = 0 * (logits_BSV.detach() * {plain}).mean()\n{old[:-1]} + zero\n"
+    assert text.count(old) == 1
+    script = tmp_path / f"{VOCAB}.py"
+    script.write_text(text.replace(old, new), "utf-8")
+    done = jobs.launch(script, 2, "--steps", "2")
+    lines = done.out.splitlines()
+    sections = [line[0] for line in lines if re.match(r"\d  ", line)]
+    assert sections == list("1234567")
+    raised = [line for line in lines if line.startswith("   DTensor raised ")]
+    assert len(raised) == 1
+    (failed,) = [line for line in lines if line.startswith("✗")]
+    assert failed.startswith("✗ runs: DTensor completes")
+    assert lines[-1].startswith(f"FAIL  {VOCAB}  failed: runs 1/"), lines[-1]

@@ -1,15 +1,15 @@
-"""Wrong answers to the exercises of notebook 03, and what they are told."""
+"""Wrong answers to the exercises of notebook 03, and what the checks say."""
 
 MASK = '.masked_fill(token_v >= vocab_size, float("-inf"))'
 SUM = "ReduceFromTP.apply(partial_z_BS, tp_group)"
 BY_HAND = """{}
-    parts = [x.detach().clone() for _ in range(2)]
-    dist.all_gather(parts, x.detach().contiguous(), group=group)
-    parts[group.rank()] = x
-    return torch.cat(parts, 2)[..., :V].{}(-1)
+    slices = [x.detach().clone() for _ in range(2)]
+    dist.all_gather(slices, x.detach().contiguous(), group=group)
+    slices[group.rank()] = x
+    return torch.cat(slices, 2)[..., :V].{}(-1)
 """
 
-WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
+WRONG = [  # exercise, an answer or edits of the solution, what the check says
     (1, "likeliest = lambda x, group, V: all_gather(x, 2, group)[..., :V].argmax(-1)",
      "two all-reduces are enough"),
     (1, {MASK: ""}, "9 is padding: V is 9"),
@@ -22,7 +22,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
         "    whole[..., first : first + v] = x\n"
         "    whole = all_reduce(whole, group, dist.ReduceOp.MAX)\n"
         "    return whole[..., :V].argmax(-1)",
-     "sent 6,000 bytes; 12 for each token are enough"),
+     "sent 6,000 bytes; 12 per token are enough"),
     (1, {"MIN)": "MIN).float()"}, "its dtype is torch.float32, not torch.int64"),
     (1, {"return all_reduce(mine_BS,": "return 6 + all_reduce(mine_BS,"},
      " is no token"),
@@ -37,14 +37,14 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
      "sent_by_loss gives 36: return two numbers"),
     (3, "log_z = lambda x, group, V: "
         "GatherFromTP.apply(x, 2, group)[..., :V].logsumexp(-1)",
-     "sent 384 bytes; 16 for each token are enough"),
+     "sent 384 bytes; 16 per token are enough"),
     (3, BY_HAND.format("def log_z(x, group, V):", "logsumexp"),
      "counted were 0 collectives: use the lesson's functions"),
     (3, {SUM: "all_reduce(partial_z_BS, tp_group)"},
-     "no gradient: `all_reduce` is not known to autograd"),
+     "no gradient: autograd does not track `all_reduce`"),
     (3, {MASK: ""}, "the value is wrong (V = 7"),
     (3, {"(x_BSv - m_BS.unsqueeze(-1))": "x_BSv", "return m_BS +": "return"},
      "the value is wrong (V = 7, logits of about 1000)"),
     (3, {SUM: f"CopyToTP.apply({SUM}, tp_group)"},
-     "the gradient is wrong, 2.00 times as long"),
+     "the gradient is wrong, 2.00 times as large"),
 ]  # fmt: skip

@@ -29,6 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+COLLECTIVES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+}
+
+
 def load_subject(path: Path):
     """Import the user's file."""
     sys.path.insert(0, str(path.parent))
@@ -56,9 +64,12 @@ class CallCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor turn it into local ops and collectives
         match = re.match(r"_?c10d(?:_functional)?::(\w+)", func._schema.name)
-        if match is None or "wait" in match[1]:
+        if match is None or "wait" in match[1] or "autograd" in match[1]:
             return func(*args, **(kwargs or {}))
-        name = match[1].rstrip("_").replace("_into_tensor", "").replace("_tensor", "")
+        name = match[1].replace("_", "").removesuffix("base")
+        for word in ("coalesced", "intotensor", "tensor"):
+            name = name.replace(word, "")
+        name = COLLECTIVES.get(name, name)
         self.calls[f"{self.phase}: {name}"] += 1
         total = sum(self.calls.values())
         self.report(f"in {name}, its collective number {total}, in {self.phase}")

@@ -167,6 +167,18 @@ def folded_part(lesson: Lesson, earlier: list[Lesson], first: Lesson) -> str:
     return "\n\n\n".join([*parts, first.folded])
 
 
+def second_homes(lessons: list[Lesson]) -> list[str]:
+    """Names that two files define: one name must mean one thing in the course."""
+    first = {}
+    problems = []
+    for lesson in lessons:
+        for name in lesson.home.keys() - FREE:
+            if name in first:
+                problems.append(f"{lesson.path.name}: {name} is {first[name]}'s")
+            first.setdefault(name, lesson.path.name)
+    return problems
+
+
 def main() -> int:
     paths = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*.py"))]
     lessons = [Lesson(path) for path in paths]
@@ -176,7 +188,7 @@ def main() -> int:
         if only and lesson.number not in only:
             continue
         texts[lesson] = lesson.own + folded_part(lesson, lessons[:i], lessons[0])
-    problems = []
+    problems = second_homes(lessons)
     for lesson in lessons:
         for line, problem in lesson.problems.items():
             problems.append(f"{lesson.path.name}:{line}: {problem}")

@@ -1,0 +1,246 @@
+"""Checkpoints: saved under one mesh, loaded under another; complete, or ignored.
+
+The script's own runs; a chain of starts on 8, 4 and 1 ranks by --save and --load; files
+that are damaged; a disk that is full; a rank that is killed while it saves.
+"""
+
+import json
+import re
+import shutil
+import zlib
+
+import jobs
+import pytest
+from runs import ALLOWED, CHECKPOINT_RUNS, CHECKPOINTS, flag, over
+from test_refusals import as_rank, message
+
+pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
+
+
+# The script's own runs.
+
+
+@over(CHECKPOINT_RUNS)
+def test_passes_and_fits_the_screen(run):
+    done = jobs.result(*run)
+    assert done.code == 0, done.text
+    lines = done.out.splitlines()
+    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
+    assert lines[-1].startswith(words), lines[-1]
+    assert "✗" not in done.out
+    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
+    assert done.left == []
+    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
+    assert 30 < len(lines) <= 85
+    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
+    for row in done.data["checks"]:
+        limit = of_loss if row["kind"] == "losses" else of_tensor
+        if row["kind"] in ("saved", "loaded", "bitwise", "interrupted", "runs"):
+            limit = 0
+        assert row["ok"] and row["diff"] <= row["allowed"] <= limit, row
+    losses = [row["one process"] for row in done.data["losses"]]
+    assert losses == sorted(losses, reverse=True), "it learns"
+
+
+@over(CHECKPOINT_RUNS)
+def test_every_mesh_loads_what_was_saved(run):
+    """Weights, moments and step, bitwise, on A again and on the other meshes."""
+    data = jobs.result(*run).data
+    ranks = run[1]
+    meshes = [(row["pp"], row["dp"], row["tp"]) for row in data["meshes"]]
+    assert all(pp * dp * tp == ranks for pp, dp, tp in meshes)
+    assert len(set(meshes)) == len(meshes) == (1 if ranks == 1 else 3)
+    loaded = {row["mesh"]: row for row in data["loaded"]}
+    assert list(loaded) == ["A again", "B", "C"][: len(meshes)]
+    for row in loaded.values():
+        for kind in ("weight", "vector", "exp_avg", "exp_avg_sq", "step"):
+            equal, _, expected = row[kind].partition(" of ")
+            assert equal == expected and int(equal) > 0, row
+    steps = int(flag(run, "--steps", 4))
+    losses = [row["name"] for row in data["losses"]]
+    assert losses == [f"loss, step {step}" for step in range(1, steps + 1)]
+    for row in data["losses"][steps // 2 :]:
+        assert set(loaded) < set(row), "resumed runs are compared with one process"
+
+
+@over(CHECKPOINT_RUNS)
+def test_each_element_is_written_once(run):
+    data = jobs.result(*run).data
+    *files, total = data["files"]
+    assert len(files) == run[1], "every rank writes"
+    n, e = data["size"]["n"], data["size"]["e"]
+    assert total["elements, bytes"] == 3 * n * e
+    assert sum(row["elements, bytes"] for row in files) == 3 * n * e
+    for row in files:
+        assert row["elements, bytes"] < row["file, bytes"]
+    placements = {row["tensor"]: row["placement"] for row in data["examples"]}
+    assert placements["weight/norm.weight"] == "Replicate()"
+    assert placements["weight/layers.0.mlp.up_proj.weight"] == "Shard(dim=0)"
+    assert placements["weight/layers.0.mlp.down_proj.weight"] == "Shard(dim=1)"
+
+
+# A chain of starts, each on another mesh, by --save and --load.
+
+
+SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
+SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder of checkpoints, and the runs that wrote them."""
+    folder = tmp_path_factory.mktemp("saved") / "here"
+    save = (*SMALL, "--save", folder)
+    load = ("--load", folder)
+    first = jobs.run_lesson(CHECKPOINTS, 8, *save, "--steps", "2", "--dp", "2")
+    other = ("--dp", "2", "--tp", "2", "--zero")
+    second = jobs.run_lesson(CHECKPOINTS, 4, *save, *load, "--steps", "4", *other)
+    third = jobs.run_lesson(CHECKPOINTS, 1, *SMALL, *load, "--steps", "5")
+    return folder, (first, second, third)
+
+
+def test_losses_continue_as_if_nothing_had_happened(saved):
+    for done in saved[1]:
+        assert done.code == 0 and done.data["verdict"] == "PASS", done.text
+    meshes = [[*done.data["mesh"].values()] for done in saved[1]]
+    assert meshes == [[2, 2, 2], [1, 2, 2], [1, 1, 1]]
+    rows = [row for done in saved[1] for row in done.data["losses"]]
+    assert [row["name"] for row in rows] == [f"loss, step {n}" for n in (1, 2, 3, 4, 5)]
+    for row in rows:
+        assert abs(row["A"] - row["one process"]) <= 1e-12 * row["A"], row
+    folders = sorted(path.name for path in saved[0].iterdir())
+    assert folders == [f"step_{step:06}" for step in range(1, 5)]
+    assert "step_000002, saved by pp 2 × dp 2 × tp 2" in saved[1][1].out
+
+
+def one_bit(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+def changed(**values):
+    return lambda data: json.dumps(dict(json.loads(data), **values)).encode()
+
+
+def without_mesh(data: bytes) -> bytes:
+    contents = json.loads(data)
+    del contents["mesh"]
+    return json.dumps(contents).encode()
+
+
+LOAD = "--steps 9 --load HERE"
+FORGED = "complete.json is not what save_checkpoint writes"
+
+
+@pytest.mark.parametrize("name, edit, flags, words", [
+    # A file of the latest checkpoint, and what becomes of it (None: it is gone).
+    ("*.distcp", one_bit, LOAD, "--load .* is damaged"),
+    (".metadata", None, LOAD, "--load .*No such file"),
+    ("complete.json", None, LOAD, "--load .*No such file"),
+    ("complete.json", lambda data: b"{", LOAD, "--load .*Expecting property name"),
+    ("complete.json", lambda data: b"\xff\xfe", LOAD, "--load .*complete.json is dam"),
+    ("complete.json", changed(text=1), LOAD, "--load .*docstring.*has been edited; un"),
+    ("complete.json", lambda data: b"[1, 2]", LOAD, f"--load .*{FORGED}"),
+    ("complete.json", changed(files=[1]), LOAD, f"--load .*{FORGED}"),
+    ("complete.json", changed(files={"": 1}), LOAD, "--load .*Is a directory"),
+    ("complete.json", changed(step="four"), LOAD, "--load .*step is four in the ch"),
+    ("complete.json", without_mesh, LOAD, "--load .*complete.json has no 'mesh'"),
+    # Nothing is wrong with the files.
+    ("", None, f"{LOAD} --hidden 32", "hidden is 16 in the checkpoint, 32 in this run"),
+    ("", None, "--load HERE --steps 4", "of step 4, .*--steps 4; take --steps 8"),
+    ("", None, f"{LOAD} --save HERE/../no/folder", "--save"),
+    ("", None, f"{LOAD}/../no", "--load .*no complete checkpoint"),
+    ("", None, f"{LOAD}/step_000004", "take the folder above it: --load .*here$"),
+    ("", None, "--save HERE", r"step_00000\d is already there"),  # from later steps
+    ("", None, "--save ''", "--save: '' is not the name of a folder"),
+    ("", None, "--load ''", "--load: '' is not the name of a folder"),
+])  # fmt: skip
+def test_what_cannot_be_resumed_from(saved, tmp_path, name, edit, flags, words):
+    """On one rank, before any group is made."""
+    folder = tmp_path / "here"
+    shutil.copytree(saved[0], folder)
+    if name:
+        file = sorted((folder / "step_000004").glob(name))[0]
+        if edit:
+            file.write_bytes(edit(file.read_bytes()))
+        else:
+            file.unlink()
+    refused(flags.replace("HERE", str(folder)), words)
+
+
+def refused(flags: str, words: str) -> None:
+    """One error: line by one rank, exit code 2, and no output."""
+    flags = [text if text != "''" else "" for text in flags.split()]
+    code, out, err = jobs.run_here(CHECKPOINTS, *SMALL, *flags, **as_rank(0, 1))
+    assert code == 2 and out == "", (out, err)
+    assert re.search(words, message(err)), err
+
+
+def test_a_file_in_the_way_is_found_before_training(tmp_path):
+    (tmp_path / "part_000003").write_text("not a folder")
+    refused(f"--save {tmp_path}", "part_000003 is a file, .*; remove it")
+
+
+def test_sizes_that_other_meshes_do_not_divide(saved):
+    """They are left out, with the reason; mesh A must fit."""
+    out = " ".join(saved[1][0].out.split())
+    assert "pp 1 × dp 2 × tp 4 is left out: --heads 2: 2 % 4 (--tp) = 2" in out
+    assert "pp 4 × dp 2 × tp 1 is left out: --layers 3: fewer than --pp 4" in out
+
+
+# Files that are wrong, but not for their checksum; a disk that is full.
+
+
+def test_a_truncated_file_with_a_forged_checksum(saved, tmp_path):
+    """The load fails on every rank: one error, with words, without a traceback."""
+    folder = tmp_path / "here"
+    shutil.copytree(saved[0], folder)
+    path = folder / "step_000004"
+    file = sorted(path.glob("*.distcp"))[0]
+    file.write_bytes(file.read_bytes()[:200])
+    contents = json.loads((path / "complete.json").read_text())
+    contents["files"][file.name] = zlib.crc32(file.read_bytes())
+    (path / "complete.json").write_text(json.dumps(contents))
+    done = jobs.run_lesson(CHECKPOINTS, 2, *SMALL, "--load", folder, "--steps", "9")
+    said = error_of(done)
+    assert re.search(r"step_000004 cannot be read: rank \d: \w+: \S+", said), said
+
+
+def test_a_full_disk_is_named_as_the_system_does(tmp_path):
+    """No disk is full: from the second save on, rank 1 may write 1,000 bytes only."""
+    script = jobs.ROOT / "tests" / "faulty.py"
+    done = jobs.launch(
+        script, 2, CHECKPOINTS, "full", 1, 0, *SMALL, "--save", tmp_path / "here",
+        FAULT_SAVE="2", FAULT_TIME=str(tmp_path / "time"),
+    )  # fmt: skip
+    assert (tmp_path / "time").exists(), "the fault was never reached"
+    said = error_of(done)
+    assert "step 2 is not saved: rank 1, " in said and "File too large" in said, said
+    left = sorted(path.name for path in (tmp_path / "here").iterdir())
+    assert left == ["part_000002", "step_000001"]
+
+
+def error_of(done) -> str:
+    """The one error of a run that has no verdict, in one line."""
+    assert done.code != 0 and "PASS" not in done.out, done.text
+    (said,) = re.findall(r"^error: .*(?:\n  (?!rank ).*)*", done.err, re.M)
+    assert not re.search(r'File "[^"]*/\d\d_\w+\.py"', done.err), done.err
+    return re.sub(r"\n *", " ", said)
+
+
+def test_killed_while_saving_and_started_again(tmp_path):
+    """--max-restarts=1: from the latest complete checkpoint, with the same losses."""
+    folder, json_path = tmp_path / "here", tmp_path / "out.json"
+    done = jobs.launch(
+        jobs.ROOT / "tests" / "faulty.py", 2, CHECKPOINTS, "kill", 1, 0, *SMALL,
+        "--pp", 2, "--steps", 4, "--save", folder, "--json", json_path,
+        "--timeout", 20, FAULT_TIME=str(tmp_path / "time"), FAULT_SAVE="3",
+        PET_MAX_RESTARTS="1",
+    )  # fmt: skip
+    assert done.code == 0, done.text
+    assert (tmp_path / "time").exists(), "no rank was killed"
+    data = json.loads(json_path.read_text())
+    assert data["verdict"] == "PASS" and "step_000002" in done.out
+    names = [row["name"] for row in data["losses"]]
+    assert names == ["loss, step 3", "loss, step 4"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [f"step_{step:06}" for step in range(1, 5)]
