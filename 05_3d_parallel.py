@@ -911,7 +911,7 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     mean = " (mean)" if args.ragged else ""
     report.say(
         f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage; +1:\n"
-        "   the embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
+        "   embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
         "   tp; v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
     )
     report.ledger(traffic(args, stage), size)
@@ -1332,8 +1332,7 @@ def fill_sizes(args) -> None:
 # region
 
 # Imports that only the parts below use.
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 

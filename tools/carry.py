@@ -138,6 +138,11 @@ def missing_imports(lesson: Lesson, found: dict, first: Lesson, harness) -> list
 
 def joined(imports: list[str]) -> str:
     """Import statements in blocks, as ruff wants: the standard library, then torch."""
+    names = {}  # "from X import" → what is imported from there
+    for line in imports:
+        start, word, name = line.partition(" import ")
+        names.setdefault(start + word if word else line, []).append(name)
+    imports = [start + ", ".join(names[start]) for start in names]
     library = [line for line in imports if not import_order(line)[0]]
     others = [line for line in imports if import_order(line)[0]]
     blocks = ["\n".join(lines) for lines in (library, others) if lines]
