@@ -913,7 +913,7 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     mean = " (mean)" if args.ragged else ""
     report.say(
         f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage; +1:\n"
-        "   the embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
+        "   embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
         "   tp; v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
     )
     report.ledger(traffic(args, stage), size)
@@ -1334,8 +1334,7 @@ def fill_sizes(args) -> None:
 # region
 
 # Imports that only the parts below use.
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 
@@ -2062,8 +2061,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
         padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
-        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)

@@ -13,7 +13,6 @@ import jobs
 import plan
 import predict
 import pytest
-from in_ranks import no_group
 from runs import MESH, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
@@ -121,17 +120,19 @@ def test_activations_are_lesson_04s():
     """The formulas of its table of memory, with norms' statistics: 2 bytes there."""
     other = jobs.load("04_sequence_parallel")
     B, S, D, N, T = 1, 8, 32, 4, 2
-    full = other.Transformer(other.Config(1, D, N, N, 1, S, 0.1)).layers[0]
-    ways = other.layer_variants(full, no_group(T), 5 * N * S / D, 4 * 2 / D)
-    for name, _, _, whole, cut in ways:
-        if "gathered" in name:
-            continue
-        how = [r for r in ("selective", "full") if r in name] or ["none"]
-        sizes = predict.model(1, D, N, N, 257, S, B)
+    size = dict(B=B, S=S, X=B * S * D, A=B * N * S * S, c=2)
+    terms = " + ".join(other.SAVED_BY_A_LAYER.values())
+    formulas = {"without TP": terms, "TP": terms, "TP + SP": terms}
+    formulas.update(other.SAVED_WITH_RECOMPUTATION)
+    assert len(formulas) == 7
+    for name, formula in formulas.items():
         tp = 1 if name == "without TP" else T
-        layout = predict.make_layout(sizes, tp=tp, recompute=how[0])
+        sp = T if "SP" in name else 1
+        _, _, recompute = name.partition(", ")
+        sizes = predict.model(1, D, N, N, 257, S, B)
+        layout = predict.make_layout(sizes, tp=tp, recompute=recompute or "none")
         found = predict.layer_bytes(layout, stats=2, masks=True, sp="SP" in name)
-        assert found == (whole + cut / T) * B * S * D, name
+        assert found == other.evaluate(formula, dict(size, T=tp, R=sp, G=sp)), name
 
 
 def test_arithmetic_of_a_step():
