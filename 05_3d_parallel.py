@@ -1334,7 +1334,7 @@ def fill_sizes(args) -> None:
 # region
 
 # Imports that only the parts below use.
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard, Replicate
 from torch.utils.checkpoint import checkpoint
 
 

@@ -1819,6 +1819,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
+    """A tensor on its way to another stage (lesson 05)."""
+
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received
