@@ -135,7 +135,7 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
-    """A tensor that is being sent to another stage."""
+    """A tensor on its way to another stage."""
 
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
@@ -1639,8 +1639,6 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 class Config(NamedTuple):
-    """The sizes of a model, and its dropout (lesson 02)."""
-
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N

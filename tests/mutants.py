@@ -216,7 +216,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("05", "make_mesh", "the tied weight is on the first two stages",
      "{line[0], line[-1]}", "{*line[:2]}", "4 --pp 4 --tie"),
     ("05", "make_mesh", "stages in between are in no group",
-     "first_and_last + between", "first_and_last", "3 --pp 3"),
+     "first_and_last + between", "first_and_last", "test_equal_to_one_process"),
     ("05", "slice_stage", "chunk, which leaves a stage without a layer",
      ".tensor_split(", ".chunk(", "test_layers_are_dealt_out_once_and_evenly"),
     ("05", "schedule", "one forward pass more before the first backward pass",
