@@ -12,7 +12,8 @@ What you will see: the first steps of training a small decoder on this text, byt
 byte: in one process, with tensor parallelism, and with PyTorch's DTensor. Losses,
 gradients and parameters must agree; bytes sent and stored must equal formulas.
 
-Try one change at a time. notebooks/02_transformer_tp.ipynb, section 8, has the answers.
+Try one change at a time. The answers are in notebooks/02_transformer_tp.ipynb, section
+8 (for 1 and 2) and section 9, exercise 3 (for 3).
     1. Use nn.RMSNorm in DecoderLayer. All values still agree. Which bytes change?
     2. Normalize q over each head, with a weight [H], in CoreAttention. Section 3 then
        shows one gradient that is wrong. Which one, and why?
