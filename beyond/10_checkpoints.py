@@ -181,6 +181,7 @@ def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict
 
 
 def checksum(file: Path) -> int:
+    """CRC-32 of a file's bytes."""
     return zlib.crc32(file.read_bytes())
 
 
