@@ -292,6 +292,8 @@ def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
     Communication: one all-reduce for each other parameter, of its size.
     """
     for p in tensors:
+        if p.grad is None:  # unused in this step, so on every rank
+            continue
         groups = [group for dim, group in shardings_of(p)]
         if batch_group not in groups:
             p.grad = all_reduce(p.grad, batch_group)
@@ -570,7 +572,7 @@ def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
-            row = {"Megatron's replicas, all ranks": name, "diff": diff}
+            row = {"Megatron's replicas on all ranks": name, "diff": diff}
             report.expect(row, "diff", "replicas", name, 0.0)
             rows.append(row)
     report.table("replicas", rows)
@@ -669,12 +671,14 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     for run in ("Megatron", "DTensor"):
         by_tp[Call(run, "forward", "all-reduce", "tp")] = "1 × B·S·D·e"  # g
         by_tp[Call(run, "backward", "all-reduce", "tp")] = "1 × B·S·D·e"  # f
-    by_others = {
+    by_dp = {
         # The four parameters: two weights and two biases.
         Call("DP", "backward", "all-reduce", "dp"): "4 × θ/4",
         Call("FSDP", "forward", "all-gather", "dp"): "4 × θ/4",
         Call("FSDP", "backward", "all-gather", "dp"): "2 × D·F·e",  # weights, again
         Call("FSDP", "backward", "reduce-scatter", "dp"): "4 × θ/4",
+    }
+    by_mesh = {
         # Over outer it is FSDP of what an inner rank holds, over inner TP of x and y.
         Call("2D", "forward", "all-gather", "outer"): "4 × θ/inner/4",
         Call("2D", "backward", "all-gather", "outer"): "2 × D·F·e/inner",
@@ -687,7 +691,8 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
     report.say("   formula = calls × mean bytes per call; bytes = payload of all calls")
     report.ledger(by_tp, size, steps=report.args.steps)
-    report.ledger(by_others, size, steps=report.args.steps)
+    report.ledger(by_dp, size, steps=report.args.steps)
+    report.ledger(by_mesh, size, steps=report.args.steps)
     if report.args.ranks == 1:
         report.say("   One rank sends nothing.")
         return
@@ -704,7 +709,7 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     of_dp = evaluate("6·B·S·D·F/((T-1)·θ)", size)
     lines = [
         "Megatron all-reduces activations, 2·B·S·D·e bytes; DP gradients, θ bytes.",
-        f"Megatron sends more from B·S = θ/(2·D·e) = {equal:.1f} on; here B·S = {tokens}.",
+        f"Megatron sends more from B·S = θ/(2·D·e) = {equal:.1f} on (here: {tokens}).",
         "FLOPs per byte sent (predicted; matrix products only): Megatron",
         f"3·F/((T-1)·e) = {of_tp}, DP 6·B·S·D·F/((T-1)·θ) = {of_dp}. So TP needs wide",
         "layers, and DP many tokens.",

@@ -12,7 +12,8 @@ What you will see: the first steps of training a small decoder on this text, byt
 byte: in one process, with tensor parallelism, and with PyTorch's DTensor. Losses,
 gradients and parameters must agree; bytes sent and stored must equal formulas.
 
-Try one change at a time. notebooks/02_transformer_tp.ipynb, section 8, has the answers.
+Try one change at a time. The answers are in notebooks/02_transformer_tp.ipynb, section
+8 (for 1 and 2) and section 9, exercise 3 (for 3).
     1. Use nn.RMSNorm in DecoderLayer. All values still agree. Which bytes change?
     2. Normalize q over each head, with a weight [H], in CoreAttention. Section 3 then
        shows one gradient that is wrong. Which one, and why?
@@ -647,6 +648,35 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
     rows, sums = add_up(saved, sizes)
     rows.append(measured_row(report, "saved for backward", "sum", sums, measured))
     report.table("memory", rows)
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
+
+    formulas: what is stored → bytes as a formula, such as "2·D·F·e/T".
+    sizes: run → letter → number.
+    """
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes."""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
 
 
 def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:

@@ -164,8 +164,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
         padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
-        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
@@ -412,11 +412,11 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
     for name, p in full.named_parameters():
         if fold_layers(name) != name:
             continue
-        local = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        local_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
         row = {"parameter": name, "global": list(p.shape)}
-        row["on a rank"] = list(local.shape)
+        row["on a rank"] = list(local_p.shape)
         # The placement is what the parameter remembers, not what it should be.
-        placements = [f"Shard({dim})" for dim, _ in shardings_of(local)]
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
     report.say("   All other parameters are sharded as in lesson 02.")
@@ -556,7 +556,7 @@ def diff_or_nan(got: Tensor, expected: Tensor) -> float:
     """rel_diff, where nan equals nan; inf if only one of the two is nan."""
     if not torch.equal(got.isnan(), expected.isnan()):
         return math.inf
-    return rel_diff(got.nan_to_num(), expected.nan_to_num())
+    return rel_diff(got.where(~got.isnan(), 0), expected.where(~expected.isnan(), 0))
 
 
 # ---- Communication and memory
@@ -1489,6 +1489,35 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
             row["equal"] += 1
     row["off"] = [] if row["equal"] == row["tensors"] else ["equal"]
     report.table("replicas", [row])
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each formula, with its value in each run; and the sum of each run.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes.
+
+    (lesson 02)"""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:

@@ -1548,8 +1548,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
         padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
-        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)

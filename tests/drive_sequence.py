@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=4 drive_sequence.py FOLDER
 
-Every rank computes the whole thing alone, in float64, and cuts out what it should have.
+Every rank computes everything on its own in float64 and takes the slice that it should
+have.
 """
 
 from functools import partial
@@ -20,12 +21,12 @@ def try_model(number: int, group) -> dict:
     V = twins.config.vocab_size
     loss_of = partial(lesson.sharded_loss, tp_group=group, vocab_size=V)
     sum_up = partial(lesson.all_reduce_replicated_gradients, tp_group=group)
-    return twins.train(loss_of, sum_up) | dict(save=save)
+    return dict(twins.train(loss_of, sum_up), save=save)
 
 
 def try_recompute(number: int, group) -> dict:
-    """A layer in each way of the lesson's memory table; where it is computed again: are
-    output and gradients, to the bit, those of the layer that keeps all?"""
+    """Each variant of a layer: do output and gradients of those that recompute equal,
+    bitwise, those of the one that saves everything?"""
     T = group.size()
     B, S, D = 1 + number % 3, T * (1 + number % 2), 4 * T
     torch.manual_seed(number)
@@ -33,17 +34,19 @@ def try_recompute(number: int, group) -> dict:
     tables = model.cos, model.sin, model.future
     x, upstream = torch.randn(2, B, S, D, dtype=torch.float64)
     my_positions = lambda whole: lesson.shard(whole, 1, group)
-    results, same = {}, {}
-    for way, layer, *_ in lesson.layer_variants(model.layers[0], group, 0, 0):
-        cut = my_positions if "SP" in way else torch.clone
-        mine = cut(x).requires_grad_()
+    results = {}
+    for name, layer in lesson.layer_variants(model.layers[0], group).items():
+        local = my_positions if "SP" in name else torch.clone
+        mine = local(x).requires_grad_()
         torch.manual_seed(number)
         y = layer(mine, tables)
-        y.backward(cut(upstream))
-        results[way] = [y, mine.grad, *(p.grad for p in layer.parameters())]
-        if "full" in way or "selective" in way:
-            plain = results["TP + SP" if "SP" in way else "TP"]
-            same[way] = all(map(torch.equal, results[way], plain))
+        y.backward(local(upstream))
+        results[name] = [y, mine.grad, *(p.grad for p in layer.parameters())]
+    same = {}
+    for name, result in results.items():
+        run, _, recompute = name.partition(", ")
+        if recompute:
+            same[name] = all(map(torch.equal, result, results[run]))
     return same
 
 

@@ -94,12 +94,15 @@ VOCABULARIES = (*range(2, 13), 16, 30, 61, 257)  # fewer tokens than ranks, too
 MODELS = 64  # of a lesson
 
 
-def random_sizes(lesson, number: int, T: int) -> tuple:
-    """Of a model that T ranks can share, and of its batches: config, B, S."""
+def random_sizes(lesson, number: int, T: int, shared_heads=False) -> tuple:
+    """Of a model that T ranks can share, and of its batches: config, B, S.
+
+    shared_heads: a fifth of the models have fewer key/value heads than ranks.
+    """
     rng = random.Random(f"model {number}")
     kv_heads = T * rng.randint(1, 2)
     heads = kv_heads * rng.randint(1, 3)
-    if number // 4 % 5 == 3:  # fewer key/value heads than ranks
+    if shared_heads and number // 4 % 5 == 3:
         kv_heads = max(1, T // rng.choice([2, 4]))
         heads = T * rng.randint(1, 2)
     B, S = rng.randint(1, 3), rng.randint(1, 11)
@@ -126,12 +129,15 @@ class Twins:
     """A whole model of random sizes and its parallel copy in training: what kind of
     thing differs how much at most, and where. What a slice is, p.shardings says."""
 
-    def __init__(self, lesson, number: int, group, split, by_rows=True, pads=False):
+    def __init__(
+        self, lesson, number: int, group, split, by_rows=True, pads=False,
+        shared_heads=False,
+    ):  # fmt: skip
         """split: (full, group) → the parallel copy; by_rows: the vocabulary is split;
-        pads: where T must divide S."""
+        pads: where T must divide S; shared_heads: also try T > K."""
         self.lesson, self.number, self.group = lesson, number, group
         T, tied, self.by_rows = group.size(), number // 5 % 2 == 1, by_rows
-        self.config, self.B, self.S = random_sizes(lesson, number, T)
+        self.config, self.B, self.S = random_sizes(lesson, number, T, shared_heads)
         self.padding = -self.S % T if pads else 0
         self.generator = torch.Generator().manual_seed(number)
         self.full = random_model(lesson, self.config, tied, self.generator)
@@ -237,7 +243,7 @@ class Twins:
         self.note("eval", difference(got, self.columns(wanted)))
         for name, p in self.split.named_parameters():
             if not getattr(p, "shardings", ()):
-                of_first = self.lesson.broadcast(p, 0, self.group)
+                of_first = self.lesson.all_gather(p[None], 0, self.group)[0]
                 self.note("replicas", not torch.equal(p, of_first), name)
         for p, q in zip(self.full.parameters(), self.before.parameters()):
             self.note("own", not torch.equal(p, q))

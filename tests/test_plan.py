@@ -13,7 +13,6 @@ import jobs
 import plan
 import predict
 import pytest
-from in_ranks import no_group
 from runs import MESH, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # the jobs of test_3d.py, if they are not
 @over([("drive_3d.py", ranks) for ranks in (8, 6, 4, 2)])
 def test_every_rank_counts_what_was_predicted(run):
     """Random sizes and options, float64; no ragged ones: data decide their bytes."""
-    steps, compared = 2, 0  # steps of drive_3d.py
+    compared = 0
     for cases in zip(*(rank["runs"] for rank in jobs.result(*run))):
         args = cases[0]["args"]
         if args["ragged"]:
@@ -42,16 +41,16 @@ def test_every_rank_counts_what_was_predicted(run):
             assert counted == wanted and dry_run.difference(counted, wanted) == 0, args
         for case in cases:  # of each rank
             found, (wanted, _) = dict(case["counted"]), stages[case["stage"]]
-            sent = {tuple(row[:4]): row[4:] for row in found.pop("sent")}
-            twice = {k: [steps * n for n in v] for k, v in wanted["sent"].items()}
-            assert sent == twice, args
+            sent = {lesson.Call(*row[:4]): row[4:] for row in found.pop("sent")}
+            assert sent == wanted["sent"], args
+            assert found.pop("left") == 0, args
             assert found == {key: wanted[key] for key in found}, args
             compared += 1
     assert compared >= run[1]
 
 
 @pytest.mark.parametrize("recompute", predict.RECOMPUTE)
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
 def test_dry_run_of_what_is_recomputed(recompute, kv_heads):
     """And the arithmetic that PyTorch counts; of what is computed again it leaves out
     the last product, which nobody needs."""
@@ -72,9 +71,9 @@ def test_dry_run_at_3072_ranks():
     for stage in (0, 40, 63):
         one, two = (next(dry_run.run(layout, few, stages=[stage])) for few in (1, 2))
         assert one[0] == one[1] and two[0] == two[1] and one[0]["parameters"] > 1.9e9
-        for key, (calls, size) in two[0]["sent"].items():
-            times = 1 if key[0] in predict.ONCE or key[3] == "dp" else 2
-            assert one[0]["sent"][key] == [calls / times, size / times]
+        for call, (calls, size) in two[0]["sent"].items():
+            times = 1 if call.phase in predict.ONCE or call.axis == "dp" else 2
+            assert one[0]["sent"][call] == [calls / times, size / times]
 
 
 # Published tables.
@@ -121,17 +120,19 @@ def test_activations_are_lesson_04s():
     """The formulas of its table of memory, with norms' statistics: 2 bytes there."""
     other = jobs.load("04_sequence_parallel")
     B, S, D, N, T = 1, 8, 32, 4, 2
-    full = other.Transformer(other.Config(1, D, N, N, 1, S, 0.1)).layers[0]
-    ways = other.layer_variants(full, no_group(T), 5 * N * S / D, 4 * 2 / D)
-    for name, _, _, whole, cut in ways:
-        if "gathered" in name:
-            continue
-        how = [r for r in ("selective", "full") if r in name] or ["none"]
-        sizes = predict.model(1, D, N, N, 257, S, B)
+    size = dict(B=B, S=S, X=B * S * D, A=B * N * S * S, c=2)
+    terms = " + ".join(other.SAVED_BY_A_LAYER.values())
+    formulas = {"without TP": terms, "TP": terms, "TP + SP": terms}
+    formulas.update(other.SAVED_WITH_RECOMPUTATION)
+    assert len(formulas) == 7
+    for name, formula in formulas.items():
         tp = 1 if name == "without TP" else T
-        layout = predict.make_layout(sizes, tp=tp, recompute=how[0])
+        sp = T if "SP" in name else 1
+        _, _, recompute = name.partition(", ")
+        sizes = predict.model(1, D, N, N, 257, S, B)
+        layout = predict.make_layout(sizes, tp=tp, recompute=recompute or "none")
         found = predict.layer_bytes(layout, stats=2, masks=True, sp="SP" in name)
-        assert found == (whole + cut / T) * B * S * D, name
+        assert found == other.evaluate(formula, dict(size, T=tp, R=sp, G=sp)), name
 
 
 def test_arithmetic_of_a_step():
@@ -229,6 +230,8 @@ def test_dry_run_finds_a_bug(capsys, bug):
     (("--layers", 3, "--hidden", 16), "--heads: how many.* --model gpt3"),
     (("--layers", 3, "--hidden", 10, "--heads", 4, "--gpus", 4), "--hidden 16"),
     (("--model", "gpt3"), "--gpus: how many"),
+    (("--layers", 2, "--hidden", 16, "--heads", 4, "--kv-heads", 1, "--tp", 2, "--gpus",
+      2, "--dry-run"), "--dry-run of tp 2.*take --tp 1"),
     (("--model", "gpt3", "--inside", "fast"), "fast is not a number above 0"),
     (("--model", "gpt3", "--gpus", 1024, "--json", "/no/where"), "/no/where"),
 ])  # fmt: skip

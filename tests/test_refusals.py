@@ -10,7 +10,7 @@ import shlex
 
 import jobs
 import pytest
-from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER, over
+from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER, VOCAB, over
 
 # Flags, and what the message must say; if nothing stands there, the flags themselves.
 SHARED = [  # the same in all lessons
@@ -30,28 +30,41 @@ OF_01 = [  # and on how many ranks
     (4, "--hidden 66", "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
     (3, "--width 64", "--width 64", "3"),
     (4, "--batch-size 6", "--batch-size 6", "4"),
-    (4, "--mesh 2x3", "--mesh 2x3", "2 · 3 = 6", "4 ranks"),
-    (4, "--mesh 2x", "--mesh 2x", "4 ranks"),
-    (4, "--mesh two", "--mesh two", "4 ranks"),
+    (4, "--mesh 2x3", "--mesh 2x3", "2 · 3 = 6", "4 ranks", "take 2x2"),
+    (4, "--mesh 2x", "--mesh 2x: is not OUTERxINNER", "take 2x2"),
+    (4, "--mesh two", "--mesh two: is not OUTERxINNER", "take 2x2"),
+    (4, "--mesh 2*2", "--mesh 2*2: is not OUTERxINNER", "take 2x2"),
+    (3, "--hidden 48 --batch-size 6 --mesh 0x3", "0 · 3 = 0", "3 ranks", "take 1x3"),
     (2, "--hidden 0"), (2, "--hidden -64"), (2, "--hidden 1.5"), (2, "--width wide"),
     (2, "--steps 0"),
 ]  # fmt: skip
 OF_MODEL = [  # the same function in 02, 03 and 04
     ("--heads 6 --hidden 48", "--heads 6", "4"),
-    ("--kv-heads 3", "--kv-heads 3", "4"),
+    ("--heads 6", "--heads 6", "6 % 4", "--heads 8"),
+    ("--kv-heads 2", "--kv-heads 2", "4 ranks", "beyond/09_shared_heads.py"),
+    ("--kv-heads 6 --heads 12", "--kv-heads 6", "6 % 4", "--kv-heads 8"),
+    ("--hidden 72", "--hidden 72", "72 % 16", "--hidden 80"),
+    ("--hidden 2 --heads 4", "--hidden 2"), ("--clip 0", "--clip 0", "greater than 0"),
     ("--vocab-size 256", "--vocab-size 256", "257"),
     ("--kv-heads 0",), ("--layers 0",), ("--seq-len -1",),
     ("--dropout 1",), ("--dropout nan",),
 ]  # fmt: skip
 OF_05 = [
     ("--pp 3", "--pp 3 = 3", "4 ranks", "start 3"),
-    ("--pp 4 --layers 3", "--layers 3", "--pp 4"),
-]
+    ("--pp 4 --layers 3", "--layers 3", "--pp 4", "take --layers 4"),
+    ("--pp 2 --layers 1", "--layers 1", "--pp 2", "take --layers 2"),
+    ("--tp 4 --kv-heads 2", "--kv-heads 2", "--tp 4", "beyond/09_shared_heads.py"),
+    ("--tp 4 --heads 6", "--heads 6", "6 % 4", "--heads 8"),
+    ("--sleep -1", "--sleep -1", "at least 0"), ("--sleep nan", "--sleep nan"),
+    ("--clip 0", "--clip 0", "above 0"), ("--schedule zb", "--schedule", "1f1b"),
+    ("--save ck", "--save"),
+]  # fmt: skip
 REFUSED = [
     (COLLECTIVES, 1, "--break skip", "--break", "2 ranks"),
     *((COLLECTIVES, 2, *case) for case in SHARED),
     *((MLP, *case) for case in OF_01),
-    *((SEQUENCE, 4, *case) for case in OF_MODEL),
+    *((TRANSFORMER, 4, *case) for case in OF_MODEL),
+    *((lesson, 4, "--kv-heads 2", "beyond/09_shared") for lesson in (VOCAB, SEQUENCE)),
     *((MESH, 4, *case) for case in OF_05),
 ]
 
@@ -94,7 +107,7 @@ HUGE = {"257": "tried to allocate 2056000000000 bytes", str(2**31 - 1): "overflo
 
 
 @over([
-    (TRANSFORMER, 2, "--vocab-size", rows, "--hidden", str(2 * 10**9), "--heads", "2")
+    (TRANSFORMER, 2, "--vocab-size", rows, "--hidden", str(2 * 10**9))
     for rows in HUGE
 ])  # fmt: skip
 def test_sizes_that_fit_no_memory(run):

@@ -11,9 +11,11 @@ from unittest import mock
 import jobs
 import pytest
 import torch
+from in_ranks import no_group
 from runs import ALL_RUNS, PROOF, SEQUENCE, flag, found, over
 from test_refusals import as_rank
 from test_transformer import models_are_equal, models_cover_the_ground
+from torch import nn
 
 DRIVER = ("drive_sequence.py", 4)
 # Lengths that the ranks do not divide, one weight for embedding and head; other sizes.
@@ -43,18 +45,17 @@ def test_float64_equality(ranks):
 
 
 @driven
-def test_recomputed_to_the_bit(ranks):
+def test_recomputed_bitwise(ranks):
     """Dropout on: the masks of the second forward are those of the first."""
-    ways = ["TP, selective recompute", "TP + SP, selective"]
-    ways += ["TP, full recompute", "TP + SP, full"]
-    assert found(ranks, "recomputes") == 4 * 8 * [dict.fromkeys(ways, True)]
+    names = ["TP, selective", "TP + SP, selective", "TP, full", "TP + SP, full"]
+    assert found(ranks, "recomputes") == 4 * 8 * [dict.fromkeys(names, True)]
 
 
 # In this process.
 
 
 @pytest.mark.parametrize("B, S", [(2, 5), (1, 1), (3, 7), (2, 8)])
-def test_padding_stands_behind_the_sequence(B, S):
+def test_padding_is_behind_the_sequence(B, S):
     pad_batch = jobs.load(SEQUENCE).pad_batch
     for ranks in (1, 2, 3, 4, 8):
         batch = torch.randint(9, (2, B, S))
@@ -63,6 +64,32 @@ def test_padding_stands_behind_the_sequence(B, S):
         assert padded.shape[2] % ranks == 0 and 0 <= missing < ranks
         assert torch.equal(padded[..., :S], batch)
         assert (padded[0, :, S:] == 256).all() and (padded[1, :, S:] == -100).all()
+
+
+def test_linears_without_biases():
+    """On one rank, which sends nothing: output and gradients are plain PyTorch's."""
+    lesson, group = jobs.load(SEQUENCE), no_group(1)
+    torch.manual_seed(0)
+    full = [nn.Linear(6, 4, bias=bias).double() for bias in (False, True)]
+    split = [lesson.ColumnParallelLinear(linear, group) for linear in full]
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    for apply_each in (lesson.gather_then_apply_each, lesson.gather_and_save):
+        mine = x.detach().clone().requires_grad_()
+        ours, plain = apply_each(mine, *split), [linear(x) for linear in full]
+        assert all(torch.allclose(y, z) for y, z in zip(ours, plain))
+        sum(y.square().sum() for y in ours).backward()
+        sum(y.square().sum() for y in plain).backward()
+        assert torch.allclose(mine.grad, x.grad) and split[0].bias is None
+        for ours, plain in zip(split, full):
+            for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+                assert torch.allclose(p.grad, q.grad)
+                p.grad = q.grad = None
+        x.grad = None
+
+
+def test_only_7_needs_hf():
+    code, out, err = jobs.run_here(SEQUENCE, "--only", "7", **as_rank(0, 2))
+    assert (code, out) == (2, "") and re.match("error: --only 7: .*--hf", err)
 
 
 def test_hf_without_transformers():
@@ -86,12 +113,11 @@ def test_every_gradient_and_parameter_is_compared(run):
     model = lesson.Transformer(lesson.Config(1, 4, 1, 1, 2, 1, 0.0))  # 2 layers
     names = {name for name, _ in model.named_parameters()}
     names -= {"lm_head.weight"} if "--tie" in run else set()
-    planned = 1 < T <= int(flag(run, "--kv-heads", T))  # a plan copies no heads
-    ways = ["TP + SP", "DTensor"] if planned else ["TP + SP"]
+    others = ["TP + SP", "DTensor"]
     S = -(-int(flag(run, "--seq-len", 32)) // T) * T
     rows = {
-        *(f"gradients: {name}, {way}" for name in names for way in ways),
-        *(f"updates: {name}, {way}" for name in names for way in ["TP", *ways]),
+        *(f"gradients: {name}, {run}" for name in names for run in others),
+        *(f"parameters: {name}, {run}" for name in names for run in ["TP", *others]),
         *(f"length gradients: length {n}: dL/d {name}, TP + SP"
           for name in names for n in (1, S - 1, 2 * S + 1)),
     }  # fmt: skip
@@ -129,4 +155,4 @@ def test_hugging_face(run):
     # around them are the embedding, a norm, and the head where it is not tied.
     wanted = 12 * int(flag(run, "--layers", 2)) + 2 + ("--tie" not in run)
     assert len(diffs) == wanted and 0 < max(diffs) <= 1e-5
-    assert compared["Qwen2 loss: loss, DTensor"] <= 1e-6
+    assert compared["Qwen2 loss: loss, step 1, DTensor"] <= 1e-6

@@ -38,8 +38,8 @@ def models_are_equal(models) -> None:
             assert diff <= (1e-12 if kind in ROUNDED else 0), (kind, name, case)
 
 
-def models_cover_the_ground(models) -> None:
-    """What in_ranks draws, with each number of ranks."""
+def models_cover_the_ground(models, shared_heads=False) -> None:
+    """What in_ranks samples, with each number of ranks. shared_heads: T > K, too."""
     wanted = {
         "layers": {1, 2, 3}, "dropout": {0, 0.1, 0.5}, "tied": {True, False},
         "vocab_size": {*VOCABULARIES},
@@ -48,7 +48,8 @@ def models_cover_the_ground(models) -> None:
         mine = [case for case in models if case["T"] == T]
         for key, values in wanted.items():
             assert {case[key] for case in mine} == values, (T, key)
-        assert {T / case["kv_heads"] for case in mine} >= {T, 1, 0.5}
+        ratios = {T / case["kv_heads"] for case in mine}
+        assert ratios >= {1, 0.5} and (max(ratios) > 1) is (shared_heads and T > 1)
         assert {case["S"] % T > 0 for case in mine} == {T > 1, False}
 
 
@@ -90,7 +91,8 @@ def test_a_model_in_eval_mode_is_split_in_eval_mode(name, split, mode):
 
 
 @pytest.mark.parametrize("heads, kv_heads, said", [
-    (12, 3, "3 key/value heads on 4 ranks"), (2, 1, "2 heads on 4 ranks"),
+    (12, 3, "3 key/value heads cannot be split over 4 ranks"), (8, 6, "6 key/value"),
+    (8, 2, "2 key/value heads"), (2, 1, "1 key/value heads"),
 ])  # fmt: skip
 def test_heads_that_do_not_divide(heads, kv_heads, said):
     full = reference(hidden=8 * heads, heads=heads, kv_heads=kv_heads)
@@ -198,16 +200,31 @@ def test_a_fresh_model_knows_nothing(run):
     assert abs(first["without TP"] - math.log(V)) < 0.6
 
 
+Q_NORM = [
+    ("        self.dropout = Dropout(dropout)  # of the attention weights\n",
+     "{}        self.q_norm = nn.RMSNorm(head_size)\n"),
+    ("        q_BNSH = rotate(", "        q_BNSH = self.q_norm(q_BNSH)\n{}"),
+]  # fmt: skip
+SUM = "weight.register_hook(lambda partial_grad: all_reduce(partial_grad, tp_group))\n"
+BY_HAND = [
+    ("    attn.o_proj = RowParallelLinear(",
+     f"    attn.core.q_norm.{SUM}{{}}"),
+]  # fmt: skip
+BY_PLAN = [
+    ("        p = layer.self_attn.core.dropout.p\n",
+     f"        layer.self_attn.core.q_norm.{SUM}{{}}"),
+]  # fmt: skip
 CHANGES = {
     "RMSNorm": [("nn.LayerNorm(D)", "nn.RMSNorm(D)")],
-    "attention alone": [("    layer.mlp = tp_mlp(layer.mlp, tp_group)\n", "")],
-    "a number that nobody uses": [
+    "a norm over heads": Q_NORM + BY_HAND + BY_PLAN,
+    "only attention": [("    layer.mlp = tp_mlp(layer.mlp, tp_group)\n", "")],
+    "a parameter without a gradient": [
         ("        self.mlp = MLP(D, 4 * D)\n",
          "{}        self.gain = nn.Parameter(torch.ones(()))\n"),
     ],
     "gated": [
         ("F.gelu(self.up_proj(x_BSD))",
-         "F.gelu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)"),
+         "F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)"),
         ("        self.up_proj = ",
          "        self.gate_proj = nn.Linear(hidden, width)\n{}"),
         ("    mlp.up_proj = ",
@@ -218,14 +235,59 @@ CHANGES = {
 }  # fmt: skip
 
 
+def run_changed(folder, changes, ranks=2) -> jobs.Done:
+    """A run of the lesson with edits: old text → new, where {} stands for the old."""
+    text = jobs.PATHS[TRANSFORMER].read_text("utf-8")
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new.replace("{}", old))
+    script = folder / f"{TRANSFORMER}.py"
+    script.write_text(text, "utf-8")
+    return jobs.launch(script, ranks)
+
+
+def kinds_that_failed(done) -> set[str]:
+    """Of the verdict: "failed: memory 8/8, bytes 1/6" → {"memory", "bytes"}."""
+    verdict = " ".join(done.out.rpartition("\nFAIL ")[2].split())
+    return set(re.findall(r"(\w+) \d+/\d+", verdict.partition("failed: ")[2]))
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_model_reaches_the_comparison(tmp_path, name):
     """As the lesson's docstring proposes: right numbers, formulas of another model."""
-    text = jobs.PATHS[TRANSFORMER].read_text("utf-8")
-    for old, new in CHANGES[name]:
-        assert old in text
-        text = text.replace(old, new.replace("{}", old))
-    script = tmp_path / f"{TRANSFORMER}.py"
-    script.write_text(text, "utf-8")
-    last = jobs.launch(script, 2).out.splitlines()[-1]
-    assert re.search(r"^FAIL .*  0 of \d+ numbers, .*[1-9]\d* of \d+ bytes", last), last
+    done = run_changed(tmp_path, CHANGES[name])
+    failed = kinds_that_failed(done)
+    assert failed and failed <= {"memory", "bytes", "calls"}, done.text
+
+
+def test_a_norm_over_heads_has_partial_gradients(tmp_path):
+    """Without the sum that the lesson names it is wrong, and is named first."""
+    done = run_changed(tmp_path, Q_NORM + BY_HAND)
+    wrong = re.findall(r"^   (\S+) .*✗$", done.out.partition("\n4  ")[0], re.M)
+    assert "layers.*.self_attn.core.q_norm" in wrong and len(wrong) < 6, done.out
+    (first, *_) = re.findall("^✗ (.*): off by", done.out, re.M)
+    assert re.search(r"gradients: layers\.\d\.self_attn\.core\.q_norm.*DTensor", first)
+
+
+COPIED = "    model = copy.deepcopy(full)\n    for layer in model.layers:\n"
+RAISING = {
+    "with TP": [(COPIED, "    raise TypeError('by hand')\n{}")],
+    "DTensor": [("    column = parallel.Col", "    raise TypeError('by plan')\n{}")],
+}
+
+
+@pytest.mark.parametrize("raising", [["with TP"], ["DTensor"], ["with TP", "DTensor"]])
+def test_runs_that_raise(tmp_path, raising):
+    """The others go on; sections keep their numbers; what is not compared is not ok."""
+    changes = [change for run in raising for change in RAISING[run]]
+    done = run_changed(tmp_path, changes)
+    assert done.code != 0 and "runs" in kinds_that_failed(done), done.text
+    assert re.findall(r"^(\d)  ", done.out, re.M) == ["1", "2", "3", "4", "5"]
+    for run in ("with TP", "DTensor"):
+        assert (f"{run} raised TypeError: by" in done.out) is (run in raising)
+    gradients = done.out.partition("\n3  ")[2].partition("   The first")[0]
+    rows = gradients.splitlines()[2:]
+    assert len(rows) == 11 and all(row.count("raised") == len(raising) for row in rows)
+    assert all(row.endswith("ok") is (len(raising) == 1) for row in rows)
+    traffic = done.out.partition("\n4  ")[2].partition("\n5  ")[0]
+    assert ("DTensor" in traffic) is ("DTensor" not in raising)
