@@ -181,7 +181,7 @@ def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict
 
 
 def checksum(file: Path) -> int:
-    """The CRC-32 of a file's bytes."""
+    """CRC-32 of a file's bytes."""
     return zlib.crc32(file.read_bytes())
 
 
@@ -1822,7 +1822,7 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
-    """A tensor that is being sent to another stage (lesson 05)."""
+    """A tensor on its way to another stage (lesson 05)."""
 
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
