@@ -317,13 +317,8 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     assert code[0].startswith(finds_the_course)
     assert code[0] == finds_the_course or name == JAX
     lesson = LESSON.get(name, name)
-<<<<<<< HEAD
     path = jobs.PATHS[lesson].relative_to(ROOT)  # of a lesson, or in beyond/
     command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {path}"
-=======
-    script = jobs.PATHS[lesson].relative_to(ROOT).as_posix()
-    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {script}"
->>>>>>> 5e35d964c034e3c5dfe854843be0e0c79afe2645
     assert code[1].startswith(command)
     assert name == JAX or any("broken(" in cell for cell in code)
     assert text.count("<summary><b>Quiz.</b>") >= 5
