@@ -499,7 +499,7 @@ HARD_CASES = [
     Case("label smoothing 0.1", "Σ q·(x − m)", smoothing=0.1),
     Case("20% have no target", "mean over targets", ignored=0.2),
     Case("none has a target", "0 / 0 is nan", ignored=1.0),
-    Case("V = 1", "ranks without tokens", vocab_size=1),
+    Case("V = 1", "rank of padding", vocab_size=1),
     Case("V = 50,257, as GPT-2", "padding, long sums", vocab_size=50257),
 ]
 
@@ -618,7 +618,7 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     }
     sharded = {
         "sharded: softmax": "B·S·v·e",
-        "sharded: targets' columns, their number (int64)": "8·(B·S + 1)",
+        "sharded: target columns and count (int64)": "8·(B·S + 1)",
         "sharded: is_local, has_target, padding (bool)": "2·B·S + v",
     }
     rows, sums = add_up(gathered, sizes)
