@@ -12,10 +12,10 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
      "dL/dx is wrong: is x summed twice?"),
     (2, {"return 4 * L, 2 * L": "return 2 * L, 2 * L"}, "counted (4, "),
     (2, {"return 4 * L, 2 * L": "return 2 * L"},
-     "sums_of_a_backward gives 72: return two numbers"),
+     "sums_of_a_backward gives 144: return two numbers"),
     (2, {"max(K // T, 1)": "K / T"}, "bytes_of_heads of D 8, H 2, K 1, T 2: 72.0;"),
     (2, {"H * (D + 1) * 4\n\n": "H * D * 4\n\n"}, "(4, 128); counted (4, 144)"),
-    (3, {FLAT: "partial_flat"}, "times as large as with hooks"),
+    (3, {FLAT: "partial_flat"}, "no collective was called"),
     (3, {"(layer.self_attn.k_proj, layer.self_attn.v_proj)":
          "(layer.self_attn.k_proj,)"}, "v_proj.weight is wrong"),
     (3, {FLAT: f"{FLAT} / 2"}, "k_proj.weight is wrong, 0.50 times as large"),
