@@ -431,7 +431,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch.
 
@@ -439,7 +439,7 @@ def train_transformer(
         tp_group: None for one process and for DTensor.
         loss_of: (logits, targets) → the loss.
         after_backward: called with the model, before gradients are read.
-        norm_of: (model, tp_group) → the norm of the gradient.
+        norm_of: (model, tp_group) → the norm of the gradient; None is global_norm.
     """
     losses = {}
     norms = {}
@@ -468,6 +468,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
