@@ -411,7 +411,7 @@ def check_calls(report, row: dict, run: str, formula: str, size, group) -> None:
 
     Args:
         run: counted are the calls in `with COMM.label(run, …)` on the group's axis.
-        formula: "calls × bytes per call" if the group has 2 ranks or more.
+        formula: bytes of the one call that a group makes; "0" if it makes none.
     """
     row.update({"calls": 0, "bytes": 0, "ring": 0, "formula": formula})
     for call, calls in COMM.calls.items():
@@ -420,12 +420,11 @@ def check_calls(report, row: dict, run: str, formula: str, size, group) -> None:
             row["bytes"] += COMM.bytes[call]
             # The payload is one number, what a rank of a ring sends for it another.
             row["ring"] += ring_bytes(call.collective, COMM.bytes[call], group.size())
-    calls, each = [evaluate(factor, size) for factor in formula.split(" × ")]
-    if group.size() == 1:  # one rank sends nothing
-        calls = 0
+    calls = 0 if formula == "0" or group.size() == 1 else 1  # one rank sends nothing
+    nbytes = calls * evaluate(formula, size)
     name = f"{run} over {group.group_desc}"
     report.expect(row, "calls", "calls", name, calls)
-    report.expect(row, "bytes", "bytes", name, calls * each)
+    report.expect(row, "bytes", "bytes", name, nbytes)
 
 
 # ---- The sections of the output, in order
@@ -512,10 +511,10 @@ def show_move(report: Report, move: Move, group) -> None:
     row = {"": f"rank {group.rank()}", "before": as_text(x), "after": as_text(after)}
     # The payload is the full tensor: what goes in, or what comes out of an all-gather.
     payload = max(x.nbytes, after.nbytes)
-    check_calls(report, row, move.collective, f"1 × {payload}", {}, group)
+    check_calls(report, row, move.collective, str(payload), {}, group)
     check_value(report, row, "after", move.collective, after, move.expected)
     report.say(f"   {move.collective}: {move.effect}")
-    report.table("moves", gather_objects(row), hide=["ring", "formula"])
+    report.table("moves", gather_objects(row), hide=["calls", "ring", "formula"])
 
 
 def show_two_halves(report: Report, x: Tensor, group) -> None:
@@ -573,7 +572,7 @@ class Product(NamedTuple):
     operands: str
     action: str
     result: str
-    formula: str  # calls × payload of each
+    formula: str  # payload in bytes
     compute: Callable
     a_dim: int | None
     b_dim: int | None
@@ -581,19 +580,19 @@ class Product(NamedTuple):
 
 
 PRODUCTS = [
-    Product("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0 × 0",
+    Product("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0",
             matmul_case_1, 0, None, 0),
-    Product("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "1 × I·J·e",
+    Product("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
             matmul_case_2_gather, 1, None, None),
-    Product("2", "slice B, as 3", "C[I, K]", "1 × I·K·e",
+    Product("2", "slice B: 3", "C[I, K]", "I·K·e",
             matmul_case_2_slice, 1, None, None),
-    Product("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "1 × I·K·e",
+    Product("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
             matmul_case_3_all_reduce, 1, 0, None),
-    Product("3", "ReduceScatter", "C[I, K_tp]", "1 × I·K·e",
+    Product("3", "ReduceScatter", "C[I, K_tp]", "I·K·e",
             matmul_case_3_reduce_scatter, 1, 0, 1),
-    Product("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "1 × I·J·e",
+    Product("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "I·J·e",
             matmul_case_4_left, 0, 1, 1),
-    Product("4", "AllGather B", "C[I_tp, K]", "1 × J·K·e",
+    Product("4", "AllGather B", "C[I_tp, K]", "J·K·e",
             matmul_case_4_right, 0, 1, 0),
 ]  # fmt: skip
 
@@ -647,8 +646,8 @@ def show_2d_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size) -> None:
         "A[I_outer, J_inner] · B[J_outer, K_inner] on each mesh of the ranks"
     )
     report.say("   Every rank holds 1/T of A, B and C, on every mesh.")
-    report.table("communication", rows)
-    report.say(f"   In total a rank of a ring sends {', '.join(totals)}.")
+    report.table("communication", rows, hide=["calls"])
+    report.say(wrap(f"   In total a rank of a ring sends {', '.join(totals)}."))
 
 
 def mesh_rows(report: Report, mesh: dict, a_IJ, b_JK, size) -> list[dict]:
@@ -661,20 +660,15 @@ def mesh_rows(report: Report, mesh: dict, a_IJ, b_JK, size) -> list[dict]:
         c_ik = matmul_2d(place(a_IJ), place(b_JK), groups["outer"], groups["inner"])
 
     # A is split on J along inner, B along outer: there they are gathered.
-    row_of_a = {"mesh": name, "gathered": "A", "over": members_of(groups["inner"])}
-    row_of_b = {"mesh": name, "gathered": "B", "over": members_of(groups["outer"])}
+    row_of_a = {"mesh": name, "gathered": "A over inner"}
+    row_of_b = {"mesh": name, "gathered": "B over outer"}
+    for row, group in ((row_of_a, groups["inner"]), (row_of_b, groups["outer"])):
+        row["rank 0's group"] = str(dist.get_process_group_ranks(group))
     sizes = dict(size, **mesh)
-    check_calls(report, row_of_a, name, "1 × I·J·e/outer", sizes, groups["inner"])
-    check_calls(report, row_of_b, name, "1 × J·K·e/inner", sizes, groups["outer"])
+    check_calls(report, row_of_a, name, "I·J·e/outer", sizes, groups["inner"])
+    check_calls(report, row_of_b, name, "J·K·e/inner", sizes, groups["outer"])
     check_value(report, row_of_b, "mesh", name, c_ik, place(a_IJ @ b_JK))
     return [row_of_a, row_of_b]
-
-
-def members_of(group) -> str:
-    """The ranks of each group along a group's axis: inner [0, 1] [2, 3]."""
-    lines = gather_objects(str(dist.get_process_group_ranks(group)))
-    # Each line came from all its members; a dict keeps one of each, in order.
-    return f"{group.group_desc} {' '.join(dict.fromkeys(lines))}"
 
 
 def show_mistakes(report: Report, group) -> None:

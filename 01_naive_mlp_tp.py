@@ -671,12 +671,14 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     for run in ("Megatron", "DTensor"):
         by_tp[Call(run, "forward", "all-reduce", "tp")] = "1 × B·S·D·e"  # g
         by_tp[Call(run, "backward", "all-reduce", "tp")] = "1 × B·S·D·e"  # f
-    by_others = {
+    by_dp = {
         # The four parameters: two weights and two biases.
         Call("DP", "backward", "all-reduce", "dp"): "4 × θ/4",
         Call("FSDP", "forward", "all-gather", "dp"): "4 × θ/4",
         Call("FSDP", "backward", "all-gather", "dp"): "2 × D·F·e",  # weights, again
         Call("FSDP", "backward", "reduce-scatter", "dp"): "4 × θ/4",
+    }
+    by_mesh = {
         # Over outer it is FSDP of what an inner rank holds, over inner TP of x and y.
         Call("2D", "forward", "all-gather", "outer"): "4 × θ/inner/4",
         Call("2D", "backward", "all-gather", "outer"): "2 × D·F·e/inner",
@@ -689,7 +691,8 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
     report.say("   formula = calls × mean bytes per call; bytes = payload of all calls")
     report.ledger(by_tp, size, steps=report.args.steps)
-    report.ledger(by_others, size, steps=report.args.steps)
+    report.ledger(by_dp, size, steps=report.args.steps)
+    report.ledger(by_mesh, size, steps=report.args.steps)
     if report.args.ranks == 1:
         report.say("   One rank sends nothing.")
         return

@@ -875,6 +875,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # Imports that only the parts below use.
 import math
+
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -1482,7 +1483,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1512,6 +1513,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1750,8 +1753,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
         padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
-        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)

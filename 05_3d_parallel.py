@@ -135,6 +135,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
+    """A tensor on its way to another stage."""
+
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received
@@ -910,9 +912,9 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     report.section("[mesh] Communication of the last step; ring: bytes a rank sends")
     mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X: an activation, e·b·S·D bytes{mean}; l: layers of the stage (+1:\n"
-        "   embedding, head); n: parameters, rounded up for DP; r: replicated over tp;\n"
-        "   v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
+        f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage; +1:\n"
+        "   embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
+        "   tp; v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
     )
     report.ledger(traffic(args, stage), size)
     show_totals(report)
@@ -1255,7 +1257,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
         add(f"--{name.replace('_', '-')}", type=positive, default=0, help=text)
     for name, text in OPTIONS.items():
         add(f"--{name}", action="store_true", help=text)
-    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="(default 1f1b)")
+    add("--schedule", choices=["1f1b", "gpipe"], default="1f1b", help="(default 1f1b)")
     add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
     text = "a stage takes at least MS milliseconds forward, and 2·MS backward"
     add("--sleep", type=float, default=0.0, metavar="MS", help=text)
@@ -1332,8 +1334,7 @@ def fill_sizes(args) -> None:
 # region
 
 # Imports that only the parts below use.
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 
@@ -1894,7 +1895,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1924,6 +1925,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -2060,8 +2063,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
         padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
-        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)

@@ -67,7 +67,7 @@ COMPLETE = "complete.json"  # the last file of a checkpoint
 # ---- What is saved: tensors that know their place
 
 
-def to_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTensor:
+def to_dtensor(x: Tensor, p: nn.Parameter, tp_mesh: DeviceMesh) -> DTensor:
     """Return this rank's shard as a part of the full tensor: a DTensor.
 
     A DTensor knows the full shape, and which rows or columns of it this rank holds.
@@ -75,6 +75,7 @@ def to_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTens
 
     Args:
         x: a tensor that is sharded as the parameter p is: p itself, or a moment of it.
+        tp_mesh: the TP group, in the form that DTensor takes.
     Shapes: p.weight of up_proj, T = 2: [F/2, D] → global [F, D], Shard(0).
     Communication: none. The memory is shared with x, so that a load can fill it.
     """
@@ -83,16 +84,15 @@ def to_dtensor(x: Tensor, p: nn.Parameter, tp_group: dist.ProcessGroup) -> DTens
     placement = Replicate()
     for dim, _ in shardings_of(p):  # one sharding at most, over the TP group
         placement = Shard(dim)
-        full_shape[dim] *= tp_group.size()
+        full_shape[dim] *= tp_mesh.size()
     if hasattr(p, "rows"):
-        first_row = tp_group.rank() * len(x)
+        first_row = tp_mesh.get_local_rank() * len(x)
         x = x[: max(0, p.rows - first_row)]
         full_shape[0] = p.rows
-    mesh = DeviceMesh.from_group(tp_group, x.device.type)
     stride = torch.empty(full_shape, device="meta").stride()
     full_shape = torch.Size(full_shape)
     return DTensor.from_local(
-        x, mesh, [placement], run_check=False, shape=full_shape, stride=stride
+        x, tp_mesh, [placement], run_check=False, shape=full_shape, stride=stride
     )
 
 
@@ -118,15 +118,31 @@ def state_to_save(training: MeshTraining, moments: dict) -> dict[str, DTensor]:
     parameter, and the first and last stage of a tied weight. On all of them it has the
     same name and place, so dcp writes it once, and on a load fills all of them.
     """
-    tp_group = training.groups["tp"]
+    device = training.pipeline.like.device.type
+    tp_mesh = DeviceMesh.from_group(training.groups["tp"], device)
     state = {}
     for name, p in training.parameters.items():
-        state[f"weight/{name}"] = to_dtensor(p, p, tp_group)
+        state[f"weight/{name}"] = to_dtensor(p, p, tp_mesh)
     for kind, tensors in moments.items():
         for name, x in tensors.items():
             p = training.parameters[name]
-            state[f"{kind}/{name}"] = to_dtensor(x, p, tp_group)
+            state[f"{kind}/{name}"] = to_dtensor(x, p, tp_mesh)
     return state
+
+
+def parts_in(path: Path) -> list[dict]:
+    """All parts of tensors in a checkpoint, from dcp's index, the file .metadata."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    parts = []
+    for name, tensor in metadata.state_dict_metadata.items():
+        for chunk in tensor.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            part = {"tensor": name, "full": list(tensor.size)}
+            part["shape"] = list(chunk.sizes)
+            part["file"] = place.relative_path
+            part["bytes"] = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
+            parts.append(part)
+    return parts
 
 
 # ---- Save: complete, or not at all
@@ -165,6 +181,7 @@ def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict
 
 
 def checksum(file: Path) -> int:
+    """CRC-32 of a file's bytes."""
     return zlib.crc32(file.read_bytes())
 
 
@@ -224,7 +241,27 @@ def load_checkpoint(path: Path, step: int, training: MeshTraining) -> None:
     optimizer.adamw.state[optimizer.vector] = adam
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def full_state(training: MeshTraining) -> dict[str, Tensor]:
+    """All that the next step depends on, unsharded, to compare it between meshes.
+
+    Names: weight/norm.bias, vector/norm.bias, exp_avg/norm.bias, …, step/of AdamW.
+    Communication: the report's own; all ranks must call it.
+    """
+    optimizer = training.optimizer
+    # AdamW has its own vector of the weights, and moments, of what this rank owns.
+    kinds = {"weight": training.parameters}
+    kinds["vector"] = optimizer.unflatten(optimizer.vector)
+    kinds.update(moments_of(optimizer))
+    state = {}
+    for kind, tensors in kinds.items():
+        for name, x in gather_stages(training, tensors).items():
+            state[f"{kind}/{name}"] = x.clone()
+    adam = optimizer.adamw.state.get(optimizer.vector, {})
+    state["step/of AdamW"] = adam.get("step", torch.zeros(())).clone()
+    return state
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the last step; a part_NNNNNN is none."""
     return max(folder.glob("step_" + 6 * "[0-9]"), default=None)
 
@@ -262,7 +299,7 @@ def verify_checkpoint(path: Path, settings: dict) -> dict:
 
 # Restart after a lost rank. `torchrun --max-restarts=1 … --save ck` starts all ranks
 # again when one is lost. parse_args sees that it is a restart and loads from ck. Steps
-# after the newest complete checkpoint are trained again. The batches follow from seed
+# after the latest complete checkpoint are trained again. The batches follow from seed
 # and step, so they are the same ones. A real data loader has a position to be saved.
 
 
@@ -299,6 +336,7 @@ def main(args, report: Report) -> None:
     for tokens_BS, target_BS in make_batches(__doc__, args, args.steps):
         batches.append(pad_batch(tokens_BS, target_BS, multiple))
     args.seq_len = batches[0][0].shape[1]  # from here on every T divides it
+    # The same seed on every rank, so all have the same full model before they shard it.
     full = make_tied(args)
     size = dict(sizes_of(args), T=args.tp, M=args.microbatches)
     size["n"] = sum(p.numel() for p in full.parameters())
@@ -308,15 +346,22 @@ def main(args, report: Report) -> None:
     runs = {"one process": train_uninterrupted(full, batches, args)}
     # Without --save the checkpoints go to a folder that is removed at the end.
     with nullcontext(args.save) if args.save else temporary_folder() as folder:
-        runs["A"] = train_and_save(full, batches, folder, args)
+        first = args.meshes[0]
+        runs["A"] = train_on(
+            first, full, batches, args, args.begin, args.checkpoint, folder
+        )
         path = folder / f"step_{args.halfway:06}"
         show_contents(report, path, runs["A"].training, size)
         for mesh in args.meshes:
             name = "A again" if mesh.name == "A" else mesh.name
             with report.column(name):
-                runs[name] = resume(full, mesh, batches, path, args)
+                runs[name] = train_on(mesh, full, batches, args, args.halfway, path)
         show_loaded(report, runs)
-        show_resumed(report, runs)
+        report.section("Training resumed, compared with one process that never stopped")
+        show_steps(report, runs, ["one process", "A"], args.begin, args.halfway)
+        if args.halfway < args.steps:
+            columns = ["one process", "A"] + resumed(runs)
+            show_steps(report, runs, columns, args.halfway, args.steps)
         show_states(report, runs)
         show_interrupted(report, path, runs["A"].training)
 
@@ -339,14 +384,6 @@ def temporary_folder(parent: Path | None = None):
 # ---- Training
 
 
-def training_on(mesh: Mesh, full: Transformer, args) -> MeshTraining:
-    """A new model on this mesh. Every rank must call it, since it creates groups."""
-    mesh_args = copy.copy(args)
-    vars(mesh_args).update(mesh.sizes(), zero=mesh.zero)
-    groups = make_mesh(mesh.sizes(), args.timeout)
-    return MeshTraining(full, groups, mesh_args)
-
-
 def train_uninterrupted(full: Transformer, batches: list, args) -> MeshRun:
     """The reference: one process, all steps, by lesson 02's loop."""
     model = copy.deepcopy(full)
@@ -362,31 +399,32 @@ def train_uninterrupted(full: Transformer, batches: list, args) -> MeshRun:
     return MeshRun(None, values, {}, end)
 
 
-def train_and_save(full: Transformer, batches: list, folder: Path, args) -> MeshRun:
-    """Train on mesh A, from the start or from --load, and save after each step."""
-    mesh = args.meshes[0]
-    training = training_on(mesh, full, args)
-    if args.begin:
-        load_checkpoint(args.checkpoint, args.begin, training)
+def train_on(
+    mesh: Mesh, full: Transformer, batches: list, args, begin=0, load=None, folder=None
+) -> MeshRun:
+    """Train a new model on a mesh, after step `begin`. All ranks must call it.
+
+    Args:
+        load: the checkpoint of step `begin`, or None.
+        folder: where each step is saved, or None.
+    """
+    mesh_args = copy.copy(args)
+    vars(mesh_args).update(mesh.sizes(), zero=mesh.zero)
+    training = MeshTraining(full, make_mesh(mesh.sizes(), args.timeout), mesh_args)
     about = dict(args.settings, mesh=mesh.text())
-    saved = {}
+    halfway = {}
+    if load is not None:
+        load_checkpoint(load, begin, training)
+        halfway.update(full_state(training))
 
     def after_step(step: int) -> None:
-        save_checkpoint(folder, step, training, about)
+        if folder is not None:
+            save_checkpoint(folder, step, training, about)
         if step == args.halfway:
-            saved.update(full_state(training))
+            halfway.update(full_state(training))
 
-    values = train_steps(training, batches, args.begin, after_step)
-    return MeshRun(training, values, saved, full_state(training))
-
-
-def resume(full: Transformer, mesh: Mesh, batches: list, path: Path, args) -> MeshRun:
-    """Load the checkpoint from halfway on a new mesh, and train to the end."""
-    training = training_on(mesh, full, args)
-    load_checkpoint(path, args.halfway, training)
-    loaded = full_state(training)
-    values = train_steps(training, batches, args.halfway)
-    return MeshRun(training, values, loaded, full_state(training))
+    values = train_steps(training, batches, begin, after_step)
+    return MeshRun(training, values, halfway, full_state(training))
 
 
 def train_steps(training: MeshTraining, batches: list, begin: int, after_step=None):
@@ -405,25 +443,6 @@ def train_steps(training: MeshTraining, batches: list, begin: int, after_step=No
         if after_step is not None:
             after_step(step)
     return values
-
-
-def full_state(training: MeshTraining) -> dict[str, Tensor]:
-    """All that AdamW needs, unsharded: weight/norm.bias, exp_avg/norm.bias, …, step.
-
-    Communication: the report's own; all ranks must call it.
-    """
-    optimizer = training.optimizer
-    # AdamW has its own vector of the weights, and moments, of what this rank owns.
-    kinds = {"weight": training.parameters}
-    kinds["vector"] = optimizer.unflatten(optimizer.vector)
-    kinds.update(moments_of(optimizer))
-    state = {}
-    for kind, tensors in kinds.items():
-        for name, x in gather_stages(training, tensors).items():
-            state[f"{kind}/{name}"] = x.clone()
-    adam = optimizer.adamw.state.get(optimizer.vector, {})
-    state["step/of AdamW"] = adam.get("step", torch.zeros(())).clone()
-    return state
 
 
 # ---- The sections of the output, in order
@@ -452,37 +471,23 @@ def show_meshes(report: Report) -> None:
     report.say(f"   'A again' is mesh A once more, from the saved step {args.halfway}.")
 
 
-def parts_in(path: Path) -> list[dict]:
-    """All parts of tensors in a checkpoint, from the index that dcp writes."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    parts = []
-    for name, tensor in metadata.state_dict_metadata.items():
-        for chunk in tensor.chunks:
-            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            part = {"tensor": name, "full": list(tensor.size)}
-            part["shape"] = list(chunk.sizes)
-            part["file"] = place.relative_path
-            part["bytes"] = math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
-            parts.append(part)
-    return parts
-
-
 def show_contents(report: Report, path: Path, training: MeshTraining, size: dict):
     """Which parts of which tensors are in which file."""
     parts = parts_in(path)
     report.section(f"What is in {path.name}, which mesh A saved")
     show_examples(report, parts, training)
     rows = []
-    for file in sorted({part["file"] for part in parts}):  # dcp: __RANK_NUMBER.distcp
+    files = {part["file"] for part in parts}
+    for file in sorted(files):  # dcp calls them __RANK_NUMBER.distcp
         inside = [part for part in parts if part["file"] == file]
         row = {"file": file, "written by": f"rank {file.split('_')[2]}"}
         row["parts"] = len(inside)
         row["elements, bytes"] = sum(part["bytes"] for part in inside)
         row["file, bytes"] = (path / file).stat().st_size
         rows.append(row)
-    total = {"file": "sum", "written by": "", "parts": len(parts)}
-    total["elements, bytes"] = sum(row["elements, bytes"] for row in rows)
-    total["file, bytes"] = sum(row["file, bytes"] for row in rows)
+    total = {"file": "sum", "written by": ""}
+    for column in ("parts", "elements, bytes", "file, bytes"):
+        total[column] = sum(row[column] for row in rows)
     predicted = evaluate("3·n·e", size)  # a weight and two moments per parameter
     report.expect(total, "elements, bytes", "saved", "bytes 3·n·e", predicted)
     report.say("   Weights and both moments of n parameters: 3·n·e bytes of elements.")
@@ -490,12 +495,8 @@ def show_contents(report: Report, path: Path, training: MeshTraining, size: dict
     report.say("   Also .metadata, which says what is where, and complete.json.")
 
 
-EXAMPLES = [
-    "weight/layers.0.mlp.up_proj.weight",
-    "weight/layers.0.mlp.down_proj.weight",
-    "weight/norm.weight",
-    "weight/embed_tokens.weight",
-]
+# Sharded by rows, sharded by columns, replicated, and padded by TP.
+EXAMPLES = ["layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "norm", "embed_tokens"]
 
 
 def show_examples(report: Report, parts: list[dict], training: MeshTraining) -> None:
@@ -506,20 +507,22 @@ def show_examples(report: Report, parts: list[dict], training: MeshTraining) -> 
     for of_rank in gather_objects(placements):  # each stage has its own layers
         placements.update(of_rank)
     rows = []
-    for name in EXAMPLES:
+    for module in EXAMPLES:
+        name = f"weight/{module}.weight"
         written = [part for part in parts if part["tensor"] == name]
         shapes = [str(part["shape"]) for part in written]
-        if len(shapes) > 2:
-            shapes[1:-1] = ["…"]
         row = {"tensor": name, "full": str(written[0]["full"])}
         row["placement"] = placements[name]
         row["parts written"] = " ".join(shapes)
+        if len(shapes) > 2:  # a line has 88 columns
+            row["parts written"] = f"{shapes[0]} … {shapes[-1]}"
         rows.append(row)
     report.table("examples", rows)
 
 
 def show_loaded(report: Report, runs: dict[str, MeshRun]) -> None:
     """Right after loading, every rank must have bitwise what was saved."""
+    # All ranks gathered all tensors on each mesh, so every rank compares everything.
     saved = runs["A"].halfway
     rows = []
     for run in resumed(runs):
@@ -551,16 +554,6 @@ def count_equal(report: Report, check: str, run: str, got: dict, expected: dict)
     for kind, count in counts.items():
         row[kind] = f"{count['equal']} of {count['all']}"
     return row
-
-
-def show_resumed(report: Report, runs: dict[str, MeshRun]) -> None:
-    """Steps before the checkpoint on mesh A, steps after it on every mesh."""
-    args = report.args
-    report.section("Training resumed, compared with one process that never stopped")
-    show_steps(report, runs, ["one process", "A"], args.begin, args.halfway)
-    if args.halfway < args.steps:
-        columns = ["one process", "A"] + resumed(runs)
-        show_steps(report, runs, columns, args.halfway, args.steps)
 
 
 def show_steps(report: Report, runs: dict, columns: list[str], begin: int, end: int):
@@ -601,6 +594,7 @@ def show_states(report: Report, runs: dict[str, MeshRun]) -> None:
     report.table("states", rows)
     if "A again" not in runs:
         return
+    # The same mesh adds in the same order, so not even rounding errors may differ.
     got = runs["A again"].end
     row = count_equal(report, "bitwise", "A again", got, runs["A"].end)
     report.say("   On the same mesh the end is bitwise the one without a load:")
@@ -613,7 +607,7 @@ def kind_of(name: str) -> str:
 
 
 def show_interrupted(report: Report, path: Path, training: MeshTraining) -> None:
-    """Interrupt a save: the newest checkpoint must stay the one before."""
+    """Interrupt a save: the latest checkpoint must stay the one before."""
     step = report.args.halfway + 1
     with temporary_folder(path.parent) as scratch:
         if dist.get_rank() == 0:
@@ -621,15 +615,15 @@ def show_interrupted(report: Report, path: Path, training: MeshTraining) -> None
         gather_objects("no rank goes on before the copy is there")
         error = interrupt_save(scratch, step, training)
         left = sorted(file.name for file in scratch.iterdir())
-        newest = newest_checkpoint(scratch).name
+        latest = latest_checkpoint(scratch).name
         gather_objects("the folder is not removed before all have looked")
     report.section(f"A save of step {step} that is interrupted")
     # No disk is full here: the last rank may not write more than 1,000 bytes.
     report.say(wrap(f"   {error.replace(str(scratch), '…')}"))
-    report.say(f"   It leaves {', '.join(left)}; the newest checkpoint is {newest}.")
+    report.say(f"   It leaves {', '.join(left)}; the latest checkpoint is {latest}.")
     report.check("interrupted", "the save raises OSError", float(not error))
-    is_same = newest == path.name
-    report.check("interrupted", "the newest checkpoint stays", float(not is_same))
+    is_same = latest == path.name
+    report.check("interrupted", "the latest checkpoint stays", float(not is_same))
 
 
 def interrupt_save(folder: Path, step: int, training: MeshTraining) -> str:
@@ -639,7 +633,7 @@ def interrupt_save(folder: Path, step: int, training: MeshTraining) -> str:
         # No file of this process may have more than 1,000 bytes.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     error_text = ""
-    try:
+    try:  # all ranks raise, although one of them cannot write
         save_checkpoint(folder, step, training, {})
     except OSError as error:
         error_text = str(error)
@@ -701,8 +695,8 @@ BREAKS = {
         old='    part = folder / f"part_{step:06}"\n',
         new='    part = folder / f"step_{step:06}"\n',
         what="files are written under the checkpoint's final name",
-        symptom="none until a save is interrupted: then the newest one is unusable",
-        why="a folder looks newest from its first file on, and is complete at its last",
+        symptom="none until a save is interrupted: then the latest one is unusable",
+        why="a folder looks latest from its first file on, and is complete at its last",
         reported="github.com/RLinf/RLinf/pull/1469",
     ),
 }
@@ -715,7 +709,8 @@ BREAKS = {
 def parse_args(ranks: int) -> argparse.Namespace:
     parser = lesson_parser(__doc__, BREAKS, sections=5, steps=4, vocab_size=257)
     add = parser.add_argument
-    for name, text in FROM_MESH.items():
+    flags = dict(FROM_MESH, layers="L (2, or P if larger)")
+    for name, text in flags.items():
         add(f"--{name.replace('_', '-')}", type=positive, default=0, help=text)
     add("--zero", action="store_true", help="mesh A shards the moments, others do not")
     add("--tie", action="store_true", help="embedding and head share their weight")
@@ -762,6 +757,7 @@ def fill_sizes_for(args, meshes: list[Mesh]) -> list[Mesh]:
     common.pp = max(mesh.pp for mesh in meshes)
     common.dp = math.lcm(*[mesh.dp for mesh in meshes])
     common.tp = math.lcm(*[mesh.tp for mesh in meshes])
+    common.layers = args.layers or max(2, common.pp)
     valid = []
     try:
         fill_sizes(common)
@@ -786,8 +782,9 @@ def check_checkpoints(args) -> None:
     args.settings["clip"] = args.clip
     args.settings["text"] = zlib.crc32(__doc__.encode())  # what it trains on
     args.begin = 0
+    args.checkpoint = None
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if restarts > 0 and args.save and newest_checkpoint(args.save):
+    if restarts > 0 and args.save and latest_checkpoint(args.save):
         args.load = args.save  # a rank was lost
     if args.load:
         choose_checkpoint(args)
@@ -797,8 +794,8 @@ def check_checkpoints(args) -> None:
 
 
 def choose_checkpoint(args) -> None:
-    """Take the newest checkpoint in --load."""
-    path = newest_checkpoint(args.load)
+    """Take the latest checkpoint in --load."""
+    path = latest_checkpoint(args.load)
     if path is None:
         text = f"--load {args.load}: no complete checkpoint step_NNNNNN in this folder"
         if re.fullmatch(r"(step|part)_\d{6}", args.load.resolve().name):
@@ -1385,7 +1382,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1415,6 +1412,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1551,8 +1550,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         v = logits_BSv.shape[-1]
         token_v = tp_group.rank() * v + torch.arange(v, device=logits_BSv.device)
         padding_v = token_v >= vocab_size  # columns that are no token
-        x_BSv = logits_BSv.to(torch.promote_types(logits_BSv.dtype, torch.float32))
-        x_BSv = x_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
+        x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
         # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
@@ -1823,6 +1822,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
+    """A tensor on its way to another stage (lesson 05)."""
+
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received

@@ -3,9 +3,7 @@
 torchrun --nproc_per_node=2 drive_audit.py FOLDER
 """
 
-import gc
 import os
-import random
 import sys
 import types
 from functools import partial
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 from in_ranks import load, run
 from torch import nn
-from torch.distributed.tensor import parallel
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
@@ -154,7 +151,6 @@ BUGS = {
 
 
 def main() -> dict:
-    names = sys.argv[2:]
     found = {"bugs": [], "right": []}
     for name, bugs in BUGS.items():
         for bug in bugs:

@@ -55,7 +55,12 @@ def try_way(way: str, number: int, groups: dict) -> dict:
     ranks, outer = math.prod(sizes), sizes[0] if way in ON_MESH else 1
     inputs = rng.randint(1, 4) * (1 if way in ("column", "tp") else ranks)
     width = rng.randint(1, 4) * (1 if way == "row" else ranks)
-    full = (nn.Linear if is_linear else lesson.MLP)(inputs, width).to(dtype)
+    full = nn.Linear(inputs, width) if is_linear else lesson.MLP(inputs, width)
+    if number % 3 == 2:  # linears without bias, in every third shape
+        for linear in full.modules():
+            if isinstance(linear, nn.Linear):
+                linear.bias = None
+    full = full.to(dtype)
     for p in full.parameters():
         p.data = draw(p.shape)
     B, S = outer * rng.randint(1, 4), rng.randint(1, 5)

@@ -95,13 +95,17 @@ class Case:
         """The right result, a new tensor, its input as it was; calls and bytes."""
         memory = x if x._base is None else x._base
         before, strides = memory.detach().clone(), x.stride()
-        lesson.COMM.rows.clear()
-        got = wrapper()
-        key = (lesson.COMM.what, lesson.COMM.phase, collective, self.axis)
+        lesson.COMM.calls.clear()
+        lesson.COMM.bytes.clear()
+        with lesson.COMM.label("case", "phase"):
+            got = wrapper()
+        call = lesson.Call("case", "phase", collective, self.axis)
+        calls, nbytes = counted
+        counts = [lesson.COMM.calls, lesson.COMM.bytes]
         self.expect(
             value=same(got, wanted),
             input=torch.equal(memory, before) and x.stride() == strides,
-            counted=lesson.COMM.rows == ({key: counted} if counted[0] else {}),
+            counted=counts == ([{call: calls}, {call: nbytes}] if calls else [{}, {}]),
         )
         if got.numel():
             storages = [t.untyped_storage().data_ptr() for t in (got, x)]

@@ -3,9 +3,10 @@
     torchrun … faulty.py LESSON FAULT RANK NUMBER [flags of the lesson]
 
 At its collective NUMBER (1 is the first one; those of a group of one do not count),
-rank RANK is killed (before the call, or inside it), stopped, sleeps, skips the call, or
-raises, or finds the disk full. It notes the time in $FAULT_TIME. With $FAULT_SAVE it does so while it writes
-its checkpoint of that number; ranks that torchrun starts anew do nothing.
+rank RANK is killed (before the call, or inside it), is stopped, sleeps, skips the call,
+raises, or finds the disk full. It writes the time into $FAULT_TIME. With $FAULT_SAVE it
+does so when it saves its checkpoint of that number. Ranks that torchrun starts again do
+nothing.
 """
 
 import os

@@ -6,6 +6,7 @@ import pytest
 COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
 TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
+SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
 CHECKPOINTS = "10_checkpoints"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
@@ -33,13 +34,18 @@ WITH_FLAGS = [
      "--layers", "1", "--dropout", "0"),
     (TRANSFORMER, 4, "--kv-heads", "8"),
     (VOCAB, 4, *PROOF, "--tie"),
-    (MESH, 8, "--tp", "4", "--kv-heads", "2", *PROOF, "--zero", "--tie"),
+    (MESH, 8, "--tp", "4", *PROOF, "--zero", "--tie"),
     (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",
      "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
+    # No mean of ragged lengths is a whole number here.
+    (MESH, 2, "--ragged", "--microbatches", "3", "--batch-size", "6", "--steps", "2"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
     (MESH, 6, "--dp", "3", "--pp", "2", "--tie", "--zero"),  # copies stay equal
     *((MESH, 8, f"--{axis}", "8", *SHORT, "--layers", "8" if axis == "pp" else "1")
       for axis in ("dp", "pp", "tp")),
+    *((SHARED_HEADS, ranks) for ranks in (1, 2, 4)),
+    (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
+    (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1"),
 ]  # fmt: skip
 # Of a script of beyond/, whose tables are not those of a lesson.
 CHECKPOINT_RUNS = [
@@ -49,6 +55,8 @@ CHECKPOINT_RUNS = [
     (CHECKPOINTS, 4, *PROOF, "--tie", "--zero"),
     (CHECKPOINTS, 8, *PROOF, "--steps", "2"),
 ]
+SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
+SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 
 

@@ -1,7 +1,7 @@
 """Lesson 05: a mesh of ranks trains as one process does, whatever its shape.
 
 Schedules as lists; then every layout of 2, 4, 6 and 8 ranks on random sizes and options
-against plain PyTorch; the lesson's own runs.
+against plain PyTorch; what autograd holds; the lesson's own runs.
 """
 
 import re
@@ -94,14 +94,20 @@ def found(request):
 
 
 def test_equal_to_one_process(found):
-    """Losses, norms, and all gradients and parameters of all stages, put together."""
+    """Losses, norms, gradients, parameters of all stages; micro-batches in flight."""
     ranks, runs = len(found), [run["args"] for run in found[0]["runs"]]
     assert len(runs) == {2: 3, 4: 6, 6: 9, 8: 10}[ranks], "every layout"
     if ranks > 2:
         for option in ("schedule", "ragged", "zero", "tie"):
             assert len({args[option] for args in runs}) == 2, option
     for run in [run for rank in found for run in rank["runs"]]:
-        assert max(run["diffs"].values())[0] <= 1e-12, (run["args"], run["diffs"])
+        args = run["args"]
+        assert max(run["diffs"].values())[0] <= 1e-12, (args, run["diffs"])
+        M = args["microbatches"]
+        limit = M if args["schedule"] == "gpipe" else min(args["pp"] - run["stage"], M)
+        assert run["counted"]["in_flight"] == limit and run["counted"]["left"] == 0, (
+            args
+        )
 
 
 # The lesson's own runs: who is where, and when.
@@ -132,7 +138,7 @@ def test_timeline(run):
         before = row["rank"] + (-across if row["what"] == "forward" else across)
         if 0 <= before < run[1]:
             assert ends[before, row["what"], row["microbatch"]] <= row["start"]
-    pictures = re.findall(r"^   stage \d+ [^\[]{1,72}$", done.out, re.M)
+    pictures = re.findall(r"^   stage \d+ [^\[]{72}$", done.out, re.M)
     assert len(pictures) == P
 
 
@@ -140,7 +146,35 @@ def test_timeline(run):
 def test_ragged_lengths(run):
     data = jobs.result(*run).data
     lengths = [x for of_replica in data["lengths"] for x in of_replica]
-    assert len({*lengths}) >= 3 and all(x % data["mesh"]["tp"] == 0 for x in lengths)
+    assert len(set(lengths)) >= 3 and all(x % data["mesh"]["tp"] == 0 for x in lengths)
+
+
+SLEEP = (MESH, 2, "--sleep", "50", "--steps", "1", "--microbatches", "2")
+
+
+@pytest.mark.launches(*SLEEP)
+def test_stages_of_a_stated_time():
+    """--sleep: no step is shorter. (No limit above: the machine may be busy.)"""
+    done = jobs.result(*SLEEP)
+    for row in done.data["timeline"]:
+        least = 0.05 if row["what"] == "forward" else 0.1
+        assert row["end"] - row["start"] >= least * 0.99, row
+    assert done.data["bubble"] > 0.4, "(P − 1)/M = 0.5, and messages"
+    assert "at least 50 ms" in done.out
+
+
+def test_a_schedule_that_pytorch_does_not_have(tmp_path):
+    """It ends the section of PyTorch only; all others are printed, with a verdict."""
+    text = jobs.PATHS[MESH].read_text("utf-8")
+    known = 'SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}'
+    assert text.count(known) == 1
+    script = tmp_path / f"{MESH}.py"
+    script.write_text(text.replace(', "gpipe": ScheduleGPipe}', "}"), "utf-8")
+    done = jobs.launch(script, 2, "--schedule", "gpipe", "--steps", "1")
+    last = done.out.splitlines()[-1]
+    assert last == f"FAIL  {MESH}  failed: runs 1/3", done.text
+    assert "PyTorch raised KeyError: 'gpipe'" in done.out
+    assert "✗ runs: PyTorch completes" in done.out
 
 
 MIXED = (MESH, 2, "--bf16", "--recompute", "--dp", "2", "--tp", "1", "--steps", "1")
@@ -153,7 +187,72 @@ def test_mixed_precision_and_recompute():
     checks = {row["name"]: row for row in done.data["checks"]}
     loss = checks["PyTorch: loss, PyTorch"]
     assert 1e-6 < loss["diff"] < loss["allowed"] == 2e-2, "bfloat16 can be seen"
-    assert "recomputed, in bfloat16" in done.out
+    assert "--bf16, --recompute" in done.out
+
+
+# Memory: what autograd holds is measured, so whatever keeps a graph alive is seen.
+
+
+class Square(torch.nn.Module):
+    """Autograd saves one tensor: the input, 32 bytes per row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (x.double() + self.weight).square()
+
+
+def run_alone(steps, backward=None) -> lesson.Pipeline:
+    """A pipeline of one stage in this process; backward: what replaces its own."""
+    group = no_group(1)
+    groups = {"pp": group, "pp_backward": group}
+    pipeline = lesson.Pipeline(Square(), lambda y, target: y.sum(), groups)
+    if backward is not None:
+        pipeline.backward = backward.__get__(pipeline)
+    microbatches = [torch.ones(2, rows, 4) for rows in (1, 5, 2)]
+    pipeline.run(steps, microbatches)
+    return pipeline
+
+
+def test_held_bytes_rise_and_fall():
+    """A step per micro-batch, of 1, 5 and 2 rows; at the peak the last two."""
+    pipeline = run_alone(lesson.schedule("1f1b", 2, 4, 3))
+    changes = [event["bytes"] for event in pipeline.events]
+    assert changes == [32, 160, -32, 64, -160, -64]
+    assert (pipeline.held.peak, pipeline.held.peak_passes) == (224, 2)
+    assert (pipeline.held.now, len(pipeline.held.of_pass)) == (0, 0)
+
+
+def keep_graph(self, i):
+    _, y, _ = self.in_flight[i]
+    with self.record_event("backward", i):
+        y.backward(retain_graph=True)
+
+
+def keep_loss(self, i):
+    _, y, _ = self.in_flight.pop(i)
+    self.kept = [*getattr(self, "kept", ()), y]
+    with self.record_event("backward", i):
+        y.backward(retain_graph=True)
+
+
+def never(self, i):
+    """No backward pass at all; the graphs are in a list that nobody thinks of."""
+    self.events.append(self.in_flight.pop(i))
+
+
+@pytest.mark.parametrize("backward", [keep_graph, keep_loss, never])
+def test_a_graph_that_is_kept_alive_is_seen(backward):
+    pipeline = run_alone(lesson.schedule("1f1b", 0, 1, 3), backward)
+    held = pipeline.held
+    assert (held.peak_passes, held.peak, held.now) == (3, 8 * 32, 8 * 32)
+    held.reset()
+    assert (held.peak_passes, held.peak) == (3, 8 * 32), "the next step begins with it"
+    for name in ("in_flight", "events", "kept"):
+        setattr(pipeline, name, [])
+    assert (held.now, len(held.of_pass)) == (0, 0)
 
 
 SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")

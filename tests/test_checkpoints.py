@@ -14,7 +14,7 @@ import pytest
 from runs import ALLOWED, CHECKPOINT_RUNS, CHECKPOINTS, flag, over
 from test_refusals import as_rank, message
 
-pytestmark = pytest.mark.timeout(300)  # eight ranks share the cores
+pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
 
 
 # The script's own runs.
@@ -132,7 +132,7 @@ FORGED = "complete.json is not what save_checkpoint writes"
 
 
 @pytest.mark.parametrize("name, edit, flags, words", [
-    # A file of the newest checkpoint, and what becomes of it (None: it is gone).
+    # A file of the latest checkpoint, and what becomes of it (None: it is gone).
     ("*.distcp", one_bit, LOAD, "--load .* is damaged"),
     (".metadata", None, LOAD, "--load .*No such file"),
     ("complete.json", None, LOAD, "--load .*No such file"),
@@ -228,7 +228,7 @@ def error_of(done) -> str:
 
 
 def test_killed_while_saving_and_started_again(tmp_path):
-    """--max-restarts=1: from the newest complete checkpoint, with the same losses."""
+    """--max-restarts=1: from the latest complete checkpoint, with the same losses."""
     folder, json_path = tmp_path / "here", tmp_path / "out.json"
     done = jobs.launch(
         jobs.ROOT / "tests" / "faulty.py", 2, CHECKPOINTS, "kill", 1, 0, *SMALL,

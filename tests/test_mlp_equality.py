@@ -1,7 +1,8 @@
 """Every split of the MLP equals the MLP, to the rounding of float64, on random shapes.
 
-Outputs and all gradients; bitwise on whole numbers, where nothing rounds. 2d with one
-rank on the inner axis is FSDP. What is sent is checked in the lesson's own runs.
+Outputs and all gradients, with biases and without; bitwise on whole numbers, where
+nothing rounds. 2d with one rank on the inner axis is FSDP. What is sent is checked in
+the lesson's own runs.
 """
 
 import jobs
@@ -21,6 +22,8 @@ def equal(ranks, way: str, allowed: float) -> None:
     mine = [case for case in found(ranks, "cases") if case["way"] == way]
     meshes = [[2, 2], [4, 1], [1, 4], [2, 1]] if way in ON_MESH else [[1], [2], [4]]
     assert all(mesh in [case["mesh"] for case in mine] for mesh in meshes)
+    with_bias = {any("bias" in name for name in case["diffs"]) for case in mine}
+    assert with_bias == {True, False}
     for case in mine:
         assert max(case["diffs"].values()) <= allowed, case
 

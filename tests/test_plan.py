@@ -13,7 +13,7 @@ import jobs
 import plan
 import predict
 import pytest
-from runs import MESH, over
+from runs import MESH, PROOF, SHARED_HEADS, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # the jobs of test_3d.py, if they are not
 @over([("drive_3d.py", ranks) for ranks in (8, 6, 4, 2)])
 def test_every_rank_counts_what_was_predicted(run):
     """Random sizes and options, float64; no ragged ones: data decide their bytes."""
-    steps, compared = 2, 0  # steps of drive_3d.py
+    compared = 0
     for cases in zip(*(rank["runs"] for rank in jobs.result(*run))):
         args = cases[0]["args"]
         if args["ragged"]:
@@ -41,16 +41,37 @@ def test_every_rank_counts_what_was_predicted(run):
             assert counted == wanted and dry_run.difference(counted, wanted) == 0, args
         for case in cases:  # of each rank
             found, (wanted, _) = dict(case["counted"]), stages[case["stage"]]
-            sent = {tuple(row[:4]): row[4:] for row in found.pop("sent")}
-            twice = {k: [steps * n for n in v] for k, v in wanted["sent"].items()}
-            assert sent == twice, args
+            sent = {lesson.Call(*row[:4]): row[4:] for row in found.pop("sent")}
+            assert sent == wanted["sent"], args
+            assert found.pop("left") == 0, args
             assert found == {key: wanted[key] for key in found}, args
             compared += 1
     assert compared >= run[1]
 
 
+@over([(SHARED_HEADS, 4), (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1")])
+def test_shared_heads_are_as_beyond_09_counts(run):
+    """T > K, which lesson 05 refuses: bytes of parameters, and every call per step."""
+    data = jobs.result(*run).data
+    L, D, N, K, V, S, B, T, e = (data["size"][letter] for letter in "LDNKVSBTe")
+    sizes = predict.model(L, D, N, K, V, S, B)
+    layout = predict.make_layout(sizes, tp=T, micro_batch=B)
+    memory = {row["bytes"]: row for row in data["memory"]}
+    stored = predict.parameters(layout, 0)[0]
+    assert e * stored == memory["parameters, measured"]["SP"]
+    predicted = predict.counted(layout, 0, e)
+    compared = set()
+    for row in data["communication"]:
+        if row["run"] == "SP" and row["phase"] in ("forward", "loss", "backward"):
+            axis = "copy" if row["axis"] == "replica" else row["axis"]
+            call = lesson.Call("mesh", row["phase"], row["collective"], axis)
+            assert predicted[call] == [row["calls"], row["bytes"]], call
+            compared.add(axis)
+    assert compared == {"tp", "copy"}
+
+
 @pytest.mark.parametrize("recompute", predict.RECOMPUTE)
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
 def test_dry_run_of_what_is_recomputed(recompute, kv_heads):
     """And the arithmetic that PyTorch counts; of what is computed again it leaves out
     the last product, which nobody needs."""
@@ -71,9 +92,9 @@ def test_dry_run_at_3072_ranks():
     for stage in (0, 40, 63):
         one, two = (next(dry_run.run(layout, few, stages=[stage])) for few in (1, 2))
         assert one[0] == one[1] and two[0] == two[1] and one[0]["parameters"] > 1.9e9
-        for key, (calls, size) in two[0]["sent"].items():
-            times = 1 if key[0] in predict.ONCE or key[3] == "dp" else 2
-            assert one[0]["sent"][key] == [calls / times, size / times]
+        for call, (calls, size) in two[0]["sent"].items():
+            times = 1 if call.phase in predict.ONCE or call.axis == "dp" else 2
+            assert one[0]["sent"][call] == [calls / times, size / times]
 
 
 # Published tables.
@@ -230,6 +251,8 @@ def test_dry_run_finds_a_bug(capsys, bug):
     (("--layers", 3, "--hidden", 16), "--heads: how many.* --model gpt3"),
     (("--layers", 3, "--hidden", 10, "--heads", 4, "--gpus", 4), "--hidden 16"),
     (("--model", "gpt3"), "--gpus: how many"),
+    (("--layers", 2, "--hidden", 16, "--heads", 4, "--kv-heads", 1, "--tp", 2, "--gpus",
+      2, "--dry-run"), "--dry-run of tp 2.*take --tp 1"),
     (("--model", "gpt3", "--inside", "fast"), "fast is not a number above 0"),
     (("--model", "gpt3", "--gpus", 1024, "--json", "/no/where"), "/no/where"),
 ])  # fmt: skip

@@ -30,9 +30,11 @@ OF_01 = [  # and on how many ranks
     (4, "--hidden 66", "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
     (3, "--width 64", "--width 64", "3"),
     (4, "--batch-size 6", "--batch-size 6", "4"),
-    (4, "--mesh 2x3", "--mesh 2x3", "2 · 3 = 6", "4 ranks"),
-    (4, "--mesh 2x", "--mesh 2x", "4 ranks"),
-    (4, "--mesh two", "--mesh two", "4 ranks"),
+    (4, "--mesh 2x3", "--mesh 2x3", "2 · 3 = 6", "4 ranks", "take 2x2"),
+    (4, "--mesh 2x", "--mesh 2x: is not OUTERxINNER", "take 2x2"),
+    (4, "--mesh two", "--mesh two: is not OUTERxINNER", "take 2x2"),
+    (4, "--mesh 2*2", "--mesh 2*2: is not OUTERxINNER", "take 2x2"),
+    (3, "--hidden 48 --batch-size 6 --mesh 0x3", "0 · 3 = 0", "3 ranks", "take 1x3"),
     (2, "--hidden 0"), (2, "--hidden -64"), (2, "--hidden 1.5"), (2, "--width wide"),
     (2, "--steps 0"),
 ]  # fmt: skip
@@ -49,8 +51,14 @@ OF_MODEL = [  # the same function in 02, 03 and 04
 ]  # fmt: skip
 OF_05 = [
     ("--pp 3", "--pp 3 = 3", "4 ranks", "start 3"),
-    ("--pp 4 --layers 3", "--layers 3", "--pp 4"),
-]
+    ("--pp 4 --layers 3", "--layers 3", "--pp 4", "take --layers 4"),
+    ("--pp 2 --layers 1", "--layers 1", "--pp 2", "take --layers 2"),
+    ("--tp 4 --kv-heads 2", "--kv-heads 2", "--tp 4", "beyond/09_shared_heads.py"),
+    ("--tp 4 --heads 6", "--heads 6", "6 % 4", "--heads 8"),
+    ("--sleep -1", "--sleep -1", "at least 0"), ("--sleep nan", "--sleep nan"),
+    ("--clip 0", "--clip 0", "above 0"), ("--schedule zb", "--schedule", "1f1b"),
+    ("--save ck", "--save"),
+]  # fmt: skip
 REFUSED = [
     (COLLECTIVES, 1, "--break skip", "--break", "2 ranks"),
     *((COLLECTIVES, 2, *case) for case in SHARED),
@@ -114,7 +122,8 @@ def test_without_torchrun(lesson):
     code, out, err = jobs.run_here(lesson, RANK="abc")  # some cluster's
     assert code == 2 and err == ""
     ranks = 8 if lesson == MESH else 2
-    assert f"torchrun --standalone --nproc_per_node={ranks} {lesson}.py" in out
+    start = rf"torchrun --standalone --nproc_per_node={ranks} \S*{lesson}\.py"
+    assert re.search(start, out), out
     assert len(out.splitlines()) <= 4
 
 

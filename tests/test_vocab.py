@@ -92,11 +92,8 @@ def test_a_loss_that_dtensor_lacks_ends_its_column_only(tmp_path):
     """A student's edit: the other runs complete, every section is printed, FAIL."""
     text = jobs.PATHS[VOCAB].read_text("utf-8")
     old = "    return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())\n"
-    new = (
-        "    zero = 0 * torch.fft.fft(logits_BSV).abs().mean()\n"
-        + old[:-1]
-        + " + zero\n"
-    )
+    plain = "torch.ones_like(target_BS).unsqueeze(-1)"  # mixed with a DTensor: an error
+    new = f"    zero = 0 * (logits_BSV.detach() * {plain}).mean()\n{old[:-1]} + zero\n"
     assert text.count(old) == 1
     script = tmp_path / f"{VOCAB}.py"
     script.write_text(text.replace(old, new), "utf-8")

@@ -4,6 +4,8 @@ New tensor out, input untouched, any dim, views, groups of 1, 2 and 4 ranks, byt
 is made of them (products, a mesh, two sums) is checked in the lesson's own runs.
 """
 
+import json
+
 import jobs
 import pytest
 import torch
@@ -40,10 +42,29 @@ def test_dims_that_do_not_divide():
 
 @pytest.mark.launches(COLLECTIVES, 4)
 def test_what_a_ring_sends():
-    """Beside the payload: 2(T−1)/T of it for an all-reduce, else (T−1)/T."""
+    """2(T−1)/T of the payload for an all-reduce, (T−1)/T for the others."""
     rows = jobs.result(COLLECTIVES, 4).data["communication"]
-    assert len(rows) == 9
-    for row in rows:
-        twice = "AllReduce" in row.values() or "slice B, as 3" in row.values()
-        T = 2 if row.get("axis") else 4  # the last two are of a mesh 2 × 2
-        assert row["ring"] == row["bytes"] * (2 if twice else 1) * (T - 1) / T, row
+    products, on_meshes = rows[:7], rows[7:]
+    for row in products:
+        is_sum = row["what to do"] in ("AllReduce", "slice B: 3")
+        rounds = 2 if is_sum else 1
+        assert row["ring"] == row["bytes"] * rounds * 3 / 4, row
+    assert [row["mesh"] for row in on_meshes[::2]] == ["4 × 1", "2 × 2", "1 × 4"]
+    for row in on_meshes:
+        T = len(json.loads(row["rank 0's group"]))
+        assert row["ring"] == row["bytes"] * (T - 1) / T, row
+        assert (row["bytes"] > 0) is (T > 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_steps_of_a_ring(ranks):
+    """2(T − 1) of them, and as many calls per rank; rounds of bytes over all ranks."""
+    for row in jobs.result(COLLECTIVES, ranks).data["by hand"]:
+        assert row["steps"] == row["calls"] == 2 * (ranks - 1)
+        assert row["all send"] == 2 * (ranks - 1) * row["n"] * 4
+
+
+def test_two_ranks_have_a_mesh_to_look_at():
+    """2 × 1 gathers B, 1 × 2 gathers A."""
+    rows = jobs.result(COLLECTIVES, 2).data["communication"][7:]
+    assert [row["mesh"] for row in rows if row["bytes"]] == ["2 × 1", "1 × 2"]

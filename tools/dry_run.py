@@ -6,7 +6,7 @@ and no numbers. All else is lesson 05's own code: the model's edits, the schedul
 pipeline, the optimizer, the counters.
 
 What cannot be had without numbers is made up here, and nothing else: `Unknown` answers
-where the lesson looks into a tensor, `SavedByStorage` tells storages apart.
+where the lesson looks into a tensor, `storage_id` tells storages apart.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from predict import counted, in_flight, lesson, parameters, saved_bytes
+from predict import LINKS, counted, in_flight, lesson, parameters, saved_bytes
 from torch.overrides import TorchFunctionMode
 
 SHOWN = "parameters", "moments", "saved", "sent", "off"
@@ -49,18 +49,9 @@ class Unknown(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class SavedByStorage(lesson.SavedBytes):
-    """Meta tensors have no address: the storage itself tells them apart."""
-
-    def __init__(self, skip):
-        super().__init__([])
-        self.skip = {x.untyped_storage()._cdata for x in skip}
-
-    def pack(self, x):
-        storage = x.untyped_storage()
-        if storage._cdata not in self.skip:
-            self.storages[storage._cdata] = storage.nbytes()
-        return x
+def storage_id(x: torch.Tensor) -> int:
+    """Tensors without numbers have no address: the storage itself tells them apart."""
+    return x.untyped_storage()._cdata
 
 
 @contextlib.contextmanager
@@ -97,14 +88,15 @@ def meta_model(layout, dtype: str):
 def run_stage(full, args, stage: int) -> dict:
     """A step of the first rank of a stage: what it held, sent and kept."""
     ranks, across = args.pp * args.dp * args.tp, args.dp * args.tp
-    lesson.COMM.rows.clear()
+    lesson.COMM.calls.clear()
+    lesson.COMM.bytes.clear()
     shape = [args.micro_batch, args.seq_len // args.tp, args.hidden]
     tokens = torch.empty(
         args.batch_size, args.seq_len, dtype=torch.int64, device="meta"
     )
     with (
         as_rank(stage * across, ranks),
-        mock.patch.object(lesson, "SavedBytes", SavedByStorage),
+        mock.patch.object(lesson.HeldBytes, "key_of", staticmethod(storage_id)),
     ):
         sizes = {axis: getattr(args, axis) for axis in lesson.AXES}
         training = lesson.MeshTraining(full, lesson.make_mesh(sizes, 60), args)
@@ -112,12 +104,11 @@ def run_stage(full, args, stage: int) -> dict:
         with Unknown(shape):
             training.gradients((tokens, tokens))
             training.update()
-        kept, most, saved = 0, 0, set()
-        for event in training.pipeline.events:
-            forward = event["what"] == "forward"
-            kept += 1 if forward else -1
-            most = max(most, kept)
-            saved |= {event["bytes"]} if forward else set()
+        events = training.pipeline.events
+        saved = {e["bytes"] for e in events if e["what"] == "forward"}
+        sent = {}
+        for call, calls in lesson.COMM.calls.items():
+            sent[call] = [calls, lesson.COMM.bytes[call]]
         optimizer = training.optimizer
         state = optimizer.adamw.state[optimizer.vector]
         return dict(
@@ -125,8 +116,8 @@ def run_stage(full, args, stage: int) -> dict:
             parameters=sum(p.numel() for p in training.parameters.values()),
             moments=lesson.nbytes(map(state.get, lesson.MOMENTS)),
             saved=sorted(saved),  # one value: micro-batches are alike
-            in_flight=most,
-            sent=dict(lesson.COMM.rows),
+            in_flight=training.pipeline.held.peak_passes,
+            sent=sent,
         )
 
 
@@ -175,8 +166,8 @@ def difference(found: dict, wanted: dict) -> int:
 def by_axis(sent: dict) -> dict[str, int]:
     """Bytes of payload along each axis."""
     total = dict.fromkeys(("tp", "pp", "dp"), 0)
-    for (_, _, _, axis), (_, size) in sent.items():
-        total[axis] += size
+    for call, (_, nbytes) in sent.items():
+        total[LINKS.get(call.axis, call.axis)] += nbytes
     return total
 
 

@@ -209,6 +209,11 @@ def main(words=None) -> int:
         args = read_flags(words)
         start = time.perf_counter()
         fits, full, fell = find(args)
+        if args.dry_run and fits[0]["tp"] > args.kv_heads:
+            text = f"--dry-run of tp {fits[0]['tp']}, but --kv-heads {args.kv_heads}: "
+            raise ValueError(
+                f"{text}lesson 05 shares no heads; take --tp {args.kv_heads}"
+            )
         if args.json:
             args.json.open("a").close()
     except (ValueError, OSError) as error:

@@ -1,6 +1,6 @@
 """What lesson 05 holds, sends and takes on any mesh, by formulas of the sizes.
 
-Bytes sent and kept are those that lesson 05 counts (`traffic`, `saved_bytes`: checked
+Bytes sent and saved are those that lesson 05 counts (`traffic`, `saved_bytes`: checked
 against its counters); the formulas of its tables are the lesson's own functions. The
 time is a roofline: arithmetic at the peak, then messages at the links' rates, then the
 pipeline's bubble. `search` looks at all layouts of a model on a machine; tools/plan.py
@@ -16,6 +16,7 @@ import importlib
 import math
 import sys
 from collections import Counter
+from typing import NamedTuple
 
 from check import ROOT
 
@@ -132,7 +133,7 @@ def saved_bytes(args, stage: int, e=2, stats=4) -> int:
         saved += (
             tokens // T * 2 * (e * args.hidden + stats)
         )  # the norm, before the head
-        saved += tokens * (max(4, e) * v + 8 + 1 + 1) + v + 8  # the loss: softmax, …
+        saved += tokens * (max(4, e) * v + 8 + 1 + 1) + v  # the loss: softmax, …
     return saved
 
 
@@ -166,35 +167,67 @@ def memory(args, stage: int) -> dict[str, int]:
 # What it sends, and how long a step takes.
 
 
-def traffic(args, stage: int, e=2) -> list[tuple]:
-    """Lesson 05's rows, and what a layer that is computed again sends again: all but
-    its last reduce-scatter, whose result nobody needs (PyTorch's checkpoint stops)."""
+class Sent(NamedTuple):
+    """Calls of one kind that a rank makes per step, and their payload in bytes."""
+
+    call: lesson.Call
+    calls: int
+    nbytes: int
+
+
+@functools.cache
+def compiled(formula: str):
+    """A formula as the lesson prints it: 2·L·B·S·D/T is 2 * L * B * S * D / T."""
+    return compile(formula.replace("·", "*"), formula, "eval")
+
+
+def traffic(args, stage: int, e=2) -> list[Sent]:
+    """What lesson 05's ledger predicts, and what only the planner knows.
+
+    A layer that is recomputed sends again all but its last reduce-scatter, whose result
+    is not needed (PyTorch's checkpoint stops before it). Key/value heads that T > K
+    ranks share are copies: backward sums the gradients of their weights and biases.
+    """
     tokens = args.batch_size // args.dp * args.seq_len
-    _, trained, whole = parameters(args, stage)
-    rows = lesson.traffic(args, stage, tokens, e, trained, whole)
+    _, trained, replicated = parameters(args, stage)
+    size = lesson.traffic_size(args, stage, e, tokens, trained, replicated)
+    formulas = list(lesson.traffic(args, stage).items())
+    backward = functools.partial(lesson.Call, "mesh", "backward")
     if args.recompute == "full":
-        calls, size = layers_of(args, stage), e * tokens * args.hidden
-        key = "layers", "again"
-        for call, n in (("all-gather", 2 * calls), ("reduce-scatter", calls)):
-            rows.append((*key, call, "tp", n * args.microbatches, "calls·X", n * size))
+        formulas.append((backward("all-gather", "tp"), "2·M·l × X"))
+        formulas.append((backward("reduce-scatter", "tp"), "M·l × X"))
+    if args.tp > args.kv_heads:
+        size["H"] = args.hidden // args.heads
+        formulas.append((backward("all-reduce", "copy"), "4·M·l × e·H·(D + 1)/2"))
+    rows = []
+    for call, formula in formulas:
+        calls, each = [eval(compiled(x), {}, size) for x in formula.split(" × ")]
+        if calls:
+            rows.append(Sent(call, calls, round(calls * each)))
     return rows
 
 
-def counted(args, stage: int, e=2) -> dict[tuple, list]:
-    """The same as COMM.rows has it: what, phase, collective, axis → calls, bytes."""
+def counted(args, stage: int, e=2) -> dict[lesson.Call, list]:
+    """The same as lesson 05 counts it: Call → calls, bytes."""
     found = {}
-    for what, phase, call, axis, calls, _, size in traffic(args, stage, e):
-        if calls and ranks_along(args, axis) > 1:  # else there is nobody to send to
-            key = what, "backward" if phase == "again" else phase, call, axis
-            row = found.setdefault(key, [0, 0])
+    for call, calls, nbytes in traffic(args, stage, e):
+        if ranks_along(args, call.axis) > 1:  # otherwise nothing is sent
+            row = found.setdefault(call, [0, 0])
             row[0] += calls
-            row[1] += int(size)
+            row[1] += nbytes
     return found
 
 
+LINKS = {"copy": "tp", "embed": "pp"}  # groups within a line of the mesh
+
+
 def ranks_along(args, axis: str) -> int:
-    """Of a group; along "copy" are those of a TP group that share key/value heads."""
-    return max(1, args.tp // args.kv_heads) if axis == "copy" else getattr(args, axis)
+    """Ranks of a group: "copy" shares a head, "embed" is first and last stage."""
+    if axis == "copy":
+        return max(1, args.tp // args.kv_heads)
+    if axis == "embed":
+        return min(2, args.pp)
+    return getattr(args, axis)
 
 
 def ring(collective: str, ranks: int) -> float:
@@ -226,7 +259,8 @@ def flops(args, stage: int) -> int:
     return tokens * (layers * (3 * layer + again) + 3 * head) // args.tp
 
 
-ONCE = "whole", "replicas", "norm", "tied"  # in a step; all else: in a micro-batch
+# Phases that come once per step; all others come with each micro-batch.
+ONCE = ("tp sum", "dp sum", "tied", "norm", "update")
 
 
 def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:
@@ -235,12 +269,11 @@ def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:
     took = {"arithmetic": flops(args, stage) / machine.gpu_flops, "once": 0.0}
     took |= dict.fromkeys(rate, 0.0)
     sent = dict.fromkeys(rate, 0.0)
-    for what, _, collective, axis, calls, _, size in traffic(args, stage):
-        if calls:
-            size *= ring(collective, ranks_along(args, axis))
-            axis = "tp" if axis == "copy" else axis  # the same links
-            sent[axis] += size
-            took["once" if what in ONCE else axis] += size / rate[axis]
+    for call, _, nbytes in traffic(args, stage):
+        nbytes *= ring(call.collective, ranks_along(args, call.axis))
+        axis = LINKS.get(call.axis, call.axis)
+        sent[axis] += nbytes
+        took["once" if call.phase in ONCE else axis] += nbytes / rate[axis]
     return took, sent
 
 

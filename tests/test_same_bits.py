@@ -1,0 +1,113 @@
+"""beyond/08: a sum, an MLP and a training run are bitwise identical for every T.
+
+The script's own runs on 1, 2, 4 and 8 ranks, whose hashes must agree; and the tree of a
+sum, against one that is written down here.
+"""
+
+import math
+import re
+
+import jobs
+import pytest
+import torch
+from in_ranks import no_group
+from runs import ALLOWED, SAME_BITS, SAME_BITS_RUNS, over
+
+script = jobs.load(SAME_BITS)
+EVERY_T = SAME_BITS_RUNS[:4]  # the same flags on 1, 2, 4 and 8 ranks
+
+pytestmark = pytest.mark.timeout(300)  # eight ranks share the cores
+
+
+def row_of(run, table: str, label: str) -> dict:
+    """The row of a table that begins with this label."""
+    rows = jobs.result(*run).data[table]
+    (row,) = [row for row in rows if label in row.values()]
+    return row
+
+
+def hashes(row: dict) -> list[str]:
+    return [v for v in row.values() if re.fullmatch("[0-9a-f]{12}", str(v))]
+
+
+@over(SAME_BITS_RUNS)
+def test_passes_and_fits_the_screen(run):
+    done = jobs.result(*run)
+    assert done.code == 0, done.text
+    lines = done.out.splitlines()
+    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
+    assert lines[-1].startswith(words), lines[-1]
+    assert "✗" not in done.out
+    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
+    assert done.left == []
+    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
+    assert 30 < len(lines) <= 85
+    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
+    for row in done.data["checks"]:
+        limit = of_loss if row["kind"] == "losses" else of_tensor
+        if row["kind"] in ("bits", "replicas", "calls", "bytes", "runs"):
+            limit = 0
+        assert row["ok"] and row["diff"] <= row["allowed"] <= limit, row
+    losses = [row["without TP"] for row in done.data["losses"]]
+    assert losses == sorted(losses, reverse=True), "it learns"
+    assert bool(done.data["communication"]) is (run[1] > 1)
+
+
+@pytest.mark.parametrize("table, label, number", [
+    ("sums", "tree", 2), ("hashes", "in blocks", 4), ("hashes", "blocks, T = 1", 4),
+])  # fmt: skip
+def test_one_hash_for_every_number_of_ranks(table, label, number):
+    """Of a sum; of losses, gradients, norms and parameters."""
+    first, *others = [hashes(row_of(run, table, label)) for run in EVERY_T]
+    assert len(first) == number and all(other == first for other in others)
+
+
+@pytest.mark.parametrize("table, label", [("sums", "one by one"), ("hashes", "TP")])
+def test_another_hash_for_each_number_of_ranks(table, label):
+    """Where sums are left to an all-reduce; without that the script proves nothing."""
+    last = [hashes(row_of(run, table, label))[-1] for run in EVERY_T]
+    assert len(set(last)) == len(EVERY_T)
+
+
+def test_which_tensors_of_an_mlp_depend_on_t():
+    """The sums over ranks do, in plain TP; no element of any does in blocks."""
+    for run in EVERY_T[1:]:
+        rows = jobs.result(*run).data["mlp"]
+        assert all(row["in blocks: differ"] == 0 for row in rows)
+        sums = [row["TP: differ"] for row in rows if "sum over ranks" in row["tensor"]]
+        assert len(sums) == 2 and all(sums), rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_a_tree_is_the_same_however_it_is_shared(ranks):
+    """Sixteen terms on so many ranks: added up as one process does, bit by bit."""
+    generator = torch.Generator().manual_seed(ranks)
+    for _ in range(20):
+        terms = list(torch.randn(16, 50, generator=generator) * 10 ** torch.rand(16, 1))
+        of_ranks = [terms[r * 16 // ranks :][: 16 // ranks] for r in range(ranks)]
+        shared = script.tree_sum([script.tree_sum(local) for local in of_ranks])
+        level = terms
+        while len(level) > 1:  # pairs, pairs of pairs, …
+            level = [a + b for a, b in zip(level[::2], level[1::2])]
+        assert torch.equal(shared, level[0])
+    assert not torch.equal(sum(terms), level[0])
+
+
+def test_a_hash_sees_one_bit():
+    x = torch.tensor([1.0, 2.0])
+    almost = x.clone()
+    almost[1] = math.nextafter(2.0, 3.0) if x.dtype == torch.float64 else 2.0000002
+    assert script.digest(x) == script.digest(x.clone()) != script.digest(almost)
+    assert script.digest(x, 3.0) == script.digest(torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_in_a_group_of_one_nothing_is_sent():
+    x = torch.randn(3)
+    assert torch.equal(script.tree_all_reduce(x, no_group(1)), x)
+
+
+def test_ranks_that_do_not_divide_the_blocks_are_refused():
+    env = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
+    code, out, err = jobs.run_here(SAME_BITS, **env)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: 8 blocks % 3 ranks = 2, not 0; start 1, 2, 4 or 8")
