@@ -1580,9 +1580,10 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
-    # Each rank computed the loss itself, from its own replica of the logits.
-    losses = gather_objects(list(run.losses.values()))
-    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
+    # Each rank computed its losses and norms itself, from replicas and sums.
+    for kind in ("losses", "norms"):
+        of_ranks = gather_objects(list(getattr(run, kind).values()))
+        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
     row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
