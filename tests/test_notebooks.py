@@ -315,7 +315,8 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     assert code[0].startswith(finds_the_course)
     assert code[0] == finds_the_course or name == JAX
     lesson = LESSON.get(name, name)
-    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {lesson}"
+    path = jobs.PATHS[lesson].relative_to(ROOT)  # scripts are in a folder of their own
+    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {path}"
     assert code[1].startswith(command)
     assert name == JAX or any("broken(" in cell for cell in code)
     assert text.count("<summary><b>Quiz.</b>") >= 5
