@@ -48,7 +48,7 @@ EXPECTED = {
             grad("layers.1.self_attn.v_proj.weight, DTensor")),
         "mask-residual": ("gradients: …", grad("lm_head.bias, with TP"),
             "replicas: losses", "replicas: norm.weight", loss("DTensor")),
-        "clip": ("norms: …", norm("with TP"),
+        "clip": ("replicas: norms", norm("with TP"),
             "calls: with TP clipping all-reduce tp", loss("with TP")),
         "data": ("gradients: …", loss("with TP"), norm("with TP"), "replicas: losses",
             loss("DTensor")),
