@@ -431,7 +431,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch.
 
@@ -439,7 +439,7 @@ def train_transformer(
         tp_group: None for one process and for DTensor.
         loss_of: (logits, targets) → the loss.
         after_backward: called with the model, before gradients are read.
-        norm_of: (model, tp_group) → the norm of the gradient.
+        norm_of: (model, tp_group) → the norm of the gradient; None is global_norm.
     """
     losses = {}
     norms = {}
@@ -468,6 +468,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -587,8 +589,8 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "clipping", "all-reduce", "tp"): "1 × 8·(16·L + 5)",
     }
     conclusions = {
-        "with TP": "2 all-reduces per layer forward, 2 backward",
-        "DTensor": "2 per layer forward, 4 backward: q, k, v each have their own f",
+        "with TP": "per layer 2 all-reduces forward, 2 backward",
+        "DTensor": "per layer 2 forward, 4 backward (q, k, v: an f each)",
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)
@@ -622,13 +624,13 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
         "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
         "mean and 1/σ of LayerNorms": "(2·L + 1)·2·B·S·e",
         "outputs of LayerNorms": "(2·L + 1)·B·S·D·e",
-        "q, k, v in CoreAttention, N heads each": "3·L·B·S·D·e/T",
+        "q, k, v in CoreAttention (N heads)": "3·L·B·S·D·e/T",
         "softmax output": "L·B·N·S·S·e/T",
         "input of o_proj": "L·B·S·D·e/T",
         "inputs of GELU and down_proj": "2·L·B·S·F·e/T",
     }
     if report.args.dropout > 0:
-        saved["dropout masks of block outputs (1 byte)"] = "2·L·B·S·D"
+        saved["dropout masks of outputs (1 byte)"] = "2·L·B·S·D"
         saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
         saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
 

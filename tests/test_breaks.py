@@ -115,7 +115,7 @@ EXPECTED = {
             bits("sum of 16 terms, tree"), bits("training, parameters"),
             value("sum, tree")),
         "blocks": (bits("MLP, down_proj's output, a sum over ranks"),
-            bits("training, losses"), bits("sum of 16 terms, tree")),
+            bits("training, gradients"), bits("sum of 16 terms, tree")),
         "accumulate": (bits("MLP, dL/dx, a sum over ranks"),
             bits("training, gradients"), bits("training, parameters"),
             bits("sum of 16 terms, tree")),
