@@ -701,6 +701,11 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     for row in report.data["communication"]:
         totals[row["run"]] = totals.get(row["run"], 0) + row["ring"]
     report.table("totals", [totals])
+    show_break_even_mlp(report, size)
+
+
+def show_break_even_mlp(report: Report, size: dict[str, int]) -> None:
+    """From how many tokens on Megatron sends more than DP; FLOPs per byte sent."""
     # Both all-reduce over T ranks: Megatron 2·B·S·D·e bytes, DP θ.
     equal = size["θ"] / evaluate("2·D·e", size)
     tokens = evaluate("B·S", size)
