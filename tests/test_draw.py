@@ -325,7 +325,7 @@ CALL = {"does": "reduce-scatter", "moved": 1234}
 
 
 @pytest.mark.parametrize("held, ranks, wrong", [
-    ([[1, 2], [2, 1]], 2, "split both"),
+    ([[1, 2], [2, 1]], 2, "sharded both"),
     ([[3, 3], [5, 5]], 3, "some ranks only"),
     ([[0, 1], [0, 1]], 2, "some ranks only"),  # held by no one
 ])  # fmt: skip
