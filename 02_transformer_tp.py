@@ -57,6 +57,8 @@ from torch.distributed.tensor import DTensor, parallel
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N
