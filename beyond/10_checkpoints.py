@@ -1126,6 +1126,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout (lesson 02)."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N

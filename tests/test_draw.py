@@ -286,7 +286,12 @@ def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     assert ranks == [0, 1, 1, 0, 1] and seen.at["g"][0] == 3.5
     _, one, again, other, *_ = seen.hatches
     assert one == again != other
-    assert seen.legend == ["attention", "MLP", "all-reduce", "all ranks are in it"]
+    assert seen.legend == [
+        "attention",
+        "MLP",
+        "all-reduce",
+        "all ranks are in the call",
+    ]
     patches = seen.figure.legends[0].get_patches()
     assert [p.get_hatch() for p in patches[:2]] == [one, other]
     assert [shade(p.get_facecolor()) for p in patches[2:]] == [BLACK, GREY]
@@ -342,7 +347,7 @@ def test_regions_name_runs_and_colour_elements():
     assert seen.texts == [  # x and norm lie alike: one name below both
         "a layer", "[B, s, D]", "positions", "x", "norm", "reduce-\nscatter",
         "1,234\nbytes", "[B, S, d]", "columns", "q", "[B, S, f]", "columns", "up",
-        "[B, S, D]", "whole", "w", "below", "[B, S, D]", "terms",
+        "[B, S, D]", "replicated", "w", "below", "[B, S, D]", "partial",
     ]  # fmt: skip
     elements = [b for b in seen.boxes if b.color in (BLUE, ORANGE, EVERYONE)]
     rows, columns = [BLUE] * 4 + [ORANGE] * 4, [BLUE, ORANGE] * 4
