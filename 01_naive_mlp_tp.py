@@ -13,11 +13,11 @@ by PyTorch's DTensor; then data parallelism (DP), FSDP and a 2D mesh. Losses, gr
 bytes sent and bytes stored must agree with the single process or with a formula.
 
 Exercises (explained in notebooks/01_naive_mlp_tp.ipynb):
-- Delete naive_mlp's down_proj line: results stay correct, bytes get a ✗ (section 2).
+- Delete naive_mlp's down_proj line: results stay correct, bytes get a ✗ (section 6).
 - Put nn.RMSNorm(hidden) before up_proj in MLP. Which run raises an error with --mesh
   1x2, and why not with --mesh 2x1? (section 2: a norm needs all features of a token)
 - Gate the MLP: down(gelu(gate(x)) · up(x)), with a line for gate_proj wherever up_proj
-  is split. Gradients agree, but backward sends too much: one f is enough (section 11).
+  is split. Gradients agree, but backward sends too much: one f is enough (section 10).
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
 `--break NAME`. The end of NEW (FSDP and the 2D mesh) is optional.
@@ -701,6 +701,11 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     for row in report.data["communication"]:
         totals[row["run"]] = totals.get(row["run"], 0) + row["ring"]
     report.table("totals", [totals])
+    show_break_even_mlp(report, size)
+
+
+def show_break_even_mlp(report: Report, size: dict[str, int]) -> None:
+    """From how many tokens on Megatron sends more than DP; FLOPs per byte sent."""
     # Both all-reduce over T ranks: Megatron 2·B·S·D·e bytes, DP θ.
     equal = size["θ"] / evaluate("2·D·e", size)
     tokens = evaluate("B·S", size)

@@ -365,6 +365,7 @@ def main(args, report: Report) -> None:
     size["C"] = 2 * args.layers + 1
     size["p"] = len(list(full.parameters()))
     report.begin({"tp": args.ranks}, size)
+    explain_sizes(report, args.ranks)
     if padding > 0:
         report.say(f"S: {padding} positions of padding, so that T divides S")
     loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
@@ -393,8 +394,8 @@ def main(args, report: Report) -> None:
     show_training(report, runs)
     if "TP + SP" in runs:
         show_replicas(report, runs["TP + SP"], tp_group)
-        show_gradients_sp(report, runs)
-        show_partial_gradients(report, runs, full, batches[0], tp_group)
+    show_gradients_sp(report, runs)
+    show_partial_gradients(report, runs, full, batches[0], tp_group)
     show_communication_sp(report, size)
     show_memory_sp(report, size, tp_group)
     show_padded_lengths(report, tp_group)
@@ -404,6 +405,9 @@ def main(args, report: Report) -> None:
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Gradients of step 1: all sharded parameters in one row, then replicated ones."""
+    report.section("Gradients of step 1; all rows but the first were summed over ranks")
+    if "TP + SP" not in runs:  # it raised an error
+        return
     sp_model = runs["TP + SP"].model
 
     def row_of(name: str) -> str:
@@ -415,20 +419,21 @@ def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
 
     gradients = values_of(runs, "gradients")
     gradients.pop("TP", None)  # lesson 03 compares them
-    report.section("Gradients of step 1; all rows but the first were summed over ranks")
     report.compare("gradients", gradients, fold=row_of)
 
 
 def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
     """Gradients of two replicated parameters before and after they are summed."""
     args = report.args
+    layer = f"layers.{args.layers - 1}"
+    report.section(f"Two gradients of {layer} before and after the sum: first numbers")
+    if "TP + SP" not in runs:  # it raised an error
+        return
     model = sp_transformer(full, tp_group, args.save_gathered)
     torch.manual_seed(args.seed + 1)  # the dropout masks of step 1
-    logits_BSv = model(batch[0])
-    loss = sharded_loss(logits_BSv, batch[1], tp_group, args.vocab_size)
+    loss = sharded_loss(model(batch[0]), batch[1], tp_group, args.vocab_size)
     loss.backward()  # and no all_reduce_replicated_gradients
 
-    layer = f"layers.{args.layers - 1}"
     names = [f"{layer}.input_layernorm.weight", f"{layer}.self_attn.o_proj.bias"]
     complete = runs["without TP"].gradients
     names = [name for name in names if name in complete]  # your edit may remove one
@@ -445,11 +450,10 @@ def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
         row = {"": f"rank {len(rows)}", "positions": f"{first} to {first + s - 1}"}
         row.update(texts)
         rows.append(row)
-    for label, run in (("all-reduced", "TP + SP"), ("without TP", "without TP")):
-        row = {"": label, "positions": "all"}
+    for run in ("TP + SP", "without TP"):  # summed over ranks, and the reference
+        row = {"": run, "positions": "all"}
         row.update(first_numbers(runs[run].gradients, names))
         rows.append(row)
-    report.section(f"Two gradients of {layer} before and after the sum: first numbers")
     report.table("parts", rows)
 
 
@@ -871,6 +875,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # Imports that only the parts below use.
 import math
+
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -1422,6 +1427,12 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
+def explain_sizes(report: Report, ranks: int) -> None:
+    """Say why the default sizes are larger on this number of ranks (lesson 02)."""
+    if 4 % ranks != 0:
+        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
+
+
 PAD = 256  # the one token that is not a byte
 
 
@@ -1472,7 +1483,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1502,6 +1513,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1567,9 +1580,10 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
-    # Each rank computed the loss itself, from its own replica of the logits.
-    losses = gather_objects(list(run.losses.values()))
-    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
+    # Each rank computed its losses and norms itself, from replicas and sums.
+    for kind in ("losses", "norms"):
+        of_ranks = gather_objects(list(getattr(run, kind).values()))
+        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
     row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():

@@ -135,6 +135,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
+    """A tensor on its way to another stage."""
+
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received
@@ -911,7 +913,7 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     mean = " (mean)" if args.ragged else ""
     report.say(
         f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage; +1:\n"
-        "   the embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
+        "   embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
         "   tp; v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
     )
     report.ledger(traffic(args, stage), size)
@@ -1332,8 +1334,7 @@ def fill_sizes(args) -> None:
 # region
 
 # Imports that only the parts below use.
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 
@@ -1894,7 +1895,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1924,6 +1925,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)

@@ -532,6 +532,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # Imports that only the parts below use.
 from typing import NamedTuple
+
 from torch.distributed.tensor import DTensor
 
 

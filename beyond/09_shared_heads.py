@@ -586,6 +586,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # Imports that only the parts below use.
 from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
@@ -1155,7 +1156,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1185,6 +1186,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)

@@ -99,8 +99,9 @@ def places(full: Tensor, pieces: list[Tensor]) -> Tensor:
 
 
 def blank(width: float, height: float, unit: float):
-    """A figure for boxes, of the given units across and down; a unit is `unit` inches, or
-    less where that would be too wide."""
+    """A figure for boxes, of the given units across and down.
+
+    A unit is `unit` inches, or less where that would be too wide."""
     unit = min(unit, WIDTH / width)
     figure, ax = plt.subplots(figsize=(width * unit, height * unit))
     ax.set(xlim=(0, width), ylim=(height, 0))
@@ -160,7 +161,7 @@ def cell(ax, x, y, value: float, ranks, size) -> None:
 
 
 def rows(lines: list[list[tuple]], arrow: bool = True):
-    """Small tensors of all ranks with their values: one row per rank, one column per moment.
+    """Small tensors of all ranks with their values: a row is a rank, a column a time.
 
     Args:
         lines: each a list of columns (heading, values, who): every rank's 1-D tensor,

@@ -16,8 +16,8 @@ exercise.
 How it works: ipyparallel starts a controller, and an engine (an IPython without a
 screen) for each rank. The ranks connect to a store that this process keeps, so it
 outlives every group. On Linux all are forked from one process that has imported what
-they need: torch is imported once, not once per rank. Each watches a pipe to this process: when this
-one is gone, however it went, they end.
+they need: torch is imported once, not once per rank. Each watches a pipe to this
+process, and ends when this process has ended, however it did.
 """
 
 import atexit

@@ -9,7 +9,7 @@ import torch
 from matplotlib.colors import to_rgb
 from pictures import contrast, draw, drawings, drawn, panels, shade
 
-of_00 = drawings("00_collectives")
+of_08 = drawings("08_same_bits")
 of_02 = drawings("02_transformer_tp")
 of_03 = drawings("03_vocab_parallel")
 of_04 = drawings("04_sequence_parallel")
@@ -91,7 +91,7 @@ def test_matrices_are_coloured_by_holder_and_blocks_name_them():
 
 def test_a_tree_of_sums_has_the_colours_of_who_adds():
     rank_0, rank_1 = [(1, 2), (4, 8), (3, 12), (15, 240)], [(16, 32), (64, 128)]
-    seen = drawn(of_00.draw_tree, 2, [rank_0, rank_1])
+    seen = drawn(of_08.draw_tree, 2, [rank_0, rank_1])
     assert seen.on() == [
         ("T = 2", ""), *((f"{i}", BLUE) for i in (0, 1, 2, 3)),
         *((f"{i}", ORANGE) for i in (4, 5, 6, 7)),
@@ -325,7 +325,7 @@ CALL = {"does": "reduce-scatter", "moved": 1234}
 
 
 @pytest.mark.parametrize("held, ranks, wrong", [
-    ([[1, 2], [2, 1]], 2, "split both"),
+    ([[1, 2], [2, 1]], 2, "sharded both"),
     ([[3, 3], [5, 5]], 3, "some ranks only"),
     ([[0, 1], [0, 1]], 2, "some ranks only"),  # held by no one
 ])  # fmt: skip

@@ -10,7 +10,7 @@ WRONG = [  # number of the exercise, edits of the solution, what the check says
      "dL/d up.weight is not that of one process"),
     (1, {"self.gate": "self.first"}, "no parameter is called gate.weight"),
     (1, {"    self.up =": "    self.gate.weight.shardings = ()\n        self.up ="},
-     "dL/d gate.weight, put together, has the shape [4, 6]: cut by shard_parameter"),
+     "dL/d gate.weight, unsharded, has the shape [4, 6]: shard_parameter records"),
     (1, {"CopyToTP.apply(x, self.tp_group)": "x.clone()"},
      "dL/dx is wrong: where is f?"),
     (2, {"4 * 2 * B * S * D": "4 * B * S * D"}, "gives 96; counted"),

@@ -12,9 +12,9 @@ my_model.py defines
 and may define
 
     loss(output, target)                    or loss(output, target, tp_group), where
-                                            tp_group is None for the full model; default:
-                                            cross entropy for integer targets, otherwise
-                                            the mean squared error
+                                            tp_group is None for the full model.
+                                            Default: cross entropy for integer targets,
+                                            otherwise the mean squared error
     after_backward(model)                   sums of gradients that your training makes
     clip(model, max_norm) -> norm           your own clipping
     optimizer(parameters)                   default: AdamW

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 COLLECTIVES = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",

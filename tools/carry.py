@@ -136,6 +136,19 @@ def missing_imports(lesson: Lesson, found: dict, first: Lesson, harness) -> list
     return sorted(statements, key=import_order)
 
 
+def joined(imports: list[str]) -> str:
+    """Import statements in blocks, as ruff wants: the standard library, then torch."""
+    names = {}  # "from X import" → what is imported from there
+    for line in imports:
+        start, word, name = line.partition(" import ")
+        names.setdefault(start + word if word else line, []).append(name)
+    imports = [start + ", ".join(sorted(names[start])) for start in names]
+    library = [line for line in imports if not import_order(line)[0]]
+    others = [line for line in imports if import_order(line)[0]]
+    blocks = ["\n".join(lines) for lines in (library, others) if lines]
+    return "\n\n".join(blocks)
+
+
 def import_order(statement: str) -> tuple:
     """ruff's order: the standard library, then torch; `import` before `from`."""
     module = statement.split()[1]
@@ -160,7 +173,7 @@ def folded_part(lesson: Lesson, earlier: list[Lesson], first: Lesson) -> str:
             )
             if imports:
                 parts[-1] += "\n\n# Imports that only the parts below use.\n"
-                parts[-1] += "\n".join(imports)
+                parts[-1] += joined(imports)
                 imports = []
             parts.extend(other.copy_of(node) for node in nodes)
             parts.append("# endregion")
