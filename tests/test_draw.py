@@ -325,7 +325,7 @@ CALL = {"does": "reduce-scatter", "moved": 1234}
 
 
 @pytest.mark.parametrize("held, ranks, wrong", [
-    ([[1, 2], [2, 1]], 2, "split both"),
+    ([[1, 2], [2, 1]], 2, "sharded both"),
     ([[3, 3], [5, 5]], 3, "some ranks only"),
     ([[0, 1], [0, 1]], 2, "some ranks only"),  # held by no one
 ])  # fmt: skip
@@ -342,7 +342,7 @@ def test_regions_name_runs_and_colour_elements():
     assert seen.texts == [  # x and norm lie alike: one name below both
         "a layer", "[B, s, D]", "positions", "x", "norm", "reduce-\nscatter",
         "1,234\nbytes", "[B, S, d]", "columns", "q", "[B, S, f]", "columns", "up",
-        "[B, S, D]", "whole", "w", "below", "[B, S, D]", "terms",
+        "[B, S, D]", "replicated", "w", "below", "[B, S, D]", "partial",
     ]  # fmt: skip
     elements = [b for b in seen.boxes if b.color in (BLUE, ORANGE, EVERYONE)]
     rows, columns = [BLUE] * 4 + [ORANGE] * 4, [BLUE, ORANGE] * 4
