@@ -57,14 +57,12 @@ from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
 
-# From lesson 01: f is before column-parallel linears (identity forward, all-reduce
-# backward), g after row-parallel linears (all-reduce forward, identity backward).
-# shardings_of(p) is ((dim, group), …), empty if p is replicated. From 02 and 03:
-# vocab_transformer is a copy of the model with all linears and the vocabulary split;
-# ShardedDropout(p, dim, group) is dropout of a tensor that is sharded along dim.
-# This lesson replaces three attributes that communicate:
-#     Attention.project_qkv: f, then q_proj, k_proj, v_proj
-#     RowParallelLinear.reduce and VocabParallelEmbedding.reduce: g
+# From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
+# g after row-parallel ones (all-reduce in forward). vocab_transformer is a copy of the
+# model with linears and vocabulary split. ShardedDropout(p, dim, group) is for a tensor
+# that is sharded along dim. shardings_of(p) is empty if p is replicated. This lesson
+# replaces Attention.project_qkv (f, then q_proj, k_proj, v_proj), and `reduce` (g) of
+# RowParallelLinear and of VocabParallelEmbedding.
 
 
 def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
@@ -182,15 +180,14 @@ class LinearWithInputComm(nn.Module):
 
 # ---- The model, edited
 
-# One layer. Each rank holds positions (s = S/T) where the text says [B, s, D], and its
-# heads or columns of all positions in between:
-#
-#   [B, s, D]  x ── LayerNorm ── all-gather ──┐
-#   [B, S, d]       q, k, v ── attention ── o_proj ──┐        d = D/T: its heads
-#   [B, s, D]  x + dropout ── reduce-scatter ────────┘
-#   [B, s, D]  x ── LayerNorm ── all-gather ──┐
-#   [B, S, f]       up_proj ── GELU ── down_proj ────┐        f = F/T: its columns
-#   [B, s, D]  x + dropout ── reduce-scatter ────────┘
+# One layer. A rank holds s = S/T positions in [B, s, D], and in between its heads or
+# columns of all positions:
+#   [B, s, D]  x → LayerNorm → all-gather ─┐
+#   [B, S, d]                              └→ q, k, v → attention → o_proj ─┐   d = D/T
+#   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
+#   [B, s, D]  x → LayerNorm → all-gather ─┐
+#   [B, S, f]                              └→ up_proj → GELU → down_proj ───┐   f = F/T
+#   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
 
 
 def split_sequence(
@@ -678,24 +675,27 @@ def show_padded_lengths(report: Report, tp_group) -> None:
 
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
-    for length in sorted({1, max(1, S - 1), 2 * S + 1}):
-        args.seq_len = length
-        batch = make_batches(__doc__, args, 1)[0]
-        padded = pad_batch(batch[0], batch[1], args.ranks)
-        label = f"length {length}, padded to {padded[0].shape[1]}"
-        runs = {}
-        model = copy.deepcopy(full)
-        runs["without TP"] = train_transformer(label, model, [batch], args)
-        with report.column(f"length {length}"):
+
+    def add_step_1(name: str, run: TrainingRun, label: str) -> None:
+        losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
+        for parameter, gradient in run.gradients.items():
+            gradients[name][f"{label}: dL/d {parameter}"] = gradient
+
+    with report.column("padded lengths"):
+        for length in sorted({1, max(1, S - 1), 2 * S + 1}):
+            args.seq_len = length
+            batch = make_batches(__doc__, args, 1)[0]
+            padded = pad_batch(batch[0], batch[1], args.ranks)
+            label = f"length {length}, padded to {padded[0].shape[1]}"
+            model = copy.deepcopy(full)
+            run = train_transformer(label, model, [batch], args)
+            add_step_1("without TP", run, label)
             model = sp_transformer(full, tp_group)
-            runs["TP + SP"] = train_transformer(
+            run = train_transformer(
                 label, model, [padded], args, tp_group, loss_of, sum_gradients
             )
-            trim_padding(runs["TP + SP"])
-        for name, run in runs.items():
-            losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
-            for parameter, gradient in run.gradients.items():
-                gradients[name][f"length {length}: dL/d {parameter}"] = gradient
+            trim_padding(run)
+            add_step_1("TP + SP", run, label)
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     report.compare("lengths", losses, ALLOWED_LOSS["float64"])
     one_row = lambda name: "all gradients"

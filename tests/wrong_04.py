@@ -13,8 +13,7 @@ def gathered_by(call: str) -> dict[str, str]:
             "        gate_BSf, up_BSf = self.gate(x_BSD), self.up(x_BSD)"}  # fmt: skip
 
 
-# Number of the exercise; an answer, or edits of the solution; what the check says.
-WRONG = [
+WRONG = [  # number of the exercise, an answer or edits of the solution, the check
     (1, {GATHER: "(gate_BSf,) = gather_then_apply_each(x_BsD, self.gate)\n"
          "        (up_BSf,) = gather_then_apply_each(x_BsD, self.up)"},
      "forward: {'all-gather': 2, 'reduce-scatter': 1}"),
