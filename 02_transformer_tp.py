@@ -57,6 +57,8 @@ from torch.distributed.tensor import DTensor, parallel
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N
@@ -431,7 +433,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch.
 
@@ -439,7 +441,7 @@ def train_transformer(
         tp_group: None for one process and for DTensor.
         loss_of: (logits, targets) → the loss.
         after_backward: called with the model, before gradients are read.
-        norm_of: (model, tp_group) → the norm of the gradient.
+        norm_of: (model, tp_group) → the norm of the gradient; None is global_norm.
     """
     losses = {}
     norms = {}
@@ -468,6 +470,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -544,9 +548,10 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
-    # Each rank computed the loss itself, from its own replica of the logits.
-    losses = gather_objects(list(run.losses.values()))
-    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
+    # Each rank computed its losses and norms itself, from replicas and sums.
+    for kind in ("losses", "norms"):
+        of_ranks = gather_objects(list(getattr(run, kind).values()))
+        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
     row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
@@ -587,8 +592,8 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "clipping", "all-reduce", "tp"): "1 × 8·(16·L + 5)",
     }
     conclusions = {
-        "with TP": "2 all-reduces per layer forward, 2 backward",
-        "DTensor": "2 per layer forward, 4 backward: q, k, v each have their own f",
+        "with TP": "per layer 2 all-reduces forward, 2 backward",
+        "DTensor": "per layer 2 forward, 4 backward (q, k, v: an f each)",
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)
@@ -622,13 +627,13 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
         "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
         "mean and 1/σ of LayerNorms": "(2·L + 1)·2·B·S·e",
         "outputs of LayerNorms": "(2·L + 1)·B·S·D·e",
-        "q, k, v in CoreAttention, N heads each": "3·L·B·S·D·e/T",
+        "q, k, v in CoreAttention (N heads)": "3·L·B·S·D·e/T",
         "softmax output": "L·B·N·S·S·e/T",
         "input of o_proj": "L·B·S·D·e/T",
         "inputs of GELU and down_proj": "2·L·B·S·F·e/T",
     }
     if report.args.dropout > 0:
-        saved["dropout masks of block outputs (1 byte)"] = "2·L·B·S·D"
+        saved["dropout masks of outputs (1 byte)"] = "2·L·B·S·D"
         saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
         saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
 

@@ -499,7 +499,7 @@ HARD_CASES = [
     Case("label smoothing 0.1", "Σ q·(x − m)", smoothing=0.1),
     Case("20% have no target", "mean over targets", ignored=0.2),
     Case("none has a target", "0 / 0 is nan", ignored=1.0),
-    Case("V = 1", "ranks without tokens", vocab_size=1),
+    Case("V = 1", "rank of padding", vocab_size=1),
     Case("V = 50,257, as GPT-2", "padding, long sums", vocab_size=50257),
 ]
 
@@ -618,7 +618,7 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     }
     sharded = {
         "sharded: softmax": "B·S·v·e",
-        "sharded: targets' columns, their number (int64)": "8·(B·S + 1)",
+        "sharded: target columns and count (int64)": "8·(B·S + 1)",
         "sharded: is_local, has_target, padding (bool)": "2·B·S + v",
     }
     rows, sums = add_up(gathered, sizes)
@@ -1094,6 +1094,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout (lesson 02)."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N
@@ -1384,7 +1386,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1414,6 +1416,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1479,9 +1483,10 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
-    # Each rank computed the loss itself, from its own replica of the logits.
-    losses = gather_objects(list(run.losses.values()))
-    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
+    # Each rank computed its losses and norms itself, from replicas and sums.
+    for kind in ("losses", "norms"):
+        of_ranks = gather_objects(list(getattr(run, kind).values()))
+        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
     row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():

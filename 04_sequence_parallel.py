@@ -57,14 +57,12 @@ from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
 
-# From lesson 01: f is before column-parallel linears (identity forward, all-reduce
-# backward), g after row-parallel linears (all-reduce forward, identity backward).
-# shardings_of(p) is ((dim, group), …), empty if p is replicated. From 02 and 03:
-# vocab_transformer is a copy of the model with all linears and the vocabulary split;
-# ShardedDropout(p, dim, group) is dropout of a tensor that is sharded along dim.
-# This lesson replaces three attributes that communicate:
-#     Attention.project_qkv: f, then q_proj, k_proj, v_proj
-#     RowParallelLinear.reduce and VocabParallelEmbedding.reduce: g
+# From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
+# g after row-parallel ones (all-reduce in forward). vocab_transformer is a copy of the
+# model with linears and vocabulary split. ShardedDropout(p, dim, group) is for a tensor
+# that is sharded along dim. shardings_of(p) is empty if p is replicated. This lesson
+# replaces Attention.project_qkv (f, then q_proj, k_proj, v_proj), and `reduce` (g) of
+# RowParallelLinear and of VocabParallelEmbedding.
 
 
 def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
@@ -182,15 +180,14 @@ class LinearWithInputComm(nn.Module):
 
 # ---- The model, edited
 
-# One layer. Each rank holds positions (s = S/T) where the text says [B, s, D], and its
-# heads or columns of all positions in between:
-#
-#   [B, s, D]  x ── LayerNorm ── all-gather ──┐
-#   [B, S, d]       q, k, v ── attention ── o_proj ──┐        d = D/T: its heads
-#   [B, s, D]  x + dropout ── reduce-scatter ────────┘
-#   [B, s, D]  x ── LayerNorm ── all-gather ──┐
-#   [B, S, f]       up_proj ── GELU ── down_proj ────┐        f = F/T: its columns
-#   [B, s, D]  x + dropout ── reduce-scatter ────────┘
+# One layer. A rank holds s = S/T positions in [B, s, D], and in between its heads or
+# columns of all positions:
+#   [B, s, D]  x → LayerNorm → all-gather ─┐
+#   [B, S, d]                              └→ q, k, v → attention → o_proj ─┐   d = D/T
+#   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
+#   [B, s, D]  x → LayerNorm → all-gather ─┐
+#   [B, S, f]                              └→ up_proj → GELU → down_proj ───┐   f = F/T
+#   [B, s, D]  x + dropout ← reduce-scatter ←───────────────────────────────┘
 
 
 def split_sequence(
@@ -365,6 +362,7 @@ def main(args, report: Report) -> None:
     size["C"] = 2 * args.layers + 1
     size["p"] = len(list(full.parameters()))
     report.begin({"tp": args.ranks}, size)
+    explain_sizes(report, args.ranks)
     if padding > 0:
         report.say(f"S: {padding} positions of padding, so that T divides S")
     loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
@@ -393,8 +391,8 @@ def main(args, report: Report) -> None:
     show_training(report, runs)
     if "TP + SP" in runs:
         show_replicas(report, runs["TP + SP"], tp_group)
-        show_gradients_sp(report, runs)
-        show_partial_gradients(report, runs, full, batches[0], tp_group)
+    show_gradients_sp(report, runs)
+    show_partial_gradients(report, runs, full, batches[0], tp_group)
     show_communication_sp(report, size)
     show_memory_sp(report, size, tp_group)
     show_padded_lengths(report, tp_group)
@@ -404,6 +402,9 @@ def main(args, report: Report) -> None:
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Gradients of step 1: all sharded parameters in one row, then replicated ones."""
+    report.section("Gradients of step 1; all rows but the first were summed over ranks")
+    if "TP + SP" not in runs:  # it raised an error
+        return
     sp_model = runs["TP + SP"].model
 
     def row_of(name: str) -> str:
@@ -415,20 +416,21 @@ def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
 
     gradients = values_of(runs, "gradients")
     gradients.pop("TP", None)  # lesson 03 compares them
-    report.section("Gradients of step 1; all rows but the first were summed over ranks")
     report.compare("gradients", gradients, fold=row_of)
 
 
 def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
     """Gradients of two replicated parameters before and after they are summed."""
     args = report.args
+    layer = f"layers.{args.layers - 1}"
+    report.section(f"Two gradients of {layer} before and after the sum: first numbers")
+    if "TP + SP" not in runs:  # it raised an error
+        return
     model = sp_transformer(full, tp_group, args.save_gathered)
     torch.manual_seed(args.seed + 1)  # the dropout masks of step 1
-    logits_BSv = model(batch[0])
-    loss = sharded_loss(logits_BSv, batch[1], tp_group, args.vocab_size)
+    loss = sharded_loss(model(batch[0]), batch[1], tp_group, args.vocab_size)
     loss.backward()  # and no all_reduce_replicated_gradients
 
-    layer = f"layers.{args.layers - 1}"
     names = [f"{layer}.input_layernorm.weight", f"{layer}.self_attn.o_proj.bias"]
     complete = runs["without TP"].gradients
     names = [name for name in names if name in complete]  # your edit may remove one
@@ -445,11 +447,10 @@ def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
         row = {"": f"rank {len(rows)}", "positions": f"{first} to {first + s - 1}"}
         row.update(texts)
         rows.append(row)
-    for label, run in (("all-reduced", "TP + SP"), ("without TP", "without TP")):
-        row = {"": label, "positions": "all"}
+    for run in ("TP + SP", "without TP"):  # summed over ranks, and the reference
+        row = {"": run, "positions": "all"}
         row.update(first_numbers(runs[run].gradients, names))
         rows.append(row)
-    report.section(f"Two gradients of {layer} before and after the sum: first numbers")
     report.table("parts", rows)
 
 
@@ -674,24 +675,27 @@ def show_padded_lengths(report: Report, tp_group) -> None:
 
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
-    for length in sorted({1, max(1, S - 1), 2 * S + 1}):
-        args.seq_len = length
-        batch = make_batches(__doc__, args, 1)[0]
-        padded = pad_batch(batch[0], batch[1], args.ranks)
-        label = f"length {length}, padded to {padded[0].shape[1]}"
-        runs = {}
-        model = copy.deepcopy(full)
-        runs["without TP"] = train_transformer(label, model, [batch], args)
-        with report.column(f"length {length}"):
+
+    def add_step_1(name: str, run: TrainingRun, label: str) -> None:
+        losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
+        for parameter, gradient in run.gradients.items():
+            gradients[name][f"{label}: dL/d {parameter}"] = gradient
+
+    with report.column("padded lengths"):
+        for length in sorted({1, max(1, S - 1), 2 * S + 1}):
+            args.seq_len = length
+            batch = make_batches(__doc__, args, 1)[0]
+            padded = pad_batch(batch[0], batch[1], args.ranks)
+            label = f"length {length}, padded to {padded[0].shape[1]}"
+            model = copy.deepcopy(full)
+            run = train_transformer(label, model, [batch], args)
+            add_step_1("without TP", run, label)
             model = sp_transformer(full, tp_group)
-            runs["TP + SP"] = train_transformer(
+            run = train_transformer(
                 label, model, [padded], args, tp_group, loss_of, sum_gradients
             )
-            trim_padding(runs["TP + SP"])
-        for name, run in runs.items():
-            losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
-            for parameter, gradient in run.gradients.items():
-                gradients[name][f"length {length}: dL/d {parameter}"] = gradient
+            trim_padding(run)
+            add_step_1("TP + SP", run, label)
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     report.compare("lengths", losses, ALLOWED_LOSS["float64"])
     one_row = lambda name: "all gradients"
@@ -1203,6 +1207,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout (lesson 02)."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N
@@ -1423,6 +1429,12 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
+def explain_sizes(report: Report, ranks: int) -> None:
+    """Say why the default sizes are larger on this number of ranks (lesson 02)."""
+    if 4 % ranks != 0:
+        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
+
+
 PAD = 256  # the one token that is not a byte
 
 
@@ -1473,7 +1485,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1503,6 +1515,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1568,9 +1582,10 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
         if not shardings_of(p):
             replicas = all_gather(p[None], 0, tp_group)
             diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
-    # Each rank computed the loss itself, from its own replica of the logits.
-    losses = gather_objects(list(run.losses.values()))
-    diffs["losses"] = max(rel_diff(values, losses[0]) for values in losses)
+    # Each rank computed its losses and norms itself, from replicas and sums.
+    for kind in ("losses", "norms"):
+        of_ranks = gather_objects(list(getattr(run, kind).values()))
+        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
     row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():

@@ -30,7 +30,7 @@ lessons: $(VENV)/.base ## run all lessons on two ranks (RANKS=4: on four), one s
 bench: $(VENV)/.base ## how long a step takes by hand and by DTensor, and how long a lesson
 plan: $(VENV)/.base ## before you book GPUs: which dp, pp, tp (ARGS="--model gpt3 --gpus 1024")
 submission: $(VENV)/.base ## check the exercises in notebooks/, write submission.json
-lessons bench plan submission carry:
+lessons bench plan submission carry audit:
 	@$(LOCAL) $(RUN) tools/$@.py $(ARGS)
 notebooks: $(VENV)/.base ## open the notebooks in the browser
 	@$(RUN) -m jupyter lab notebooks
@@ -40,6 +40,7 @@ test: lint ## run all the tests (ARGS="-k setup": some), after lint
 	@$(LOCAL) $(RUN) -m pytest $(ARGS)
 quick: $(VENV)/.extra ## the essential tests, in half a minute
 	@$(LOCAL) $(RUN) -m pytest -m essential $(ARGS)
+audit: $(VENV)/.base ## is your own parallel model right? (ARGS="my_model.py --ranks 2 4")
 carry: $(VENV)/.base ## write the parts that lessons carry over from earlier ones
 mutants: $(VENV)/.extra ## small wrong edits of the lessons: is each one caught?
 	@$(LOCAL) $(RUN) tests/mutants.py $(ARGS)

@@ -760,6 +760,8 @@ def values_of(runs: dict, field: str) -> dict:
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout (lesson 02)."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N

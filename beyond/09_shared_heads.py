@@ -900,6 +900,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout (lesson 02)."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N
@@ -1156,7 +1158,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1186,6 +1188,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)

@@ -181,6 +181,7 @@ def save_checkpoint(folder: Path, step: int, training: MeshTraining, about: dict
 
 
 def checksum(file: Path) -> int:
+    """CRC-32 of a file's bytes."""
     return zlib.crc32(file.read_bytes())
 
 
@@ -1125,6 +1126,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 class Config(NamedTuple):
+    """The sizes of a model, and its dropout (lesson 02)."""
+
     vocab_size: int  # V
     hidden: int  # D
     heads: int  # N
@@ -1381,7 +1384,7 @@ class TrainingRun(NamedTuple):
 
 def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
-    norm_of=global_norm,
+    norm_of=None,
 ) -> TrainingRun:  # fmt: skip
     """One step on each batch (lesson 02)."""
     losses = {}
@@ -1411,6 +1414,8 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
+            elif norm_of is None:
+                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1819,6 +1824,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
 
 
 class Message(NamedTuple):
+    """A tensor on its way to another stage (lesson 05)."""
+
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received

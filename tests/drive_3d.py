@@ -86,6 +86,7 @@ def main() -> dict:
     runs = []
     for number, sizes in enumerate(layouts(dist.get_world_size())):
         groups = lesson.make_mesh(dict(zip(lesson.AXES, sizes)), 60)
+        assert None not in groups.values(), "every rank is in a group of each kind"
         runs.append(try_run(number, sizes, groups))
     return dict(runs=runs)
 

@@ -4,6 +4,7 @@ torchrun --nproc_per_node=2 drive_audit.py FOLDER
 """
 
 import os
+import random
 import sys
 import types
 from functools import partial
@@ -75,8 +76,9 @@ def transformer_subject(
         return model
 
     def batch(step):
-        tokens = torch.randint(V, (2, 3, S))
-        return tokens[0], tokens[1]
+        tokens, target = torch.randint(V, (2, 3, S))
+        target[0, :2] = -100  # without a target
+        return tokens, target
 
     return types.SimpleNamespace(build=build, parallelize=make, batch=batch, **more)
 
@@ -92,31 +94,28 @@ def sharded_loss(lesson, V):
     return loss
 
 
-def subject_of(number: str, lesson):
+def subject_of(number: str, lesson, **sizes):
     """The model of a lesson, by its own edits."""
     if number == "01":
         return mlp_subject(lesson)
+    sizes["clip"] = clip_of(lesson)
     if number == "02":
-        return transformer_subject(
-            lesson, lesson.tp_transformer, clip=clip_of(lesson),
-        )  # fmt: skip
-    V = 31
-    loss = sharded_loss(lesson, V)
+        return transformer_subject(lesson, lesson.tp_transformer, **sizes)
+    sizes.setdefault("V", 31)
+    sizes["loss"] = sharded_loss(lesson, sizes["V"])
     if number == "03":
-        make = lesson.vocab_transformer
-        return transformer_subject(lesson, make, V, loss=loss, clip=clip_of(lesson))
-    group = []
+        return transformer_subject(lesson, lesson.vocab_transformer, **sizes)
+    groups = []
 
     def make(model, tp_group):
-        group.append(tp_group)
+        groups.append(tp_group)
         return lesson.sp_transformer(model, tp_group)
 
     def after_backward(model):
-        lesson.all_reduce_replicated_gradients(model, group[-1])
+        lesson.all_reduce_replicated_gradients(model, groups[-1])
 
-    return transformer_subject(
-        lesson, make, V, loss=loss, clip=clip_of(lesson), after_backward=after_backward,
-    )  # fmt: skip
+    sizes["after_backward"] = after_backward
+    return transformer_subject(lesson, make, **sizes)
 
 
 def clip_of(lesson):
@@ -144,20 +143,112 @@ def try_bug(name: str, bug: str) -> dict:
     return {"lesson": name, "bug": bug, **found}
 
 
+# What the first finding of each must begin with.
 BUGS = {
-    "01_naive_mlp_tp": ["f", "g", "bias"],
-    "02_transformer_tp": ["seed", "qkv", "mask-heads", "mask-residual", "clip"],
+    "01_naive_mlp_tp": {
+        "f": "gradient sum",
+        "g": "gradient factor",
+        "bias": "forward bias",
+    },
+    "02_transformer_tp": {
+        "seed": "not a piece",
+        "qkv": "wrong parameter",
+        "mask-heads": "dropout same",
+        "mask-residual": "dropout differs",
+        "clip": "norm",
+    },
+    "03_vocab_parallel": {
+        "ignored": "gradient",
+        "mean": "loss",
+        "padding": "loss",
+        "exponentials": "gradient",
+    },
+    "04_sequence_parallel": {
+        "norms": "gradient sum",
+        "row-bias": "forward bias",
+        "rotary": "forward",
+        "mask": "dropout same",
+        "split": "gradient",
+    },
 }
+
+
+class GatedMLP(nn.Module):
+    """A model that is not the course's: RMSNorm, a gate, no biases, its own split."""
+
+    def __init__(self, hidden: int, width: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden)
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        h = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
+        return x + self.down_proj(h)
+
+
+def gated_subject(lesson, hidden: int, width: int):
+    def parallelize(model, tp_group):
+        for name in ("gate_proj", "up_proj"):
+            full = getattr(model[1], name)
+            setattr(model[1], name, lesson.ColumnParallelLinear(full, tp_group))
+        row = lesson.RowParallelLinear(model[1].down_proj, tp_group)
+        model[1].down_proj = row
+        return model
+
+    def batch(step):
+        return torch.randn(2, 5, hidden), torch.randn(2, 5, hidden)
+
+    def build():
+        return nn.Sequential(nn.Linear(hidden, hidden), GatedMLP(hidden, width))
+
+    return types.SimpleNamespace(build=build, parallelize=parallelize, batch=batch)
+
+
+def dtensor_subject(lesson, **sizes):
+    def make(model, tp_group):
+        return lesson.dtensor_transformer(model, lesson.tp_plan(), tp_group)
+
+    return transformer_subject(lesson, make, **sizes)
+
+
+def right_subject(number: int):
+    """A right model of random sizes and one of six kinds."""
+    rng = random.Random(f"right {number}")
+    T = dist.get_world_size()
+    kv_heads = T * rng.randint(1, 2)
+    sizes = dict(V=rng.choice([7, 16, 31]), S=T * rng.randint(1, 4))
+    sizes.update(kv_heads=kv_heads, heads=kv_heads * rng.randint(1, 2))
+    kind = number % 6
+    if kind == 0:
+        return gated_subject(load("01_naive_mlp_tp"), 2 * rng.randint(2, 6), 4 * T)
+    if kind == 1:
+        return dtensor_subject(load("02_transformer_tp"), **sizes)
+    name = ("02_transformer_tp", "03_vocab_parallel", "04_sequence_parallel")[kind % 3]
+    sizes["tied"] = kind != 2 and rng.random() < 0.5 and name[1] != "2"
+    return subject_of(name[:2], load(name), **sizes)
 
 
 def main() -> dict:
     found = {"bugs": [], "right": []}
     for name, bugs in BUGS.items():
-        for bug in bugs:
-            found["bugs"].append(try_bug(name, bug))
-            if dist.get_rank() == 0 and os.environ.get("SHOW"):
-                print(found["bugs"][-1], flush=True)
+        for bug, category in bugs.items():
+            found["bugs"].append({"expected": category, **try_bug(name, bug)})
+            show(found["bugs"][-1])
+    for name in BUGS:
+        fresh(name)
+    for number in range(RIGHT):
+        said = findings(right_subject(number))
+        found["right"].append({"number": number, **said})
+        show(found["right"][-1])
     return found
+
+
+def show(result: dict) -> None:
+    if dist.get_rank() == 0 and os.environ.get("SHOW"):
+        print(str(result)[:400], flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ PATHS = {stem[:2]: path for stem, path in jobs.PATHS.items()}
 TESTS = "wrappers", "mlp_equality", "transformer", "vocab", "sequence", "3d"
 TESTS = {lesson: f"tests/test_{name}.py" for lesson, name in zip(PATHS, TESTS)}
 TESTS["08"] = "tests/test_same_bits.py"
+TESTS["09"] = "tests/test_shared_heads.py"
 TESTS["10"] = "tests/test_checkpoints.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
@@ -216,7 +217,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("05", "make_mesh", "the tied weight is on the first two stages",
      "{line[0], line[-1]}", "{*line[:2]}", "4 --pp 4 --tie"),
     ("05", "make_mesh", "stages in between are in no group",
-     "first_and_last + between", "first_and_last", "3 --pp 3"),
+     "first_and_last + between", "first_and_last", "test_equal_to_one_process"),
     ("05", "slice_stage", "chunk, which leaves a stage without a layer",
      ".tensor_split(", ".chunk(", "test_layers_are_dealt_out_once_and_evenly"),
     ("05", "schedule", "one forward pass more before the first backward pass",
@@ -252,6 +253,27 @@ MUTANTS = [Mutant(*row) for row in [
      'broadcast(self.tied, 0, self.groups["embedding"])', "self.tied", "2 --tie"),
     ("05", "pytorch_stage", "the ends of the model are not given to fully_shard",
      "return fully_shard(model, **options), names", "return model, names", "2 --dp 2"),
+    # 09
+    ("09", "kv_groups", "the axes of the mesh are exchanged",
+     '{"kv": kv_heads, "replica": ranks // kv_heads}',
+     '{"replica": ranks // kv_heads, "kv": kv_heads}', "4"),
+    ("09", "repeat_heads", "features are repeated, not heads",
+     "heads.repeat_interleave(copies, 0)", "heads.repeat_interleave(copies, 1)"),
+    ("09", "repeat_heads", "the linear says that it has as many outputs as before",
+     "copies * full.out_features", "full.out_features"),
+    ("09", "repeat_kv_heads", "values have the weights of keys",
+     "repeat_heads(attn.v_proj", "repeat_heads(attn.k_proj"),
+    ("09", "sum_over_replicas", "sums over the kv group",
+     "all_reduce(partial_grad, replica_group)", "all_reduce(partial_grad, kv_group)",
+     "4"),
+    ("09", "sum_over_replicas", "the mean of the partial gradients",
+     "all_reduce(partial_grad, replica_group)",
+     "all_reduce(partial_grad, replica_group) / replica_group.size()"),
+    ("09", "sum_over_replicas", "sharded over the TP group, as before",
+     "    p.shardings = ((0, kv_group),)\n", ""),
+    ("09", "shared_heads_transformer", "the gradients of values are not summed",
+     "sum_over_replicas(layer.self_attn.v_proj", "(lambda *_: None)(None"),
+    ("09", "global_norm_shared", "replicated squares count once a rank", " / c", ""),
     # 10
     ("10", "to_dtensor", "rows of padding are saved, too",
      "        x = x[: max(0, p.rows - first_row)]\n        full_shape[0] = p.rows\n",

@@ -9,7 +9,7 @@ import torch
 from matplotlib.colors import to_rgb
 from pictures import contrast, draw, drawings, drawn, panels, shade
 
-of_00 = drawings("00_collectives")
+of_08 = drawings("08_same_bits")
 of_02 = drawings("02_transformer_tp")
 of_03 = drawings("03_vocab_parallel")
 of_04 = drawings("04_sequence_parallel")
@@ -91,7 +91,7 @@ def test_matrices_are_coloured_by_holder_and_blocks_name_them():
 
 def test_a_tree_of_sums_has_the_colours_of_who_adds():
     rank_0, rank_1 = [(1, 2), (4, 8), (3, 12), (15, 240)], [(16, 32), (64, 128)]
-    seen = drawn(of_00.draw_tree, 2, [rank_0, rank_1])
+    seen = drawn(of_08.draw_tree, 2, [rank_0, rank_1])
     assert seen.on() == [
         ("T = 2", ""), *((f"{i}", BLUE) for i in (0, 1, 2, 3)),
         *((f"{i}", ORANGE) for i in (4, 5, 6, 7)),
@@ -286,7 +286,12 @@ def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     assert ranks == [0, 1, 1, 0, 1] and seen.at["g"][0] == 3.5
     _, one, again, other, *_ = seen.hatches
     assert one == again != other
-    assert seen.legend == ["attention", "MLP", "all-reduce", "all ranks are in it"]
+    assert seen.legend == [
+        "attention",
+        "MLP",
+        "all-reduce",
+        "all ranks are in the call",
+    ]
     patches = seen.figure.legends[0].get_patches()
     assert [p.get_hatch() for p in patches[:2]] == [one, other]
     assert [shade(p.get_facecolor()) for p in patches[2:]] == [BLACK, GREY]
@@ -325,7 +330,7 @@ CALL = {"does": "reduce-scatter", "moved": 1234}
 
 
 @pytest.mark.parametrize("held, ranks, wrong", [
-    ([[1, 2], [2, 1]], 2, "split both"),
+    ([[1, 2], [2, 1]], 2, "sharded both"),
     ([[3, 3], [5, 5]], 3, "some ranks only"),
     ([[0, 1], [0, 1]], 2, "some ranks only"),  # held by no one
 ])  # fmt: skip
@@ -342,7 +347,7 @@ def test_regions_name_runs_and_colour_elements():
     assert seen.texts == [  # x and norm lie alike: one name below both
         "a layer", "[B, s, D]", "positions", "x", "norm", "reduce-\nscatter",
         "1,234\nbytes", "[B, S, d]", "columns", "q", "[B, S, f]", "columns", "up",
-        "[B, S, D]", "whole", "w", "below", "[B, S, D]", "terms",
+        "[B, S, D]", "replicated", "w", "below", "[B, S, D]", "partial",
     ]  # fmt: skip
     elements = [b for b in seen.boxes if b.color in (BLUE, ORANGE, EVERYONE)]
     rows, columns = [BLUE] * 4 + [ORANGE] * 4, [BLUE, ORANGE] * 4

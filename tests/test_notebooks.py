@@ -32,9 +32,11 @@ PATHS = sorted(FOLDER.glob("[0-9]*_*.ipynb"))
 NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in PATHS}
 JAX = "06_the_same_in_jax"  # has no live ranks; its exercises: see test_jax.py
 MESH = "05_3d_parallel"
+ON_FOUR = (MESH, "10_checkpoints")  # their exercises need two axes of two ranks
 # Whose code a notebook shows that has no lesson of its own.
 LESSON = {JAX: "01_naive_mlp_tp", "07_plan_a_run": MESH}
-RUN = {MESH: 8, "07_plan_a_run": 8, JAX: 4}  # ranks of the first run, elsewhere 2
+# Ranks of the first run, elsewhere 2.
+RUN = {MESH: 8, "07_plan_a_run": 8, JAX: 4, "09_shared_heads": 4}
 
 
 @pytest.mark.timeout(600)
@@ -251,13 +253,13 @@ live.form_group()
 
 
 @pytest.mark.parametrize("name", [
-    *(name for name in NOTEBOOKS if name not in (JAX, MESH)), MESH,
+    *(name for name in NOTEBOOKS if name not in (JAX, *ON_FOUR)), *ON_FOUR,
 ])  # fmt: skip
 def test_exercises(cell, px, name):
     """On ranks with the lesson and nothing else: the two that run, in the end four."""
     lesson = LESSON.get(name, name)
     start = f"live = ranks.start(4, '{lesson}', timeout=4)"
-    assert cell(start if name == MESH else RENEW.format(lesson=lesson)) == ""
+    assert cell(start if name in ON_FOUR else RENEW.format(lesson=lesson)) == ""
 
     def verdict(answer, check):
         px(answer)
@@ -315,7 +317,8 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     assert code[0].startswith(finds_the_course)
     assert code[0] == finds_the_course or name == JAX
     lesson = LESSON.get(name, name)
-    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {lesson}"
+    path = jobs.PATHS[lesson].relative_to(ROOT)  # of a lesson, or in beyond/
+    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {path}"
     assert code[1].startswith(command)
     assert name == JAX or any("broken(" in cell for cell in code)
     assert text.count("<summary><b>Quiz.</b>") >= 5

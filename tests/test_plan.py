@@ -13,7 +13,7 @@ import jobs
 import plan
 import predict
 import pytest
-from runs import MESH, over
+from runs import MESH, PROOF, SHARED_HEADS, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,6 +47,27 @@ def test_every_rank_counts_what_was_predicted(run):
             assert found == {key: wanted[key] for key in found}, args
             compared += 1
     assert compared >= run[1]
+
+
+@over([(SHARED_HEADS, 4), (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1")])
+def test_shared_heads_are_as_beyond_09_counts(run):
+    """T > K, which lesson 05 refuses: bytes of parameters, and every call per step."""
+    data = jobs.result(*run).data
+    L, D, N, K, V, S, B, T, e = (data["size"][letter] for letter in "LDNKVSBTe")
+    sizes = predict.model(L, D, N, K, V, S, B)
+    layout = predict.make_layout(sizes, tp=T, micro_batch=B)
+    memory = {row["bytes"]: row for row in data["memory"]}
+    stored = predict.parameters(layout, 0)[0]
+    assert e * stored == memory["parameters, measured"]["SP"]
+    predicted = predict.counted(layout, 0, e)
+    compared = set()
+    for row in data["communication"]:
+        if row["run"] == "SP" and row["phase"] in ("forward", "loss", "backward"):
+            axis = "copy" if row["axis"] == "replica" else row["axis"]
+            call = lesson.Call("mesh", row["phase"], row["collective"], axis)
+            assert predicted[call] == [row["calls"], row["bytes"]], call
+            compared.add(axis)
+    assert compared == {"tp", "copy"}
 
 
 @pytest.mark.parametrize("recompute", predict.RECOMPUTE)

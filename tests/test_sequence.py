@@ -118,8 +118,8 @@ def test_every_gradient_and_parameter_is_compared(run):
     rows = {
         *(f"gradients: {name}, {run}" for name in names for run in others),
         *(f"parameters: {name}, {run}" for name in names for run in ["TP", *others]),
-        *(f"length gradients: length {n}: dL/d {name}, TP + SP"
-          for name in names for n in (1, S - 1, 2 * S + 1)),
+        *(f"length gradients: length {n}, padded to {-(-n // T) * T}: dL/d {name},"
+          " TP + SP" for name in names for n in (1, S - 1, 2 * S + 1)),
     }  # fmt: skip
     compared = {row["name"]: row["diff"] for row in data["checks"]}
     assert rows <= set(compared)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -319,7 +320,7 @@ def test_teachers_table_names_definitions_and_bugs_that_exist():
 
 
 def test_readme_names_targets_and_settings_that_exist():
-    asked = [line.split()[1:] for line in commands() if line.startswith("make ")]
+    asked = [shlex.split(x)[1:] for x in commands() if x.startswith("make ")]
     words = {word for line in asked for word in line}
     named = {word for word in words if "=" not in word}
     assert {"demo", "setup", "check", "test", "lessons", "wheels"} <= named <= TARGETS

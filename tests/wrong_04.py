@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of notebook 04, and what they are told."""
+"""Wrong answers to the exercises of notebook 04, and what each check says."""
 
 WITH_F = {", copy_input=False": ""}
 GATHER = "gate_BSf, up_BSf = gather_then_apply_each(x_BsD, self.gate, self.up)"
@@ -13,7 +13,7 @@ def gathered_by(call: str) -> dict[str, str]:
             "        gate_BSf, up_BSf = self.gate(x_BSD), self.up(x_BSD)"}  # fmt: skip
 
 
-WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
+WRONG = [  # number of the exercise, an answer or edits of the solution, the check
     (1, {GATHER: "(gate_BSf,) = gather_then_apply_each(x_BsD, self.gate)\n"
          "        (up_BSf,) = gather_then_apply_each(x_BsD, self.up)"},
      "forward: {'all-gather': 2, 'reduce-scatter': 1}"),
@@ -34,7 +34,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
      "`down.bias` has no gradient on rank 1"),  # so no sum over ranks could take it
     (1, {REDUCE: f"{REDUCE}\n"
          "        self.down.weight = nn.Parameter(shard(down.weight, 1, tp_group))"},
-     "expected [[6], [6, 8], [8], [8], [8, 6], [8, 6]]: a cut parameter needs"),
+     "expected [[6], [6, 8], [8], [8], [8, 6], [8, 6]]: a sharded parameter needs"),
     (1, {"ColumnParallelLinear(gate, tp_group, copy_input=False)": "gate",
          "ColumnParallelLinear(up, tp_group, copy_input=False)": "up",
          "RowParallelLinear(down, tp_group)": "down"} | gathered_by("x_BsD"),
@@ -42,7 +42,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (2, {"needs_sum |=": "of_biases ="}, "self_attn.o_proj.bias is not in your set"),
     (2, "needs_sum = {'input_layernorm.weight', 'input_layernorm.bias',"
         " 'self_attn.q_proj.bias'}",
-     "self_attn.q_proj.bias is in your set, but its gradient is right"),
+     "self_attn.q_proj.bias is in your set, but its gradient is already"),
     (2, "needs_sum = {'norm'}", "'norm' is not the name of a parameter"),
     (2, {"layer.post_attention_layernorm = nn.RMSNorm(D)": "return layer"},
      "post_attention_layernorm(x) is not w · x / √(mean of x² over D)"),

@@ -8,11 +8,11 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (1, "def limited(r, P, M, most):\n    k = min(P - r, M, most)\n"
         "    return [(w, i) for first in range(0, M, k) for w in "
         "('forward', 'backward')\n            for i in range(M)[first:first + k]]",
-     "before backward 1 it has done 4 of 8 forwards; here it should be 5"),
+     "before backward 1 it has done 4 of 8 forward passes; here it should be 5"),
     (1, {"range(M - warm_up, M)": "range(M - warm_up, M - 1)"},
-     "these are not 8 backwards in order"),
+     "these are not 8 backward passes in order"),
     (1, "limited = lambda r, P, M, most: schedule('1f1b', r, P, M)[::-1]",
-     "these are not 8 forwards in order"),
+     "these are not 8 forward passes in order"),
     (1, "limited = lambda r, P, M, most: [(w, i) for i in range(M) "
         "for w in ('backward', 'forward')]", "comes before forward 0"),
     (2, {"(target != IGNORE).any(1).sum()": "torch.tensor(len(target))"},
@@ -23,7 +23,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (2, {"counts.clamp(1)": "counts"}, ": 0/0? A line may have no target"),
     (2, {PART: "loss_bS.sum() / counts.sum().clamp(1) * len(loss_bS) / lines"},
      "all parts add up to"),
-    (3, {'1 if getattr(p, "shardings", ()) else 1 / tp.size()': "1",
+    (3, {'1 if shardings_of(p) else 1 / tp.size()': "1",
          'if hasattr(p, "rows")': "if False"}, "{'tp': 2, 'dp': 2}: "),
     (3, {"torch.tensor(count)": "count"},
      "'float' object has no attribute 'detach'; all_reduce takes a tensor"),

@@ -1,9 +1,9 @@
 """Wrong answers to the exercises of notebook 07, and what they are told."""
 
 WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
-    (1, {"predict.ring(collective, layout.tp) * size": "size"},
+    (1, {"predict.ring(call.collective, layout.tp) * nbytes": "nbytes"},
      "{'tp': 8}, {}, none: 1.812, should be 1.585 s"),
-    (1, {'axis == "tp" and calls': "calls"}, "{'tp': 8}, {}, none: "),
+    (1, {'call.axis == "tp"': "True"}, "{'tp': 8}, {}, none: "),
     (1, {"return sent / rate": "return sent / machine.inside"},
      "{'tp': 16}, {}, none: 3.397, should be 40.77 s"),
     (2, {"fitting, length = length": "fitting, length = 2 * length"},

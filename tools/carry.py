@@ -142,7 +142,7 @@ def joined(imports: list[str]) -> str:
     for line in imports:
         start, word, name = line.partition(" import ")
         names.setdefault(start + word if word else line, []).append(name)
-    imports = [start + ", ".join(names[start]) for start in names]
+    imports = [start + ", ".join(sorted(names[start])) for start in names]
     library = [line for line in imports if not import_order(line)[0]]
     others = [line for line in imports if import_order(line)[0]]
     blocks = ["\n".join(lines) for lines in (library, others) if lines]

@@ -1,0 +1,88 @@
+"""tools/audit.py: finds and names the lessons' bugs, and has no false alarm."""
+
+import json
+import shutil
+
+import audit
+import jobs
+import pytest
+
+DRIVER = ("drive_audit.py", 2)
+pytestmark = pytest.mark.launches(*DRIVER)
+
+
+def test_every_rank_has_the_same_findings(ranks):
+    assert all(rank == ranks[0] for rank in ranks)
+
+
+def test_bugs_are_found_and_named(ranks):
+    """Every bug is found; in at least nine of ten the first category is the cause."""
+    bugs = ranks[0]["bugs"]
+    assert len(bugs) >= 17
+    missed = [bug["bug"] for bug in bugs if not bug["categories"]]
+    assert missed == []
+    named = [bug for bug in bugs if bug["categories"][0][0].startswith(bug["expected"])]
+    assert len(named) >= 0.9 * len(bugs), [bug for bug in bugs if bug not in named]
+
+
+def test_right_models_raise_no_alarm(ranks):
+    right = ranks[0]["right"]
+    assert len(right) >= 60
+    assert [model for model in right if model["categories"]] == []
+
+
+@pytest.mark.parametrize("arguments, says", [
+    ([], "name a file"),
+    (["no_such_file.py"], "no_such_file.py: no such file"),
+    (["tools/check.py"], "tools/check.py does not define build"),
+    (["--example", "tp", "--ranks", "1"], "--ranks 1: take 2 or more"),
+])  # fmt: skip
+def test_wrong_use_is_one_line_and_2(arguments, says, capsys):
+    assert audit.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and says in error
+
+
+def test_every_finding_has_advice(ranks):
+    for result in ranks[0]["bugs"]:
+        for category, _ in result["categories"]:
+            what, line, where = audit.advice_for(category)
+            assert what and line and where
+
+
+MISSING_F = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, torch
+lesson = importlib.import_module("01_naive_mlp_tp")
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), lesson.MLP(8, 16))
+
+def parallelize(model, tp_group):
+    model[1] = lesson.tp_mlp(model[1], tp_group)
+    model[1].up_proj.copy_input = False  # the bug: f is missing
+    {wrong}
+    return model
+
+def batch(step):
+    return torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+"""
+
+
+@pytest.mark.parametrize("wrong, code, says", [
+    ("pass", 1, "0.weight: gradient sum"),
+    ("1 / tp_group.rank()", 1, "rank 0 raised ZeroDivisionError"),
+    ("tp_group.rank() and torch.distributed.barrier(tp_group)", 1, "(in parallelize)"),
+], ids=["missing f", "raises", "hangs"])  # fmt: skip
+def test_a_users_file(tmp_path, capsys, wrong, code, says):
+    """A bug is explained; a rank that raises or hangs ends the run, and is named."""
+    path = tmp_path / "my_model.py"
+    path.write_text(MISSING_F.format(root=str(jobs.ROOT), wrong=wrong))
+    arguments = [str(path), "--timeout", "30", "--json", str(tmp_path / "out.json")]
+    assert audit.main(arguments) == code
+    out = capsys.readouterr().out
+    assert says in out and "\nWRONG  my_model.py\n" in out, out
+    (result,) = json.loads((tmp_path / "out.json").read_text())
+    assert result["ranks"] == 2
+    shutil.rmtree(tmp_path, ignore_errors=True)
