@@ -997,8 +997,8 @@ class Report:
         it, printed below the table if it failed. hide: columns to keep, not to print.
         """
         for rank, rows_of_rank in enumerate(gather_objects(rows)):
-            for row, other in zip(rows, rows_of_rank):
-                merge_row(row, other, rank)
+            for place, other in enumerate(rows_of_rank):
+                merge_row(find_row(rows, other, place), other, rank)
         for row in rows:
             if "off" in row:
                 row["ok"] = not row["off"]
@@ -1089,9 +1089,9 @@ class Report:
             self.expect(row, "calls", "calls", name, calls)
             self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
-        # A column with one value in all rows (one axis, one phase) is left out.
+        # A column with one value in all rows (one run, one axis) is left out.
         hide = []
-        for column in ("phase", "axis"):
+        for column in ("run", "phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
         self.table("communication", rows, hide)
@@ -1140,6 +1140,32 @@ def per_step(count: int, steps: int):
     return count // steps if count % steps == 0 else count / steps
 
 
+def find_row(rows: list[dict], other: dict, place: int) -> dict:
+    """The row with the same label as another rank's row, which stands at `place`.
+
+    Pipeline stages may have different rows. A row that failed is added if it is new.
+    """
+    if place < len(rows) and label_of(rows[place]) == label_of(other):
+        return rows[place]
+    for row in rows:
+        if label_of(row) == label_of(other):
+            return row
+    if other.get("off"):
+        rows.append(dict(other, off=[]))
+        return rows[-1]
+    return {}
+
+
+def label_of(row: dict) -> list[str]:
+    """The texts that a row begins with; no texts if it begins with a number."""
+    label = []
+    for value in row.values():
+        if not isinstance(value, str):
+            break
+        label.append(value)
+    return label
+
+
 def merge_row(row: dict, other: dict, rank: int) -> None:
     """Add to a row what the same row of another rank says about failed checks."""
     for column in other.get("off", []):
@@ -1160,7 +1186,7 @@ def explain_row(row: dict) -> list[str]:
     ranks = row.get("off_ranks", [])
     if ranks and 0 not in ranks:
         label = next(iter(row.values()))
-        lines.append(f"   ✗ {label}: fails on ranks {ranks}; the row shows rank 0")
+        lines.append(f"   ✗ {label}: fails on ranks {ranks}, not on rank 0")
     return lines
 
 

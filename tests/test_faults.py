@@ -33,7 +33,7 @@ FAULTS = [
     (MLP, 2, "kill-inside", 1, 40),
     (MLP, 4, "sleep", 0, 1),
     (MLP, 2, "raise", 0, 50),
-    (MLP, 4, "skip", 0, 40),
+    (MLP, 4, "skip", 0, 48),
     (MLP, 4, "stop", 2, 20),
     (TRANSFORMER, 2, "kill", 1, 7),
     (SEQUENCE, 2, "sleep", 0, 44),

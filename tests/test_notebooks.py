@@ -128,7 +128,7 @@ def test_a_rank_that_raises(cell, px):
     assert raised == "rank 1: ValueError: out (line 2 of the cell)"
     assert advice.endswith(": live.restart()")
     said = cell("live.restart()")
-    assert "rank 1 is in no call" in said and "is kept" in said
+    assert "rank 1 is not in a collective" in said and "is kept" in said
     said = px("print(all_reduce(kept, tp_group).tolist(), mlp(torch.ones(1, 2)).shape)")
     assert said == "every rank  [3.0, 3.0] torch.Size([1, 2])\n"
     # What its parameters remember of their cuts has the new group, too.

@@ -174,7 +174,7 @@ def test_lesson(looks, lesson):
     assert links == [f"{repository}#L{n}" for n, _ in enumerate(wanted, 1)]
     assert {"NEW", "RUN", "BREAK", "HARNESS,"} <= {e["title"].split()[0] for e in code}
     for each in code:
-        folded = each["title"].startswith(("CARRIED", "HARNESS"))
+        folded = each["title"].startswith(("FLAGS", "CARRIED", "HARNESS"))
         assert each["folds"] == folded and each["shown"] != folded, each["title"]
 
     notebook = json.loads((jobs.ROOT / f"notebooks/{lesson}.ipynb").read_text("utf-8"))
