@@ -582,7 +582,14 @@ def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
 def show_gradients_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
     """Output and gradients of step 1, and some elements of one of them."""
     report.section("Output and gradients of step 1: norms; diff = max|a − b| / max|b|")
-    report.compare("gradients", values_of(runs, "tensors"))
+    outputs = {}
+    gradients = {}
+    for name, run in runs.items():
+        outputs[name] = {"y": run.tensors["y"]}
+        gradients[name] = dict(run.tensors)
+        del gradients[name]["y"]
+    report.compare("outputs", outputs)
+    report.compare("gradients", gradients)
     report.say("   The first elements of dL/d up_proj.weight:")
     for name, run in runs.items():
         grad = run.tensors.get("dL/d up_proj.weight", torch.empty(0))
@@ -1087,7 +1094,7 @@ COMM = CommCounter()
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}  # relative difference of a loss
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
-CAUSES_FIRST = ["runs", "gradients", "replicas", "norms", "losses", "parameters"]
+CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 
 
 def rel_diff(got, expected) -> float:
@@ -1244,7 +1251,7 @@ class Report:
                     row["off"].append(run)
         self.table(key, list(rows.values()))
 
-    def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
+    def ledger(self, formulas: dict[Call, str], size: dict, steps=1, hide=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
         formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
@@ -1276,9 +1283,9 @@ class Report:
             self.expect(row, "calls", "calls", name, calls)
             self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
-        # A column with one value in all rows (one run, one axis) is left out.
-        hide = []
-        for column in ("run", "phase", "axis"):
+        # A column with one value in all rows (one axis, one phase) is left out.
+        hide = list(hide)
+        for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
         self.table("communication", rows, hide)

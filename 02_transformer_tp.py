@@ -1235,7 +1235,7 @@ COMM = CommCounter()
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}  # relative difference of a loss
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
-CAUSES_FIRST = ["runs", "gradients", "replicas", "norms", "losses", "parameters"]
+CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 
 
 def rel_diff(got, expected) -> float:
@@ -1392,7 +1392,7 @@ class Report:
                     row["off"].append(run)
         self.table(key, list(rows.values()))
 
-    def ledger(self, formulas: dict[Call, str], size: dict, steps: int = 1) -> None:
+    def ledger(self, formulas: dict[Call, str], size: dict, steps=1, hide=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
         formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
@@ -1424,9 +1424,9 @@ class Report:
             self.expect(row, "calls", "calls", name, calls)
             self.expect(row, "bytes", "bytes", name, nbytes)
             rows.append(row)
-        # A column with one value in all rows (one run, one axis) is left out.
-        hide = []
-        for column in ("run", "phase", "axis"):
+        # A column with one value in all rows (one axis, one phase) is left out.
+        hide = list(hide)
+        for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
         self.table("communication", rows, hide)
