@@ -22,7 +22,7 @@ from one to the other only by calls that both make. Your own first program could
 Save it as first.py; torchrun --standalone --nproc_per_node=2 first.py starts it.
 
 What you will see: six sections, in which every rank checks every value, and the bytes
-sent are compared with formulas.
+of all calls are compared with formulas.
     1  the three placements of a tensor: replicated, sharded, partial
     2  five collectives, and send/recv
     3  an all-reduce built from two collectives, then from send/recv as a ring
@@ -38,7 +38,8 @@ Exercises (answers: notebooks/00_collectives.ipynb, in the section that is named
         with ✗, but its bytes stay right. What is computed now? (section 11, no. 3)
     Write an all-reduce by recursive doubling: in step i, exchange everything with rank
         (rank XOR 2^i) and add. Print it with show_algorithm in section 3: it takes
-        log2(T) steps instead of 2·(T − 1), but each rank sends more. (section 4)
+        log2(T) steps instead of 2·(T − 1). From T = 4 on each rank sends more, and T
+        must be a power of 2. (section 4)
 
 How to read this file: NEW is the lesson. RUN calls it and prints; `report` compares and
 makes tables, COMM counts calls and bytes, both in HARNESS, which you can skip. BREAK IT
@@ -47,7 +48,8 @@ lists the bugs.
 Shapes: A[I, J] · B[J, K] = C[I, K]. The last letters of a tensor's name are its dims:
     UPPERCASE is the full size, lowercase is this rank's 1/T slice of it. a_Ij has all
     rows and a slice of the columns. n elements in the small vectors, T ranks in a
-    group, e bytes per element. On axis tp of a mesh of ranks:
+    group, e bytes per element. On axis tp (tensor parallel) of a mesh, which is a grid
+    of ranks (U stands for unreduced: not yet summed):
         replicated  A[I]          Replicate()  every rank holds the full tensor
         sharded     A[I_tp]       Shard(dim)   dim I is split over tp
         partial     A[I] {U_tp}   Partial()    full shape, still to be summed over tp;
@@ -81,7 +83,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
+    """This rank's group along each axis of a mesh, numbered along the last axis first.
 
     A mesh lays out the ranks as a grid. Each line of the grid is a group.
 
@@ -96,6 +98,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     for dim, (axis, size) in enumerate(sizes.items()):
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
+            # group_desc is the axis under which COMM counts a group's calls.
             # Every rank creates every group, in one order, even if it is not in it:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
@@ -126,8 +129,8 @@ def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 # Each wrapper returns a new tensor and never changes its input. Autograd does not track
 # these calls; lesson 01 wraps some of them in autograd.Functions. In a group of one
-# rank they send nothing. COMM.record counts the call and its payload (bytes of the full
-# logical tensor) and records that this rank is inside the call.
+# rank they send nothing. COMM.record counts the call and its payload (bytes of a rank's
+# input, or of its output if that is larger) and records that this rank is inside it.
 
 
 def all_reduce(
@@ -252,7 +255,9 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
     left = (rank - 1) % T
     chunks = list(x.detach().flatten().tensor_split(T))
     for step in range(T - 1):
-        send_chunk = (rank - step - 1) % T  # from step 2 on: the one just added to
+        send_chunk = (
+            rank - step - 1
+        ) % T  # after the first step: the one just added to
         recv_chunk = (rank - step - 2) % T
         arrived = send_recv(chunks[send_chunk], right, chunks[recv_chunk], left, group)
         chunks[recv_chunk] = chunks[recv_chunk] + arrived
@@ -269,7 +274,11 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
 
 
 def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
-    """Bytes that one rank of a ring sends for a payload of nbytes."""
+    """Bytes that one rank of a ring sends for a payload of nbytes.
+
+    A round has T − 1 steps, and in each a rank sends 1/T of the payload (on average, in
+    a broadcast). For send/recv the payload is what the rank sends.
+    """
     if collective == "send/recv":
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
@@ -350,7 +359,9 @@ def matmul_case_4_right(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
 def matmul_2d(a_ij: Tensor, b_jk: Tensor, outer, inner) -> Tensor:
     """A[I_outer, J_inner] · B[J_outer, K_inner] → C[I_outer, K_inner] on a 2D mesh.
 
-    Each operand is gathered over the axis that splits J, and C is laid out like A.
+    a_ij is [I/outer, J/inner] and b_jk is [J/outer, K/inner]: each lowercase dim is
+    split over one axis only, and the two j differ. (In sizes, outer is its number of
+    ranks.) Each operand is gathered over the axis that splits J; C is laid out like A.
     Communication: all-gather of A[I_outer, J] over inner (I·J/outer elements), of
         B[J, K_inner] over outer (J·K/inner elements). Source: arXiv:2105.04663.
     """
@@ -410,7 +421,7 @@ def check_calls(report, row: dict, run: str, formula: str, size, group) -> None:
     """Add calls, bytes, ring and formula to a row, and check them.
 
     Args:
-        run: counted are the calls in `with COMM.label(run, …)` on the group's axis.
+        run: the calls in `with COMM.label(run, …)` on the axis of the group count.
         formula: bytes of the one call that a group makes; "0" if it makes none.
     """
     row.update({"calls": 0, "bytes": 0, "ring": 0, "formula": formula})
@@ -418,7 +429,7 @@ def check_calls(report, row: dict, run: str, formula: str, size, group) -> None:
         if call.run == run and call.axis == group.group_desc:
             row["calls"] += calls
             row["bytes"] += COMM.bytes[call]
-            # The payload is one number, what a rank of a ring sends for it another.
+            # ring: the bytes that a rank of a ring would send for this payload.
             row["ring"] += ring_bytes(call.collective, COMM.bytes[call], group.size())
     calls = 0 if formula == "0" or group.size() == 1 else 1  # one rank sends nothing
     nbytes = calls * evaluate(formula, size)
@@ -499,6 +510,9 @@ def show_collectives(report: Report, n: int, group) -> None:
     report.section(
         "Five collectives and send/recv; rank r starts with 10·r, 10·r + 1 …"
     )
+    report.say(
+        "   bytes = payload: of a rank's input, or of its output if that is larger"
+    )
     for move in moves:
         show_move(report, move, group)
 
@@ -530,7 +544,7 @@ def show_two_halves(report: Report, x: Tensor, group) -> None:
 
 
 def show_algorithm(report, algorithm, x, steps: str, sent: str, group) -> None:
-    """An all-reduce by hand: on x, and on one element more, which T does not divide.
+    """An all-reduce by hand, on x and on n + 1 elements, a number T does not divide.
 
     Args:
         algorithm: called as algorithm(x, group, on_step); it calls send_recv.
@@ -542,7 +556,9 @@ def show_algorithm(report, algorithm, x, steps: str, sent: str, group) -> None:
     # tensor_split makes chunks of different lengths where T does not divide n.
     longer = torch.cat([x, x[:1]])
     rows.append(algorithm_row(report, algorithm, longer, steps, sent, group))
-    report.say(f"   {name}: per step, all ranks send and receive at the same time")
+    report.say(
+        f"   {name}: per step, all ranks send and receive at once (sends in bytes)"
+    )
     report.table("by hand", rows)
 
 
@@ -584,7 +600,7 @@ PRODUCTS = [
             matmul_case_1, 0, None, 0),
     Product("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
             matmul_case_2_gather, 1, None, None),
-    Product("2", "slice B: 3", "C[I, K]", "I·K·e",
+    Product("2", "slice B, then 3", "C[I, K]", "I·K·e",
             matmul_case_2_slice, 1, None, None),
     Product("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
             matmul_case_3_all_reduce, 1, 0, None),
@@ -602,8 +618,10 @@ def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> No
     rows = [product_row(report, case, a_IJ, b_JK, size, group) for case in PRODUCTS]
     report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
     report.say(
-        "   1, 4: J is not split; nothing is sent, but in 4 a rank has a block of C\n"
+        "   1: J is not split; each rank computes its rows of C and sends nothing\n"
         "   2, 3: J is split; gather A, or sum over ranks\n"
+        "   4: J is not split, but I and K are, over one axis: gather A or B\n"
+        "   flops = of a rank's product: 2·I·J·K for all the work, else 1/T of it\n"
         "   bytes = payload, the full tensor; ring = what a rank of a ring sends for it"
     )
     report.table("communication", rows, hide=["calls"])
@@ -692,7 +710,8 @@ def show_mistakes(report: Report, group) -> None:
     name = "two sums, first 1s, then 10s"
     rows.append(mistake_row(report, name, before, summed, T * before))
 
-    # The last rank starts only when rank 0 has started and does its other work. So if
+    # The last rank starts only when rank 0 has started and does its other work: it
+    # waits for a key in COMM.store, a key-value store that all ranks share. So if
     # rank 0 reads too early, there is no sum yet, however fast the machine is.
     started = "rank 0 has started its all-reduce"
     if T > 1 and rank == T - 1:

@@ -2,9 +2,10 @@
 
 Tensor parallelism (TP) splits the first matrix of an MLP by columns and the second by
 rows. Each rank computes its part of the hidden layer, nonlinearity included, and one
-all-reduce adds up the outputs. The naive split, both by columns, sends more.
+all-reduce adds up the outputs. This is the split of Megatron-LM, NVIDIA's training
+library. The naive split, both by columns, sends more.
 
-Run it on 2 ranks (1, 3, 4 and 8 also work; the 2D mesh has two axes from 4 ranks on):
+Run it on 2 ranks (1, 3, 4 and 8 also work; with 2, one axis of the 2D mesh has 1 rank):
 
     torchrun --standalone --nproc_per_node=2 01_naive_mlp_tp.py
 
@@ -135,12 +136,13 @@ def unshard(x: Tensor, shardings: tuple) -> Tensor:
 #
 #     parameter   its input              gradient on each rank
 #     sharded     replicated, or split   of its own shard, complete: up_proj's,
-#                 along the same dim     down_proj.weight's
+#                 along the same dim F   down_proj.weight's, [D, f] with input h_BSf
 #     replicated  replicated             the same on all, complete: down_proj.bias's
 #     replicated  sharded                partial: sum it, or the replicas diverge
 #
 # A replicated weight that works on a sharded input has a partial gradient. Under TP
-# this MLP has none; under data parallelism all are (average_gradients below).
+# this MLP has no such weight. Under data parallelism all its parameters are such: the
+# input is sharded by samples (average_gradients below).
 
 
 class CopyToTP(torch.autograd.Function):
@@ -206,10 +208,12 @@ class ColumnParallelLinear(nn.Module):
 
 
 def naive_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Both layers by columns, each output gathered: GELU on all of F everywhere.
+    """Both layers by columns, each output gathered: all ranks apply GELU to all of F.
 
-    down_proj uses h in different work, with its slice of W; its f makes dL/dh complete.
-    Communication: all-gathers of B·S·F and B·S·D elements, all-reduces in backward.
+    Each rank multiplies the full h by its own slice of down_proj's W, so it gets a
+    partial dL/dh, and the f of down_proj sums it.
+    Communication: all-gathers of B·S·F and B·S·D elements in forward, all-reduces of
+        the same two sizes in backward.
     """
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group, gather_output=True)
@@ -273,7 +277,7 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
 
 
 def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
-    """The same split by PyTorch; a DTensor knows its placement, calls collectives."""
+    """The same split by PyTorch: a DTensor has a placement, and calls collectives."""
     device = full.up_proj.weight.device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     column = parallel.ColwiseParallel()
@@ -288,8 +292,9 @@ def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
 def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
     """Average gradients over batch_group.
 
-    A rank's loss is a mean over its own samples only. The gradient of a parameter that
-    is sharded over the group was already summed by the reduce-scatter in its backward.
+    A rank's loss is a mean over its own samples only. What is sharded over the group
+    needs no sum: the gradient of a weight or bias was summed by the reduce-scatter in
+    backward (FSDP, below), and no other rank has the samples of this rank's x.
     Communication: one all-reduce for each other parameter, of its size.
     """
     for p in tensors:
@@ -350,7 +355,7 @@ class GatheredMatmul(torch.autograd.Function):
     """X Wᵀ where W is stored in shards along dim: all-gathered for use, never saved.
 
     Communication: all-gathers of W in forward and in backward; a reduce-scatter of
-        dL/dW, which is partial because each rank of the group has other samples.
+        dL/dW, which is partial because the ranks of the group have different samples.
     """
 
     @staticmethod
@@ -560,7 +565,8 @@ def show_training_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
     """Losses of the runs that have the full batch on every rank."""
     report.section("Losses: squared distance to the target, mean over tokens")
     report.say(
-        "   x is also trained: a wrong dL/dx shows in the loss of the next step."
+        "   x is also trained: a wrong dL/dx shows in the loss of the next step.\n"
+        "   diff = max|a − b| / max|b| over elements: a of any run, b without TP"
     )
     losses = values_of(runs, "losses")
     report.compare("losses", losses, allowed=report.allowed_loss)
@@ -581,7 +587,7 @@ def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
 
 def show_gradients_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
     """Output and gradients of step 1, and some elements of one of them."""
-    report.section("Output and gradients of step 1: norms; diff = max|a − b| / max|b|")
+    report.section("Output and gradients of step 1: norms, and diff of the elements")
     outputs = {}
     gradients = {}
     for name, run in runs.items():
@@ -651,8 +657,8 @@ def show_memory_mlp(report: Report, runs: dict[str, MLPRun], size: dict) -> None
         rows.append(row)
     report.table("memory", rows)
     report.say(
-        "   saved = activations saved for backward: x, input and output of GELU. The\n"
-        "   naive split shards none of them, Megatron's all but x."
+        "   saved = activations for backward: x, input and output of GELU. Megatron\n"
+        "   shards all but x, the naive split none; DTensor saves copies of its own."
     )
 
 
@@ -717,13 +723,15 @@ def show_break_even_mlp(report: Report, size: dict[str, int]) -> None:
     # Both all-reduce over T ranks: Megatron 2·B·S·D·e bytes, DP θ.
     equal = size["θ"] / evaluate("2·D·e", size)
     tokens = evaluate("B·S", size)
-    # A rank computes 12·B·S·D·F/T FLOPs per step, in matrix products.
+    # FLOPs per step: 2 products forward and 4 backward (dL/dX and dL/dW of each layer),
+    # each of 2·B·S·D·F/T on a rank: 12·B·S·D·F/T. Bytes sent in a ring: 2·(T-1)/T of
+    # each all-reduce's payload.
     of_tp = evaluate("3·F/((T-1)·e)", size)
     of_dp = evaluate("6·B·S·D·F/((T-1)·θ)", size)
     lines = [
         "Megatron all-reduces activations, 2·B·S·D·e bytes; DP gradients, θ bytes.",
         f"Megatron sends more from B·S = θ/(2·D·e) = {equal:.1f} on (here: {tokens}).",
-        "FLOPs per byte sent (predicted; matrix products only): Megatron",
+        "FLOPs per byte sent in a ring (predicted; products only): Megatron",
         f"3·F/((T-1)·e) = {of_tp}, DP 6·B·S·D·F/((T-1)·θ) = {of_dp}. So TP needs wide",
         "layers, and DP many tokens.",
     ]
@@ -811,9 +819,9 @@ BREAKS = {
         old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
         new="    partial_y_BSD = CopyToTP.apply(partial_y_BSD, self.tp_group)\n"
         "    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
-        what="g all-reduces in backward also, as PyTorch's differentiable all_reduce",
-        symptom="the loss of step 1 is correct; all gradients before g are T times too "
-        "large",
+        what="g also all-reduces in backward, like PyTorch's differentiable all_reduce",
+        symptom="the loss of step 1 is correct; gradients of all that precedes g are "
+        "T times too large",
         why="each rank already has the full dL/dy, because all compute the same loss; "
         "PyTorch's all_reduce is for ranks with different losses",
         reported="github.com/pytorch/pytorch/issues/58005; NVIDIA/Megatron-LM, 559",
@@ -911,7 +919,7 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
+    """This rank's group along each axis of a mesh, numbered along the last axis first.
 
     (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
@@ -920,6 +928,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     for dim, (axis, size) in enumerate(sizes.items()):
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
+            # group_desc is the axis under which COMM counts a group's calls.
             # Every rank creates every group, in one order, even if it is not in it:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)

@@ -1,8 +1,8 @@
 """Lesson 02: a transformer under tensor parallelism.
 
 Attention is split by heads, as an MLP is split by columns: q, k and v by column, o by
-row. A layer then needs two all-reduces forward and two backward. Everything between
-the blocks (LayerNorm, residual, dropout, embedding) is replicated on every rank.
+row. A layer then needs two all-reduces forward and two backward. Everything else
+(LayerNorms, residuals with their dropout, embedding, head) is replicated on every rank.
 
 Run it on 1, 2 or 4 ranks (another number of ranks may need a larger model; it says so):
 
@@ -69,7 +69,11 @@ class Config(NamedTuple):
 
 
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864)."""
+    """cos and sin [S, H] of the angles of a rotary embedding (arXiv:2104.09864).
+
+    It tells attention how far apart two tokens are: pair i of a head, i < H/2, of q
+    and of k is rotated by the angle position · 10000^(−2i/H).
+    """
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
     angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
     return angle_SH.cos(), angle_SH.sin()
@@ -82,7 +86,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, with the mask sampled as in ShardedDropout below."""
+    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -98,7 +102,8 @@ class CoreAttention(nn.Module):
     N/T and K/T heads of one rank.
 
     Shapes: q [B, S, N·H], k and v [B, S, K·H] → [B, S, N·H].
-        tables: cos and sin [≥ S, H], and [≥ S, ≥ S] which is True where key > query.
+        tables: cos and sin, each [≥ S, H]; future [≥ S, ≥ S], True where the position
+            of the key is after that of the query.
     """
 
     def __init__(self, head_size: int, dropout: float):
@@ -160,6 +165,7 @@ class DecoderLayer(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        # By keyword: PyTorch's plan in lesson 04 names the inputs of attention.
         y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), tables=tables)
         x_BSD = x_BSD + self.dropout(y_BSD)
         y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
@@ -234,7 +240,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
         o_proj.weight          [D, D], on a rank [D, D/T]        Shard(1)
     Communication: 2 all-reduces forward (g of o_proj and of down_proj) and 2 backward
         (f before q, k and v, and f before up_proj), each of B·S·D elements.
-    Raises: ValueError if T does not divide K. (If it does, it divides N, a multiple.)
+    Raises: ValueError if T does not divide K. (Then it divides N, too.)
     Source: arXiv:1909.08053, sec. 3.
     """
     attn = layer.self_attn
@@ -265,7 +271,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
 
 # Why do all ranks call the collectives of backward in the same order, as they must?
 # Of the graph's nodes that are ready to run on a device, autograd runs the one that
-# forward created last; only a gradient that is ready for its parameter comes before it.
+# forward created last; only nodes that add to a parameter's .grad run earlier.
 # All ranks run the same forward code, so they create the same nodes in the same order.
 # (An operation in an `if rank == 0:` in forward could change the order on that rank.)
 
@@ -317,8 +323,9 @@ def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     """Norm of the full model's gradient, the same on every rank.
 
-    Replicated squares would count T times, so each rank divides them by T. Example for
-    T = 2: (3 + 4/2) + (5 + 4/2) = 3 + 5 + 4, sharded 3 and 5, replicated 4.
+    The squares of a replicated gradient would count T times, so each rank divides them
+    by T. Example for T = 2: the squares of a sharded gradient sum to 3 on rank 0 and to
+    5 on rank 1, those of a replicated one to 4: (3 + 4/2) + (5 + 4/2) = 3 + 5 + 4.
 
     Communication: one all-reduce of one float64.
     """
@@ -439,6 +446,7 @@ def train_transformer(
 
     Args:
         tp_group: None for one process and for DTensor.
+        The next three are for later lessons, which replace these parts of a step.
         loss_of: (logits, targets) → the loss.
         after_backward: called with the model, before gradients are read.
         norm_of: (model, tp_group) → the norm of the gradient; None is global_norm.
@@ -499,7 +507,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: this is equal to no tensor
+            x = torch.empty(0)  # no gradient: its shape differs from all others
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -552,12 +560,12 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     for kind in ("losses", "norms"):
         of_ranks = gather_objects(list(getattr(run, kind).values()))
         diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
-    row = {"": "replicas equal on all ranks", "tensors": len(diffs)}
+    row = {"": "replicas, losses and ‖g‖ on all ranks", "compared": len(diffs)}
     row["equal"] = 0
     for name, diff in diffs.items():
         if report.check("replicas", name, diff):
             row["equal"] += 1
-    row["off"] = [] if row["equal"] == row["tensors"] else ["equal"]
+    row["off"] = [] if row["equal"] == row["compared"] else ["equal"]
     report.table("replicas", [row])
 
 
@@ -604,7 +612,7 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         report.say(f"   {run}: {total:,} bytes, {conclusions[run]}")
     if "DTensor" in totals:
         report.say(
-            "   clipping = sums of squares, float64: one; DTensor one per parameter"
+            "   clipping: one call sums squares in float64; DTensor: one per parameter"
         )
     if not totals:
         report.say("   Nothing was sent by a run that completed.")
@@ -646,7 +654,7 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
     # AdamW stores two moments per parameter, and a 4-byte step count per tensor.
     tensors = len(runs["without TP"].parameters)
     sums = {run: 2 * sums[run] + 4 * tensors for run in sizes}
-    formula = f"2·sum + 4·{tensors} tensors"
+    formula = f"2·sum + 4·{tensors} step counts"
     rows.append(measured_row(report, "optimizer state", formula, sums, measured))
     report.table("memory", rows)
 
@@ -848,7 +856,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
+    """This rank's group along each axis of a mesh, numbered along the last axis first.
 
     (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
@@ -857,6 +865,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     for dim, (axis, size) in enumerate(sizes.items()):
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
+            # group_desc is the axis under which COMM counts a group's calls.
             # Every rank creates every group, in one order, even if it is not in it:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)

@@ -537,7 +537,7 @@ from torch.distributed.tensor import DTensor
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, the last axis innermost.
+    """This rank's group along each axis of a mesh, numbered along the last axis first.
 
     (lesson 00)"""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
@@ -546,6 +546,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     for dim, (axis, size) in enumerate(sizes.items()):
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
+            # group_desc is the axis under which COMM counts a group's calls.
             # Every rank creates every group, in one order, even if it is not in it:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
@@ -772,7 +773,7 @@ class Config(NamedTuple):
 
 
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, H] of the angle position · 10000^(−2i/H) (arXiv:2104.09864).
+    """cos and sin [S, H] of the angles of a rotary embedding (arXiv:2104.09864).
 
     (lesson 02)"""
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
@@ -789,7 +790,9 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, with the mask sampled as in ShardedDropout below (lesson 02)."""
+    """nn.Dropout, but sampled as in ShardedDropout: runs with and without TP drop alike.
+
+    (lesson 02)"""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -862,6 +865,7 @@ class DecoderLayer(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, tables: tuple) -> Tensor:
+        # By keyword: PyTorch's plan in lesson 04 names the inputs of attention.
         y_BSD = self.self_attn(x_BSD=self.input_layernorm(x_BSD), tables=tables)
         x_BSD = x_BSD + self.dropout(y_BSD)
         y_BSD = self.mlp(self.post_attention_layernorm(x_BSD))
@@ -1032,7 +1036,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: this is equal to no tensor
+            x = torch.empty(0)  # no gradient: its shape differs from all others
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:

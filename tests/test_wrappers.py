@@ -46,7 +46,7 @@ def test_what_a_ring_sends():
     rows = jobs.result(COLLECTIVES, 4).data["communication"]
     products, on_meshes = rows[:7], rows[7:]
     for row in products:
-        is_sum = row["what to do"] in ("AllReduce", "slice B: 3")
+        is_sum = row["what to do"] in ("AllReduce", "slice B, then 3")
         rounds = 2 if is_sum else 1
         assert row["ring"] == row["bytes"] * rounds * 3 / 4, row
     assert [row["mesh"] for row in on_meshes[::2]] == ["4 × 1", "2 × 2", "1 × 4"]
