@@ -930,7 +930,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, but sampled as in ShardedDropout: runs with and without TP drop alike.
+    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP.
 
     (lesson 02)"""
 
