@@ -52,7 +52,8 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 # ==== NEW in 03: the vocabulary, split
 
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
-# From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward.
+# From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward,
+# f (CopyToTP, inside ColumnParallelLinear) the reverse.
 # ColumnParallelLinear holds a slice of the outputs, here of the vocabulary.
 # A parameter remembers how it is sharded: shardings_of(p) is ((dim, group), …).
 # From lesson 02: tp_transformer copies the model and replaces the linears of its
@@ -172,11 +173,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others add 0.
+        # Third: the target's logit. One rank has its column (the columns of its logits
+        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
-        if smoothing:  # Σ q·(x − m) instead, in the same all-reduce
+        if smoothing:  # Σ q·(x − m) instead; padding (−∞) is left out
             picked_BS = (1 - smoothing) * picked_BS
             picked_BS += (
                 smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
@@ -263,8 +265,10 @@ def vocab_plan() -> dict:
     DTensor needs no padding: it allows shards of different sizes.
     """
     plan = tp_plan()
+    # Of an embedding [V, D] RowwiseParallel shards dim 0, of a linear's weight dim 1.
     plan["embed_tokens"] = parallel.RowwiseParallel(input_layouts=Replicate())
-    # The logits stay a DTensor, from which loss_parallel sees that they are sharded.
+    # use_local_output=False: the logits stay a DTensor, from which loss_parallel sees
+    # that they are sharded.
     plan["lm_head"] = parallel.ColwiseParallel(
         output_layouts=Shard(-1), use_local_output=False
     )
@@ -298,7 +302,8 @@ def train_with_loss_parallel(
 def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int) -> int:
     """Sample a token from sharded logits by sending two numbers instead of V.
 
-    The position of the largest logit + Gumbel noise is a sample from softmax(logits).
+    The Gumbel-max trick: argmax(logits + noise) is a sample from softmax(logits), if
+    noise = −log(−log u) and u is uniform in (0, 1).
     So a rank needs to pass in its best column only. All ranks generate the full noise
     from one seed, so the sample is the same as in a single process.
 
@@ -451,8 +456,8 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
         report.expect(sums, name, "positions", name, size["B"] * size["S"])
     rows.append(sums)
     report.say(
-        "   inputs, targets: positions of the first batch with one of these tokens;\n"
-        "   no target: IGNORE, at line ends and PAD. padding: rows of zeros at the end"
+        "   inputs: positions of the first batch whose token is held; targets: whose\n"
+        "   next token is. no target = IGNORE. padding: rows of zeros, for no token"
     )
     report.table("tokens", rows)
 
@@ -463,7 +468,11 @@ def count_tokens(tokens: Tensor, held: range) -> int:
 
 def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
     """Check that padded rows got no gradient in step 1 and stayed zero to the end."""
-    row = {"with TP": "rows of padding are zero", "tensors": len(padding), "zero": 0}
+    row = {
+        "with TP": "rows of padding in gradients, parameters",
+        "tensors": len(padding),
+        "zero": 0,
+    }
     for name, x in padding.items():
         kind, _, parameter = name.partition(" of ")
         diff = rel_diff(x, torch.zeros_like(x))  # inf if it is not zero
@@ -499,14 +508,16 @@ HARD_CASES = [
     Case("label smoothing 0.1", "Σ q·(x − m)", smoothing=0.1),
     Case("20% have no target", "mean over targets", ignored=0.2),
     Case("none has a target", "0 / 0 is nan", ignored=1.0),
-    Case("V = 1", "rank of padding", vocab_size=1),
+    Case("V = 1", "ranks with padding only", vocab_size=1),
     Case("V = 50,257, as GPT-2", "padding, long sums", vocab_size=50257),
 ]
 
 
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
-    report.section("Where a loss easily goes wrong; diff: of the loss and its gradient")
+    report.section(
+        "Where a loss easily goes wrong; diff: the larger of loss and gradient"
+    )
     rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.table("hard cases", rows)
 
@@ -590,7 +601,7 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
     if "DTensor" in totals:
         report.say(
-            "   clipping: one call sums squares in float64; DTensor: one per parameter"
+            "   clipping: one call sums one float64, with DTensor one per parameter"
         )
 
 
@@ -614,7 +625,7 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     # What autograd saves for backward, in bytes per rank.
     gathered = {
         "gathered: log-softmax": "B·S·V·e",
-        "gathered: sum of target weights": "e",
+        "gathered: number of targets (a float)": "e",
     }
     sharded = {
         "sharded: softmax": "B·S·v·e",
@@ -626,6 +637,7 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     sharded_rows, sums = add_up(sharded, sizes)
     rows.extend(sharded_rows)
     rows.append(measured_row(report, "sharded: saved", "sum", sums, measured))
+    report.say("   saved for backward, per rank; logits and targets do not count")
     report.table("memory", rows)
     report.say(
         "   What a sharded loss sends does not grow with V; it saves 1/T of softmax."
@@ -748,7 +760,7 @@ BREAKS = {
         what="the exponentials are saved for backward instead of the softmax",
         symptom="the loss of step 1 is correct, but the gradients are too large by a "
         "factor of about Σ exp, which grows with the vocabulary",
-        why="the gradient is softmax − onehot; exp without the division is Σ times it",
+        why="the gradient is softmax − onehot, and exp is Σ exp times the softmax",
         reported="github.com/xrsrke/pipegoose",
     ),
     "tie": dict(

@@ -3,9 +3,9 @@
 Under tensor parallelism (TP) every rank computes LayerNorm, dropout and residual of all
 positions: the same work and the same memory, T times. Sequence parallelism (SP) gives
 each rank a slice of the sequence there. Each all-reduce becomes a reduce-scatter and an
-all-gather, and a layer saves 1/T of the bytes that it saves in one process. A ring then
-sends the same bytes as under TP, and 25 % more if inputs are gathered again in backward
-to save memory, as this lesson does by default.
+all-gather, for which a ring sends the same bytes. By default this lesson also gathers
+inputs again in backward instead of saving them gathered: then a layer saves 1/T of the
+bytes that it saves in one process, and a ring sends 25 % more than under TP.
 
 Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another model):
 
@@ -13,15 +13,15 @@ Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another mode
 
 What you will see: the model of lesson 03 trained on this text in one process, with TP,
 with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent;
-the 34 bytes per element that a layer saves for backward, term by term, as in the paper;
+the 34 bytes per element of x that a layer saves for backward, term by term (paper);
 lengths that T does not divide. `--hf` adds a Hugging Face model.
 
 What to try (answers: notebooks/04_sequence_parallel.ipynb, the section in brackets):
 - In split_sequence, delete the line of layer.dropout. Gradients and losses of TP + SP
   are wrong from step 1 on: all slices drop the same elements [12].
 - Use nn.RMSNorm in DecoderLayer and Transformer. All numbers agree, `summing` sends
-  less, and on a CPU a layer saves 12·B·S·D more bytes [6].
-- --save-gathered: 5 all-gathers in backward for 10, and more bytes saved [5, 7].
+  less, and on a CPU a layer stores 12·B·S·D/T more bytes for backward [6].
+- --save-gathered: 5 all-gathers in backward, not 10, but more bytes stored [5, 7].
 - --seq-len 33: S becomes 34 on 2 ranks, and the losses still agree [8].
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
@@ -339,8 +339,8 @@ def planned_transformer(full: Transformer, tp_group) -> Transformer:
 def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
     """The mean loss of DTensor logits; call it and its backward in loss_parallel().
 
-    A DTensor knows that it is partial, and full_tensor() sums it. dist.all_reduce of a
-    DTensor raises an error.
+    The loss is a replicated DTensor, already summed; full_tensor() makes it a plain
+    tensor (and would sum a Partial() one). dist.all_reduce of a DTensor is an error.
     """
     return mean_loss(logits, target_BS).full_tensor()
 
@@ -402,7 +402,9 @@ def main(args, report: Report) -> None:
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Gradients of step 1: all sharded parameters in one row, then replicated ones."""
-    report.section("Gradients of step 1; all rows but the first were summed over ranks")
+    report.section(
+        "Gradients of step 1: norms; TP + SP sums all rows but the first over ranks"
+    )
     if "TP + SP" not in runs:  # it raised an error
         return
     sp_model = runs["TP + SP"].model
@@ -487,8 +489,9 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "backward", "all-gather", "tp"): "C × X·e",
         Call("DTensor", "backward", "reduce-scatter", "tp"): "C × X·e",
         Call("DTensor", "loss", "all-reduce", "tp"): "3 × B·S·e",
-        # Weight and bias of C LayerNorms have gradients that are Partial() after
-        # backward, and DTensor sums one at each use: first in float64, for its norm.
+        # Weight and bias of the C LayerNorms, one before each gather, have gradients
+        # that are Partial() after backward, and DTensor sums one at each use: first in
+        # float64, for its norm.
         Call("DTensor", "clipping", "all-reduce", "tp"): "2·C × 8·D and 1 × 8·p",
         # AdamW uses a gradient three times. No sum is stored, so each is repeated.
         Call("DTensor", "update", "all-reduce", "tp"): "3·2·C × D·e",
@@ -496,13 +499,14 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)
     report.table("ring", ring_totals(report, size))
-    text = (
-        "   SP sends 25 % more because it gathers inputs twice: 5 rounds instead of 4."
-    )
+    text = "gathers inputs twice: 5 rounds, 25 % more than 4."
     if report.args.save_gathered:
-        text = "   SP sends the same as TP because it saves gathered inputs."
-    report.say(f"{text}\n   DTensor saves them, and sums the gradients of LayerNorms")
-    report.say("   again at each use: once for their norm, three times in AdamW.")
+        text = "saves gathered inputs: 4 rounds, as many as TP."
+    report.say(
+        "   after: after backward. Rounds: 2 per all-reduce, 1 per gather or scatter.\n"
+        f"   TP + SP {text} DTensor saves\n"
+        "   them, and sums LayerNorms' gradients at each use: 1 for the norm, 3 in AdamW."
+    )
 
 
 def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
@@ -515,16 +519,16 @@ def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
             continue
         row = {"run": run, "forward + backward": 0}
         row["formula"] = f"{rounds[run]}·C·X·e·(T - 1)/T"
-        row["calls after it"] = 0
-        row["bytes after it"] = 0
+        row["calls after"] = 0
+        row["ring after"] = 0
         for sent in report.data["communication"]:
             if sent["run"] != run:
                 continue
             if sent["phase"] in ("forward", "backward"):
                 row["forward + backward"] += sent["ring"]
             if sent["phase"] in ("summing", "clipping", "update"):
-                row["calls after it"] += sent["calls"]
-                row["bytes after it"] += sent["ring"]
+                row["calls after"] += sent["calls"]
+                row["ring after"] += sent["ring"]
         predicted = evaluate(row["formula"], size)
         name = f"{run} forward + backward, ring"
         report.expect(row, "forward + backward", "bytes", name, predicted)
@@ -636,8 +640,8 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     report.section("Bytes that a layer saves for backward, in bfloat16 (2 bytes)")
     report.say(
         f"   A = B·N·S·S = {size['A']:,} attention weights, c = {size['c']} bytes\n"
-        "   Shards: T of heads or columns, R of positions (TP: 1, TP + SP: T),\n"
-        "   G of positions until they are gathered (1 if gathered inputs are saved)"
+        "   Number of shards, 1 without TP: T by heads or columns; R by positions, T\n"
+        "   with SP; G as R, but 1 where the gathered tensor is saved, as by DTensor"
     )
     rows, sums = add_up(SAVED_BY_A_LAYER, sizes)
     rows.append(measured_row(report, "saved", "sum", sums, measured))
@@ -645,7 +649,9 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     rows.append(measured_row(report, "calls in backward", "", of_runs, measured))
     report.table("memory", rows)
     report.say(
-        "   34 = 10 + 24: 4 + 4 + 2 around the linears, 6 + 2 + 8 + 8 between them"
+        "   Without A: 34 bytes per element of x = (4 + 4 + 2) of the first 3 rows\n"
+        "   + (6 + 2 + 8 + 8) of the next 4. Below, what backward recomputes:\n"
+        "   selective = the core of attention, full = the layer"
     )
     rows = []
     for name, formula in SAVED_WITH_RECOMPUTATION.items():
@@ -663,7 +669,7 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
 
 
 def show_padded_lengths(report: Report, tp_group) -> None:
-    """Lengths that T does not divide: padded with SP, as they are without TP."""
+    """Lengths that T does not divide: padded under SP, unpadded without TP."""
     args = copy.copy(report.args)
     args.dtype = "float64"
     args.dropout = 0.0  # a mask is sampled by shape: padding would change it
@@ -817,7 +823,7 @@ BREAKS = {
         old="        input_kwarg_layouts={keyword: Shard(1)},\n"
         "        desired_input_kwarg_layouts={keyword: Replicate()},\n",
         new="        input_layouts=Shard(1), desired_input_layouts=Replicate()\n",
-        what="PyTorch's plan: layouts of positional inputs for keyword arguments",
+        what="PyTorch's plan sets layouts of positional inputs; the call uses keywords",
         symptom="an error in the first forward: inputs and input_layouts do not match",
         why="a module that is called with keywords only has no positional inputs",
         reported="github.com/pytorch/pytorch/pull/124114 (added input_kwarg_layouts)",
@@ -1768,11 +1774,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others add 0.
+        # Third: the target's logit. One rank has its column (the columns of its logits
+        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
-        if smoothing:  # Σ q·(x − m) instead, in the same all-reduce
+        if smoothing:  # Σ q·(x − m) instead; padding (−∞) is left out
             picked_BS = (1 - smoothing) * picked_BS
             picked_BS += (
                 smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)

@@ -17,7 +17,8 @@ micro-batches it holds; then the same losses, gradients and parameters as in one
 process, and what each axis sends. Bytes sent and held must equal formulas.
 
 Exercises; answers are in the sections of notebooks/05_3d_parallel.ipynb in brackets:
-    --sleep 200        each stage takes a stated time: the bubble is (P − 1)/M [4]
+    --sleep 200        each stage takes a stated time: the bubble, the part of the time
+                       in which it waits per time in which it computes, is (P − 1)/M [4]
     --schedule gpipe   every stage holds all M micro-batches at once [5]
     --dp 2 --zero      a rank holds 1/DP of AdamW's moments; results are the same [10]
     --ragged           padding is trimmed: micro-batches have different lengths [11]
@@ -81,7 +82,7 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
     # block the gradient queued behind it.
     groups["pp_backward"] = new_group_from(pipelines, "pp", timeout)
     # A tied weight is on the first and the last stage. The stages between form another
-    # group, because every rank has to belong to one.
+    # group, which sends nothing: so this entry is a group on every rank, never None.
     first_and_last = [sorted({line[0], line[-1]}) for line in pipelines]
     between = [line[1:-1] for line in pipelines if len(line) > 2]
     groups["embedding"] = new_group_from(first_and_last + between, "embed", timeout)
@@ -124,7 +125,8 @@ def schedule(kind: str, stage: int, num_stages: int, num_microbatches: int) -> l
     "1f1b": one forward pass per later stage, then one forward and one backward pass
     alternating, then the remaining backward passes. A stage holds the activations of
     min(P − stage, M) micro-batches at most (arXiv:2104.04473, sec. 2.2).
-    Both wait P − 1 micro-batches while the pipeline fills and drains: the bubble.
+    With either one, a stage waits as long as P − 1 micro-batches take (forward and
+    backward) while the pipeline fills and drains: this wait is the bubble.
     """
     M = num_microbatches
     warm_up = M if kind == "gpipe" else min(num_stages - stage - 1, M)
@@ -250,7 +252,7 @@ class Pipeline:
 
     @contextmanager
     def record_event(self, phase: str, i: int):
-        """Record when this stage computed, and the bytes that autograd holds since."""
+        """Record when this stage computed, and by how much autograd's bytes changed."""
         before = self.held.now
         start = time.time()
         with self.held:
@@ -326,8 +328,9 @@ class FlatAdamW:
 
     AdamW treats each element separately, so the vector can be split anywhere. With
     `zero` a rank updates 1/DP of it: vector, moments and summed gradient are sharded
-    over dp. p.data and p.grad stay full, so this is ZeRO stage 1 with the
-    reduce-scatter of stage 2 (arXiv:1910.02054). The vector is a second copy of the
+    over dp. ZeRO stage 1 shards the moments, stage 2 also the gradients
+    (arXiv:1910.02054). This is stage 1, because p.grad is not sharded over dp, with the
+    reduce-scatter of stage 2 for the sum. The vector is a second copy of the
     parameters.
 
     Communication of n elements, padded so that DP divides them: one all-reduce over
@@ -355,7 +358,7 @@ class FlatAdamW:
         return F.pad(flat, (0, -len(flat) % self.groups["dp"].size()))
 
     def local_slice(self, tensors: dict[str, Tensor]) -> Tensor:
-        """What this replica updates of it: a slice with `zero`, otherwise all."""
+        """What this replica updates of the flattened tensors: with `zero` a slice."""
         flat = self.flatten(tensors)
         return shard(flat, 0, self.groups["dp"]) if self.zero else flat
 
@@ -426,7 +429,7 @@ class MeshTraining:
         return part_of_mean(loss_bS, self.batch_targets)
 
     def gradients(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Forward and backward of a batch; then sum what other ranks have parts of.
+        """Run forward and backward of a batch, then sum partial gradients over ranks.
 
         Returns this replica's part of the mean loss, on the last stage.
         """
@@ -505,7 +508,7 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
 
 AXES = ("pp", "dp", "tp")  # outermost first
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names for them
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}  # PyTorch's; 1F1B: M ≥ P
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}  # PyTorch's
 
 
 def main(args, report: Report) -> None:
@@ -690,7 +693,7 @@ def show_stages(report: Report, training: MeshTraining) -> None:
     report.section("[pipeline] The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
         "   [ ]: a TP group, sends activations in each layer, on the fastest links;\n"
-        "   row: a stage, its replicas sum gradients once per step; column: a pipeline"
+        "   row: a stage, sums gradients once per step; column: a replica, T pipelines"
     )
     report.table("stages", rows)
     idle = [f"--{axis}" for axis in AXES if getattr(args, axis) == 1]
@@ -720,7 +723,9 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
     stages = gather_objects(events, training.groups["pp"])
     begin = min(of_stage[0]["start"] for of_stage in stages)
     length = max(of_stage[-1]["end"] for of_stage in stages) - begin
-    report.section(f"[pipeline] The last step, {args.schedule}, to scale")
+    report.section(
+        f"[pipeline] The last step of rank 0's pipeline, {args.schedule}, to scale"
+    )
     report.say(
         "   1 2 …: forward of micro-batch 1, 2, …; a b …: its backward; ·: it waits"
     )
@@ -839,7 +844,9 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
     lengths = lengths[: args.dp * args.tp : args.tp]  # of one rank per replica
     report.data["lengths"] = lengths
     targets = [int((rows != IGNORE).sum()) for rows in split(batch[1], 0, args.dp)]
-    report.say(f"   Last batch, targets per replica: {targets}")
+    report.say(
+        f"   Last batch, targets per replica: {targets}; losses are divided by the sum"
+    )
     if args.ragged:
         report.say(wrap(f"   lengths of their micro-batches: {lengths}"))
 
@@ -881,7 +888,9 @@ def show_optimizer(report: Report, training: MeshTraining) -> None:
             report.expect(row, column, "memory", f"stage {stage}, {column}", predicted)
         row["formula of each"] = "2·e·n/DP" if args.zero else "2·e·n"
         rows.append(row)
-    report.section("[mesh] Bytes of the optimizer on a rank, n: parameters it updates")
+    report.section(
+        "[mesh] Bytes of the optimizer on a rank; n: elements of its trained parameters"
+    )
     report.table("memory", rows)
 
 
@@ -909,12 +918,14 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     trained = sum(p.numel() for p in training.optimizer.parameters.values())
     size = dict(size)
     size.update(traffic_size(args, stage, size["e"], tokens, trained, replicated))
-    report.section("[mesh] Communication of the last step; ring: bytes a rank sends")
+    report.section(
+        "[mesh] Communication of rank 0 in the last step; ring: bytes that it sends"
+    )
     mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage; +1:\n"
-        "   embedding or head; n: parameters, rounded up for DP; r: replicated over\n"
-        "   tp; v: rows of the vocabulary, ⌈V/T⌉; w: bytes of a loss, at least 4"
+        f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage, + 1:\n"
+        "   embedding or head; n: trained parameters, rounded up so that DP divides n\n"
+        "   r: those replicated over tp; v: rows of V on a rank; w: bytes of a loss"
     )
     report.ledger(traffic(args, stage), size, hide=["run"])
     show_totals(report)
@@ -1037,16 +1048,19 @@ def show_totals(report: Report) -> None:
 
 def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict[str, Tensor]:
     """One step of PyTorch's pipeline: the loss, and the gradients of this stage."""
+    # PyTorch's 1F1B requires M ≥ P.
     kind = SCHEDULES["gpipe" if args.microbatches < args.pp else args.schedule]
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no hints
     model, names = pytorch_stage(full, pytorch_mesh(groups, args), args)
-    targets = (batch[1] != IGNORE).sum() / args.dp
+    # fully_shard averages gradients over replicas. So each loss is multiplied by DP: it
+    # is divided by 1/DP of the batch's targets.
+    targets_per_replica = (batch[1] != IGNORE).sum() / args.dp
 
     def loss_of(logits: DTensor, target_bS: Tensor) -> Tensor:
         logits = logits.flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, target_bS.flatten(), reduction="sum")
-        return loss / targets  # times DP: fully_shard averages over replicas
+        return loss / targets_per_replica
 
     tokens_bS, target_bS = [shard(x, 0, groups["dp"]) for x in batch]
     rank = groups["pp"].rank()
@@ -1093,7 +1107,7 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     if args.tie:
         options += ", weights not tied"
     title = f"[mesh] By PyTorch: plan, fully_shard, {args.schedule}{options}"
-    report.section(f"{title}; this stage's gradients")
+    report.section(f"{title}; gradients of rank 0's stage")
     with report.column("PyTorch"):
         with COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
             got = pytorch_step(model, batch, groups, args)
@@ -1162,7 +1176,7 @@ BREAKS = {
         "            shape = [2, rows, args.seq_len]\n",
         what="TP receivers guess the shape of the batch (--ragged is on)",
         symptom="an error of the transport about sizes, an abort, or a rank that waits",
-        why="one rank of the group has the batch, the others' buffers another shape",
+        why="one rank sends the trimmed batch, the others receive into larger buffers",
         reported="github.com/NVIDIA/Megatron-LM/pull/4103",
     ),
     "data": dict(
@@ -1217,7 +1231,7 @@ BREAKS = {
         new='all_reduce(flat, self.groups["tp"])',
         what="gradients are summed over tp instead of dp",
         symptom="the loss of step 1 is right, every gradient wrong; replicas diverge",
-        why="different slices of a parameter are added up, replicas keep their part",
+        why="different slices of a parameter are added; over dp gradients stay partial",
         reported="github.com/ooples/AiDotNet/pull/393",
     ),
 }
@@ -2077,11 +2091,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others add 0.
+        # Third: the target's logit. One rank has its column (the columns of its logits
+        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
-        if smoothing:  # Σ q·(x − m) instead, in the same all-reduce
+        if smoothing:  # Σ q·(x − m) instead; padding (−∞) is left out
             picked_BS = (1 - smoothing) * picked_BS
             picked_BS += (
                 smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)

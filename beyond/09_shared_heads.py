@@ -1406,11 +1406,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others add 0.
+        # Third: the target's logit. One rank has its column (the columns of its logits
+        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
-        if smoothing:  # Σ q·(x − m) instead, in the same all-reduce
+        if smoothing:  # Σ q·(x − m) instead; padding (−∞) is left out
             picked_BS = (1 - smoothing) * picked_BS
             picked_BS += (
                 smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)

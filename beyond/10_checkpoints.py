@@ -1564,11 +1564,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column, the others add 0.
+        # Third: the target's logit. One rank has its column (the columns of its logits
+        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
-        if smoothing:  # Σ q·(x − m) instead, in the same all-reduce
+        if smoothing:  # Σ q·(x − m) instead; padding (−∞) is left out
             picked_BS = (1 - smoothing) * picked_BS
             picked_BS += (
                 smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
@@ -1785,7 +1786,7 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
     # block the gradient queued behind it.
     groups["pp_backward"] = new_group_from(pipelines, "pp", timeout)
     # A tied weight is on the first and the last stage. The stages between form another
-    # group, because every rank has to belong to one.
+    # group, which sends nothing: so this entry is a group on every rank, never None.
     first_and_last = [sorted({line[0], line[-1]}) for line in pipelines]
     between = [line[1:-1] for line in pipelines if len(line) > 2]
     groups["embedding"] = new_group_from(first_and_last + between, "embed", timeout)
@@ -1945,7 +1946,7 @@ class Pipeline:
 
     @contextmanager
     def record_event(self, phase: str, i: int):
-        """Record when this stage computed, and the bytes that autograd holds since.
+        """Record when this stage computed, and by how much autograd's bytes changed.
 
         (lesson 05)"""
         before = self.held.now
@@ -2036,7 +2037,7 @@ class FlatAdamW:
         return F.pad(flat, (0, -len(flat) % self.groups["dp"].size()))
 
     def local_slice(self, tensors: dict[str, Tensor]) -> Tensor:
-        """What this replica updates of it: a slice with `zero`, otherwise all.
+        """What this replica updates of the flattened tensors: with `zero` a slice.
 
         (lesson 05)"""
         flat = self.flatten(tensors)
@@ -2110,7 +2111,7 @@ class MeshTraining:
         return part_of_mean(loss_bS, self.batch_targets)
 
     def gradients(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Forward and backward of a batch; then sum what other ranks have parts of.
+        """Run forward and backward of a batch, then sum partial gradients over ranks.
 
         (lesson 05)"""
         groups = self.groups
