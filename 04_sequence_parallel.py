@@ -505,7 +505,7 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     report.say(
         "   after: after backward. Rounds: 2 per all-reduce, 1 per gather or scatter.\n"
         f"   TP + SP {text} DTensor saves\n"
-        "   them, and sums LayerNorms' gradients at each use: 1 for the norm, 3 in AdamW"
+        "   them; it sums LayerNorms' gradients at each use: 1 for ‖g‖, 3 in AdamW."
     )
 
 
