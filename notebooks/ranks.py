@@ -5,7 +5,7 @@
     lesson = live.lesson                        # and here, to show its code
     %%px                                        # runs a cell on all of them
     live["y"]                                   # [rank 0's y, rank 1's y], here
-    live.restart()                            # after an error or a hang: a new group
+    live.restart()                              # after an error or a hang: a new group
 
 What a cell under `%%px` finds on every rank: all names of the lesson, and the lesson
 itself as `lesson`; `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
@@ -24,6 +24,7 @@ import atexit
 import contextlib
 import importlib
 import inspect
+import io
 import multiprocessing
 import os
 import re
@@ -110,11 +111,22 @@ class Ranks:
             forkserver.ensure_running()  # while the lesson is imported here
         self.lesson = importlib.import_module(lesson)
         self.groups = 0  # how many groups were formed: each has its part of the store
+        self.seconds_to_start = 0.0  # of the first rank: how busy this machine is
         Ranks.latest = self
         atexit.register(self.stop)  # otherwise Python waits for processes it started
         self.launch()
 
     def launch(self) -> None:
+        """Start the ranks; if that fails, stop what has started and say what to do."""
+        try:
+            self.start_and_connect()
+        except Exception as error:
+            self.stop()
+            text = f"the ranks did not start: {type(error).__name__}: {error}\n"
+            text += "Close other programs, then run the cell with ranks.start( again."
+            raise RankFailed(text) from error
+
+    def start_and_connect(self) -> None:
         """Start a controller and the engines, connect to them, load the lesson."""
         self.processes, self.folder = [], Path(tempfile.mkdtemp(prefix="ranks-"))
         self.alive = START.Pipe(duplex=False)  # nothing is sent: it closes when we end
@@ -144,8 +156,9 @@ class Ranks:
         flags.append("--InteractiveShell.colors=nocolor")
         for _ in range(self.count):
             self.spawn(ENGINE, *flags)
-        self.client = ipyparallel.Client(str(files / "ipcontroller-client.json"))
-        self.client.wait_for_engines(self.count, timeout=100, interactive=False)
+        with contextlib.redirect_stderr(io.StringIO()):  # it warns of a slow machine
+            self.client = ipyparallel.Client(str(files / "ipcontroller-client.json"))
+            self.wait_for_ranks()
         for each in held:
             each.close()
         self.view = self.client[:]
@@ -156,6 +169,31 @@ class Ranks:
         count, name = self.count, self.lesson.__name__
         self.view.map_sync(load, range(count), [count] * count, [name] * count)
         self.form_group()
+
+    def wait_for_ranks(self) -> None:
+        """Wait for all ranks as long as this machine needs, and say how many are there.
+
+        The first rank has 10 minutes. From then on, there is an error if ten times what
+        the first one took goes by (at least a minute) and no further rank has come.
+        """
+        begin = time.time()
+        told = begin
+        limit = begin + 600
+        present = 0
+        while present < self.count:
+            if not all(process.is_alive() for process in self.processes):
+                raise OSError("a process ended before it was ready")
+            if time.time() > limit:
+                raise TimeoutError(f"{present} of {self.count} ranks came in time")
+            time.sleep(0.05)
+            if len(self.client.ids) > present:
+                if present == 0:
+                    self.seconds_to_start = time.time() - begin
+                present = len(self.client.ids)
+                limit = time.time() + max(60, 10 * self.seconds_to_start)
+            if time.time() > told + 20 and "NOTEBOOK_RANKS" not in os.environ:
+                told = time.time()
+                print(f"{present} of {self.count} ranks have started; please wait")
 
     def spawn(self, module: str, *flags: str) -> None:
         """One process, which may start others, that runs a module of ipyparallel."""
@@ -221,7 +259,7 @@ class Ranks:
         if lost or not all(process.is_alive() for process in self.processes):
             return False
         answers = [self.client[r].apply_async(os.getpid) for r in range(self.count)]
-        deadline = time.time() + self.timeout + 3
+        deadline = time.time() + self.timeout + max(3, 2 * self.seconds_to_start)
         while not all(answer.ready() for answer in answers):
             if time.time() > deadline:
                 return False
@@ -250,7 +288,10 @@ class RankFailed(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of a traceback."""
-        return [str(self), "", "If collectives fail from now on: live.restart()"]
+        lines = str(self).splitlines()
+        if "ranks.start(" not in lines[-1]:
+            lines += ["", "If collectives fail from now on: live.restart()"]
+        return lines
 
 
 def in_short(error: Exception) -> str:

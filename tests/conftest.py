@@ -42,7 +42,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     for item in items:
         if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(180))
+            item.add_marker(pytest.mark.timeout(900))
         if is_essential(item):
             item.add_marker(pytest.mark.essential)
     items.sort(key=turn)

@@ -88,7 +88,7 @@ class Nursery:
         return json.loads(answer) if answer else (-9, f"killed after {limit} s")
 
 
-def launch(script, ranks: int, *flags, limit=100, **env) -> Done:
+def launch(script, ranks: int, *flags, limit=600, **env) -> Done:
     """As `torchrun` below, but with ranks from a nursery."""
     nursery = Nursery.idle.pop() if Nursery.idle else Nursery()
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def printed(folder: Path, stream: str) -> str:
     return "".join(path.read_text("utf-8") for path in paths)
 
 
-def torchrun(script, ranks: int, *flags, limit=100, launcher=TORCHRUN, **env) -> Done:
+def torchrun(script, ranks: int, *flags, limit=600, launcher=TORCHRUN, **env) -> Done:
     """Run a script on so many ranks, to its end or for `limit` seconds."""
     command = [*launcher, f"--nproc_per_node={ranks}", str(script), *map(str, flags)]
     return watch(command, limit, env)
@@ -205,7 +205,7 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     """A lesson under torchrun with --json."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out.json")
-        done = launch(PATHS[lesson], ranks, *flags, "--json", path, limit=250)
+        done = launch(PATHS[lesson], ranks, *flags, "--json", path, limit=900)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
     return done._replace(data=data)
@@ -214,7 +214,7 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
 def run_driver(script: str, ranks: int) -> list:
     """What each rank of a driver script found."""
     with tempfile.TemporaryDirectory() as folder:
-        done = launch(ROOT / "tests" / script, ranks, folder, limit=250)
+        done = launch(ROOT / "tests" / script, ranks, folder, limit=900)
         files = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
         if done.code or not all(path.exists() for path in files):
             raise RuntimeError(f"{script} ended with {done.code}:\n{done.text[-8000:]}")
@@ -231,7 +231,7 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
 
 
 NBVAL = "pytest -qx --color=no -p no:cacheprovider --nbval --nbval-current-env"
-NBVAL += " --nbval-cell-timeout=120"
+NBVAL += " --nbval-cell-timeout=600"
 
 
 def run_notebook(name: str, ranks: int) -> Done:
@@ -243,7 +243,7 @@ def run_notebook(name: str, ranks: int) -> Done:
     launched = []
     with Listener() as listener:
         threading.Thread(target=answer, args=[listener, launched], daemon=True).start()
-        done = watch(command, 500, env | {"COURSE_TEST_LISTENER": listener.address})
+        done = watch(command, 1400, env | {"COURSE_TEST_LISTENER": listener.address})
     return done._replace(data={"launched": launched})
 
 

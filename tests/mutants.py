@@ -351,7 +351,7 @@ def problem(lesson: str, by: str, text: str = "") -> str:
             failed = done.returncode == 1  # else it passes, or there is none
             return said if failed else ""
         ranks, *flags = by.split()
-        done = jobs.launch(script, int(ranks), *flags, limit=150)
+        done = jobs.launch(script, int(ranks), *flags, limit=600)
     said = re.findall("^(?:PASS|FAIL|error: ).*", done.text, re.M)
     said += [f"exit code {done.code}"]
     return "" if done.code == 0 and said[0].startswith("PASS") else said[0]

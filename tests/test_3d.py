@@ -19,7 +19,7 @@ from torch import nn
 DRIVERS = [("drive_3d.py", ranks) for ranks in (8, 6, 4, 2)]
 RUNS = [run for run in ALL_RUNS if run[0] == MESH]
 lesson = jobs.load(MESH)
-pytestmark = pytest.mark.timeout(300)  # eight ranks share the cores
+pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
 
 
 # Schedules: lists of steps, before any rank is started.

@@ -18,7 +18,7 @@ from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
 
 lesson = jobs.load(MESH)
-pytestmark = pytest.mark.timeout(300)  # the jobs of test_3d.py, if they are not done
+pytestmark = pytest.mark.timeout(900)  # the jobs of test_3d.py, if they are not done
 
 
 # Predicted = dry run = counted by real ranks, to the byte.

@@ -16,7 +16,7 @@ from runs import ALLOWED, SAME_BITS, SAME_BITS_RUNS, over
 script = jobs.load(SAME_BITS)
 EVERY_T = SAME_BITS_RUNS[:4]  # the same flags on 1, 2, 4 and 8 ranks
 
-pytestmark = pytest.mark.timeout(300)  # eight ranks share the cores
+pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
 
 
 def row_of(run, table: str, label: str) -> dict:

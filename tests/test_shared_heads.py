@@ -16,7 +16,7 @@ RUNS = [run for run in ALL_RUNS if run[0] == SHARED_HEADS]
 lesson = jobs.load(SHARED_HEADS)
 
 driven = pytest.mark.launches(*DRIVER)
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 # On four ranks.

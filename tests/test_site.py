@@ -14,7 +14,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-pytestmark = pytest.mark.timeout(600)  # the build, and some thirty pages
+pytestmark = pytest.mark.timeout(2400)  # the build, and some thirty pages
 
 DECKS = {"ninety": 90, "day": 60}  # minutes until the end, or of each hour
 # What one look at a page finds.
