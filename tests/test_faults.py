@@ -83,7 +83,8 @@ def test_ends_and_accuses_nobody_else(run):
 
 
 def test_refused_under_torchrun():
-    done = jobs.torchrun(jobs.PATHS[MLP], 2, "--hidden", "65")
+    # A rank that waited until --timeout would be killed, with another exit code.
+    done = jobs.torchrun(jobs.PATHS[MLP], 2, "--hidden", "65", "--timeout", "3000")
     assert done.code == 1 and done.out == ""
     assert len(re.findall(r"^error: ", done.err, re.M)) == 1, done.err
     exits = re.findall(r"exitcode +: (\S+)", done.err)
@@ -91,23 +92,26 @@ def test_refused_under_torchrun():
     report = done.err.partition("Root Cause")[2]
     assert re.search(r"error: .*65", report), done.err
     assert not re.search(r'File "[^"]*/0\d_\w+\.py"', done.err), done.err
-    assert done.left == [] and done.wall < 60  # no rank waits until --timeout
+    assert done.left == []
 
 
 @pytest.mark.alone
 def test_control_c_while_ranks_wait(tmp_path):
-    """Five seconds at most to the prompt, whatever the timeout."""
+    """Five seconds at most to the prompt, whatever the timeout; on a busy machine as
+    many more as the ranks took to start."""
     at_fault, faulty = tmp_path / "time", jobs.ROOT / "tests" / "faulty.py"
     command = [*jobs.TORCHRUN, "--nproc_per_node=2", faulty, MLP, "sleep", "1", "20"]
     env = jobs.CLEAN_ENV | {"FAULT_TIME": str(at_fault)}
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    begin = time.time()
     job = subprocess.Popen(command, env=env, start_new_session=True, **quiet)
     while not at_fault.exists() and job.poll() is None:
         time.sleep(0.1)
+    start_up = time.time() - begin
     time.sleep(1)  # now the other one waits
     start = time.time()
     os.killpg(job.pid, signal.SIGINT)
-    assert job.wait(60) != 0 and time.time() - start < 5
+    assert job.wait(600) != 0 and time.time() - start < 5 + start_up
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

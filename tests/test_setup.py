@@ -203,7 +203,7 @@ def test_check_fails_with_advice(monkeypatch, capsys):
     assert re.search(r"^✗   two ranks +no end.*\n +→ try again", text, re.M)
 
 
-def two_ranks(program: str, limit=30) -> tuple[str, str]:
+def two_ranks(program: str, limit=300) -> tuple[str, str]:
     return check.check_two_ranks(limit, [sys.executable, "-c", program])
 
 
