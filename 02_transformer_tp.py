@@ -1757,7 +1757,9 @@ def launch(main, parse_args, module: dict) -> None:
     asks = any(flag in sys.argv for flag in ("-h", "--help", "list"))
     if "LOCAL_RANK" not in os.environ and not asks:
         # The command is in the lesson's docstring; flags are those that were given.
-        command = re.search(r"torchrun \S+ \S+|$", module["__doc__"] or "")[0]
+        command = "torchrun --standalone --nproc_per_node=2"
+        if module["__doc__"]:
+            command = re.search(r"torchrun \S+ \S+", module["__doc__"])[0]
         print("start it with torchrun, which starts the ranks:\n")
         print(f"    {command} {shlex.join(sys.argv)}")
         sys.exit(2)

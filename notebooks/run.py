@@ -85,7 +85,12 @@ def main(names: list[str]) -> None:
     only_assets = "--assets" in names
     names = [name for name in names if name != "--assets"]
     paths = [FOLDER / f"{Path(name).stem}.ipynb" for name in names]
-    for path in paths or sorted(FOLDER.glob("[0-9]*_*.ipynb")):
+    known = sorted(FOLDER.glob("[0-9]*_*.ipynb"))
+    for path in paths:
+        if path not in known:
+            names = ", ".join(each.stem for each in known)
+            sys.exit(f"error: there is no notebook {path.stem}; there are: {names}")
+    for path in paths or known:
         notebook = nbformat.read(path, as_version=4)
         if not only_assets:
             start = time.time()

@@ -7,6 +7,8 @@ them is in test_faults.py.
 import json
 import re
 import shlex
+import subprocess
+import sys
 
 import jobs
 import pytest
@@ -125,6 +127,37 @@ def test_without_torchrun(lesson):
     start = rf"torchrun --standalone --nproc_per_node={ranks} \S*{lesson}\.py"
     assert re.search(start, out), out
     assert len(out.splitlines()) <= 4
+
+
+def test_without_docstrings(tmp_path):
+    """PYTHONOPTIMIZE=2 removes the text that lessons train on: one line says so."""
+    script = str(jobs.PATHS[COLLECTIVES])
+    command = [sys.executable, "-OO", script]
+    done = subprocess.run(command, env=jobs.CLEAN_ENV, capture_output=True, text=True)
+    start = f"torchrun --standalone --nproc_per_node=2 {script}"
+    assert done.returncode == 2 and start in done.stdout and done.stderr == ""
+    env = jobs.CLEAN_ENV | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert (
+        done.stderr == "error: PYTHONOPTIMIZE=2 removes docstrings, our training text\n"
+    )
+
+
+def test_the_command_has_the_flags_that_were_given():
+    _, out, _ = jobs.run_here(MLP, "--hidden", "32", "--only", "2")
+    assert out.splitlines()[-1].endswith("01_naive_mlp_tp.py --hidden 32 --only 2"), out
+
+
+@pytest.mark.parametrize("tool, flags, words", [
+    ("tools/check.py", ["--port", "99999"], "99999: ports are 0 to 65535"),
+    ("notebooks/run.py", ["nope"], "error: there is no notebook nope; there are: 00_"),
+])  # fmt: skip
+def test_wrong_use_of_a_tool_is_one_line(tool, flags, words):
+    command = [sys.executable, str(jobs.ROOT / tool), *flags]
+    done = subprocess.run(command, env=jobs.CLEAN_ENV, capture_output=True, text=True)
+    assert done.returncode in (1, 2) and words in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("lesson", jobs.LESSONS)

@@ -241,4 +241,6 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0, help="try this one, not any")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not 0 <= args.port <= 65535:
+        parser.error(f"--port {args.port}: ports are 0 to 65535")
     sys.exit(rank_main() if args.rank else main(args.port))
