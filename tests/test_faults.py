@@ -126,3 +126,14 @@ def test_a_full_disk_or_a_closed_pipe_is_one_error(to, wanted):
     (said,) = re.findall(r"^error: .*", done.stderr, re.M)
     assert done.returncode == 1 and wanted in said, done.stderr
     assert not re.search(r'File ".*/00_\w+\.py"', done.stderr), "a traceback of ours"
+
+
+def test_detail_accuses_nobody():
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL another part of torch notices first."""
+    flags = ("--break", "skip", "--timeout", TIMEOUT)
+    path = jobs.PATHS[COLLECTIVES]
+    done = jobs.launch(path, 4, *flags, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    said = re.findall(r"^error: .*", done.err, re.M)
+    assert len(said) == 1 and "ranks [0, 1, 2, 3] are waiting in different" in said[0]
+    assert not re.search(r'File "[^"]*/00_\w+\.py"', done.err), done.err
+    assert done.code != 0 and done.left == []
