@@ -621,7 +621,7 @@ def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> No
         "   1: J is not split; each rank computes its rows of C and sends nothing\n"
         "   2, 3: J is split; gather A, or sum over ranks\n"
         "   4: J is not split, but I and K are, over one axis: gather A or B\n"
-        "   flops = of a rank's product: 2·I·J·K for all the work, else 1/T of it\n"
+        "   flops = of a rank's product: 2·I·J·K for all the work, or 1/T of it\n"
         "   bytes = payload, the full tensor; ring = what a rank of a ring sends for it"
     )
     report.table("communication", rows, hide=["calls"])
@@ -1160,7 +1160,7 @@ def per_step(count: int, steps: int):
 
 
 def find_row(rows: list[dict], other: dict, place: int) -> dict:
-    """The row with the same label as another rank's row, which stands at `place`.
+    """The row with the same label as another rank's row, which is row `place` there.
 
     Pipeline stages may have different rows. A row that failed is added if it is new.
     """
@@ -1284,7 +1284,7 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where somebody reported it."""
+    """Symptom and cause of a bug, and where it was reported."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
     return "\n".join(lines)
 

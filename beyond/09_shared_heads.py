@@ -1960,7 +1960,7 @@ def per_step(count: int, steps: int):
 
 
 def find_row(rows: list[dict], other: dict, place: int) -> dict:
-    """The row with the same label as another rank's row, which stands at `place`.
+    """The row with the same label as another rank's row, which is row `place` there.
 
     Pipeline stages may have different rows. A row that failed is added if it is new.
     """
@@ -2084,7 +2084,7 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where somebody reported it."""
+    """Symptom and cause of a bug, and where it was reported."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
     return "\n".join(lines)
 
