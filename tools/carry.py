@@ -137,7 +137,7 @@ def missing_imports(lesson: Lesson, found: dict, first: Lesson, harness) -> list
 
 
 def joined(imports: list[str]) -> str:
-    """Import statements in blocks, as ruff sorts them: the standard library, then torch."""
+    """Import statements in blocks: the standard library, then torch, as ruff does."""
     names = {}  # "from X import" → what is imported from there
     for line in imports:
         start, word, name = line.partition(" import ")

@@ -1,8 +1,8 @@
 """Lesson 05 on thousands of ranks that are not there: `tools/plan.py --dry-run`.
 
 One process is one rank of each stage, one stage after another. Its groups are those of
-PyTorch's "fake" backend, which sends nothing; its tensors are on the "meta" device: they have a shape
-and no numbers. All else is lesson 05's own code: the model's edits, the schedule, the
+PyTorch's "fake" backend, which sends nothing; its tensors are on the "meta" device: they
+have a shape and no numbers. All else is lesson 05's own code: the model's edits, the schedule, the
 pipeline, the optimizer, the counters.
 
 What cannot be had without numbers is made up here, and nothing else: `Unknown` answers
@@ -177,9 +177,9 @@ def show(layout, microbatches: int) -> tuple[list[dict], bool]:
     mesh = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in lesson.AXES)
     print(
         f"\nDry run of lesson 05, {mesh}: the first rank of each stage, with {few} of\n"
-        f"the {layout.microbatches} micro-batches of one step (bytes are linear in them). The "
-        "lesson counted\nparameters, bytes saved for one micro-batch, bytes sent; off: "
-        "from the formulas."
+        f"the {layout.microbatches} micro-batches of one step (bytes are linear in "
+        "them).\nThe lesson counted parameters, bytes saved for one micro-batch, bytes "
+        "sent; off: from the\nformulas."
     )
     names = "parameters", "kept of one", "sent via tp", "via pp", "via dp", "off"
     print("  stages  " + "".join(f"{x:>{n}}" for x, n in zip(names, WIDTHS)))
