@@ -146,8 +146,10 @@ def gather_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
 
 
 class Block(NamedTuple):
+    """Some of this rank's queries, and some of the keys that it has at the moment."""
+
     queries: slice  # of this rank's s positions
-    keys: slice  # of the s positions whose keys this rank has at the moment
+    keys: slice  # of the s positions whose keys are here
     query_at: Tensor  # positions in the full sequence [c]
     key_at: Tensor
 
@@ -265,10 +267,14 @@ class RingFunction(torch.autograd.Function):
         for step in range(T):
             owner = (rank - step) % T
             for block in blocks_of(rank, owner, T, ctx.layout, q_BNsH.shape[2]):
-                of_queries = [q_BNsH, grad_y_BNsH, delta_BNs1, lse_BNs1]
-                q, grad_y, delta, lse = [x[:, :, block.queries] for x in of_queries]
-                keys = kv[:, :, :, block.keys]
-                to_q, to_kv = attend_backward(q, keys, block, grad_y, delta, lse)
+                to_q, to_kv = attend_backward(
+                    q_BNsH[:, :, block.queries],
+                    kv[:, :, :, block.keys],
+                    block,
+                    grad_y_BNsH[:, :, block.queries],
+                    delta_BNs1[:, :, block.queries],
+                    lse_BNs1[:, :, block.queries],
+                )
                 grad_q[:, :, block.queries] += to_q
                 grad_kv[:, :, :, block.keys] += to_kv
             if step < T - 1:
@@ -279,8 +285,8 @@ class RingFunction(torch.autograd.Function):
 
 # Why does a wrong backward not show in the loss? Let backward forget to pass kv on, so
 # that it uses its own, stale keys at every step (`--break stale`):
-# 1. A loss is computed forward, and forward is right. Step 1's loss is right to the last
-#    bit; only through the update of the weights can a later loss differ.
+# 1. A loss is computed forward, and forward is right. The loss of step 1 is right to
+#    the last bit; a later loss can differ only through the update of the weights.
 # 2. The update is nearly right. Most of a gradient flows around attention, in the
 #    residual sum, and to dL/dv. Random weights make attention nearly uniform whatever
 #    the keys are, so dL/dv is nearly right, and dL/dq and dL/dk are small: q_proj and
@@ -292,7 +298,7 @@ class RingFunction(torch.autograd.Function):
 
 
 def ring_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
-    """Attention by the ring. Shapes: q [B, s, N·H], k, v [B, s, K·H] → [B, s, N·H]."""
+    """Attention by the ring: RingFunction on the heads of this rank's positions."""
     T = cp_group.size()
     here = positions_of(cp_group.rank(), T, layout, T * q.shape[1])
     q_BNsH, kv_2BKsH = split_heads(q, k, v, tables, core.head_size, here)
@@ -304,7 +310,7 @@ def ring_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
 
 
 def exchange(x: Tensor, split_dim: int, join_dim: int, cp_group) -> Tensor:
-    """Split x along one dim, send part j to rank j, join what arrives along the other."""
+    """Split x along one dim, send part j to rank j, join along the other dim."""
     parts = torch.stack(split(x, split_dim, cp_group.size()))
     return torch.cat(list(all_to_all(parts, cp_group)), join_dim)
 
@@ -342,6 +348,8 @@ def ulysses_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
 
 
 class Method(NamedTuple):
+    """One of the three kinds of attention, and who has which positions."""
+
     attention: Callable
     layout: str
 
@@ -528,7 +536,7 @@ def show_gradients_cp(report: Report, runs: dict[str, TrainingRun]) -> None:
 
 
 def show_attention(report: Report, methods: dict, size: dict, cp_group) -> None:
-    """Output and gradients of one attention; and which blocks of scores were computed."""
+    """Output and gradients of one attention, and the blocks of scores computed."""
     core, tables, tensors = random_attention(report.args, size, size["S"])
     inputs = [x.requires_grad_() for x in tensors[:3]]  # q, k, v
     y_BSD = core(inputs[0], inputs[1], inputs[2], tables)
@@ -551,7 +559,7 @@ def show_attention(report: Report, methods: dict, size: dict, cp_group) -> None:
     contiguous = evaluate("T·s·s", size)
     zigzag = evaluate("(2·T + 1)·s·s/4", size)
     report.say(
-        f"   Scores of the busiest rank of each step, added up: contiguous T·s² ="
+        "   Scores of the busiest rank of each step, added up: contiguous T·s² ="
     )
     report.say(f"   {contiguous:,} per head, zigzag (2T + 1)·s²/4 = {zigzag:,}.")
 
@@ -623,8 +631,8 @@ def show_communication_cp(report: Report, methods: dict, size: dict) -> None:
             ("backward", "send/recv"): "L·(2·T - 1) × b",
         },
         "Ulysses": {
-            ("forward", "all-to-all"): "4·L × (q + b/2)/2",
-            ("backward", "all-to-all"): "4·L × (q + b/2)/2",
+            ("forward", "all-to-all"): "4·L × (q+b/2)/2",
+            ("backward", "all-to-all"): "4·L × (q+b/2)/2",
         },
     }
     per_method["zigzag"] = per_method["ring"]
@@ -667,28 +675,31 @@ def show_saved(report: Report, methods: dict, size: dict, cp_group) -> None:
     rows = []
     for name in ["without CP"] + list(methods):
         row = {"attention": name, "formula": SAVED_BY_ATTENTION[name]}
-        for factor in (1, 2, 4):
-            S = factor * size["S"]
-            core, tables, tensors = random_attention(report.args, size, S)
-            # A rank's slice; which positions it has does not matter for bytes.
-            s = S if name == "without CP" else S // size["T"]
-            q, k, v = [x[:, :s].clone().requires_grad_() for x in tensors[:3]]
-            saved = SavedBytes([q, k, v] + tables)
-            with saved:
-                if name == "without CP":
-                    core(q, k, v, tables)
-                else:
-                    attention, layout = methods[name]
-                    attention(q, k, v, tables, core, cp_group, layout)
-            column = f"S {S}"
-            row[column] = saved.total()
+        for S in (size["S"], 2 * size["S"], 4 * size["S"]):
             sizes = dict(size, S=S, s=S // size["T"], a=evaluate("B·n·e", size))
+            column = f"S {S}"
+            row[column] = bytes_saved(report.args, methods.get(name), sizes, cp_group)
             predicted = evaluate(row["formula"], sizes)
             report.expect(row, column, "memory", f"saved, {name}, {column}", predicted)
         rows.append(row)
     report.section("Bytes that one attention saves for backward on a rank")
     report.table("saved", rows)
     report.say("   Only the ring has no term with S·S or s·S: no weights are saved.")
+
+
+def bytes_saved(args, method: Method | None, size: dict, cp_group) -> int:
+    """Measured in one forward pass; method is None without CP."""
+    core, tables, tensors = random_attention(args, size, size["S"])
+    # A rank's slice. Which positions it has does not matter for bytes.
+    held = size["S"] if method is None else size["s"]
+    q, k, v = [x[:, :held].clone().requires_grad_() for x in tensors[:3]]
+    saved = SavedBytes([q, k, v] + tables)
+    with saved:
+        if method is None:
+            core(q, k, v, tables)
+        else:
+            method.attention(q, k, v, tables, core, cp_group, method.layout)
+    return saved.total()
 
 
 # ==== BREAK IT
@@ -711,8 +722,8 @@ BREAKS = {
         new="            if owner == rank:\n"
         "                grad_kv[:, :, :, block.keys] += to_kv\n",
         what="a rank drops the gradients of keys and values of other ranks",
-        symptom="step 1's loss and dL/dq are right; dL/dk and dL/dv are too small, most "
-        "of all at early positions",
+        symptom="step 1's loss and dL/dq are right; dL/dk and dL/dv are too small, "
+        "most of all at early positions",
         why="a key is used by the queries of all later ranks: its gradient is a sum "
         "over ranks",
         reported="github.com/NVIDIA/TransformerEngine/issues/1557 (wrong dQ, dK, dV)",
@@ -730,10 +741,11 @@ BREAKS = {
     "positions": dict(
         target="split_heads",
         old="    cos_sH = tables[0][here]\n    sin_sH = tables[1][here]\n",
-        new="    cos_sH = tables[0][: q.shape[1]]\n    sin_sH = tables[1][: q.shape[1]]\n",
+        new="    cos_sH = tables[0][: q.shape[1]]\n"
+        "    sin_sH = tables[1][: q.shape[1]]\n",
         what="each rank counts its rotary positions from 0",
-        symptom="no error; the loss of step 1 differs slightly: distances between tokens "
-        "of different ranks are wrong. Ulysses is right",
+        symptom="no error; the loss of step 1 differs slightly: distances between "
+        "tokens of different ranks are wrong. Ulysses is right",
         why="the angle of a key depends on its position in the full sequence",
         reported="github.com/NVIDIA/Megatron-LM/issues/560",
     ),
@@ -787,7 +799,7 @@ BREAKS = {
 def parse_args(ranks: int) -> argparse.Namespace:
     """The flags of the model. ValueError if it cannot be built or split."""
     sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 0, "vocab_size": 257}
-    parser = lesson_parser(__doc__, BREAKS, sections=7, **sizes)
+    parser = lesson_parser(__doc__, BREAKS, sections=6, **sizes)
     add = parser.add_argument
     add("--tp", type=positive, default=1, help="TP ranks for each CP rank (1)")
     add("--hidden", type=positive, help="D (8 per head)")
