@@ -72,7 +72,7 @@ CONTEXT_RUNS += [
         "2",
     ),
     # Lines of the text end before most positions: ranks without any target.
-    (CONTEXT, 8, *PROOF, "--seq-len", "160", "--batch-size", "2", "--layers", "1"),
+    (CONTEXT, 8, *PROOF, "--seq-len", "160", "--batch-size", "1", "--layers", "1"),
 ]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
