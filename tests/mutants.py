@@ -27,6 +27,7 @@ TESTS = {lesson: f"tests/test_{name}.py" for lesson, name in zip(PATHS, TESTS)}
 TESTS["08"] = "tests/test_same_bits.py"
 TESTS["09"] = "tests/test_shared_heads.py"
 TESTS["10"] = "tests/test_checkpoints.py"
+TESTS["11"] = "tests/test_context_parallel.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
 
@@ -295,6 +296,25 @@ MUTANTS = [Mutant(*row) for row in [
     ("10", "failure_in", "a failure without words has none",
      'str(failure) or "no message"', "failure",
      "test_a_truncated_file_with_a_forged_checksum"),
+    # 11
+    ("11", "chunks_of", "zigzag without the turn", "2 * ranks - 1 - rank",
+     "ranks + rank"),
+    ("11", "masked_scores", "a query does not see its own key", "key_at > query_at",
+     "key_at >= query_at"),
+    ("11", "blocks_of", "blocks of later keys are computed, too",
+     "key_chunk <= query_chunk", "True"),
+    ("11", "merge", "the larger Σ exp for the sum of both", "torch.logaddexp",
+     "torch.maximum"),
+    ("11", "attend_backward", "one query head for all that a key served",
+     ".sum(3)", "[:, :, :, 0]"),
+    ("11", "RingFunction.forward", "the keys go the other way",
+     "(rank - step) % T", "(rank + step) % T", "3"),
+    ("11", "RingFunction.backward", "the last hop is missing",
+     "        grad_kv = pass_on(grad_kv, ctx.cp_group)\n",
+     "        if step < T - 1:\n"
+     "            grad_kv = pass_on(grad_kv, ctx.cp_group)\n"),
+    ("11", "Exchange.backward", "not the way back",
+     "exchange(grad, join_dim, split_dim", "exchange(grad, split_dim, join_dim"),
     # 08
     ("08", "tree_sum", "halves are not equal", "len(terms) // 2", "1"),
     ("08", "CopyToBlocks.backward", "no sum over ranks",

@@ -7,7 +7,7 @@ COLLECTIVES, MLP = "00_collectives", "01_naive_mlp_tp"
 TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
 SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
-CHECKPOINTS = "10_checkpoints"
+CHECKPOINTS, CONTEXT = "10_checkpoints", "11_context_parallel"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -54,6 +54,25 @@ CHECKPOINT_RUNS = [
     (CHECKPOINTS, 3, "--steps", "2"),
     (CHECKPOINTS, 4, *PROOF, "--tie", "--zero"),
     (CHECKPOINTS, 8, *PROOF, "--steps", "2"),
+]
+CONTEXT_RUNS = [(CONTEXT, ranks) for ranks in (1, 2, 3)]
+CONTEXT_RUNS += [
+    (CONTEXT, 2, *PROOF, "--heads", "8", "--kv-heads", "8", "--layers", "1"),
+    (CONTEXT, 4, *PROOF, "--tp", "2", "--steps", "2"),
+    (
+        CONTEXT,
+        4,
+        *PROOF,
+        "--kv-heads",
+        "1",
+        "--heads",
+        "4",
+        "--no-ulysses",
+        "--steps",
+        "2",
+    ),
+    # Lines of the text end before most positions: ranks without any target.
+    (CONTEXT, 8, *PROOF, "--seq-len", "160", "--batch-size", "1", "--layers", "1"),
 ]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]

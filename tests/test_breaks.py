@@ -151,6 +151,26 @@ EXPECTED = {
             "loaded: weight/norm.bias, B"),
         "in-place": ("interrupted: the latest checkpoint stays", loss_2("B")),
     },
+    "11_context_parallel": {
+        "stale": ("gradients: layers.…", grad("layers.0.self_attn.q_proj.weight, ring"),
+            grad("layers.1.self_attn.k_proj.weight, zigzag"), "attention: dL/dk, ring",
+            "calls: ring backward send/recv cp", loss_2("ring"), loss("ring")),
+        "home": ("gradients: layers.…", grad("layers.1.self_attn.k_proj.weight, ring"),
+            "attention: dL/dk, zigzag", "attention: dL/dv, ring",
+            "attention: dL/dq, ring"),
+        "lse": ("gradients: layers.…", "attention: dL/dq, ring",
+            "attention: dL/dv, zigzag", "attention: y, ring"),
+        "positions": ("gradients: layers.…", loss("gather"), loss("ring"),
+            "attention: dL/dq, zigzag", loss("Ulysses")),
+        "count": ("gradients: …", grad("lm_head.bias, Ulysses"), loss("gather"),
+            "calls: ring loss all-reduce cp", "attention: dL/dk, ring"),
+        "sum": ("gradients: …", grad("lm_head.bias, ring"), "replicas: norm.bias, ring",
+            "calls: gather summing all-reduce cp", loss("ring")),
+        "average": ("gradients: …", grad("lm_head.bias, ring"), norm("Ulysses"),
+            "replicas: norm.bias, ring"),
+        "shift": ("gradients: …", loss("gather"), loss("Ulysses"),
+            "attention: dL/dk, ring"),
+    },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
 RANKS = {

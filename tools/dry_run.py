@@ -1,9 +1,9 @@
 """Lesson 05 on thousands of ranks that are not there: `tools/plan.py --dry-run`.
 
-One process is one rank of each stage, one stage after another. Its groups are those of
-PyTorch's "fake" backend, which sends nothing; its tensors are on the "meta" device: they
-have a shape and no numbers. All else is lesson 05's own code: the model's edits, the schedule, the
-pipeline, the optimizer, the counters.
+One process is one rank of each stage, one stage after another. Its groups are of
+PyTorch's "fake" backend, which sends nothing; its tensors are on the "meta" device:
+they have a shape and no numbers. All else is lesson 05's own code: the model's edits,
+the schedule, the pipeline, the optimizer, the counters.
 
 What cannot be had without numbers is made up here, and nothing else: `Unknown` answers
 where the lesson looks into a tensor, `storage_id` tells storages apart.

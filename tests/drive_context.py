@@ -1,0 +1,98 @@
+"""Eight ranks compute attention of random shapes by every method of the script.
+
+    torchrun --nproc_per_node=8 drive_context.py FOLDER
+
+The same tensors on every rank; groups of 2, 3, 4 and 8 of the ranks, also of ranks that
+are not neighbors. Compared with F.scaled_dot_product_attention on all positions.
+"""
+
+import random
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from in_ranks import difference, load, run
+
+lesson = load("11_context_parallel")
+GROUPS = [[0, 1], [2, 5, 7], [1, 3, 4, 6], [*range(8)], [3]]
+CASES = 6  # of each group
+
+
+def random_case(number: int, T: int) -> dict:
+    """Sizes; S, K and N/K are such that all methods work."""
+    rng = random.Random(f"context {number}")
+    sizes = dict(
+        B=rng.randint(1, 3), S=2 * T * rng.randint(1, 4), K=T * rng.randint(1, 2)
+    )
+    return sizes | dict(per_kv=rng.randint(1, 3), H=2 * rng.randint(1, 4))
+
+
+def reference(q, k, v, tables, H: int):
+    """In one process, by PyTorch's own attention."""
+    q, k, v = (x.unflatten(-1, (-1, H)).transpose(1, 2) for x in (q, k, v))
+    cos, sin, _ = tables
+    q, k = lesson.rotate(q, cos, sin), lesson.rotate(k, cos, sin)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return y.transpose(1, 2).flatten(2)
+
+
+def try_case(number: int, group) -> list[dict]:
+    T, rank = group.size(), group.rank()
+    case = random_case(number, T)
+    B, S, K, H = (case[name] for name in "BSKH")
+    generator = torch.Generator().manual_seed(number)
+    tensors = [
+        torch.randn(B, S, heads * H, generator=generator, dtype=torch.float64)
+        for heads in (K * case["per_kv"], K, K, K * case["per_kv"])
+    ]
+    future = torch.ones(S, S, dtype=torch.bool).triu(1)
+    tables = (*(x.double() for x in lesson.rotary_table(S, H)), future)
+    whole = [x.clone().requires_grad_() for x in tensors[:3]]
+    expected = reference(*whole, tables, H)
+    expected.backward(tensors[3])
+    core, found = lesson.CoreAttention(H, 0.0), []
+    methods = lesson.METHODS | {
+        "gather, zigzag": lesson.Method(lesson.gather_attention, "zigzag")
+    }
+    for name, (attention, layout) in methods.items():
+        here = lesson.positions_of(rank, T, layout, S)
+        q, k, v = (x[:, here].clone().requires_grad_() for x in tensors[:3])
+        lesson.RingFunction.blocks.clear()
+        lesson.COMM.calls.clear()
+        lesson.COMM.bytes.clear()
+        y = attention(q, k, v, tables, core, group, layout)
+        counted = [
+            sum(counter.values()) for counter in (lesson.COMM.calls, lesson.COMM.bytes)
+        ]
+        y.backward(tensors[3][:, here])
+        diffs = {"y": difference(y, expected[:, here], expected)}
+        for label, x, full in zip("qkv", (q, k, v), whole):
+            diffs[f"dL/d{label}"] = difference(x.grad, full.grad[:, here], full.grad)
+        blocks = [
+            (step, int(block.query_at[0]), int(block.key_at[0]), len(block.key_at))
+            for step, block in lesson.RingFunction.blocks
+        ]
+        total = [
+            sum(counter.values()) for counter in (lesson.COMM.calls, lesson.COMM.bytes)
+        ]
+        found.append(case | dict(
+            name=name, layout=layout, T=T, rank=rank, diffs=diffs, blocks=blocks,
+            forward=counted, both=total, here=here.tolist(),
+        ))  # fmt: skip
+    return found
+
+
+def main() -> dict:
+    limit, cases = timedelta(seconds=60), []
+    for place, ranks in enumerate(GROUPS):
+        group = dist.new_group(ranks, timeout=limit, group_desc="cp")
+        if dist.get_rank() in ranks:
+            for number in range(CASES):
+                cases += try_case(10 * place + number, group)
+    return dict(cases=cases)
+
+
+if __name__ == "__main__":
+    run(main, seconds=60)

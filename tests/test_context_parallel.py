@@ -1,0 +1,256 @@
+"""beyond/11: a split sequence gives one process's model, forward and backward.
+
+Attention of random shapes on 2, 3, 4 and 8 ranks against PyTorch's own, to the rounding
+of float64; the blocks of scores and the bytes; then what the script's own runs say.
+"""
+
+import jobs
+import pytest
+import torch
+from in_ranks import no_group
+from runs import ALLOWED, CONTEXT, CONTEXT_RUNS, found, over
+from test_refusals import as_rank, message
+
+DRIVER = ("drive_context.py", 8)
+lesson = jobs.load(CONTEXT)
+
+driven = pytest.mark.launches(*DRIVER)
+pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
+
+
+# On eight ranks.
+
+
+@driven
+def test_attention_of_random_shapes(ranks):
+    """Output and gradients of q, k and v, by each method, in float64."""
+    cases = found(ranks, "cases")
+    assert {case["T"] for case in cases} == {1, 2, 3, 4, 8}
+    assert {case["per_kv"] for case in cases} >= {1, 2, 3}
+    assert {case["name"] for case in cases} == {*lesson.METHODS, "gather, zigzag"}
+    for case in cases:
+        assert set(case["diffs"]) == {"y", "dL/dq", "dL/dk", "dL/dv"}
+        for what, diff in case["diffs"].items():
+            assert diff < 1e-12, (what, case)
+
+
+@driven
+def test_each_score_is_computed_by_one_rank(ranks):
+    """The blocks of all ranks cover the causal triangle once, and nothing above it."""
+    scores = {}  # (group, number of the case, layout) → how often each was computed
+    for case in found(ranks, "cases"):
+        if case["name"] not in ("ring", "zigzag"):
+            assert case["blocks"] == []
+            continue
+        T, S, t = case["T"], case["S"], case["rank"]
+        zigzag = case["name"] == "zigzag"
+        assert len(case["blocks"]) == (2 * T + 1 if zigzag else t + 1), case
+        # At step i a rank has the keys of rank − i; all of a zigzag step are alike.
+        per_step = [[b[0] for b in case["blocks"]].count(step) for step in range(T)]
+        if zigzag:
+            assert per_step == [3] + [2] * (T - 1)
+        else:
+            assert per_step == [1] * (t + 1) + [0] * (T - t - 1)
+        key = tuple(case[name] for name in ("T", "B", "S", "K", "per_kv", "H", "name"))
+        count = scores.setdefault(key, torch.zeros(S, S, dtype=torch.int64))
+        for _, query, key_at, c in case["blocks"]:
+            assert query in case["here"]
+            count[query : query + c, key_at : key_at + c] += 1
+    for (T, *_), count in scores.items():
+        causal = torch.ones_like(count).tril()
+        assert (count * causal == causal * count[0, 0]).all() and count[0, 0] > 0
+        chunks = count.shape[0] // (2 * T)
+        above = count.triu(2 * chunks)  # beyond a diagonal block
+        assert (above == 0).all()
+
+
+@driven
+def test_calls_and_bytes(ranks):
+    """Of one attention; b: bytes of a rank's keys and values, with K heads."""
+    for case in found(ranks, "cases"):
+        T, e, name = case["T"], 8, case["name"]
+        s, K, N = case["S"] // T, case["K"], case["K"] * case["per_kv"]
+        b = 2 * case["B"] * s * K * case["H"] * e
+        q = case["B"] * s * N * case["H"] * e
+        if T == 1:
+            expected = [[0, 0], [0, 0]]
+        elif name.startswith("gather"):
+            expected = [[1, T * b], [2, 2 * T * b]]
+        elif name == "Ulysses":
+            expected = [[4, 2 * q + b], [8, 4 * q + 2 * b]]
+        else:
+            expected = [[T - 1, (T - 1) * b], [3 * T - 2, (3 * T - 2) * b]]
+        assert [case["forward"], case["both"]] == expected, case
+
+
+# In this process.
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_positions(T, layout):
+    """Each position is on one rank; both layouts give all ranks as many."""
+    S = 6 * T
+    held = [lesson.positions_of(rank, T, layout, S).tolist() for rank in range(T)]
+    assert sorted(x for here in held for x in here) == [*range(S)]
+    for rank, here in enumerate(held):
+        assert len(here) == 6
+        if layout == "contiguous":
+            assert here == [*range(6 * rank, 6 * rank + 6)]
+        else:
+            assert here[:3] == [*range(3 * rank, 3 * rank + 3)]
+            assert here[3:] == [*range(S - 3 * rank - 3, S - 3 * rank)]
+    with pytest.raises(ValueError, match="do not divide S"):
+        lesson.positions_of(0, 2, layout, 2 * 6 + 1)
+
+
+def test_merge_of_many_blocks():
+    """In any order, and where the numbers are so large that exp would overflow."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 5, 4, generator=generator, dtype=torch.float64) * 100
+    kv = torch.randn(2, 1, 2, 12, 4, generator=generator, dtype=torch.float64) * 100
+    expected = (q @ kv[0].mT / 2).softmax(-1) @ kv[1]
+    for order in ((0, 1, 2), (2, 0, 1)):
+        y = torch.zeros_like(q)
+        lse = torch.full_like(q[..., :1], float("-inf"))
+        for i in order:
+            at = torch.arange(5) + 100, torch.arange(4)  # all keys are earlier
+            block = lesson.Block(slice(0, 5), slice(0, 4), *at)
+            y, lse = lesson.merge(
+                y, lse, *lesson.attend(q, kv[..., 4 * i : 4 * i + 4, :], block)
+            )
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-11)
+
+
+def test_backward_of_blocks_is_that_of_one_softmax():
+    """By autograd of the whole; two query heads share a key/value head."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 3, 2, generator=generator, dtype=torch.float64)
+    kv = torch.randn(2, 2, 2, 6, 2, generator=generator, dtype=torch.float64)
+    grad_y = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    q.requires_grad_(), kv.requires_grad_()
+    k, v = lesson.repeat_for_queries(kv, q)
+    scores = q @ k.mT / 2**0.5
+    y = scores.softmax(-1) @ v
+    y.backward(grad_y)
+    lse = scores.detach().logsumexp(-1, keepdim=True)
+    delta = (grad_y * y.detach()).sum(-1, keepdim=True)
+    to_q = torch.zeros_like(q)
+    with torch.no_grad():
+        for keys in (slice(0, 3), slice(3, 6)):
+            at = torch.arange(3) + 100, torch.arange(3)
+            block = lesson.Block(slice(0, 3), keys, *at)
+            mine = lesson.attend_backward(
+                q, kv[:, :, :, keys], block, grad_y, delta, lse
+            )
+            to_q += mine[0]
+            torch.testing.assert_close(
+                mine[1], kv.grad[:, :, :, keys], rtol=0, atol=1e-12
+            )
+    torch.testing.assert_close(to_q, q.grad, rtol=0, atol=1e-12)
+
+
+def test_a_rank_without_targets_has_no_loss_and_no_gradient():
+    logits = torch.randn(1, 4, 5, requires_grad=True)
+    target = torch.full((1, 4), lesson.IGNORE)
+    with pytest.MonkeyPatch.context() as patch:
+        # The other ranks have 3 targets, and a loss of 2.
+        patch.setattr(
+            lesson,
+            "all_reduce",
+            lambda x, group: x + (2 if x.is_floating_point() else 3),
+        )
+        loss = lesson.cp_loss(logits, target, no_group(2))
+    loss.backward()
+    assert loss.item() == 2 and logits.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("ranks, flags, words", [
+    (4, "--seq-len 36", ("--seq-len 36", "36 % 8", "zigzag", "--seq-len 40")),
+    (3, "--seq-len 64", ("64 % 6", "--seq-len 66")),
+    (4, "--kv-heads 2", ("--kv-heads 2", "Ulysses", "take 4", "--no-ulysses")),
+    (4, "--kv-heads 6 --tp 2", ("Ulysses", "3 heads per TP rank", "take 8")),
+    (4, "--tp 3", ("--tp 3", "4 ranks % 3 = 1", "take 1")),
+    (4, "--kv-heads 3 --tp 2", ("--kv-heads 3", "3 % 2", "--kv-heads 4")),
+    (4, "--heads 6", ("--heads 6", "6 % 4", "--heads 8")),
+    (2, "--hidden 40", ("--hidden 40", "--hidden 48")),
+    (2, "--hidden 2 --heads 1 --kv-heads 1 --no-ulysses", ("--hidden 2",)),
+    (2, "--vocab-size 256", ("--vocab-size 256", "257")),
+    (2, "--clip 0", ("--clip 0",)),
+    (1, "--break stale", ("--break",)), (2, "--only 8", ("--only",)),
+])  # fmt: skip
+def test_refused(ranks, flags, words):
+    code, out, err = jobs.run_here(CONTEXT, *flags.split(), **as_rank(0, ranks))
+    assert (code, out) == (2, "")
+    text = message(err)
+    assert all(word in text for word in words), text
+
+
+# The script's own runs.
+
+
+@over(CONTEXT_RUNS)
+def test_passes_and_fits_the_screen(run):
+    done = jobs.result(*run)
+    assert done.code == 0, done.text
+    lines = done.out.splitlines()
+    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
+    assert lines[-1].startswith(words), lines[-1]
+    assert "FAIL" not in done.out and "✗" not in done.out
+    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
+    assert done.left == []
+    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
+    if len(run) == 2 and run[1] <= 2:
+        assert 30 < len(lines) <= 85
+    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
+    for row in done.data["checks"]:
+        limit = of_loss if row["kind"] == "losses" else of_tensor
+        if row["kind"] in ("runs", "replicas", "blocks", "calls", "bytes", "memory"):
+            limit = 0
+        assert row["ok"] and row["diff"] <= row["allowed"] <= limit, row
+
+
+@over(CONTEXT_RUNS)
+def test_every_gradient_of_every_method_is_compared(run):
+    data = jobs.result(*run).data
+    names = {row["name"] for row in data["checks"]}
+    methods = [name for name in lesson.METHODS if name in data["losses"][0]]
+    assert ("Ulysses" in methods) == ("--no-ulysses" not in run)
+    assert len(methods) >= 3
+    layers = data["size"]["L"]
+    model = lesson.Transformer(lesson.Config(1, 4, 1, 1, layers, 1, 0.0))
+    for method in methods:
+        for name, _ in model.named_parameters():
+            for kind in ("gradients", "parameters", "replicas"):
+                assert f"{kind}: {name}, {method}" in names
+        assert f"replicas: losses, {method}" in names
+        for what in ("y", "dL/dq", "dL/dk", "dL/dv"):
+            assert f"attention: {what}, {method}" in names
+
+
+@over(CONTEXT_RUNS)
+def test_who_has_what(run):
+    data = jobs.result(*run).data
+    T, S = data["mesh"]["cp"], data["size"]["S"]
+    assert data["size"]["T"] == T == len(data["positions"])
+    totals = [
+        sum(row[f"targets, {layout}"] for row in data["positions"])
+        for layout in ("contiguous", "zigzag")
+    ]
+    assert totals[0] == totals[1] > 0
+    for row in data["positions"]:
+        s = S // T
+        assert row["contiguous"] == f"{row['rank'] * s} to {row['rank'] * s + s - 1}"
+    if S == 160:
+        assert 0 in [row["targets, contiguous"] for row in data["positions"]]
+
+
+@over(CONTEXT_RUNS)
+def test_saved_bytes_grow_with_the_length_in_the_ring_only(run):
+    data = jobs.result(*run).data
+    for row in data["saved"]:
+        short, middle, long = (row[name] for name in row if name.startswith("S "))
+        if row["attention"] in ("ring", "zigzag"):
+            assert (middle, long) == (2 * short, 4 * short)
+        else:
+            assert long > 2 * middle > 4 * short
