@@ -18,7 +18,7 @@ def test_every_rank_has_the_same_findings(ranks):
 def test_bugs_are_found_and_named(ranks):
     """Every bug is found; in at least nine of ten the first category is the cause."""
     bugs = ranks[0]["bugs"]
-    assert len(bugs) >= 17
+    assert len(bugs) >= 23
     missed = [bug["bug"] for bug in bugs if not bug["categories"]]
     assert missed == []
     named = [bug for bug in bugs if bug["categories"][0][0].startswith(bug["expected"])]
@@ -27,7 +27,7 @@ def test_bugs_are_found_and_named(ranks):
 
 def test_right_models_raise_no_alarm(ranks):
     right = ranks[0]["right"]
-    assert len(right) >= 60
+    assert len(right) >= 12
     assert [model for model in right if model["categories"]] == []
 
 
@@ -46,6 +46,7 @@ def test_wrong_use_is_one_line_and_2(arguments, says, capsys):
 def test_every_finding_has_advice(ranks):
     for result in ranks[0]["bugs"]:
         for category, _ in result["categories"]:
+            assert category != "raised", result
             what, line, where = audit.advice_for(category)
             assert what and line and where
 
