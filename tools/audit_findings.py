@@ -653,7 +653,7 @@ class Audit:
         for name in wrong:
             text = self.share_of(name) + self.owner_of(name)
             if flow is not None and flow[0] != self.first.owners[name]:
-                text += f"; dL/d(output of {flow[0] or 'the model'}) is {flow[1]}"
+                text += f"; dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
             if flow is not None:
                 text += self.readers_of(flow[0])
             self.add(f"gradient {relations[name]}", name, text, self.first.owners[name])
@@ -667,7 +667,7 @@ class Audit:
             return ""
         how = self.relation(grads, expected)
         how = f"right ({how})" if is_right(how) else how
-        return f"; dL/d(output of {owner or 'the model'}), its module, is {how}"
+        return f"; dL/d(output of {owner or 'the model'}), its module: {how}"
 
     def readers_of(self, writer: str) -> str:
         """Which readers of a module's output send back a wrong gradient."""

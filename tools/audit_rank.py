@@ -28,6 +28,7 @@ from audit_findings import Facts, findings_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 COLLECTIVES = {
     "allreduce": "all-reduce",
@@ -363,7 +364,9 @@ def dropped(model: nn.Module, run: Run, batch: tuple, seed: int):
             hook = hook_of(plain_name(name, run.renamed))
             handles.append(module.register_forward_hook(hook))
     torch.manual_seed(seed)
-    _, loss = run.forward(batch)
+    # To the end, otherwise a recomputed dropout that comes last calls no hook.
+    with set_checkpoint_early_stop(False):
+        _, loss = run.forward(batch)
     phase[0] = "backward"
     loss.backward()
     for handle in handles:
