@@ -51,6 +51,21 @@ def test_every_finding_has_advice(ranks):
             assert what and line and where
 
 
+def test_the_page_shows_what_the_notebook_ran():
+    """docs/audit.md has the output of the last run in notebook 12; README a part."""
+    path = jobs.ROOT / "notebooks" / "12_wrong_gradients.ipynb"
+    said = ""
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        if "".join(cell["source"]).endswith("tools/audit.py traces/my_model.py"):
+            said = "".join(cell["outputs"][0]["text"]).rstrip()
+    assert said.endswith("WRONG  my_model.py")
+    assert said in (jobs.ROOT / "docs" / "audit.md").read_text("utf-8")
+    readme = (jobs.ROOT / "README.md").read_text("utf-8")
+    excerpt = readme.partition("## Audit your own model")[2].split("```")[1]
+    for line in excerpt.splitlines()[1:]:
+        assert line.strip() in ("", "…") or line in said.splitlines(), line
+
+
 MISSING_F = """
 import sys
 sys.path.insert(0, {root!r})

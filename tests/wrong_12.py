@@ -6,7 +6,8 @@ SUM = "all_reduce(total, tp_group).sqrt().item()"
 
 WRONG = [  # number of the exercise, an answer or edits of the solution, what it is told
     (1, {"CopyToTP": "ReduceFromTP"}, "forward must not change the weight"),
-    (1, {"CopyToTP.apply(weight, tp_group)": "weight.detach()"}, "does not require grad"),
+    (1, {"CopyToTP.apply(weight, tp_group)": "weight.detach()"},
+     "does not require grad"),
     (1, {"CopyToTP.apply(weight, tp_group)":
          "CopyToTP.apply(CopyToTP.apply(weight, tp_group), tp_group)"},
      "[48.0, 56.0, 64.0, 72.0], it should be [24.0, 28.0, 32.0, 36.0]"),

@@ -127,8 +127,10 @@ ADVICE = {
         "This is the first module whose output is wrong.",
         "Look at this module's parameters in the table, at its bias (is it added on "
         "every rank before a sum?), and at what it assumes about the shape of its "
-        "input.",
-        "lesson 01, --break bias; lesson 02, --break qkv",
+        "input. A table with an entry per head is sliced like the heads. A sharded "
+        "embedding has its first row at rank · rows, and gives 0 for tokens of other "
+        "ranks before the sum.",
+        "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1",
     ),
     "forward in another order": (
         "The ranks hold the right elements of this output in the wrong order or on the "
@@ -174,7 +176,8 @@ ADVICE = {
     "gradient factor": (
         "This gradient is right up to a factor.",
         "T: summed twice, or g all-reduces in backward too. 1/T: averaged instead of "
-        "summed. The loss may be divided by the wrong number of targets.",
+        "summed, or a bias is added as bias/T on every rank before a sum. The loss may "
+        "be divided by the wrong number of targets.",
         "lesson 01, --break g",
     ),
     "gradient sum factor": (

@@ -14,6 +14,8 @@ from torch import Tensor
 ALLOWED = {"float64": 1e-9, "float32": 2e-4}  # relative difference
 OTHER = ", the piece of rank"
 FUSED = re.compile("qkv|query_key_value|c_attn|in_proj|gate_up|fused", re.IGNORECASE)
+# Relations of a gradient whose cause may be the gradient that arrives at its module.
+FROM_FLOW = ("sum", "differs", "unexplained", "zero", "None")
 PADDING = -1  # index of an element that belongs to no parameter of the full model
 
 
@@ -445,6 +447,7 @@ class Audit:
             if reordered:
                 seen += f"; the output of {reordered[0]} is in another order"
             how = self.times_bias(name, outputs) or how
+            seen += self.share_of_output(name, outputs)
             self.add(f"forward {how}", name or "the model", seen + self.inside(name),
                      name)  # fmt: skip
             return
@@ -458,6 +461,18 @@ class Audit:
         if len(set(losses)) > 1:
             text += "; it differs between ranks: " + numbers(losses)
         self.add("loss", "loss", text)
+
+    def share_of_output(self, name: str, outputs: list[Tensor]) -> str:
+        """How many elements of an output are wrong on each rank, if they compare."""
+        expected = self.first.full_outputs[name]
+        if any(x.shape != expected.shape for x in outputs):
+            return ""
+        scale = max(expected.abs().max().item(), 1e-300)
+        shares = []
+        for x in outputs:
+            off = (x - expected).abs() > self.allowed * scale
+            shares.append(f"{off.double().mean().item():.0%}")
+        return f"; wrong elements by rank: {' '.join(shares)}"
 
     def inside(self, name: str) -> str:
         """What is known of the modules inside of a module whose output is wrong."""
@@ -652,9 +667,9 @@ class Audit:
             self.add("loss backward", "loss", text)
         for name in wrong:
             text = self.share_of(name) + self.owner_of(name)
-            if flow is not None and flow[0] != self.first.owners[name]:
-                text += f"; dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
-            if flow is not None:
+            if flow is not None and relations[name].startswith(FROM_FLOW):
+                if flow[0] != self.first.owners[name]:
+                    text += f"; dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
                 text += self.readers_of(flow[0])
             self.add(f"gradient {relations[name]}", name, text, self.first.owners[name])
 
