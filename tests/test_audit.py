@@ -56,8 +56,9 @@ def test_the_page_shows_what_the_notebook_ran():
     path = jobs.ROOT / "notebooks" / "12_wrong_gradients.ipynb"
     said = ""
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
-        if "".join(cell["source"]).endswith("tools/audit.py traces/my_model.py"):
-            said = "".join(cell["outputs"][0]["text"]).rstrip()
+        if "".join(cell["source"]).endswith("audit.py traces/my_model.py"):
+            text = "".join(cell["outputs"][0]["text"])
+            said = "\n".join(text.rstrip().splitlines())
     assert said.endswith("WRONG  my_model.py")
     assert said in (jobs.ROOT / "docs" / "audit.md").read_text("utf-8")
     readme = (jobs.ROOT / "README.md").read_text("utf-8")
