@@ -35,6 +35,7 @@ MESH = "05_3d_parallel"
 ON_FOUR = (MESH, "10_checkpoints")  # their exercises need two axes of two ranks
 # Whose code a notebook shows that has no lesson of its own.
 LESSON = {JAX: "01_naive_mlp_tp", "07_plan_a_run": MESH}
+LESSON["12_wrong_gradients"] = "01_naive_mlp_tp"
 # Ranks of the first run, elsewhere 2.
 RUN = {MESH: 8, "07_plan_a_run": 8, JAX: 4, "09_shared_heads": 4}
 

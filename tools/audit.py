@@ -7,7 +7,8 @@ my_model.py defines
 
     build() -> nn.Module                    the full model
     parallelize(model, tp_group) -> Module  your parallel version of it, made in any way
-    batch(step) -> (inputs, target)         inputs: a tensor, or a tuple of arguments
+    batch(step) -> (inputs, target)         inputs: a tensor, a tuple of arguments, or
+                                            a dict of keyword arguments
 
 and may define
 
@@ -18,6 +19,8 @@ and may define
     after_backward(model)                   sums of gradients that your training makes
     clip(model, max_norm) -> norm           your own clipping
     optimizer(parameters)                   default: AdamW
+    names() -> dict                         parallel name → full name, of modules or
+                                            parameters whose names differ
 
 The tool starts the ranks itself (gloo on CPU, NCCL if each rank has a GPU) and compares
 with one process: parameters, outputs of modules, gradients, dropout masks, norms, and
@@ -41,6 +44,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "tools" / "audit_examples"
+# Where a rank is before it calls parallelize(): an error there is wrong use.
+BEFORE = ("importing the file", "in build", "in batch", "in the full model")
 STARTUP = 100  # seconds in which a rank must have imported torch and the model
 # category → what is wrong, the line to look at, and where the course explains it.
 ADVICE = {
@@ -75,6 +80,26 @@ ADVICE = {
         "Add the bias of a row-parallel linear after the all-reduce, or on one rank.",
         "lesson 01, --break bias",
     ),
+    "buffer": (
+        "This buffer (a table of positions, a mask) is not that of the full model, nor "
+        "each rank's slice of it.",
+        "A table of positions starts at rank t's own offset, not at 0; if the module "
+        "gathers the sequence first, it needs the full table.",
+        "lesson 04, --break rotary",
+    ),
+    "wrong piece": (
+        "A rank holds the piece of another rank.",
+        "Take the slice of the group rank. Did a broadcast overwrite the shards? "
+        "DistributedDataParallel sends the parameters of its first rank to all others.",
+        "notebook 12, fault 3",
+    ),
+    "fused": (
+        "A fused weight is split into T slices as if it were one matrix: rank 0 gets "
+        "rows of q only.",
+        "Split it into its parts (q, k, v or gate, up) first, and each part into T "
+        "slices.",
+        "lesson 02, --break qkv",
+    ),
     "missing": (
         "Some elements of the full model are on no rank, and others probably twice.",
         "Check which slice each rank takes: the group rank, the dim, the order of "
@@ -102,8 +127,31 @@ ADVICE = {
         "This is the first module whose output is wrong.",
         "Look at this module's parameters in the table, at its bias (is it added on "
         "every rank before a sum?), and at what it assumes about the shape of its "
-        "input.",
-        "lesson 01, --break bias; lesson 02, --break qkv",
+        "input. A table with an entry per head is sliced like the heads. A sharded "
+        "embedding has its first row at rank · rows, and gives 0 for tokens of other "
+        "ranks before the sum.",
+        "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1",
+    ),
+    "forward in another order": (
+        "The ranks hold the right elements of this output in the wrong order or on the "
+        "wrong ranks.",
+        "Check the dim and the order in which pieces are split, gathered and reshaped, "
+        "and that each rank takes the piece of its own group rank.",
+        "lesson 00, section 6; lesson 02, --break qkv",
+    ),
+    "forward right on": (
+        "The output of this module is right on some ranks and wrong on others.",
+        "Look for what depends on the rank: an offset (positions, the first row of the "
+        "vocabulary, a mask), an index of a slice, or a branch such as if rank == 0.",
+        "lesson 03; lesson 04, --break rotary",
+    ),
+    "loss backward": (
+        "The loss is right and its gradient is not: the gradient of the model's output "
+        "is wrong before any module has been through backward.",
+        "Look at the backward of the loss: masked positions, the division by the "
+        "number of targets, and what it saved for backward. Does a collective in the "
+        "loss have the right backward?",
+        "lesson 03, --break ignored and --break exponentials",
     ),
     "loss": (
         "The outputs of all modules are right and the loss is not.",
@@ -128,13 +176,38 @@ ADVICE = {
     "gradient factor": (
         "This gradient is right up to a factor.",
         "T: summed twice, or g all-reduces in backward too. 1/T: averaged instead of "
-        "summed. The loss may be divided by the wrong number of targets.",
+        "summed, or a bias is added as bias/T on every rank before a sum. The loss may "
+        "be divided by the wrong number of targets.",
         "lesson 01, --break g",
     ),
     "gradient sum factor": (
         "The sum of this gradient over the ranks is right up to a factor.",
         "A reduction is missing, and the loss or the sum is scaled.",
         "lesson 01, --break f and --break average",
+    ),
+    "gradient factor per rank": (
+        "Each rank's gradient is right up to a factor of its own.",
+        "Each rank divides by its own number (of tokens, of samples), or a rank's "
+        "partial sum is scaled by the rank: divide by the number of all ranks.",
+        "notebook 12, fault 12",
+    ),
+    "gradient of several pieces": (
+        "The ranks hold different pieces of this parameter, and their gradients were "
+        "summed or averaged over the ranks.",
+        "Reduce gradients of sharded parameters over the data-parallel group only. "
+        "DistributedDataParallel must get that group as process_group.",
+        "notebook 12, fault 3",
+    ),
+    "gradient tied": (
+        "Two parameters hold the same piece, and only the sum of their gradients is "
+        "right: a tied weight has become two parameters.",
+        "Assign the same nn.Parameter to both modules after sharding.",
+        "lesson 03, --break tie",
+    ),
+    "gradient of another shape": (
+        "The gradient does not have the shape of its parameter.",
+        "Look for code that assigns p.grad or p.data.",
+        "lesson 01",
     ),
     "gradient None": (
         "Autograd did not reach this parameter: a collective that it does not track, "
@@ -159,14 +232,19 @@ ADVICE = {
     ),
     "gradient differs between replicas": (
         "Ranks that hold the same piece have different gradients, and their sum is not "
-        "right either.",
-        "A parameter closer to the loss is probably wrong as well: mend that first.",
-        "lesson 02, section on replicas",
+        "right either: what comes back through some readers of this module's output is "
+        "complete, through others partial.",
+        "If modules are named under Seen, all-reduce dL/dx in their backward (f). If a "
+        "parameter closer to the loss is wrong as well, mend that first.",
+        "lesson 01, --break f; beyond/09, --break input",
     ),
     "gradient unexplained": (
         "This gradient is wrong in no simple relation to the right one.",
-        "A parameter closer to the loss is probably wrong as well: mend that first.",
-        "lesson 01, the table of collectives and their backward",
+        "The modules named under Seen are the first in backward that return a wrong "
+        "gradient: look at the backward of their collectives (a slice without a sum?). "
+        "If a parameter closer to the loss is wrong as well, mend that first.",
+        "lesson 01, the table of collectives and their backward; lesson 04, --break "
+        "split",
     ),
     "dropout differs": (
         "The input of this dropout is replicated, and the ranks drop different "
@@ -178,6 +256,13 @@ ADVICE = {
         "The input of this dropout is sharded, and all ranks drop the same elements.",
         "Give each rank its own part of the mask, or its own random state.",
         "lesson 02, --break mask-heads",
+    ),
+    "dropout recomputed": (
+        "Backward computes this dropout again (recomputation) with another mask than "
+        "forward had: the gradient is that of another model.",
+        "Keep preserve_rng_state=True in torch.utils.checkpoint, and restore every "
+        "generator that dropout uses.",
+        "notebook 12, fault 7",
     ),
     "dropout loss": (
         "With dropout the ranks of a TP group have different losses: somewhere a "
@@ -195,17 +280,30 @@ ADVICE = {
         "The optimizer does not have this parameter. Was it created before the model "
         "was made parallel?",
         "Make the optimizer after parallelize().",
-        "notebook 12",
+        "notebook 12, fault 2",
+    ),
+    "update missing": (
+        "The gradients are right, and some ranks have not updated this parameter: they "
+        "skipped a step.",
+        "Ranks must decide together: all-reduce the flag (an overflow, a nan) by which "
+        "a step is skipped.",
+        "notebook 12, fault 8",
+    ),
+    "update differs between replicas": (
+        "The gradients are right, and after the step the replicas of this parameter "
+        "differ.",
+        "All ranks need the same flags, norms, learning rates and optimizer state.",
+        "lesson 02, --break drift; notebook 12, fault 8",
     ),
     "update": (
         "The gradients are right and the updated parameter is not: the optimizer is "
-        "not elementwise (it takes a norm or a matrix product of a shard), or one "
-        "replica is updated differently.",
+        "not elementwise (it takes a norm or a matrix product of a shard).",
         "Gather what the optimizer needs of the full parameter, or use an elementwise "
         "optimizer.",
-        "notebook 12",
+        "notebook 12, fault 9",
     ),
 }
+FOLLOW = ("gradient unexplained", "gradient differs between replicas")
 
 
 def wrong_use(text: str) -> int:
@@ -252,7 +350,23 @@ def start_ranks(args, ranks: int, path: Path, folder: Path) -> dict:
             process.wait()
     if out.exists():
         return json.loads(out.read_text())
-    return {"ranks": ranks, "findings": [], "failed": what_failed(processes, store)}
+    failed = what_failed(processes, store)
+    result = {"ranks": ranks, "findings": [], "failed": failed}
+    mistake = wrong_use_on(ranks, store)
+    if mistake:
+        result["wrong use"] = mistake
+    return result
+
+
+def wrong_use_on(ranks: int, store) -> str:
+    """The error of a rank that failed before it called parallelize()."""
+    for rank in range(ranks):
+        key = f"error/{rank}"
+        if store.check([key]):
+            status, text, _ = json.loads(store.get(key))
+            if status in BEFORE:
+                return f"{status}: {text}"
+    return ""
 
 
 def watch(processes: list, store, timeout: float) -> None:
@@ -312,13 +426,20 @@ def show(result: dict) -> bool:
     places = max(len(row["placement"]) for row in rows)
     print(f"   {'parameter':<{width}}  {'on rank 0':<{places}}  gradient")
     for row in rows:
-        mark = "" if row["gradient"] == "right" else "  ✗"
+        mark = "" if row["gradient"] in ("right", "not compared") else "  ✗"
         name = f"{row['parameter']:<{width}}"
         print(f"   {name}  {row['placement']:<{places}}  {row['gradient']}{mark}")
+    if result["unmatched"]:
+        print(wrap(f"not in the full model: {', '.join(result['unmatched'])}"))
     calls = ", ".join(f"{n} {name}" for name, n in result["calls"].items())
     print(wrap(f"collectives: {calls or 'none'}"))
     for number, group in enumerate(groups_of(result["findings"]), 1):
-        show_fault(number, group)
+        if number > 1 and group[0]["category"] in FOLLOW:
+            names = ", ".join(finding["where"] for finding in group)
+            print(f"\n   ✗ {number}. {group[0]['category']}, may follow from 1")
+            print(wrap(names, "      "))
+        else:
+            show_fault(number, group)
     return not result["findings"]
 
 
@@ -372,18 +493,27 @@ def main(arguments: list[str] | None = None) -> int:
     if not path.is_file():
         return wrong_use(f"{path}: no such file")
     text = path.read_text("utf-8")
+    try:
+        compile(text, str(path), "exec")
+    except SyntaxError as error:
+        return wrong_use(f"{path}, line {error.lineno}: {error.msg}")
     for name in ("build", "parallelize", "batch"):
         if name not in text:
             return wrong_use(f"{path} does not define {name}")
     if min(args.ranks) < 2:
         return wrong_use(f"--ranks {min(args.ranks)}: take 2 or more")
+    if args.steps < 1 or args.timeout <= 0 or args.clip <= 0:
+        return wrong_use("--steps, --timeout and --clip must be greater than 0")
     results = []
     right = True
     print(f"{path}  {args.dtype}, compared with one process")
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
-            results.append(start_ranks(args, ranks, path.resolve(), Path(folder)))
-            right = show(results[-1]) and right
+            result = start_ranks(args, ranks, path.resolve(), Path(folder))
+            if "wrong use" in result:
+                return wrong_use(f"{path}: {result['wrong use']}")
+            results.append(result)
+            right = show(result) and right
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
     print(f"\n{'RIGHT' if right else 'WRONG'}  {path.name}")

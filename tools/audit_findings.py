@@ -5,12 +5,17 @@ tools/audit.py prints these findings. Everything here runs on one rank, on CPU t
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 ALLOWED = {"float64": 1e-9, "float32": 2e-4}  # relative difference
+OTHER = ", the piece of rank"
+FUSED = re.compile("qkv|query_key_value|c_attn|in_proj|gate_up|fused", re.IGNORECASE)
+# Relations of a gradient whose cause may be the gradient that arrives at its module.
+FROM_FLOW = ("sum", "differs", "unexplained", "zero", "None")
 PADDING = -1  # index of an element that belongs to no parameter of the full model
 
 
@@ -22,19 +27,24 @@ class Facts:
     tied: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Tensor] = field(default_factory=dict)
     batch: list[Tensor] = field(default_factory=list)
+    noise: float = 0.0  # change of the full gradients by rounding errors
     full_loss: float = 0.0
     loss: float = 0.0
-    full_output: Tensor | None = None
-    output: Tensor | None = None
     full_grads: dict[str, Tensor | None] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)  # modules, as forward calls them
+    order: list[str] = field(default_factory=list)  # modules, as forward ends them
+    own_order: list[str] = field(default_factory=list)  # of the parallel model
+    full_input_grads: dict[tuple, Tensor] = field(default_factory=dict)
+    input_grads: dict[tuple, Tensor] = field(default_factory=dict)
+    full_buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     full_outputs: dict[str, Tensor] = field(default_factory=dict)
     full_output_grads: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     output_grads: dict[str, Tensor] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, Tensor] = field(default_factory=dict)
+    recomputed: list[str] = field(default_factory=list)
     train_loss: float = 0.0
     not_in_optimizer: list[str] = field(default_factory=list)
     norms: list[list[float | None]] = field(default_factory=list)
@@ -107,9 +117,28 @@ def placement_of(index: Tensor, full: FullModel, rank: int, ranks: int) -> str:
                     part = whole.narrow(dim, piece * width, length)
                 if is_padded_copy(index, part, dim):
                     return shard_in_words(index, part, dim, piece, pieces, rank, ranks)
+    fused = fused_blocks(index, whole, rank, ranks)
+    if fused:
+        return fused
     if torch.equal(inside.sort().values.unique(), inside.sort().values):
         return "permuted or partial pieces"
     return "elements held several times"
+
+
+def fused_blocks(index: Tensor, whole: Tensor, rank: int, ranks: int) -> str:
+    """A slice of each of several blocks (a fused q, k, v), in words, or ""."""
+    for dim in range(whole.dim()):
+        for count in (2, 3, 4):
+            if whole.shape[dim] % (count * ranks):
+                continue
+            blocks = whole.chunk(count, dim)
+            for piece in range(ranks):
+                parts = [block.chunk(ranks, dim)[piece] for block in blocks]
+                own = torch.cat(parts, dim)
+                if own.shape == index.shape and torch.equal(own, index):
+                    text = f"Shard({dim}) of each of {count} blocks"
+                    return text if piece == rank else f"{text}{OTHER} {piece}"
+    return ""
 
 
 def is_padded_copy(index: Tensor, part: Tensor, dim: int) -> bool:
@@ -127,7 +156,7 @@ def shard_in_words(index, part, dim, piece, pieces, rank, ranks) -> str:
         text += " with padding"
     if pieces != ranks:
         return f"{text} over {pieces}, piece {piece}"
-    return text if piece == rank else f"{text}, the piece of rank {piece}"
+    return text if piece == rank else f"{text}{OTHER} {piece}"
 
 
 @dataclass
@@ -146,8 +175,8 @@ class Audit:
     def __init__(self, everyone: list[Facts], dtype: str):
         self.everyone = everyone
         self.ranks = len(everyone)
-        self.allowed = ALLOWED[dtype]
         self.first = everyone[0]
+        self.allowed = max(ALLOWED[dtype], min(1e-3, 100 * self.first.noise))
         self.full = FullModel(self.first.full_parts)
         self.grad = self.full.vector(self.first.full_grads)
         self.largest = self.grad.abs().max().item() or 1.0
@@ -156,6 +185,7 @@ class Audit:
         for facts in everyone:
             found = {name: self.full.find(part) for name, part in facts.parts.items()}
             self.index.append(found)
+        self.unmatched = []  # parameters that cannot be compared
         self.is_piece = {}
         self.table = []
 
@@ -213,7 +243,11 @@ class Audit:
                 held[index[index != PADDING]] = True
                 if unknown.any():
                     self.is_piece[name] = False
-                    if is_forward_right:
+                    is_scaled = (
+                        self.full.find(facts.parts[name] * self.ranks) >= 0
+                    ).all()
+                    if is_forward_right or is_scaled:
+                        self.unmatched.append(name)
                         break  # scaled or combined on purpose: it cannot be compared
                     share = unknown.double().mean().item()
                     text = f"{share:.0%} of its elements on rank {rank} are in no "
@@ -223,13 +257,52 @@ class Audit:
         unknown_names = [name for name, good in self.is_piece.items() if not good]
         for name in self.full.names:
             missing = ~held[self.full.indices(name)]
-            if missing.any() and not unknown_names and name not in self.first.tied:
+            is_known = not unknown_names and name not in self.first.tied
+            if missing.any() and is_known and not self.others_piece(name):
                 share = missing.double().mean().item()
                 text = f"{share:.0%} of {name} is held by no rank"
                 self.add("missing", name, text, name.rpartition(".")[0])
         self.describe_parameters()
         if not is_forward_right:
             self.check_names()
+            self.check_buffers()
+            self.check_pieces()
+
+    def check_pieces(self) -> None:
+        """The loss is wrong: does a rank hold the piece of another, is a fused weight
+        split like one matrix?"""
+        for row in self.table:
+            name = row["parameter"]
+            owner = self.first.owners[name]
+            for rank, words in enumerate(row["all"]):
+                if OTHER in words:
+                    text = f"rank {rank} holds {words}"
+                    self.add("wrong piece", name, text, owner)
+                    break
+            if FUSED.search(name) and row["all"][0] == "Shard(0)":
+                text = "by its name it is several matrices, and it is one Shard(0)"
+                self.add("fused", name, text, owner)
+
+    def check_buffers(self) -> None:
+        """A buffer that has its name from the full model must be equal, or a slice."""
+        for name, expected in self.first.full_buffers.items():
+            held = [facts.buffers.get(name) for facts in self.everyone]
+            if any(x is None for x in held):
+                continue
+            how = self.relation(held, expected)
+            if not is_right(how) and how != "of another shape":
+                text = f"it is {how}"
+                self.add("buffer", name, text, name.rpartition(".")[0])
+
+    def others_piece(self, name: str) -> bool:
+        """Does a rank hold another rank's piece of this parameter?"""
+        for rank in range(self.ranks):
+            if name not in self.index[rank]:
+                continue
+            index = self.index[rank][name]
+            if OTHER in placement_of(index, self.full, rank, self.ranks):
+                return True
+        return False
 
     def check_names(self) -> None:
         """A parameter that has its name from the full model must be a piece of it."""
@@ -263,53 +336,82 @@ class Audit:
 
     # ---- Forward
 
+    def views(self, tensors: list[Tensor], expected: Tensor) -> list[tuple]:
+        """What the ranks may hold of a tensor: ("same" or "Shard(d)", a piece each)."""
+        found = []
+        if all(x.shape == expected.shape for x in tensors):
+            found.append(("same", [expected] * self.ranks))
+        if any(x.dim() != expected.dim() for x in tensors):
+            return found
+        for dim in range(expected.dim()):
+            widths = [x.shape[dim] for x in tensors]
+            pieces = pieces_of(expected, dim, widths)
+            if pieces and all(map(same_shape, tensors, pieces)):
+                found.append((f"Shard({dim})", pieces))
+        return found
+
+    def all_near(self, tensors, pieces, scale: float, k: float = 1.0) -> bool:
+        """Is every tensor k times its piece? Padding after the piece does not count."""
+        for x, piece in zip(tensors, pieces):
+            if not self.near(trimmed(x, piece).double(), k * piece.double(), scale):
+                return False
+        return True
+
     def relation(self, tensors: list[Tensor], expected: Tensor) -> str:
         """How the ranks' tensors relate to the full one: same, a shard, partial, …"""
-        scale = max(expected.abs().max().item(), 1e-300)
-        if all(self.near(x, expected, scale) for x in tensors):
-            return "same"
-        for dim in range(expected.dim()):
-            if self.is_sharded(tensors, expected, dim, scale):
-                return f"Shard({dim})"
-        if all(x.shape == expected.shape for x in tensors):
-            if self.near(sum(tensors), expected, scale):
+        scale = max(expected.abs().max().item(), 1e-300) if expected.numel() else 1.0
+        views = self.views(tensors, expected)
+        for name, pieces in views:
+            if self.all_near(tensors, pieces, scale):
+                return name
+        if views and views[0][0] == "same":
+            same = all(self.near(x, tensors[0], scale) for x in tensors)
+            if self.near(sum(tensors), expected, scale) and not same:
                 return "partial"
-            if self.near(tensors[0], expected * self.ranks, scale):
-                return "T times"
-            if self.near(tensors[0] * self.ranks, expected, scale):
-                return "1/T"
-            if any(not torch.equal(x, tensors[0]) for x in tensors):
+        for _, pieces in views:
+            k = multiple_of(tensors, pieces)
+            if abs(k) > 1e-6 and self.all_near(tensors, pieces, scale, k):
+                return self.in_words(k)
+        if self.are_same_elements(tensors, expected, scale):
+            return "in another order"
+        if not views:
+            return "of another shape"
+        right = self.right_ranks(tensors, views, scale)
+        if right:
+            return f"right on ranks {right} only"
+        for x in tensors:
+            if x.shape != tensors[0].shape or not torch.equal(x, tensors[0]):
                 return "differs between ranks"
         return "wrong"
 
-    def is_sharded(self, tensors, expected, dim: int, scale: float) -> bool:
-        """Are these the ranks' slices along dim, maybe replicated or with padding?"""
-        size = expected.shape[dim]
-        widths = {x.shape[dim] for x in tensors if x.dim() == expected.dim()}
-        if len(widths) != 1:
-            joined = [x for x in tensors if x.dim() == expected.dim()]
-            if len(joined) != len(tensors):
-                return False
-            try:
-                return self.near(torch.cat(joined, dim), expected, scale)
-            except RuntimeError:
-                return False
-        (width,) = widths
-        if width == 0 or (
-            width >= size and self.ranks > 1 and width != -(-size // self.ranks)
-        ):
-            return False
-        pieces = -(-size // width)
-        if self.ranks % pieces and pieces > self.ranks:
-            return False
-        copies = max(1, self.ranks // pieces)
-        for rank, x in enumerate(tensors):
-            first = min((rank // copies) * width, size)
-            length = max(0, min(width, size - first))
-            part = expected.narrow(dim, first, length)
-            if not self.near(x.narrow(dim, 0, length), part, scale):
-                return False
-        return True
+    def in_words(self, k: float) -> str:
+        """A factor: T times, 1/T, or k times."""
+        if abs(k - self.ranks) < 1e-6:
+            return "T times"
+        if abs(k * self.ranks - 1) < 1e-6:
+            return "1/T"
+        return f"{k:.6g} times"
+
+    def are_same_elements(self, tensors, expected: Tensor, scale: float) -> bool:
+        """Do the ranks together hold the elements, each once (or each T times)?"""
+        target = sorted_of(expected)
+        for held in (torch.cat([x.flatten() for x in tensors]), tensors[0]):
+            if held.numel() == target.numel():
+                if self.near(sorted_of(held), target, scale):
+                    return True
+        return False
+
+    def right_ranks(self, tensors, views: list[tuple], scale: float) -> list[int]:
+        """The ranks whose piece is right, if those of others are not."""
+        for _, pieces in views:
+            right = []
+            for rank, x in enumerate(tensors):
+                own = trimmed(x, pieces[rank])
+                if own.numel() and self.near(own, pieces[rank], scale):
+                    right.append(rank)
+            if right:
+                return right
+        return []
 
     def is_forward_right(self) -> bool:
         scale = max(abs(self.first.full_loss), 1e-300)
@@ -318,50 +420,107 @@ class Audit:
                 return False
         return True
 
+    def outputs_of(self, name: str) -> list[Tensor] | None:
+        """A module's output on each rank, or None if some rank has none."""
+        outputs = [facts.outputs.get(name) for facts in self.everyone]
+        if any(x is None for x in outputs) or name not in self.first.full_outputs:
+            return None
+        return outputs
+
     def check_forward(self) -> None:
         """The loss is wrong: find the first module whose output is wrong."""
         losses = [facts.loss for facts in self.everyone]
+        seen = f"the loss is {losses[0]:.6g}, not {self.first.full_loss:.6g}"
+        reordered = []
         for name in self.first.order:
-            outputs = [facts.outputs.get(name) for facts in self.everyone]
-            if any(x is None for x in outputs):
+            outputs = self.outputs_of(name)
+            if outputs is None:
                 continue
             how = self.relation(outputs, self.first.full_outputs[name])
-            if how == "same" or how.startswith("Shard"):
+            if is_right(how) or how == "of another shape":
                 continue
-            if how == "partial" and not self.reader_is_wrong(name):
+            if how == "in another order":
+                reordered.append(name)
                 continue
-            if how == "wrong" or how.startswith("differs"):
-                how = self.times_bias(name, outputs) or how
-            self.add(f"forward {how}", name, f"the loss is {losses[0]:.6g}, not "
-                     f"{self.first.full_loss:.6g}", name)  # fmt: skip
+            if how == "partial" and not self.is_never_summed(name):
+                continue
+            if reordered:
+                seen += f"; the output of {reordered[0]} is in another order"
+            how = self.times_bias(name, outputs) or how
+            seen += self.share_of_output(name, outputs)
+            self.add(f"forward {how}", name or "the model", seen + self.inside(name),
+                     name)  # fmt: skip
+            return
+        reordered = [name for name in reordered if self.reader_is_wrong(name)]
+        if reordered:
+            name = reordered[0]
+            self.add("forward in another order", name or "the model", seen, name)
             return
         ratio = losses[0] / self.first.full_loss if self.first.full_loss else 0.0
-        text = f"all modules are right; loss {losses[0]:.6g}, not "
-        text += f"{self.first.full_loss:.6g} ({ratio:.4g} times)"
+        text = f"all modules are right; {seen} ({ratio:.4g} times)"
+        if len(set(losses)) > 1:
+            text += "; it differs between ranks: " + numbers(losses)
         self.add("loss", "loss", text)
+
+    def share_of_output(self, name: str, outputs: list[Tensor]) -> str:
+        """How many elements of an output are wrong on each rank, if they compare."""
+        expected = self.first.full_outputs[name]
+        if any(x.shape != expected.shape for x in outputs):
+            return ""
+        scale = max(expected.abs().max().item(), 1e-300)
+        shares = []
+        for x in outputs:
+            off = (x - expected).abs() > self.allowed * scale
+            shares.append(f"{off.double().mean().item():.0%}")
+        return f"; wrong elements by rank: {' '.join(shares)}"
+
+    def inside(self, name: str) -> str:
+        """What is known of the modules inside of a module whose output is wrong."""
+        prefix = f"{name}." if name else ""
+        children = [n for n in self.first.order if n and n.startswith(prefix)]
+        children = [n for n in children if n != name and self.outputs_of(n) is not None]
+        if not children:
+            return ""
+        return (
+            f"; the outputs of all compared modules inside of it "
+            f"({len(children)}, up to {children[-1]}) are right, so the fault is in "
+            f"what its forward does with them"
+        )
 
     def times_bias(self, name: str, outputs: list[Tensor]) -> str:
         """Is the output off by a multiple of the module's bias?"""
         bias = self.first.full_parts.get(f"{name}.bias")
         expected = self.first.full_outputs[name].double()
-        if bias is None or outputs[0].shape != expected.shape:
+        scale = expected.abs().max().item()
+        if bias is None or bias.dim() != 1:
             return ""
-        off = outputs[0].double() - expected
-        k = (off * bias).sum() / (bias * bias).expand_as(off).sum()
-        if abs(k) < 1e-3 or not self.near(
-            off, k * bias.expand_as(off), expected.abs().max()
-        ):
-            return ""
-        return f"bias added {k + 1:.4g} times"
+        for _, pieces in self.views(outputs, expected):
+            if any(piece.shape[-1] != len(bias) for piece in pieces):
+                continue
+            off = [trimmed(x, p).double() - p for x, p in zip(outputs, pieces)]
+            biases = [bias.expand_as(x) for x in off]
+            k = multiple_of(off, biases)
+            if abs(k) > 1e-3 and self.all_near(off, biases, scale, k):
+                return f"bias added {k + 1:.4g} times"
+        return ""
+
+    def is_never_summed(self, name: str) -> bool:
+        """Is a partial output wrong for the module around it, too, and not summed and
+        then scaled?"""
+        parent = name.rpartition(".")[0]
+        outputs = self.outputs_of(parent)
+        if not name or outputs is None:
+            return True
+        how = self.relation(outputs, self.first.full_outputs[parent])
+        return not is_right(how) and not how.endswith("times") and how != "1/T"
 
     def reader_is_wrong(self, name: str) -> bool:
         """Is the output of the module that contains this one wrong as well?"""
         parent = name.rpartition(".")[0]
-        outputs = [facts.outputs.get(parent) for facts in self.everyone]
-        if not parent or any(x is None for x in outputs):
+        outputs = self.outputs_of(parent)
+        if not name or outputs is None:
             return True
-        how = self.relation(outputs, self.first.full_outputs[parent])
-        return how != "same" and not how.startswith("Shard")
+        return not is_right(self.relation(outputs, self.first.full_outputs[parent]))
 
     # ---- Gradients
 
@@ -372,12 +531,14 @@ class Audit:
         return torch.where(index == PADDING, torch.zeros(()).double(), expected)
 
     def grad_scale(self, name: str) -> float:
+        """What differences are compared with: the parameter's largest gradient."""
         scale = 0.0
         for rank in range(self.ranks):
             expected = self.expected_grad(rank, name)
             if expected.numel():
                 scale = max(scale, expected.abs().max().item())
-        return max(scale, 1e-6 * self.largest)
+        floor = min(1e-2, 1e3 * self.allowed)  # a key's bias has the gradient 0
+        return max(scale, floor * self.largest)
 
     def replica_sets(self, name: str) -> list[list[int]]:
         """Ranks that hold the same piece of a parameter."""
@@ -393,57 +554,92 @@ class Audit:
 
     def grad_relation(self, name: str) -> str:
         """How the ranks' gradients of a parameter relate to the right ones."""
-        grads = []
-        expected = []
-        for rank, facts in enumerate(self.everyone):
-            expected.append(self.expected_grad(rank, name))
-            grads.append(facts.grads.get(name))
+        grads = [facts.grads.get(name) for facts in self.everyone]
+        expected = [self.expected_grad(rank, name) for rank in range(self.ranks)]
         scale = self.grad_scale(name)
         if any(grad is None for grad in grads):
             is_zero = all(self.near(e, 0 * e, self.largest * 1e-6) for e in expected)
             return "right" if is_zero else "None"
-        pairs = list(zip(grads, expected))
-        if all(self.near(g, e, scale) for g, e in pairs):
+        if any(g.shape != e.shape for g, e in zip(grads, expected)):
+            return "of another shape"
+        if self.all_near(grads, expected, scale):
             return "right"
         sets = self.replica_sets(name)
-        sums = [sum(grads[rank] for rank in ranks) for ranks in sets]
-        targets = [expected[ranks[0]] for ranks in sets]
-        most = max(len(ranks) for ranks in sets)
-        if most > 1:
-            if all(self.near(s, e, scale) for s, e in zip(sums, targets)):
-                return "sum"
-            if all(self.near(s / most, e, scale) for s, e in zip(sums, targets)):
-                return "mean"
-        factor = self.factor_of(pairs, scale)
-        if factor is not None:
-            return f"factor {factor:.6g}"
-        if most > 1:
-            factor = self.factor_of(list(zip(sums, targets)), scale)
-            if factor is not None:
-                return f"sum factor {factor:.6g}"
+        how = self.over_replicas(grads, expected, sets, scale)
+        if how:
+            return how
+        if self.is_tied_apart(name, grads, expected, scale):
+            return "tied"
+        how = self.over_all_ranks(grads, expected, scale)
+        if how:
+            return how
         if all(self.near(g, 0 * g, scale) for g in grads):
             return "zero"
         if self.is_others_piece(name, grads, scale):
             return "another rank's piece"
-        if all(self.near(sorted_of(g), sorted_of(e), scale) for g, e in pairs):
+        if self.all_near(
+            [sorted_of(g) for g in grads], [sorted_of(e) for e in expected], scale
+        ):
             return "permuted"
         for ranks in sets:
-            if any(
-                not self.near(grads[rank], grads[ranks[0]], scale) for rank in ranks
-            ):
-                return "differs between replicas"
+            for rank in ranks:
+                if not self.near(grads[rank], grads[ranks[0]], scale):
+                    return "differs between replicas"
         return "unexplained"
 
-    def factor_of(self, pairs: list, scale: float) -> float | None:
-        """k, if every gradient is k times the right one."""
-        over = sum((g * e).sum().item() for g, e in pairs)
-        under = sum((e * e).sum().item() for _, e in pairs)
-        if under == 0:
-            return None
-        k = over / under
-        if abs(k) < 1e-6 or not all(self.near(g, k * e, scale) for g, e in pairs):
-            return None
-        return k
+    def over_replicas(self, grads, expected, sets, scale: float) -> str:
+        """Is the sum over the ranks with the same piece right, or a factor off?"""
+        sums = [sum(grads[rank] for rank in ranks) for ranks in sets]
+        targets = [expected[ranks[0]] for ranks in sets]
+        most = max(len(ranks) for ranks in sets)
+        if most > 1:
+            if self.all_near(sums, targets, scale):
+                same = all(torch.equal(g, grads[0]) for g in grads)
+                return "factor " + f"{1 / most:.6g}" if same else "sum"
+            if self.all_near(sums, targets, scale * most, most):
+                return "mean"
+        k = multiple_of(grads, expected)
+        if abs(k) > 1e-6 and self.all_near(grads, expected, scale * max(1, abs(k)), k):
+            return f"factor {k:.6g}"
+        factors = [multiple_of([g], [e]) for g, e in zip(grads, expected)]
+        if all(abs(k) > 1e-6 for k in factors):
+            scaled = [k * e for k, e in zip(factors, expected)]
+            if self.all_near(grads, scaled, scale):
+                return "factor per rank " + numbers(factors)
+        if most > 1:
+            k = multiple_of(sums, targets)
+            if abs(k) > 1e-6 and self.all_near(sums, targets, scale, k):
+                return f"sum factor {k:.6g}"
+        return ""
+
+    def over_all_ranks(self, grads, expected, scale: float) -> str:
+        """Were gradients of different pieces summed or averaged over the ranks?"""
+        if any(e.shape != expected[0].shape for e in expected):
+            return ""
+        if all(torch.equal(e, expected[0]) for e in expected):
+            return ""
+        mixed = [sum(expected)] * self.ranks
+        k = multiple_of(grads, mixed)
+        if abs(k) > 1e-6 and self.all_near(grads, mixed, scale, k):
+            return f"of several pieces, {self.in_words(k)} their sum"
+        return ""
+
+    def is_tied_apart(self, name: str, grads, expected, scale: float) -> bool:
+        """Is the sum over several parameters with the same piece right?"""
+        total = list(grads)
+        count = 0
+        for other in self.first.parts:
+            index = [self.index[rank].get(other) for rank in range(self.ranks)]
+            if other == name or any(x is None for x in index):
+                continue
+            own = [self.index[rank][name] for rank in range(self.ranks)]
+            others = [facts.grads.get(other) for facts in self.everyone]
+            if any(x is None for x in others):
+                continue
+            if all(map(torch.equal, own, index)):
+                total = [x + y for x, y in zip(total, others)]
+                count += 1
+        return count > 0 and self.all_near(total, expected, scale)
 
     def is_others_piece(self, name: str, grads: list, scale: float) -> bool:
         """Has some rank the gradient that belongs to another rank's piece?"""
@@ -457,7 +653,6 @@ class Audit:
 
     def check_gradients(self) -> None:
         """Gradients of parameters, those closest to the loss first."""
-        place = {name: i for i, name in enumerate(self.first.order)}
         relations = {}
         for name in self.first.parts:
             if self.is_piece.get(name):
@@ -465,13 +660,69 @@ class Audit:
         for row in self.table:
             row["gradient"] = relations.get(row["parameter"], "not compared")
         wrong = [name for name, how in relations.items() if how != "right"]
-        wrong.sort(key=lambda name: -place.get(self.first.owners[name], -1))
+        wrong.sort(key=lambda name: -self.place_of(name))
         flow = self.first_wrong_flow()
+        if wrong and flow is not None and flow[0] == self.last_module():
+            text = f"dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
+            self.add("loss backward", "loss", text)
         for name in wrong:
-            text = ""
-            if flow is not None:
-                text = f"dL/d(output of {flow[0]}): {flow[1]}"
+            text = self.share_of(name) + self.owner_of(name)
+            if flow is not None and relations[name].startswith(FROM_FLOW):
+                if flow[0] != self.first.owners[name]:
+                    text += f"; dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
+                text += self.readers_of(flow[0])
             self.add(f"gradient {relations[name]}", name, text, self.first.owners[name])
+
+    def owner_of(self, name: str) -> str:
+        """Is the gradient right that arrives at the module with this parameter?"""
+        owner = self.first.owners[name]
+        expected = self.first.full_output_grads.get(owner)
+        grads = [facts.output_grads.get(owner) for facts in self.everyone]
+        if expected is None or any(x is None for x in grads):
+            return ""
+        how = self.relation(grads, expected)
+        how = f"right ({how})" if is_right(how) else how
+        return f"; dL/d(output of {owner or 'the model'}), its module: {how}"
+
+    def readers_of(self, writer: str) -> str:
+        """Which readers of a module's output send back a wrong gradient."""
+        wrong = []
+        for (module, reader), expected in self.first.full_input_grads.items():
+            key = (module, reader)
+            grads = [facts.input_grads.get(key) for facts in self.everyone]
+            if module != writer or any(x is None for x in grads):
+                continue
+            how = self.relation(grads, expected)
+            if not is_right(how):
+                wrong.append(f"{reader} ({how})")
+        if not wrong:
+            return ""
+        return f"; what comes back is wrong from: {', '.join(wrong)}"
+
+    def place_of(self, name: str) -> int:
+        """When forward ended the module that has a parameter; −1 if it is not known."""
+        owner = self.first.owners[name]
+        order = self.first.own_order
+        while owner and owner not in order:
+            owner = owner.rpartition(".")[0]
+        return order.index(owner) if owner in order else -1
+
+    def last_module(self) -> str:
+        """The module whose output is the model's: what the loss gets."""
+        return "" if "" in self.first.full_output_grads else self.first.order[-1]
+
+    def share_of(self, name: str) -> str:
+        """How much of a gradient is wrong, on which ranks."""
+        scale = self.grad_scale(name)
+        shares = []
+        for rank, facts in enumerate(self.everyone):
+            grad = facts.grads.get(name)
+            expected = self.expected_grad(rank, name)
+            if grad is None or grad.shape != expected.shape or not grad.numel():
+                return "this gradient cannot be compared element by element"
+            off = (grad - expected).abs() > self.allowed * scale
+            shares.append(f"{off.double().mean().item():.0%}")
+        return f"wrong elements by rank: {' '.join(shares)}"
 
     def first_wrong_flow(self) -> tuple[str, str] | None:
         """In backward order, the first module whose output's gradient is wrong."""
@@ -481,7 +732,7 @@ class Audit:
             if expected is None or any(x is None for x in grads):
                 continue
             how = self.relation(grads, expected)
-            if how != "same" and not how.startswith("Shard"):
+            if not is_right(how) and how not in NOT_COMPARED:
                 return name, how
         return None
 
@@ -505,6 +756,9 @@ class Audit:
                 differ = any(not torch.equal(x, outputs[0]) for x in outputs)
                 if differ:
                     self.add("dropout same", name, f"input is {how}", name)
+        for name in self.first.recomputed:
+            text = "its mask in backward is another than in forward"
+            self.add("dropout recomputed", name, text, name)
         losses = {facts.train_loss for facts in self.everyone}
         first = self.first.train_loss
         apart = max(abs(x - first) for x in losses)
@@ -539,9 +793,23 @@ class Audit:
                         break
             for name in wrong:
                 text = f"after step {step + 1} it differs from the full model's"
-                self.add("update", name, text, self.first.owners[name])
+                category = "update" + self.drift_of(name, step)
+                self.add(category, name, text, self.first.owners[name])
             if wrong:
                 return
+
+    def drift_of(self, name: str, step: int) -> str:
+        """Do the replicas of a parameter differ after a step, or was it not updated?"""
+        held = [facts.after[step][name] for facts in self.everyone]
+        before = [facts.parts[name] for facts in self.everyone]
+        still = [r for r in range(self.ranks) if torch.equal(held[r], before[r])]
+        if still and len(still) < self.ranks:
+            return f" missing on ranks {still}"
+        for ranks in self.replica_sets(name):
+            for rank in ranks:
+                if not torch.equal(held[rank], held[ranks[0]]):
+                    return " differs between replicas"
+        return ""
 
     def check_norms(self) -> None:
         """The norm that the user's own clipping returns."""
@@ -558,8 +826,70 @@ class Audit:
                 return
 
 
+NOT_COMPARED = ("of another shape", "in another order")
+
+
+def is_right(how: str) -> bool:
+    """Is a tensor with this relation to the full one right?"""
+    return how == "same" or (how.startswith("Shard(") and how.endswith(")"))
+
+
 def sorted_of(x: Tensor) -> Tensor:
     return x.flatten().sort().values
+
+
+def same_shape(x: Tensor, piece: Tensor) -> bool:
+    """Has a tensor its piece's shape, or more in one dim (padding)?"""
+    larger = 0
+    for own, expected in zip(x.shape, piece.shape):
+        if own < expected:
+            return False
+        larger += 1 if own > expected else 0
+    return larger <= 1
+
+
+def trimmed(x: Tensor, piece: Tensor) -> Tensor:
+    """A tensor without its padding."""
+    for dim, size in enumerate(piece.shape):
+        x = x.narrow(dim, 0, size)
+    return x
+
+
+def pieces_of(full: Tensor, dim: int, widths: list[int]) -> list[Tensor]:
+    """The ranks' slices of so many elements along dim; [] if that is no sharding.
+
+    Slices of one width may be replicated (fewer pieces than ranks) or padded.
+    """
+    size = full.shape[dim]
+    if sum(widths) == size:
+        return list(full.split(widths, dim))
+    width = widths[0]
+    if any(w != width for w in widths) or width == 0 or width >= size:
+        return []
+    pieces = -(-size // width)
+    ranks = len(widths)
+    if pieces > ranks or (ranks % pieces and width * (ranks - 1) >= size + width):
+        return []
+    copies = max(1, ranks // pieces)
+    found = []
+    for rank in range(ranks):
+        first = min(rank // copies * width, size)
+        found.append(full.narrow(dim, first, min(width, size - first)))
+    return found
+
+
+def multiple_of(tensors: list[Tensor], pieces: list[Tensor]) -> float:
+    """The k for which the tensors are closest to k times their pieces."""
+    over = 0.0
+    under = 0.0
+    for x, piece in zip(tensors, pieces):
+        over += (trimmed(x, piece).double() * piece.double()).sum().item()
+        under += (piece.double() * piece.double()).sum().item()
+    return over / under if under else 0.0
+
+
+def numbers(values: list[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)
 
 
 def findings_of(everyone: list[Facts], dtype: str) -> dict:
@@ -572,5 +902,7 @@ def findings_of(everyone: list[Facts], dtype: str) -> dict:
         "full_loss": everyone[0].full_loss,
         "parameters": audit.table,
         "calls": everyone[0].calls,
+        "unmatched": audit.unmatched,
+        "allowed": audit.allowed,
         "findings": [vars(finding) for finding in audit.findings],
     }

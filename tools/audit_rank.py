@@ -7,6 +7,7 @@ writes the findings (audit_findings.py) as JSON.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib.util
 import inspect
@@ -25,8 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from audit_findings import Facts, findings_of
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 COLLECTIVES = {
     "allreduce": "all-reduce",
@@ -96,50 +98,145 @@ def local_part(x: Tensor) -> Tensor:
     return x.detach().cpu()
 
 
+def summed(x: DTensor) -> DTensor:
+    """A DTensor with its partial sums added up, as an optimizer would use it."""
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
+
+
+def convert_model(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+    """Move a model and give it the run's precision; complex buffers stay complex."""
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def convert(x: Tensor) -> Tensor:
+        if x.is_complex():
+            return x.to(device, wide)
+        return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+    return model._apply(convert)
+
+
 def make_values_unique(model: nn.Module) -> None:
-    """Shift constant parameters (biases, norms), so that each element can be found.
+    """Make all elements of all parameters different, so that each can be found.
 
     The tool finds out which piece of the full model a rank holds by comparing values.
+    Constant parameters (biases, norms) are shifted by 0.02·randn. Elements that are
+    still equal are moved to the next floating-point number.
     """
     generator = torch.Generator().manual_seed(12345)
     for p in model.parameters():
-        if p.numel() > 1 and len(p.detach().unique()) < p.numel():
+        if len(p.detach().unique()) < p.numel() or (p == 0).any():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.data += (0.02 * noise).to(p)
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    if not parameters:
+        return
+    values, order = torch.cat([p.detach().flatten() for p in parameters]).sort()
+    infinity = torch.full((), float("inf"), dtype=values.dtype, device=values.device)
+    equal = values[1:] <= values[:-1]
+    while equal.any():
+        values[1:][equal] = torch.nextafter(values[:-1][equal], infinity)
+        equal = values[1:] <= values[:-1]
+    flat = torch.empty_like(values)
+    flat[order] = values
+    first = 0
+    for p in parameters:
+        p.data.copy_(flat[first : first + p.numel()].view(p.shape))
+        first += p.numel()
+
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str, renamed: dict[str, str]) -> str:
+    """A name without wrappers (DDP, torch.compile, …), as in the full model."""
+    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    for old, new in renamed.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
 
 
 class Watch:
-    """Records the output of every module, its gradient, and the order of the calls."""
+    """Records the output of every module, its gradient, and who reads it.
 
-    def __init__(self, model: nn.Module):
+    The output of the model itself has the name "".
+    """
+
+    def __init__(self, model: nn.Module, renamed: dict[str, str]):
         self.outputs = {}
         self.gradients = {}
+        self.input_gradients = {}  # (module, reader) → what comes back from a reader
+        self.held = {}  # id of an output → (its module, the output, so the id stays)
         self.handles = []
-        for name, module in model.named_modules():
-            if name:
-                hook = self.hook_of(name)
-                self.handles.append(module.register_forward_hook(hook))
+        for long_name, module in model.named_modules():
+            name = plain_name(long_name, renamed)
+            self.handles.append(module.register_forward_hook(self.hook_of(name)))
+            reader = self.reader_of(name)
+            self.handles.append(
+                module.register_forward_pre_hook(reader, with_kwargs=True)
+            )
+
+    def reader_of(self, name: str):
+        """A hook that gives a module views of its inputs, so that the gradient that
+        comes back through this module alone can be seen."""
+
+        def hook(module, inputs, keywords):
+            views = {}
+            for x in (*inputs, *keywords.values()):
+                if torch.is_tensor(x) and id(x) in self.held and x.requires_grad:
+                    views[id(x)] = self.view_for(name, x)
+            inputs = tuple(views.get(id(x), x) for x in inputs)
+            keywords = {key: views.get(id(x), x) for key, x in keywords.items()}
+            return inputs, keywords
+
+        return hook
+
+    def view_for(self, reader: str, x: Tensor) -> Tensor:
+        """The same tensor for one reader, whose gradient is recorded."""
+        writer = self.held[id(x)][0]
+        view = x.view_as(x)
+        self.held[id(view)] = (writer, view)
+        key = (writer, reader)
+        view.register_hook(lambda grad: self.keep_of_reader(key, grad))
+        return view
+
+    def keep_of_reader(self, key: tuple[str, str], grad: Tensor) -> None:
+        if key not in self.input_gradients:
+            self.input_gradients[key] = local_part(grad).clone()
 
     def hook_of(self, name: str):
         def hook(module, inputs, output):
-            if isinstance(output, (tuple, list)) and output:
-                output = output[0]
-            if not torch.is_tensor(output) or not output.is_floating_point():
-                return
-            if name in self.outputs:  # called several times: only the first is compared
-                return
+            output = main_output(output)
+            if output is None or name in self.outputs:
+                return  # a module that is called several times: compare the first call
             self.outputs[name] = local_part(output).clone()
+            self.held.setdefault(id(output), (name, output))
             if output.requires_grad:
                 output.register_hook(lambda grad: self.keep(name, grad))
 
         return hook
 
     def keep(self, name: str, grad: Tensor) -> None:
-        self.gradients[name] = local_part(grad).clone()
+        if name not in self.gradients:
+            self.gradients[name] = local_part(grad).clone()
 
     def remove(self) -> None:
+        self.held.clear()
         for handle in self.handles:
             handle.remove()
+
+
+def main_output(output) -> Tensor | None:
+    """The tensor that a module returns: the first one, or Hugging Face's logits."""
+    output = getattr(output, "logits", output)
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if torch.is_tensor(output) and output.is_floating_point():
+        return output
+    return None
 
 
 class Run:
@@ -150,10 +247,15 @@ class Run:
         self.model = model
         self.tp_group = tp_group  # None for the full model
         self.args = args
+        names = getattr(subject, "names", None)
+        self.renamed = {} if names is None or tp_group is None else names()
 
     def forward(self, batch: tuple):
         inputs, target = batch
-        output = self.model(*inputs)
+        if isinstance(inputs, dict):
+            output = self.model(**inputs)
+        else:
+            output = self.model(*inputs)
         output = getattr(output, "logits", output)  # of Hugging Face
         return output, self.loss(output, target)
 
@@ -185,10 +287,12 @@ class Run:
         """The user's optimizer; for the full model, one of the same kind if need be."""
         make = getattr(self.subject, "optimizer", None)
         if make is None:
-            return torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
+            return torch.optim.AdamW(self.model.parameters(), lr=1e-3, eps=1e-6)
         optimizer = make(self.model.parameters())
         own = set(map(id, self.model.parameters()))
-        has_own = any(id(p) in own for p in optimizer.param_groups[0]["params"])
+        has_own = False
+        for group in optimizer.param_groups:
+            has_own = has_own or any(id(p) in own for p in group["params"])
         if self.tp_group is None and not has_own:
             return type(optimizer)(self.model.parameters(), **optimizer.defaults)
         return optimizer
@@ -196,8 +300,11 @@ class Run:
     def parts(self, what: str) -> dict[str, Tensor | None]:
         """This rank's part of every parameter ("data") or gradient ("grad")."""
         parts = {}
-        for name, p in self.model.named_parameters():
+        for long_name, p in self.model.named_parameters():
+            name = plain_name(long_name, self.renamed)
             x = getattr(p, what)
+            if isinstance(x, DTensor):
+                x = summed(x)
             parts[name] = None if x is None else local_part(x).double().clone()
         return parts
 
@@ -208,11 +315,10 @@ def default_loss(output, target) -> Tensor:
     return F.mse_loss(output, target)
 
 
-def prepare_batch(subject, step: int, args, device: str) -> tuple[tuple, Tensor]:
-    """The user's batch: a tuple of inputs, and the target, in the run's dtype."""
+def prepare_batch(subject, step: int, args, device: str) -> tuple:
+    """The user's batch: inputs (a tuple or a dict) and target, in the run's dtype."""
     torch.manual_seed(args.seed + 1000 + step)
     inputs, target = subject.batch(step)
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     dtype = getattr(torch, args.dtype)
 
     def convert(x):
@@ -221,55 +327,123 @@ def prepare_batch(subject, step: int, args, device: str) -> tuple[tuple, Tensor]
             x = x.to(dtype) if x.is_floating_point() else x
         return x
 
+    if isinstance(inputs, dict):
+        return {name: convert(x) for name, x in inputs.items()}, convert(target)
+    inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return tuple(convert(x) for x in inputs), convert(target)
 
 
-def dropped(model: nn.Module, run: Run, batch: tuple, seed: int) -> dict[str, Tensor]:
-    """Dropout module → which elements it set to zero."""
+def tensors_of(batch: tuple) -> list[Tensor]:
+    """All tensors of a batch, on the CPU."""
+    inputs, target = batch
+    found = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
+    found.append(target)
+    return [x.cpu() for x in found if torch.is_tensor(x)]
+
+
+def dropped(model: nn.Module, run: Run, batch: tuple, seed: int):
+    """Run forward and backward in train mode, and watch dropout.
+
+    Returns, per dropout module, which elements it set to zero; the modules that were
+    called again in backward (recomputation) and dropped others; and the loss.
+    """
     zeros = {}
+    again = {}
+    phase = ["forward"]
 
     def hook_of(name):
         def hook(module, inputs, output):
-            zeros[name] = local_part(output) == 0
+            held = zeros if phase[0] == "forward" else again
+            held.setdefault(name, []).append(local_part(output) == 0)
 
         return hook
 
     handles = []
     for name, module in model.named_modules():
         if "dropout" in type(module).__name__.lower():
-            handles.append(module.register_forward_hook(hook_of(name)))
+            hook = hook_of(plain_name(name, run.renamed))
+            handles.append(module.register_forward_hook(hook))
     torch.manual_seed(seed)
-    run.forward(batch)
+    # To the end, otherwise a recomputed dropout that comes last calls no hook.
+    with set_checkpoint_early_stop(False):
+        _, loss = run.forward(batch)
+    phase[0] = "backward"
+    loss.backward()
     for handle in handles:
         handle.remove()
-    return zeros
+    recomputed = []
+    for name, masks in again.items():
+        known = zeros.get(name, [])
+        for mask in masks:
+            if not any(torch.equal(mask, other) for other in known):
+                recomputed.append(name)
+                break
+    firsts = {name: masks[0] for name, masks in zeros.items()}
+    return firsts, recomputed, float(local_part(loss))
 
 
 def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     """Run both models and return this rank's facts."""
-    torch.set_default_dtype(getattr(torch, args.dtype))
+    dtype = getattr(torch, args.dtype)
+    torch.set_default_dtype(dtype)
+    counter.report("in build")
     torch.manual_seed(args.seed)
-    full = subject.build().to(device, getattr(torch, args.dtype))
+    full = convert_model(subject.build(), device, dtype)
     make_values_unique(full)
     limit = timedelta(seconds=args.timeout)
     tp_group = dist.new_group(list(range(dist.get_world_size())), timeout=limit)
     reference = Run(subject, copy.deepcopy(full).eval(), None, args)
     facts = Facts(full_parts=reference.parts("data"))
     facts.tied = tied_names(full)
+    facts.full_buffers = buffers_of(full, {})
+    counter.report("in batch")
+    batch = prepare_batch(subject, 0, args, device)
+    facts.batch = tensors_of(batch)
+    counter.report("in the full model")
+    facts.noise = noise_of(reference, batch, args)
+    run_full_model(reference, batch, facts)
 
     counter.report("in parallelize")
     torch.manual_seed(args.seed + 1)
     model = subject.parallelize(full, tp_group)
     run = Run(subject, (full if model is None else model).eval(), tp_group, args)
     facts.parts = run.parts("data")
-
-    batch = prepare_batch(subject, 0, args, device)
-    facts.batch = [x.cpu() for x in (*batch[0], batch[1]) if torch.is_tensor(x)]
-    compare_first_step(reference, run, batch, facts, counter)
+    run_parallel_model(run, batch, facts, counter)
     compare_dropout(run, batch, facts, counter, args)
     compare_steps(subject, reference, run, facts, counter, args, device)
     facts.calls = dict(counter.calls)
     return facts
+
+
+def noise_of(reference: Run, batch: tuple, args) -> float:
+    """How much rounding errors of 1e-15 change the full model's loss and gradients.
+
+    A model that casts to float32 inside (norms, softmax) amplifies them: then a right
+    parallel model differs by about as much.
+    """
+    probe = Run(reference.subject, copy.deepcopy(reference.model), None, args)
+    generator = torch.Generator().manual_seed(4321)
+    gradients = []
+    for size in (0.0, 1e-15 if args.dtype == "float64" else 1e-7):
+        for p in probe.model.parameters():
+            p.grad = None
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.data *= (1 + size * noise).to(p)
+        _, loss = probe.forward(batch)
+        probe.backward(loss)
+        found = [x.flatten() for x in probe.parts("grad").values() if x is not None]
+        gradients.append(torch.cat([loss.detach().double().cpu().view(1), *found]))
+    largest = gradients[0].abs().max().item() or 1.0
+    return (gradients[1] - gradients[0]).abs().max().item() / largest
+
+
+def buffers_of(model: nn.Module, renamed: dict[str, str]) -> dict[str, Tensor]:
+    """This rank's buffers of real numbers (tables of positions, masks)."""
+    found = {}
+    for name, x in model.named_buffers():
+        if not x.is_complex():
+            found[plain_name(name, renamed)] = local_part(x).double().clone()
+    return found
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -283,48 +457,46 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def compare_first_step(reference: Run, run: Run, batch, facts: Facts, counter) -> None:
-    """Forward and backward in eval mode, with every module's output and gradient."""
-    watch_full = Watch(reference.model)
-    watch = Watch(run.model)
-    output, loss = reference.forward(batch)
+def run_full_model(reference: Run, batch: tuple, facts: Facts) -> None:
+    """Forward and backward in eval mode: what is right."""
+    watch = Watch(reference.model, {})
+    _, loss = reference.forward(batch)
     reference.backward(loss)
     facts.full_loss = loss.item()
-    facts.full_output = local_part(output)
-    with counter.counting("forward"):
-        output, loss = run.forward(batch)
-    with counter.counting("backward"):
-        run.backward(loss)
-    facts.loss = float(local_part(loss))
-    if isinstance(output, DTensor):
-        output = output.full_tensor()
-    facts.output = local_part(output)
     facts.full_grads = reference.parts("grad")
-    facts.grads = run.parts("grad")
-    facts.order = list(watch_full.outputs)
-    facts.full_outputs = watch_full.outputs
-    facts.full_output_grads = watch_full.gradients
-    facts.outputs = watch.outputs
-    facts.output_grads = watch.gradients
-    facts.owners = owners_of(run.model)
-    watch_full.remove()
+    facts.order = list(watch.outputs)
+    facts.full_outputs = watch.outputs
+    facts.full_output_grads = watch.gradients
+    facts.full_input_grads = watch.input_gradients
     watch.remove()
 
 
-def owners_of(model: nn.Module) -> dict[str, str]:
-    """Parameter → the module that has it."""
-    return {name: name.rpartition(".")[0] for name, _ in model.named_parameters()}
+def run_parallel_model(run: Run, batch: tuple, facts: Facts, counter) -> None:
+    """The same of the parallel model, with its collectives counted."""
+    watch = Watch(run.model, run.renamed)
+    with counter.counting("forward"):
+        _, loss = run.forward(batch)
+    with counter.counting("backward"):
+        run.backward(loss)
+    facts.loss = float(local_part(loss))
+    facts.grads = run.parts("grad")
+    facts.own_order = list(watch.outputs)
+    facts.outputs = watch.outputs
+    facts.output_grads = watch.gradients
+    facts.input_grads = watch.input_gradients
+    facts.buffers = buffers_of(run.model, run.renamed)
+    facts.owners = {name: name.rpartition(".")[0] for name in facts.parts}
+    watch.remove()
 
 
 def compare_dropout(run: Run, batch, facts: Facts, counter, args) -> None:
     """In train mode: which elements each dropout module sets to zero on this rank."""
     run.model.train()
     with counter.counting("dropout"):
-        facts.dropped = dropped(run.model, run, batch, args.seed + 7)
-    torch.manual_seed(args.seed + 7)
-    with counter.counting("dropout"):
-        _, loss = run.forward(batch)
-    facts.train_loss = float(local_part(loss))
+        found = dropped(run.model, run, batch, args.seed + 7)
+    facts.dropped = found[0]
+    facts.recomputed = found[1]
+    facts.train_loss = found[2]
     run.model.eval()
 
 
@@ -336,7 +508,7 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
         trained.update(map(id, group["params"]))
     for name, p in run.model.named_parameters():
         if p.requires_grad and id(p) not in trained:
-            facts.not_in_optimizer.append(name)
+            facts.not_in_optimizer.append(plain_name(name, run.renamed))
     for step in range(args.steps):
         batch = prepare_batch(subject, step, args, device)
         norms = []
@@ -360,6 +532,45 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
         facts.after.append(run.parts("data"))
 
 
+class Silent:
+    """A store that keeps nothing: nobody waits for this rank's status."""
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+
+def audit_here(subject, dtype="float64", steps=2, clip=1.0, seed=1, timeout=60) -> dict:
+    """Audit a model on ranks that run already, all of which call this.
+
+    subject: anything with build, parallelize and batch (a module, a namespace).
+    Returns the findings, the same on every rank.
+    """
+    options = argparse.Namespace(
+        dtype=dtype, steps=steps, clip=clip, seed=seed, timeout=timeout
+    )
+    before = torch.get_default_dtype()
+    state = torch.get_rng_state()
+    try:
+        counter = CallCounter(Silent(), dist.get_rank())
+        facts = audit(subject, options, counter, "cpu")
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_rng_state(state)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    return findings_of(everyone, dtype)
+
+
+def line_in(path: str, error: Exception) -> str:
+    """The last line of the user's file that was being run, in words."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == path
+    ]
+    return f", line {lines[-1]} of {Path(path).name}" if lines else ""
+
+
 def main() -> None:
     """What audit.py starts, once per rank."""
     args = json.loads(os.environ["AUDIT"])
@@ -381,7 +592,9 @@ def main() -> None:
             store=dist.PrefixStore("group", store),
             rank=rank, world_size=ranks, timeout=limit,
         )  # fmt: skip
-        facts = audit(load_subject(Path(args.path)), args, counter, device)
+        counter.report("importing the file")
+        subject = load_subject(Path(args.path))
+        facts = audit(subject, args, counter, device)
         everyone = [None] * ranks
         counter.report("gathering results")
         dist.all_gather_object(everyone, facts)
@@ -394,7 +607,7 @@ def main() -> None:
         where = traceback.format_exc()
         status = store.get(f"status/{rank}").decode()
         first = next(iter(str(error).splitlines()), "")
-        text = f"{type(error).__name__}: {first}"
+        text = f"{type(error).__name__}: {first}{line_in(args.path, error)}"
         store.set(f"error/{rank}", json.dumps([status, text, where]))
         os._exit(1)
     os._exit(0)
