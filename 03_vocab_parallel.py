@@ -2185,7 +2185,7 @@ def add_bug(args, module: dict, diagnosis: str) -> None:
         exit_rank(1, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
 
     signal.signal(signal.SIGTERM, on_sigterm)
-    args.timeout = min(args.timeout, 5)  # of the lesson's groups: the bug may hang
+    args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
     apply_edit(module["BREAKS"][args.bug], module)
     print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
 
