@@ -172,6 +172,9 @@ def test_flow_shows_who_sends(backward):
     assert seen.styles == [":", "-"]
     arrows = [t for t in seen.ax.texts if hasattr(t, "arrow_patch")]
     assert [a.xy[0] < a.xyann[0] for a in arrows] == [backward] * 2
+    stages[0]["same"] = True  # what all ranks hold is grey
+    seen = drawn(draw.flow, stages, 2, "way", backward)
+    assert {("[2, 4]", EVERYONE), ("[3, 4]", EVERYONE)} <= set(seen.on())
 
 
 def test_heads_stand_on_their_rank_and_lines_join_what_meets():
