@@ -434,8 +434,8 @@ def test_pipelines_show_each_micro_batch_and_the_bubble():
     for panel, spans, ms in zip(seen, runs.values(), (1000, 700)):
         assert panel.ticks == ["stage 0", "stage 1"]
         wanted = [(0, ms, 0, GREY), (0, ms, 1, GREY)]
-        for stage, _, _, *chunk, start, end in spans:  # a second chunk is white
-            fill = WHITE if chunk == [1] else draw.color(stage)
+        for stage, _, _, *chunk, start, end in spans:  # a second chunk is pale
+            fill = "#F7DFAA" if chunk == [1] else draw.color(stage)
             wanted.append((1e3 * (start - 10), 1e3 * (end - start), stage, fill))
         found = [(b.x, b.width, b.y + b.height / 2, b.color) for b in panel.boxes]
         for box, span in zip(found, wanted, strict=True):
