@@ -14,6 +14,7 @@ lessons' pages, and players are inserted where they teach.
 """
 
 import ast
+import base64
 import difflib
 import html
 import json
@@ -284,6 +285,17 @@ def add_players(cells: list[dict], number: str) -> None:
             next(begins)["source"].append(f"\n\n```{{tp-player}} {name}\n```")
 
 
+def write_attachments(cells: list[dict], stem: str, folder: Path) -> None:
+    """The pictures attached to texts become files, which is what Sphinx can show."""
+    for cell in cells:
+        for name, data in cell.pop("attachments", {}).items():
+            png = base64.b64decode(data["image/png"])
+            (folder / f"{stem}-{name}").write_bytes(png)
+            link = f"attachment:{name}"
+            lines = [line.replace(link, f"{stem}-{name}") for line in cell["source"]]
+            cell["source"] = lines
+
+
 def write_notebooks(app) -> None:
     """notebooks/*.ipynb → docs/notebooks/, which git ignores, for Sphinx to read."""
     folder = DOCS / "notebooks"
@@ -292,6 +304,7 @@ def write_notebooks(app) -> None:
         notebook = json.loads(path.read_text("utf-8"))
         describe_pictures(notebook["cells"])
         add_players(notebook["cells"], path.name[:2])
+        write_attachments(notebook["cells"], path.stem, folder)
         text = json.dumps(notebook)
         script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
         text = re.sub(script, r"(../lessons/\1.md)", text)

@@ -144,6 +144,14 @@ def tile(ax, x, y, width, height, text, ranks, size=FONT) -> None:
     write(ax, x + width / 2, y + height / 2, text, size, color=ink(back))
 
 
+def framed_tile(ax, place, text, rank: int, ranks: int) -> None:
+    """A rank's box with what every rank holds: grey, framed in the rank's color."""
+    x, y, width, height = place
+    frame = dict(edgecolor=color(rank), linewidth=3)
+    box(ax, x, y, width, height, range(ranks), ranks, **frame)
+    write(ax, x + width / 2, y + height / 2, text)
+
+
 def cell(ax, x, y, value: float, ranks, size) -> None:
     """One number in a square of one unit: in its rank's color; what several ranks are
     in is on white, with a strip of their colors below."""
@@ -366,7 +374,8 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
     Args:
         stages: from left to right, each {"name", "boxes"} with a text a rank, or
             {"name", "does", "moved"}: what is called there, and its payload in bytes.
-            Where nothing is moved, the line is dotted.
+            Where nothing is moved, the line is dotted. A stage with a true "same" has
+            equal values on all ranks: grey boxes, framed in the color of the rank.
         backward: arrows point to the left.
     """
     unit = 0.55
@@ -390,7 +399,11 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
         write(ax, middle, top - 0.45, stage["name"], weight="bold")
         if "boxes" in stage:
             for rank, text in enumerate(stage["boxes"]):
-                tile(ax, x + 0.15, top + rank * 1.2, across - 0.3, 1, text, [rank])
+                place = x + 0.15, top + rank * 1.2, across - 0.3, 1
+                if stage.get("same"):
+                    framed_tile(ax, place, text, rank, ranks)
+                else:
+                    tile(ax, *place, text, [rank])
         else:
             moved = stage["moved"]
             style = dict(linewidth=9 if moved else 3, linestyle="-" if moved else ":")

@@ -5,6 +5,8 @@
     python notebooks/run.py --assets             only write out the pictures
 
 The pictures of a cell with the tag `asset-NAME` become assets/NAME.png, NAME-2.png, …
+The last picture of the cell with the tag `first-picture` is attached to the first cell,
+which shows it above the set-up as ![text](attachment:first.png).
 Other tags: `nbval-ignore-output` where what is printed changes from run to run (tests
 compare the rest); `raises-exception`; `hide-input`, which folds a cell, and with
 `drawing` says that tests may try the functions that it defines; `exercise-1` and
@@ -65,6 +67,16 @@ def joined(outputs: list) -> list:
     return result
 
 
+def show_first(notebook) -> None:
+    """The head shows the picture of the cell with the tag `first-picture`."""
+    for cell in notebook.cells:
+        if "first-picture" in cell.metadata.get("tags", []):
+            data = [output.get("data", {}) for output in cell.outputs]
+            pictures = [each["image/png"] for each in data if "image/png" in each]
+            png = {"image/png": pictures[-1]}
+            notebook.cells[0]["attachments"] = {"first.png": png}
+
+
 def write_assets(notebook) -> None:
     """The pictures of the tagged cells, into assets/."""
     folder = FOLDER.parent / "assets"
@@ -96,6 +108,7 @@ def main(names: list[str]) -> None:
             start = time.time()
             execute(notebook)
             clean(notebook)
+            show_first(notebook)
             nbformat.write(notebook, path)
             print(f"{path.stem}  executed in {time.time() - start:.0f} s")
         write_assets(notebook)

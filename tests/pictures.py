@@ -16,11 +16,13 @@ from matplotlib.colors import to_hex, to_rgb
 
 
 def drawings(name: str) -> SimpleNamespace:
-    """The functions of a notebook's drawing cells, run as they stand, with draw.py."""
+    """The functions of a notebook's drawing cells, run as they stand, with draw.py;
+    what follows a line `# Picture: …` calls them."""
     names, path = {"draw": draw}, Path(draw.__file__).with_name(f"{name}.ipynb")
     for cell in json.loads(path.read_text())["cells"]:
         if "drawing" in cell["metadata"].get("tags", []):
-            exec("".join(cell["source"]), names)
+            defined, _, _ = "".join(cell["source"]).partition("\n# Picture: ")
+            exec(defined, names)
     return SimpleNamespace(**names)
 
 

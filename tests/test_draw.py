@@ -172,6 +172,9 @@ def test_flow_shows_who_sends(backward):
     assert seen.styles == [":", "-"]
     arrows = [t for t in seen.ax.texts if hasattr(t, "arrow_patch")]
     assert [a.xy[0] < a.xyann[0] for a in arrows] == [backward] * 2
+    stages[0]["same"] = True  # what all ranks hold is grey
+    seen = drawn(draw.flow, stages, 2, "way", backward)
+    assert {("[2, 4]", EVERYONE), ("[3, 4]", EVERYONE)} <= set(seen.on())
 
 
 def test_heads_stand_on_their_rank_and_lines_join_what_meets():
@@ -431,8 +434,8 @@ def test_pipelines_show_each_micro_batch_and_the_bubble():
     for panel, spans, ms in zip(seen, runs.values(), (1000, 700)):
         assert panel.ticks == ["stage 0", "stage 1"]
         wanted = [(0, ms, 0, GREY), (0, ms, 1, GREY)]
-        for stage, _, _, *chunk, start, end in spans:  # a second chunk is white
-            fill = WHITE if chunk == [1] else draw.color(stage)
+        for stage, _, _, *chunk, start, end in spans:  # a second chunk is pale
+            fill = "#F7DFAA" if chunk == [1] else draw.color(stage)
             wanted.append((1e3 * (start - 10), 1e3 * (end - start), stage, fill))
         found = [(b.x, b.width, b.y + b.height / 2, b.color) for b in panel.boxes]
         for box, span in zip(found, wanted, strict=True):

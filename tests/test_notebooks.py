@@ -331,6 +331,50 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
             assert not hasattr(jobs.load(lesson), defined[1]), f"{line} is retyped"
 
 
+SKIP = "**Skip this notebook if you can answer these three questions:**"
+EXPLAIN = "**Explain it to somebody in two minutes**"
+LATER = ("06_the_same_in_jax", "07_plan_a_run", "08_same_bits", "09_shared_heads")
+SHOWS_FIRST = [name for name in NOTEBOOKS if name not in LATER]
+
+
+@pytest.mark.parametrize("name", SHOWS_FIRST)
+def test_a_notebook_begins_with_a_picture_and_asks_at_both_ends(name):
+    cells = NOTEBOOKS[name]["cells"]
+    head = "".join(cells[0]["source"])
+    assert cells[0]["cell_type"] == "markdown"  # so it precedes the set-up
+    picture, questions, _ = head.partition(SKIP)
+    assert re.search(r"^!\[.{20,}\]\(attachment:first\.png\)$", picture, re.M)
+    pictures = []
+    for cell in cells:
+        if "first-picture" in cell["metadata"].get("tags", []):
+            pictures += [o["data"].get("image/png") for o in cell["outputs"]]
+    assert cells[0]["attachments"]["first.png"]["image/png"] == pictures[-1]
+    found = re.findall(r"^(\d)\. .+\? \(sections? .+\)$", head, re.M)
+    assert questions and found == ["1", "2", "3"]
+    texts = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+    assert [text.startswith(EXPLAIN) for text in texts].count(True) == 1
+    assert any(text.startswith(EXPLAIN) for text in texts[-2:])
+    for text in texts:
+        if text.startswith("## "):
+            line = text.splitlines()[2]
+            assert re.match(r"\*After it you .+ \(\d+ minutes\)\.\*", line), text
+
+
+@pytest.mark.parametrize("name", SHOWS_FIRST)
+def test_cells_that_only_draw_are_folded_and_neighbors_are_one(name):
+    above = ""
+    for cell in NOTEBOOKS[name]["cells"]:
+        tags = cell["metadata"].get("tags", [])
+        outputs = cell.get("outputs", [])
+        folded = "hide-input" in tags
+        if any("image/png" in output.get("data", {}) for output in outputs):
+            assert folded, cell["source"]
+        where = "".join(cell["source"]).startswith("%%px")  # ranks, or here
+        kind = f"folded, %%px {where}" if folded else ""
+        assert not kind or kind != above, cell["source"]
+        above = kind
+
+
 def test_pictures_of_the_readme_are_the_notebooks():
     found = {}
     for book in NOTEBOOKS.values():
