@@ -206,6 +206,40 @@ def test_laws_of_all_layouts(name, zero, tie):
             assert more < one["bytes"]["parameters"]
 
 
+RATES = [  # GPUs per node, mesh, bytes/s along tp, dp and pp; A100: 300e9, 25e9
+    (8, dict(dp=32), (300e9, 200e9, 300e9)),  # 8 cards leave a node: 8 · 25e9
+    (8, dict(dp=16, tp=2), (300e9, 100e9, 25e9)),
+    (8, dict(dp=16, tp=4), (300e9, 50e9, 25e9)),
+    (8, dict(dp=8, tp=8), (300e9, 25e9, 25e9)),
+    (8, dict(dp=4, tp=16), (200e9, 25e9, 25e9)),
+    (8, dict(dp=4, pp=4, tp=2), (300e9, 300e9, 25e9)),  # dp is inside the node
+    (16, dict(dp=64), (300e9, 300e9, 300e9)),  # 400e9, but no faster than NVLink
+    (8, dict(dp=20), (300e9, 100e9, 300e9)),  # nodes with 8, 8 and 4 of its ranks
+    (8, dict(dp=3, tp=3), (25e9, 25e9, 25e9)),  # a group of 3 spans two nodes
+]
+
+
+@pytest.mark.parametrize("node, mesh, expected", RATES)
+def test_a_group_leaves_a_node_through_the_cards_of_all_its_ranks(node, mesh, expected):
+    gpus = mesh["dp"] * mesh.get("pp", 1) * mesh.get("tp", 1)
+    machine = predict.MACHINES["dgx-a100"] | dict(node=node, gpus=gpus)
+    layout = predict.make_layout(predict.MODELS["gpt-1.7b"] | mesh, **mesh)
+    found = predict.rates(layout, argparse.Namespace(**machine))
+    if layout.pp == 1:  # no rank sends along pp
+        found["pp"] = expected[2]
+    assert (found["tp"], found["dp"], found["pp"]) == expected
+
+
+def test_replicas_of_the_smallest_published_model():
+    """dp 32 in nodes of 8: one card per group would take 0.274 s per step."""
+    sizes = predict.MODELS["gpt-1.7b"]
+    machine = argparse.Namespace(**predict.MACHINES["dgx-a100"], gpus=32)
+    layout = predict.make_layout(sizes, dp=32)
+    assert predict.predict(layout, machine)["parts"]["dp"] == pytest.approx(
+        2 * 31 / 32 * 2 * predict.parameters(layout, 0)[0] / 200e9, rel=1e-3
+    )
+
+
 def told(capsys, *flags) -> tuple[int, str, str]:
     code = plan.main([*map(str, flags)])
     return code, *capsys.readouterr()

@@ -237,14 +237,38 @@ def ring(collective: str, ranks: int) -> float:
 
 
 def rates(args, machine) -> dict[str, float]:
-    """Bytes/s along each axis: a group that fits into each node has the inside links.
-    Rank = (stage · DP + replica) · T + tp_rank (make_mesh)."""
-    span, found = 1, {}
+    """Bytes/s that a group has along each axis, in one direction.
+
+    Rank = (stage · DP + replica) · T + tp_rank (make_mesh). A group that fits into a
+    node has the links inside. The ring of a group that spans nodes leaves each node
+    through the network cards of all its ranks there (one card per GPU), so its rate
+    grows with their number, up to the rate inside. A message between stages has one
+    sender, so it has one card.
+    """
+    span = 1
+    found = {}
     for axis in ("tp", "dp", "pp"):  # innermost first
+        inner = span
         span *= getattr(args, axis)
-        near = machine.node % span == 0 or machine.gpus <= machine.node
-        found[axis] = machine.inside if near else machine.between
+        if machine.node % span == 0 or machine.gpus <= machine.node:
+            found[axis] = machine.inside
+        elif axis == "pp":
+            found[axis] = machine.between
+        else:
+            cards = cards_of_a_group(getattr(args, axis), inner, machine.node)
+            found[axis] = min(machine.inside, machine.between * cards)
     return found
+
+
+def cards_of_a_group(ranks: int, inner: int, node: int) -> int:
+    """Fewest ranks that a group which spans nodes has in one of its nodes.
+
+    Its ranks are `inner` apart. If they fill nodes evenly, these are min(ranks,
+    node / inner); 20 ranks in nodes of 8 are 8, 8 and 4.
+    """
+    if node % inner:
+        return 1
+    return math.gcd(ranks, node // inner)
 
 
 def flops(args, stage: int) -> int:
