@@ -13,6 +13,7 @@ import jobs
 import plan
 import predict
 import pytest
+import torch
 from runs import MESH, PROOF, SHARED_HEADS, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
@@ -100,6 +101,56 @@ def test_dry_run_at_3072_ranks():
 # Published tables.
 
 TABLE_1 = {name: sizes for name, sizes in predict.MODELS.items() if "gpus" in sizes}
+
+
+PUBLISHED = {  # parameters of the published weights, from their safetensors' headers
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_weights(name):
+    """Exactly; and the stages of a pipeline and the TP ranks hold all of them."""
+    sizes = predict.MODELS[name]
+    layout = predict.make_layout(sizes)
+    assert predict.parameters(layout, 0)[0] == PUBLISHED[name]
+    total = 0
+    for stage in range(4):
+        layout = predict.make_layout(sizes, pp=4, tp=2)
+        _, trained, replicated = predict.parameters(layout, stage)
+        total += 2 * trained - replicated
+    assert total == PUBLISHED[name]
+
+
+def test_activations_of_a_gated_mlp():
+    """Measured: what autograd saves in the MLP of a layer, next to the formula."""
+    D, F, tokens = 8, 12, 6
+    up = torch.nn.Linear(D, F, bias=False)
+    gate = torch.nn.Linear(D, F, bias=False)
+    down = torch.nn.Linear(F, D, bias=False)
+    weights = {x.weight.untyped_storage().data_ptr() for x in (up, gate, down)}
+    saved = {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x
+        return x
+
+    x = torch.randn(tokens, D, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        down(torch.nn.functional.silu(gate(x)) * up(x))
+    found = sum(t.nbytes for key, t in saved.items() if key not in weights)
+    sizes = predict.model(1, D, 2, 2, 16, tokens, 1)
+    wide = predict.make_layout(sizes | dict(ffn=F, gated=True), recompute="selective")
+    none = predict.make_layout(sizes | dict(ffn=0), recompute="selective")
+    mlp = predict.layer_bytes(wide, e=4) - predict.layer_bytes(none, e=4)
+    assert found == mlp + 4 * tokens * D  # x itself counts outside of the MLP
 
 
 def test_parameters_of_table_1():

@@ -24,38 +24,76 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 lesson = importlib.import_module("05_3d_parallel")
 
-RECOMPUTE = "none", "selective", "full"  # nothing; attention's core; whole layers
-SIZES = "layers hidden heads kv_heads vocab_size seq_len batch_size".split()
+RECOMPUTE = "none", "selective", "full"  # nothing; attention's core; entire layers
+SIZES = "layers hidden heads kv_heads ffn vocab_size seq_len batch_size".split()
+# What else a model is, and what lesson 05's model is. biases: of "all" linears and
+# LayerNorms; of the q, k and v projections only, with RMSNorm ("qkv"); "none", with
+# RMSNorm. gated: an MLP of three matrices (gate, up, down). tie: one vocabulary matrix.
+STYLE = {"gated": False, "biases": "all", "tie": False}
+BIASES = "all", "qkv", "none"
 MACHINE = "gpus node gpu_memory gpu_flops inside between".split()
 AXES = "dp", "pp", "tp"
 GB = 1e9
 
 
-def model(layers, hidden, heads, kv_heads, vocab_size, seq_len, batch_size) -> dict:
-    return {name: value for name, value in locals().items() if name in SIZES}
+def model(
+    layers, hidden, heads, kv_heads, vocab_size, seq_len, batch_size, ffn=None, **style
+) -> dict:
+    """Sizes of a model. ffn: width of the MLP (default 4·hidden); style: see STYLE."""
+    sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
+    sizes.update(ffn=ffn or 4 * hidden, vocab_size=vocab_size)
+    sizes.update(seq_len=seq_len, batch_size=batch_size, **STYLE)
+    sizes.update(style)
+    return sizes
 
 
-def of_table_1(heads, hidden, layers, tp, pp, gpus, batch_size) -> dict:
-    """A row of 2104.04473's Table 1: the model, and its layout on A100 GPUs. (They
-    measured 43 to 52 % of the peak there, with whole layers recomputed.)"""
-    sizes = model(layers, hidden, heads, heads, 51200, 2048, batch_size)
-    return sizes | {"gpus": gpus, "published": (gpus // pp // tp, pp, tp)}
+def of_table_1(heads, hidden, layers, tp, pp, gpus, batch_size, measured) -> dict:
+    """A row of arXiv:2104.04473, Table 1: the model, and its layout on A100 GPUs.
+
+    measured: TFLOP/s per GPU, with full recomputation, which counts as work there.
+    """
+    sizes = model(layers, hidden, heads, heads, 51200, 2048, batch_size, tie=True)
+    sizes.update(gpus=gpus, published=(gpus // pp // tp, pp, tp))
+    sizes.update(measured=measured * 1e12)
+    return sizes
 
 
+def llama(layers, hidden, heads, ffn, batch_size) -> dict:
+    """arXiv:2407.21783, Table 3; 128,256 tokens as in the published weights."""
+    sizes = (layers, hidden, heads, 8, 128256, 8192, batch_size)
+    return model(*sizes, ffn, gated=True, biases="none")
+
+
+def qwen(layers, hidden, heads, kv_heads, ffn, vocab_size=152064, tie=False) -> dict:
+    """arXiv:2412.15115, Table 1, and the config.json of the published weights."""
+    sizes = (layers, hidden, heads, kv_heads, vocab_size, 4096, 1024)
+    return model(*sizes, ffn, gated=True, biases="qkv", tie=tie)
+
+
+# Sequences and batches of Qwen2.5 and Mistral are examples; the others are published.
 MODELS = {
-    "gpt3": model(96, 12288, 96, 96, 51200, 2048, 1536),  # 2005.14165, V padded
-    # 2407.21783, Table 3; our MLP has two matrices [4D, D], not three [3.5D, D].
-    "llama-3-8b": model(32, 4096, 32, 8, 128256, 8192, 512),
-    "gpt-1.7b": of_table_1(24, 2304, 24, 1, 1, 32, 512),
-    "gpt-3.6b": of_table_1(32, 3072, 30, 2, 1, 64, 512),
-    "gpt-7.5b": of_table_1(32, 4096, 36, 4, 1, 128, 512),
-    "gpt-18.4b": of_table_1(48, 6144, 40, 8, 1, 256, 1024),
-    "gpt-39.1b": of_table_1(64, 8192, 48, 8, 2, 512, 1536),
-    "gpt-76.1b": of_table_1(80, 10240, 60, 8, 4, 1024, 1792),
-    "gpt-145.6b": of_table_1(96, 12288, 80, 8, 8, 1536, 2304),
-    "gpt-310.1b": of_table_1(128, 16384, 96, 8, 16, 1920, 2160),
-    "gpt-529.6b": of_table_1(128, 20480, 105, 8, 35, 2520, 2520),
-    "gpt-1008b": of_table_1(160, 25600, 128, 8, 64, 3072, 3072),
+    # 2005.14165; the vocabulary is padded.
+    "gpt3": model(96, 12288, 96, 96, 51200, 2048, 1536, tie=True),
+    "llama-3-8b": llama(32, 4096, 32, 14336, 512),
+    "llama-3-70b": llama(80, 8192, 64, 28672, 512),
+    "llama-3-405b": llama(126, 16384, 128, 53248, 2048),
+    "mistral-7b": model(  # arXiv:2310.06825, Table 1
+        32, 4096, 32, 8, 32000, 8192, 512, 14336, gated=True, biases="none"
+    ),
+    "qwen2.5-1.5b": qwen(28, 1536, 12, 2, 8960, 151936, tie=True),
+    "qwen2.5-7b": qwen(28, 3584, 28, 4, 18944),
+    "qwen2.5-32b": qwen(64, 5120, 40, 8, 27648),
+    "qwen2.5-72b": qwen(80, 8192, 64, 8, 29568),
+    "gpt-1.7b": of_table_1(24, 2304, 24, 1, 1, 32, 512, 137),
+    "gpt-3.6b": of_table_1(32, 3072, 30, 2, 1, 64, 512, 138),
+    "gpt-7.5b": of_table_1(32, 4096, 36, 4, 1, 128, 512, 142),
+    "gpt-18.4b": of_table_1(48, 6144, 40, 8, 1, 256, 1024, 135),
+    "gpt-39.1b": of_table_1(64, 8192, 48, 8, 2, 512, 1536, 138),
+    "gpt-76.1b": of_table_1(80, 10240, 60, 8, 4, 1024, 1792, 140),
+    "gpt-145.6b": of_table_1(96, 12288, 80, 8, 8, 1536, 2304, 148),
+    "gpt-310.1b": of_table_1(128, 16384, 96, 8, 16, 1920, 2160, 155),
+    "gpt-529.6b": of_table_1(128, 20480, 105, 8, 35, 2520, 2520, 163),
+    "gpt-1008b": of_table_1(160, 25600, 128, 8, 64, 3072, 3072, 163),
 }
 # GPUs of a node, GB and peak FLOP/s (16 bits, dense) of each, bytes/s in one direction
 # to its neighbours: NVLink, InfiniBand. Source: NVIDIA's data sheets of both machines.
@@ -69,71 +107,133 @@ MACHINES = {
 }
 
 
-# What a rank holds. A layout is a Namespace of lesson 05's flags; `micro_batch`: b.
+# What a rank holds. A layout is a Namespace of lesson 05's flags, and of micro_batch
+# (b, sequences in one), ffn, attention and STYLE.
 
 
 def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, **more):
     """Lesson 05's flags for a model on pp × dp × tp ranks."""
-    microbatches = sizes["batch_size"] // (dp * micro_batch)
-    flags = dict(schedule="1f1b", zero=False, tie=False, recompute="none")
-    of_layout = dict(pp=pp, dp=dp, tp=tp, microbatches=microbatches)
-    flags |= of_layout | dict(micro_batch=micro_batch) | more
-    return argparse.Namespace(**{name: sizes[name] for name in SIZES}, **flags)
+    layout = {name: sizes[name] for name in SIZES if name in sizes}
+    layout.setdefault("ffn", 4 * sizes["hidden"])
+    for name, default in STYLE.items():
+        layout[name] = sizes.get(name, default)
+    layout.update(schedule="1f1b", zero=False, recompute="none")
+    layout.update(pp=pp, dp=dp, tp=tp, micro_batch=micro_batch)
+    layout["microbatches"] = sizes["batch_size"] // (dp * micro_batch)
+    layout.update(more)
+    return argparse.Namespace(**layout)
+
+
+def changed(layout, **changes):
+    """A copy of a layout (or a machine) with some values replaced."""
+    return argparse.Namespace(**{**vars(layout), **changes})
 
 
 def layers_of(args, stage: int) -> int:
-    """As slice_stage deals them out: the first stages may have one more."""
-    return args.layers // args.pp + (stage < args.layers % args.pp)
+    """As slice_stage distributes them: the first stages may have one extra layer."""
+    if stage < args.layers % args.pp:
+        return args.layers // args.pp + 1
+    return args.layers // args.pp
+
+
+def kv_width(args) -> int:
+    """Output features of k_proj; with T > K each head is replicated on T/K ranks."""
+    return args.hidden // args.heads * max(args.kv_heads, args.tp)
+
+
+def layer_weights(args) -> int:
+    """Elements of a layer's matrices: q and o, k and v, the MLP's two or three."""
+    attention = args.hidden * (2 * args.hidden + 2 * kv_width(args))
+    matrices = 3 if args.gated else 2
+    return attention + matrices * args.hidden * args.ffn
+
+
+def layer_parameters(args) -> tuple[int, int]:
+    """Parameters of a layer: those that are sharded by T, and the replicated ones.
+
+    The biases of row-parallel linears (o, down) and the norms are replicated.
+    """
+    sharded = layer_weights(args)
+    replicated = 2 * args.hidden  # weights of two norms
+    if args.biases in ("all", "qkv"):
+        sharded += args.hidden + 2 * kv_width(args)
+    if args.biases == "all":
+        sharded += args.ffn * (2 if args.gated else 1)
+        replicated += 4 * args.hidden  # biases of two norms, of o and down
+    return sharded, replicated
+
+
+def vocab_rows(args) -> int:
+    """Rows of the vocabulary on a rank, ⌈V/T⌉."""
+    return math.ceil(args.vocab_size / args.tp)
 
 
 def parameters(args, stage: int) -> tuple[int, int, int]:
-    """Numbers that a rank of a stage holds, trains, and has whole as all T ranks do.
+    """Parameters that a rank of a stage holds, trains, and has replicated over tp.
 
-    12·D² a layer and less (2104.04473, sec. 5.1; no learned positions here), cut by T
-    but for norms and the biases added after a sum; ⌈V/T⌉ rows of the vocabulary.
+    About 12·D² per layer of the course's model (2104.04473, sec. 5.1; no learned
+    positions here), and ⌈V/T⌉ rows of the embedding and of the head.
     """
-    D, T, layers = args.hidden, args.tp, layers_of(args, stage)
-    first, last, v = stage == 0, stage == args.pp - 1, -(-args.vocab_size // T)
-    kv = D // args.heads * max(args.kv_heads, T)  # heads that ranks share are copied
-    cut = D * (10 * D + 2 * kv) + 5 * D + 2 * kv  # weights, biases
-    whole = 6 * D * layers + 2 * D * last
-    rows = v * D * (first + last) + v * last
-    rows -= v * D * (args.tie and first and last)  # one weight, twice in use
-    held = layers * cut // T + whole + rows
-    return held, held - v * D * (args.tie and last and not first), whole
+    is_first = stage == 0
+    is_last = stage == args.pp - 1
+    layers = layers_of(args, stage)
+    sharded, replicated = layer_parameters(args)
+    replicated *= layers
+    matrix = vocab_rows(args) * args.hidden
+    vocabulary = 0
+    if is_first:
+        vocabulary += matrix
+    if is_last and not (args.tie and is_first):  # otherwise one weight, used twice
+        vocabulary += matrix
+    if is_last:
+        replicated += args.hidden  # the last norm
+    if is_last and args.biases == "all":
+        replicated += args.hidden
+        vocabulary += vocab_rows(args)  # the head's bias
+    held = layers * sharded // args.tp + replicated + vocabulary
+    if args.tie and is_last and not is_first:  # stage 0 trains the tied weight
+        return held, held - matrix, replicated
+    return held, held, replicated
+
+
+def norm_stats(args) -> int:
+    """Values that a norm saves per token: mean and 1/σ; RMSNorm has no mean."""
+    return 2 if args.biases == "all" else 1
 
 
 def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
-    """Bytes that a layer keeps of a micro-batch for backward (2205.05198, table 2).
+    """Bytes that a layer saves for backward per micro-batch (2205.05198, table 2).
 
-    e: bytes of a number; stats: of a norm's mean and 1/σ (0: as the paper, which leaves
-    them out); masks: with dropout, a byte an element; sp: the sequence is cut, too.
+    e: bytes per element; stats: bytes of a norm's mean or 1/σ (0: the paper leaves
+    them out); masks: with dropout, one byte per element; sp: the sequence is sharded
+    between the linears.
     """
     b, S, D, T = args.micro_batch, args.seq_len, args.hidden, args.tp
-    s = S // T if sp else S  # between the linears
+    s = S // T if sp else S
     if args.recompute == "full":
         return e * b * s * D  # the layer's input
-    around = b * s * (D * (4 * e + 2 * masks) + 4 * stats)  # norms: inputs, outputs
-    inside = 2 + 8  # of a token, times D/T: input of o_proj, GELU, and now q, k, v
-    kv = max(args.kv_heads, T) / args.heads
-    if args.recompute == "selective":  # as they are projected, not repeated for heads
-        return around + round(e * b * S * D * (inside + 2 * kv)) // T
+    norms = 2 * norm_stats(args) * stats
+    outside = b * s * (D * (4 * e + 2 * masks) + norms)  # inputs of norms, linears
+    # GELU's input and output; with a gate: SiLU's input and output, up, the product.
+    mlp = args.ffn * (4 if args.gated else 2)
+    inside = 2 * D + mlp  # q, the input of o_proj
+    if args.recompute == "selective":  # k and v as they are projected, not repeated
+        return outside + e * b * S * (inside + 2 * kv_width(args)) // T
     scores = b * args.heads * S * S // T * (e + masks * (1 + e))
-    return around + e * b * S * D * (inside + 2) // T + scores
+    return outside + e * b * S * (inside + 2 * D) // T + scores
 
 
 def saved_bytes(args, stage: int, e=2, stats=4) -> int:
-    """What a stage keeps of a micro-batch for backward: as lesson 05 counts it."""
-    tokens, T = args.micro_batch * args.seq_len, args.tp
+    """Bytes that a stage saves for backward per micro-batch, as lesson 05 counts."""
+    tokens = args.micro_batch * args.seq_len
     saved = layers_of(args, stage) * layer_bytes(args, e, stats)
     if stage == 0:
-        saved += tokens * (8 + 1)  # the embedding's rows, and which are of this rank
+        saved += tokens * (8 + 1)  # the rows of the embedding, and which are local
     if stage == args.pp - 1:
-        v = -(-args.vocab_size // T)
-        saved += (
-            tokens // T * 2 * (e * args.hidden + stats)
-        )  # the norm, before the head
-        saved += tokens * (max(4, e) * v + 8 + 1 + 1) + v  # the loss: softmax, …
+        norm = 2 * e * args.hidden + norm_stats(args) * stats  # its input, its output
+        saved += tokens // args.tp * norm
+        # The loss: softmax, and per token an index and two masks; per column a mask.
+        saved += tokens * (max(4, e) * vocab_rows(args) + 8 + 1 + 1) + vocab_rows(args)
     return saved
 
 
@@ -272,15 +372,16 @@ def cards_of_a_group(ranks: int, inner: int, node: int) -> int:
 
 
 def flops(args, stage: int) -> int:
-    """Of a rank in a step: 2 a weight and token forward, 4 backward, and the scores;
-    with what is computed again (2104.04473, sec. 5.1 and appendix)."""
-    D, S, tokens = args.hidden, args.seq_len, args.batch_size // args.dp * args.seq_len
-    scores, kv = 4 * S * D, D // args.heads * max(args.kv_heads, args.tp)
-    layer = 2 * D * (10 * D + 2 * kv) + scores
+    """FLOPs of a rank per step: 2 per weight and token forward, 4 backward, and the
+    scores; with what is recomputed (2104.04473, sec. 5.1 and appendix)."""
+    tokens = args.batch_size // args.dp * args.seq_len
+    scores = 4 * args.seq_len * args.hidden
+    layer = 2 * layer_weights(args) + scores
     again = {"none": 0, "selective": scores, "full": layer}[args.recompute]
-    head = 2 * D * args.vocab_size * (stage == args.pp - 1)
-    layers = layers_of(args, stage)
-    return tokens * (layers * (3 * layer + again) + 3 * head) // args.tp
+    work = layers_of(args, stage) * (3 * layer + again)
+    if stage == args.pp - 1:
+        work += 3 * 2 * args.hidden * args.vocab_size
+    return tokens * work // args.tp
 
 
 # Phases that come once per step; all others come with each micro-batch.
@@ -343,6 +444,7 @@ def why_not(sizes: dict, dp: int, pp: int, tp: int) -> str:
     for name, axis, parts in (
         ("heads", "tp", tp),
         ("kv_heads", "tp", 1 if shared else tp),
+        ("ffn", "tp", tp),
         ("seq_len", "tp", tp),
         ("batch_size", "dp", dp),
     ):
