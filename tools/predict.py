@@ -14,6 +14,7 @@ arxiv.org; lesson 00 (a ring's cost), lesson 05.
 import argparse
 import functools
 import importlib
+import json
 import math
 import sys
 from collections import Counter
@@ -614,3 +615,12 @@ def best_of_each(rows: list[dict]) -> list[dict]:
     for row in rows:
         found.setdefault((row["dp"], row["pp"], row["tp"]), row)
     return list(found.values())
+
+
+def presets() -> str:
+    """Models and machines for the page with sliders."""
+    return json.dumps({"models": MODELS, "machines": MACHINES}, indent=1) + "\n"
+
+
+if __name__ == "__main__":  # written to docs/_static/planner/presets.json
+    print(presets(), end="")
