@@ -3,6 +3,7 @@ was published; and they keep laws that hold for any sizes."""
 
 import argparse
 import json
+import math
 import re
 import time
 from collections import defaultdict
@@ -13,6 +14,7 @@ import jobs
 import plan
 import predict
 import pytest
+import torch
 from runs import MESH, PROOF, SHARED_HEADS, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
@@ -102,6 +104,56 @@ def test_dry_run_at_3072_ranks():
 TABLE_1 = {name: sizes for name, sizes in predict.MODELS.items() if "gpus" in sizes}
 
 
+PUBLISHED = {  # parameters of the published weights, from their safetensors' headers
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_weights(name):
+    """Exactly; and the stages of a pipeline and the TP ranks hold all of them."""
+    sizes = predict.MODELS[name]
+    layout = predict.make_layout(sizes)
+    assert predict.parameters(layout, 0)[0] == PUBLISHED[name]
+    total = 0
+    for stage in range(4):
+        layout = predict.make_layout(sizes, pp=4, tp=2)
+        _, trained, replicated = predict.parameters(layout, stage)
+        total += 2 * trained - replicated
+    assert total == PUBLISHED[name]
+
+
+def test_activations_of_a_gated_mlp():
+    """Measured: what autograd saves in the MLP of a layer, next to the formula."""
+    D, F, tokens = 8, 12, 6
+    up = torch.nn.Linear(D, F, bias=False)
+    gate = torch.nn.Linear(D, F, bias=False)
+    down = torch.nn.Linear(F, D, bias=False)
+    weights = {x.weight.untyped_storage().data_ptr() for x in (up, gate, down)}
+    saved = {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x
+        return x
+
+    x = torch.randn(tokens, D, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        down(torch.nn.functional.silu(gate(x)) * up(x))
+    found = sum(t.nbytes for key, t in saved.items() if key not in weights)
+    sizes = predict.model(1, D, 2, 2, 16, tokens, 1)
+    wide = predict.make_layout(sizes | dict(ffn=F, gated=True), recompute="selective")
+    none = predict.make_layout(sizes | dict(ffn=0), recompute="selective")
+    mlp = predict.layer_bytes(wide, e=4) - predict.layer_bytes(none, e=4)
+    assert found == mlp + 4 * tokens * D  # x itself counts outside of the MLP
+
+
 def test_parameters_of_table_1():
     """2104.04473: 12·l·h²·(1 + 13/(12h) + (V + s)/(12·l·h)). Ours has no learned
     positions, s·h; a norm after the last layer, 2h; a bias of the head, V."""
@@ -169,7 +221,7 @@ def test_arithmetic_of_a_step():
             assert found == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize("zero, tie", [(False, False), (True, True)])
+@pytest.mark.parametrize("zero, tie", [(0, False), (1, True)])
 @pytest.mark.parametrize("name", predict.MODELS)
 def test_laws_of_all_layouts(name, zero, tie):
     """And what was published is one of them, and fits."""
@@ -185,9 +237,10 @@ def test_laws_of_all_layouts(name, zero, tie):
         assert row["bubble"] * row["microbatches"] == pytest.approx(row["pp"] - 1), row
         # Waiting is at least the bubble's share of computing; nobody beats the peak.
         parts = row["parts"]
+        assert math.copysign(1, parts["pp"]) > 0  # and not −0.0
         assert parts["pp"] >= row["bubble"] * parts["arithmetic"] * (1 - 1e-9), row
         assert sum(parts.values()) == pytest.approx(row["seconds"])
-        assert 0 < row["share"] < 1 and 0 < parts["arithmetic"] < row["seconds"], row
+        assert 0 < row["mfu"] < 1 and 0 < parts["arithmetic"] < row["seconds"], row
     assert len(layouts) > 20
     for row in fits[::10]:  # each stage computes M times, and waits for P − 1 others
         names = "pp", "dp", "tp", "micro_batch", "recompute"
@@ -198,12 +251,145 @@ def test_laws_of_all_layouts(name, zero, tie):
     for (dp, pp, tp, b), ways in layouts.items():
         one, two, three = (ways[how] for how in predict.RECOMPUTE)
         times = [row["parts"]["arithmetic"] for row in (one, two, three)]
-        kept = [row["bytes"]["activations"] for row in (one, two, three)]
+        held = [row["memory"] for row in (one, two, three)]  # of the fullest stage
         assert times[0] < times[1] < times[2], "who computes more again takes longer"
-        assert kept[0] >= kept[1] >= kept[2], "and keeps less"
+        assert held[0] >= held[1] >= held[2], "and holds less"
         if more := layouts.get((dp // 2, pp, 2 * tp, b)):  # more tp, less on a rank
             more = more["none"]["bytes"]["parameters"]
             assert more < one["bytes"]["parameters"]
+
+
+RATES = [  # GPUs per node, mesh, bytes/s along tp, dp and pp; A100: 300e9, 25e9
+    (8, dict(dp=32), (300e9, 200e9, 300e9)),  # 8 cards leave a node: 8 · 25e9
+    (8, dict(dp=16, tp=2), (300e9, 100e9, 25e9)),
+    (8, dict(dp=16, tp=4), (300e9, 50e9, 25e9)),
+    (8, dict(dp=8, tp=8), (300e9, 25e9, 25e9)),
+    (8, dict(dp=4, tp=16), (200e9, 25e9, 25e9)),
+    (8, dict(dp=4, pp=4, tp=2), (300e9, 300e9, 25e9)),  # dp is inside the node
+    (16, dict(dp=64), (300e9, 300e9, 300e9)),  # 400e9, but no faster than NVLink
+    (8, dict(dp=20), (300e9, 100e9, 300e9)),  # nodes with 8, 8 and 4 of its ranks
+    (8, dict(dp=3, tp=3), (25e9, 25e9, 25e9)),  # a group of 3 spans two nodes
+]
+
+
+@pytest.mark.parametrize("node, mesh, expected", RATES)
+def test_a_group_leaves_a_node_through_the_cards_of_all_its_ranks(node, mesh, expected):
+    gpus = mesh["dp"] * mesh.get("pp", 1) * mesh.get("tp", 1)
+    machine = predict.MACHINES["dgx-a100"] | dict(node=node, gpus=gpus)
+    layout = predict.make_layout(predict.MODELS["gpt-1.7b"] | mesh, **mesh)
+    found = predict.rates(layout, argparse.Namespace(**machine))
+    if layout.pp == 1:  # no rank sends along pp
+        found["pp"] = expected[2]
+    assert (found["tp"], found["dp"], found["pp"]) == expected
+
+
+def test_replicas_of_the_smallest_published_model():
+    """dp 32 in nodes of 8: one card per group would take 0.274 s per step."""
+    sizes = predict.MODELS["gpt-1.7b"]
+    machine = argparse.Namespace(**predict.MACHINES["dgx-a100"], gpus=32)
+    layout = predict.make_layout(sizes, dp=32)
+    assert predict.predict(layout, machine)["parts"]["dp"] == pytest.approx(
+        2 * 31 / 32 * 2 * predict.parameters(layout, 0)[0] / 200e9, rel=1e-3
+    )
+
+
+def a100(**values):
+    return argparse.Namespace(**predict.MACHINES["dgx-a100"] | values)
+
+
+def test_a_reserve_stays_free():
+    """79.8 of 80 GB do not fit; with nothing in reserve they do."""
+    sizes = predict.model(40, 5120, 40, 40, 51200, 2048, 512)
+    rows, too_large, _ = predict.search(sizes, a100(gpus=64))
+    assert max(row["memory"] for row in rows) <= 72e9
+    between = [row for row in too_large if row["memory"] <= 80e9]
+    assert len(between) > 5
+    everything, _, _ = predict.search(sizes, a100(gpus=64, reserve=0))
+    assert len(everything) == len(rows) + len(between)
+
+
+@pytest.mark.parametrize("attention", predict.ATTENTION)
+def test_13b_on_16_gpus_of_40_gb(attention):
+    """The best layout was one at 39.9 GB, with scores saved."""
+    sizes = predict.model(40, 5120, 40, 40, 51200, 2048, 512)
+    machine = a100(gpus=16, gpu_memory=40.0)
+    rows, _, _ = predict.search(sizes, machine, attention=attention)
+    assert all(row["memory"] <= 36e9 for row in rows)
+    assert (rows[0]["recompute"] == "none") == (attention == "flash")
+
+
+def test_activations_with_flash_attention():
+    """Selective recomputation's (2205.05198: 34/t), and the log-sum-exp of each head
+    and query; nothing grows with S²."""
+    for seq_len in (2048, 8192):
+        sizes = predict.model(1, 6144, 64, 64, 51200, seq_len, 4)
+        layout = predict.make_layout(sizes, tp=8, attention="flash")
+        core = predict.changed(layout, recompute="selective")
+        found = predict.layer_bytes(layout) - predict.layer_bytes(core)
+        assert found == 4 * 64 * seq_len // 8
+        paper = predict.layer_bytes(core, stats=0, masks=True)
+        assert paper == 34 * seq_len * 6144 // 8
+
+
+@pytest.mark.parametrize("zero, held", [(0, 16), (1, 4), (2, 2), (3, 0)])
+def test_zero(zero, held):
+    """1910.02054: bytes per parameter, 16, 4 + 12/N, 2 + 14/N, 16/N; and per step and
+    micro-batch twice the parameters are sent, with stage 3 three times."""
+    sizes = predict.model(4, 64, 4, 4, 256, 32, 64)
+    N = 16
+    for M in (1, 4):
+        layout = predict.make_layout(sizes, dp=N, micro_batch=4 // M, zero=zero)
+        count = predict.parameters(layout, 0)[0]
+        memory = predict.memory(layout, 0)
+        states = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+        assert states == pytest.approx((held + (16 - held) / N) * count, rel=1e-3)
+        machine = a100(gpus=N, node=1)
+        row = predict.predict(layout, machine)
+        payload = row["sent"]["dp"] / ((N - 1) / N) / (2 * count)
+        expected = {0: 2, 1: 2, 2: 1 + M, 3: 3 * M}[zero]
+        assert payload == pytest.approx(expected, rel=1e-3)
+        assert row["parts"]["dp"] == pytest.approx(row["sent"]["dp"] / 25e9, rel=1e-6)
+        layer, whole = predict.layer_parameters(layout)
+        matrix = 256 * 64
+        unsharded = {2: 2, 3: 4}.get(zero, 0) * max(layer + whole, matrix)
+        assert memory["unsharded"] == unsharded
+
+
+def test_how_wrong_the_tool_says_it_is():
+    machine = a100(gpus=1)
+    found = [predict.mfu_of_table_1(sizes, machine) for sizes in TABLE_1.values()]
+    predicted, measured = zip(*found)
+    ratios = [a / b for a, b in found]
+    share = lambda x: round(100 * x)
+    text = " ".join(plan.HOW_WRONG.split())
+    for values in (predicted, measured):
+        assert f"{share(min(values))} to {share(max(values))} %" in text
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times too short" in text
+    assert max(ratios) == ratios[0], "most for the smallest model"
+
+
+def test_mfu_counts_no_recomputation():
+    """6 FLOPs per weight and token, and the scores; the same for all layouts, and the
+    share of the peak that is work falls by a quarter with full recomputation."""
+    sizes = predict.MODELS["gpt-18.4b"]
+    B, S, L, h, V = (
+        sizes[k] for k in "batch_size seq_len layers hidden vocab_size".split()
+    )
+    weights = 12 * L * h * h + V * h
+    expected = 6 * B * S * (weights + 2 * L * S * h)
+    for more in ({}, {"recompute": "full"}, {"tp": 8}, {"attention": "flash"}):
+        layout = predict.make_layout(sizes, **more)
+        assert predict.model_flops(layout) == expected
+    full = predict.make_layout(sizes, recompute="full")
+    assert expected / predict.hardware_flops(full) == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["gpt-1.7b", "gpt-145.6b", "llama-3-70b"])
+def test_the_tool_prints_the_published_count(capsys, name):
+    code, out, _ = told(capsys, "--model", name, "--gpus", 512, "--zero", 3)
+    published = {"gpt-1.7b": "1.648", "gpt-145.6b": "145.6", "llama-3-70b": "70.55"}
+    assert code == 0 and out.startswith(f"{published[name]} billion parameters")
+    assert "10% stay free" in out and "72.0 of 80 GB" in out
 
 
 def told(capsys, *flags) -> tuple[int, str, str]:
@@ -217,14 +403,14 @@ def test_table_and_json(capsys, tmp_path):
     code, out, _ = told(capsys, "--model", "gpt3", "--gpus", 1024, "--json", path)
     took = time.process_time() - start
     assert code == 0 and "predicted" in out and "heads % tp is not 0 (15)" in out
-    assert max(map(len, out.splitlines())) <= 88 and out.count("\n") == 6 + 20 + 3
+    assert max(map(len, out.splitlines())) <= 88 and out.count("\n") == 7 + 20 + 3 + 3
     data = json.loads(path.read_text())
     rows = data["predicted"]
     times = [row["seconds"] for row in rows]
-    assert times == sorted(times) and all(row["memory"] <= 80e9 for row in rows)
-    assert all(row["memory"] > 80e9 for row in data["too large"])
+    assert times == sorted(times) and all(row["memory"] <= 72e9 for row in rows)
+    assert all(row["memory"] > 72e9 for row in data["too large"])
     count = len(rows) + len(data["too large"])
-    assert count > 1000 and 10_000 * took / count < 5
+    assert count > 500 and 10_000 * took / count < 5
 
 
 @pytest.mark.parametrize("bug", ["", "group", "replicas"])
@@ -244,7 +430,7 @@ def test_dry_run_finds_a_bug(capsys, bug):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (("--model", "gpt3", "--gpus", 16), "80 GB.*175.8; take --gpus 64"),
+    (("--model", "gpt3", "--gpus", 16), "72.0 of 80 GB.*take --gpus 64"),
     (("--model", "gpt3", "--gpus", 1024, "--tp", 5), "take --gpus 1020"),
     (("--model", "gpt3", "--gpus", 128, "--tp", 128), "take --heads 128"),
     (("--model", "gpt3", "--gpus", 1031), "heads % tp is not 0.*take --gpus 1024"),
@@ -254,6 +440,9 @@ def test_dry_run_finds_a_bug(capsys, bug):
     (("--layers", 2, "--hidden", 16, "--heads", 4, "--kv-heads", 1, "--tp", 2, "--gpus",
       2, "--dry-run"), "--dry-run of tp 2.*take --tp 1"),
     (("--model", "gpt3", "--inside", "fast"), "fast is not a number above 0"),
+    (("--model", "gpt3", "--reserve", "1"), "1 is not a number from 0 to below 1"),
+    (("--model", "llama-3-8b", "--gpus", 64, "--dry-run"), "--dry-run of a gated MLP"),
+    (("--model", "gpt3", "--gpus", 1024, "--zero", 2, "--dry-run"), "take --zero 1"),
     (("--model", "gpt3", "--gpus", 1024, "--json", "/no/where"), "/no/where"),
 ])  # fmt: skip
 def test_refusals(capsys, flags, words):

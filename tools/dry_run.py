@@ -1,8 +1,8 @@
 """Lesson 05 on thousands of ranks that are not there: `tools/plan.py --dry-run`.
 
-One process is one rank of each stage, one stage after another. Its groups are of
-PyTorch's "fake" backend, which sends nothing; its tensors are on the "meta" device:
-they have a shape and no numbers. All else is lesson 05's own code: the model's edits,
+One process is one rank of each stage, one stage after the other. Its groups are those
+of PyTorch's "fake" backend, which sends nothing; its tensors are on the "meta" device:
+they have a shape but no values. All else is lesson 05's own code: the model's edits,
 the schedule, the pipeline, the optimizer, the counters.
 
 What cannot be had without numbers is made up here, and nothing else: `Unknown` answers
@@ -115,7 +115,7 @@ def run_stage(full, args, stage: int) -> dict:
             stage=stage,
             parameters=sum(p.numel() for p in training.parameters.values()),
             moments=lesson.nbytes(map(state.get, lesson.MOMENTS)),
-            saved=sorted(saved),  # one value: all micro-batches are the same
+            saved=sorted(saved),  # one value: micro-batches are equal
             in_flight=training.pipeline.held.peak_passes,
             sent=sent,
         )
@@ -177,11 +177,11 @@ def show(layout, microbatches: int) -> tuple[list[dict], bool]:
     mesh = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in lesson.AXES)
     print(
         f"\nDry run of lesson 05, {mesh}: the first rank of each stage, with {few} of\n"
-        f"the {layout.microbatches} micro-batches of one step (bytes are linear in "
-        "them).\nThe lesson counted parameters, bytes saved for one micro-batch, bytes "
-        "sent; off: from the\nformulas."
+        f"{layout.microbatches} micro-batches per step (bytes are linear in them). The "
+        "lesson counted\nparameters, bytes saved for backward per micro-batch, payload "
+        "sent; off: difference\nfrom the formulas."
     )
-    names = "parameters", "kept of one", "sent via tp", "via pp", "via dp", "off"
+    names = "parameters", "saved of one", "sent via tp", "via pp", "via dp", "off"
     print("  stages  " + "".join(f"{x:>{n}}" for x, n in zip(names, WIDTHS)))
     rows, start = [], time.perf_counter()
     for found, wanted in run(layout, microbatches):

@@ -1,18 +1,20 @@
-"""What lesson 05 holds, sends and takes on any mesh, by formulas of the sizes.
+"""What lesson 05 holds, sends and computes on any mesh, by formulas of the sizes.
 
 Bytes sent and saved are those that lesson 05 counts (`traffic`, `saved_bytes`: checked
 against its counters); the formulas of its tables are the lesson's own functions. The
 time is a roofline: arithmetic at the peak, then messages at the links' rates, then the
-pipeline's bubble. `search` looks at all layouts of a model on a machine; tools/plan.py
-is its command.
+pipeline's bubble. `search` goes through all layouts of a model on a machine;
+tools/plan.py is its command, docs/_static/planner the same formulas in a page.
 
 Sources: 2104.04473 (pipelines, FLOPs, Table 1), 2205.05198 (activations), 1910.02054
-(16 bytes a parameter), all on arxiv.org; lesson 00 (a ring's cost), lesson 05.
+(16 bytes per parameter, ZeRO), 2205.14135 (FlashAttention), 2204.02311 (MFU), all on
+arxiv.org; lesson 00 (a ring's cost), lesson 05.
 """
 
 import argparse
 import functools
 import importlib
+import json
 import math
 import sys
 from collections import Counter
@@ -24,144 +26,277 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 lesson = importlib.import_module("05_3d_parallel")
 
-RECOMPUTE = "none", "selective", "full"  # nothing; attention's core; whole layers
-SIZES = "layers hidden heads kv_heads vocab_size seq_len batch_size".split()
-MACHINE = "gpus node gpu_memory gpu_flops inside between".split()
+ATTENTION = "math", "flash"  # written out, as in the lessons; or FlashAttention
+ZERO = 0, 1, 2, 3  # ZeRO's stage
+RECOMPUTE = "none", "selective", "full"  # nothing; attention's core; entire layers
+SIZES = "layers hidden heads kv_heads ffn vocab_size seq_len batch_size".split()
+# What else a model is, and what lesson 05's model is. biases: of "all" linears and
+# LayerNorms; of the q, k and v projections only, with RMSNorm ("qkv"); "none", with
+# RMSNorm. gated: an MLP of three matrices (gate, up, down). tie: one vocabulary matrix.
+STYLE = {"gated": False, "biases": "all", "tie": False}
+BIASES = "all", "qkv", "none"
+MACHINE = "gpus node gpu_memory reserve gpu_flops inside between".split()
 AXES = "dp", "pp", "tp"
+LAYOUT = "dp pp tp micro_batch microbatches recompute attention zero".split()
 GB = 1e9
 
 
-def model(layers, hidden, heads, kv_heads, vocab_size, seq_len, batch_size) -> dict:
-    return {name: value for name, value in locals().items() if name in SIZES}
+def model(
+    layers, hidden, heads, kv_heads, vocab_size, seq_len, batch_size, ffn=None, **style
+) -> dict:
+    """Sizes of a model. ffn: width of the MLP (default 4·hidden); style: see STYLE."""
+    sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
+    sizes.update(ffn=ffn or 4 * hidden, vocab_size=vocab_size)
+    sizes.update(seq_len=seq_len, batch_size=batch_size, **STYLE)
+    sizes.update(style)
+    return sizes
 
 
-def of_table_1(heads, hidden, layers, tp, pp, gpus, batch_size) -> dict:
-    """A row of 2104.04473's Table 1: the model, and its layout on A100 GPUs. (They
-    measured 43 to 52 % of the peak there, with whole layers recomputed.)"""
-    sizes = model(layers, hidden, heads, heads, 51200, 2048, batch_size)
-    return sizes | {"gpus": gpus, "published": (gpus // pp // tp, pp, tp)}
+def of_table_1(heads, hidden, layers, tp, pp, gpus, batch_size, measured) -> dict:
+    """A row of arXiv:2104.04473, Table 1: the model, and its layout on A100 GPUs.
+
+    measured: TFLOP/s per GPU, with full recomputation, which counts as work there.
+    """
+    sizes = model(layers, hidden, heads, heads, 51200, 2048, batch_size, tie=True)
+    sizes.update(gpus=gpus, published=(gpus // pp // tp, pp, tp))
+    sizes.update(measured=measured * 1e12)
+    return sizes
 
 
+def llama(layers, hidden, heads, ffn, batch_size) -> dict:
+    """arXiv:2407.21783, Table 3; 128,256 tokens as in the published weights."""
+    sizes = (layers, hidden, heads, 8, 128256, 8192, batch_size)
+    return model(*sizes, ffn, gated=True, biases="none")
+
+
+def qwen(layers, hidden, heads, kv_heads, ffn, vocab_size=152064, tie=False) -> dict:
+    """arXiv:2412.15115, Table 1, and the config.json of the published weights."""
+    sizes = (layers, hidden, heads, kv_heads, vocab_size, 4096, 1024)
+    return model(*sizes, ffn, gated=True, biases="qkv", tie=tie)
+
+
+# Sequences and batches of Qwen2.5 and Mistral are examples; the others are published.
 MODELS = {
-    "gpt3": model(96, 12288, 96, 96, 51200, 2048, 1536),  # 2005.14165, V padded
-    # 2407.21783, Table 3; our MLP has two matrices [4D, D], not three [3.5D, D].
-    "llama-3-8b": model(32, 4096, 32, 8, 128256, 8192, 512),
-    "gpt-1.7b": of_table_1(24, 2304, 24, 1, 1, 32, 512),
-    "gpt-3.6b": of_table_1(32, 3072, 30, 2, 1, 64, 512),
-    "gpt-7.5b": of_table_1(32, 4096, 36, 4, 1, 128, 512),
-    "gpt-18.4b": of_table_1(48, 6144, 40, 8, 1, 256, 1024),
-    "gpt-39.1b": of_table_1(64, 8192, 48, 8, 2, 512, 1536),
-    "gpt-76.1b": of_table_1(80, 10240, 60, 8, 4, 1024, 1792),
-    "gpt-145.6b": of_table_1(96, 12288, 80, 8, 8, 1536, 2304),
-    "gpt-310.1b": of_table_1(128, 16384, 96, 8, 16, 1920, 2160),
-    "gpt-529.6b": of_table_1(128, 20480, 105, 8, 35, 2520, 2520),
-    "gpt-1008b": of_table_1(160, 25600, 128, 8, 64, 3072, 3072),
+    # 2005.14165; the vocabulary is padded.
+    "gpt3": model(96, 12288, 96, 96, 51200, 2048, 1536, tie=True),
+    "llama-3-8b": llama(32, 4096, 32, 14336, 512),
+    "llama-3-70b": llama(80, 8192, 64, 28672, 512),
+    "llama-3-405b": llama(126, 16384, 128, 53248, 2048),
+    "mistral-7b": model(  # arXiv:2310.06825, Table 1
+        32, 4096, 32, 8, 32000, 8192, 512, 14336, gated=True, biases="none"
+    ),
+    "qwen2.5-1.5b": qwen(28, 1536, 12, 2, 8960, 151936, tie=True),
+    "qwen2.5-7b": qwen(28, 3584, 28, 4, 18944),
+    "qwen2.5-32b": qwen(64, 5120, 40, 8, 27648),
+    "qwen2.5-72b": qwen(80, 8192, 64, 8, 29568),
+    "gpt-1.7b": of_table_1(24, 2304, 24, 1, 1, 32, 512, 137),
+    "gpt-3.6b": of_table_1(32, 3072, 30, 2, 1, 64, 512, 138),
+    "gpt-7.5b": of_table_1(32, 4096, 36, 4, 1, 128, 512, 142),
+    "gpt-18.4b": of_table_1(48, 6144, 40, 8, 1, 256, 1024, 135),
+    "gpt-39.1b": of_table_1(64, 8192, 48, 8, 2, 512, 1536, 138),
+    "gpt-76.1b": of_table_1(80, 10240, 60, 8, 4, 1024, 1792, 140),
+    "gpt-145.6b": of_table_1(96, 12288, 80, 8, 8, 1536, 2304, 148),
+    "gpt-310.1b": of_table_1(128, 16384, 96, 8, 16, 1920, 2160, 155),
+    "gpt-529.6b": of_table_1(128, 20480, 105, 8, 35, 2520, 2520, 163),
+    "gpt-1008b": of_table_1(160, 25600, 128, 8, 64, 3072, 3072, 163),
 }
-# GPUs of a node, GB and peak FLOP/s (16 bits, dense) of each, bytes/s in one direction
-# to its neighbours: NVLink, InfiniBand. Source: NVIDIA's data sheets of both machines.
+# GPUs per node, GB and peak FLOP/s (16 bits, dense) of each, bytes/s in one direction
+# per GPU: NVLink, InfiniBand. Source: NVIDIA's data sheets of both machines.
+# reserve: share of the memory that a layout leaves free, for what is not counted here:
+# CUDA's and NCCL's own buffers, fragmentation, temporary tensors. An assumption.
 MACHINES = {
     "dgx-a100": dict(
-        node=8, gpu_memory=80.0, gpu_flops=312e12, inside=300e9, between=25e9
+        node=8, gpu_memory=80.0, reserve=0.1, gpu_flops=312e12, inside=300e9,
+        between=25e9,
     ),
     "dgx-h100": dict(
-        node=8, gpu_memory=80.0, gpu_flops=989e12, inside=450e9, between=50e9
+        node=8, gpu_memory=80.0, reserve=0.1, gpu_flops=989e12, inside=450e9,
+        between=50e9,
     ),
-}
+}  # fmt: skip
 
 
-# What a rank holds. A layout is a Namespace of lesson 05's flags; `micro_batch`: b.
+def usable(machine) -> float:
+    """Bytes of a GPU's memory that a layout may hold."""
+    return machine.gpu_memory * GB * (1 - machine.reserve)
+
+
+# What a rank holds. A layout is a Namespace of lesson 05's flags, and of micro_batch
+# (b, sequences in one), ffn, attention and STYLE.
 
 
 def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, **more):
     """Lesson 05's flags for a model on pp × dp × tp ranks."""
-    microbatches = sizes["batch_size"] // (dp * micro_batch)
-    flags = dict(schedule="1f1b", zero=False, tie=False, recompute="none")
-    of_layout = dict(pp=pp, dp=dp, tp=tp, microbatches=microbatches)
-    flags |= of_layout | dict(micro_batch=micro_batch) | more
-    return argparse.Namespace(**{name: sizes[name] for name in SIZES}, **flags)
+    layout = {name: sizes[name] for name in SIZES if name in sizes}
+    layout.setdefault("ffn", 4 * sizes["hidden"])
+    for name, default in STYLE.items():
+        layout[name] = sizes.get(name, default)
+    layout.update(schedule="1f1b", zero=0, recompute="none", attention="math")
+    layout.update(pp=pp, dp=dp, tp=tp, micro_batch=micro_batch)
+    layout["microbatches"] = sizes["batch_size"] // (dp * micro_batch)
+    layout.update(more)
+    return argparse.Namespace(**layout)
+
+
+def changed(layout, **changes):
+    """A copy of a layout (or a machine) with some values replaced."""
+    return argparse.Namespace(**{**vars(layout), **changes})
 
 
 def layers_of(args, stage: int) -> int:
-    """As slice_stage deals them out: the first stages may have one more."""
-    return args.layers // args.pp + (stage < args.layers % args.pp)
+    """As slice_stage distributes them: the first stages may have one extra layer."""
+    if stage < args.layers % args.pp:
+        return args.layers // args.pp + 1
+    return args.layers // args.pp
+
+
+def kv_width(args) -> int:
+    """Output features of k_proj; with T > K each head is replicated on T/K ranks."""
+    return args.hidden // args.heads * max(args.kv_heads, args.tp)
+
+
+def layer_weights(args) -> int:
+    """Elements of a layer's matrices: q and o, k and v, the MLP's two or three."""
+    attention = args.hidden * (2 * args.hidden + 2 * kv_width(args))
+    matrices = 3 if args.gated else 2
+    return attention + matrices * args.hidden * args.ffn
+
+
+def layer_parameters(args) -> tuple[int, int]:
+    """Parameters of a layer: those that are sharded by T, and the replicated ones.
+
+    The biases of row-parallel linears (o, down) and the norms are replicated.
+    """
+    sharded = layer_weights(args)
+    replicated = 2 * args.hidden  # weights of two norms
+    if args.biases in ("all", "qkv"):
+        sharded += args.hidden + 2 * kv_width(args)
+    if args.biases == "all":
+        sharded += args.ffn * (2 if args.gated else 1)
+        replicated += 4 * args.hidden  # biases of two norms, of o and down
+    return sharded, replicated
+
+
+def vocab_rows(args) -> int:
+    """Rows of the vocabulary on a rank, ⌈V/T⌉."""
+    return math.ceil(args.vocab_size / args.tp)
 
 
 def parameters(args, stage: int) -> tuple[int, int, int]:
-    """Numbers that a rank of a stage holds, trains, and has whole as all T ranks do.
+    """Parameters that a rank of a stage holds, trains, and has replicated over tp.
 
-    12·D² a layer and less (2104.04473, sec. 5.1; no learned positions here), cut by T
-    but for norms and the biases added after a sum; ⌈V/T⌉ rows of the vocabulary.
+    About 12·D² per layer of the course's model (2104.04473, sec. 5.1; no learned
+    positions here), and ⌈V/T⌉ rows of the embedding and of the head.
     """
-    D, T, layers = args.hidden, args.tp, layers_of(args, stage)
-    first, last, v = stage == 0, stage == args.pp - 1, -(-args.vocab_size // T)
-    kv = D // args.heads * max(args.kv_heads, T)  # heads that ranks share are copied
-    cut = D * (10 * D + 2 * kv) + 5 * D + 2 * kv  # weights, biases
-    whole = 6 * D * layers + 2 * D * last
-    rows = v * D * (first + last) + v * last
-    rows -= v * D * (args.tie and first and last)  # one weight, twice in use
-    held = layers * cut // T + whole + rows
-    return held, held - v * D * (args.tie and last and not first), whole
+    is_first = stage == 0
+    is_last = stage == args.pp - 1
+    layers = layers_of(args, stage)
+    sharded, replicated = layer_parameters(args)
+    replicated *= layers
+    matrix = vocab_rows(args) * args.hidden
+    vocabulary = 0
+    if is_first:
+        vocabulary += matrix
+    if is_last and not (args.tie and is_first):  # otherwise one weight, used twice
+        vocabulary += matrix
+    if is_last:
+        replicated += args.hidden  # the last norm
+    if is_last and args.biases == "all":
+        replicated += args.hidden
+        vocabulary += vocab_rows(args)  # the head's bias
+    held = layers * sharded // args.tp + replicated + vocabulary
+    if args.tie and is_last and not is_first:  # stage 0 trains the tied weight
+        return held, held - matrix, replicated
+    return held, held, replicated
+
+
+def norm_stats(args) -> int:
+    """Values that a norm saves per token: mean and 1/σ; RMSNorm has no mean."""
+    return 2 if args.biases == "all" else 1
 
 
 def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
-    """Bytes that a layer keeps of a micro-batch for backward (2205.05198, table 2).
+    """Bytes that a layer saves for backward per micro-batch (2205.05198, table 2).
 
-    e: bytes of a number; stats: of a norm's mean and 1/σ (0: as the paper, which leaves
-    them out); masks: with dropout, a byte an element; sp: the sequence is cut, too.
+    e: bytes per element; stats: bytes of a norm's mean or 1/σ (0: the paper leaves
+    them out); masks: with dropout, one byte per element; sp: the sequence is sharded
+    between the linears.
     """
     b, S, D, T = args.micro_batch, args.seq_len, args.hidden, args.tp
-    s = S // T if sp else S  # between the linears
+    s = S // T if sp else S
     if args.recompute == "full":
         return e * b * s * D  # the layer's input
-    around = b * s * (D * (4 * e + 2 * masks) + 4 * stats)  # norms: inputs, outputs
-    inside = 2 + 8  # of a token, times D/T: input of o_proj, GELU, and now q, k, v
-    kv = max(args.kv_heads, T) / args.heads
-    if args.recompute == "selective":  # as they are projected, not repeated for heads
-        return around + round(e * b * S * D * (inside + 2 * kv)) // T
+    norms = 2 * norm_stats(args) * stats
+    outside = b * s * (D * (4 * e + 2 * masks) + norms)  # inputs of norms, linears
+    # GELU's input and output; with a gate: SiLU's input and output, up, the product.
+    mlp = args.ffn * (4 if args.gated else 2)
+    inside = 2 * D + mlp  # q, the input of o_proj
+    # k and v as they are projected; attention written out repeats them for all heads.
+    core_inputs = e * b * S * (inside + 2 * kv_width(args)) // T
+    if args.recompute == "selective":
+        return outside + core_inputs
+    if args.attention == "flash":  # instead of scores one log-sum-exp (float32)
+        return outside + core_inputs + 4 * b * args.heads * S // T
     scores = b * args.heads * S * S // T * (e + masks * (1 + e))
-    return around + e * b * S * D * (inside + 2) // T + scores
+    return outside + e * b * S * (inside + 2 * D) // T + scores
 
 
 def saved_bytes(args, stage: int, e=2, stats=4) -> int:
-    """What a stage keeps of a micro-batch for backward: as lesson 05 counts it."""
-    tokens, T = args.micro_batch * args.seq_len, args.tp
+    """Bytes that a stage saves for backward per micro-batch, as lesson 05 counts."""
+    tokens = args.micro_batch * args.seq_len
     saved = layers_of(args, stage) * layer_bytes(args, e, stats)
     if stage == 0:
-        saved += tokens * (8 + 1)  # the embedding's rows, and which are of this rank
+        saved += tokens * (8 + 1)  # the rows of the embedding, and which are local
     if stage == args.pp - 1:
-        v = -(-args.vocab_size // T)
-        saved += (
-            tokens // T * 2 * (e * args.hidden + stats)
-        )  # the norm, before the head
-        saved += tokens * (max(4, e) * v + 8 + 1 + 1) + v  # the loss: softmax, …
+        norm = 2 * e * args.hidden + norm_stats(args) * stats  # its input, its output
+        saved += tokens // args.tp * norm
+        # The loss: softmax, and per token an index and two masks; per column a mask.
+        saved += tokens * (max(4, e) * vocab_rows(args) + 8 + 1 + 1) + vocab_rows(args)
     return saved
 
 
 @functools.cache
 def in_flight(kind: str, stage: int, P: int, M: int) -> int:
-    """Micro-batches that a stage keeps at a time, by lesson 05's own schedule."""
-    kept = most = 0
+    """Micro-batches that a stage has in flight at most, by lesson 05's schedule."""
+    if kind == "gpipe":
+        return M
+    current = 0
+    peak = 0
     for phase, _ in lesson.schedule(kind, stage, P, min(M, P)):
-        kept += 1 if phase == "forward" else -1
-        most = max(most, kept)
-    return M if kind == "gpipe" else most
+        current += 1 if phase == "forward" else -1
+        peak = max(peak, current)
+    return peak
 
 
 def memory(args, stage: int) -> dict[str, int]:
-    """Bytes of a rank in mixed precision: 2 + 2 + 12 a parameter (1910.02054, sec. 3.1;
-    with `zero` 12/DP), and activations, with what one layer computes again."""
+    """Bytes of a rank in mixed precision, by what they are for.
+
+    Per parameter 2 + 2 + 12 bytes: weight, gradient, and AdamW's two moments and copy
+    of the weight in float32. ZeRO shards over dp the 12 (stage 1), also the gradient
+    (2), also the weight (3) (1910.02054, sec. 5); then one layer at a time is
+    unsharded. Activations include those of one layer that is recomputed.
+    """
     held, trained, _ = parameters(args, stage)
-    flying = in_flight(args.schedule, stage, args.pp, args.microbatches)
-    activations = flying * saved_bytes(args, stage)
+    shard = math.ceil(held / args.dp)
+    micro_batches = in_flight(args.schedule, stage, args.pp, args.microbatches)
+    activations = micro_batches * saved_bytes(args, stage)
     if args.recompute != "none":
-        again = argparse.Namespace(**{**vars(args), "recompute": "none"})
-        activations += layer_bytes(again) - layer_bytes(args)
-    # AdamW's two moments in 32 bits, and the weights in 32 bits: half as much again.
-    optimizer = lesson.moments_bytes(args, trained, 4) * 3 // 2
-    return dict(
-        parameters=2 * held, gradients=2 * held, optimizer=optimizer,
-        activations=activations,
-    )  # fmt: skip
+        plain = changed(args, recompute="none")
+        activations += layer_bytes(plain) - layer_bytes(args)
+    sharded, replicated = layer_parameters(args)
+    layer = sharded // args.tp + replicated
+    largest = max(layer, vocab_rows(args) * args.hidden)
+    unsharded = {2: 2 * largest, 3: 4 * largest}  # its gradient; also its weight
+    if args.dp == 1:  # nothing is sharded
+        unsharded = {}
+    return {
+        "parameters": 2 * (shard if args.zero >= 3 else held),
+        "gradients": 2 * (shard if args.zero >= 2 else held),
+        # The two moments in float32, and the weights: half as much again.
+        "optimizer": lesson.moments_bytes(args, trained, 4) * 3 // 2,
+        "activations": activations,
+        "unsharded": unsharded.get(args.zero, 0),
+    }
 
 
 # What it sends, and how long a step takes.
@@ -184,27 +319,48 @@ def compiled(formula: str):
 def traffic(args, stage: int, e=2) -> list[Sent]:
     """What lesson 05's ledger predicts, and what only the planner knows.
 
-    A layer that is recomputed sends again all but its last reduce-scatter, whose result
-    is not needed (PyTorch's checkpoint stops before it). Key/value heads that T > K
-    ranks share are copies: backward sums the gradients of their weights and biases.
+    A layer that is recomputed repeats all its calls but the last reduce-scatter, whose
+    result is not needed (PyTorch's checkpoint stops before it). If T > K, ranks with
+    the same key/value head sum the gradients of its weights and biases.
     """
     tokens = args.batch_size // args.dp * args.seq_len
     _, trained, replicated = parameters(args, stage)
     size = lesson.traffic_size(args, stage, e, tokens, trained, replicated)
-    formulas = list(lesson.traffic(args, stage).items())
+    formulas = lesson.traffic(args, stage)
+    if args.zero >= 2:
+        formulas = with_sharded_gradients(args, formulas)
+    formulas = list(formulas.items())
     backward = functools.partial(lesson.Call, "mesh", "backward")
     if args.recompute == "full":
         formulas.append((backward("all-gather", "tp"), "2·M·l × X"))
         formulas.append((backward("reduce-scatter", "tp"), "M·l × X"))
     if args.tp > args.kv_heads:
         size["H"] = args.hidden // args.heads
-        formulas.append((backward("all-reduce", "copy"), "4·M·l × e·H·(D + 1)/2"))
+        formula = "4·M·l × e·H·(D + 1)/2"  # k and v, weights and biases
+        if args.biases == "none":
+            formula = "2·M·l × e·H·D"
+        formulas.append((backward("all-reduce", "copy"), formula))
     rows = []
     for call, formula in formulas:
         calls, each = [eval(compiled(x), {}, size) for x in formula.split(" × ")]
         if calls:
             rows.append(Sent(call, calls, round(calls * each)))
     return rows
+
+
+def with_sharded_gradients(args, formulas: dict) -> dict:
+    """ZeRO 2 and 3 sum gradients in every micro-batch, because no rank holds them
+    unsharded from one micro-batch to the next; 3 also gathers the weights, forward and
+    backward (1910.02054, sec. 7: 1.5 times the traffic, with one micro-batch)."""
+    call = functools.partial(lesson.Call, "mesh")
+    formulas = dict(formulas)
+    del formulas[call("dp sum", "reduce-scatter", "dp")]
+    formulas[call("backward", "reduce-scatter", "dp")] = "M × e·n"
+    if args.zero == 3:
+        del formulas[call("update", "all-gather", "dp")]
+        formulas[call("forward", "all-gather", "dp")] = "M × e·n"
+        formulas[call("backward", "all-gather", "dp")] = "M × e·n"
+    return formulas
 
 
 def counted(args, stage: int, e=2) -> dict[lesson.Call, list]:
@@ -222,7 +378,7 @@ LINKS = {"copy": "tp", "embed": "pp"}  # groups within a line of the mesh
 
 
 def ranks_along(args, axis: str) -> int:
-    """Ranks of a group: "copy" shares a head, "embed" is first and last stage."""
+    """Ranks of a group; copy: of one key/value head; embed: first and last stage."""
     if axis == "copy":
         return max(1, args.tp // args.kv_heads)
     if axis == "embed":
@@ -231,32 +387,92 @@ def ranks_along(args, axis: str) -> int:
 
 
 def ring(collective: str, ranks: int) -> float:
-    """What a rank sends, of a payload (lesson 00): an all-reduce goes round twice."""
-    half = (ranks - 1) / ranks
-    return {"all-reduce": 2 * half, "send/recv": 1}.get(collective, half)
+    """What a rank sends, as a share of the payload (lesson 00)."""
+    if collective == "send/recv":
+        return 1
+    if collective == "all-reduce":  # a reduce-scatter and an all-gather
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks
 
 
 def rates(args, machine) -> dict[str, float]:
-    """Bytes/s along each axis: a group that fits into each node has the inside links.
-    Rank = (stage · DP + replica) · T + tp_rank (make_mesh)."""
-    span, found = 1, {}
+    """Bytes/s that a group has along each axis, in one direction.
+
+    Rank = (stage · DP + replica) · T + tp_rank (make_mesh). A group that fits into a
+    node has the links inside. The ring of a group that spans nodes leaves each node
+    through the network cards of all its ranks there (one card per GPU), so its rate
+    grows with their number, up to the rate inside. A message between stages has one
+    sender, so it has one card.
+    """
+    span = 1
+    found = {}
     for axis in ("tp", "dp", "pp"):  # innermost first
+        inner = span
         span *= getattr(args, axis)
-        near = machine.node % span == 0 or machine.gpus <= machine.node
-        found[axis] = machine.inside if near else machine.between
+        if machine.node % span == 0 or machine.gpus <= machine.node:
+            found[axis] = machine.inside
+        elif axis == "pp":
+            found[axis] = machine.between
+        else:
+            cards = cards_of_a_group(getattr(args, axis), inner, machine.node)
+            found[axis] = min(machine.inside, machine.between * cards)
     return found
 
 
+def cards_of_a_group(ranks: int, inner: int, node: int) -> int:
+    """Fewest ranks that a group which spans nodes has in one of its nodes.
+
+    Its ranks are `inner` apart. If they fill nodes evenly, these are min(ranks,
+    node / inner); 20 ranks in nodes of 8 are 8, 8 and 4.
+    """
+    if node % inner:
+        return 1
+    return math.gcd(ranks, node // inner)
+
+
 def flops(args, stage: int) -> int:
-    """Of a rank in a step: 2 a weight and token forward, 4 backward, and the scores;
-    with what is computed again (2104.04473, sec. 5.1 and appendix)."""
-    D, S, tokens = args.hidden, args.seq_len, args.batch_size // args.dp * args.seq_len
-    scores, kv = 4 * S * D, D // args.heads * max(args.kv_heads, args.tp)
-    layer = 2 * D * (10 * D + 2 * kv) + scores
+    """FLOPs of a rank per step: 2 per weight and token forward, 4 backward, and the
+    scores; with what is recomputed (2104.04473, sec. 5.1 and appendix).
+
+    FlashAttention's backward computes Q·Kᵀ again, half of the scores' forward. (It is
+    faster all the same, because it moves less memory; FLOPs do not show that.)
+    """
+    tokens = args.batch_size // args.dp * args.seq_len
+    scores = 4 * args.seq_len * args.hidden
+    layer = 2 * layer_weights(args) + scores
     again = {"none": 0, "selective": scores, "full": layer}[args.recompute]
-    head = 2 * D * args.vocab_size * (stage == args.pp - 1)
-    layers = layers_of(args, stage)
-    return tokens * (layers * (3 * layer + again) + 3 * head) // args.tp
+    if args.attention == "flash":
+        again += scores // 2
+    work = layers_of(args, stage) * (3 * layer + again)
+    if stage == args.pp - 1:
+        work += 3 * 2 * args.hidden * args.vocab_size
+    return tokens * work // args.tp
+
+
+def model_flops(args) -> int:
+    """FLOPs of the model per step, on all ranks together: nothing is recomputed, no
+    head is counted twice."""
+    plain = changed(args, recompute="none", attention="math", pp=1, dp=1, tp=1)
+    return flops(plain, 0)
+
+
+def hardware_flops(args) -> int:
+    """FLOPs that all ranks together compute per step, with what is recomputed."""
+    return sum(flops(args, stage) for stage in range(args.pp)) * args.dp * args.tp
+
+
+def mfu_of_table_1(sizes: dict, machine) -> tuple[float, float]:
+    """MFU of a published layout of 2104.04473, Table 1: predicted and measured.
+
+    The table counts recomputed FLOPs as work; MFU does not (2204.02311, sec. 4.1).
+    """
+    machine = changed(machine, gpus=sizes["gpus"])
+    dp, pp, tp = sizes["published"]
+    fixed = {"dp": dp, "pp": pp, "tp": tp, "recompute": "full"}
+    best = search(sizes, machine, fixed)[0][0]
+    layout = make_layout(sizes, micro_batch=best["micro_batch"], **fixed)
+    useful = model_flops(layout) / hardware_flops(layout)
+    return best["mfu"], sizes["measured"] / machine.gpu_flops * useful
 
 
 # Phases that come once per step; all others come with each micro-batch.
@@ -264,45 +480,56 @@ ONCE = ("tp sum", "dp sum", "tied", "norm", "update")
 
 
 def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:
-    """Of a stage in a step: seconds of arithmetic, of messages along each axis that
-    belong to micro-batches, of those that come once; and bytes sent along each axis."""
+    """Seconds of a stage per step, and bytes that a rank sends along each axis.
+
+    Seconds: arithmetic; messages along each axis that belong to micro-batches; "once":
+    messages that come once per step.
+    """
     took = {"arithmetic": flops(args, stage) / machine.gpu_flops, "once": 0.0}
-    took |= dict.fromkeys(rate, 0.0)
+    took.update(dict.fromkeys(rate, 0.0))
     sent = dict.fromkeys(rate, 0.0)
-    for call, _, nbytes in traffic(args, stage):
-        nbytes *= ring(call.collective, ranks_along(args, call.axis))
+    for call, _, payload in traffic(args, stage):
+        nbytes = payload * ring(call.collective, ranks_along(args, call.axis))
         axis = LINKS.get(call.axis, call.axis)
         sent[axis] += nbytes
         took["once" if call.phase in ONCE else axis] += nbytes / rate[axis]
     return took, sent
 
 
+def in_micro_batches(took: dict) -> float:
+    """Seconds of a stage that belong to micro-batches."""
+    return took["arithmetic"] + took["tp"] + took["dp"] + took["pp"]
+
+
 def predict(args, machine) -> dict:
-    """A layout's row; all of it predicted. Of the stages, the first, the second and the
-    last are looked at: no other holds, sends or computes more than all of these."""
-    P, M, rate = args.pp, args.microbatches, rates(args, machine)
-    stages = {0, min(1, P - 1), P - 1}
-    held = max((memory(args, stage) for stage in stages), key=lambda x: sum(x.values()))
+    """A layout's row; all of it is predicted. Only the first, the second and the last
+    stage are computed: no other stage holds, sends or computes more than these."""
+    P = args.pp
+    M = args.microbatches
+    rate = rates(args, machine)
+    stages = sorted({0, min(1, P - 1), P - 1})
+    memories = [memory(args, stage) for stage in stages]
+    fullest = max(memories, key=lambda held: sum(held.values()))
     found = [seconds(args, stage, machine, rate) for stage in stages]
-    each = lambda took: sum(took.values()) - took["once"]
     # The slowest stage sets the pace: M + P − 1 times (2104.04473, sec. 2.2).
-    slowest = max((took for took, _ in found), key=each)
-    once = max(took["once"] for took, _ in found)
-    total = each(slowest) * (M + P - 1) / M + once
-    parts = {"arithmetic": slowest["arithmetic"], "tp": slowest["tp"]}
-    parts |= {"dp": once, "pp": total - sum(parts.values()) - once}  # with the bubble
-    plain = argparse.Namespace(**{**vars(args), "recompute": "none", "pp": 1})
-    useful = flops(plain, 0) * args.dp * args.tp
-    names = "dp", "pp", "tp", "micro_batch", "microbatches", "recompute"
-    return {name: getattr(args, name) for name in names} | {
-        "bytes": held,
-        "memory": sum(held.values()),
-        "sent": {axis: max(sent[axis] for _, sent in found) for axis in rate},
-        "bubble": (P - 1) / M,  # over computing (2104.04473, sec. 2.2.1)
-        "seconds": total,
-        "parts": parts,
-        "share": useful / machine.gpu_flops / machine.gpus / total,
+    slowest = max((took for took, _ in found), key=in_micro_batches)
+    waiting = in_micro_batches(slowest) * (P - 1) / M
+    parts = {
+        "arithmetic": slowest["arithmetic"],
+        "tp": slowest["tp"],
+        "dp": max(took["once"] for took, _ in found) + slowest["dp"],
+        "pp": slowest["pp"] + waiting,  # messages and the bubble
     }
+    total = sum(parts.values())
+    row = {name: getattr(args, name) for name in LAYOUT}
+    row["bytes"] = fullest
+    row["memory"] = sum(fullest.values())
+    row["sent"] = {axis: max(sent[axis] for _, sent in found) for axis in rate}
+    row["bubble"] = (P - 1) / M  # waiting over computing (2104.04473, sec. 2.2.1)
+    row["seconds"] = total
+    row["parts"] = parts
+    row["mfu"] = model_flops(args) / (machine.gpu_flops * machine.gpus * total)
+    return row
 
 
 # All layouts of a model on a machine.
@@ -310,57 +537,90 @@ def predict(args, machine) -> dict:
 
 def divisors(n: int) -> list[int]:
     small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
-    return small + [n // i for i in reversed(small) if i * i != n]
+    large = [n // i for i in reversed(small) if i * i != n]
+    return small + large
 
 
 def why_not(sizes: dict, dp: int, pp: int, tp: int) -> str:
-    """What does not divide, or nothing; as lesson 05 asks."""
-    shared = tp % sizes["kv_heads"] == 0  # by tp / kv_heads ranks each
+    """Which size is not divisible, or "": the conditions of lesson 05, and T > K."""
     for name, axis, parts in (
         ("heads", "tp", tp),
-        ("kv_heads", "tp", 1 if shared else tp),
+        ("kv_heads", "tp", tp),
+        ("ffn", "tp", tp),
         ("seq_len", "tp", tp),
         ("batch_size", "dp", dp),
     ):
+        if name == "kv_heads" and tp % sizes[name] == 0:
+            continue  # each head is replicated on tp / kv_heads ranks
         if sizes[name] % parts:
             return f"{name.replace('_', '-')} % {axis} is not 0"
     return "fewer layers than pp" if sizes["layers"] < pp else ""
 
 
 def meshes(gpus: int, fixed: dict):
-    """All dp, pp, tp whose product is the number of GPUs, as far as they are wanted."""
+    """All dp, pp, tp whose product is the number of GPUs, as far as `fixed` allows."""
     for tp in divisors(gpus):
         for pp in divisors(gpus // tp):
             found = {"dp": gpus // tp // pp, "pp": pp, "tp": tp}
-            if all(fixed.get(axis, n) == n for axis, n in found.items()):
+            if agrees(found, fixed):
                 yield found
 
 
-def search(sizes: dict, machine, fixed: dict = {}, **options) -> tuple:  # noqa: B006
-    """Rows that fit, the fastest first; those that do not; why dp × pp × tp fell.
+def agrees(found: dict, fixed: dict) -> bool:
+    return all(fixed.get(name, value) == value for name, value in found.items())
 
-    machine: node, gpus, gpu_memory, gpu_flops, inside, between; fixed: {"tp": 8, …},
-    what is wanted of a layout; options: zero, tie.
+
+def choices(sizes: dict, mesh: dict, fixed: dict, attention: str):
+    """Micro-batch sizes and recomputation of a mesh. With FlashAttention no scores are
+    saved, so there is nothing to recompute selectively."""
+    for b in divisors(sizes["batch_size"] // mesh["dp"]):
+        for recompute in RECOMPUTE:
+            if attention == "flash" and recompute == "selective":
+                continue
+            found = {"micro_batch": b, "recompute": recompute}
+            if agrees(found, fixed):
+                yield found
+
+
+def search(sizes: dict, machine, fixed: dict | None = None, **options) -> tuple:
+    """Rows that fit, the fastest first; rows that do not; why dp × pp × tp is refused.
+
+    Args:
+        machine: gpus, node, gpu_memory, reserve, gpu_flops, inside, between.
+        fixed: required values, such as {"tp": 8}.
+        options: attention, zero, tie; see make_layout.
     """
-    fits, full, fell = [], [], Counter()
+    fixed = fixed or {}
+    fits = []
+    too_large = []
+    refused = Counter()
     for mesh in meshes(machine.gpus, fixed):
-        if reason := why_not(sizes, **mesh):
-            fell[reason] += 1
+        reason = why_not(sizes, **mesh)
+        if reason:
+            refused[reason] += 1
             continue
-        for b in divisors(sizes["batch_size"] // mesh["dp"]):
-            for recompute in RECOMPUTE:
-                more = dict(micro_batch=b, recompute=recompute)
-                if all(fixed.get(name, value) == value for name, value in more.items()):
-                    layout = make_layout(sizes, **mesh, **more, **options)
-                    row = predict(layout, machine)
-                    good = row["memory"] <= machine.gpu_memory * GB
-                    (fits if good else full).append(row)
-    return sorted(fits, key=lambda row: row["seconds"]), full, fell
+        attention = options.get("attention", "math")
+        for found in choices(sizes, mesh, fixed, attention):
+            row = predict(make_layout(sizes, **mesh, **found, **options), machine)
+            if row["memory"] <= usable(machine):
+                fits.append(row)
+            else:
+                too_large.append(row)
+    return sorted(fits, key=lambda row: row["seconds"]), too_large, refused
 
 
 def best_of_each(rows: list[dict]) -> list[dict]:
-    """Of the layouts alike in dp, pp and tp the first; in the order of the rows."""
+    """The first row of each dp × pp × tp, in the order of the rows."""
     found = {}
     for row in rows:
         found.setdefault((row["dp"], row["pp"], row["tp"]), row)
     return list(found.values())
+
+
+def presets() -> str:
+    """Models and machines for the page with sliders."""
+    return json.dumps({"models": MODELS, "machines": MACHINES}, indent=1) + "\n"
+
+
+if __name__ == "__main__":  # written to docs/_static/planner/presets.json
+    print(presets(), end="")
