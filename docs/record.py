@@ -115,7 +115,9 @@ class Recorder:
                 "phase": self.lesson.COMM.phase,
                 "group": dist.get_process_group_ranks(group),
             }
-            more = {"bytes": sent, "given": x, "call": about}
+            payload = sum(sent.values())
+            sends = self.lesson.ring_bytes(collective, payload, group.size())
+            more = {"bytes": sent, "sends": sends, "given": x, "call": about}
             if collective == "broadcast":
                 source = about["group"][next(a for a in args if isinstance(a, int))]
                 if source != self.rank:  # what it gives is only room for what comes
@@ -183,7 +185,15 @@ class Recorder:
         """One event, with the tensors that this rank has from now on."""
         self.made = {n: x for n, x in self.made.items() if n not in drops} | makes
         mine = {"makes": {name: raw(x) for name, x in makes.items()}}
-        own = "bytes", "to", "from", "moved", "given", "marks"  # each rank has its own
+        own = (
+            "bytes",
+            "sends",
+            "to",
+            "from",
+            "moved",
+            "given",
+            "marks",
+        )  # each rank has its own
         mine |= {key: more.pop(key) for key in own if key in more}
         event = {"kind": kind, "says": says, "drops": list(drops), "mine": mine}
         self.events.append(event | {k: v for k, v in more.items() if v})
@@ -201,6 +211,7 @@ class Recorder:
         of_ranks = self.lesson.gather_objects(self.events)
         counted, predicted = self.lesson.COMM, about.pop("formulas")
         sizes = about.pop("sizes")
+        groups = about.pop("groups", {"tp": self.ranks, "pp": self.ranks})
         ledger = []
         for call in {**predicted, **counted.calls}:
             sent = counted.bytes[call]
@@ -212,6 +223,8 @@ class Recorder:
                 row = {"what": call.run, **call._asdict()}
                 row |= {"row": row_of(call), "rank": self.rank}
                 row |= {"calls": counted.calls[call], "bytes": sent}
+                size = groups[call.axis]
+                row["ring"] = self.lesson.ring_bytes(call.collective, sent, size)
                 row |= {"formula": text, "predicted": calls * each}
                 ledger.append(row)
         ledger = [row for rows in self.lesson.gather_objects(ledger) for row in rows]
@@ -333,6 +346,7 @@ def ring(lesson, group) -> dict:
     steps, sources = [], []
     # First on tensors full of 2^rank: bit r says that rank r's number is in a chunk.
     bits = torch.full_like(x, 2**rank)
+    held = bits  # which ranks' numbers each chunk has in it
     lesson.ring_all_reduce(bits, group, lambda _, c: sources.append(chunks_of(c)))
     recorder = Recorder(lesson)
     start = x.clone()
@@ -347,16 +361,20 @@ def ring(lesson, group) -> dict:
     before = {}
 
     def on_step(name, chunks):
-        nonlocal before
+        nonlocal before, held
         values = torch.cat(chunks)
-        values.who = torch.cat(sources[len(steps)]).int().tolist()
+        now_held = torch.cat(sources[len(steps)])
+        values.who = now_held.int().tolist()
         steps.append(name)
-        now, old = recorder.counted(), recorder.made["x"]
+        now = recorder.counted()
         half, _, number = name.rpartition(" ")
         says = RING[half].format(number=number)
         more = {"to": (rank + 1) % T, "from": (rank - 1) % T, "takes": "x"}
-        more["moved"] = [i for i in range(T) if values[i] != old[i]]
-        more |= {"bytes": difference(now, before), "where": "ring_all_reduce"}
+        # Not by their values: a sum stays as it was if a 0 arrives.
+        more["moved"] = (now_held != held).nonzero().flatten().tolist()
+        held, sent = now_held, difference(now, before)
+        more |= {"bytes": sent, "sends": sum(sent.values())}
+        more["where"] = "ring_all_reduce"
         recorder.add("send", says, {"x": values}, **more)
         before = now
 
@@ -534,8 +552,8 @@ ATTENTION = [
          "together give a partial sum of dL/dx.",
          makes="partial_dL/dx_BSD", drops="dL/dheads_BSd dL/dy_BSD"),
     Step("CopyToTP.backward", "all-reduce",
-         "f: backward it is an all-reduce of {bytes} bytes, one for q, k and v "
-         "together.",
+         "f: backward it is an all-reduce of {bytes} bytes of payload, one for q, k "
+         "and v together.",
          takes="partial_dL/dx_BSD", makes="dL/dx_BSD", drops="partial_dL/dx_BSD"),
 ]  # fmt: skip
 
@@ -594,7 +612,7 @@ VOCAB = [
     Step(LOSS, "all-reduce",
          "First all-reduce: the largest logit of each position, so that no exp can "
          "overflow. Each rank contributes the largest of its own columns. {bytes} "
-         "bytes.",
+         "bytes of payload.",
          takes="own_max_BS", makes="max_BS"),
     Step(LOSS, "x_BSv",
          "Each rank subtracts it from its own columns. Nothing is sent.",
@@ -602,14 +620,16 @@ VOCAB = [
     Step(LOSS, "exp_BSv", "exp, element by element. Nothing is sent.", makes="exp_BSv"),
     Step(LOSS, "all-reduce",
          "Second all-reduce: the sum of the exponentials over the whole vocabulary. "
-         "Each rank contributes the sum of its own columns. {bytes} bytes.",
+         "Each rank contributes the sum of its own columns. {bytes} bytes "
+         "of payload.",
          takes="own_sum_BS", makes="sum_BS"),
     Step(LOSS, "picked_BS",
          "The logit of the target: only the rank that has its column knows it. The "
          "other rank contributes 0.", makes="picked_BS", nth=2),
     Step(LOSS, "all-reduce",
          "Third all-reduce: after the sum every rank has the target's logit. {bytes} "
-         "bytes.", takes="picked_BS", makes="x[target]_BS", drops="picked_BS x_BSv"),
+         "bytes of payload.",
+         takes="picked_BS", makes="x[target]_BS", drops="picked_BS x_BSv"),
     Step(LOSS, "return",
          "loss = log(sum) − x[target], for each position, and the same on every rank. "
          "The logits themselves were never sent.",
@@ -662,7 +682,8 @@ SP_FORWARD = [
          "LayerNorm works position by position, so each rank applies it to its own "
          "positions only. Nothing is sent.", makes="norm_x_BsD"),
     Step(GATHER, "all-gather",
-         "Attention needs all positions. An all-gather joins them: {bytes} bytes.",
+         "Attention needs all positions. An all-gather joins them: {bytes} bytes of "
+         "payload.",
          takes="norm_x_BsD", makes="norm_x_BSD", drops="norm_x_BsD"),
     Step("Attention.forward", "q k v",
          "From here on the heads are split: each rank has queries, keys and values of "
@@ -674,7 +695,8 @@ SP_FORWARD = [
          makes="partial_y_BSD", drops="heads_BSd"),
     Step("ReduceScatterWithGrad.forward", "reduce-scatter",
          "A reduce-scatter adds the partial sums, and each rank keeps only its own "
-         "positions. {bytes} bytes. Without SP this would be an all-reduce.",
+         "positions: {bytes} bytes of payload. A rank sends half as much as in the "
+         "all-reduce that stands here without SP.",
          takes="partial_y_BSD", makes="y_BsD", drops="partial_y_BSD"),
     Step("DecoderLayer.forward", "x_BSD",
          "Bias, dropout and residual, for this rank's positions only.",
@@ -683,7 +705,7 @@ SP_FORWARD = [
          "The second half of the layer does the same. LayerNorm, on this rank's "
          "positions.", makes="norm_x_BsD"),
     Step(GATHER, "all-gather",
-         "An all-gather joins the positions: {bytes} bytes.",
+         "An all-gather joins the positions: {bytes} bytes of payload.",
          takes="norm_x_BsD", makes="norm_x_BSD", drops="norm_x_BsD"),
     Step(ROWS, "x_BSf",
          "Each rank's own columns of the MLP, and GELU. Nothing is sent.",
@@ -692,7 +714,7 @@ SP_FORWARD = [
          makes="partial_y_BSD", drops="h_BSf"),
     Step("ReduceScatterWithGrad.forward", "reduce-scatter",
          "A reduce-scatter adds them, and each rank keeps its own positions: {bytes} "
-         "bytes.",
+         "bytes of payload.",
          takes="partial_y_BSD", makes="y_BsD", drops="partial_y_BSD"),
     Step("DecoderLayer.forward", "return",
          "The residual: the layer's output, sharded by position as its input was.",
@@ -709,7 +731,8 @@ def sp_backward(block: str) -> list[Step]:
              takes="dL/dy_BsD", makes="dL/dy_BSD", drops="out_BsD dL/dx_BsD"),
         Step(BACK, "all-gather",
              "For the gradients of the weights each rank needs all positions of the "
-             "input. It saved only its own: one extra all-gather, {bytes} bytes.",
+             "input. It saved only its own: one extra all-gather, {bytes} bytes "
+             "of payload.",
              takes="norm_x_BsD", makes="norm_x_BSD"),
         Step(BACK, "reduce-scatter",
              "The backward of an all-gather is a reduce-scatter: the partial sums of "
@@ -723,7 +746,7 @@ SP_END = Step(
     "all_reduce_replicated_gradients", "all-reduce",
     "LayerNorms and the biases of o_proj and down_proj are replicated, but each rank "
     "applied them to its own positions only. A final all-reduce sums their gradients: "
-    "{bytes} bytes.",
+    "{bytes} bytes of payload.",
     takes="own_grads", makes="grads_of_norms_and_biases", drops="dL/dx_BsD",
 )  # fmt: skip
 
@@ -789,7 +812,8 @@ BATCH = [
     for step in (
         Step("broadcast_batch", "broadcast",
              f"{length}First the shape, three integers: a rank that does not know how "
-             "long the lines are cannot allocate memory for them. {bytes} bytes.",
+             "long the lines are cannot allocate memory for them. {bytes} "
+             "bytes of payload.",
              takes=f"loaded_shape_{i}", makes=f"shape_{i}"),
         Step("broadcast_batch", "broadcast",
              "Then tokens and targets, into a tensor of that shape. The ranks of a TP "
@@ -799,7 +823,7 @@ BATCH = [
 ] + [
     Step("count_targets", "all-reduce",
          "Replicas have different numbers of targets. An all-reduce over dp adds them, "
-         "{bytes} bytes: every token of the batch will have the same weight.",
+         "{bytes} bytes of payload: every token of the batch will have the same weight.",
          takes="own_targets", makes="all_targets"),
 ]  # fmt: skip
 
@@ -843,6 +867,7 @@ def batch(lesson, _group) -> dict:
             call("batch", "all-reduce", "dp"): "1 × 8",
         },
         sizes={"M": 2, "n": tokens},
+        groups={"tp": 2, "dp": 2},
     )
 
 
@@ -985,7 +1010,7 @@ def moment(group: list[tuple], end: float, spans: list, P: int) -> dict:
             sent.update(part.get("bytes", {}))
         part = {"spans": [x for x in mine if "what" in x], "bytes": dict(sent)}
         ranks.append({k: v for k, v in part.items() if v})
-    then, says, kept = (now + end) / 2, [f"{now:.0f} ms."], {}
+    then, says, kept = (now + end) / 2, [f"{now:.0f} to {end:.0f} ms."], {}
     for name in KINDS.values():
         kept[name] = kept_at(then, spans, name, P)
         plural = "" if kept[name][0] == 1 else "es"

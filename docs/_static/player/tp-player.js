@@ -5,122 +5,13 @@
 // Keys: → or Page Down next, ← or Page Up back, Space play or pause, Home, End.
 // Attributes: src, and step (the step to begin with, from 1).
 
+import { STYLE } from "./style.js";
+
 // By rank, as in every picture of the course (notebooks/draw.py): black can be read on it.
 const COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"];
 const EVERYONE = "#E6E6E6"; // what every rank holds alike
 const PAUSE = 2600; // ms that a step stands while playing
 const FLIGHT = 700; // ms that numbers take from one rank to another
-
-const STYLE = `
-  :host { display: block; container-type: inline-size; }
-  * { box-sizing: border-box; }
-  .player {
-    color-scheme: light dark;
-    --back: light-dark(#fff, #14181e); --ink: light-dark(#14181e, #f0f2f5);
-    --soft: light-dark(#f3f4f6, #222831); --line: light-dark(#6b7280, #9aa4b2);
-    --good: light-dark(#006644, #5fe0ae); --bad: light-dark(#b00020, #ff9a9a);
-    --mono: ui-monospace, "DejaVu Sans Mono", monospace;
-    background: var(--back); color: var(--ink); border: 1px solid var(--line);
-    border-radius: 8px; padding: .6em .9em; line-height: 1.35;
-    font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif;
-    font-size: clamp(15px, 10px + .7cqi, 22px);
-  }
-  .player[data-theme=light] { color-scheme: light; }
-  .player[data-theme=dark] { color-scheme: dark; }
-  :focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
-  .head, .controls { display: flex; flex-wrap: wrap; align-items: center; gap: .3em .6em; }
-  .head { justify-content: space-between; } .head b { font-size: 1.15em; }
-  .head span, .shape, .chip, .legend, .kept { font-size: .85em; }
-  .controls { margin: .4em 0; }
-  button {
-    font: inherit; min-width: 2.6em; height: 2.2em; color: var(--ink); cursor: pointer;
-    background: var(--soft); border: 1px solid var(--line); border-radius: 6px;
-  }
-  button.play { min-width: 4.6em; }
-  button:disabled { opacity: .5; cursor: default; }
-  input { flex: 1 1 6em; min-width: 5em; height: 2.2em; accent-color: var(--ink); }
-  .count { min-width: 4.5em; text-align: right; font-variant-numeric: tabular-nums; }
-  .caption { font-size: 1.2em; min-height: 2.8em; margin: .2em 0 .4em; max-width: 68em; }
-  .badge {
-    font-size: .85em; font-weight: 700; padding: .1em .6em; margin-right: .5em;
-    border: 2px solid var(--ink); border-radius: 1em; display: inline-block;
-  }
-  .badge.moves { background: var(--ink); color: var(--back); }
-  .stage { position: relative; cursor: pointer; }
-  .lane {
-    display: grid; grid-template-columns: 8em 1fr; gap: .6em; align-items: center;
-    border-left: 10px solid var(--rank); background: var(--soft); border-radius: 4px;
-    margin: .4em 0; padding: .35em .6em; min-height: 4.6em;
-  }
-  .who { font-weight: 700; }
-  .chip { display: block; font-weight: 400; line-height: 1.25; white-space: nowrap; }
-  .boxes { display: flex; flex-wrap: wrap; gap: .5em .7em; align-items: center; min-width: 0; }
-  .arrow { font-size: 1.6em; font-weight: 700; }
-  .box { margin: 0; padding: .15em .25em; border-radius: 5px; max-width: 100%; }
-  figcaption {
-    font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
-  }
-  .shape { font-weight: 400; white-space: nowrap; }
-  .cells {
-    display: grid; width: max-content; max-width: 100%; border: 1.5px solid #000; color: #000;
-  }
-  .cell {
-    min-width: 2.5em; padding: .05em .25em; text-align: center; font-size: .92em;
-    border: .5px solid #0006; font-variant-numeric: tabular-nums;
-  }
-  .cell.letter { min-width: 1.6em; font-family: var(--mono); line-height: 1.25; }
-  .cell.below { border-top: 3px solid #000; }
-  .cell.beside { border-left: 3px solid #000; }
-  .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
-  .cells.closed { padding: .4em .8em; }
-  .term .cells { border: 3px dashed #000; }
-  .new { outline: 3px solid var(--ink); }
-  .source { opacity: .8; }
-  .mark { font-size: .85em; font-weight: 700; }
-  .mark.good { color: var(--good); } .mark.bad { color: var(--bad); }
-  .wrong .cells { outline: 4px solid var(--bad); }
-  .ghost { position: absolute; z-index: 2; pointer-events: none; }
-  .legend { display: flex; flex-wrap: wrap; gap: .2em 1.1em; margin: .3em 0; }
-  .legend i {
-    display: inline-block; width: 1.5em; height: 1em; vertical-align: -.12em;
-    margin-right: .35em; border: 1.5px solid #000; background-color: #fff;
-  }
-  .totals { overflow-x: auto; }
-  table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92em; }
-  th, td { padding: .08em .8em .08em 0; text-align: right; }
-  th:first-child, th:last-child, td:last-child { text-align: left; }
-  tbody th { font-weight: 400; }
-  td.now { font-weight: 700; text-decoration: underline; }
-  .chart { overflow-x: auto; padding: 3px; }
-  .track { display: grid; grid-template-columns: 9em minmax(520px, 1fr); margin-bottom: 3px; }
-  .bars { position: relative; height: 1.75em; background: var(--soft); overflow: hidden; }
-  .bar {
-    position: absolute; top: 0; bottom: 0; border: 1px solid #000; color: #000;
-    font-size: .85em; line-height: 2; text-align: center; overflow: hidden;
-  }
-  .backward { background-image: repeating-linear-gradient(45deg, #0006 0 2px, #0000 2px 7px); }
-  .bar b { background: var(--rank); padding: 0 .15em; }
-  .bar.new { outline-offset: -3px; }
-  .veil {
-    position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
-    border-left: 3px solid var(--ink);
-  }
-  .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
-  .axis span { position: absolute; transform: translateX(-50%); }
-  .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
-  @container (max-width: 600px) {
-    .player { padding: .5em .4em; }
-    .lane { grid-template-columns: 1fr; border-left-width: 6px; padding: .4em; }
-    .chip { display: inline; margin-left: .6em; }
-    .caption { font-size: 1.1em; min-height: 6.8em; }
-    .cell { min-width: 2.2em; font-size: .82em; padding: .05em; }
-    .cell.letter { min-width: 1.3em; }
-    .track { grid-template-columns: 4.6em 640px; width: max-content; }
-    .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
-    .kept, .shape { display: block; line-height: 1; }
-    th, td { padding-right: .45em; }
-  }
-`;
 
 /** An element with attributes and children; text is never read as HTML. */
 function make(tag, attributes = {}, ...children) {
@@ -321,11 +212,14 @@ class TPPlayer extends HTMLElement {
   }
 
   badge(event) {
-    const sent = [...new Set(event.ranks.map(total))].filter(Boolean);
-    const words = { hold: "start", check: "check" };
-    if (!sent.length) return make("span", { class: "badge" }, words[event.kind] ?? "compute");
-    const name = event.call?.collective ?? "send/recv";
-    const text = `${name}, ${sent.map(commas).join(" or ")} bytes`;
+    const words = { hold: "start", check: "check", time: "compute and send" };
+    const payload = [...new Set(event.ranks.map(total))].filter(Boolean);
+    // A step of a timed recording is of several runs: no one message has all the bytes.
+    if (!payload.length || words[event.kind])
+      return make("span", { class: "badge" }, words[event.kind] ?? "compute");
+    const text = event.call
+      ? `${event.call.collective}, payload ${payload.map(commas).join(" or ")} bytes`
+      : `send/recv, each rank sends ${payload.map(commas).join(" or ")} bytes`;
     return make("span", { class: "badge moves" }, text);
   }
 
@@ -348,16 +242,17 @@ class TPPlayer extends HTMLElement {
       make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...boxes));
   }
 
-  /** In words: what this rank sends in this step, and whom it meets. */
+  /** In words: how many bytes this rank sends in this step, to whom. */
   moves(rank) {
     const { ranks, call } = this.events[this.step];
-    const { to, from, ...part } = ranks[rank];
-    const bytes = `${commas(total(part))} bytes`;
-    if (to !== undefined) return [`${bytes} → rank ${to}`, `← rank ${from}`];
-    if (!total(part)) return [];
-    if (from !== undefined) return [`${bytes} ← rank ${from}`];
+    const { to, from, sends } = ranks[rank];
+    if (to !== undefined) return [`sends ${commas(sends)} bytes → rank ${to}`, `← rank ${from}`];
+    if (!sends) return [];
+    if (from !== undefined) return [`← rank ${from}`];
     const others = call.groups.find((group) => group.includes(rank)).filter((r) => r !== rank);
-    return [`${bytes} ${call.collective === "broadcast" ? "→" : "↔"} rank ${others.join(", ")}`];
+    const names = `rank ${others.join(", ")}`;
+    if (call.collective === "broadcast") return [`→ ${names}`];
+    return [`sends ${commas(sends)} bytes → ${names}`];
   }
 
   tensor(tensor, kind, mark, moved) {
@@ -440,26 +335,35 @@ class TPPlayer extends HTMLElement {
     });
   }
 
-  /** Bytes so far, as each rank's own counter had them; and the lesson's formula. */
+  /** Payload so far, as each rank's counter had it, the lesson's formula, and what a rank
+   * of a ring sends for it. At the end a number that is not the formula's is marked. */
   table() {
     const { ledger, ranks } = this.recording;
     const events = this.events.slice(0, this.step + 1);
+    const ended = events.length === this.events.length;
     const head = (text) => make("th", { scope: "col" }, text);
+    const each = (entries, key) =>
+      [...new Set(entries.map((x) => x[key]))].map(commas).join(" or ");
     const rows = [...new Set(ledger.map((entry) => entry.row))].map((row) => {
       const mine = ledger.filter((entry) => entry.row === row);
       const cells = up_to(ranks).map((rank) => {
         const bytes = events.map((event) => event.ranks[rank].bytes?.[row] ?? 0);
-        const about = { class: bytes.at(-1) ? "now" : "", "data-rank": rank, "data-row": row };
-        return make("td", about, commas(sum(bytes)));
+        const entry = mine.find((x) => x.rank === rank);
+        const off = ended && entry && entry.predicted !== sum(bytes);
+        const kind = off ? "off" : bytes.at(-1) ? "now" : "";
+        const sent = commas(sum(bytes));
+        const about = { class: kind, "data-rank": rank, "data-row": row };
+        about["data-bytes"] = sum(bytes);
+        return make("td", about, off ? `✗ ${sent} of ${commas(entry.predicted)}` : sent);
       });
-      const wanted = [...new Set(mine.map((x) => x.predicted))].map(commas).join(" or ");
-      const formula = mine[0].formula === wanted ? "" : `${mine[0].formula}: `;
+      const predicted = each(mine, "predicted");
+      const formula = mine[0].formula === predicted ? "" : `${mine[0].formula}: `;
       return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-        make("td", {}, `${formula}${wanted} bytes`));
+        make("td", {}, `${formula}${predicted}`), make("td", {}, each(mine, "ring")));
     });
     const names = up_to(ranks).map((rank) => `rank ${rank}`);
-    const heads = ["bytes so far", ...names, "in all, by the lesson's formula"].map(head);
-    const head_row = make("thead", {}, make("tr", {}, ...heads));
+    const heads = ["payload so far, bytes", ...names, "in total, by formula", "ring: one rank sends"];
+    const head_row = make("thead", {}, make("tr", {}, ...heads.map(head)));
     return make("table", {}, head_row, make("tbody", {}, ...rows));
   }
 
