@@ -7,12 +7,14 @@ from urllib.parse import urlsplit
 
 import jobs
 import pytest
+import torch
 from pictures import contrast, draw
 
 lesson_00 = jobs.load("00_collectives")
 record = jobs.load("docs.record")
 every_recording = pytest.mark.parametrize("name", record.SCENES)
-RECORDED = {path.stem: json.loads(path.read_text()) for path in record.FOLDER.iterdir()}
+PATHS = record.FOLDER.glob("*.json")
+RECORDED = {path.stem: json.loads(path.read_text("utf-8")) for path in PATHS}
 
 
 @every_recording
@@ -25,7 +27,7 @@ def test_the_bytes_are_those_of_the_lessons_formula(name):
 
 @every_recording
 def test_bytes_are_payload_or_sent_by_a_rank(name):
-    """Each caption says which; each step and the ledger agree with the lesson's rule."""
+    """A caption says which; each step and the ledger agree with the lesson's rule."""
     recording = RECORDED[name]
     for event in recording["events"]:
         for found in re.finditer(r"\d+ bytes", event["says"]):
@@ -48,8 +50,8 @@ def test_bytes_are_payload_or_sent_by_a_rank(name):
 
 
 def check_ring(recording: dict) -> None:
-    """In each of 2(T − 1) steps every rank gets one chunk, from its left neighbor, and
-    it is the one that the neighbor's sum or copy then has, too."""
+    """In each of 2(T − 1) steps every rank gets exactly one chunk, from its left
+    neighbor: that neighbor's chunk of the step before, alone or added to its own."""
     T = recording["ranks"]
     steps = [event for event in recording["events"] if event["kind"] == "send"]
     assert len(steps) == 2 * (T - 1)
@@ -70,6 +72,59 @@ def check_ring(recording: dict) -> None:
                 assert made[rank]["values"][other] == chunks[rank]["values"][other]
         chunks = made
     assert all(who == 2**T - 1 for part in chunks for who in part["who"])
+
+
+def made_by(recording: dict, rank: int) -> dict:
+    """name → the values of every tensor of that name that a rank made, in order."""
+    tensors = {}
+    for event in recording["events"]:
+        for made in event["ranks"][rank].get("makes", []):
+            if "values" in made and "−∞" not in made["values"]:
+                values = torch.tensor(made["values"]).view(made["shape"])
+                tensors.setdefault(made["name"], []).append(values)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-break-f"])
+def test_the_formula_of_the_first_caption_gives_the_recorded_numbers(name):
+    """y = GELU(x · W₁ + b₁) · W₂ + b₂, on the recorded x, weights and biases."""
+    recording = RECORDED[name]
+    formula = recording["events"][0]["says"].partition(". ")[0]
+    formula = formula.removeprefix("y = ").replace("GELU", "gelu").replace("·", "@")
+    product, _, last = formula.rpartition(" + ")
+    ranks = [made_by(recording, rank) for rank in range(recording["ranks"])]
+    total = 0
+    for made in ranks:
+        names = ("x_BSD", "W₁_Df", "b₁_f", "W₂_fD", "b₂_D")
+        values = {name.partition("_")[0]: made[name][0] for name in names}
+        values["gelu"] = torch.nn.functional.gelu
+        values = {ascii_name(name): value for name, value in values.items()}
+        partial = eval(ascii_name(product), values)
+        assert torch.allclose(partial, made["partial_y_BSD"][0], atol=1e-3)
+        total = total + partial
+    for made in ranks:
+        expected = total + values[ascii_name(last)]
+        assert torch.allclose(expected, made["y_BSD"][-1], atol=1e-3)
+
+
+def ascii_name(text: str) -> str:
+    return text.translate(str.maketrans("₁₂", "12"))
+
+
+def test_the_loss_is_what_its_caption_says():
+    made = made_by(RECORDED["vocab-loss"], 0)
+    says = " ".join(event["says"] for event in RECORDED["vocab-loss"]["events"])
+    assert "loss = log(sum) − shifted[target]," in says
+    loss = made["sum_BS"][0].log() - made["shifted[target]_BS"][0]
+    assert torch.allclose(loss, made["loss_BS"][0], atol=1e-3)
+
+
+@every_recording
+def test_captions_are_short(name):
+    for event in RECORDED[name]["events"]:
+        words = re.findall(r"[\w₁₂/∂]+", event["says"])
+        limit = 30 if "time" in RECORDED[name] else 24  # names in formulas are words
+        assert len(words) <= limit, (len(words), event["says"])
 
 
 RINGS = [name for name in RECORDED if name.startswith("ring")]
@@ -104,9 +159,9 @@ def test_size_colours_and_contrast():
     text = "\n".join(texts)
     assert max(part.count("\n") for part in texts) <= 500
     assert max(map(len, text.splitlines())) <= 100
-    colors = re.findall(r'"(#\w{6})"', text.partition("COLORS = ")[2][:200])
-    assert colors == [*draw.COLORS[:4], draw.EVERYONE]
-    assert min(contrast("#000", color) for color in colors) >= 4.5
+    colors = re.findall(r'"(#\w{6})"', text.partition("COLORS = ")[2][:250])
+    assert colors == [*draw.COLORS, draw.EVERYONE]
+    assert min(contrast("#000", color) for color in [*colors[:4], colors[-1]]) >= 4.5
     for theme in zip(*re.findall(r"--\w+: light-dark\((\S+), (\S+)\)", text)):
         back, ink, soft, _, good, bad = theme
         for pair in ((ink, back), (ink, soft), (good, soft), (bad, soft)):
@@ -195,10 +250,11 @@ def test_keys_clicks_slider_playing_and_theme(open_page):
     assert count.inner_text() == "6 / 13"
     flying = page.locator("tp-player .ghost .cell:first-child").all_inner_texts()
     made = [part["makes"][0] for part in RECORDED["mlp"]["events"][4]["ranks"]]
-    assert flying == [f"{made[r]['values'][0]}".replace("-", "−") for r in (1, 0)]
+    numbers = [f"{made[rank]['values'][0]:.2f}" for rank in (1, 0)]
+    assert flying == [number.replace("-", "−") for number in numbers]
     page.clock.install()
     page.get_by_role("button", name="play").click()
-    page.clock.run_for(60_000)
+    page.clock.run_for(200_000)
     assert count.inner_text() == "13 / 13"
     color = "getComputedStyle(document.querySelector('tp-player').box).backgroundColor"
     page.emulate_media(color_scheme="dark")

@@ -36,32 +36,50 @@ export const STYLE = `
   }
   .badge.moves { background: var(--ink); color: var(--back); }
   .stage { position: relative; cursor: pointer; }
+  .player { --cell-max: 48; --cell: 40px; }
+  .ring { --cell-max: 60; }
+  .ring .stage { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em; }
+  .ring .lane { grid-row: var(--row); grid-column: var(--side); }
   .lane {
-    display: grid; grid-template-columns: 8em 1fr; gap: .6em; align-items: center;
+    display: grid; grid-template-columns: 8.5em 1fr; gap: .6em; align-items: center;
     border-left: 10px solid var(--rank); background: var(--soft); border-radius: 4px;
     margin: .4em 0; padding: .35em .6em; min-height: 4.6em;
   }
   .who { font-weight: 700; }
-  .chip { display: block; font-weight: 400; line-height: 1.25; white-space: nowrap; }
-  .boxes { display: flex; flex-wrap: wrap; gap: .5em .7em; align-items: center; min-width: 0; }
-  .arrow { font-size: 1.6em; font-weight: 700; }
+  .chip { display: block; font-weight: 400; line-height: 1.25; }
+  .boxes {
+    display: grid; grid-template-columns: var(--columns); gap: .3em 18px;
+    align-items: center; min-width: 0; overflow-x: auto; padding: 4px;
+  }
+  .stage svg { position: absolute; inset: 0; pointer-events: none; z-index: 1; overflow: visible; }
+  svg path:not(.tip) { fill: none; stroke-width: 4; }
+  svg .back { stroke: #000; stroke-width: 7; }
+  svg .tip { stroke: #000; stroke-width: 1.5; }
   .box { margin: 0; padding: .15em .25em; border-radius: 5px; max-width: 100%; }
   figcaption {
     font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
   }
-  .shape { font-weight: 400; white-space: nowrap; }
+  .shape { font-weight: 400; white-space: nowrap; display: block; }
   .cells {
-    display: grid; width: max-content; max-width: 100%; border: 1.5px solid #000; color: #000;
+    display: grid; width: max-content; border: 1.5px solid #000; color: #000;
   }
   .cell {
-    min-width: 2.5em; padding: .05em .25em; text-align: center; font-size: .92em;
+    width: var(--cell); padding: .1em 0; text-align: center; overflow: hidden;
+    font-size: clamp(10px, var(--cell) * .31, 24px); line-height: 1.5;
     border: .5px solid #0006; font-variant-numeric: tabular-nums;
   }
-  .cell.letter { min-width: 1.6em; font-family: var(--mono); line-height: 1.25; }
+  .cell.letter { font-family: var(--mono); font-size: clamp(12px, var(--cell) * .5, 24px); }
+  .cell.striped { font-size: clamp(11px, var(--cell) * .42, 24px); padding-bottom: 1.3em; }
+  .cell.leaves { outline: 3px dotted #000; outline-offset: -3px; }
+  .cell.marked { box-shadow: inset 0 0 0 3px #000; font-weight: 700; }
+  .cell.pending { color: transparent; background: var(--soft) !important; }
+  .column { font-size: .8em; text-align: center; background: #fff; }
   .cell.below { border-top: 3px solid #000; }
   .cell.beside { border-left: 3px solid #000; }
   .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
-  .cells.closed { padding: .4em .8em; }
+  .closed .cells { padding: 0 .5em; font-size: .8em; white-space: nowrap; }
+  .closed figcaption { font-size: .72em; overflow-wrap: normal; white-space: nowrap; }
+  .closed .shape { display: none; }
   .term .cells { border: 3px dashed #000; }
   .new { outline: 3px solid var(--ink); }
   .source { opacity: .8; }
@@ -98,13 +116,18 @@ export const STYLE = `
   .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
   .axis span { position: absolute; transform: translateX(-50%); }
   .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
+  .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
+  .slide .head, .slide .controls, .slide .totals { display: none; }
+  .slide .caption { font-size: 1.25em; min-height: 2.7em; }
+  @media print { .controls { display: none; } }
   @container (max-width: 600px) {
     .player { padding: .5em .4em; }
     .lane { grid-template-columns: 1fr; border-left-width: 6px; padding: .4em; }
     .chip { display: inline; margin-left: .6em; }
     .caption { font-size: 1.1em; min-height: 6.8em; }
-    .cell { min-width: 2.2em; font-size: .82em; padding: .05em; }
-    .cell.letter { min-width: 1.3em; }
+    .boxes { display: flex; flex-wrap: wrap; }
+    .ring .stage { display: block; }
+    .count { min-width: 0; }
     .track { grid-template-columns: 4.6em 640px; width: max-content; }
     .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
     .kept, .shape { display: block; line-height: 1; }

@@ -5,54 +5,16 @@
 // Keys: → or Page Down next, ← or Page Up back, Space play or pause, Home, End.
 // Attributes: src, and step (the step to begin with, from 1).
 
+import { charts } from "./charts.js";
+import { drawArrows, fly } from "./arrows.js";
+import {
+  COLORS, EVERYONE, make, bits, up_to, commas, sum, total, still, texts, paint,
+  strip, around, layout, onRing,
+} from "./parts.js";
 import { STYLE } from "./style.js";
 
-// By rank, as in every picture of the course (notebooks/draw.py): black can be read on it.
-const COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"];
-const EVERYONE = "#E6E6E6"; // what every rank holds alike
-const PAUSE = 2600; // ms that a step stands while playing
-const FLIGHT = 700; // ms that numbers take from one rank to another
-
-/** An element with attributes and children; text is never read as HTML. */
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-/** The ranks in a set: 5 → [0, 2]. */
-const bits = (who) => COLORS.map((_, r) => r).filter((r) => (who >> r) & 1);
-const up_to = (n) => [...Array(n).keys()];
-const commas = (n) => n.toLocaleString("en");
-const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
-const total = (part) => sum(Object.values(part.bytes ?? {}));
-const percent = (x) => `${(100 * x).toFixed(3)}%`;
-
-/** All numbers of a tensor in one form: whole, or with two decimals. */
-function texts(values) {
-  const whole = values.every((v) => typeof v === "string" || Number.isInteger(v));
-  const text = (v) => (typeof v === "string" || whole ? String(v) : v.toFixed(2));
-  return values.map((v) => text(v).replace("-", "−"));
-}
-
-/** The colours of these ranks, one after the other. */
-function bands(held, angle) {
-  const stops = held.map((r, i) =>
-    `${COLORS[r]} ${percent(i / held.length)} ${percent((i + 1) / held.length)}`);
-  return `linear-gradient(${angle}, ${stops})`;
-}
-
-/** A background in the colours of the ranks that hold it; grey if all of them do. */
-function paint(who, ranks) {
-  return bits(who).length === ranks ? EVERYONE : bands(bits(who), "135deg");
-}
-
-/** A number that is the sum of several ranks' numbers has a strip of their colours. */
-function strip(who) {
-  if (bits(who).length === 1) return COLORS[Math.log2(who)];
-  return `${bands(bits(who), "90deg")} bottom / 100% .4em no-repeat #fff`;
-}
+const PAUSE = 2600; // ms that a step stands while playing, at least
+const PER_WORD = 300; // ms to read a word
 
 class TPPlayer extends HTMLElement {
   connectedCallback() {
@@ -60,11 +22,16 @@ class TPPlayer extends HTMLElement {
     this.theme = new MutationObserver(() => this.dress());
     const options = { attributes: true, attributeFilter: ["data-theme"] };
     this.theme.observe(document.documentElement, options);
+    this.sizes = new ResizeObserver(() => this.fit());
+    this.sizes.observe(this);
+    this.slide = this.closest(".reveal section"); // its fragments are the steps
+    if (this.slide) this.classList.add("on-slide");
     this.load();
   }
 
   disconnectedCallback() {
     this.theme.disconnect();
+    this.sizes.disconnect();
     this.pause();
   }
 
@@ -79,8 +46,11 @@ class TPPlayer extends HTMLElement {
       return this.shadowRoot.replaceChildren(make("p", { role: "alert" }, words));
     }
     this.events = this.recording.events;
+    this.slots = this.findSlots();
     this.build();
-    this.go(Number(this.getAttribute("step") ?? 1) - 1, false);
+    const begin = Number(this.getAttribute("step") ?? 1) - 1;
+    this.go(this.slide ? this.shownFragments() : begin, false);
+    if (this.hasAttribute("autoplay") && !still()) this.toggle();
     this.dispatchEvent(new CustomEvent("ready"));
   }
 
@@ -105,13 +75,16 @@ class TPPlayer extends HTMLElement {
     this.caption = make("p", { class: "caption", "aria-live": "polite", "aria-atomic": "true" });
     this.stage = make("div", { class: "stage" });
     this.stage.addEventListener("click", () => {
-      if (getSelection().isCollapsed) this.go(this.step + 1);
+      if (!getSelection().isCollapsed) return;
+      if (this.slide) window.Reveal?.next();
+      else this.go(this.step + 1);
     });
-    const group = { tabindex: 0, role: "group" };
+    const group = { role: "group", ...(this.slide ? {} : { tabindex: 0 }) };
     this.totals = make("div", { ...group, class: "totals", "aria-label": "bytes" });
     const source = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
     const buttons = [this.first, this.back, this.play, this.next, this.end];
-    this.box = make("div", { ...group, class: "player", "aria-label": `player: ${title}` },
+    const kind = `player ${this.slide ? "slide" : ""} ${this.recording.layout ?? ""}`;
+    this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
       make("div", { class: "controls" }, ...buttons, this.slider, this.count),
       this.caption, this.stage, this.legend(), this.totals);
@@ -134,11 +107,24 @@ class TPPlayer extends HTMLElement {
       const hatched = make("span", {}, make("i", { class: "backward" }), "backward");
       entries.push(entry("", "forward"), hatched);
     } else if (made.some((x) => Array.isArray(x.who))) {
-      entries.push(entry(`background:${strip(3)}`, "a sum of these ranks' numbers"));
+      const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
+      entries.push(entry(`background:${both}`, "a sum of these ranks' numbers"));
+      entries.push(entry("border:3px dotted #000", "is sent"));
+      entries.push(entry("border-width:3px", "has arrived"));
     } else {
+      const tensors = this.events.flatMap((e) => e.ranks.flatMap((part) =>
+        [...(part.makes ?? []), ...(part.given ?? [])]));
+      const some = (find) => tensors.some(find);
       entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
-      const partial = made.some((x) => x.name.startsWith("partial"));
-      if (partial) entries.push(entry("border-style:dashed", "one term of a sum"));
+      if (some((x) => ![1, ranks].includes(bits(x.who).length)))
+        entries.push(entry(`background:${paint(3, 4)}`, "the same on these ranks"));
+      if (some((x) => x.term)) entries.push(entry("border-style:dashed", "one term of a sum"));
+      if (some((x) => x.marked))
+        entries.push(entry("box-shadow:inset 0 0 0 3px #000", "the target"));
+      if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
+        const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
+        entries.push(make("span", {}, `${key}; a small letter: this rank's slice`));
+      }
     }
     return make("div", { class: "legend" }, ...entries);
   }
@@ -151,7 +137,7 @@ class TPPlayer extends HTMLElement {
       PageUp: this.step - 1, Home: 0, End: this.events.length - 1,
     };
     const focused = event.composedPath()[0];
-    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.altKey || event.ctrlKey || event.metaKey || this.slide) return;
     if (event.key === " " && focused.tagName !== "BUTTON") this.toggle();
     // At either end a key is the page's again: slides go on from there.
     else if (steps[event.key] in this.events) this.go(steps[event.key]);
@@ -163,13 +149,22 @@ class TPPlayer extends HTMLElement {
   toggle() {
     if (this.timer) return this.pause();
     if (this.step === this.events.length - 1) this.go(0);
-    const pause = this.recording.time ? PAUSE / 3 : PAUSE;
-    this.timer = setInterval(() => this.go(this.step + 1, true, true), pause);
+    this.playOn();
     this.play.textContent = "pause";
   }
 
+  /** A step stands as long as it takes to read it. */
+  playOn() {
+    const words = this.events[this.step].says.split(" ").length;
+    const pause = this.recording.time ? PAUSE / 2 : Math.max(PAUSE, PER_WORD * words);
+    this.timer = setTimeout(() => {
+      this.go(this.step + 1, true, true);
+      if (this.timer) this.playOn();
+    }, pause);
+  }
+
   pause() {
-    clearInterval(this.timer);
+    clearTimeout(this.timer);
     this.timer = undefined;
     if (this.play) this.play.textContent = "play";
   }
@@ -182,7 +177,12 @@ class TPPlayer extends HTMLElement {
     const forward = step === this.step + 1;
     this.step = step;
     this.render();
-    if (move && forward && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.fly();
+    if (move && forward && !still()) fly(this);
+  }
+
+  /** On a slide each step is a fragment: reveal.js shows them, the player follows. */
+  shownFragments() {
+    return this.slide.querySelectorAll(".fragment.visible").length;
   }
 
   /** What a rank holds after so many events: name → tensor. */
@@ -207,8 +207,81 @@ class TPPlayer extends HTMLElement {
     this.next.disabled = this.end.disabled = step === events.length - 1;
     this.caption.replaceChildren(this.badge(event), event.says);
     const lanes = () => up_to(recording.ranks).map((rank) => this.lane(rank));
-    this.stage.replaceChildren(...(recording.time ? this.charts(event) : lanes()));
+    this.stage.replaceChildren(...(recording.time ? charts(this, event) : lanes()));
     this.totals.replaceChildren(this.table());
+    this.fit();
+  }
+
+  /** name → the column that it has in every step; columns are used again when free. */
+  findSlots() {
+    const [slots, taken] = [new Map(), []];
+    const place = ({ name, values }, after = -1) => {
+      if (!values) return; // all of these have the last column
+      if (taken.includes(name)) return;
+      let free = slots.get(name);
+      if (free === undefined || taken[free]) {
+        free = after + 1;
+        while (taken[free]) free++;
+      }
+      taken[free] = name;
+      if (!slots.has(name)) slots.set(name, free);
+    };
+    const columns = [];
+    this.events.forEach(({ ranks, drops, takes }, i) => {
+      const given = ranks.flatMap((part) => part.given ?? []);
+      const made = ranks.flatMap((part) => part.makes ?? []);
+      for (const tensor of given) place(tensor);
+      for (const tensor of made) place(tensor, made.length > 1 ? -1 : taken.indexOf(takes));
+      const now = new Map(taken.map((name, slot) => [name, slot]));
+      columns[i] = now;
+      const gone = [...(drops ?? []), ...given.map(({ name }) => name)];
+      for (const name of gone) {
+        const kept = made.some((x) => x.name === name) && !(drops ?? []).includes(name);
+        if (taken.includes(name) && !kept) taken[taken.indexOf(name)] = undefined;
+      }
+    });
+    const most = Math.max(...columns.map((now) => Math.max(-1, ...now.values())));
+    this.events.flatMap((event) => event.ranks.flatMap((part) => part.makes ?? []))
+      .filter((tensor) => !tensor.values)
+      .forEach(({ name }) => columns.forEach((now) => now.set(name, most + 1)));
+    return columns;
+  }
+
+  /** How many cells and letters each column must have room for, over all steps. */
+  widths() {
+    const widths = [];
+    this.events.forEach(({ ranks }, i) => ranks.forEach((part, rank) => {
+      const all = [...(part.given ?? []), ...this.held(rank, i + 1).values()];
+      for (const tensor of all) {
+        const slot = this.slots[i].get(tensor.name);
+        const room = (widths[slot] ??= { cells: 0, letters: 0 });
+        room.cells = Math.max(room.cells, tensor.values ? layout(tensor).wide : 0);
+        room.letters = Math.max(room.letters, tensor.name.length);
+      }
+    }));
+    return [...widths].map((room) => room ?? { cells: 0, letters: 0 });
+  }
+
+  /** Cells as large as the lane allows; then the arrows, which depend on it. */
+  fit() {
+    const boxes = this.stage?.querySelector(".boxes");
+    if (!boxes) return;
+    this.room ??= this.widths();
+    const style = getComputedStyle(this.box);
+    const [most, font] = [Number(style.getPropertyValue("--cell-max")), parseFloat(style.fontSize)];
+    const letter = 0.53 * font;
+    const narrow = this.box.clientWidth < 620;
+    const cells = sum(this.room.map((room) => room.cells));
+    const widest = Math.max(...this.room.map((room) => room.cells));
+    const rest = boxes.clientWidth - 18 * this.room.length;
+    const least = this.letters ? 18 : 26;
+    const cell = Math.max(least, Math.min(most,
+      Math.floor(narrow ? (boxes.clientWidth - 16) / widest : rest / cells)));
+    this.box.style.setProperty("--cell", `${cell}px`);
+    const columns = this.room.map((room) =>
+      `${Math.max(room.cells * cell + 10, Math.min(room.letters, 13) * letter)}px`);
+    this.box.style.setProperty("--columns", columns.join(" "));
+    drawArrows(this);
   }
 
   badge(event) {
@@ -231,14 +304,25 @@ class TPPlayer extends HTMLElement {
     const before = this.held(rank, this.step);
     const source = given[0] ?? (made.has(takes) ? undefined : before.get(takes));
     const stays = [...this.held(rank, this.step + 1).values()];
-    const arrow = make("span", { class: "arrow", "aria-hidden": "true" }, "→");
     const boxes = stays.filter(({ name }) => !made.has(name) && name !== source?.name)
       .map((tensor) => this.tensor(tensor, "", marks.find(({ name }) => name === tensor.name)));
-    if (source) boxes.push(this.tensor(source, "source"), arrow);
-    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, ranks[rank].moved)));
+    if (source) boxes.push(this.tensor(source, "source"));
+    const { moved } = ranks[rank];
+    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, moved)));
+    boxes.sort((a, b) => parseInt(a.style.gridColumn) - parseInt(b.style.gridColumn));
+    const closed = boxes.filter((box) => box.classList.contains("closed"));
+    if (closed.length) { // one column for all whose numbers are not shown
+      const style = `grid-column:${closed[0].style.gridColumn}`;
+      boxes.splice(boxes.indexOf(closed[0]), closed.length, make("div", { style }, ...closed));
+    }
+    if (moved) {
+      const leaves = ranks[ranks[rank].to].moved;
+      for (const i of leaves) boxes[0].querySelectorAll(".cell")[i].classList.add("leaves");
+    }
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
-    return make("div", { class: "lane", role: "group", "aria-label": name, style },
+    const place = this.recording.layout === "ring" ? `;${onRing(rank, ranks.length)}` : "";
+    return make("div", { class: "lane", role: "group", "aria-label": name, style: style + place },
       make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...boxes));
   }
 
@@ -260,79 +344,50 @@ class TPPlayer extends HTMLElement {
     const size = `[${shape.join(", ")}]`;
     const verdict = !mark ? "" : !mark.ok ? `✗ wrong by ${Math.round(100 * mark.diff)} %`
       : `✓ as in one process${mark.diff ? ` (${mark.diff})` : ""}`;
-    const term = /^(partial|own)_/.test(name) ? "term" : "";
-    const kinds = `box ${kind} ${term} ${mark?.ok === false ? "wrong" : ""}`;
+    const term = tensor.term ? "term" : "";
+    const open = values ? "" : "closed";
+    const kinds = `box ${kind} ${open} ${term} ${mark?.ok === false ? "wrong" : ""}`;
     const numbers = values ? texts(values).join(" ") : "";
     const label = `${kind} ${name} ${size} on ranks ${bits(who).join(", ")}: ${numbers} ${verdict}`;
-    return make("figure", { class: kinds, role: "img", "aria-label": label, "data-name": name },
+    const style = `grid-column:${1 + this.slots[this.step].get(name)}`;
+    const about = { class: kinds, role: "img", "aria-label": label, "data-name": name, style };
+    return make("figure", about,
       make("figcaption", {}, name, " ", make("span", { class: "shape" }, size)),
       this.cells(tensor, moved),
       make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
   }
 
-  /** The numbers, in rows and columns: blocks of three dims below each other, of four
-   * beside each other. */
-  cells({ shape, values, who }, moved) {
+  /** The numbers, in rows and columns, with the numbers of columns where they matter. */
+  cells(tensor, moved) {
+    const { shape, values, who, columns, marked } = tensor;
     const cells = make("div", { class: "cells" });
     if (!Array.isArray(who)) cells.style.background = paint(who, this.recording.ranks);
     if (!values) {
-      cells.classList.add("closed");
-      cells.append(`${shape.join(" × ")} numbers`);
+      cells.append(shape.join(" × "));
       return cells;
     }
-    const across = shape.length > 1 ? shape.at(-1) : Math.min(values.length, 6);
-    const block = shape.length > 1 ? across * shape.at(-2) : values.length;
-    const beside = shape.length === 4 ? values.length / block : 1;
+    const { wide, place } = layout(tensor);
     const letters = values.some((v) => /^[a-z·]$/i.test(v));
-    cells.style.gridTemplateColumns = `repeat(${beside * across}, auto)`;
+    const head = columns ? 1 : 0;
+    cells.style.gridTemplateColumns = `repeat(${wide}, var(--cell))`;
+    (columns ?? []).forEach((text, i) => {
+      const about = { class: "column", style: `grid-area: 1 / ${i + 1}` };
+      cells.append(make("span", about, text));
+    });
     texts(values).forEach((text, i) => {
       const cell = make("span", { class: letters ? "cell letter" : "cell" }, text);
-      const [number, row, column] = [i / block, (i % block) / across, i % across].map(Math.floor);
-      cell.style.gridRow = 1 + row + (beside > 1 ? 0 : number * (block / across));
-      cell.style.gridColumn = 1 + column + (beside > 1 ? number * across : 0);
-      if (number && beside > 1 && column === 0) cell.classList.add("beside");
-      if (number && beside === 1 && row === 0) cell.classList.add("below");
+      const { row, column, edges } = place(i);
+      cell.style.gridArea = `${1 + row + head} / ${1 + column}`;
+      cell.classList.add(...edges);
       if (moved?.includes(i)) cell.classList.add("moved");
-      if (Array.isArray(who)) cell.style.background = strip(who[i]);
+      if (marked?.includes(i)) cell.classList.add("marked");
+      if (Array.isArray(who)) {
+        cell.style.background = strip(who[i]);
+        cell.classList.add("striped");
+      }
       cells.append(cell);
     });
     return cells;
-  }
-
-  /** Who computed what when: all until the next step's time, a chart for each run. */
-  charts(event) {
-    const { ranks, time } = this.recording;
-    const spans = this.events.flatMap((e, i) => e.ranks.flatMap((part, rank) =>
-      (part.spans ?? []).map((span) => ({ ...span, rank, i }))));
-    const length = Math.max(...spans.map((span) => span.end));
-    const until = this.events[this.step + 1]?.time ?? length;
-    const bar = ({ what, microbatch, start, end, rank, i }) => {
-      const place = `left:${percent(start / length)};width:${percent((end - start) / length)}`;
-      const kind = `bar ${what}${i === this.step ? " new" : ""}`;
-      const style = `${place};background-color:${COLORS[rank]}`;
-      return make("span", { class: kind, style }, make("b", {}, microbatch + 1));
-    };
-    const tick = (i) => make("span", { style: `left:${percent(i / 4)}` },
-      `${Math.round((length * i) / 4)} ${time.unit}`);
-    return time.runs.map((run) => {
-      const begun = spans.filter((span) => span.run === run && span.i <= this.step);
-      const tracks = up_to(ranks).map((rank) => {
-        const bars = begun.filter((span) => span.rank === rank).map(bar);
-        const veil = make("span", { class: "veil", style: `left:${percent(until / length)}` });
-        const kept = make("span", { class: "kept" }, ` keeps ${event.kept[run][rank]}`);
-        return make("div", { class: "track", style: `--rank:${COLORS[rank]}` },
-          make("span", {}, make("b", {}, `stage ${rank}`), kept),
-          make("div", { class: "bars", "aria-hidden": "true" }, ...bars, veil));
-      });
-      const axis = make("div", { class: "axis", "aria-hidden": "true" }, ...up_to(5).map(tick));
-      const about = { class: "chart", tabindex: 0, role: "group", "aria-label": `${run} in time` };
-      const foot = make("div", { class: "track" }, make("span"), axis);
-      const chart = make("div", about, ...tracks, foot);
-      requestAnimationFrame(() => {
-        chart.scrollLeft = (chart.scrollWidth * until) / length - chart.clientWidth / 2;
-      });
-      return make("div", {}, make("b", {}, run), chart);
-    });
   }
 
   /** Payload so far, as each rank's counter had it, the lesson's formula, and what a rank
@@ -362,43 +417,22 @@ class TPPlayer extends HTMLElement {
         make("td", {}, `${formula}${predicted}`), make("td", {}, each(mine, "ring")));
     });
     const names = up_to(ranks).map((rank) => `rank ${rank}`);
-    const heads = ["payload so far, bytes", ...names, "in total, by formula", "ring: one rank sends"];
+    const words = ["in total, by formula", "ring: one rank sends"];
+    const heads = ["payload so far, bytes", ...names, ...words];
     const head_row = make("thead", {}, make("tr", {}, ...heads.map(head)));
     return make("table", {}, head_row, make("tbody", {}, ...rows));
   }
-
-  /** Let what was sent in this step fly from its rank to where it is now. */
-  fly() {
-    const { ranks, takes, call } = this.events[this.step];
-    const lanes = [...this.stage.querySelectorAll(".lane")];
-    const find = (rank, name) =>
-      lanes[rank].querySelector(`[data-name="${CSS.escape(name)}"] .cells`);
-    ranks.forEach((part, rank) => {
-      const name = part.makes?.[0]?.name;
-      if (!takes || !name || !total(part)) return;
-      const group = call?.collective === "broadcast" ? []
-        : call?.groups.find((members) => members.includes(rank));
-      for (const other of part.from !== undefined ? [part.from] : group) {
-        let [from, to] = [find(other, takes), find(rank, name)];
-        if (part.moved) [from, to] = [from, to].map((box) => box.children[part.moved[0]]);
-        if (from && to && other !== rank) this.ghost(from, to);
-      }
-    });
-  }
-
-  ghost(source, target) {
-    const home = this.stage.getBoundingClientRect();
-    const [from, to] = [source, target].map((x) => x.getBoundingClientRect());
-    const ghost = source.cloneNode(true);
-    ghost.classList.add("ghost");
-    const place = { left: from.left - home.left, top: from.top - home.top, width: from.width };
-    for (const [side, length] of Object.entries(place)) ghost.style[side] = `${length}px`;
-    this.stage.append(ghost);
-    const transform = `translate(${to.left - from.left}px, ${to.top - from.top}px)`;
-    const frames = [{ transform: "none" }, { transform, opacity: 0.3 }];
-    const flight = ghost.animate(frames, { duration: FLIGHT, easing: "ease-in-out" });
-    flight.onfinish = () => ghost.remove();
-  }
 }
+
+/** On slides: the player of the slide that a fragment is on shows the step after it. */
+function follow() {
+  for (const player of document.querySelectorAll("tp-player"))
+    if (player.slide && player.events) {
+      const step = player.shownFragments();
+      if (step !== player.step) player.go(step);
+    }
+}
+for (const name of ["fragmentshown", "fragmenthidden", "slidechanged"])
+  document.addEventListener(name, follow);
 
 customElements.define("tp-player", TPPlayer);
