@@ -313,7 +313,7 @@ def raw(x: Tensor, step: dict) -> dict:
     for key in ("term", "block"):
         if key in step:
             tensor[key] = step[key]
-    for key in ("columns", "marked"):
+    for key in ("columns", "marked", "under"):
         if hasattr(x, key):
             tensor[key] = getattr(x, key)
     return tensor
@@ -447,6 +447,8 @@ def mlp(lesson, group, name: str, bug=None) -> dict:
     held = {"x_BSD": x, "W₁_Df": split.up_proj.weight.T, "b₁_f": split.up_proj.bias}
     held["W₂_fD"] = split.down_proj.weight.T
     held["b₂_D"] = split.down_proj.bias
+    held["b₁_f"].under = "W₁_Df"
+    held["b₂_D"].under = "W₂_fD"
     recorder.hold(held)
     for part in ("up_proj", "down_proj"):
         weight = split.get_parameter(f"{part}.weight")

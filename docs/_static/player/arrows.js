@@ -52,7 +52,8 @@ function curve(a, b, own) {
   if (own) {
     const [start, end] = [a.top + a.height, b.top + b.height];
     const low = Math.max(start, end) + 22;
-    return { path: [[x, start], [x, low], [y, low], [y, end]], angle: -90 };
+    const aside = y - 18; // where the others do not arrive
+    return { path: [[x, start], [x, low], [aside, low], [aside, end]], angle: -90 };
   }
   if (Math.abs(a.top - b.top) < 4) {
     const high = a.top - 50;

@@ -48,7 +48,7 @@ export const STYLE = `
   .who { font-weight: 700; }
   .chip { display: block; font-weight: 400; line-height: 1.25; }
   .boxes {
-    display: grid; grid-template-columns: var(--columns); gap: .3em 18px;
+    display: grid; grid-template-columns: var(--columns); gap: .3em 16px;
     align-items: center; min-width: 0; overflow-x: auto; padding: 4px;
   }
   .stage svg { position: absolute; inset: 0; pointer-events: none; z-index: 1; overflow: visible; }

@@ -212,39 +212,33 @@ class TPPlayer extends HTMLElement {
     this.fit();
   }
 
-  /** name → the column that it has in every step; columns are used again when free. */
+  /** For each step: name → its column. A name returns to the column that it had; tensors
+   * without numbers share the first one, and `under` puts a tensor below another. */
   findSlots() {
-    const [slots, taken] = [new Map(), []];
-    const place = ({ name, values }, after = -1) => {
-      if (!values) return; // all of these have the last column
-      if (taken.includes(name)) return;
-      let free = slots.get(name);
-      if (free === undefined || taken[free]) {
-        free = after + 1;
-        while (taken[free]) free++;
-      }
-      taken[free] = name;
-      if (!slots.has(name)) slots.set(name, free);
+    const [slots, taken] = [new Map(), ["closed"]];
+    const free = (name) => {
+      if (taken.includes(name)) taken[taken.indexOf(name)] = undefined;
     };
-    const columns = [];
-    this.events.forEach(({ ranks, drops, takes }, i) => {
+    const place = ({ name, values, under }, after = 0) => {
+      if (!values) return slots.set(name, 0);
+      if (under) return slots.set(name, slots.get(under));
+      if (taken.includes(name)) return;
+      let slot = slots.get(name) ?? after + 1;
+      while (taken[slot]) slot++;
+      taken[slot] = name;
+      slots.set(name, slot);
+    };
+    return this.events.map(({ ranks, drops = [], takes }) => {
       const given = ranks.flatMap((part) => part.given ?? []);
       const made = ranks.flatMap((part) => part.makes ?? []);
+      drops.filter((name) => name !== takes).forEach(free);
       for (const tensor of given) place(tensor);
-      for (const tensor of made) place(tensor, made.length > 1 ? -1 : taken.indexOf(takes));
-      const now = new Map(taken.map((name, slot) => [name, slot]));
-      columns[i] = now;
-      const gone = [...(drops ?? []), ...given.map(({ name }) => name)];
-      for (const name of gone) {
-        const kept = made.some((x) => x.name === name) && !(drops ?? []).includes(name);
-        if (taken.includes(name) && !kept) taken[taken.indexOf(name)] = undefined;
-      }
+      for (const tensor of made) place(tensor, takes ? Math.max(0, taken.indexOf(takes)) : 0);
+      const now = new Map(slots);
+      if (drops.includes(takes) || !made.some(({ name }) => name === takes))
+        given.map(({ name }) => name).concat(drops).forEach(free);
+      return now;
     });
-    const most = Math.max(...columns.map((now) => Math.max(-1, ...now.values())));
-    this.events.flatMap((event) => event.ranks.flatMap((part) => part.makes ?? []))
-      .filter((tensor) => !tensor.values)
-      .forEach(({ name }) => columns.forEach((now) => now.set(name, most + 1)));
-    return columns;
   }
 
   /** How many cells and letters each column must have room for, over all steps. */
@@ -259,7 +253,7 @@ class TPPlayer extends HTMLElement {
         room.letters = Math.max(room.letters, tensor.name.length);
       }
     }));
-    return [...widths].map((room) => room ?? { cells: 0, letters: 0 });
+    return Array.from(widths, (room) => room ?? { cells: 0, letters: 0 });
   }
 
   /** Cells as large as the lane allows; then the arrows, which depend on it. */
@@ -271,16 +265,16 @@ class TPPlayer extends HTMLElement {
     const [most, font] = [Number(style.getPropertyValue("--cell-max")), parseFloat(style.fontSize)];
     const letter = 0.53 * font;
     const narrow = this.box.clientWidth < 620;
-    const cells = sum(this.room.map((room) => room.cells));
     const widest = Math.max(...this.room.map((room) => room.cells));
-    const rest = boxes.clientWidth - 18 * this.room.length;
-    const least = this.letters ? 18 : 26;
-    const cell = Math.max(least, Math.min(most,
-      Math.floor(narrow ? (boxes.clientWidth - 16) / widest : rest / cells)));
+    const columns = (cell) => this.room.map((room) =>
+      Math.max(room.cells * cell + 12, Math.min(room.letters, 10) * letter));
+    const fits = (cell) => narrow ? widest * cell + 16 <= boxes.clientWidth
+      : sum(columns(cell)) + 18 * this.room.length <= boxes.clientWidth;
+    let cell = most;
+    while (cell > 24 && !fits(cell)) cell--;
     this.box.style.setProperty("--cell", `${cell}px`);
-    const columns = this.room.map((room) =>
-      `${Math.max(room.cells * cell + 10, Math.min(room.letters, 13) * letter)}px`);
-    this.box.style.setProperty("--columns", columns.join(" "));
+    const widths = columns(cell).map((width) => `${width}px`);
+    this.box.style.setProperty("--columns", widths.join(" "));
     drawArrows(this);
   }
 
@@ -310,11 +304,11 @@ class TPPlayer extends HTMLElement {
     const { moved } = ranks[rank];
     boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, moved)));
     boxes.sort((a, b) => parseInt(a.style.gridColumn) - parseInt(b.style.gridColumn));
-    const closed = boxes.filter((box) => box.classList.contains("closed"));
-    if (closed.length) { // one column for all whose numbers are not shown
-      const style = `grid-column:${closed[0].style.gridColumn}`;
-      boxes.splice(boxes.indexOf(closed[0]), closed.length, make("div", { style }, ...closed));
-    }
+    const column = (box) => box.style.gridColumn;
+    const columns = [...new Set(boxes.map(column))].map((place) => {
+      const same = boxes.filter((box) => column(box) === place);
+      return same.length === 1 ? same[0] : make("div", { style: `grid-column:${place}` }, ...same);
+    });
     if (moved) {
       const leaves = ranks[ranks[rank].to].moved;
       for (const i of leaves) boxes[0].querySelectorAll(".cell")[i].classList.add("leaves");
@@ -323,7 +317,7 @@ class TPPlayer extends HTMLElement {
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
     const place = this.recording.layout === "ring" ? `;${onRing(rank, ranks.length)}` : "";
     return make("div", { class: "lane", role: "group", "aria-label": name, style: style + place },
-      make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...boxes));
+      make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...columns));
   }
 
   /** In words: how many bytes this rank sends in this step, to whom. */
@@ -352,7 +346,7 @@ class TPPlayer extends HTMLElement {
     const style = `grid-column:${1 + this.slots[this.step].get(name)}`;
     const about = { class: kinds, role: "img", "aria-label": label, "data-name": name, style };
     return make("figure", about,
-      make("figcaption", {}, name, " ", make("span", { class: "shape" }, size)),
+      make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ", make("span", { class: "shape" }, size)),
       this.cells(tensor, moved),
       make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
   }
