@@ -218,8 +218,9 @@ def player(docname: str, name: str) -> list[nodes.Node]:
             raise ValueError(f"there is no docs/_static/{needed}")
     static = "../" * docname.count("/") + "_static"
     alone = f'<a href="{static}/player/index.html?play={name}">This player alone</a>'
+    once = " autoplay" if docname == "index" else ""  # the front page moves by itself
     text = (
-        f'<tp-player src="{static}/{recording}"></tp-player>'
+        f'<tp-player src="{static}/{recording}"{once}></tp-player>'
         f'<script type="module" src="{static}/{script}"></script>'
         f'<p class="alone">{alone}</p>'
     )

@@ -316,7 +316,8 @@ class TPPlayer extends HTMLElement {
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
     const place = this.recording.layout === "ring" ? `;${onRing(rank, ranks.length)}` : "";
-    return make("div", { class: "lane", role: "group", "aria-label": name, style: style + place },
+    const about = { class: "lane", role: "group", "aria-label": name, style: style + place };
+    return make("div", about,
       make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...columns));
   }
 
