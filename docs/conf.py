@@ -29,6 +29,7 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "navbar_persistent": [],  # one search field is enough
     "show_toc_level": 2,
+    "footer_content_items": ["extra-footer.html"],  # no author, no copyright
 }
 if course.REPOSITORY:
     html_theme_options |= {

@@ -32,6 +32,7 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
 PATHS = {path.stem: path for path in PATHS}  # lessons, and scripts of beyond/
+SLIDES = [path.stem for path in DOCS.glob("slides/*.md")]
 # Set by GitHub's runners. Elsewhere a line number leads to its own place in the page.
 REPOSITORY = os.environ.get("GITHUB_REPOSITORY", "")
 if REPOSITORY:
@@ -218,13 +219,16 @@ def player(docname: str, name: str) -> list[nodes.Node]:
             raise ValueError(f"there is no docs/_static/{needed}")
     static = "../" * docname.count("/") + "_static"
     alone = f'<a href="{static}/player/index.html?play={name}">This player alone</a>'
-    return [
-        raw(
-            f'<tp-player src="{static}/{recording}"></tp-player>'
-            f'<script type="module" src="{static}/{script}"></script>'
-            f'<p class="alone">{alone}</p>'
-        )
-    ]
+    once = " autoplay" if docname == "index" else ""  # the front page moves by itself
+    text = (
+        f'<tp-player src="{static}/{recording}"{once}></tp-player>'
+        f'<script type="module" src="{static}/{script}"></script>'
+        f'<p class="alone">{alone}</p>'
+    )
+    if docname in SLIDES:  # a fragment per step: the player follows reveal.js
+        steps = json.loads((DOCS / "_static" / recording).read_text("utf-8"))["events"]
+        text += '<span class="fragment"></span>' * (len(steps) - 1)
+    return [raw(text)]
 
 
 def lesson_output(docname: str, lesson: str, number: str) -> list[nodes.Node]:

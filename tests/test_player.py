@@ -7,11 +7,14 @@ from urllib.parse import urlsplit
 
 import jobs
 import pytest
+import torch
 from pictures import contrast, draw
 
+lesson_00 = jobs.load("00_collectives")
 record = jobs.load("docs.record")
 every_recording = pytest.mark.parametrize("name", record.SCENES)
-RECORDED = {path.stem: json.loads(path.read_text()) for path in record.FOLDER.iterdir()}
+PATHS = record.FOLDER.glob("*.json")
+RECORDED = {path.stem: json.loads(path.read_text("utf-8")) for path in PATHS}
 
 
 @every_recording
@@ -20,6 +23,116 @@ def test_the_bytes_are_those_of_the_lessons_formula(name):
     off = {x["row"] for x in ledger if x["bytes"] != x["predicted"]}
     assert off == ({"backward all-reduce over tp"} if "break" in name else set())
     assert ledger and (record.FOLDER / f"{name}.json").stat().st_size <= 31_000
+
+
+@every_recording
+def test_bytes_are_payload_or_sent_by_a_rank(name):
+    """A caption says which; each step and the ledger agree with the lesson's rule."""
+    recording = RECORDED[name]
+    for event in recording["events"]:
+        for found in re.finditer(r"\d+ bytes", event["says"]):
+            after = event["says"][found.end() :]
+            assert found[0] == "0 bytes" or after.startswith(" of payload"), event[
+                "says"
+            ]
+        if "call" not in event:
+            continue
+        size = len(event["call"]["groups"][0])
+        for part in event["ranks"]:
+            payload = sum(part["bytes"].values())
+            sends = lesson_00.ring_bytes(event["call"]["collective"], payload, size)
+            assert part["sends"] == sends > 0
+    for rank in range(recording["ranks"]):
+        parts = [event["ranks"][rank] for event in recording["events"]]
+        ring = [x["ring"] for x in recording["ledger"] if x["rank"] == rank]
+        if "time" not in recording:  # its messages are of two runs
+            assert sum(part.get("sends", 0) for part in parts) == sum(ring)
+
+
+def check_ring(recording: dict) -> None:
+    """In each of 2(T − 1) steps every rank gets exactly one chunk, from its left
+    neighbor: that neighbor's chunk of the step before, alone or added to its own."""
+    T = recording["ranks"]
+    steps = [event for event in recording["events"] if event["kind"] == "send"]
+    assert len(steps) == 2 * (T - 1)
+    chunks = [event["makes"][0] for event in recording["events"][0]["ranks"]]
+    for number, event in enumerate(steps):
+        made = [part["makes"][0] for part in event["ranks"]]
+        for rank, part in enumerate(event["ranks"]):
+            left = (rank - 1) % T
+            assert part["from"] == left and part["to"] == (rank + 1) % T
+            (chunk,) = part["moved"]
+            arrived = chunks[left]["values"][chunk]
+            adds = number < T - 1
+            own = chunks[rank]["values"][chunk] if adds else 0
+            assert made[rank]["values"][chunk] == own + arrived
+            who = chunks[rank]["who"][chunk] if adds else 0
+            assert made[rank]["who"][chunk] == chunks[left]["who"][chunk] | who
+            for other in set(range(T)) - {chunk}:
+                assert made[rank]["values"][other] == chunks[rank]["values"][other]
+        chunks = made
+    assert all(who == 2**T - 1 for part in chunks for who in part["who"])
+
+
+def made_by(recording: dict, rank: int) -> dict:
+    """name → the values of every tensor of that name that a rank made, in order."""
+    tensors = {}
+    for event in recording["events"]:
+        for made in event["ranks"][rank].get("makes", []):
+            if "values" in made and "−∞" not in made["values"]:
+                values = torch.tensor(made["values"]).view(made["shape"])
+                tensors.setdefault(made["name"], []).append(values)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-break-f"])
+def test_the_formula_of_the_first_caption_gives_the_recorded_numbers(name):
+    """y = GELU(x · W₁ + b₁) · W₂ + b₂, on the recorded x, weights and biases."""
+    recording = RECORDED[name]
+    formula = recording["events"][0]["says"].partition(". ")[0]
+    formula = formula.removeprefix("y = ").replace("GELU", "gelu").replace("·", "@")
+    product, _, last = formula.rpartition(" + ")
+    ranks = [made_by(recording, rank) for rank in range(recording["ranks"])]
+    total = 0
+    for made in ranks:
+        names = ("x_BSD", "W₁_Df", "b₁_f", "W₂_fD", "b₂_D")
+        values = {name.partition("_")[0]: made[name][0] for name in names}
+        values["gelu"] = torch.nn.functional.gelu
+        values = {ascii_name(name): value for name, value in values.items()}
+        partial = eval(ascii_name(product), values)
+        assert torch.allclose(partial, made["partial_y_BSD"][0], atol=1e-3)
+        total = total + partial
+    for made in ranks:
+        expected = total + values[ascii_name(last)]
+        assert torch.allclose(expected, made["y_BSD"][-1], atol=1e-3)
+
+
+def ascii_name(text: str) -> str:
+    return text.translate(str.maketrans("₁₂", "12"))
+
+
+def test_the_loss_is_what_its_caption_says():
+    made = made_by(RECORDED["vocab-loss"], 0)
+    says = " ".join(event["says"] for event in RECORDED["vocab-loss"]["events"])
+    assert "loss = log(sum) − shifted[target]," in says
+    loss = made["sum_BS"][0].log() - made["shifted[target]_BS"][0]
+    assert torch.allclose(loss, made["loss_BS"][0], atol=1e-3)
+
+
+@every_recording
+def test_captions_are_short(name):
+    for event in RECORDED[name]["events"]:
+        words = re.findall(r"[\w₁₂/∂]+", event["says"])
+        limit = 30 if "time" in RECORDED[name] else 24  # names in formulas are words
+        assert len(words) <= limit, (len(words), event["says"])
+
+
+RINGS = [name for name in RECORDED if name.startswith("ring")]
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_every_step_of_a_ring(name):
+    check_ring(RECORDED[name])
 
 
 def alike(a, b) -> bool:
@@ -41,11 +154,14 @@ def test_recorded_anew_they_are_the_same(tmp_path):
 
 
 def test_size_colours_and_contrast():
-    text = (jobs.ROOT / "docs/_static/player/tp-player.js").read_text()
-    assert text.count("\n") <= 500 and max(map(len, text.splitlines())) <= 100
-    colors = re.findall(r'"(#\w{6})"', text.partition("COLORS = ")[2][:200])
-    assert colors == [*draw.COLORS[:4], draw.EVERYONE]
-    assert min(contrast("#000", color) for color in colors) >= 4.5
+    paths = (jobs.ROOT / "docs/_static/player").glob("*.js")
+    texts = [path.read_text() for path in paths]
+    text = "\n".join(texts)
+    assert max(part.count("\n") for part in texts) <= 500
+    assert max(map(len, text.splitlines())) <= 100
+    colors = re.findall(r'"(#\w{6})"', text.partition("COLORS = ")[2][:250])
+    assert colors == [*draw.COLORS, draw.EVERYONE]
+    assert min(contrast("#000", color) for color in [*colors[:4], colors[-1]]) >= 4.5
     for theme in zip(*re.findall(r"--\w+: light-dark\((\S+), (\S+)\)", text)):
         back, ink, soft, _, good, bad = theme
         for pair in ((ink, back), (ink, soft), (good, soft), (bad, soft)):
@@ -81,8 +197,25 @@ SHOWN = """player => ({
   count: player.shadowRoot.querySelector(".count").textContent,
   fits: document.documentElement.scrollWidth <= innerWidth,
   bytes: [...player.shadowRoot.querySelectorAll("td[data-rank]")].map(
-    cell => [cell.dataset.row, +cell.dataset.rank, +cell.textContent.replace(",", "")]),
+    cell => [cell.dataset.row, +cell.dataset.rank, +cell.dataset.bytes]),
+  badge: player.shadowRoot.querySelector(".badge").textContent,
+  chips: [...player.shadowRoot.querySelectorAll(".chip")].map(chip => chip.textContent),
+  off: [...player.shadowRoot.querySelectorAll("td.off")].map(cell => cell.textContent),
 })"""
+
+
+def labels_agree(shown: dict, event: dict) -> None:
+    """The badge names the payload, the chips what a rank sends: from the recording."""
+    if event["kind"] == "time" or not any("sends" in x for x in event["ranks"]):
+        assert "bytes" not in shown["badge"] and shown["chips"] == []
+        return
+    payload = {sum(part["bytes"].values()) for part in event["ranks"]}
+    word = "payload" if "call" in event else "each rank sends"
+    (numbers,) = re.findall(rf"{word} ([\d or]+) bytes", shown["badge"])
+    assert {int(number) for number in numbers.split(" or ")} == payload
+    sends = re.findall(r"sends (\d+) bytes", " ".join(shown["chips"]))
+    expected = [str(part["sends"]) for part in event["ranks"]]
+    assert sends == ([] if "broadcast" in shown["badge"] else expected)
 
 
 @every_recording
@@ -95,6 +228,10 @@ def test_it_plays_to_the_end_and_back(open_page, name):
             shown = page.locator("tp-player").evaluate(SHOWN)
             assert shown["says"] == event["says"] and shown["fits"]
             assert shown["count"] == f"{number} / {len(steps)}"
+            labels_agree(shown, event)
+            assert ("✗ 0 of 24" in shown["off"]) == (
+                "break" in name and number == len(steps)
+            )
             if number == len(steps):
                 table = Counter({(row, rank): n for row, rank, n in shown["bytes"]})
                 assert table == ledger  # the sum of all events' bytes
@@ -113,10 +250,11 @@ def test_keys_clicks_slider_playing_and_theme(open_page):
     assert count.inner_text() == "6 / 13"
     flying = page.locator("tp-player .ghost .cell:first-child").all_inner_texts()
     made = [part["makes"][0] for part in RECORDED["mlp"]["events"][4]["ranks"]]
-    assert flying == [f"{made[r]['values'][0]}".replace("-", "−") for r in (1, 0)]
+    numbers = [f"{made[rank]['values'][0]:.2f}" for rank in (1, 0)]
+    assert flying == [number.replace("-", "−") for number in numbers]
     page.clock.install()
     page.get_by_role("button", name="play").click()
-    page.clock.run_for(60_000)
+    page.clock.run_for(200_000)
     assert count.inner_text() == "13 / 13"
     color = "getComputedStyle(document.querySelector('tp-player').box).backgroundColor"
     page.emulate_media(color_scheme="dark")

@@ -58,6 +58,12 @@ SLIDE = """() => {
         below: Math.floor(slide.getBoundingClientRect().bottom - window.innerHeight),
     };
 }"""
+# Of the player on the current slide: how many steps it has, and which one it shows.
+PLAYER = 'Reveal.getCurrentSlide().querySelector("tp-player")'
+STEPS = f"{PLAYER}?.events.length ?? 0"
+STEP = f'{PLAYER}.shadowRoot.querySelector(".count").textContent'
+LOADED = """[...document.querySelectorAll("tp-player")].every(
+    player => player.shadowRoot?.querySelector(".count")?.textContent)"""
 WIDER = "() => document.documentElement.scrollWidth - window.innerWidth"
 
 
@@ -215,7 +221,8 @@ def test_glossary(looks):
 def test_slides(page, address, deck):
     """They turn; a slide has few words, stays on the screen, and has notes in time."""
     page.goto(f"{address}slides/{deck}.html")
-    total, minute = page.evaluate("Reveal.getTotalSlides()"), 0
+    total, minute, players = page.evaluate("Reveal.getTotalSlides()"), 0, 0
+    page.wait_for_function(LOADED)
     for number in range(total):
         assert page.evaluate("Reveal.getSlidePastCount()") == number
         slide = page.evaluate(SLIDE)
@@ -229,8 +236,20 @@ def test_slides(page, address, deck):
             minute = end
         else:  # a day's title and its end
             assert number in (0, total - 1), title
+        steps = page.evaluate(STEPS)
+        for step in range(2, steps + 1):  # a key is a step of the player
+            page.keyboard.press("ArrowRight")
+            assert page.evaluate(STEP) == f"{step} / {steps}", title
+            assert page.evaluate("Reveal.getSlidePastCount()") == number
+        players += steps > 0
         page.keyboard.press("ArrowRight")
-    assert minute == DECKS[deck]
+    assert minute == DECKS[deck] and players >= 4
     page.goto(f"{address}slides/{deck}.html?print-pdf")
     page.wait_for_selector(".pdf-page")
-    assert page.locator(".pdf-page").count() == total
+    fragments = page.locator(".fragment").count()
+    assert fragments > total
+    assert page.locator(".pdf-page").count() > total + 40  # a page for each step
+    page.wait_for_function(LOADED)
+    shown = page.evaluate("""[...document.querySelectorAll("tp-player")].map(
+        player => player.shadowRoot.querySelector(".count").textContent)""")
+    assert shown[:3] == [f"{step} / 8" for step in (1, 2, 3)]

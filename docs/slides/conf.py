@@ -21,6 +21,7 @@ revealjs_script_conf = {
     "hash": True,
     "slideNumber": "c/t",
     "transition": "none",
+    "fragmentInURL": False,
 }
 revealjs_script_plugins = [
     {"name": "RevealNotes", "src": "revealjs/plugin/notes/notes.js"},

@@ -5,163 +5,16 @@
 // Keys: → or Page Down next, ← or Page Up back, Space play or pause, Home, End.
 // Attributes: src, and step (the step to begin with, from 1).
 
-// By rank, as in every picture of the course (notebooks/draw.py): black can be read on it.
-const COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7"];
-const EVERYONE = "#E6E6E6"; // what every rank holds alike
-const PAUSE = 2600; // ms that a step stands while playing
-const FLIGHT = 700; // ms that numbers take from one rank to another
+import { charts } from "./charts.js";
+import { drawArrows, fly } from "./arrows.js";
+import {
+  COLORS, EVERYONE, make, bits, up_to, commas, sum, total, still, texts, paint,
+  strip, around, layout, onRing,
+} from "./parts.js";
+import { STYLE } from "./style.js";
 
-const STYLE = `
-  :host { display: block; container-type: inline-size; }
-  * { box-sizing: border-box; }
-  .player {
-    color-scheme: light dark;
-    --back: light-dark(#fff, #14181e); --ink: light-dark(#14181e, #f0f2f5);
-    --soft: light-dark(#f3f4f6, #222831); --line: light-dark(#6b7280, #9aa4b2);
-    --good: light-dark(#006644, #5fe0ae); --bad: light-dark(#b00020, #ff9a9a);
-    --mono: ui-monospace, "DejaVu Sans Mono", monospace;
-    background: var(--back); color: var(--ink); border: 1px solid var(--line);
-    border-radius: 8px; padding: .6em .9em; line-height: 1.35;
-    font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif;
-    font-size: clamp(15px, 10px + .7cqi, 22px);
-  }
-  .player[data-theme=light] { color-scheme: light; }
-  .player[data-theme=dark] { color-scheme: dark; }
-  :focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
-  .head, .controls { display: flex; flex-wrap: wrap; align-items: center; gap: .3em .6em; }
-  .head { justify-content: space-between; } .head b { font-size: 1.15em; }
-  .head span, .shape, .chip, .legend, .kept { font-size: .85em; }
-  .controls { margin: .4em 0; }
-  button {
-    font: inherit; min-width: 2.6em; height: 2.2em; color: var(--ink); cursor: pointer;
-    background: var(--soft); border: 1px solid var(--line); border-radius: 6px;
-  }
-  button.play { min-width: 4.6em; }
-  button:disabled { opacity: .5; cursor: default; }
-  input { flex: 1 1 6em; min-width: 5em; height: 2.2em; accent-color: var(--ink); }
-  .count { min-width: 4.5em; text-align: right; font-variant-numeric: tabular-nums; }
-  .caption { font-size: 1.2em; min-height: 2.8em; margin: .2em 0 .4em; max-width: 68em; }
-  .badge {
-    font-size: .85em; font-weight: 700; padding: .1em .6em; margin-right: .5em;
-    border: 2px solid var(--ink); border-radius: 1em; display: inline-block;
-  }
-  .badge.moves { background: var(--ink); color: var(--back); }
-  .stage { position: relative; cursor: pointer; }
-  .lane {
-    display: grid; grid-template-columns: 8em 1fr; gap: .6em; align-items: center;
-    border-left: 10px solid var(--rank); background: var(--soft); border-radius: 4px;
-    margin: .4em 0; padding: .35em .6em; min-height: 4.6em;
-  }
-  .who { font-weight: 700; }
-  .chip { display: block; font-weight: 400; line-height: 1.25; white-space: nowrap; }
-  .boxes { display: flex; flex-wrap: wrap; gap: .5em .7em; align-items: center; min-width: 0; }
-  .arrow { font-size: 1.6em; font-weight: 700; }
-  .box { margin: 0; padding: .15em .25em; border-radius: 5px; max-width: 100%; }
-  figcaption {
-    font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
-  }
-  .shape { font-weight: 400; white-space: nowrap; }
-  .cells {
-    display: grid; width: max-content; max-width: 100%; border: 1.5px solid #000; color: #000;
-  }
-  .cell {
-    min-width: 2.5em; padding: .05em .25em; text-align: center; font-size: .92em;
-    border: .5px solid #0006; font-variant-numeric: tabular-nums;
-  }
-  .cell.letter { min-width: 1.6em; font-family: var(--mono); line-height: 1.25; }
-  .cell.below { border-top: 3px solid #000; }
-  .cell.beside { border-left: 3px solid #000; }
-  .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
-  .cells.closed { padding: .4em .8em; }
-  .term .cells { border: 3px dashed #000; }
-  .new { outline: 3px solid var(--ink); }
-  .source { opacity: .8; }
-  .mark { font-size: .85em; font-weight: 700; }
-  .mark.good { color: var(--good); } .mark.bad { color: var(--bad); }
-  .wrong .cells { outline: 4px solid var(--bad); }
-  .ghost { position: absolute; z-index: 2; pointer-events: none; }
-  .legend { display: flex; flex-wrap: wrap; gap: .2em 1.1em; margin: .3em 0; }
-  .legend i {
-    display: inline-block; width: 1.5em; height: 1em; vertical-align: -.12em;
-    margin-right: .35em; border: 1.5px solid #000; background-color: #fff;
-  }
-  .totals { overflow-x: auto; }
-  table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92em; }
-  th, td { padding: .08em .8em .08em 0; text-align: right; }
-  th:first-child, th:last-child, td:last-child { text-align: left; }
-  tbody th { font-weight: 400; }
-  td.now { font-weight: 700; text-decoration: underline; }
-  .chart { overflow-x: auto; padding: 3px; }
-  .track { display: grid; grid-template-columns: 9em minmax(520px, 1fr); margin-bottom: 3px; }
-  .bars { position: relative; height: 1.75em; background: var(--soft); overflow: hidden; }
-  .bar {
-    position: absolute; top: 0; bottom: 0; border: 1px solid #000; color: #000;
-    font-size: .85em; line-height: 2; text-align: center; overflow: hidden;
-  }
-  .backward { background-image: repeating-linear-gradient(45deg, #0006 0 2px, #0000 2px 7px); }
-  .bar b { background: var(--rank); padding: 0 .15em; }
-  .bar.new { outline-offset: -3px; }
-  .veil {
-    position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
-    border-left: 3px solid var(--ink);
-  }
-  .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
-  .axis span { position: absolute; transform: translateX(-50%); }
-  .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
-  @container (max-width: 600px) {
-    .player { padding: .5em .4em; }
-    .lane { grid-template-columns: 1fr; border-left-width: 6px; padding: .4em; }
-    .chip { display: inline; margin-left: .6em; }
-    .caption { font-size: 1.1em; min-height: 6.8em; }
-    .cell { min-width: 2.2em; font-size: .82em; padding: .05em; }
-    .cell.letter { min-width: 1.3em; }
-    .track { grid-template-columns: 4.6em 640px; width: max-content; }
-    .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
-    .kept, .shape { display: block; line-height: 1; }
-    th, td { padding-right: .45em; }
-  }
-`;
-
-/** An element with attributes and children; text is never read as HTML. */
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
-/** The ranks in a set: 5 → [0, 2]. */
-const bits = (who) => COLORS.map((_, r) => r).filter((r) => (who >> r) & 1);
-const up_to = (n) => [...Array(n).keys()];
-const commas = (n) => n.toLocaleString("en");
-const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
-const total = (part) => sum(Object.values(part.bytes ?? {}));
-const percent = (x) => `${(100 * x).toFixed(3)}%`;
-
-/** All numbers of a tensor in one form: whole, or with two decimals. */
-function texts(values) {
-  const whole = values.every((v) => typeof v === "string" || Number.isInteger(v));
-  const text = (v) => (typeof v === "string" || whole ? String(v) : v.toFixed(2));
-  return values.map((v) => text(v).replace("-", "−"));
-}
-
-/** The colours of these ranks, one after the other. */
-function bands(held, angle) {
-  const stops = held.map((r, i) =>
-    `${COLORS[r]} ${percent(i / held.length)} ${percent((i + 1) / held.length)}`);
-  return `linear-gradient(${angle}, ${stops})`;
-}
-
-/** A background in the colours of the ranks that hold it; grey if all of them do. */
-function paint(who, ranks) {
-  return bits(who).length === ranks ? EVERYONE : bands(bits(who), "135deg");
-}
-
-/** A number that is the sum of several ranks' numbers has a strip of their colours. */
-function strip(who) {
-  if (bits(who).length === 1) return COLORS[Math.log2(who)];
-  return `${bands(bits(who), "90deg")} bottom / 100% .4em no-repeat #fff`;
-}
+const PAUSE = 2600; // ms that a step stands while playing, at least
+const PER_WORD = 300; // ms to read a word
 
 class TPPlayer extends HTMLElement {
   connectedCallback() {
@@ -169,11 +22,16 @@ class TPPlayer extends HTMLElement {
     this.theme = new MutationObserver(() => this.dress());
     const options = { attributes: true, attributeFilter: ["data-theme"] };
     this.theme.observe(document.documentElement, options);
+    this.sizes = new ResizeObserver(() => this.fit());
+    this.sizes.observe(this);
+    this.slide = this.closest(".reveal section"); // its fragments are the steps
+    if (this.slide) this.classList.add("on-slide");
     this.load();
   }
 
   disconnectedCallback() {
     this.theme.disconnect();
+    this.sizes.disconnect();
     this.pause();
   }
 
@@ -188,8 +46,11 @@ class TPPlayer extends HTMLElement {
       return this.shadowRoot.replaceChildren(make("p", { role: "alert" }, words));
     }
     this.events = this.recording.events;
+    this.slots = this.findSlots();
     this.build();
-    this.go(Number(this.getAttribute("step") ?? 1) - 1, false);
+    const begin = Number(this.getAttribute("step") ?? 1) - 1;
+    this.go(this.slide ? this.shownFragments() : begin, false);
+    if (this.hasAttribute("autoplay") && !still()) this.toggle();
     this.dispatchEvent(new CustomEvent("ready"));
   }
 
@@ -214,13 +75,16 @@ class TPPlayer extends HTMLElement {
     this.caption = make("p", { class: "caption", "aria-live": "polite", "aria-atomic": "true" });
     this.stage = make("div", { class: "stage" });
     this.stage.addEventListener("click", () => {
-      if (getSelection().isCollapsed) this.go(this.step + 1);
+      if (!getSelection().isCollapsed) return;
+      if (this.slide) window.Reveal?.next();
+      else this.go(this.step + 1);
     });
-    const group = { tabindex: 0, role: "group" };
+    const group = { role: "group", ...(this.slide ? {} : { tabindex: 0 }) };
     this.totals = make("div", { ...group, class: "totals", "aria-label": "bytes" });
     const source = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
     const buttons = [this.first, this.back, this.play, this.next, this.end];
-    this.box = make("div", { ...group, class: "player", "aria-label": `player: ${title}` },
+    const kind = `player ${this.slide ? "slide" : ""} ${this.recording.layout ?? ""}`;
+    this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
       make("div", { class: "controls" }, ...buttons, this.slider, this.count),
       this.caption, this.stage, this.legend(), this.totals);
@@ -243,11 +107,24 @@ class TPPlayer extends HTMLElement {
       const hatched = make("span", {}, make("i", { class: "backward" }), "backward");
       entries.push(entry("", "forward"), hatched);
     } else if (made.some((x) => Array.isArray(x.who))) {
-      entries.push(entry(`background:${strip(3)}`, "a sum of these ranks' numbers"));
+      const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
+      entries.push(entry(`background:${both}`, "a sum of these ranks' numbers"));
+      entries.push(entry("border:3px dotted #000", "is sent"));
+      entries.push(entry("border-width:3px", "has arrived"));
     } else {
+      const tensors = this.events.flatMap((e) => e.ranks.flatMap((part) =>
+        [...(part.makes ?? []), ...(part.given ?? [])]));
+      const some = (find) => tensors.some(find);
       entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
-      const partial = made.some((x) => x.name.startsWith("partial"));
-      if (partial) entries.push(entry("border-style:dashed", "one term of a sum"));
+      if (some((x) => ![1, ranks].includes(bits(x.who).length)))
+        entries.push(entry(`background:${paint(3, 4)}`, "the same on these ranks"));
+      if (some((x) => x.term)) entries.push(entry("border-style:dashed", "one term of a sum"));
+      if (some((x) => x.marked))
+        entries.push(entry("box-shadow:inset 0 0 0 3px #000", "the target"));
+      if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
+        const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
+        entries.push(make("span", {}, `${key}; a small letter: this rank's slice`));
+      }
     }
     return make("div", { class: "legend" }, ...entries);
   }
@@ -260,7 +137,7 @@ class TPPlayer extends HTMLElement {
       PageUp: this.step - 1, Home: 0, End: this.events.length - 1,
     };
     const focused = event.composedPath()[0];
-    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.altKey || event.ctrlKey || event.metaKey || this.slide) return;
     if (event.key === " " && focused.tagName !== "BUTTON") this.toggle();
     // At either end a key is the page's again: slides go on from there.
     else if (steps[event.key] in this.events) this.go(steps[event.key]);
@@ -272,13 +149,22 @@ class TPPlayer extends HTMLElement {
   toggle() {
     if (this.timer) return this.pause();
     if (this.step === this.events.length - 1) this.go(0);
-    const pause = this.recording.time ? PAUSE / 3 : PAUSE;
-    this.timer = setInterval(() => this.go(this.step + 1, true, true), pause);
+    this.playOn();
     this.play.textContent = "pause";
   }
 
+  /** A step stands as long as it takes to read it. */
+  playOn() {
+    const words = this.events[this.step].says.split(" ").length;
+    const pause = this.recording.time ? PAUSE / 2 : Math.max(PAUSE, PER_WORD * words);
+    this.timer = setTimeout(() => {
+      this.go(this.step + 1, true, true);
+      if (this.timer) this.playOn();
+    }, pause);
+  }
+
   pause() {
-    clearInterval(this.timer);
+    clearTimeout(this.timer);
     this.timer = undefined;
     if (this.play) this.play.textContent = "play";
   }
@@ -291,7 +177,12 @@ class TPPlayer extends HTMLElement {
     const forward = step === this.step + 1;
     this.step = step;
     this.render();
-    if (move && forward && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.fly();
+    if (move && forward && !still()) fly(this);
+  }
+
+  /** On a slide each step is a fragment: reveal.js shows them, the player follows. */
+  shownFragments() {
+    return this.slide.querySelectorAll(".fragment.visible").length;
   }
 
   /** What a rank holds after so many events: name → tensor. */
@@ -316,16 +207,86 @@ class TPPlayer extends HTMLElement {
     this.next.disabled = this.end.disabled = step === events.length - 1;
     this.caption.replaceChildren(this.badge(event), event.says);
     const lanes = () => up_to(recording.ranks).map((rank) => this.lane(rank));
-    this.stage.replaceChildren(...(recording.time ? this.charts(event) : lanes()));
+    this.stage.replaceChildren(...(recording.time ? charts(this, event) : lanes()));
     this.totals.replaceChildren(this.table());
+    this.fit();
+  }
+
+  /** For each step: name → its column. A name returns to the column that it had; tensors
+   * without numbers share the first one, and `under` puts a tensor below another. */
+  findSlots() {
+    const [slots, taken] = [new Map(), ["closed"]];
+    const free = (name) => {
+      if (taken.includes(name)) taken[taken.indexOf(name)] = undefined;
+    };
+    const place = ({ name, values, under }, after = 0) => {
+      if (!values) return slots.set(name, 0);
+      if (under) return slots.set(name, slots.get(under));
+      if (taken.includes(name)) return;
+      let slot = slots.get(name) ?? after + 1;
+      while (taken[slot]) slot++;
+      taken[slot] = name;
+      slots.set(name, slot);
+    };
+    return this.events.map(({ ranks, drops = [], takes }) => {
+      const given = ranks.flatMap((part) => part.given ?? []);
+      const made = ranks.flatMap((part) => part.makes ?? []);
+      drops.filter((name) => name !== takes).forEach(free);
+      for (const tensor of given) place(tensor);
+      for (const tensor of made) place(tensor, takes ? Math.max(0, taken.indexOf(takes)) : 0);
+      const now = new Map(slots);
+      if (drops.includes(takes) || !made.some(({ name }) => name === takes))
+        given.map(({ name }) => name).concat(drops).forEach(free);
+      return now;
+    });
+  }
+
+  /** How many cells and letters each column must have room for, over all steps. */
+  widths() {
+    const widths = [];
+    this.events.forEach(({ ranks }, i) => ranks.forEach((part, rank) => {
+      const all = [...(part.given ?? []), ...this.held(rank, i + 1).values()];
+      for (const tensor of all) {
+        const slot = this.slots[i].get(tensor.name);
+        const room = (widths[slot] ??= { cells: 0, letters: 0 });
+        room.cells = Math.max(room.cells, tensor.values ? layout(tensor).wide : 0);
+        room.letters = Math.max(room.letters, tensor.name.length);
+      }
+    }));
+    return Array.from(widths, (room) => room ?? { cells: 0, letters: 0 });
+  }
+
+  /** Cells as large as the lane allows; then the arrows, which depend on it. */
+  fit() {
+    const boxes = this.stage?.querySelector(".boxes");
+    if (!boxes) return;
+    this.room ??= this.widths();
+    const style = getComputedStyle(this.box);
+    const [most, font] = [Number(style.getPropertyValue("--cell-max")), parseFloat(style.fontSize)];
+    const letter = 0.53 * font;
+    const narrow = this.box.clientWidth < 620;
+    const widest = Math.max(...this.room.map((room) => room.cells));
+    const columns = (cell) => this.room.map((room) =>
+      Math.max(room.cells * cell + 12, Math.min(room.letters, 10) * letter));
+    const fits = (cell) => narrow ? widest * cell + 16 <= boxes.clientWidth
+      : sum(columns(cell)) + 18 * this.room.length <= boxes.clientWidth;
+    let cell = most;
+    while (cell > 24 && !fits(cell)) cell--;
+    this.box.style.setProperty("--cell", `${cell}px`);
+    const widths = columns(cell).map((width) => `${width}px`);
+    this.box.style.setProperty("--columns", widths.join(" "));
+    drawArrows(this);
   }
 
   badge(event) {
-    const sent = [...new Set(event.ranks.map(total))].filter(Boolean);
-    const words = { hold: "start", check: "check" };
-    if (!sent.length) return make("span", { class: "badge" }, words[event.kind] ?? "compute");
-    const name = event.call?.collective ?? "send/recv";
-    const text = `${name}, ${sent.map(commas).join(" or ")} bytes`;
+    const words = { hold: "start", check: "check", time: "compute and send" };
+    const payload = [...new Set(event.ranks.map(total))].filter(Boolean);
+    // A step of a timed recording is of several runs: no one message has all the bytes.
+    if (!payload.length || words[event.kind])
+      return make("span", { class: "badge" }, words[event.kind] ?? "compute");
+    const text = event.call
+      ? `${event.call.collective}, payload ${payload.map(commas).join(" or ")} bytes`
+      : `send/recv, each rank sends ${payload.map(commas).join(" or ")} bytes`;
     return make("span", { class: "badge moves" }, text);
   }
 
@@ -337,27 +298,40 @@ class TPPlayer extends HTMLElement {
     const before = this.held(rank, this.step);
     const source = given[0] ?? (made.has(takes) ? undefined : before.get(takes));
     const stays = [...this.held(rank, this.step + 1).values()];
-    const arrow = make("span", { class: "arrow", "aria-hidden": "true" }, "→");
     const boxes = stays.filter(({ name }) => !made.has(name) && name !== source?.name)
       .map((tensor) => this.tensor(tensor, "", marks.find(({ name }) => name === tensor.name)));
-    if (source) boxes.push(this.tensor(source, "source"), arrow);
-    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, ranks[rank].moved)));
+    if (source) boxes.push(this.tensor(source, "source"));
+    const { moved } = ranks[rank];
+    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, moved)));
+    boxes.sort((a, b) => parseInt(a.style.gridColumn) - parseInt(b.style.gridColumn));
+    const column = (box) => box.style.gridColumn;
+    const columns = [...new Set(boxes.map(column))].map((place) => {
+      const same = boxes.filter((box) => column(box) === place);
+      return same.length === 1 ? same[0] : make("div", { style: `grid-column:${place}` }, ...same);
+    });
+    if (moved) {
+      const leaves = ranks[ranks[rank].to].moved;
+      for (const i of leaves) boxes[0].querySelectorAll(".cell")[i].classList.add("leaves");
+    }
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
-    return make("div", { class: "lane", role: "group", "aria-label": name, style },
-      make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...boxes));
+    const place = this.recording.layout === "ring" ? `;${onRing(rank, ranks.length)}` : "";
+    const about = { class: "lane", role: "group", "aria-label": name, style: style + place };
+    return make("div", about,
+      make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...columns));
   }
 
-  /** In words: what this rank sends in this step, and whom it meets. */
+  /** In words: how many bytes this rank sends in this step, to whom. */
   moves(rank) {
     const { ranks, call } = this.events[this.step];
-    const { to, from, ...part } = ranks[rank];
-    const bytes = `${commas(total(part))} bytes`;
-    if (to !== undefined) return [`${bytes} → rank ${to}`, `← rank ${from}`];
-    if (!total(part)) return [];
-    if (from !== undefined) return [`${bytes} ← rank ${from}`];
+    const { to, from, sends } = ranks[rank];
+    if (to !== undefined) return [`sends ${commas(sends)} bytes → rank ${to}`, `← rank ${from}`];
+    if (!sends) return [];
+    if (from !== undefined) return [`← rank ${from}`];
     const others = call.groups.find((group) => group.includes(rank)).filter((r) => r !== rank);
-    return [`${bytes} ${call.collective === "broadcast" ? "→" : "↔"} rank ${others.join(", ")}`];
+    const names = `rank ${others.join(", ")}`;
+    if (call.collective === "broadcast") return [`→ ${names}`];
+    return [`sends ${commas(sends)} bytes → ${names}`];
   }
 
   tensor(tensor, kind, mark, moved) {
@@ -365,136 +339,95 @@ class TPPlayer extends HTMLElement {
     const size = `[${shape.join(", ")}]`;
     const verdict = !mark ? "" : !mark.ok ? `✗ wrong by ${Math.round(100 * mark.diff)} %`
       : `✓ as in one process${mark.diff ? ` (${mark.diff})` : ""}`;
-    const term = /^(partial|own)_/.test(name) ? "term" : "";
-    const kinds = `box ${kind} ${term} ${mark?.ok === false ? "wrong" : ""}`;
+    const term = tensor.term ? "term" : "";
+    const open = values ? "" : "closed";
+    const kinds = `box ${kind} ${open} ${term} ${mark?.ok === false ? "wrong" : ""}`;
     const numbers = values ? texts(values).join(" ") : "";
     const label = `${kind} ${name} ${size} on ranks ${bits(who).join(", ")}: ${numbers} ${verdict}`;
-    return make("figure", { class: kinds, role: "img", "aria-label": label, "data-name": name },
-      make("figcaption", {}, name, " ", make("span", { class: "shape" }, size)),
+    const style = `grid-column:${1 + this.slots[this.step].get(name)}`;
+    const about = { class: kinds, role: "img", "aria-label": label, "data-name": name, style };
+    return make("figure", about,
+      make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ", make("span", { class: "shape" }, size)),
       this.cells(tensor, moved),
       make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
   }
 
-  /** The numbers, in rows and columns: blocks of three dims below each other, of four
-   * beside each other. */
-  cells({ shape, values, who }, moved) {
+  /** The numbers, in rows and columns, with the numbers of columns where they matter. */
+  cells(tensor, moved) {
+    const { shape, values, who, columns, marked } = tensor;
     const cells = make("div", { class: "cells" });
     if (!Array.isArray(who)) cells.style.background = paint(who, this.recording.ranks);
     if (!values) {
-      cells.classList.add("closed");
-      cells.append(`${shape.join(" × ")} numbers`);
+      cells.append(shape.join(" × "));
       return cells;
     }
-    const across = shape.length > 1 ? shape.at(-1) : Math.min(values.length, 6);
-    const block = shape.length > 1 ? across * shape.at(-2) : values.length;
-    const beside = shape.length === 4 ? values.length / block : 1;
+    const { wide, place } = layout(tensor);
     const letters = values.some((v) => /^[a-z·]$/i.test(v));
-    cells.style.gridTemplateColumns = `repeat(${beside * across}, auto)`;
+    const head = columns ? 1 : 0;
+    cells.style.gridTemplateColumns = `repeat(${wide}, var(--cell))`;
+    (columns ?? []).forEach((text, i) => {
+      const about = { class: "column", style: `grid-area: 1 / ${i + 1}` };
+      cells.append(make("span", about, text));
+    });
     texts(values).forEach((text, i) => {
       const cell = make("span", { class: letters ? "cell letter" : "cell" }, text);
-      const [number, row, column] = [i / block, (i % block) / across, i % across].map(Math.floor);
-      cell.style.gridRow = 1 + row + (beside > 1 ? 0 : number * (block / across));
-      cell.style.gridColumn = 1 + column + (beside > 1 ? number * across : 0);
-      if (number && beside > 1 && column === 0) cell.classList.add("beside");
-      if (number && beside === 1 && row === 0) cell.classList.add("below");
+      const { row, column, edges } = place(i);
+      cell.style.gridArea = `${1 + row + head} / ${1 + column}`;
+      cell.classList.add(...edges);
       if (moved?.includes(i)) cell.classList.add("moved");
-      if (Array.isArray(who)) cell.style.background = strip(who[i]);
+      if (marked?.includes(i)) cell.classList.add("marked");
+      if (Array.isArray(who)) {
+        cell.style.background = strip(who[i]);
+        cell.classList.add("striped");
+      }
       cells.append(cell);
     });
     return cells;
   }
 
-  /** Who computed what when: all until the next step's time, a chart for each run. */
-  charts(event) {
-    const { ranks, time } = this.recording;
-    const spans = this.events.flatMap((e, i) => e.ranks.flatMap((part, rank) =>
-      (part.spans ?? []).map((span) => ({ ...span, rank, i }))));
-    const length = Math.max(...spans.map((span) => span.end));
-    const until = this.events[this.step + 1]?.time ?? length;
-    const bar = ({ what, microbatch, start, end, rank, i }) => {
-      const place = `left:${percent(start / length)};width:${percent((end - start) / length)}`;
-      const kind = `bar ${what}${i === this.step ? " new" : ""}`;
-      const style = `${place};background-color:${COLORS[rank]}`;
-      return make("span", { class: kind, style }, make("b", {}, microbatch + 1));
-    };
-    const tick = (i) => make("span", { style: `left:${percent(i / 4)}` },
-      `${Math.round((length * i) / 4)} ${time.unit}`);
-    return time.runs.map((run) => {
-      const begun = spans.filter((span) => span.run === run && span.i <= this.step);
-      const tracks = up_to(ranks).map((rank) => {
-        const bars = begun.filter((span) => span.rank === rank).map(bar);
-        const veil = make("span", { class: "veil", style: `left:${percent(until / length)}` });
-        const kept = make("span", { class: "kept" }, ` keeps ${event.kept[run][rank]}`);
-        return make("div", { class: "track", style: `--rank:${COLORS[rank]}` },
-          make("span", {}, make("b", {}, `stage ${rank}`), kept),
-          make("div", { class: "bars", "aria-hidden": "true" }, ...bars, veil));
-      });
-      const axis = make("div", { class: "axis", "aria-hidden": "true" }, ...up_to(5).map(tick));
-      const about = { class: "chart", tabindex: 0, role: "group", "aria-label": `${run} in time` };
-      const foot = make("div", { class: "track" }, make("span"), axis);
-      const chart = make("div", about, ...tracks, foot);
-      requestAnimationFrame(() => {
-        chart.scrollLeft = (chart.scrollWidth * until) / length - chart.clientWidth / 2;
-      });
-      return make("div", {}, make("b", {}, run), chart);
-    });
-  }
-
-  /** Bytes so far, as each rank's own counter had them; and the lesson's formula. */
+  /** Payload so far, as each rank's counter had it, the lesson's formula, and what a rank
+   * of a ring sends for it. At the end a number that is not the formula's is marked. */
   table() {
     const { ledger, ranks } = this.recording;
     const events = this.events.slice(0, this.step + 1);
+    const ended = events.length === this.events.length;
     const head = (text) => make("th", { scope: "col" }, text);
+    const each = (entries, key) =>
+      [...new Set(entries.map((x) => x[key]))].map(commas).join(" or ");
     const rows = [...new Set(ledger.map((entry) => entry.row))].map((row) => {
       const mine = ledger.filter((entry) => entry.row === row);
       const cells = up_to(ranks).map((rank) => {
         const bytes = events.map((event) => event.ranks[rank].bytes?.[row] ?? 0);
-        const about = { class: bytes.at(-1) ? "now" : "", "data-rank": rank, "data-row": row };
-        return make("td", about, commas(sum(bytes)));
+        const entry = mine.find((x) => x.rank === rank);
+        const off = ended && entry && entry.predicted !== sum(bytes);
+        const kind = off ? "off" : bytes.at(-1) ? "now" : "";
+        const sent = commas(sum(bytes));
+        const about = { class: kind, "data-rank": rank, "data-row": row };
+        about["data-bytes"] = sum(bytes);
+        return make("td", about, off ? `✗ ${sent} of ${commas(entry.predicted)}` : sent);
       });
-      const wanted = [...new Set(mine.map((x) => x.predicted))].map(commas).join(" or ");
-      const formula = mine[0].formula === wanted ? "" : `${mine[0].formula}: `;
+      const predicted = each(mine, "predicted");
+      const formula = mine[0].formula === predicted ? "" : `${mine[0].formula}: `;
       return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-        make("td", {}, `${formula}${wanted} bytes`));
+        make("td", {}, `${formula}${predicted}`), make("td", {}, each(mine, "ring")));
     });
     const names = up_to(ranks).map((rank) => `rank ${rank}`);
-    const heads = ["bytes so far", ...names, "in all, by the lesson's formula"].map(head);
-    const head_row = make("thead", {}, make("tr", {}, ...heads));
+    const words = ["in total, by formula", "ring: one rank sends"];
+    const heads = ["payload so far, bytes", ...names, ...words];
+    const head_row = make("thead", {}, make("tr", {}, ...heads.map(head)));
     return make("table", {}, head_row, make("tbody", {}, ...rows));
   }
-
-  /** Let what was sent in this step fly from its rank to where it is now. */
-  fly() {
-    const { ranks, takes, call } = this.events[this.step];
-    const lanes = [...this.stage.querySelectorAll(".lane")];
-    const find = (rank, name) =>
-      lanes[rank].querySelector(`[data-name="${CSS.escape(name)}"] .cells`);
-    ranks.forEach((part, rank) => {
-      const name = part.makes?.[0]?.name;
-      if (!takes || !name || !total(part)) return;
-      const group = call?.collective === "broadcast" ? []
-        : call?.groups.find((members) => members.includes(rank));
-      for (const other of part.from !== undefined ? [part.from] : group) {
-        let [from, to] = [find(other, takes), find(rank, name)];
-        if (part.moved) [from, to] = [from, to].map((box) => box.children[part.moved[0]]);
-        if (from && to && other !== rank) this.ghost(from, to);
-      }
-    });
-  }
-
-  ghost(source, target) {
-    const home = this.stage.getBoundingClientRect();
-    const [from, to] = [source, target].map((x) => x.getBoundingClientRect());
-    const ghost = source.cloneNode(true);
-    ghost.classList.add("ghost");
-    const place = { left: from.left - home.left, top: from.top - home.top, width: from.width };
-    for (const [side, length] of Object.entries(place)) ghost.style[side] = `${length}px`;
-    this.stage.append(ghost);
-    const transform = `translate(${to.left - from.left}px, ${to.top - from.top}px)`;
-    const frames = [{ transform: "none" }, { transform, opacity: 0.3 }];
-    const flight = ghost.animate(frames, { duration: FLIGHT, easing: "ease-in-out" });
-    flight.onfinish = () => ghost.remove();
-  }
 }
+
+/** On slides: the player of the slide that a fragment is on shows the step after it. */
+function follow() {
+  for (const player of document.querySelectorAll("tp-player"))
+    if (player.slide && player.events) {
+      const step = player.shownFragments();
+      if (step !== player.step) player.go(step);
+    }
+}
+for (const name of ["fragmentshown", "fragmenthidden", "slidechanged"])
+  document.addEventListener(name, follow);
 
 customElements.define("tp-player", TPPlayer);

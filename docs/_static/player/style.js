@@ -1,0 +1,136 @@
+// How the player looks; --rank is the color of a lane's rank.
+
+export const STYLE = `
+  :host { display: block; container-type: inline-size; }
+  * { box-sizing: border-box; }
+  .player {
+    color-scheme: light dark;
+    --back: light-dark(#fff, #14181e); --ink: light-dark(#14181e, #f0f2f5);
+    --soft: light-dark(#f3f4f6, #222831); --line: light-dark(#6b7280, #9aa4b2);
+    --good: light-dark(#006644, #5fe0ae); --bad: light-dark(#b00020, #ff9a9a);
+    --mono: ui-monospace, "DejaVu Sans Mono", monospace;
+    background: var(--back); color: var(--ink); border: 1px solid var(--line);
+    border-radius: 8px; padding: .6em .9em; line-height: 1.35;
+    font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif;
+    font-size: clamp(15px, 10px + .7cqi, 22px);
+  }
+  .player[data-theme=light] { color-scheme: light; }
+  .player[data-theme=dark] { color-scheme: dark; }
+  :focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
+  .head, .controls { display: flex; flex-wrap: wrap; align-items: center; gap: .3em .6em; }
+  .head { justify-content: space-between; } .head b { font-size: 1.15em; }
+  .head span, .shape, .chip, .legend, .kept { font-size: .85em; }
+  .controls { margin: .4em 0; }
+  button {
+    font: inherit; min-width: 2.6em; height: 2.2em; color: var(--ink); cursor: pointer;
+    background: var(--soft); border: 1px solid var(--line); border-radius: 6px;
+  }
+  button.play { min-width: 4.6em; }
+  button:disabled { opacity: .5; cursor: default; }
+  input { flex: 1 1 6em; min-width: 5em; height: 2.2em; accent-color: var(--ink); }
+  .count { min-width: 4.5em; text-align: right; font-variant-numeric: tabular-nums; }
+  .caption { font-size: 1.2em; min-height: 2.8em; margin: .2em 0 .4em; max-width: 68em; }
+  .badge {
+    font-size: .85em; font-weight: 700; padding: .1em .6em; margin-right: .5em;
+    border: 2px solid var(--ink); border-radius: 1em; display: inline-block;
+  }
+  .badge.moves { background: var(--ink); color: var(--back); }
+  .stage { position: relative; cursor: pointer; }
+  .player { --cell-max: 48; --cell: 40px; }
+  .ring { --cell-max: 60; }
+  .ring .stage { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em; }
+  .ring .lane { grid-row: var(--row); grid-column: var(--side); }
+  .lane {
+    display: grid; grid-template-columns: 8.5em 1fr; gap: .6em; align-items: center;
+    border-left: 10px solid var(--rank); background: var(--soft); border-radius: 4px;
+    margin: .4em 0; padding: .35em .6em; min-height: 4.6em;
+  }
+  .who { font-weight: 700; }
+  .chip { display: block; font-weight: 400; line-height: 1.25; }
+  .boxes {
+    display: grid; grid-template-columns: var(--columns); gap: .3em 16px;
+    align-items: center; min-width: 0; overflow-x: auto; padding: 4px;
+  }
+  .stage svg { position: absolute; inset: 0; pointer-events: none; z-index: 1; overflow: visible; }
+  svg path:not(.tip) { fill: none; stroke-width: 4; }
+  svg .back { stroke: #000; stroke-width: 7; }
+  svg .tip { stroke: #000; stroke-width: 1.5; }
+  .box { margin: 0; padding: .15em .25em; border-radius: 5px; max-width: 100%; }
+  figcaption {
+    font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
+  }
+  .shape { font-weight: 400; white-space: nowrap; display: block; }
+  .cells {
+    display: grid; width: max-content; border: 1.5px solid #000; color: #000;
+  }
+  .cell {
+    width: var(--cell); padding: .1em 0; text-align: center; overflow: hidden;
+    font-size: clamp(10px, var(--cell) * .31, 24px); line-height: 1.5;
+    border: .5px solid #0006; font-variant-numeric: tabular-nums;
+  }
+  .cell.letter { font-family: var(--mono); font-size: clamp(12px, var(--cell) * .5, 24px); }
+  .cell.striped { font-size: clamp(11px, var(--cell) * .42, 24px); padding-bottom: 1.3em; }
+  .cell.leaves { outline: 3px dotted #000; outline-offset: -3px; }
+  .cell.marked { box-shadow: inset 0 0 0 3px #000; font-weight: 700; }
+  .cell.pending { color: transparent; background: var(--soft) !important; }
+  .column { font-size: .8em; text-align: center; background: #fff; }
+  .cell.below { border-top: 3px solid #000; }
+  .cell.beside { border-left: 3px solid #000; }
+  .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
+  .closed .cells { padding: 0 .5em; font-size: .8em; white-space: nowrap; }
+  .closed figcaption { font-size: .72em; overflow-wrap: normal; white-space: nowrap; }
+  .closed .shape { display: none; }
+  .term .cells { border: 3px dashed #000; }
+  .new { outline: 3px solid var(--ink); }
+  .source { opacity: .8; }
+  .mark { font-size: .85em; font-weight: 700; }
+  .mark.good { color: var(--good); } .mark.bad { color: var(--bad); }
+  .wrong .cells { outline: 4px solid var(--bad); }
+  .ghost { position: absolute; z-index: 2; pointer-events: none; }
+  .legend { display: flex; flex-wrap: wrap; gap: .2em 1.1em; margin: .3em 0; }
+  .legend i {
+    display: inline-block; width: 1.5em; height: 1em; vertical-align: -.12em;
+    margin-right: .35em; border: 1.5px solid #000; background-color: #fff;
+  }
+  .totals { overflow-x: auto; }
+  table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92em; }
+  th, td { padding: .08em .8em .08em 0; text-align: right; }
+  th:first-child { text-align: left; }
+  tbody th { font-weight: 400; }
+  td.now { font-weight: 700; text-decoration: underline; }
+  td.off { font-weight: 700; color: var(--bad); }
+  .chart { overflow-x: auto; padding: 3px; }
+  .track { display: grid; grid-template-columns: 9em minmax(520px, 1fr); margin-bottom: 3px; }
+  .bars { position: relative; height: 1.75em; background: var(--soft); overflow: hidden; }
+  .bar {
+    position: absolute; top: 0; bottom: 0; border: 1px solid #000; color: #000;
+    font-size: .85em; line-height: 2; text-align: center; overflow: hidden;
+  }
+  .backward { background-image: repeating-linear-gradient(45deg, #0006 0 2px, #0000 2px 7px); }
+  .bar b { background: var(--rank); padding: 0 .15em; }
+  .bar.new { outline-offset: -3px; }
+  .veil {
+    position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
+    border-left: 3px solid var(--ink);
+  }
+  .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
+  .axis span { position: absolute; transform: translateX(-50%); }
+  .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
+  .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
+  .slide .head, .slide .controls, .slide .totals { display: none; }
+  .slide .caption { font-size: 1.25em; min-height: 2.7em; }
+  @media print { .controls { display: none; } }
+  @container (max-width: 600px) {
+    .player { padding: .5em .4em; }
+    .lane { grid-template-columns: 1fr; border-left-width: 6px; padding: .4em; }
+    .chip { display: inline; margin-left: .6em; }
+    .caption { font-size: 1.1em; min-height: 6.8em; }
+    .boxes { display: flex; flex-wrap: wrap; }
+    .ring .stage { display: block; }
+    .count { min-width: 0; }
+    .track { grid-template-columns: 4.6em 640px; width: max-content; }
+    .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
+    .kept, .shape { display: block; line-height: 1; }
+    th, td { padding-right: .45em; }
+  }
+`;
