@@ -285,8 +285,8 @@ class RingFunction(torch.autograd.Function):
 
 # Why does a wrong backward not show in the loss? Let backward forget to pass kv on, so
 # that it uses its own, stale keys at every step (`--break stale`):
-# 1. A loss is computed forward, and forward is right. The loss of step 1 is right to
-#    the last bit; a later loss can differ only through the update of the weights.
+# 1. A loss is computed forward, and forward is right. The loss of step 1 has no
+#    wrong bit; a later loss can differ only through the update of the weights.
 # 2. The update is nearly right. Most of a gradient flows around attention, in the
 #    residual sum, and to dL/dv. Random weights make attention nearly uniform whatever
 #    the keys are, so dL/dv is nearly right, and dL/dq and dL/dk are small: q_proj and

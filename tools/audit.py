@@ -318,7 +318,7 @@ def advice_for(category: str) -> tuple[str, str, str]:
 
 
 def start_ranks(args, ranks: int, path: Path, folder: Path) -> dict:
-    """Run one audit on so many ranks. Returns the findings, or what went wrong."""
+    """Run one audit on N ranks. Returns the findings, or what went wrong."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=args.timeout)

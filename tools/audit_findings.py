@@ -856,7 +856,7 @@ def trimmed(x: Tensor, piece: Tensor) -> Tensor:
 
 
 def pieces_of(full: Tensor, dim: int, widths: list[int]) -> list[Tensor]:
-    """The ranks' slices of so many elements along dim; [] if that is no sharding.
+    """The ranks' slices of N elements along dim; [] if that is no sharding.
 
     Slices of one width may be replicated (fewer pieces than ranks) or padded.
     """

@@ -533,7 +533,7 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
 
 
 class Silent:
-    """A store that keeps nothing: nobody waits for this rank's status."""
+    """A store that keeps nothing: no rank waits for this rank's status."""
 
     def set(self, key: str, value: str) -> None:
         pass
