@@ -347,7 +347,8 @@ class TPPlayer extends HTMLElement {
     const style = `grid-column:${1 + this.slots[this.step].get(name)}`;
     const about = { class: kinds, role: "img", "aria-label": label, "data-name": name, style };
     return make("figure", about,
-      make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ", make("span", { class: "shape" }, size)),
+      make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ",
+        make("span", { class: "shape" }, size)),
       this.cells(tensor, moved),
       make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
   }
