@@ -275,6 +275,10 @@ class TPPlayer extends HTMLElement {
     this.box.style.setProperty("--cell", `${cell}px`);
     const widths = columns(cell).map((width) => `${width}px`);
     this.box.style.setProperty("--columns", widths.join(" "));
+    for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
+      if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
+      else lane.removeAttribute("tabindex");
+    }
     drawArrows(this);
   }
 
