@@ -275,6 +275,10 @@ class TPPlayer extends HTMLElement {
     this.box.style.setProperty("--cell", `${cell}px`);
     const widths = columns(cell).map((width) => `${width}px`);
     this.box.style.setProperty("--columns", widths.join(" "));
+    for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
+      if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
+      else lane.removeAttribute("tabindex");
+    }
     drawArrows(this);
   }
 
@@ -347,7 +351,8 @@ class TPPlayer extends HTMLElement {
     const style = `grid-column:${1 + this.slots[this.step].get(name)}`;
     const about = { class: kinds, role: "img", "aria-label": label, "data-name": name, style };
     return make("figure", about,
-      make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ", make("span", { class: "shape" }, size)),
+      make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ",
+        make("span", { class: "shape" }, size)),
       this.cells(tensor, moved),
       make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
   }
