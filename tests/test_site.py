@@ -34,7 +34,7 @@ LOOK = """() => {
         })),
         output: all(".lesson-output", each => each.innerText),
         titles: all(".lesson-output a", link => link.innerText),
-        bugs: all("section[id^=break-]", each => [each.id, each.innerText]),
+        bugs: all("section[id^=break-0], section[id^=break-1]", each => [each.id, each.innerText]),
         terms: all("dd", each => [each.innerText, each.querySelector("a") !== null]),
     };
 }"""
@@ -176,7 +176,8 @@ def test_lesson(looks, lesson):
     links = [link for each in code for link in each["links"]]
     wanted = jobs.PATHS[lesson].read_text("utf-8").splitlines()
     assert lines == [f"{n:4}  {line}" for n, line in enumerate(wanted, 1)]
-    repository = f"https://github.com/us/course/blob/abc/{lesson}.py"
+    path = jobs.PATHS[lesson].relative_to(jobs.ROOT).as_posix()
+    repository = f"https://github.com/us/course/blob/abc/{path}"
     assert links == [f"{repository}#L{n}" for n, _ in enumerate(wanted, 1)]
     assert {"NEW", "RUN", "BREAK", "HARNESS,"} <= {e["title"].split()[0] for e in code}
     for each in code:
