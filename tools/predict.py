@@ -312,8 +312,9 @@ class Sent(NamedTuple):
 
 @functools.cache
 def compiled(formula: str):
-    """A formula as the lesson prints it: 2·L·B·S·D/T is 2 * L * B * S * D / T."""
-    return compile(formula.replace("·", "*"), formula, "eval")
+    """A formula as the lesson prints it: 2·L × B·S·D/T is (2 * L, B * S * D / T)."""
+    text = formula.replace(" × ", ", ").replace("·", "*")
+    return compile(text, formula, "eval")
 
 
 def traffic(args, stage: int, e=2) -> list[Sent]:
@@ -342,9 +343,9 @@ def traffic(args, stage: int, e=2) -> list[Sent]:
         formulas.append((backward("all-reduce", "copy"), formula))
     rows = []
     for call, formula in formulas:
-        calls, each = [eval(compiled(x), {}, size) for x in formula.split(" × ")]
+        calls, nbytes = eval(compiled(formula), {}, size)
         if calls:
-            rows.append(Sent(call, calls, round(calls * each)))
+            rows.append(Sent(call, calls, round(calls * nbytes)))
     return rows
 
 
@@ -489,7 +490,10 @@ def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:
     took.update(dict.fromkeys(rate, 0.0))
     sent = dict.fromkeys(rate, 0.0)
     for call, _, payload in traffic(args, stage):
-        nbytes = payload * ring(call.collective, ranks_along(args, call.axis))
+        ranks = ranks_along(args, call.axis)
+        if ranks == 1:  # nothing is sent
+            continue
+        nbytes = payload * ring(call.collective, ranks)
         axis = LINKS.get(call.axis, call.axis)
         sent[axis] += nbytes
         took["once" if call.phase in ONCE else axis] += nbytes / rate[axis]

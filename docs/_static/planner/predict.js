@@ -241,7 +241,9 @@ function seconds(a, stage, machine, rate) {
   const took = { arithmetic: flops(a, stage) / machine.gpu_flops, once: 0, tp: 0, dp: 0, pp: 0 };
   const sent = { tp: 0, dp: 0, pp: 0 };
   for (const row of traffic(a, stage)) {
-    const nbytes = row.nbytes * ring(row.collective, ranksAlong(a, row.axis));
+    const ranks = ranksAlong(a, row.axis);
+    if (ranks === 1) continue; // nothing is sent
+    const nbytes = row.nbytes * ring(row.collective, ranks);
     const axis = LINKS[row.axis] || row.axis;
     sent[axis] += nbytes;
     took[ONCE.includes(row.phase) ? "once" : axis] += nbytes / rate[axis];
