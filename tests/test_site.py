@@ -34,7 +34,8 @@ LOOK = """() => {
         })),
         output: all(".lesson-output", each => each.innerText),
         titles: all(".lesson-output a", link => link.innerText),
-        bugs: all("section[id^=break-0],section[id^=break-1]", s => [s.id, s.innerText]),
+        bugs: all("section[id^=break-0], section[id^=break-1]",
+                  each => [each.id, each.innerText]),
         terms: all("dd", each => [each.innerText, each.querySelector("a") !== null]),
     };
 }"""
