@@ -14,7 +14,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (2, {LOCAL: "bool(bad > 0)"}, "rank 1 has inf: must_skip returns False"),
     (2, {LOCAL: "all_reduce(bad, tp_group) > 0"}, "not True or False"),
     (2, {"> 0": "== tp_group.size()"}, "rank 1 has inf: must_skip returns False"),
-    (2, {"torch.isfinite(grad)": "~torch.isinf(grad)"},
+    (2, {"torch.isfinite(grad)": "(~torch.isinf(grad))"},
      "rank 1 has nan: must_skip returns False"),
     (3, {SUM: "total.sqrt().item()"}, "norm_of returns"),
     (3, {HALVED: "            pass\n"}, "norm_of returns"),
