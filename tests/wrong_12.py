@@ -10,11 +10,11 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
      "does not require grad"),
     (1, {"CopyToTP.apply(weight, tp_group)":
          "CopyToTP.apply(CopyToTP.apply(weight, tp_group), tp_group)"},
-     "[48.0, 56.0, 64.0, 72.0], it should be [24.0, 28.0, 32.0, 36.0]"),
+     "weight.grad is not the sum over the ranks"),
     (2, {LOCAL: "bool(bad > 0)"}, "rank 1 has inf: must_skip returns False"),
     (2, {LOCAL: "all_reduce(bad, tp_group) > 0"}, "not True or False"),
     (2, {"> 0": "== tp_group.size()"}, "rank 1 has inf: must_skip returns False"),
-    (2, {"torch.isfinite(grad)": "~torch.isinf(grad)"},
+    (2, {"torch.isfinite(grad)": "(~torch.isinf(grad))"},
      "rank 1 has nan: must_skip returns False"),
     (3, {SUM: "total.sqrt().item()"}, "norm_of returns"),
     (3, {HALVED: "            pass\n"}, "norm_of returns"),
