@@ -844,9 +844,8 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
     lengths = lengths[: args.dp * args.tp : args.tp]  # of one rank per replica
     report.data["lengths"] = lengths
     targets = [int((rows != IGNORE).sum()) for rows in split(batch[1], 0, args.dp)]
-    report.say(
-        f"   Last batch, targets per replica: {targets}; losses are divided by the sum"
-    )
+    targets = f"   Last batch, targets per replica: {targets}"
+    report.say(wrap(f"{targets}; losses are divided by the sum"))
     if args.ragged:
         report.say(wrap(f"   lengths of their micro-batches: {lengths}"))
 
@@ -1104,10 +1103,9 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     # PyTorch's stages cannot share a weight: with --tie, the two are independent here.
     model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
     options = "".join(f", --{x}" for x in ("bf16", "recompute") if getattr(args, x))
-    if args.tie:
-        options += ", weights not tied"
-    title = f"[mesh] By PyTorch: plan, fully_shard, {args.schedule}{options}"
-    report.section(f"{title}; gradients of rank 0's stage")
+    report.section(f"[mesh] By PyTorch: plan, fully_shard, {args.schedule}{options}")
+    tied = "; its weights are not tied" if args.tie else ""
+    report.say(f"   Gradients are those of rank 0's stage{tied}.")
     with report.column("PyTorch"):
         with COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
             got = pytorch_step(model, batch, groups, args)

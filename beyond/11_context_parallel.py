@@ -662,11 +662,11 @@ def show_communication_cp(report: Report, methods: dict, size: dict) -> None:
 # Bytes per rank and layer; a = B·n·e. S·S and s·S are weights of the softmax, as in
 # lesson 02, and 2·s·H the rotary tables. The ring saves y and lse instead of weights.
 SAVED_BY_ATTENTION = {
-    "without CP": "a·(3·S·H + S·S)",
-    "gather": "a·(s + 2·S)·H + s·(a·S + 2·H·e + S)",
-    "ring": "a·s·(2·H + 1) + 2·(B·k + 1)·s·H·e",
-    "zigzag": "a·s·(2·H + 1) + 2·(B·k + 1)·s·H·e",
-    "Ulysses": "a·(3·S·H + S·S)/T",
+    "without CP": "a·(3·S·H+S·S)",
+    "gather": "a·(s+2·S)·H + s·(a·S+2·H·e+S)",
+    "ring": "a·s·(2·H+1) + 2·(B·k+1)·s·H·e",
+    "zigzag": "a·s·(2·H+1) + 2·(B·k+1)·s·H·e",
+    "Ulysses": "a·(3·S·H+S·S)/T",
 }
 
 
