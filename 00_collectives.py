@@ -47,9 +47,9 @@ lists the bugs.
 
 Shapes: A[I, J] · B[J, K] = C[I, K]. The last letters of a tensor's name are its dims:
     UPPERCASE is the full size, lowercase is this rank's 1/T slice of it. a_Ij has all
-    rows and a slice of the columns. n elements in the small vectors, T ranks in a
-    group, e bytes per element. On axis tp (tensor parallel) of a mesh, which is a grid
-    of ranks (U stands for unreduced: not yet summed):
+    rows and a slice of the columns. n is the size of the small vectors, T the number
+    of ranks in a group, e the bytes per element. A mesh is a grid of ranks; tp (tensor
+    parallel) is one of its axes. A tensor on tp is (U: unreduced, so not yet summed):
         replicated  A[I]          Replicate()  every rank holds the full tensor
         sharded     A[I_tp]       Shard(dim)   dim I is split over tp
         partial     A[I] {U_tp}   Partial()    full shape, still to be summed over tp;
@@ -83,14 +83,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
+    """Return this rank's group along each axis of a mesh.
 
-    A mesh lays out the ranks as a grid. Each line of the grid is a group.
+    A mesh lays out the ranks as a grid, row by row: neighbors on the last axis have
+    consecutive numbers. Each line of the grid is a group.
 
     Args:
         sizes: axis → number of ranks; {"outer": 2, "inner": 2} is [[0, 1], [2, 3]], so
             groups [0, 2] and [1, 3] along outer, [0, 1] and [2, 3] along inner.
-        timeout: seconds; a new group's own default is long (gloo 30 minutes, NCCL 10).
+        timeout: seconds that a call may wait (default: gloo 30 minutes, NCCL 10).
     """
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
@@ -99,7 +100,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -255,9 +256,8 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
     left = (rank - 1) % T
     chunks = list(x.detach().flatten().tensor_split(T))
     for step in range(T - 1):
-        send_chunk = (
-            rank - step - 1
-        ) % T  # after the first step: the one just added to
+        # From the second step on, a rank sends the chunk that it has just added to.
+        send_chunk = (rank - step - 1) % T
         recv_chunk = (rank - step - 2) % T
         arrived = send_recv(chunks[send_chunk], right, chunks[recv_chunk], left, group)
         chunks[recv_chunk] = chunks[recv_chunk] + arrived
@@ -276,8 +276,9 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
 def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
     """Bytes that one rank of a ring sends for a payload of nbytes.
 
-    A round has T − 1 steps, and in each a rank sends 1/T of the payload (on average, in
-    a broadcast). For send/recv the payload is what the rank sends.
+    Once around the ring is T − 1 steps, and in each a rank sends 1/T of the payload; in
+    a broadcast that is the mean over ranks. An all-reduce goes around twice.
+    For send/recv the payload is what the rank sends.
     """
     if collective == "send/recv":
         return nbytes
@@ -359,9 +360,10 @@ def matmul_case_4_right(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
 def matmul_2d(a_ij: Tensor, b_jk: Tensor, outer, inner) -> Tensor:
     """A[I_outer, J_inner] · B[J_outer, K_inner] → C[I_outer, K_inner] on a 2D mesh.
 
-    a_ij is [I/outer, J/inner] and b_jk is [J/outer, K/inner]: each lowercase dim is
-    split over one axis only, and the two j differ. (In sizes, outer is its number of
-    ranks.) Each operand is gathered over the axis that splits J; C is laid out like A.
+    a_ij is [I/outer, J/inner] and b_jk is [J/outer, K/inner], where outer and inner are
+    the numbers of ranks. Here a lowercase dim is split over one axis only: a_ij's j
+    over inner, b_jk's j over outer. Each operand is gathered over the axis that splits
+    its J; C is laid out like A.
     Communication: all-gather of A[I_outer, J] over inner (I·J/outer elements), of
         B[J, K_inner] over outer (J·K/inner elements). Source: arXiv:2105.04663.
     """
@@ -421,7 +423,7 @@ def check_calls(report, row: dict, run: str, formula: str, size, group) -> None:
     """Add calls, bytes, ring and formula to a row, and check them.
 
     Args:
-        run: the calls in `with COMM.label(run, …)` on the axis of the group count.
+        run: label of the calls to add up; only those on the group's axis count.
         formula: bytes of the one call that a group makes; "0" if it makes none.
     """
     row.update({"calls": 0, "bytes": 0, "ring": 0, "formula": formula})
@@ -557,7 +559,8 @@ def show_algorithm(report, algorithm, x, steps: str, sent: str, group) -> None:
     longer = torch.cat([x, x[:1]])
     rows.append(algorithm_row(report, algorithm, longer, steps, sent, group))
     report.say(
-        f"   {name}: per step, all ranks send and receive at once (sends in bytes)"
+        f"   {name} on n elements; steps and calls are rank 0's\n"
+        "   a rank sends = bytes per rank; all send = bytes of all ranks together"
     )
     report.table("by hand", rows)
 
@@ -621,8 +624,9 @@ def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> No
         "   1: J is not split; each rank computes its rows of C and sends nothing\n"
         "   2, 3: J is split; gather A, or sum over ranks\n"
         "   4: J is not split, but I and K are, over one axis: gather A or B\n"
-        "   flops = of a rank's product: 2·I·J·K for all the work, or 1/T of it\n"
-        "   bytes = payload, the full tensor; ring = what a rank of a ring sends for it"
+        "   flops of one rank: 2·I·J·K if each rank does all the work, otherwise 1/T\n"
+        "   bytes = payload: the full tensor that is gathered or summed\n"
+        "   ring = bytes that one rank of a ring sends for this payload"
     )
     report.table("communication", rows, hide=["calls"])
 
@@ -663,9 +667,12 @@ def show_2d_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size) -> None:
     report.section(
         "A[I_outer, J_inner] · B[J_outer, K_inner] on each mesh of the ranks"
     )
-    report.say("   Every rank holds 1/T of A, B and C, on every mesh.")
+    report.say(
+        "   Every rank holds 1/T of A, B and C, on every mesh. The formula is what an\n"
+        "   all-gather sends; an axis of 1 rank sends nothing, so bytes are 0 there."
+    )
     report.table("communication", rows, hide=["calls"])
-    report.say(wrap(f"   In total a rank of a ring sends {', '.join(totals)}."))
+    report.say(wrap(f"   Total bytes sent per rank of a ring: {', '.join(totals)}."))
 
 
 def mesh_rows(report: Report, mesh: dict, a_IJ, b_JK, size) -> list[dict]:
@@ -722,7 +729,10 @@ def show_mistakes(report: Report, group) -> None:
     rows.append(mistake_row(report, name, rank * ones, summed, sum_of_ranks * ones))
 
     report.section("Common mistakes: a view, the order of calls, not waiting")
-    report.say("   Here all is well. --break view, order and wait make each mistake.")
+    report.say(
+        "   --break view, --break order and --break wait inject one mistake each.\n"
+        "   Rows 1, 2: rank r has rank 0's elements + r. Last row: rank r has r, r, r."
+    )
     report.table("mistakes", rows)
 
 

@@ -10,8 +10,8 @@ Run it on 2 ranks (1, 3, 4 and 8 also work; with 2, one axis of the 2D mesh has 
     torchrun --standalone --nproc_per_node=2 01_naive_mlp_tp.py
 
 What you will see: the same MLP in one process, split the naive way, Megatron's way and
-by PyTorch's DTensor; then data parallelism (DP), FSDP and a 2D mesh. Losses, gradients,
-bytes sent and bytes stored must agree with the single process or with a formula.
+by PyTorch's DTensor; then data parallelism (DP), DP with sharded weights (FSDP) and a
+2D mesh. Losses, gradients, bytes sent and stored must match one process or a formula.
 
 Exercises (explained in notebooks/01_naive_mlp_tp.ipynb):
 - Delete naive_mlp's down_proj line: results stay correct, bytes get a ✗ (section 6).
@@ -134,15 +134,14 @@ def unshard(x: Tensor, shardings: tuple) -> Tensor:
 # (Backward returns a gradient for each argument of forward, None where there is none.)
 # The same rule for parameters, in each group of ranks:
 #
-#     parameter   its input              gradient on each rank
-#     sharded     replicated, or split   of its own shard, complete: up_proj's,
-#                 along the same dim F   down_proj.weight's, [D, f] with input h_BSf
-#     replicated  replicated             the same on all, complete: down_proj.bias's
-#     replicated  sharded                partial: sum it, or the replicas diverge
+#     parameter   its input           gradient on each rank            example
+#     sharded     replicated          complete, of its own shard       up_proj
+#     sharded     sharded, same dim   complete, of its own shard       down_proj.weight
+#     replicated  replicated          complete, the same on all ranks  down_proj.bias
+#     replicated  sharded             partial: sum it over the group   none under TP
 #
-# A replicated weight that works on a sharded input has a partial gradient. Under TP
-# this MLP has no such weight. Under data parallelism all its parameters are such: the
-# input is sharded by samples (average_gradients below).
+# Without that sum the replicas diverge. Under data parallelism all parameters of this
+# MLP are in the last row: their input is split by samples (average_gradients below).
 
 
 class CopyToTP(torch.autograd.Function):
@@ -151,7 +150,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
+        return x.view_as(x)  # x itself, with a new backward; nothing to send
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
@@ -180,7 +179,7 @@ class ColumnParallelLinear(nn.Module):
         full: the single-process layer, the same on every rank; with or without bias.
         copy_input: False if the caller has applied f, once for several layers.
         gather_output: True to make Y replicated, as the naive split does.
-    Shapes (global → on a rank, placement):
+    Shapes and placement:
         x       [B, S, D], on a rank [B, S, D]      Replicate()
         weight  [F, D], on a rank [F/T, D]          Shard(0), the paper's columns
         bias    [F], on a rank [F/T]                Shard(0)
@@ -241,7 +240,7 @@ class ReduceFromTP(torch.autograd.Function):
 class RowParallelLinear(nn.Module):
     """Y = X Wᵀ + b with W's *input* features split over the TP group.
 
-    Shapes (placement):
+    Shapes and placement:
         x       [B, S, F], on a rank [B, S, F/T]    Shard(2), from ColumnParallelLinear
         weight  [D, F], on a rank [D, F/T]          Shard(1), the paper's rows
         bias    [D], on a rank [D]                  Replicate()
@@ -290,15 +289,15 @@ def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
 
 
 def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
-    """Average gradients over batch_group.
+    """Average gradients over batch_group: sum them, then divide by the group's size.
 
-    A rank's loss is a mean over its own samples only. What is sharded over the group
-    needs no sum: the gradient of a weight or bias was summed by the reduce-scatter in
-    backward (FSDP, below), and no other rank has the samples of this rank's x.
-    Communication: one all-reduce for each other parameter, of its size.
+    A rank's loss is a mean over its own samples only. A tensor that is sharded over the
+    group is only divided: the reduce-scatter in backward has summed the gradient of a
+    weight or bias (FSDP, below), and this rank's x has samples that no other rank has.
+    Communication: one all-reduce, of its size, per tensor not sharded over the group.
     """
     for p in tensors:
-        if p.grad is None:  # unused in this step, so on every rank
+        if p.grad is None:  # unused in this step, on all ranks alike
             continue
         groups = [group for dim, group in shardings_of(p)]
         if batch_group not in groups:
@@ -308,10 +307,10 @@ def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
 
 # ---- Optional, skip on a first reading: FSDP, and a 2D mesh
 #
-# FSDP (fully sharded data parallelism) splits the batch as DP does, and shards weights
-# only to store less: each is all-gathered where it is used. A 2D mesh outer × inner is
-# TP over inner and FSDP over outer. So a weight is sharded twice: one dim over inner,
-# as under TP, then the other dim over outer, as under FSDP:
+# FSDP (fully sharded data parallelism) splits the batch as DP does. It also shards the
+# weights, but just to store less: each is all-gathered where it is used. A 2D mesh
+# outer × inner is TP over inner and FSDP over outer. So a weight is sharded twice: one
+# dim over inner, as under TP, then the other dim over outer, as under FSDP:
 #
 #     tensor            full       on a rank              over inner    over outer
 #     x, y              [B, S, D]  [B/outer, S, D/inner]  features      batch
@@ -517,7 +516,7 @@ def train_mlp(name, mlp, batch, args, shardings=(), batch_group=None) -> MLPRun:
             if batch_group is not None:
                 average_gradients(trained, batch_group)
 
-        # For the report, so without a label: what one process would have here.
+        # For the report only, so without a label: the full y and its loss.
         full_y = unshard(y.detach(), shardings)
         losses[f"loss, step {step}"] = squared_error(full_y, batch[1]).item()
         if step == 1:
@@ -566,7 +565,7 @@ def show_training_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
     report.section("Losses: squared distance to the target, mean over tokens")
     report.say(
         "   x is also trained: a wrong dL/dx shows in the loss of the next step.\n"
-        "   diff = max|a − b| / max|b| over elements: a of any run, b without TP"
+        "   diff = max|a − b| / max|b| over elements, b without TP, a of the worst run"
     )
     losses = values_of(runs, "losses")
     report.compare("losses", losses, allowed=report.allowed_loss)
@@ -657,8 +656,8 @@ def show_memory_mlp(report: Report, runs: dict[str, MLPRun], size: dict) -> None
         rows.append(row)
     report.table("memory", rows)
     report.say(
-        "   saved = activations for backward: x, input and output of GELU. Megatron\n"
-        "   shards all but x, the naive split none; DTensor saves copies of its own."
+        "   saved = saved for backward: x, input and output of GELU. Megatron shards\n"
+        "   all but x, the naive split none. No row for DTensor: it also saves copies."
     )
 
 
@@ -730,7 +729,7 @@ def show_break_even_mlp(report: Report, size: dict[str, int]) -> None:
     of_dp = evaluate("6·B·S·D·F/((T-1)·θ)", size)
     lines = [
         "Megatron all-reduces activations, 2·B·S·D·e bytes; DP gradients, θ bytes.",
-        f"Megatron sends more from B·S = θ/(2·D·e) = {equal:.1f} on (here: {tokens}).",
+        f"Megatron sends more if B·S > θ/(2·D·e) = {equal:.1f}; here B·S is {tokens}.",
         "FLOPs per byte sent in a ring (predicted; products only): Megatron",
         f"3·F/((T-1)·e) = {of_tp}, DP 6·B·S·D·F/((T-1)·θ) = {of_dp}. So TP needs wide",
         "layers, and DP many tokens.",
@@ -919,9 +918,7 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
-
-    (lesson 00)"""
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
     groups = {}
@@ -929,7 +926,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:

@@ -71,8 +71,9 @@ class Config(NamedTuple):
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
     """cos and sin [S, H] of the angles of a rotary embedding (arXiv:2104.09864).
 
-    It tells attention how far apart two tokens are: pair i of a head, i < H/2, of q
-    and of k is rotated by the angle position · 10000^(−2i/H).
+    Elements i and i + H/2 of each head of q and k are rotated, as a 2D vector, by the
+    angle position · 10000^(−2i/H), i < H/2. So positions change q·k only through their
+    difference: attention sees how far apart two tokens are.
     """
     frequency = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
     angle_SH = torch.outer(torch.arange(seq_len), frequency).repeat(1, 2)
@@ -86,7 +87,10 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP."""
+    """nn.Dropout with a mask from torch.rand, as in ShardedDropout below.
+
+    Both sample the full mask, so the same elements drop with and without TP.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
@@ -96,7 +100,7 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention without weights.
+    """The part of attention that has no parameters.
 
     Heads do not interact here, so the same code works on all N and K heads, or on the
     N/T and K/T heads of one rank.
@@ -240,7 +244,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
         o_proj.weight          [D, D], on a rank [D, D/T]        Shard(1)
     Communication: 2 all-reduces forward (g of o_proj and of down_proj) and 2 backward
         (f before q, k and v, and f before up_proj), each of B·S·D elements.
-    Raises: ValueError if T does not divide K. (Then it divides N, too.)
+    Raises: ValueError if T does not divide K. (If T divides K, it also divides N.)
     Source: arXiv:1909.08053, sec. 3.
     """
     attn = layer.self_attn
@@ -285,7 +289,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)  # new modules start in training mode
 
 
 def tp_plan() -> dict:
@@ -442,11 +446,11 @@ def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
     norm_of=None,
 ) -> TrainingRun:  # fmt: skip
-    """One step on each batch.
+    """Train one step on each batch.
 
     Args:
         tp_group: None for one process and for DTensor.
-        The next three are for later lessons, which replace these parts.
+        loss_of, after_backward, norm_of: later lessons replace these parts.
         loss_of: (logits, targets) → the loss.
         after_backward: called with the model, before gradients are read.
         norm_of: (model, tp_group) → the norm of the gradient; None is global_norm.
@@ -507,7 +511,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: its shape differs from all others
+            x = torch.empty(0)  # no gradient: a mismatch if another run has one
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -540,7 +544,7 @@ def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
     losses = values_of(runs, "losses")
     norms = values_of(runs, "norms")
     parameters = values_of(runs, "parameters")
-    report.section("Losses, gradient norms before clipping, parameters after training")
+    report.section("Losses, norms of gradients before clipping, norm of the parameters")
     report.compare("losses", losses, allowed=report.allowed_loss)
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", norms)
@@ -612,7 +616,7 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         report.say(f"   {run}: {total:,} bytes, {conclusions[run]}")
     if "DTensor" in totals:
         report.say(
-            "   clipping: one call sums squares in float64; DTensor: one per parameter"
+            "   clipping: one call; it sums one float64, with DTensor one per parameter"
         )
     if not totals:
         report.say("   Nothing was sent by a run that completed.")
@@ -734,7 +738,7 @@ BREAKS = {
         "        linear.weight.data = torch.cat([piece[i] for piece in slices])\n",
         what="q, k and v are stacked, then sharded like one weight",
         symptom="all shapes are right and no error is raised; step 1's loss is wrong",
-        why="rank 0's slice has rows of q only, and it uses some of them as k and v",
+        why="rank 0's slice has too many rows of q; it uses the surplus as k or v",
         reported="github.com/deepspeedai/DeepSpeed/pull/3844",
     ),
     "mask-heads": dict(
@@ -856,9 +860,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
-
-    (lesson 00)"""
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
     groups = {}
@@ -866,7 +868,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -983,7 +985,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
+        return x.view_as(x)  # x itself, with a new backward; nothing to send
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):

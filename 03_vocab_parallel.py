@@ -131,7 +131,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
     """Return lesson 02's parallel model, with embedding and head also sharded.
 
     Shapes: tokens [B, S] → logits [B, S, v], Shard(2). A rank's columns of the logits
-        are its rows of the head (and of the embedding, if the two are tied).
+        are its rows of the head (and of the embedding, if they share a weight).
     Communication: the same as tp_transformer, plus one all-reduce of B·S·D elements
         forward (g of the embedding) and one backward (f of the head).
     """
@@ -143,7 +143,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # the rows after these are padding
+        p.rows = full.config.vocab_size  # a number: the rows after these are padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -173,8 +173,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column (the columns of its logits
-        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
+        # Third: the target's logit. Only the rank with the target's row of the head has
+        # this column; the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
@@ -203,8 +203,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         )
         smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
         grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
-        onehot_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -onehot_BS.unsqueeze(-1))
+        extra_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)  # at the target
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -extra_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
         # The loss of an ignored position is 0, but its softmax − q is not.
         grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
@@ -265,7 +265,7 @@ def vocab_plan() -> dict:
     DTensor needs no padding: it allows shards of different sizes.
     """
     plan = tp_plan()
-    # Of an embedding [V, D] RowwiseParallel shards dim 0, of a linear's weight dim 1.
+    # RowwiseParallel shards an embedding [V, D] along dim 0, a linear's weight along 1.
     plan["embed_tokens"] = parallel.RowwiseParallel(input_layouts=Replicate())
     # use_local_output=False: the logits stay a DTensor, from which loss_parallel sees
     # that they are sharded.
@@ -318,7 +318,7 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
     best = all_reduce(local_best, tp_group, dist.ReduceOp.MAX)
     # A rank without the best score passes V, which loses the MIN: it is no token.
     token = local_token.where(local_best == best, vocab_size)
-    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # of equals, the first
+    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # if tied, the first
 
 
 # ==== RUN
@@ -327,8 +327,8 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
 def main(args, report: Report) -> None:
     """Train the same model four times, then look at the loss on its own."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
-    # The groups of an axis of size 1 have one rank each. Over such a group the loss
-    # sends nothing: this run tests its formula on its own.
+    # The groups of an axis of size 1 have one rank each. The run "loss by hand" uses
+    # such a group: it tests the loss's formula without any communication.
     axes = {"all": args.ranks, "single": 1}
     single_group = mesh_groups(axes, args.timeout)["single"]
     size = sizes_of(args)
@@ -343,7 +343,7 @@ def main(args, report: Report) -> None:
     runs = {}
     train = partial(train_transformer, batches=batches, args=args)
     runs["without TP"] = train("without TP", copy.deepcopy(full))
-    report.section("Who holds what: each rank has the rows of v tokens")
+    report.section("Who holds what: each rank has v rows of the vocabulary")
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("loss by hand"):
         model = copy.deepcopy(full)
@@ -389,7 +389,7 @@ def make_tied(args) -> Transformer:
 def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
     """Remove padded rows from a run's gradients and parameters, and return them.
 
-    vocab_transformer has marked the padded parameters with p.rows, the rows to keep.
+    vocab_transformer has set p.rows, the number of rows to keep.
     """
     padding = {}
     for name, p in run.model.named_parameters():
@@ -456,8 +456,8 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
         report.expect(sums, name, "positions", name, size["B"] * size["S"])
     rows.append(sums)
     report.say(
-        "   inputs: positions of the first batch whose token is held; targets: whose\n"
-        "   next token is. no target = IGNORE. padding: rows of zeros, for no token"
+        "   inputs, targets: tokens and next tokens of the first batch, by holder\n"
+        "   no target: IGNORE, in no rank's range. padding: rows of zeros, for no token"
     )
     report.table("tokens", rows)
 
@@ -516,7 +516,7 @@ HARD_CASES = [
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
     report.section(
-        "Where a loss easily goes wrong; diff: the larger of loss and gradient"
+        "Where a loss easily goes wrong; diff: of loss or gradient, the larger"
     )
     rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.table("hard cases", rows)
@@ -601,7 +601,7 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
     if "DTensor" in totals:
         report.say(
-            "   clipping: one call sums one float64, with DTensor one per parameter"
+            "   clipping: one call; it sums one float64, with DTensor one per parameter"
         )
 
 
@@ -665,7 +665,7 @@ def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str,
 def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     """Sample the next token at each of the first positions of a line."""
     report.section(
-        "Tokens sampled from logits; sent: a score and its token, not V logits"
+        "Tokens sampled; sent for each: a score (4 bytes), its token (8), not V logits"
     )
     args = report.args
     generator = torch.Generator().manual_seed(args.seed)  # the same on every rank
@@ -819,9 +819,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
-
-    (lesson 00)"""
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
     groups = {}
@@ -829,7 +827,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -946,7 +944,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
+        return x.view_as(x)  # x itself, with a new backward; nothing to send
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
@@ -1136,7 +1134,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP.
+    """nn.Dropout with a mask from torch.rand, as in ShardedDropout below.
 
     (lesson 02)"""
 
@@ -1148,7 +1146,7 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention without weights (lesson 02)."""
+    """The part of attention that has no parameters (lesson 02)."""
 
     def __init__(self, head_size: int, dropout: float):
         super().__init__()
@@ -1292,7 +1290,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)  # new modules start in training mode
 
 
 def tp_plan() -> dict:
@@ -1404,7 +1402,7 @@ def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
     norm_of=None,
 ) -> TrainingRun:  # fmt: skip
-    """One step on each batch (lesson 02)."""
+    """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
@@ -1465,7 +1463,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: its shape differs from all others
+            x = torch.empty(0)  # no gradient: a mismatch if another run has one
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1481,7 +1479,7 @@ def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
     losses = values_of(runs, "losses")
     norms = values_of(runs, "norms")
     parameters = values_of(runs, "parameters")
-    report.section("Losses, gradient norms before clipping, parameters after training")
+    report.section("Losses, norms of gradients before clipping, norm of the parameters")
     report.compare("losses", losses, allowed=report.allowed_loss)
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", norms)

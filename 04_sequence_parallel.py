@@ -13,13 +13,13 @@ Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another mode
 
 What you will see: the model of lesson 03 trained on this text in one process, with TP,
 with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent;
-the 34 bytes per element of x that a layer saves for backward, term by term (paper);
+the 34 bytes that a layer saves for backward per element of its input, term by term;
 lengths that T does not divide. `--hf` adds a Hugging Face model.
 
 What to try (answers: notebooks/04_sequence_parallel.ipynb, the section in brackets):
 - In split_sequence, delete the line of layer.dropout. Gradients and losses of TP + SP
   are wrong from step 1 on: all slices drop the same elements [12].
-- Use nn.RMSNorm in DecoderLayer and Transformer. All numbers agree, `summing` sends
+- Use nn.RMSNorm in DecoderLayer and Transformer. All numbers agree, "summing" sends
   less, and on a CPU a layer stores 12·B·S·D/T more bytes for backward [6].
 - --save-gathered: 5 all-gathers in backward, not 10, but more bytes stored [5, 7].
 - --seq-len 33: S becomes 34 on 2 ranks, and the losses still agree [8].
@@ -119,7 +119,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # read once: checkpoint() allows it only once
+        saved = ctx.saved_tensors  # read once: Checkpointed (below) forbids twice
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
@@ -209,7 +209,7 @@ def split_sequence(
     layer.self_attn.o_proj.reduce = reduce_scatter_sequence
     layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, gather_and_apply)
     layer.mlp.down_proj.reduce = reduce_scatter_sequence
-    # x is [B, s, D] there, so each rank must use its own slice of the mask.
+    # The layer drops elements of a [B, s, D]: each rank must use its slice of the mask.
     layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
 
 
@@ -270,8 +270,8 @@ class Checkpointed(nn.Module):
     with S², which are large but cheap to recompute; around a layer (full recomputation)
     it discards everything but the layer's input (arXiv:2205.05198, sec. 5).
     checkpoint() restores the random state, so the second forward draws the same dropout
-    masks. Collectives of the inner module run again too: none in CoreAttention, four in
-    a layer.
+    masks. Collectives of the inner module also run again: none in CoreAttention; in a
+    layer two under TP, four under SP.
     """
 
     def __init__(self, inner: nn.Module):
@@ -332,7 +332,7 @@ def planned_transformer(full: Transformer, tp_group) -> Transformer:
     for layer in model.layers:
         layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
     if full.lm_head.weight is full.embed_tokens.weight:
-        model.lm_head.weight = model.embed_tokens.weight  # the plan has cut it twice
+        model.lm_head.weight = model.embed_tokens.weight  # the plan sharded it twice
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -489,11 +489,12 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "backward", "all-gather", "tp"): "C × X·e",
         Call("DTensor", "backward", "reduce-scatter", "tp"): "C × X·e",
         Call("DTensor", "loss", "all-reduce", "tp"): "3 × B·S·e",
-        # Weight and bias of the C LayerNorms, one before each gather, have gradients
-        # that are Partial() after backward, and DTensor sums one at each use: first in
-        # float64, for its norm.
+        # The C LayerNorms, one before each gather, have a weight and a bias each. Their
+        # gradients stay Partial(): DTensor sums them at each use, first in float64, for
+        # its norm. (It adds the biases of o_proj and down_proj to all positions, so
+        # their gradients are complete.)
         Call("DTensor", "clipping", "all-reduce", "tp"): "2·C × 8·D and 1 × 8·p",
-        # AdamW uses a gradient three times. No sum is stored, so each is repeated.
+        # AdamW uses a gradient three times; no sum is stored, so each use sums again.
         Call("DTensor", "update", "all-reduce", "tp"): "3·2·C × D·e",
     }
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
@@ -501,11 +502,11 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     report.table("ring", ring_totals(report, size))
     text = "gathers inputs twice: 5 rounds, 25 % more than 4."
     if report.args.save_gathered:
-        text = "saves gathered inputs: 4 rounds, as many as TP."
+        text = "saves gathered inputs: 4 rounds, the same as TP."
     report.say(
-        "   after: after backward. Rounds: 2 per all-reduce, 1 per gather or scatter.\n"
+        "   after: sent after backward. Rounds of the ring: all-reduce 2, others 1.\n"
         f"   TP + SP {text} DTensor saves\n"
-        "   them; it sums LayerNorms' gradients at each use: 1 for ‖g‖, 3 in AdamW."
+        "   them; it sums LayerNorms' gradients at each use: once for ‖g‖, 3× in AdamW."
     )
 
 
@@ -539,9 +540,9 @@ def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
 # ---- What a layer saves for backward
 
 # Bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1); A = B·N·S·S attention weights.
-# T divides what is sharded by head or column, R what is sharded by position, G what is
-# sharded by position until it is gathered. TP: R = G = 1. SP: R = G = T. If gathered
-# inputs are saved, as by DTensor: R = T, G = 1.
+# T divides what is sharded by head or column, R what is sharded by position, and G the
+# inputs of column-parallel linears. TP: R = G = 1. SP: R = G = T. If these inputs are
+# saved gathered, as by DTensor: R = T, G = 1.
 SAVED_BY_A_LAYER = {
     "inputs of both LayerNorms": "4·X/R",
     "outputs of both LayerNorms": "4·X/G",  # inputs of q, k, v and of up_proj
@@ -639,9 +640,10 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
 
     report.section("Bytes that a layer saves for backward, in bfloat16 (2 bytes)")
     report.say(
-        f"   A = B·N·S·S = {size['A']:,} attention weights, c = {size['c']} bytes\n"
-        "   Number of shards, 1 without TP: T by heads or columns; R by positions, T\n"
-        "   with SP; G as R, but 1 where the gathered tensor is saved, as by DTensor"
+        f"   A = B·N·S·S = {size['A']:,} attention weights; "
+        f"c = {size['c']} bytes of a mean\n"
+        "   Shards: T by heads or columns; R by positions (SP: T, otherwise 1); G of\n"
+        "   gathered inputs (R, or 1 if saved gathered, as by DTensor). Without TP: 1"
     )
     rows, sums = add_up(SAVED_BY_A_LAYER, sizes)
     rows.append(measured_row(report, "saved", "sum", sums, measured))
@@ -743,7 +745,7 @@ def show_hugging_face(report: Report, batch, tp_group) -> None:
         device = model.device.type
         mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
         model = parallel.parallelize_module(make_qwen2(args), mesh, plan)
-        if args.tie:  # the plan has cut one weight twice
+        if args.tie:  # the plan sharded one weight twice
             model.lm_head.weight = model.model.embed_tokens.weight
         loss_of = lambda output, target_BS: planned_loss(output.logits, target_BS)
         runs["DTensor"] = train(model, loss_of=loss_of)
@@ -835,7 +837,7 @@ BREAKS = {
         "    dist.all_reduce(loss)\n"
         "    return loss",
         what="PyTorch's plan: dist.all_reduce of a loss that is a DTensor",
-        symptom="an error: no sharding strategy for it (older: found no DeviceMesh)",
+        symptom="an error: no sharding strategy for it (older PyTorch: no DeviceMesh)",
         why="a DTensor knows what is left to sum, and .full_tensor() does it; after "
         ".to_local() an all-reduce would count a replicated loss T times",
         reported="github.com/pytorch/pytorch/issues/152712, torchtitan pull 779",
@@ -886,9 +888,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
-
-    (lesson 00)"""
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
     groups = {}
@@ -896,7 +896,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -1025,7 +1025,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
+        return x.view_as(x)  # x itself, with a new backward; nothing to send
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
@@ -1243,7 +1243,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP.
+    """nn.Dropout with a mask from torch.rand, as in ShardedDropout below.
 
     (lesson 02)"""
 
@@ -1255,7 +1255,7 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention without weights (lesson 02)."""
+    """The part of attention that has no parameters (lesson 02)."""
 
     def __init__(self, head_size: int, dropout: float):
         super().__init__()
@@ -1399,7 +1399,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)  # new modules start in training mode
 
 
 def dtensor_transformer(full: Transformer, plan: dict, tp_group) -> Transformer:
@@ -1497,7 +1497,7 @@ def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
     norm_of=None,
 ) -> TrainingRun:  # fmt: skip
-    """One step on each batch (lesson 02)."""
+    """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
@@ -1558,7 +1558,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: its shape differs from all others
+            x = torch.empty(0)  # no gradient: a mismatch if another run has one
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1574,7 +1574,7 @@ def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
     losses = values_of(runs, "losses")
     norms = values_of(runs, "norms")
     parameters = values_of(runs, "parameters")
-    report.section("Losses, gradient norms before clipping, parameters after training")
+    report.section("Losses, norms of gradients before clipping, norm of the parameters")
     report.compare("losses", losses, allowed=report.allowed_loss)
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", norms)
@@ -1752,7 +1752,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # the rows after these are padding
+        p.rows = full.config.vocab_size  # a number: the rows after these are padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -1774,8 +1774,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column (the columns of its logits
-        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
+        # Third: the target's logit. Only the rank with the target's row of the head has
+        # this column; the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
@@ -1804,8 +1804,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         )
         smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
         grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
-        onehot_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -onehot_BS.unsqueeze(-1))
+        extra_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)  # at the target
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -extra_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
         # The loss of an ignored position is 0, but its softmax − q is not.
         grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)

@@ -17,8 +17,8 @@ micro-batches it holds; then the same losses, gradients and parameters as in one
 process, and what each axis sends. Bytes sent and held must equal formulas.
 
 Exercises; answers are in the sections of notebooks/05_3d_parallel.ipynb in brackets:
-    --sleep 200        each stage takes a stated time: the bubble, the part of the time
-                       in which it waits per time in which it computes, is (P − 1)/M [4]
+    --sleep 200        a forward pass takes 200 ms, a backward pass 400: the bubble, its
+                       waiting time divided by its computing time, is (P − 1)/M [4]
     --schedule gpipe   every stage holds all M micro-batches at once [5]
     --dp 2 --zero      a rank holds 1/DP of AdamW's moments; results are the same [10]
     --ragged           padding is trimmed: micro-batches have different lengths [11]
@@ -67,6 +67,11 @@ from torch.distributed.tensor import DTensor, parallel
 
 # ---- First sitting: a pipeline
 
+# A stage needs the output of the stage before it: with the batch in one piece, only one
+# stage would compute at a time. So each replica splits its rows into M micro-batches,
+# and while stage 1 computes the first, stage 0 computes the second. Backward runs from
+# the last stage to the first: each stage sends its dL/dx to the stage before it.
+
 
 def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
     """This rank's group along each axis of {"pp": P, "dp": DP, "tp": T}, and two more.
@@ -90,7 +95,7 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
 
 
 def new_group_from(lists: list, axis: str, timeout: float) -> dist.ProcessGroup:
-    """This rank's group, of disjoint lists of ranks; every rank creates them all."""
+    """Create one group per list of ranks, on every rank; return this rank's group."""
     limit = timedelta(seconds=timeout)
     group, _ = dist.new_subgroups_by_enumeration(lists, timeout=limit, group_desc=axis)
     return group
@@ -142,7 +147,7 @@ class Message(NamedTuple):
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received
-    what: str  # for the message of an error: what it carries
+    what: str  # what it carries, as an error names it
 
 
 def send(x: Tensor, dst: int, group, what: str = "a message") -> Message:
@@ -185,7 +190,7 @@ class Pipeline:
         self.loss_of = loss_of  # (output, targets) → loss; on the last stage only
         self.pp = groups["pp"]
         self.pp_backward = groups["pp_backward"]
-        self.rank = self.pp.rank()
+        self.rank = self.pp.rank()  # the number of the stage
         self.first = self.rank == 0
         self.last = self.rank == self.pp.size() - 1
         self.like = next(stage.parameters())  # messages have its dtype and device
@@ -242,7 +247,7 @@ class Pipeline:
             what = f"{gradient} {self.rank}"
             grad = torch.empty_like(y)
             receive(grad, self.rank + 1, self.pp_backward, what)
-            wait_for(sent)  # not long: the gradient is the answer to it
+            wait_for(sent)  # received long ago: the receiver has sent its gradient
         with self.record_event("backward", i):
             y.backward(grad)
         if not self.first:
@@ -375,7 +380,7 @@ class FlatAdamW:
         return tensors
 
     def sum_over_replicas(self) -> None:
-        """Sum the gradients over dp: each replica's is a part of the batch's."""
+        """Sum gradients over dp: each replica has a part of the batch's gradient."""
         flat = self.flatten({name: p.grad for name, p in self.parameters.items()})
         if self.zero:
             self.vector.grad = reduce_scatter(flat, 0, self.groups["dp"])
@@ -692,8 +697,9 @@ def show_stages(report: Report, training: MeshTraining) -> None:
         rows.append(row)
     report.section("[pipeline] The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
-        "   [ ]: a TP group, sends activations in each layer, on the fastest links;\n"
-        "   row: a stage, sums gradients once per step; column: a replica, T pipelines"
+        "   [ ]     a TP group: sends activations in each layer, on the fastest links\n"
+        "   row     a stage: its replicas sum their gradients once per step\n"
+        "   column  a replica of the model: T pipelines, one for each rank in a [ ]"
     )
     report.table("stages", rows)
     idle = [f"--{axis}" for axis in AXES if getattr(args, axis) == 1]
@@ -748,7 +754,7 @@ def show_timeline(report: Report, training: MeshTraining) -> None:
         )
     elif args.pp > 1:
         report.say(
-            "   Above ideal: unequal stages, messages, shared cores. Try --sleep 200."
+            "   The rest: unequal stages, messages, shared cores. Try --sleep 200."
         )
 
 
@@ -798,7 +804,7 @@ def show_activations(report: Report, training: MeshTraining) -> None:
     report.say(
         "   limit            of micro-batches: min(P − stage, M), or M with gpipe\n"
         "   one              bytes saved by the forward pass of a micro-batch\n"
-        "   in flight, peak  micro-batches and bytes held, at most; left: at the end"
+        "   in flight, peak  most micro-batches and bytes held; left: bytes at the end"
     )
     report.table("memory", rows)
 
@@ -922,9 +928,10 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     )
     mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage, + 1:\n"
-        "   embedding or head; n: trained parameters, rounded up so that DP divides n\n"
-        "   r: those replicated over tp; v: rows of V on a rank; w: bytes of a loss"
+        f"   X  bytes of an activation{mean}, e·b·S·D (lesson 04: elements, B·S·D)\n"
+        "   l  layers of the stage; + 1 for embedding or head, + 2 for both\n"
+        "   n  elements of trained parameters, rounded up so that DP divides n\n"
+        "   r  those replicated over tp; v: rows of V on a rank; w: bytes of a loss"
     )
     report.ledger(traffic(args, stage), size, hide=["run"])
     show_totals(report)
@@ -1079,7 +1086,7 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict[str, Ten
 
 
 def pytorch_mesh(groups: dict[str, dist.ProcessGroup], args) -> DeviceMesh:
-    """Our groups as a mesh; those of init_device_mesh would wait 30 minutes."""
+    """Our groups as a mesh; init_device_mesh's groups time out after 30 minutes."""
     ranks = torch.arange(args.ranks).view(args.pp, args.dp, args.tp)
     device = torch.device(args.device).type
     axis_groups = [groups[axis] for axis in AXES]
@@ -1103,7 +1110,8 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     # PyTorch's stages cannot share a weight: with --tie, the two are independent here.
     model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
     options = "".join(f", --{x}" for x in ("bf16", "recompute") if getattr(args, x))
-    report.section(f"[mesh] By PyTorch: plan, fully_shard, {args.schedule}{options}")
+    kind = "gpipe" if args.microbatches < args.pp else args.schedule
+    report.section(f"[mesh] By PyTorch: plan, fully_shard, {kind}{options}")
     tied = "; its weights are not tied" if args.tie else ""
     report.say(f"   Gradients are those of rank 0's stage{tied}.")
     with report.column("PyTorch"):
@@ -1183,7 +1191,7 @@ BREAKS = {
         new='    return [x.roll(groups["tp"].rank(), 1) for x in received]\n',
         what="each rank of a TP group shuffles its batch for itself",
         symptom="no error; loss and gradients of step 1 are already wrong",
-        why="a TP group is one model: its sums add up parts of different answers",
+        why="a TP group is one model: its sums mix partial results of different rows",
         reported="github.com/deepspeedai/DeepSpeed/issues/7199",
     ),
     "micro": dict(
@@ -1192,7 +1200,7 @@ BREAKS = {
         new='    parts = self.args.microbatches * self.groups["dp"].size()\n'
         "    return loss_bS.sum() / (target_bS != IGNORE).sum() / parts\n",
         what="micro-batch losses are averaged, whatever number of targets each has",
-        symptom="loss and gradients are slightly off; not without padding",
+        symptom="loss and gradients are slightly off; right without padding",
         why="in a mean of means a token counts more where there is much padding",
         reported="github.com/meta-pytorch/torchtune/pull/1875, torchtitan issue 2972",
     ),
@@ -1220,7 +1228,7 @@ BREAKS = {
         new="    return targets.item() * dp_group.size()\n",
         what="gradients are averaged over replicas with different numbers of targets",
         symptom="loss and gradients are slightly off, in each step by another factor",
-        why="each replica divides by its own targets, then all have the same weight",
+        why="each replica divides by its own targets, so all replicas weigh the same",
         reported="github.com/pytorch/torchtitan/pull/2206",
     ),
     "group": dict(
@@ -1351,9 +1359,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
-
-    (lesson 00)"""
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
     groups = {}
@@ -1361,7 +1367,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -1502,7 +1508,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
+        return x.view_as(x)  # x itself, with a new backward; nothing to send
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
@@ -1681,7 +1687,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP.
+    """nn.Dropout with a mask from torch.rand, as in ShardedDropout below.
 
     (lesson 02)"""
 
@@ -1693,7 +1699,7 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention without weights (lesson 02)."""
+    """The part of attention that has no parameters (lesson 02)."""
 
     def __init__(self, head_size: int, dropout: float):
         super().__init__()
@@ -1837,7 +1843,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)  # new modules start in training mode
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
@@ -1915,7 +1921,7 @@ def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
     norm_of=None,
 ) -> TrainingRun:  # fmt: skip
-    """One step on each batch (lesson 02)."""
+    """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
@@ -1976,7 +1982,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: its shape differs from all others
+            x = torch.empty(0)  # no gradient: a mismatch if another run has one
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -2067,7 +2073,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # the rows after these are padding
+        p.rows = full.config.vocab_size  # a number: the rows after these are padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -2089,8 +2095,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column (the columns of its logits
-        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
+        # Third: the target's logit. Only the rank with the target's row of the head has
+        # this column; the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
@@ -2119,8 +2125,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         )
         smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
         grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
-        onehot_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -onehot_BS.unsqueeze(-1))
+        extra_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)  # at the target
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -extra_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
         # The loss of an ignored position is 0, but its softmax − q is not.
         grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
@@ -2196,7 +2202,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # read once: checkpoint() allows it only once
+        saved = ctx.saved_tensors  # read once: Checkpointed (below) forbids twice
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
@@ -2260,7 +2266,7 @@ def split_sequence(
     layer.self_attn.o_proj.reduce = reduce_scatter_sequence
     layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, gather_and_apply)
     layer.mlp.down_proj.reduce = reduce_scatter_sequence
-    # x is [B, s, D] there, so each rank must use its own slice of the mask.
+    # The layer drops elements of a [B, s, D]: each rank must use its slice of the mask.
     layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
 
 

@@ -537,9 +537,7 @@ from torch.distributed.tensor import DTensor
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
-
-    (lesson 00)"""
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
     groups = {}
@@ -547,7 +545,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -664,7 +662,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
+        return x.view_as(x)  # x itself, with a new backward; nothing to send
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
@@ -790,7 +788,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP.
+    """nn.Dropout with a mask from torch.rand, as in ShardedDropout below.
 
     (lesson 02)"""
 
@@ -802,7 +800,7 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention without weights (lesson 02)."""
+    """The part of attention that has no parameters (lesson 02)."""
 
     def __init__(self, head_size: int, dropout: float):
         super().__init__()
@@ -946,7 +944,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)  # new modules start in training mode
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
@@ -1036,7 +1034,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: its shape differs from all others
+            x = torch.empty(0)  # no gradient: a mismatch if another run has one
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:

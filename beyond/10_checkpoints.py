@@ -844,9 +844,7 @@ import torch.nn.functional as F
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
-
-    (lesson 00)"""
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
     groups = {}
@@ -854,7 +852,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -995,7 +993,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
+        return x.view_as(x)  # x itself, with a new backward; nothing to send
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
@@ -1156,7 +1154,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP.
+    """nn.Dropout with a mask from torch.rand, as in ShardedDropout below.
 
     (lesson 02)"""
 
@@ -1168,7 +1166,7 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention without weights (lesson 02)."""
+    """The part of attention that has no parameters (lesson 02)."""
 
     def __init__(self, head_size: int, dropout: float):
         super().__init__()
@@ -1312,7 +1310,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)  # new modules start in training mode
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
@@ -1390,7 +1388,7 @@ def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
     norm_of=None,
 ) -> TrainingRun:  # fmt: skip
-    """One step on each batch (lesson 02)."""
+    """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
@@ -1451,7 +1449,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: its shape differs from all others
+            x = torch.empty(0)  # no gradient: a mismatch if another run has one
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1542,7 +1540,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # the rows after these are padding
+        p.rows = full.config.vocab_size  # a number: the rows after these are padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -1564,8 +1562,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. One rank has its column (the columns of its logits
-        # are its rows of the head), the others add 0. IGNORE is in no rank's range.
+        # Third: the target's logit. Only the rank with the target's row of the head has
+        # this column; the others add 0. IGNORE is in no rank's range.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
         picked_BS = picked_BS.where(is_local_BS, 0)
@@ -1594,8 +1592,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         )
         smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
         grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
-        onehot_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)
-        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -onehot_BS.unsqueeze(-1))
+        extra_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)  # at the target
+        grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -extra_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
         # The loss of an ignored position is 0, but its softmax − q is not.
         grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
@@ -1671,7 +1669,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # read once: checkpoint() allows it only once
+        saved = ctx.saved_tensors  # read once: Checkpointed (below) forbids twice
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
@@ -1735,7 +1733,7 @@ def split_sequence(
     layer.self_attn.o_proj.reduce = reduce_scatter_sequence
     layer.mlp.up_proj = LinearWithInputComm(layer.mlp.up_proj, gather_and_apply)
     layer.mlp.down_proj.reduce = reduce_scatter_sequence
-    # x is [B, s, D] there, so each rank must use its own slice of the mask.
+    # The layer drops elements of a [B, s, D]: each rank must use its slice of the mask.
     layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
 
 
@@ -1794,7 +1792,7 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
 
 
 def new_group_from(lists: list, axis: str, timeout: float) -> dist.ProcessGroup:
-    """This rank's group, of disjoint lists of ranks; every rank creates them all.
+    """Create one group per list of ranks, on every rank; return this rank's group.
 
     (lesson 05)"""
     limit = timedelta(seconds=timeout)
@@ -1834,7 +1832,7 @@ class Message(NamedTuple):
     work: dist.Work  # its wait() returns when the receiver has the tensor
     ranks: list[int]  # sender and receiver
     x: Tensor  # must live until it has been received
-    what: str  # for the message of an error: what it carries
+    what: str  # what it carries, as an error names it
 
 
 def send(x: Tensor, dst: int, group, what: str = "a message") -> Message:
@@ -1873,7 +1871,7 @@ class Pipeline:
         self.loss_of = loss_of  # (output, targets) → loss; on the last stage only
         self.pp = groups["pp"]
         self.pp_backward = groups["pp_backward"]
-        self.rank = self.pp.rank()
+        self.rank = self.pp.rank()  # the number of the stage
         self.first = self.rank == 0
         self.last = self.rank == self.pp.size() - 1
         self.like = next(stage.parameters())  # messages have its dtype and device
@@ -1936,7 +1934,7 @@ class Pipeline:
             what = f"{gradient} {self.rank}"
             grad = torch.empty_like(y)
             receive(grad, self.rank + 1, self.pp_backward, what)
-            wait_for(sent)  # not long: the gradient is the answer to it
+            wait_for(sent)  # received long ago: the receiver has sent its gradient
         with self.record_event("backward", i):
             y.backward(grad)
         if not self.first:
@@ -2058,7 +2056,7 @@ class FlatAdamW:
         return tensors
 
     def sum_over_replicas(self) -> None:
-        """Sum the gradients over dp: each replica's is a part of the batch's.
+        """Sum gradients over dp: each replica has a part of the batch's gradient.
 
         (lesson 05)"""
         flat = self.flatten({name: p.grad for name, p in self.parameters.items()})

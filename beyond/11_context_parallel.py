@@ -849,9 +849,7 @@ from torch.distributed.tensor import DTensor
 
 
 def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of a mesh, numbered along the last axis first.
-
-    (lesson 00)"""
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
     groups = {}
@@ -859,7 +857,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in one order, even if it is not in it:
+            # Every rank creates every group, in the same order, also those of others:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -1019,7 +1017,7 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # every rank has all of x already: nothing to send
+        return x.view_as(x)  # x itself, with a new backward; nothing to send
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
@@ -1199,7 +1197,7 @@ def rotate(x_BNSH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, sampled as in ShardedDropout: equal with and without TP.
+    """nn.Dropout with a mask from torch.rand, as in ShardedDropout below.
 
     (lesson 02)"""
 
@@ -1211,7 +1209,7 @@ class Dropout(nn.Dropout):
 
 
 class CoreAttention(nn.Module):
-    """The part of attention without weights (lesson 02)."""
+    """The part of attention that has no parameters (lesson 02)."""
 
     def __init__(self, head_size: int, dropout: float):
         super().__init__()
@@ -1355,7 +1353,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
     model = copy.deepcopy(full)
     for layer in model.layers:
         parallelize_layer(layer, tp_group)
-    return model.train(full.training)  # in eval mode if full is
+    return model.train(full.training)  # new modules start in training mode
 
 
 def global_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
@@ -1433,7 +1431,7 @@ def train_transformer(
     name, model, batches, args, tp_group=None, loss_of=mean_loss, after_backward=None,
     norm_of=None,
 ) -> TrainingRun:  # fmt: skip
-    """One step on each batch (lesson 02)."""
+    """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
@@ -1494,7 +1492,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         x = getattr(p, what)
         if x is None:
-            x = torch.empty(0)  # no gradient: its shape differs from all others
+            x = torch.empty(0)  # no gradient: a mismatch if another run has one
         elif isinstance(x, DTensor):
             x = x.full_tensor()  # an all-gather by PyTorch
         else:
@@ -1510,7 +1508,7 @@ def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
     losses = values_of(runs, "losses")
     norms = values_of(runs, "norms")
     parameters = values_of(runs, "parameters")
-    report.section("Losses, gradient norms before clipping, parameters after training")
+    report.section("Losses, norms of gradients before clipping, norm of the parameters")
     report.compare("losses", losses, allowed=report.allowed_loss)
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", norms)

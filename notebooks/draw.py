@@ -11,7 +11,7 @@ and draws those. Even the colors are computed:
 Both return integers whose bit r stands for rank r. A rank has the same color in every
 picture of the course (`COLORS`, by Okabe and Ito, which color-blind people can tell
 apart), and its number is printed next to it or in it. What several ranks hold shows all
-their colors; what every rank holds is grey. Where colors are values, none of the ranks'
+their colors; what every rank holds is gray. Where colors are values, none of the ranks'
 colors is used.
 
 For a further notebook: `rows` draws small tensors with their values, column by column,
@@ -34,7 +34,7 @@ COLORS = (  # by rank
     "#56B4E9", "#E69F00", "#009E73", "#CC79A7",
     "#F0E442", "#D55E00", "#0072B2", "#BBBBBB",
 )  # fmt: skip
-PARTS = ("#4D4D4D", "#8C8C8C", "#C8C8C8", "#EDEDED")  # of a bar: not ranks, so grey
+PARTS = ("#4D4D4D", "#8C8C8C", "#C8C8C8", "#EDEDED")  # of a bar: not ranks, so gray
 EVERYONE = "#E6E6E6"
 # Values: brown below zero, purple above. No rank has these, and they differ in blue, so
 # people blind to red or green can tell them apart.
@@ -116,7 +116,7 @@ def letters(text: str, unit: float) -> float:
 
 
 def box(ax, x, y, width, height, ranks, everyone=0, **style) -> None:
-    """A box in the colors of these ranks, in diagonal bands if there are several; grey
+    """A box in the colors of these ranks, in diagonal bands if there are several; gray
     if they are all of `everyone`."""
     edge = dict(edgecolor="black", linewidth=0.8) | style
     fills = [color(rank) for rank in ranks] or ["white"]
@@ -145,7 +145,7 @@ def tile(ax, x, y, width, height, text, ranks, size=FONT) -> None:
 
 
 def framed_tile(ax, place, text, rank: int, ranks: int) -> None:
-    """A rank's box with what every rank holds: grey, framed in the rank's color."""
+    """A rank's box with what every rank holds: gray, framed in the rank's color."""
     x, y, width, height = place
     frame = dict(edgecolor=color(rank), linewidth=3)
     box(ax, x, y, width, height, range(ranks), ranks, **frame)
@@ -220,7 +220,7 @@ def matrices(items: list, ranks: int, numbers: bool = True):
         items: (heading, holders, note) with `holders` a matrix of rank sets (see
             `places`), 0 for no rank, and maybe (dim, size): a thick line along that dim
             after every `size` elements; or a text to put between, as "·" and "=".
-        ranks: how many there are: what all of them hold is grey.
+        ranks: how many there are: what all of them hold is gray.
         numbers: whether blocks have them.
     """
     unit = 0.3
@@ -375,7 +375,7 @@ def flow(stages: list[dict], ranks: int, title: str = "", backward: bool = False
         stages: from left to right, each {"name", "boxes"} with a text a rank, or
             {"name", "does", "moved"}: what is called there, and its payload in bytes.
             Where nothing is moved, the line is dotted. A stage with a true "same" has
-            equal values on all ranks: grey boxes, framed in the color of the rank.
+            equal values on all ranks: gray boxes, framed in the color of the rank.
         backward: arrows point to the left.
     """
     unit = 0.55
