@@ -297,7 +297,7 @@ def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
     Communication: one all-reduce, of its size, per tensor not sharded over the group.
     """
     for p in tensors:
-        if p.grad is None:  # unused in this step, on all ranks alike
+        if p.grad is None:  # unused in this step, on every rank
             continue
         groups = [group for dim, group in shardings_of(p)]
         if batch_group not in groups:
