@@ -697,9 +697,8 @@ def show_stages(report: Report, training: MeshTraining) -> None:
         rows.append(row)
     report.section("[pipeline] The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
-        "   [ ]     a TP group: sends activations in each layer, on the fastest links\n"
-        "   row     a stage: its replicas sum their gradients once per step\n"
-        "   column  a replica of the model: T pipelines, one for each rank in a [ ]"
+        "   [ ]: a TP group, on the fastest links. Row: a stage, its replicas sum\n"
+        "   gradients. Column: a replica, T pipelines, one for each rank in a [ ]."
     )
     report.table("stages", rows)
     idle = [f"--{axis}" for axis in AXES if getattr(args, axis) == 1]
@@ -928,10 +927,9 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     )
     mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X  bytes of an activation{mean}, e·b·S·D (lesson 04: elements, B·S·D)\n"
-        "   l  layers of the stage; + 1 for embedding or head, + 2 for both\n"
-        "   n  elements of trained parameters, rounded up so that DP divides n\n"
-        "   r  those replicated over tp; v: rows of V on a rank; w: bytes of a loss"
+        f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage, + 1\n"
+        "   for embedding or head (both: 2); n: trained parameters, rounded so that\n"
+        "   DP divides n; r: those replicated over tp; v: rows of V; w: bytes of a loss"
     )
     report.ledger(traffic(args, stage), size, hide=["run"])
     show_totals(report)
@@ -1111,9 +1109,9 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
     options = "".join(f", --{x}" for x in ("bf16", "recompute") if getattr(args, x))
     kind = "gpipe" if args.microbatches < args.pp else args.schedule
-    report.section(f"[mesh] By PyTorch: plan, fully_shard, {kind}{options}")
-    tied = "; its weights are not tied" if args.tie else ""
-    report.say(f"   Gradients are those of rank 0's stage{tied}.")
+    report.section(f"[mesh] By PyTorch (rank 0's stage): fully_shard, {kind}{options}")
+    if args.tie:
+        report.say("   The weights of embedding and head are not tied here.")
     with report.column("PyTorch"):
         with COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
             got = pytorch_step(model, batch, groups, args)

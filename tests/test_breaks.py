@@ -75,7 +75,7 @@ EXPECTED = {
     "04_sequence_parallel": {
         "norms": (grad("layers.…"), grad("norm.weight, TP + SP"),
             "replicas: norm.weight", norm("TP + SP"), loss("TP + SP")),
-        "row-bias": (grad("layers.0.mlp.down_proj.bias, TP + SP"), loss("TP + SP"),
+        "row-bias": (grad("layers.1.mlp.down_proj.bias, TP + SP"), loss("TP + SP"),
             loss("TP"), loss("DTensor")),
         "length": ("runs: padded lengths completes",
             "lengths: loss, length 1, padded to 1, TP + SP", loss("TP + SP")),
