@@ -336,7 +336,7 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
 SKIP = "**Skip this notebook if you can answer these three questions:**"
 EXPLAIN = "**Explain it to a colleague in two minutes**"
 # Notebooks that do not have this form yet.
-LATER = ("06_the_same_in_jax", "09_shared_heads")
+LATER = ("06_the_same_in_jax",)
 SHOWS_FIRST = [name for name in NOTEBOOKS if name not in LATER]
 
 
