@@ -82,6 +82,32 @@ def test_layers_are_dealt_out_once_and_evenly(P):
         assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
+@pytest.mark.parametrize("sizes", [(3, 1, 2), (2, 3, 1), (6, 1, 1), (1, 1, 6)])
+def test_every_rank_creates_every_group(sizes, monkeypatch):
+    """PyTorch names a group by how many were created. A rank that left some out would
+    wait under another name when the next mesh is made in the same process."""
+    created = []
+
+    def new_group(ranks=None, **options):
+        created.append((sorted(ranks), options.get("group_desc")))
+        assert not options.get("use_local_synchronization")
+        return ranks
+
+    c10d = torch.distributed.distributed_c10d
+    for module in (torch.distributed, c10d):
+        monkeypatch.setattr(module, "new_group", new_group)
+        monkeypatch.setattr(module, "get_world_size", lambda group=None: 6)
+    of_ranks = []
+    for rank in range(6):
+        created.clear()
+        for module in (torch.distributed, c10d):
+            monkeypatch.setattr(module, "get_rank", lambda group=None, r=rank: r)
+        groups = lesson.make_mesh(dict(zip(("pp", "dp", "tp"), sizes)), 5)
+        assert all(rank in ranks for ranks in groups.values()), (rank, groups)
+        of_ranks.append([*created])
+    assert all(mine == of_ranks[0] for mine in of_ranks)
+
+
 # Every layout, against plain PyTorch, in float64 (in float32: the lesson's own runs).
 
 

@@ -101,6 +101,9 @@ def test_a_tree_of_sums_has_the_colours_of_who_adds():
     for name in seen.texts[9:]:  # above the middle of its terms
         ends = [seen.at[term][0] for term in name.split(" … ")]
         assert seen.at[name][0] == pytest.approx(sum(ends) / 2)
+    rank_1.append((15, 240))  # what all ranks compute is grey
+    seen = drawn(of_08.draw_tree, 2, [rank_0, rank_1])
+    assert ("0 … 7", EVERYONE) in seen.on() and ("0 … 3", BLUE) in seen.on()
 
 
 def test_lookup_joins_tokens_to_rows_and_shows_the_terms():

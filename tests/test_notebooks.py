@@ -335,13 +335,9 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
 
 SKIP = "**Skip this notebook if you can answer these three questions:**"
 EXPLAIN = "**Explain it to a colleague in two minutes**"
-# Notebooks that do not have this form yet.
-LATER = ("06_the_same_in_jax", "07_plan_a_run", "08_same_bits", "09_shared_heads")
-LATER += ("11_context_parallel", "12_wrong_gradients")
-SHOWS_FIRST = [name for name in NOTEBOOKS if name not in LATER]
 
 
-@pytest.mark.parametrize("name", SHOWS_FIRST)
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_begins_with_a_picture_and_asks_at_both_ends(name):
     cells = NOTEBOOKS[name]["cells"]
     head = "".join(cells[0]["source"])
@@ -364,7 +360,7 @@ def test_a_notebook_begins_with_a_picture_and_asks_at_both_ends(name):
             assert re.match(r"\*After it you .+ \(\d+ minutes\)\.\*", line), text
 
 
-@pytest.mark.parametrize("name", SHOWS_FIRST)
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_cells_that_only_draw_are_folded_and_neighbors_are_one(name):
     above = ""
     for cell in NOTEBOOKS[name]["cells"]:
