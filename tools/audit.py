@@ -225,6 +225,16 @@ ADVICE = {
         "this use comes from (f), or sum the gradient of this use alone.",
         "lesson 03, --break tie",
     ),
+    "backward of a module": (
+        "The gradient that arrives at this module is right, and the gradient that it "
+        "returns is wrong: its own backward is.",
+        "Look at the backward of the functions and collectives that this module calls. "
+        "What other ranks sent forward is needed again in backward; the gradient of "
+        "what this rank received belongs to the rank that sent it, and is a sum over "
+        "ranks; the weights of a softmax over all ranks need the statistics of all.",
+        "beyond/11, --break stale, home and lse; lesson 01, the table of collectives "
+        "and their backward",
+    ),
     "backward slice": (
         "This module gathers its input, and its backward returns each rank's slice of "
         "its own partial gradient: what the other ranks computed for that slice is "

@@ -850,8 +850,9 @@ class Audit:
         wrong = [n for n, how in relations.items() if how not in ("right", "frozen")]
         wrong.sort(key=lambda name: -self.place_of(name))
         flow = self.first_wrong_flow()
-        if wrong and flow is not None:
-            self.check_slice(flow[0])
+        if wrong and flow is not None and not self.check_slice(flow[0]):
+            if relations[wrong[0]] == "unexplained":
+                self.check_backward(flow[0])
         if wrong and flow is not None and flow[0] == self.last_module():
             text = f"dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
             self.add("loss backward", "loss", text)
@@ -863,7 +864,32 @@ class Audit:
                 text += self.readers_of(flow[0])
             self.add(f"gradient {relations[name]}", name, text, self.owner(name))
 
-    def check_slice(self, writer: str) -> None:
+    def check_backward(self, writer: str) -> None:
+        """Is a module's output gradient right, and what it sends back wrong?"""
+        wrong = {}  # reader → what it sends back to which writers
+        for key, expected in self.first.full_input_grads.items():
+            got = [facts.input_grads.get(key) for facts in self.everyone]
+            if any(x is None for x in got):
+                continue
+            how = self.relation(got, expected)
+            if not is_right(how) and how not in ("partial", *NOT_COMPARED):
+                wrong.setdefault(key[1], {})[key[0]] = how
+        for reader in reversed(self.first.order):
+            texts = [f"{to} ({how})" for to, how in wrong.get(reader, {}).items()]
+            known = any(to == writer for to in wrong.get(reader, {}))
+            inner = any(name.startswith(f"{reader}.") for name in wrong)
+            expected = self.first.full_output_grads.get(reader)
+            grads = [facts.output_grads.get(reader) for facts in self.everyone]
+            if not known or inner or expected is None or any(x is None for x in grads):
+                continue
+            how = self.relation(grads, expected)
+            if is_right(how):
+                text = f"dL/d(its output) is right ({how}), and what it sends back is "
+                text += f"wrong for {', '.join(texts)}"
+                self.add("backward of a module", reader, text, reader)
+                return
+
+    def check_slice(self, writer: str) -> bool:
         """Does a module send back a slice of each rank's own partial gradient?
 
         Column-parallel linears that read an all-gathered tensor return a partial sum
@@ -891,7 +917,8 @@ class Audit:
                     text = f"its input is {name} and gathered; each rank's gradient of "
                     text += f"the output of {writer} has its own partial sum only"
                     self.add("backward slice", key[1], text, key[1])
-                    return
+                    return True
+        return False
 
     def partial_of(self, reader: str, rank: int) -> Tensor | None:
         """dL/dx through the column-parallel linears in a module, on one rank."""
