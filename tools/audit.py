@@ -387,13 +387,14 @@ def start_ranks(args, ranks: int, path: Path, folder: Path) -> dict:
         processes.append(process)
     try:
         watch(processes, store, args.timeout)
+        ended = [process.poll() for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     if out.exists():
         return json.loads(out.read_text())
-    failed = what_failed(processes, store)
+    failed = what_failed(processes, store, ended)
     result = {"ranks": ranks, "findings": [], "failed": failed}
     mistake = wrong_use_on(ranks, store)
     if mistake:
@@ -438,10 +439,11 @@ def statuses_of(processes: list, store) -> list[str]:
     return statuses
 
 
-def what_failed(processes: list, store) -> list[str]:
+def what_failed(processes: list, store, ended: list[int | None]) -> list[str]:
     """A line for each error that ranks raised themselves, then where the others were.
 
     A rank that loses its connection because another one has died is no cause.
+    ended: exit codes of the ranks that had ended by themselves.
     """
     raised = {}  # error → ranks
     lost = []
@@ -449,7 +451,10 @@ def what_failed(processes: list, store) -> list[str]:
     for rank, status in enumerate(statuses_of(processes, store)):
         key = f"error/{rank}"
         if not store.check([key]):
-            waiting.append(f"rank {rank}: {status or 'has not started'}")
+            where = status or "has not started"
+            if ended[rank]:
+                where = f"ended with exit code {ended[rank]} ({where})"
+            waiting.append(f"rank {rank}: {where}")
             continue
         status, text, _ = json.loads(store.get(key))
         if LOST.search(text):
@@ -459,10 +464,9 @@ def what_failed(processes: list, store) -> list[str]:
     lines = [f"{ranks_in_words(ranks)} {text}" for text, ranks in raised.items()]
     if raised and lost:
         names = ranks_in_words([rank for rank, _ in lost])
-        lines.append(f"{names} lost the connection to it")
-    elif lost:
-        for rank, status in lost:
-            lines.append(f"rank {rank} waited for another rank in vain ({status})")
+        return [*lines, f"{names} lost the connection", *waiting]
+    for rank, status in lost:
+        waiting.append(f"rank {rank} waited for other ranks in vain ({status})")
     return lines + waiting
 
 
@@ -484,8 +488,8 @@ def show(result: dict) -> bool:
         return False
     print(f"   loss {result['loss']:.8g}, one process {result['full_loss']:.8g}")
     rows = result["parameters"]
-    width = max(len(row["parameter"]) for row in rows)
-    places = max(len(row["placement"]) for row in rows)
+    width = max(len("parameter"), *(len(row["parameter"]) for row in rows))
+    places = max(len("on rank 0"), *(len(row["placement"]) for row in rows))
     print(f"   {'parameter':<{width}}  {'on rank 0':<{places}}  gradient")
     for row in rows:
         mark = "" if row["gradient"] in RIGHT else "  ✗"

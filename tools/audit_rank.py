@@ -75,7 +75,10 @@ class CallCounter(TorchDispatchMode):
         total = sum(self.calls.values())
         self.report(f"in {name}, its collective number {total}, in {self.phase}")
         out = func(*args, **(kwargs or {}))
-        self.report(f"between collectives, in {self.phase}")
+        # The caller may wait for the result, so the rank can still be in this call.
+        self.report(
+            f"in or after {name}, its collective number {total}, in {self.phase}"
+        )
         return out
 
     def report(self, status: str) -> None:
