@@ -314,13 +314,16 @@ def dtensor_subject(lesson, **sizes):
 
 
 def right_subject(number: int):
-    """A right model of random sizes and one of six kinds."""
+    """A right model of random sizes and one of seven kinds."""
     rng = random.Random(f"right {number}")
     T = dist.get_world_size()
     kv_heads = T * rng.randint(1, 2)
     sizes = dict(V=rng.choice([7, 16, 31]), S=T * rng.randint(1, 4))
     sizes.update(kv_heads=kv_heads, heads=kv_heads * rng.randint(1, 2))
-    kind = number % 6
+    kind = number % 7
+    if kind == 6:
+        lesson = load("11_context_parallel")
+        return cp_subject(lesson, rng.choice(list(lesson.METHODS)), 2 * sizes["S"])
     if kind == 0:
         return gated_subject(load("01_naive_mlp_tp"), 2 * rng.randint(2, 6), 4 * T)
     if kind == 1:

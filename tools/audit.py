@@ -91,8 +91,9 @@ ADVICE = {
     "wrong piece": (
         "A rank holds the piece of another rank.",
         "Take the slice of the group rank. Did a broadcast overwrite the shards? "
-        "DistributedDataParallel sends the parameters of its first rank to all others.",
-        "notebook 12, fault 3",
+        "DistributedDataParallel sends the parameters of its first rank to all others. "
+        "If c ranks share a key/value head, rank t holds head t // c.",
+        "notebook 12, fault 3; beyond/09, --break order",
     ),
     "fused": (
         "A fused weight is split into T slices as if it were one matrix: rank 0 gets "

@@ -14,6 +14,7 @@ from torch import Tensor
 ALLOWED = {"float64": 1e-9, "float32": 2e-4}  # relative difference
 OTHER = ", the piece of rank"
 FUSED = re.compile("qkv|query_key_value|c_attn|in_proj|gate_up|fused", re.IGNORECASE)
+SHARED = re.compile(r"over (\d+), piece (\d+)$")  # several ranks hold one piece
 # Relations of a gradient whose cause may be the gradient that arrives at its module.
 FROM_FLOW = ("sum", "differs", "unexplained", "zero", "None")
 PADDING = -1  # index of an element that belongs to no parameter of the full model
@@ -374,6 +375,15 @@ class Audit:
                     text = f"rank {self.holders(name)[rank]} holds {words}"
                     self.add("wrong piece", name, text, owner)
                     break
+                shared = SHARED.search(words)
+                if shared and len(row["all"]) == self.ranks:
+                    pieces = int(shared[1])
+                    usual = rank * pieces // self.ranks
+                    if int(shared[2]) != usual:
+                        text = f"rank {rank} holds piece {shared[2]} of {pieces}; if "
+                        text += f"neighbors share a piece, its piece is {usual}"
+                        self.add("wrong piece", name, text, owner)
+                        break
             if FUSED.search(name) and row["all"][0] == "Shard(0)":
                 text = "by its name it is several matrices, and it is one Shard(0)"
                 self.add("fused", name, text, owner)
