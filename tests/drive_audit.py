@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from audit_models import MODELS
 from in_ranks import load, run
 from torch import nn
 
@@ -103,6 +104,8 @@ def subject_of(number: str, lesson, **sizes):
         return mlp_subject(lesson)
     if number == "09":
         return shared_heads_subject(lesson)
+    if number == "11":
+        return cp_subject(lesson)
     sizes["clip"] = clip_of(lesson)
     if number == "02":
         return transformer_subject(lesson, lesson.tp_transformer, **sizes)
@@ -141,6 +144,56 @@ def shared_heads_subject(lesson):
     return transformer_subject(
         lesson, make, heads=2 * ranks, kv_heads=kv_heads, clip=clip
     )
+
+
+class OnItsPositions(nn.Module):
+    """A model that takes this rank's positions of the tokens."""
+
+    def __init__(self, module: nn.Module, slice_of):
+        super().__init__()
+        self.module = module
+        self.slice_of = slice_of
+
+    def forward(self, tokens_BS):
+        return self.module(self.slice_of(tokens_BS))
+
+
+def cp_subject(lesson, method: str = "ring", S: int = 8):
+    """beyond/11's model: each rank has some positions of the sequence."""
+    config = lesson.Config(30, 32, 4, 4, 2, S, 0.0)
+    groups = lesson.mesh_groups({"cp": dist.get_world_size(), "tp": 1}, 60)
+    method = lesson.METHODS[method]
+    seen = []  # tokens of each forward
+
+    def slice_of(tokens):
+        seen.append(tokens)
+        return lesson.split_positions((tokens, tokens), groups["cp"], method.layout)[0]
+
+    def parallelize(model, cp_group):
+        model = lesson.cp_transformer(model, method, cp_group, groups["tp"])
+        return OnItsPositions(model, slice_of)
+
+    def batch(step):
+        tokens = torch.randint(30, (3, S))
+        target = tokens.roll(-1, 1)
+        target[:, -1] = -100
+        target[0, :2] = -100  # ranks have different numbers of targets
+        return tokens, target
+
+    def loss(output, target, cp_group):
+        if cp_group is None:
+            return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+        whole = (seen[-1], target)
+        target_here = lesson.split_positions(whole, cp_group, method.layout)[1]
+        return lesson.cp_loss(output, target_here, cp_group)
+
+    def after_backward(model):
+        lesson.sum_over_cp(model, groups["cp"])
+
+    return types.SimpleNamespace(
+        build=lambda: lesson.Transformer(config), parallelize=parallelize, batch=batch,
+        loss=loss, after_backward=after_backward,
+    )  # fmt: skip
 
 
 def clip_of(lesson):
@@ -198,13 +251,23 @@ BUGS = {
         "row-bias": "forward bias",
         "rotary": "buffer",
         "mask": "dropout same",
-        "split": "gradient sum",
+        "split": "backward slice",
     },
     "09_shared_heads": {
         "copies": "gradient sum",
         "input": "gradient sum",
         "twice": "gradient factor",
         "norm": "norm",
+    },
+    "11_context_parallel": {
+        "stale": "backward of a module",
+        "home": "backward of a module",
+        "lse": "backward of a module",
+        "positions": "forward right on",
+        "count": "loss",
+        "sum": "gradient sum",
+        "average": "gradient factor",
+        "shift": "loss",
     },
 }
 
@@ -251,13 +314,16 @@ def dtensor_subject(lesson, **sizes):
 
 
 def right_subject(number: int):
-    """A right model of random sizes and one of six kinds."""
+    """A right model of random sizes and one of seven kinds."""
     rng = random.Random(f"right {number}")
     T = dist.get_world_size()
     kv_heads = T * rng.randint(1, 2)
     sizes = dict(V=rng.choice([7, 16, 31]), S=T * rng.randint(1, 4))
     sizes.update(kv_heads=kv_heads, heads=kv_heads * rng.randint(1, 2))
-    kind = number % 6
+    kind = number % 7
+    if kind == 6:
+        lesson = load("11_context_parallel")
+        return cp_subject(lesson, rng.choice(list(lesson.METHODS)), 2 * sizes["S"])
     if kind == 0:
         return gated_subject(load("01_naive_mlp_tp"), 2 * rng.randint(2, 6), 4 * T)
     if kind == 1:
@@ -267,8 +333,23 @@ def right_subject(number: int):
     return subject_of(name[:2], load(name), **sizes)
 
 
+def try_model(make, bug: str) -> dict:
+    """A model of audit_models.py; bug "" is the right one."""
+    try:
+        found = findings(make(bug))
+    except Exception as error:
+        found = {"categories": [["raised", f"{type(error).__name__}: {error}"[:200]]]}
+    return {"model": make.__name__, "bug": bug, **found}
+
+
 def main() -> dict:
-    found = {"bugs": [], "right": []}
+    found = {"bugs": [], "right": [], "models": [], "right models": []}
+    for make, bugs in MODELS.items():
+        found["right models"].append(try_model(make, ""))
+        show(found["right models"][-1])
+        for bug, category in bugs.items():
+            found["models"].append({"expected": category, **try_model(make, bug)})
+            show(found["models"][-1])
     for name, bugs in BUGS.items():
         for bug, category in bugs.items():
             found["bugs"].append({"expected": category, **try_bug(name, bug)})

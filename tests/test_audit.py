@@ -18,14 +18,26 @@ def test_every_rank_has_the_same_findings(ranks):
 def test_bugs_are_found_and_named(ranks):
     """Every bug is found; in at least nine of ten the first category is the cause."""
     bugs = ranks[0]["bugs"]
-    assert len(bugs) >= 23
+    assert len(bugs) >= 31
     missed = [bug["bug"] for bug in bugs if not bug["categories"]]
     assert missed == []
     named = [bug for bug in bugs if bug["categories"][0][0].startswith(bug["expected"])]
     assert len(named) >= 0.9 * len(bugs), [bug for bug in bugs if bug not in named]
 
 
+def test_bugs_of_other_models_are_found_and_named(ranks):
+    """Models that are not the course's: each bug's first category is its cause."""
+    bugs = ranks[0]["models"]
+    assert len(bugs) >= 14
+    for bug in bugs:
+        assert bug["categories"], bug
+        assert bug["categories"][0][0].startswith(bug["expected"]), bug
+
+
 def test_right_models_raise_no_alarm(ranks):
+    models = ranks[0]["right models"]
+    assert len(models) >= 5
+    assert [model for model in models if model["categories"]] == []
     right = ranks[0]["right"]
     assert len(right) >= 12
     assert [model for model in right if model["categories"]] == []
@@ -103,3 +115,37 @@ def test_a_users_file(tmp_path, capsys, wrong, code, says):
     (result,) = json.loads((tmp_path / "out.json").read_text())
     assert result["ranks"] == 2
     shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+ORDER = """
+import sys
+sys.path.insert(0, {root!r})
+sys.path.insert(0, {root!r} + "/beyond")
+import importlib, torch
+lesson = importlib.import_module("09_shared_heads")
+{bug}
+config = lesson.Config(30, 32, 8, 2, 1, 6, 0.0)
+
+def build():
+    return lesson.Transformer(config)
+
+def parallelize(model, tp_group):
+    groups = lesson.kv_groups(2, 4, 60)
+    groups["tp"] = tp_group
+    return lesson.shared_heads_transformer(model, lesson.tp_transformer, groups)
+
+def batch(step):
+    tokens = torch.randint(30, (2, 3, 6))
+    return tokens[0], tokens[1]
+"""
+
+
+@pytest.mark.parametrize("bug, code", [("", 0), ("order", 1)])
+def test_the_order_of_shared_heads_on_four_ranks(tmp_path, capsys, bug, code):
+    """beyond/09 --break order: a rank holds another rank's key/value head."""
+    edit = f"lesson.apply_edit(lesson.BREAKS[{bug!r}], vars(lesson))" if bug else ""
+    path = tmp_path / "shared.py"
+    path.write_text(ORDER.format(root=str(jobs.ROOT), bug=edit))
+    assert audit.main([str(path), "--ranks", "4", "--timeout", "100"]) == code
+    out = capsys.readouterr().out
+    assert ("1. layers.0.self_attn.k_proj.weight: wrong piece" in out) == (code == 1)

@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,7 @@ ADVICE = {
         "This parameter holds elements that belong to another parameter of the full "
         "model.",
         "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
-        "each part into T slices.",
+        "each part into T slices. An expert must be on the rank that calls it.",
         "lesson 02, --break qkv",
     ),
     "forward bias": (
@@ -90,8 +91,9 @@ ADVICE = {
     "wrong piece": (
         "A rank holds the piece of another rank.",
         "Take the slice of the group rank. Did a broadcast overwrite the shards? "
-        "DistributedDataParallel sends the parameters of its first rank to all others.",
-        "notebook 12, fault 3",
+        "DistributedDataParallel sends the parameters of its first rank to all others. "
+        "If c ranks share a key/value head, rank t holds head t // c.",
+        "notebook 12, fault 3; beyond/09, --break order",
     ),
     "fused": (
         "A fused weight is split into T slices as if it were one matrix: rank 0 gets "
@@ -215,6 +217,33 @@ ADVICE = {
         "Wrap the collective in an autograd.Function.",
         "lesson 01, --break plain",
     ),
+    "gradient of its uses": (
+        "This weight is tied: several modules use it, and their gradients do not count "
+        "alike. Factors are means over the ranks that hold the same piece: 1 is "
+        "complete, 1/T is a partial gradient that was not summed, T was summed twice, "
+        "0 was lost.",
+        "0: look for a detach() or a copy. 1/T: all-reduce dL/dx in the module that "
+        "this use comes from (f), or sum the gradient of this use alone.",
+        "lesson 03, --break tie",
+    ),
+    "backward of a module": (
+        "The gradient that arrives at this module is right, and the gradient that it "
+        "returns is wrong: its own backward is.",
+        "Look at the backward of the functions and collectives that this module calls. "
+        "What other ranks sent forward is needed again in backward; the gradient of "
+        "what this rank received belongs to the rank that sent it, and is a sum over "
+        "ranks; the weights of a softmax over all ranks need the statistics of all.",
+        "beyond/11, --break stale, home and lse; lesson 01, the table of collectives "
+        "and their backward",
+    ),
+    "backward slice": (
+        "This module gathers its input, and its backward returns each rank's slice of "
+        "its own partial gradient: what the other ranks computed for that slice is "
+        "lost.",
+        "The backward of an all-gather in front of column-parallel linears is a "
+        "reduce-scatter: sum over the ranks, then slice.",
+        "lesson 04, --break split",
+    ),
     "gradient zero": (
         "This gradient is zero on all ranks.",
         "Look for a mask or a detach() between this parameter and the loss.",
@@ -303,7 +332,22 @@ ADVICE = {
         "notebook 12, fault 9",
     ),
 }
-FOLLOW = ("gradient unexplained", "gradient differs between replicas")
+MOST_NAMES = 16  # in one paragraph
+RIGHT = ("right", "not compared", "frozen")  # gradients without a mark
+# What may follow from the first fault: its own paragraph would only repeat that one.
+FOLLOW = (
+    "gradient unexplained",
+    "gradient differs between replicas",
+    "gradient factor",
+    "gradient of its uses",
+)
+
+
+# What gloo and NCCL say on a rank whose peer has died or does not come.
+LOST = re.compile(
+    "gloo|Connection (closed|reset|refused)|Broken pipe|NCCL|DistNetworkError|"
+    "DistBackendError|DistStoreError|wait timeout|[Tt]imed out"
+)
 
 
 def wrong_use(text: str) -> int:
@@ -344,13 +388,14 @@ def start_ranks(args, ranks: int, path: Path, folder: Path) -> dict:
         processes.append(process)
     try:
         watch(processes, store, args.timeout)
+        ended = [process.poll() for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     if out.exists():
         return json.loads(out.read_text())
-    failed = what_failed(processes, store)
+    failed = what_failed(processes, store, ended)
     result = {"ranks": ranks, "findings": [], "failed": failed}
     mistake = wrong_use_on(ranks, store)
     if mistake:
@@ -395,17 +440,39 @@ def statuses_of(processes: list, store) -> list[str]:
     return statuses
 
 
-def what_failed(processes: list, store) -> list[str]:
-    """A line for each rank: the error it raised, or where it was."""
-    lines = []
+def what_failed(processes: list, store, ended: list[int | None]) -> list[str]:
+    """A line for each error that ranks raised themselves, then where the others were.
+
+    A rank that loses its connection because another one has died is no cause.
+    ended: exit codes of the ranks that had ended by themselves.
+    """
+    raised = {}  # error → ranks
+    lost = []
+    waiting = []
     for rank, status in enumerate(statuses_of(processes, store)):
         key = f"error/{rank}"
-        if store.check([key]):
-            status, text, _ = json.loads(store.get(key))
-            lines.append(f"rank {rank} raised {text} ({status})")
+        if not store.check([key]):
+            where = status or "has not started"
+            if ended[rank]:
+                where = f"ended with exit code {ended[rank]} ({where})"
+            waiting.append(f"rank {rank}: {where}")
+            continue
+        status, text, _ = json.loads(store.get(key))
+        if LOST.search(text):
+            lost.append((rank, status))
         else:
-            lines.append(f"rank {rank}: {status or 'has not started'}")
-    return lines
+            raised.setdefault(f"raised {text} ({status})", []).append(rank)
+    lines = [f"{ranks_in_words(ranks)} {text}" for text, ranks in raised.items()]
+    if raised and lost:
+        names = ranks_in_words([rank for rank, _ in lost])
+        return [*lines, f"{names} lost the connection", *waiting]
+    for rank, status in lost:
+        waiting.append(f"rank {rank} waited for other ranks in vain ({status})")
+    return lines + waiting
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
 
 
 def wrap(text: str, indent: str = "   ") -> str:
@@ -422,22 +489,24 @@ def show(result: dict) -> bool:
         return False
     print(f"   loss {result['loss']:.8g}, one process {result['full_loss']:.8g}")
     rows = result["parameters"]
-    width = max(len(row["parameter"]) for row in rows)
-    places = max(len(row["placement"]) for row in rows)
+    width = max(len("parameter"), *(len(row["parameter"]) for row in rows))
+    places = max(len("on rank 0"), *(len(row["placement"]) for row in rows))
     print(f"   {'parameter':<{width}}  {'on rank 0':<{places}}  gradient")
     for row in rows:
-        mark = "" if row["gradient"] in ("right", "not compared") else "  ✗"
+        mark = "" if row["gradient"] in RIGHT else "  ✗"
         name = f"{row['parameter']:<{width}}"
         print(f"   {name}  {row['placement']:<{places}}  {row['gradient']}{mark}")
     if result["unmatched"]:
         print(wrap(f"not in the full model: {', '.join(result['unmatched'])}"))
+    if result["modules"]:
+        pairs = [f"{own} is {full}" for own, full in result["modules"].items()]
+        print(wrap(f"modules matched by their parameters: {some(pairs)}"))
     calls = ", ".join(f"{n} {name}" for name, n in result["calls"].items())
     print(wrap(f"collectives: {calls or 'none'}"))
     for number, group in enumerate(groups_of(result["findings"]), 1):
-        if number > 1 and group[0]["category"] in FOLLOW:
-            names = ", ".join(finding["where"] for finding in group)
+        if number > 1 and group[0]["category"].startswith(FOLLOW):
             print(f"\n   ✗ {number}. {group[0]['category']}, may follow from 1")
-            print(wrap(names, "      "))
+            print(wrap(some([finding["where"] for finding in group]), "      "))
         else:
             show_fault(number, group)
     return not result["findings"]
@@ -451,6 +520,13 @@ def groups_of(findings: list[dict]) -> list[list[dict]]:
     return list(groups.values())
 
 
+def some(names: list[str]) -> str:
+    """The first names of a list; --json and the table have all."""
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[:MOST_NAMES])} and {len(names) - MOST_NAMES} more"
+
+
 def show_fault(number: int, group: list[dict]) -> None:
     first = group[0]
     what, line, where = advice_for(first["category"])
@@ -460,7 +536,7 @@ def show_fault(number: int, group: list[dict]) -> None:
         print(wrap(f"Seen: {first['text']}.", "      "))
     others = [finding["where"] for finding in group[1:]]
     if others:
-        print(wrap(f"The same of {', '.join(others)}.", "      "))
+        print(wrap(f"The same of {some(others)}.", "      "))
     print(wrap(f"Likely change: {line}", "      "))
     print(wrap(f"Explained in {where}.", "      "))
 

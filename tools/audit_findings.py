@@ -14,6 +14,7 @@ from torch import Tensor
 ALLOWED = {"float64": 1e-9, "float32": 2e-4}  # relative difference
 OTHER = ", the piece of rank"
 FUSED = re.compile("qkv|query_key_value|c_attn|in_proj|gate_up|fused", re.IGNORECASE)
+SHARED = re.compile(r"over (\d+), piece (\d+)$")  # several ranks hold one piece
 # Relations of a gradient whose cause may be the gradient that arrives at its module.
 FROM_FLOW = ("sum", "differs", "unexplained", "zero", "None")
 PADDING = -1  # index of an element that belongs to no parameter of the full model
@@ -25,12 +26,16 @@ class Facts:
 
     full_parts: dict[str, Tensor]
     tied: dict[str, str] = field(default_factory=dict)
+    own_tied: dict[str, str] = field(default_factory=dict)  # of the parallel model
     parts: dict[str, Tensor] = field(default_factory=dict)
     batch: list[Tensor] = field(default_factory=list)
     noise: float = 0.0  # change of the full gradients by rounding errors
     full_loss: float = 0.0
     loss: float = 0.0
     full_grads: dict[str, Tensor | None] = field(default_factory=dict)
+    # Tied weights: name → module that uses it → the gradient of this use alone.
+    use_grads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    frozen: list[str] = field(default_factory=list)  # requires_grad is False
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # modules, as forward ends them
     own_order: list[str] = field(default_factory=list)  # of the parallel model
@@ -185,12 +190,103 @@ class Audit:
         for facts in everyone:
             found = {name: self.full.find(part) for name, part in facts.parts.items()}
             self.index.append(found)
+        self.owners = {}  # parameter → its module, of all ranks
+        for facts in everyone:
+            for name, owner in facts.owners.items():
+                self.owners.setdefault(name, owner)
+        self.module_names = self.match_modules()
+        self.rename_modules()
         self.unmatched = []  # parameters that cannot be compared
         self.is_piece = {}
         self.table = []
 
     def add(self, category: str, where: str, text: str, module: str = "") -> None:
         self.findings.append(Finding(category, where, text, module))
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks that have a parameter of this name (experts may be apart)."""
+        return [r for r, facts in enumerate(self.everyone) if name in facts.parts]
+
+    # ---- Modules that have other names in the full model
+
+    def match_modules(self) -> dict[str, str]:
+        """Own name → full name, of modules whose name the full model does not have.
+
+        A module is matched by its parameters: they hold pieces of those of one module
+        of the full model. If a leaf has parameters of several (a norm fused with a
+        linear), its output is that of the last one.
+        """
+        order = self.first.order
+        sets = {module: self.full_names_in(module) for module in order if module}
+        found = {}
+        for own in self.first.own_order:
+            if own in order or not own:
+                continue
+            held = self.owned_by(own)
+            if not held:
+                continue
+            same = [module for module, names in sets.items() if names == held]
+            if same:
+                found[own] = same[0]
+            elif any(name.rpartition(".")[0] == own for name in self.owners):
+                # Modules end before those around them: the last small one is a leaf.
+                inside = [m for m in order if sets.get(m, held) < held]
+                inside.sort(key=lambda module: module.count("."))
+                if inside:
+                    found[own] = inside[-1]
+        self.match_children(found)
+        return found
+
+    def match_children(self, found: dict[str, str]) -> None:
+        """Modules without parameters (dropout) that have the same name inside."""
+        for own in self.first.own_order:
+            parent = own.rpartition(".")[0]
+            if own in found or own in self.first.order or parent not in found:
+                continue
+            name = found[parent] + own.removeprefix(parent)
+            if name in self.first.order:
+                found[own] = name
+
+    def full_names_in(self, module: str) -> set[str]:
+        return {name for name in self.full.names if name.startswith(f"{module}.")}
+
+    def owned_by(self, own: str) -> set[str]:
+        """Parameters of the full model of which this module holds pieces."""
+        held = set()
+        names = list(self.owners)
+        names.extend(self.first.own_tied)
+        for alias in names:
+            name = self.first.own_tied.get(alias, alias)
+            if alias.startswith(f"{own}."):
+                index = self.index[0].get(name)
+                inside = [] if index is None else index[index != PADDING]
+                if len(inside):
+                    held.add(self.full.owner(int(inside[0])))
+        return held
+
+    def rename_modules(self) -> None:
+        """Store what the ranks recorded under the names of the full model."""
+
+        def renamed(records: dict) -> dict:
+            found = {}
+            for key, value in records.items():
+                if isinstance(key, tuple):
+                    key = tuple(self.module_names.get(name, name) for name in key)
+                else:
+                    key = self.module_names.get(key, key)
+                found.setdefault(key, value)
+            return found
+
+        for facts in self.everyone:
+            facts.outputs = renamed(facts.outputs)
+            facts.output_grads = renamed(facts.output_grads)
+            facts.input_grads = renamed(facts.input_grads)
+            facts.dropped = renamed(facts.dropped)
+
+    def owner(self, name: str) -> str:
+        """The module of a parameter, as the full model calls it."""
+        own = self.owners.get(name, "")
+        return self.module_names.get(own, own)
 
     def near(self, got: Tensor, expected: Tensor, scale: float) -> bool:
         if got.shape != expected.shape:
@@ -233,7 +329,7 @@ class Audit:
     def check_parameters(self, is_forward_right: bool) -> None:
         """Each parameter must be a piece of the full model, and all pieces be there."""
         held = torch.zeros(self.full.total, dtype=torch.bool)
-        for name in self.first.parts:
+        for name in self.owners:
             self.is_piece[name] = True
             for rank, facts in enumerate(self.everyone):
                 if name not in facts.parts:
@@ -252,7 +348,7 @@ class Audit:
                     share = unknown.double().mean().item()
                     text = f"{share:.0%} of its elements on rank {rank} are in no "
                     text += "parameter of the full model"
-                    self.add("not a piece", name, text, self.first.owners.get(name, ""))
+                    self.add("not a piece", name, text, self.owner(name))
                     break
         unknown_names = [name for name, good in self.is_piece.items() if not good]
         for name in self.full.names:
@@ -273,12 +369,21 @@ class Audit:
         split like one matrix?"""
         for row in self.table:
             name = row["parameter"]
-            owner = self.first.owners[name]
+            owner = self.owner(name)
             for rank, words in enumerate(row["all"]):
                 if OTHER in words:
-                    text = f"rank {rank} holds {words}"
+                    text = f"rank {self.holders(name)[rank]} holds {words}"
                     self.add("wrong piece", name, text, owner)
                     break
+                shared = SHARED.search(words)
+                if shared and len(row["all"]) == self.ranks:
+                    pieces = int(shared[1])
+                    usual = rank * pieces // self.ranks
+                    if int(shared[2]) != usual:
+                        text = f"rank {rank} holds piece {shared[2]} of {pieces}; if "
+                        text += f"neighbors share a piece, its piece is {usual}"
+                        self.add("wrong piece", name, text, owner)
+                        break
             if FUSED.search(name) and row["all"][0] == "Shard(0)":
                 text = "by its name it is several matrices, and it is one Shard(0)"
                 self.add("fused", name, text, owner)
@@ -306,11 +411,11 @@ class Audit:
 
     def check_names(self) -> None:
         """A parameter that has its name from the full model must be a piece of it."""
-        for name in self.first.parts:
+        for name in self.owners:
             if name not in self.full.names or not self.is_piece[name]:
                 continue
             own = self.full.indices(name).flatten()
-            for rank in range(self.ranks):
+            for rank in self.holders(name):
                 index = self.index[rank][name]
                 inside = index[index != PADDING]
                 foreign = (inside < own[0]) | (inside > own[-1])
@@ -320,19 +425,28 @@ class Audit:
                         f"{foreign.double().mean():.0%} of its elements on rank {rank} "
                     )
                     text += f"belong to {other}"
-                    module = self.first.owners.get(name, "")
+                    module = self.owner(name)
                     self.add("wrong parameter", name, text, module)
                     break
 
     def describe_parameters(self) -> None:
-        """A row for each parameter: which piece rank 0 holds."""
-        for name in self.first.parts:
+        """A row for each parameter: which piece the first rank with it holds."""
+        for name in self.owners:
             words = []
-            for rank in range(self.ranks):
-                if name in self.index[rank]:
-                    index = self.index[rank][name]
-                    words.append(placement_of(index, self.full, rank, self.ranks))
-            self.table.append({"parameter": name, "placement": words[0], "all": words})
+            whole = set()  # full parameters of which the ranks hold all
+            for rank in self.holders(name):
+                index = self.index[rank][name]
+                words.append(placement_of(index, self.full, rank, self.ranks))
+                if words[-1] == "replicated" and index.numel():
+                    whole.add(self.full.owner(int(index.min())))
+            text = words[0]
+            if text == "replicated" and len(words) < self.ranks:
+                ranks = ", ".join(str(rank) for rank in self.holders(name))
+                text = f"on rank {ranks} only"
+            elif len(whole) > 1:
+                text = "another one per rank"
+            row = {"parameter": name, "placement": text, "all": words}
+            self.table.append(row)
 
     # ---- Forward
 
@@ -446,7 +560,7 @@ class Audit:
                 continue
             if reordered:
                 seen += f"; the output of {reordered[0]} is in another order"
-            how = self.times_bias(name, outputs) or how
+            how = self.with_bias(name, outputs) or how
             seen += self.share_of_output(name, outputs)
             self.add(f"forward {how}", name or "the model", seen + self.inside(name),
                      name)  # fmt: skip
@@ -487,31 +601,65 @@ class Audit:
             f"what its forward does with them"
         )
 
-    def times_bias(self, name: str, outputs: list[Tensor]) -> str:
-        """Is the output off by a multiple of the module's bias?"""
-        bias = self.first.full_parts.get(f"{name}.bias")
+    def biases_of(self, name: str, size: int) -> list[Tensor]:
+        """Biases that this module's output may contain: its own, and those near it."""
+        parent = name.rpartition(".")[0]
+        found = []
+        for prefix in (f"{name}.", f"{parent}." if parent else ""):
+            for other, x in self.first.full_parts.items():
+                if other.startswith(prefix) and other.endswith("bias"):
+                    if x.shape == (size,):
+                        found.append(x)
+        return found
+
+    def with_bias(self, name: str, outputs: list[Tensor]) -> str:
+        """Is the output, or its sum over the ranks, off by a multiple of a bias?"""
         expected = self.first.full_outputs[name].double()
         scale = expected.abs().max().item()
-        if bias is None or bias.dim() != 1:
-            return ""
-        for _, pieces in self.views(outputs, expected):
-            if any(piece.shape[-1] != len(bias) for piece in pieces):
-                continue
-            off = [trimmed(x, p).double() - p for x, p in zip(outputs, pieces)]
-            biases = [bias.expand_as(x) for x in off]
-            k = multiple_of(off, biases)
-            if abs(k) > 1e-3 and self.all_near(off, biases, scale, k):
-                return f"bias added {k + 1:.4g} times"
+        size = expected.shape[-1] if expected.dim() else 0
+        for bias in self.biases_of(name, size):
+            for _, pieces in self.views(outputs, expected):
+                if any(piece.shape[-1] != len(bias) for piece in pieces):
+                    continue
+                off = [trimmed(x, p).double() - p for x, p in zip(outputs, pieces)]
+                biases = [bias.expand_as(x) for x in off]
+                k = multiple_of(off, biases)
+                if abs(k) > 1e-3 and self.all_near(off, biases, scale, k):
+                    return f"bias added {k + 1:.4g} times"
+                inner = [piece - bias for piece in pieces]
+                rest = [trimmed(x, p) - bias for x, p in zip(outputs, pieces)]
+                k = multiple_of(rest, inner)
+                if abs(k) > 1e-3 and self.all_near(rest, inner, scale, k):
+                    return f"{self.in_words(k)} but for the bias"
+            if all(x.shape == expected.shape for x in outputs):
+                off = [sum(outputs).double() - expected]
+                k = multiple_of(off, [bias.expand_as(expected)])
+                if abs(k) > 1e-3 and self.all_near(off, [bias + 0 * off[0]], scale, k):
+                    if self.is_never_summed(name):
+                        return "partial, but for the bias"
+                    return f"bias added {k + 1:.4g} times"
         return ""
 
     def is_never_summed(self, name: str) -> bool:
-        """Is a partial output wrong for the module around it, too, and not summed and
-        then scaled?"""
+        """Does no module around this one sum its output?
+
+        A partial output is right if the module around it sums it, even if that module
+        is wrong for another reason or scales the sum.
+        """
         parent = name.rpartition(".")[0]
-        outputs = self.outputs_of(parent)
+        while parent:
+            outputs = self.outputs_of(parent)
+            if outputs is not None:
+                how = self.relation(outputs, self.first.full_outputs[parent])
+                if how != "partial":
+                    is_scaled = how.endswith("times") or how == "1/T"
+                    same = all(torch.equal(x, outputs[0]) for x in outputs)
+                    return not (is_right(how) or is_scaled or same)
+            parent = parent.rpartition(".")[0]
+        outputs = self.outputs_of("")
         if not name or outputs is None:
             return True
-        how = self.relation(outputs, self.first.full_outputs[parent])
+        how = self.relation(outputs, self.first.full_outputs[""])
         return not is_right(how) and not how.endswith("times") and how != "1/T"
 
     def reader_is_wrong(self, name: str) -> bool:
@@ -533,7 +681,7 @@ class Audit:
     def grad_scale(self, name: str) -> float:
         """What differences are compared with: the parameter's largest gradient."""
         scale = 0.0
-        for rank in range(self.ranks):
+        for rank in self.holders(name):
             expected = self.expected_grad(rank, name)
             if expected.numel():
                 scale = max(scale, expected.abs().max().item())
@@ -541,22 +689,69 @@ class Audit:
         return max(scale, floor * self.largest)
 
     def replica_sets(self, name: str) -> list[list[int]]:
-        """Ranks that hold the same piece of a parameter."""
+        """Which of the ranks that have a parameter hold the same piece of it.
+
+        A rank is given by its place among the ranks that have the parameter.
+        """
         sets = []
-        for rank in range(self.ranks):
-            for ranks in sets:
-                if torch.equal(self.index[ranks[0]][name], self.index[rank][name]):
-                    ranks.append(rank)
+        held = [self.index[rank][name] for rank in self.holders(name)]
+        for place, index in enumerate(held):
+            for places in sets:
+                if torch.equal(held[places[0]], index):
+                    places.append(place)
                     break
             else:
-                sets.append([rank])
+                sets.append([place])
         return sets
+
+    def is_frozen_in_full(self, name: str) -> bool:
+        """Has the full model no gradient for this parameter either?"""
+        index = self.index[self.holders(name)[0]][name]
+        inside = index[index != PADDING]
+        if not len(inside):
+            return True
+        return self.first.full_grads.get(self.full.owner(int(inside[0]))) is None
+
+    def of_uses(self, name: str, grads: list, sets, scale: float) -> str:
+        """A tied weight: is the gradient complete for some of its uses only?"""
+        places = self.holders(name)
+        index = self.index[places[0]][name]
+        inside = index[index != PADDING]
+        tied = self.full.owner(int(inside[0])) if len(inside) else ""
+        uses = self.first.use_grads.get(tied)
+        if not uses or any(grad is None for grad in grads):
+            return ""
+        count = len(sets[0])
+        got = []
+        columns = []
+        for ranks in sets:
+            got.append(sum(grads[place] for place in ranks).flatten() / count)
+        for grad in uses.values():
+            vector = self.full.vector({**self.first.full_grads, tied: grad})
+            pieces = []
+            for ranks in sets:
+                own = self.index[places[ranks[0]]][name]
+                piece = torch.where(own == PADDING, 0.0, vector[own.clamp(min=0)])
+                pieces.append(piece.flatten())
+            columns.append(torch.cat(pieces))
+        got = torch.cat(got)
+        matrix = torch.stack(columns, 1)
+        factors = torch.linalg.lstsq(matrix, got[:, None]).solution[:, 0]
+        if not self.near(matrix @ factors, got, scale):
+            return ""
+        words = []
+        for use, k in zip(uses, factors.tolist()):
+            words.append(f"{0 if abs(k) < 1e-6 else k:.4g} × {use}")
+        return "of its uses: " + " + ".join(words)
 
     def grad_relation(self, name: str) -> str:
         """How the ranks' gradients of a parameter relate to the right ones."""
-        grads = [facts.grads.get(name) for facts in self.everyone]
-        expected = [self.expected_grad(rank, name) for rank in range(self.ranks)]
+        ranks = self.holders(name)
+        grads = [self.everyone[rank].grads.get(name) for rank in ranks]
+        expected = [self.expected_grad(rank, name) for rank in ranks]
         scale = self.grad_scale(name)
+        if all(name in self.everyone[rank].frozen for rank in ranks):
+            return "frozen" if self.is_frozen_in_full(name) else "None"
         if any(grad is None for grad in grads):
             is_zero = all(self.near(e, 0 * e, self.largest * 1e-6) for e in expected)
             return "right" if is_zero else "None"
@@ -575,6 +770,9 @@ class Audit:
             return how
         if all(self.near(g, 0 * g, scale) for g in grads):
             return "zero"
+        how = self.of_uses(name, grads, sets, scale)
+        if how:
+            return how
         if self.is_others_piece(name, grads, scale):
             return "another rank's piece"
         if self.all_near(
@@ -618,7 +816,7 @@ class Audit:
             return ""
         if all(torch.equal(e, expected[0]) for e in expected):
             return ""
-        mixed = [sum(expected)] * self.ranks
+        mixed = [sum(expected)] * len(expected)
         k = multiple_of(grads, mixed)
         if abs(k) > 1e-6 and self.all_near(grads, mixed, scale, k):
             return f"of several pieces, {self.in_words(k)} their sum"
@@ -629,11 +827,11 @@ class Audit:
         total = list(grads)
         count = 0
         for other in self.first.parts:
-            index = [self.index[rank].get(other) for rank in range(self.ranks)]
+            index = [self.index[rank].get(other) for rank in self.holders(name)]
             if other == name or any(x is None for x in index):
                 continue
-            own = [self.index[rank][name] for rank in range(self.ranks)]
-            others = [facts.grads.get(other) for facts in self.everyone]
+            own = [self.index[rank][name] for rank in self.holders(name)]
+            others = [self.everyone[r].grads.get(other) for r in self.holders(name)]
             if any(x is None for x in others):
                 continue
             if all(map(torch.equal, own, index)):
@@ -643,8 +841,8 @@ class Audit:
 
     def is_others_piece(self, name: str, grads: list, scale: float) -> bool:
         """Has some rank the gradient that belongs to another rank's piece?"""
-        for rank, grad in enumerate(grads):
-            for other in range(self.ranks):
+        for rank, grad in zip(self.holders(name), grads):
+            for other in self.holders(name):
                 expected = self.expected_grad(other, name)
                 if other != rank and self.near(grad, expected, scale):
                     if not self.near(grad, self.expected_grad(rank, name), scale):
@@ -654,28 +852,104 @@ class Audit:
     def check_gradients(self) -> None:
         """Gradients of parameters, those closest to the loss first."""
         relations = {}
-        for name in self.first.parts:
+        for name in self.owners:
             if self.is_piece.get(name):
                 relations[name] = self.grad_relation(name)
         for row in self.table:
             row["gradient"] = relations.get(row["parameter"], "not compared")
-        wrong = [name for name, how in relations.items() if how != "right"]
+        wrong = [n for n, how in relations.items() if how not in ("right", "frozen")]
         wrong.sort(key=lambda name: -self.place_of(name))
         flow = self.first_wrong_flow()
+        if wrong and flow is not None and not self.check_slice(flow[0]):
+            if relations[wrong[0]] == "unexplained":
+                self.check_backward(flow[0])
         if wrong and flow is not None and flow[0] == self.last_module():
             text = f"dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
             self.add("loss backward", "loss", text)
         for name in wrong:
             text = self.share_of(name) + self.owner_of(name)
             if flow is not None and relations[name].startswith(FROM_FLOW):
-                if flow[0] != self.first.owners[name]:
+                if flow[0] != self.owner(name):
                     text += f"; dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
                 text += self.readers_of(flow[0])
-            self.add(f"gradient {relations[name]}", name, text, self.first.owners[name])
+            self.add(f"gradient {relations[name]}", name, text, self.owner(name))
+
+    def check_backward(self, writer: str) -> None:
+        """Is a module's output gradient right, and what it sends back wrong?"""
+        wrong = {}  # reader → what it sends back to which writers
+        for key, expected in self.first.full_input_grads.items():
+            got = [facts.input_grads.get(key) for facts in self.everyone]
+            if any(x is None for x in got):
+                continue
+            how = self.relation(got, expected)
+            if not is_right(how) and how not in ("partial", *NOT_COMPARED):
+                wrong.setdefault(key[1], {})[key[0]] = how
+        for reader in reversed(self.first.order):
+            texts = [f"{to} ({how})" for to, how in wrong.get(reader, {}).items()]
+            known = any(to == writer for to in wrong.get(reader, {}))
+            inner = any(name.startswith(f"{reader}.") for name in wrong)
+            expected = self.first.full_output_grads.get(reader)
+            grads = [facts.output_grads.get(reader) for facts in self.everyone]
+            if not known or inner or expected is None or any(x is None for x in grads):
+                continue
+            how = self.relation(grads, expected)
+            if is_right(how):
+                text = f"dL/d(its output) is right ({how}), and what it sends back is "
+                text += f"wrong for {', '.join(texts)}"
+                self.add("backward of a module", reader, text, reader)
+                return
+
+    def check_slice(self, writer: str) -> bool:
+        """Does a module send back a slice of each rank's own partial gradient?
+
+        Column-parallel linears that read an all-gathered tensor return a partial sum
+        each. It is computed here, as dL/dy @ W, and its slice is compared with what
+        came back. A right backward sums over the ranks before it slices.
+        """
+        for key, expected in self.first.full_input_grads.items():
+            got = [facts.input_grads.get(key) for facts in self.everyone]
+            if key[0] != writer or any(x is None for x in got):
+                continue
+            partial = [self.partial_of(key[1], rank) for rank in range(self.ranks)]
+            if any(x is None or x.shape != expected.shape for x in partial):
+                continue
+            scale = max(expected.abs().max().item(), 1e-300)
+            if not self.near(sum(partial), expected.double(), scale):
+                continue
+            for name, _ in self.views(got, expected):
+                if not name.startswith("Shard"):
+                    continue
+                dim = int(name[6:-1])
+                slices = []
+                for rank, x in enumerate(partial):
+                    slices.append(pieces_of(x, dim, [y.shape[dim] for y in got])[rank])
+                if self.all_near(got, slices, scale):
+                    text = f"its input is {name} and gathered; each rank's gradient of "
+                    text += f"the output of {writer} has its own partial sum only"
+                    self.add("backward slice", key[1], text, key[1])
+                    return True
+        return False
+
+    def partial_of(self, reader: str, rank: int) -> Tensor | None:
+        """dL/dx through the column-parallel linears in a module, on one rank."""
+        total = None
+        facts = self.everyone[rank]
+        for name, weight in facts.parts.items():
+            owner = self.owner(name)
+            is_inside = owner == reader or owner.startswith(f"{reader}.")
+            grad = facts.output_grads.get(owner)
+            if not is_inside or grad is None or not name.endswith("weight"):
+                continue
+            words = placement_of(self.index[rank][name], self.full, rank, self.ranks)
+            if weight.dim() == 2 and words.startswith("Shard(0)"):
+                if grad.shape[-1] == weight.shape[0]:
+                    term = grad.double() @ weight
+                    total = term if total is None else total + term
+        return total
 
     def owner_of(self, name: str) -> str:
         """Is the gradient right that arrives at the module with this parameter?"""
-        owner = self.first.owners[name]
+        owner = self.owner(name)
         expected = self.first.full_output_grads.get(owner)
         grads = [facts.output_grads.get(owner) for facts in self.everyone]
         if expected is None or any(x is None for x in grads):
@@ -701,8 +975,17 @@ class Audit:
 
     def place_of(self, name: str) -> int:
         """When forward ended the module that has a parameter; −1 if it is not known."""
-        owner = self.first.owners[name]
+        places = [self.place_of_module(self.owners[name])]
+        for alias, first in self.first.own_tied.items():
+            if first == name:
+                places.append(self.place_of_module(alias.rpartition(".")[0]))
+        return min(places)
+
+    def place_of_module(self, owner: str) -> int:
         order = self.first.own_order
+        inside = [m for m in order if m.startswith(f"{owner}.") or not owner]
+        if len(inside) > (0 if owner else 1):  # it may be used before its children
+            return order.index(inside[0])
         while owner and owner not in order:
             owner = owner.rpartition(".")[0]
         return order.index(owner) if owner in order else -1
@@ -715,8 +998,8 @@ class Audit:
         """How much of a gradient is wrong, on which ranks."""
         scale = self.grad_scale(name)
         shares = []
-        for rank, facts in enumerate(self.everyone):
-            grad = facts.grads.get(name)
+        for rank in self.holders(name):
+            grad = self.everyone[rank].grads.get(name)
             expected = self.expected_grad(rank, name)
             if grad is None or grad.shape != expected.shape or not grad.numel():
                 return "this gradient cannot be compared element by element"
@@ -771,17 +1054,18 @@ class Audit:
         """After each step: parameters against the full model's, replicas, norms."""
         for name in self.first.not_in_optimizer:
             text = "the optimizer does not have this parameter"
-            self.add("not in the optimizer", name, text, self.first.owners[name])
+            self.add("not in the optimizer", name, text, self.owner(name))
         self.check_norms()
         if any(not f.category.startswith("dropout") for f in self.findings):
             return  # the updates must be wrong as well
         for step, full_after in enumerate(self.first.full_after):
             vector = self.full.vector(full_after)
             wrong = []
-            for name in self.first.parts:
+            for name in self.owners:
                 if not self.is_piece[name]:
                     continue
-                for rank, facts in enumerate(self.everyone):
+                for rank in self.holders(name):
+                    facts = self.everyone[rank]
                     index = self.index[rank][name]
                     expected = vector[index.clamp(min=0)]
                     expected = torch.where(index == PADDING, 0.0 * expected, expected)
@@ -794,16 +1078,17 @@ class Audit:
             for name in wrong:
                 text = f"after step {step + 1} it differs from the full model's"
                 category = "update" + self.drift_of(name, step)
-                self.add(category, name, text, self.first.owners[name])
+                self.add(category, name, text, self.owner(name))
             if wrong:
                 return
 
     def drift_of(self, name: str, step: int) -> str:
         """Do the replicas of a parameter differ after a step, or was it not updated?"""
-        held = [facts.after[step][name] for facts in self.everyone]
-        before = [facts.parts[name] for facts in self.everyone]
-        still = [r for r in range(self.ranks) if torch.equal(held[r], before[r])]
-        if still and len(still) < self.ranks:
+        ranks = self.holders(name)
+        held = [self.everyone[rank].after[step][name] for rank in ranks]
+        before = [self.everyone[rank].parts[name] for rank in ranks]
+        still = [r for r, x, old in zip(ranks, held, before) if torch.equal(x, old)]
+        if still and len(still) < len(ranks):
             return f" missing on ranks {still}"
         for ranks in self.replica_sets(name):
             for rank in ranks:
@@ -903,6 +1188,7 @@ def findings_of(everyone: list[Facts], dtype: str) -> dict:
         "parameters": audit.table,
         "calls": everyone[0].calls,
         "unmatched": audit.unmatched,
+        "modules": audit.module_names,
         "allowed": audit.allowed,
         "findings": [vars(finding) for finding in audit.findings],
     }

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from audit_findings import Facts, findings_of
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -75,7 +75,10 @@ class CallCounter(TorchDispatchMode):
         total = sum(self.calls.values())
         self.report(f"in {name}, its collective number {total}, in {self.phase}")
         out = func(*args, **(kwargs or {}))
-        self.report(f"between collectives, in {self.phase}")
+        # The caller may wait for the result, so the rank can still be in this call.
+        self.report(
+            f"in or after {name}, its collective number {total}, in {self.phase}"
+        )
         return out
 
     def report(self, status: str) -> None:
@@ -96,12 +99,6 @@ def local_part(x: Tensor) -> Tensor:
     if hasattr(x, "wait"):
         x = x.wait()
     return x.detach().cpu()
-
-
-def summed(x: DTensor) -> DTensor:
-    """A DTensor with its partial sums added up, as an optimizer would use it."""
-    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.redistribute(placements=placements)
 
 
 def convert_model(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
@@ -294,7 +291,10 @@ class Run:
         for group in optimizer.param_groups:
             has_own = has_own or any(id(p) in own for p in group["params"])
         if self.tp_group is None and not has_own:
-            return type(optimizer)(self.model.parameters(), **optimizer.defaults)
+            known = inspect.signature(type(optimizer)).parameters
+            options = {k: v for k, v in optimizer.defaults.items() if k in known}
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            return type(optimizer)(trained, **options)
         return optimizer
 
     def parts(self, what: str) -> dict[str, Tensor | None]:
@@ -302,9 +302,11 @@ class Run:
         parts = {}
         for long_name, p in self.model.named_parameters():
             name = plain_name(long_name, self.renamed)
+            if name in parts:  # two parameters with one name in the full model
+                name = long_name
             x = getattr(p, what)
             if isinstance(x, DTensor):
-                x = summed(x)
+                x = x.redistribute(placements=p.placements)  # as an optimizer would
             parts[name] = None if x is None else local_part(x).double().clone()
         return parts
 
@@ -394,7 +396,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     tp_group = dist.new_group(list(range(dist.get_world_size())), timeout=limit)
     reference = Run(subject, copy.deepcopy(full).eval(), None, args)
     facts = Facts(full_parts=reference.parts("data"))
-    facts.tied = tied_names(full)
+    facts.tied = tied_names(full, {})
     facts.full_buffers = buffers_of(full, {})
     counter.report("in batch")
     batch = prepare_batch(subject, 0, args, device)
@@ -402,6 +404,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     counter.report("in the full model")
     facts.noise = noise_of(reference, batch, args)
     run_full_model(reference, batch, facts)
+    facts.use_grads = grads_of_uses(reference, batch, facts.tied)
 
     counter.report("in parallelize")
     torch.manual_seed(args.seed + 1)
@@ -446,15 +449,37 @@ def buffers_of(model: nn.Module, renamed: dict[str, str]) -> dict[str, Tensor]:
     return found
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module, renamed: dict[str, str]) -> dict[str, str]:
     """Name of each parameter with several uses → the name under which it is listed."""
     first = {}
     tied = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
+    for long_name, p in model.named_parameters(remove_duplicate=False):
+        name = plain_name(long_name, renamed)
         if p in first:
             tied[name] = first[p]
         first.setdefault(p, name)
     return tied
+
+
+def grads_of_uses(reference: Run, batch: tuple, tied: dict[str, str]) -> dict:
+    """Name of a tied weight → the gradient of each of its uses, on their own."""
+    if not tied:
+        return {}
+    untied = copy.deepcopy(reference.model)
+    copies = {first: {} for first in tied.values()}  # name → use → its own parameter
+    for use, first in [*tied.items(), *((name, name) for name in copies)]:
+        module = untied.get_submodule(use.rpartition(".")[0])
+        own = nn.Parameter(getattr(module, use.rpartition(".")[2]).detach().clone())
+        setattr(module, use.rpartition(".")[2], own)
+        copies[first][use.rpartition(".")[0]] = own
+    probe = Run(reference.subject, untied, None, reference.args)
+    _, loss = probe.forward(batch)
+    probe.backward(loss)
+    grads = {}
+    for first, uses in copies.items():
+        found = {use: p.grad for use, p in uses.items() if p.grad is not None}
+        grads[first] = {use: grad.cpu() for use, grad in found.items()}
+    return grads
 
 
 def run_full_model(reference: Run, batch: tuple, facts: Facts) -> None:
@@ -486,6 +511,10 @@ def run_parallel_model(run: Run, batch: tuple, facts: Facts, counter) -> None:
     facts.input_grads = watch.input_gradients
     facts.buffers = buffers_of(run.model, run.renamed)
     facts.owners = {name: name.rpartition(".")[0] for name in facts.parts}
+    facts.own_tied = tied_names(run.model, run.renamed)
+    for name, p in zip(facts.parts, run.model.parameters()):
+        if not p.requires_grad:
+            facts.frozen.append(name)
     watch.remove()
 
 

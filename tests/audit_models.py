@@ -1,0 +1,367 @@
+"""Models that are not the course's, each right once and with bugs, for drive_audit.py.
+
+A fused q, k, v and a tied head; a parallel model with other classes and names; experts
+that are on one rank each; LoRA; PyTorch's plan for a split sequence.
+"""
+
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+V = 30
+D = 16
+HEADS = 4
+S = 6
+EXPERTS = 4
+
+
+class Copy(torch.autograd.Function):
+    """The identity; all-reduce in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Sum(torch.autograd.Function):
+    """All-reduce; the identity in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def piece(p, group, dim: int = 0, blocks: int = 1) -> nn.Parameter:
+    """This rank's slice of each of some blocks of a parameter."""
+    parts = []
+    for block in p.detach().chunk(blocks):
+        parts.append(block.chunk(group.size(), dim)[group.rank()])
+    return nn.Parameter(torch.cat(parts).clone(), requires_grad=p.requires_grad)
+
+
+def tokens_batch(step):
+    tokens, target = torch.randint(V, (2, 3, S))
+    return tokens, target
+
+
+# ---- A fused weight of q, k and v, and a tied head. The model runs both ways.
+
+
+class FusedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_attn = nn.Linear(D, 3 * D)
+        self.c_proj = nn.Linear(D, D)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is not None:
+            x = Copy.apply(x, self.group)
+        parts = []
+        for part in self.c_attn(x).chunk(3, -1):
+            parts.append(part.unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
+        y = F.scaled_dot_product_attention(*parts, is_causal=True)
+        return self.project(y.transpose(1, 2).flatten(2))
+
+    def project(self, y):
+        if self.group is None or self.bug == "no sum":
+            return self.c_proj(y)
+        if self.bug == "bias before":
+            return Sum.apply(self.c_proj(y), self.group)
+        y = Sum.apply(F.linear(y, self.c_proj.weight), self.group)
+        if self.bug == "mean":
+            y = y / self.group.size()
+        return y + self.c_proj.bias
+
+
+class FusedModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(V, D)
+        self.ln = nn.LayerNorm(D)
+        self.attn = FusedAttention()
+        self.head = nn.Linear(D, V, bias=False)
+        self.head.weight = self.wte.weight
+        self.bug = ""
+
+    def forward(self, tokens):
+        x = self.wte(tokens)
+        x = x + self.attn(self.ln(x))
+        weight = self.head.weight
+        if self.bug == "detached":
+            weight = weight.detach()
+        return F.linear(x, weight)
+
+
+def fused_subject(bug: str):
+    def parallelize(model, group):
+        attn = model.attn
+        blocks = 1 if bug == "contiguous" else 3
+        attn.c_attn.weight = piece(attn.c_attn.weight, group, 0, blocks)
+        attn.c_attn.bias = piece(attn.c_attn.bias, group, 0, blocks)
+        attn.c_proj.weight = piece(attn.c_proj.weight, group, 1)
+        attn.group = group
+        attn.bug = bug
+        model.bug = bug
+        return model
+
+    subject = SimpleNamespace(build=FusedModel, parallelize=parallelize)
+    subject.batch = tokens_batch
+    if bug == "made before":
+        made = []
+
+        def parallelize_late(model, group):
+            made.append(torch.optim.AdamW(model.parameters(), 1e-3))
+            return parallelize(model, group)
+
+        subject.parallelize = parallelize_late
+        subject.optimizer = lambda parameters: made[-1]
+    return subject
+
+
+# ---- Other classes and names in the parallel model.
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class LayerNormUp(nn.Module):
+    """A norm and a column-parallel linear in one module."""
+
+    def __init__(self, full, group, bug):
+        super().__init__()
+        self.layer_norm_weight = nn.Parameter(full.norm.weight.detach())
+        self.layer_norm_bias = nn.Parameter(full.norm.bias.detach())
+        self.weight = piece(full.up.weight, group)
+        self.bias = piece(full.up.bias, group)
+        self.group = group
+        self.bug = bug
+
+    def forward(self, x):
+        x = F.layer_norm(x, (D,), self.layer_norm_weight, self.layer_norm_bias)
+        if self.bug != "no f":
+            x = Copy.apply(x, self.group)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowDown(nn.Module):
+    def __init__(self, full, group, bug):
+        super().__init__()
+        self.weight = piece(full.down.weight, group, 1)
+        self.bias = nn.Parameter(full.down.bias.detach())
+        self.group = group
+        self.bug = bug
+
+    def forward(self, x):
+        if self.bug == "bias":
+            return Sum.apply(F.linear(x, self.weight, self.bias), self.group)
+        return Sum.apply(F.linear(x, self.weight), self.group) + self.bias
+
+
+class ParallelMlp(nn.Module):
+    def __init__(self, full, group, bug):
+        super().__init__()
+        self.linear_fc1 = LayerNormUp(full, group, bug)
+        self.linear_fc2 = RowDown(full, group, bug)
+
+    def forward(self, x):
+        return x + self.linear_fc2(F.gelu(self.linear_fc1(x)))
+
+
+def renamed_subject(bug: str):
+    def build():
+        return nn.Sequential(Mlp(), Mlp())
+
+    def parallelize(model, group):
+        decoder = [ParallelMlp(layer, group, bug) for layer in model]
+        return nn.Sequential(OrderedDict(decoder=nn.Sequential(*decoder)))
+
+    def batch(step):
+        return torch.randn(3, S, D), torch.randn(3, S, D)
+
+    return SimpleNamespace(build=build, parallelize=parallelize, batch=batch)
+
+
+# ---- Experts: each is on one rank, so ranks have parameters of different names.
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(D, EXPERTS, bias=False)
+        names = [str(i) for i in range(EXPERTS)]
+        self.experts = nn.ModuleDict({name: nn.Linear(D, D) for name in names})
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        if self.group is None or self.bug != "scale":
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.group is not None:
+            x = Copy.apply(x, self.group)
+            if self.bug != "router":
+                weights = Copy.apply(weights, self.group)
+        y = torch.zeros_like(x)
+        for name, expert in self.experts.items():
+            of_expert = (weights * (chosen == int(name))).sum(-1, keepdim=True)
+            y = y + expert(x) * of_expert
+        return y if self.group is None else Sum.apply(y, self.group)
+
+
+def experts_subject(bug: str):
+    def build():
+        return nn.Sequential(nn.Embedding(V, D), Experts(), nn.Linear(D, V))
+
+    def parallelize(model, group):
+        moe = model[1]
+        T = group.size()
+        own = [str(i) for i in range(EXPERTS) if i % T == group.rank()]
+        kept = {name: moe.experts[name] for name in own}
+        if bug == "wrong expert":
+            others = [str(i) for i in range(EXPERTS) if (i + 1) % T == group.rank()]
+            kept = {name: moe.experts[other] for name, other in zip(own, others)}
+        moe.experts = nn.ModuleDict(kept)
+        moe.group = group
+        moe.bug = bug
+        return model
+
+    return SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
+
+
+# ---- LoRA: the weights are frozen, two factors are trained.
+
+
+class Lora(nn.Module):
+    """Runs full, column-parallel (B is sharded) and row-parallel (A is sharded)."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.randn(2, inputs))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, 2))
+        self.kind = "full"
+        self.bug = ""
+        self.group = None
+
+    def forward(self, x):
+        if self.kind == "full":
+            return self.base(x) + x @ self.lora_A.T @ self.lora_B.T
+        if self.kind == "column":
+            low = x @ self.lora_A.T
+            if self.bug != "A":
+                low = Copy.apply(low, self.group)
+            x = Copy.apply(x, self.group)
+            return self.base(x) + low @ self.lora_B.T
+        low = x @ self.lora_A.T
+        if self.bug == "B":
+            y = F.linear(x, self.base.weight) + low @ self.lora_B.T
+            return Sum.apply(y, self.group) + self.base.bias
+        y = Sum.apply(F.linear(x, self.base.weight), self.group) + self.base.bias
+        return y + Sum.apply(low, self.group) @ self.lora_B.T
+
+
+def lora_subject(bug: str):
+    def build():
+        return nn.Sequential(Lora(D, 2 * D), nn.Tanh(), Lora(2 * D, D))
+
+    def parallelize(model, group):
+        up = model[0]
+        up.base.weight = piece(up.base.weight, group)
+        up.base.bias = piece(up.base.bias, group)
+        up.lora_B = piece(up.lora_B, group)
+        down = model[2]
+        down.base.weight = piece(down.base.weight, group, 1)
+        down.lora_A = piece(down.lora_A, group, 1)
+        for module, kind in ((up, "column"), (down, "row")):
+            module.kind = kind
+            module.group = group
+            module.bug = bug
+        return model
+
+    def batch(step):
+        return torch.randn(3, S, D), torch.randn(3, S, D)
+
+    return SimpleNamespace(build=build, parallelize=parallelize, batch=batch)
+
+
+# ---- PyTorch's plan, with a sharded embedding in front of a split sequence.
+
+
+def plan_subject(bug: str):
+    def build():
+        head = nn.Linear(D, V, bias=False)
+        return nn.Sequential(nn.Embedding(V, D), Mlp(), nn.LayerNorm(D), head)
+
+    def parallelize(model, group):
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+        by_position = {"output_layouts": Shard(1)}
+        gather = {"input_layouts": Shard(1), "use_local_output": True}
+        plan = {
+            "0": RowwiseParallel(input_layouts=Replicate(), **by_position),
+            "1.norm": SequenceParallel(use_local_output=True),
+            "1.up": ColwiseParallel(**gather),
+            "1.down": RowwiseParallel(**by_position),
+            "2": SequenceParallel(use_local_output=True),
+            "3": ColwiseParallel(**gather, output_layouts=Replicate()),
+        }
+        if bug == "norm":  # a plain LayerNorm gets its part of the sequence
+            del plan["1.norm"]
+        return parallelize_module(model, mesh, plan)
+
+    return SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
+
+
+# model → its bugs, and what the first finding of each begins with.
+MODELS = {
+    fused_subject: {
+        "no sum": "forward partial",
+        "bias before": "forward bias",
+        "mean": "forward 1/T",
+        "contiguous": "fused",
+        "detached": "gradient of its uses",
+        "made before": "not in the optimizer",
+    },
+    renamed_subject: {"no f": "gradient sum", "bias": "forward bias"},
+    experts_subject: {
+        "router": "gradient sum",
+        "wrong expert": "wrong parameter",
+        "scale": "forward wrong",
+    },
+    lora_subject: {"A": "gradient sum", "B": "gradient sum"},
+    plan_subject: {"norm": "gradient sum"},
+}
