@@ -284,17 +284,24 @@ class RingFunction(torch.autograd.Function):
 
 
 # Why does a wrong backward not show in the loss? Let backward forget to pass kv on, so
-# that it uses its own, stale keys at every step (`--break stale`):
-# 1. A loss is computed forward, and forward is right. The loss of step 1 has no
-#    wrong bit; a later loss can differ only through the update of the weights.
-# 2. The update is nearly right. Most of a gradient flows around attention, in the
-#    residual sum, and to dL/dv. Random weights make attention nearly uniform whatever
-#    the keys are, so dL/dv is nearly right, and dL/dq and dL/dk are small: q_proj and
-#    k_proj have 4 % of the gradient's norm (section 3). They are off by more than their
-#    own size, and the norm is off by 2e-5.
-# 3. A loss that falls looks healthy: 5.1554 at step 3 instead of 5.1556 (2 ranks).
-# What q and k should learn, where to look, is lost. So compare gradients with one
-# process, module by module (section 3), or one attention on its own (section 4).
+# that it uses its own, stale keys and values at every step (`--break stale`):
+# 1. A loss is computed forward, and forward is right. The loss of step 1 has no wrong
+#    bit; a later one can differ only through the update of the weights.
+# 2. Most of the update is right. The gradient reaches most weights through the residual
+#    sum. It reaches v through the softmax, which is nearly uniform at random weights,
+#    whatever the keys are: v_proj is off by about 10 %. It reaches q and k through the
+#    scores, where all is wrong. But that path is weak: q_proj and k_proj have 4 % of
+#    the norm of all gradients (section 3). They are off by more than their own size,
+#    and the norm of all gradients by 2e-5.
+# 3. AdamW divides by the size of a gradient, so q_proj and k_proj take large steps in
+#    wrong directions. The loss hardly depends on them yet: a step changes it by
+#    gradient × step, and their gradient is small. At step 3 it is 5.1554 instead of
+#    5.1556 (2 ranks). If they were not trained at all, it would be 5.1579.
+# 4. Attention learns later where to look. Then the loss is higher than it could be:
+#    2.37 instead of 2.20 at step 100 if q_proj and k_proj are not trained. But nobody
+#    has the other number, and a loss that falls looks healthy.
+# So compare gradients with one process, module by module (section 3), or one attention
+# on its own (section 4).
 
 
 def ring_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
@@ -376,9 +383,7 @@ class SplitAttention(nn.Module):
         return attention(q, k, v, tables, self.core, self.cp_group, layout)
 
 
-def cp_transformer(
-    full: Transformer, method: Method, cp_group, tp_group
-) -> Transformer:
+def cp_transformer(full, method: Method, cp_group, tp_group) -> Transformer:
     """A copy whose attention works on a split sequence; over tp as in lesson 02."""
     model = tp_transformer(full, tp_group)
     for layer in model.layers:
@@ -552,16 +557,21 @@ def show_attention(report: Report, methods: dict, size: dict, cp_group) -> None:
             results[name] = split_attention(method, core, tables, tensors, cp_group)
             if method.attention is ring_attention:
                 rows.extend(block_rows(report, method.layout, size, cp_group))
+    if report.args.device != "cpu":
+        with report.column("PyTorch, one attention"):
+            results["PyTorch"] = pytorch_attention(tensors, tables, size["H"], cp_group)
     report.section("One attention, random input: output, gradients, blocks of scores")
     report.compare("attention", results)
     report.table("blocks", rows)
     # A step takes as long as its busiest rank; a block is s² or, if zigzag, s²/4.
     contiguous = evaluate("T·s·s", size)
     zigzag = evaluate("(2·T + 1)·s·s/4", size)
+    report.say("   Scores per head of the busiest rank of each step, added up:")
     report.say(
-        "   Scores of the busiest rank of each step, added up: contiguous T·s² ="
+        f"   contiguous T·s² = {contiguous:,}, zigzag (2T + 1)·s²/4 = {zigzag:,}."
     )
-    report.say(f"   {contiguous:,} per head, zigzag (2T + 1)·s²/4 = {zigzag:,}.")
+    if report.args.device == "cpu":
+        report.say("   PyTorch's context_parallel is left out: it has no CPU kernel.")
 
 
 def random_attention(args, size: dict, S: int) -> tuple:
@@ -595,6 +605,39 @@ def split_attention(method: Method, core, tables, tensors, cp_group) -> dict:
         gathered = all_gather(x, 1, cp_group)  # in the order of ranks
         found[name] = gathered[:, order.argsort()]
     return found
+
+
+def pytorch_attention(tensors, tables, head_size: int, cp_group) -> dict:
+    """The same by PyTorch's context_parallel; written from its documentation, not run.
+
+    It shards the buffers in place, zigzag, and F.scaled_dot_product_attention becomes a
+    ring. That needs a GPU, and float32 or less. On CPU, PyTorch 2.13 raises
+    NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu
+    .default does not have a sharding strategy registered.
+    """
+    # Imported here: it is a prototype, and only GPUs get here.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+
+    mesh = DeviceMesh.from_group(cp_group, tensors[0].device.type)
+    heads = [x.detach().unflatten(-1, (-1, head_size)) for x in tensors]
+    buffers = [x.transpose(1, 2).contiguous().clone() for x in heads]
+    buffers += [tables[0].clone(), tables[1].clone()]
+    dims = [2, 2, 2, 2, 0, 0]
+    # Restoring a buffer would raise an error, because q, k and v require gradients.
+    with context_parallel(
+        mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers)
+    ):
+        q, k, v = [x.requires_grad_() for x in buffers[:3]]
+        grad_y, cos, sin = buffers[3:]
+        kv = repeat_for_queries(torch.stack([rotate(k, cos, sin), v]), q)
+        attention = F.scaled_dot_product_attention  # inside the `with`, a ring
+        y = attention(rotate(q, cos, sin), kv[0], kv[1], is_causal=True)
+        y.backward(grad_y)
+        parts = [y.detach(), q.grad, k.grad, v.grad]
+        found = _attention.context_parallel_unshard(mesh, parts, [2] * 4)
+    names = ("y", "dL/dq", "dL/dk", "dL/dv")
+    return {name: x.transpose(1, 2).flatten(2) for name, x in zip(names, found)}
 
 
 def block_rows(report: Report, layout: str, size: dict, cp_group) -> list[dict]:
@@ -650,13 +693,10 @@ def show_communication_cp(report: Report, methods: dict, size: dict) -> None:
         formulas[Call(run, "clipping", "all-reduce", "tp")] = "1 × 8"
     report.section("Communication per step; q: bytes of queries, b: of k and v")
     report.ledger(formulas, size, steps=report.args.steps)
+    T = size["T"]
     crossing = size["N"] / size["K"] + 1
-    report.say(
-        "   Keys and values are sent with K heads, not N. The ring forward sends"
-    )
-    report.say(
-        f"   less than Ulysses while T < N/K + 1 = {crossing:g}; T = {size['T']}."
-    )
+    report.say("   Keys and values are sent with K heads, not N. Forward, the ring")
+    report.say(f"   sends less than Ulysses if T < N/K + 1 = {crossing:g}; T = {T}.")
 
 
 # Bytes per rank and layer; a = B·n·e. S·S and s·S are weights of the softmax, as in
@@ -712,8 +752,9 @@ BREAKS = {
         what="in backward every step uses this rank's own keys and values",
         symptom="the loss of step 1 is right, later ones are off by 1e-4 or less; "
         "gradients of q_proj and k_proj are off by more than their own size",
-        why="forward is right, and so is the loss; in backward a block of another "
-        "rank's keys must be computed with these keys, which have to travel again",
+        why="a block of another rank's keys needs these keys in backward, so they have "
+        "to travel again. The loss hides it: it is computed forward, and most of the "
+        "update is right, because q and k get a small part of all gradients at first",
         reported="github.com/huggingface/diffusers/issues/14265",
     ),
     "home": dict(

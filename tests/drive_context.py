@@ -6,6 +6,7 @@ The same tensors on every rank; groups of 2, 3, 4 and 8 of the ranks, also of ra
 are not neighbors. Compared with F.scaled_dot_product_attention on all positions.
 """
 
+import contextlib
 import random
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from in_ranks import difference, load, run
+from torch.distributed.tensor import experimental
 
 lesson = load("11_context_parallel")
 GROUPS = [[0, 1], [2, 5, 7], [1, 3, 4, 6], [*range(8)], [3]]
@@ -84,14 +86,88 @@ def try_case(number: int, group) -> list[dict]:
     return found
 
 
+@contextlib.contextmanager
+def on_cpu(group):
+    """context_parallel with an attention that the CPU has, in place of its ring.
+
+    What it does to buffers and how they are put together again is PyTorch's own.
+    """
+    original = experimental.context_parallel
+    zigzag = [
+        lambda S, r=r: lesson.positions_of(r, group.size(), "zigzag", S)
+        for r in range(group.size())
+    ]
+
+    def attention(q, k, v, is_causal):
+        assert is_causal
+        S = q.shape[2] * group.size()
+        k, v = (lesson.AllGatherWithGrad.apply(x, 2, group) for x in (k, v))
+        at = [positions(S) for positions in zigzag]
+        scores = lesson.masked_scores(q, k, at[group.rank()], torch.cat(at))
+        return scores.softmax(-1) @ v
+
+    @contextlib.contextmanager
+    def replaced(*args, **more):
+        with original(*args, **more):
+            ring, F.scaled_dot_product_attention = (
+                F.scaled_dot_product_attention,
+                attention,
+            )
+            yield
+            F.scaled_dot_product_attention = ring
+
+    experimental.context_parallel = replaced
+    yield
+    experimental.context_parallel = original
+
+
+def try_pytorch(number: int, group) -> dict:
+    """The script's comparison with PyTorch, but for PyTorch's kernels."""
+    T = group.size()
+    case = random_case(number, T)
+    B, S, K, H = (case[name] for name in "BSKH")
+    generator = torch.Generator().manual_seed(number)
+    tensors = [
+        torch.randn(B, S, heads * H, generator=generator, dtype=torch.float64)
+        for heads in (K * case["per_kv"], K, K, K * case["per_kv"])
+    ]
+    tables = [x.double() for x in lesson.rotary_table(S, H)] + [None]
+    whole = [x.clone().requires_grad_() for x in tensors[:3]]
+    expected = reference(*whole, tables, H)
+    expected.backward(tensors[3])
+    with on_cpu(group):
+        found = lesson.pytorch_attention(tensors, tables, H, group)
+    right = dict(
+        zip(("y", "dL/dq", "dL/dk", "dL/dv"), [expected] + [x.grad for x in whole])
+    )
+    diffs = {name: difference(found[name], right[name], right[name]) for name in right}
+    return case | dict(T=T, diffs=diffs)
+
+
+def refused_by_pytorch(group) -> str:
+    """What context_parallel raises on CPU."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    qkv = [torch.randn(1, 2, 4 * group.size(), 4) for _ in range(3)]
+    try:
+        with experimental.context_parallel(mesh, buffers=qkv, buffer_seq_dims=[2] * 3):
+            F.scaled_dot_product_attention(*qkv, is_causal=True)
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
 def main() -> dict:
-    limit, cases = timedelta(seconds=60), []
+    limit, cases, pytorch, refused = timedelta(seconds=60), [], [], []
     for place, ranks in enumerate(GROUPS):
         group = dist.new_group(ranks, timeout=limit, group_desc="cp")
         if dist.get_rank() in ranks:
             for number in range(CASES):
                 cases += try_case(10 * place + number, group)
-    return dict(cases=cases)
+                pytorch.append(try_pytorch(10 * place + number, group))
+            refused.append(refused_by_pytorch(group))
+    return dict(cases=cases, pytorch=pytorch, refused=refused)
 
 
 if __name__ == "__main__":

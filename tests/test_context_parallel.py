@@ -83,6 +83,25 @@ def test_calls_and_bytes(ranks):
         assert [case["forward"], case["both"]] == expected, case
 
 
+@driven
+def test_comparison_with_pytorch(ranks):
+    """All of it but PyTorch's kernels, which need a GPU; ours is in their place."""
+    cases = found(ranks, "pytorch")
+    assert {case["T"] for case in cases} == {1, 2, 3, 4, 8}
+    for case in cases:
+        assert set(case["diffs"]) == {"y", "dL/dq", "dL/dk", "dL/dv"}
+        assert max(case["diffs"].values()) < 1e-12, case
+
+
+@driven
+def test_pytorch_has_no_kernel_for_cpu(ranks):
+    """The script quotes the error. Once this fails, it can compare on CPU as well."""
+    for error in found(ranks, "refused"):
+        assert "does not have a sharding strategy registered" in error
+        quoted = " ".join(lesson.pytorch_attention.__doc__.split())
+        assert error in quoted.replace("_cpu .default", "_cpu.default")
+
+
 # In this process.
 
 

@@ -15,7 +15,7 @@ import plan
 import predict
 import pytest
 import torch
-from runs import MESH, PROOF, SHARED_HEADS, over
+from runs import CONTEXT_RUNS, MESH, PROOF, SHARED_HEADS, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -70,6 +70,93 @@ def test_shared_heads_are_as_beyond_09_counts(run):
             assert predicted[call] == [row["calls"], row["bytes"]], call
             compared.add(axis)
     assert compared == {"tp", "copy"}
+
+
+@over([run for run in CONTEXT_RUNS if run[1] > 1])
+def test_cp_is_as_beyond_11_counts(run):
+    """Messages of the zigzag ring, the sum of gradients, and what the ring saves."""
+    data = jobs.result(*run).data
+    L, D, N, K, V, S, B, T, e = (data["size"][letter] for letter in "LDNKVSBTe")
+    tp = data["mesh"]["tp"]
+    sizes = predict.model(L, D, N, K, V, S, B)
+    options = dict(tp=tp, micro_batch=B, cp=T, attention="flash")
+    layout = predict.make_layout(sizes, **options)
+    predicted = predict.counted(layout, 0, e)
+    found = {}
+    for row in data["communication"]:
+        if row["run"] == "zigzag" and row["axis"] == "cp":
+            found[row["phase"]] = [row["calls"], row["bytes"]]
+    for phase in ("forward", "backward"):
+        call = lesson.Call("mesh", phase, "send/recv", "cp")
+        assert predicted[call] == found[phase], phase
+    if tp == 1:  # beyond/11 does not split the vocabulary over tp
+        call = lesson.Call("mesh", "dp sum", "all-reduce", "dp")
+        padding = -predict.parameters(layout, 0)[1] % T
+        assert predicted[call] == [1, found["summing"][1] + padding * e]
+    (saved,) = [row for row in data["saved"] if row["attention"] == "zigzag"]
+    for length in (S, 2 * S, 4 * S):
+        core = predict.make_layout(sizes | dict(ffn=0, seq_len=length), **options)
+        s = length // T
+        held = predict.layer_bytes(core, e=e, stats=0) - 4 * e * B * (s // tp) * D
+        tables = 2 * s * D // N * e  # of rotary positions: no part of the planner's
+        log_sums = B * N // tp * s * (e - 4)  # the planner's are float32
+        assert saved[f"S {length}"] == held + tables + log_sums
+
+
+def test_cp_laws():
+    """More ranks and shorter slices: a rank computes and saves less, and holds the same
+    parameters; gradients are summed over all of dp × cp."""
+    sizes = predict.MODELS["llama-3-8b"] | dict(seq_len=131072)
+    one = predict.make_layout(sizes, dp=4, tp=8, attention="flash")
+    for cp in (2, 4, 8):
+        layout = predict.make_layout(sizes, dp=4, tp=8, cp=cp, attention="flash")
+        assert predict.parameters(layout, 0) == predict.parameters(one, 0)
+        assert predict.flops(layout, 0) == predict.flops(one, 0) // cp
+        assert predict.layer_bytes(layout) == predict.layer_bytes(one) / cp
+        assert predict.hardware_flops(layout) == predict.hardware_flops(one)
+        assert predict.model_flops(layout) == predict.model_flops(one)
+        # ZeRO shards over all ranks that hold the same parameters.
+        wide = predict.changed(layout, zero=3, dp=4 * cp, cp=1, batch_size=512 * cp)
+        held = predict.memory(predict.changed(layout, zero=3), 0)
+        for kind in ("parameters", "gradients", "optimizer", "unsharded"):
+            assert held[kind] == predict.memory(wide, 0)[kind]
+        row = predict.predict(layout, a100(gpus=32 * cp))
+        count = predict.parameters(layout, 0)[1]
+        share = 2 * (4 * cp - 1) / (4 * cp)
+        assert row["sent"]["dp"] == pytest.approx(2 * count * share, rel=1e-6)
+        # K/V of 131072/cp positions, T·(cp − 1) + (2·cp − 1) times, 128 sequences.
+        keys = 2 * 2 * (131072 // cp) * 1024 // 8
+        hops = 3 * cp - 2
+        assert row["sent"]["cp"] == 128 * 32 * hops * keys
+        assert row["parts"]["cp"] == pytest.approx(row["sent"]["cp"] / 25e9)
+        assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
+        again = predict.changed(layout, recompute="full")
+        more = predict.predict(again, a100(gpus=32 * cp))["sent"]["cp"]
+        assert more == row["sent"]["cp"] * (4 * cp - 3) / hops
+
+
+def test_cp_is_off_unless_it_is_asked_for():
+    """cp 1 is no axis of a row; and with cp, gpus are dp × pp × tp × cp."""
+    sizes = predict.MODELS["llama-3-8b"]
+    rows, _, _ = predict.search(sizes, a100(gpus=64), attention="flash")
+    for row in rows:
+        assert "cp" not in row and {*row["sent"], *row["parts"]}.isdisjoint({"cp"})
+    rows, _, _ = predict.search(sizes, a100(gpus=64), {"cp": 4}, attention="flash")
+    assert rows and all(row["dp"] * row["pp"] * row["tp"] == 16 for row in rows)
+    assert all(row["cp"] == 4 for row in rows)
+    assert predict.why_not(sizes, 1, 1, 1, 3) == "seq-len % (2 · cp) is not 0"
+    narrow = sizes | dict(seq_len=8)
+    assert predict.why_not(narrow, 1, 1, 4, 4) == "seq-len % (cp · tp) is not 0"
+    with pytest.raises(ValueError, match="take --attention flash"):
+        predict.make_layout(sizes, cp=2)
+
+
+def test_table_with_cp(capsys):
+    flags = "--model llama-3-8b --seq-len 131072 --gpus 256 --zero 1 --cp 8"
+    code, out, _ = told(capsys, *flags.split())
+    assert code == 0 and max(map(len, out.splitlines())) <= 88
+    assert "cp 8: each sequence is split over 8 ranks" in out
+    assert "via cp" in out and " bubble s/step" not in out
 
 
 @pytest.mark.parametrize("recompute", predict.RECOMPUTE)
@@ -444,6 +531,12 @@ def test_dry_run_finds_a_bug(capsys, bug):
     (("--model", "llama-3-8b", "--gpus", 64, "--dry-run"), "--dry-run of a gated MLP"),
     (("--model", "gpt3", "--gpus", 1024, "--zero", 2, "--dry-run"), "take --zero 1"),
     (("--model", "gpt3", "--gpus", 1024, "--json", "/no/where"), "/no/where"),
+    (("--model", "gpt3", "--gpus", 64, "--cp", 3), "2048 % 6.*--seq-len 2052"),
+    (("--model", "gpt3", "--gpus", 66, "--cp", 4), "66, but --cp 4; take --gpus 64"),
+    (("--model", "gpt3", "--gpus", 1024, "--cp", 2, "--attention", "math"),
+     "cp 2: a ring saves no scores; take --attention flash"),
+    (("--layers", 4, "--hidden", 16, "--heads", 4, "--gpus", 4, "--cp", 2, "--dry-run"),
+     "--dry-run of --cp 2"),
 ])  # fmt: skip
 def test_refusals(capsys, flags, words):
     code, out, err = told(capsys, *flags)

@@ -1,6 +1,7 @@
 """The page with sliders: its formulas are those of tools/predict.py."""
 
 import argparse
+import math
 import random
 import shlex
 from urllib.parse import urlsplit
@@ -22,7 +23,8 @@ def random_sizes(draw: random.Random) -> dict:
     hidden = head * heads
     return predict.model(
         draw.randint(1, 40), hidden, heads, kv_heads, draw.randint(100, 150_000),
-        draw.choice([64, 512, 2048, 8192]), draw.choice([16, 96, 512, 1024]),
+        draw.choice([64, 512, 768, 2048, 8192, 131072]),
+        draw.choice([16, 96, 512, 1024]),
         ffn=draw.choice([None, 64 * draw.randint(1, 300)]),
         gated=draw.random() < 0.5, biases=draw.choice(predict.BIASES),
         tie=draw.random() < 0.5,
@@ -44,6 +46,8 @@ def random_case(draw: random.Random) -> dict:
         sizes = random_sizes(draw)
         tp = draw.choice([1, 2, 3, 4, 8, 16])
         mesh = {"tp": tp, "pp": draw.randint(1, 9), "dp": draw.choice([1, 2, 3, 8, 16])}
+        if draw.random() < 0.5:
+            mesh["cp"] = draw.choice([2, 3, 4, 8, 16])
         if not predict.why_not(sizes, **mesh):
             break
     more = dict(mesh)
@@ -51,10 +55,10 @@ def random_case(draw: random.Random) -> dict:
         predict.divisors(sizes["batch_size"] // mesh["dp"])
     )
     more["recompute"] = draw.choice(predict.RECOMPUTE)
-    more["attention"] = draw.choice(predict.ATTENTION)
+    more["attention"] = "flash" if "cp" in mesh else draw.choice(predict.ATTENTION)
     more["schedule"] = draw.choice(["1f1b", "gpipe"])
     more["zero"] = draw.choice(predict.ZERO)
-    machine = random_machine(draw, mesh["tp"] * mesh["pp"] * mesh["dp"])
+    machine = random_machine(draw, math.prod(mesh.values()))
     return {"sizes": sizes, "more": more, "machine": machine}
 
 
@@ -127,6 +131,7 @@ def test_formulas_are_those_of_the_tool(open_page):
     for axis in ("tp", "pp", "dp"):
         assert len({case["more"][axis] for case in cases}) > 3
     assert {case["more"]["zero"] for case in cases} == {0, 1, 2, 3}
+    assert {case["more"].get("cp", 1) for case in cases} == {1, 2, 3, 4, 8, 16}
     found = open_page().evaluate(IN_PAGE, cases)
     for case, js in zip(cases, found, strict=True):
         python = in_python(case)
@@ -134,6 +139,7 @@ def test_formulas_are_those_of_the_tool(open_page):
             assert js[name] == python[name], case
         for ours, theirs in zip(python["traffic"], js["traffic"], strict=True):
             assert sorted(ours) == sorted(theirs), case
+        assert ("cp" in python["rates"]) == ("cp" in case["more"])
         row = python["row"]
         assert js["row"]["bytes"] == row["bytes"], case
         assert js["row"]["memory"] == row["memory"], case
@@ -162,6 +168,7 @@ QUERIES = [
     "?model=llama-3-70b&machine=dgx-h100&nodes=32&tp=8&pp=4&zero=1",
     "?model=gpt-18.4b&nodes=32&tp=8&pp=1&recompute=full&attention=math",
     "?model=gpt3&nodes=128&tp=8&pp=16&between=5&reserve=5",
+    "?model=llama-3-8b&nodes=16&tp=4&pp=1&cp=8&seq_len=131072&recompute=full",
 ]
 
 
@@ -179,7 +186,7 @@ def test_its_command_says_the_same(open_page, query):
     assert shown["memory"] == row["memory"]
     assert shown["seconds"] == pytest.approx(row["seconds"], rel=1e-9)
     assert shown["fits"].startswith("It fits" if fits else "It does not fit")
-    everything, _, _ = predict.search(sizes, args, {}, **options)
+    everything, _, _ = predict.search(sizes, args, {"cp": args.cp}, **options)
     best = everything[0]
     assert shown["best"] == f"{best['tp']},{best['pp']}"
     assert shown["here"] == f"{row['tp']},{row['pp']}"

@@ -116,7 +116,10 @@ def test_another_check_and_another_lesson_have_another_fingerprint(tmp_path):
         (tmp_path / "00_a.ipynb").write_text(book)
         (tmp_path / "00_a.py").write_text(text)
         prints |= {checks_of("00_a", tmp_path), submission.lessons_of(tmp_path)}
-    assert len(prints) == 6
+    (tmp_path / "beyond").mkdir()
+    (tmp_path / "beyond/11_a.py").write_text("a script of a notebook")
+    prints.add(submission.lessons_of(tmp_path))
+    assert len(prints) == 7
 
 
 def test_a_notebook_that_cannot_be_read(tmp_path):

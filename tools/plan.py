@@ -10,6 +10,7 @@ overlap. So it ranks layouts; it does not tell how long a step takes.
     python tools/plan.py --model llama-3-70b --machine dgx-h100 --gpus 512 --zero
     python tools/plan.py --layers 40 --hidden 5120 --heads 40 --gpus 64
     python tools/plan.py --model gpt-1008b --gpus 3072 --dp 6 --pp 64 --tp 8 --dry-run
+    python tools/plan.py --model llama-3-8b --gpus 256 --seq-len 131072 --cp 8
 
 A dry run is lesson 05 itself, its stage, schedule and counters, for one rank of each
 stage, with tensors that have shapes but no values, and messages that no rank receives.
@@ -68,6 +69,8 @@ def read_flags(words=None) -> argparse.Namespace:
     add("--between", type=above_zero, help="bytes/s of a network card, such as 25e9")
     for name in AXES:
         add(f"--{name}", type=lesson.positive, help="only layouts with this size")
+    add("--cp", type=lesson.positive, default=1, help="ranks that share each sequence, "
+        "in a zigzag ring (1: none; context parallelism, beyond/11)")  # fmt: skip
     add("--micro-batch", type=lesson.positive, metavar="B", help="sequences in one")
     add("--recompute", choices=RECOMPUTE, help="only this")
     add("--attention", choices=ATTENTION, default="flash", help="(flash)")
@@ -118,14 +121,20 @@ def fill(args) -> argparse.Namespace:
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
     mesh = [getattr(args, axis) for axis in AXES]
-    args.gpus = args.gpus or (math.prod(mesh) if all(mesh) else None)
+    args.gpus = args.gpus or (math.prod(mesh) * args.cp if all(mesh) else None)
     if not args.gpus:
         raise ValueError("--gpus: how many?")
     lesson.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     lesson.must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    product = math.prod(n or 1 for n in mesh)
+    if args.cp > 1:
+        lesson.must_divide(args, "seq_len", 2 * args.cp, "(2 · --cp: zigzag)")
+        tp = args.tp or 1
+        lesson.must_divide(args, "seq_len", args.cp * tp, "(--cp · --tp)")
+    product = args.cp * math.prod(n or 1 for n in mesh)
     if args.gpus % product or (all(mesh) and product != args.gpus):
         text = " × ".join(f"--{x} {n}" for x, n in zip(AXES, mesh) if n)
+        if args.cp > 1:
+            text = f"{text} × --cp {args.cp}" if text else f"--cp {args.cp}"
         near = product if all(mesh) else max(1, args.gpus // product) * product
         raise ValueError(f"--gpus {args.gpus}, but {text}; take --gpus {near}")
     return args
@@ -137,6 +146,8 @@ def asked(args) -> tuple[dict, dict, dict]:
     for name in (*AXES, "micro_batch", "recompute"):
         if getattr(args, name):
             fixed[name] = getattr(args, name)
+    if args.cp > 1:
+        fixed["cp"] = args.cp
     sizes = {name: getattr(args, name) for name in (*SIZES, *STYLE)}
     return sizes, fixed, {"zero": args.zero, "attention": args.attention}
 
@@ -175,11 +186,11 @@ def what_fits(args) -> str:
             return f"take --zero {stage}"
     options["zero"] = args.zero
     if all(axis in fixed for axis in AXES):
-        fixed = {}
+        fixed = {"cp": args.cp}
     for gpus in (args.gpus * 2**i for i in range(11)):
         machine = changed(args, gpus=gpus)
         if search(sizes, machine, fixed, **options)[0]:
-            free = ", and no --dp, --pp, --tp" if args.tp and not fixed else ""
+            free = ", and no --dp, --pp, --tp" if args.tp and "tp" not in fixed else ""
             return f"take --gpus {gpus}{free}"
     return f"take --gpu-memory {2 * args.gpu_memory:g}, or a smaller model"
 
@@ -207,11 +218,15 @@ COLUMNS = [  # heading, width, value
     ("s/step", 6, lambda row: f"{row['seconds']:.2f}"),
     ("MFU", 4, lambda row: f"{row['mfu']:.0%}"),
 ]
+VIA_CP = ("via cp", 6, gigabytes("sent", "cp"))  # instead of the bubble, with --cp
 LEGEND = """\
 All of this is predicted. b: sequences per micro-batch; redo: what is recomputed (the
 core of attention, full layers). GB: what the fullest rank holds, and what a rank sends
 per step along each axis, at most (in rings). bubble: waiting over computing. MFU: the
 model's FLOPs over what the GPUs could compute in that time; recomputing is no work."""
+LEGEND_OF_CP = """\
+cp {cp}: each sequence is split over {cp} ranks, which pass keys and values around a
+ring (beyond/11). Gradients are summed over the dp × cp ranks of each parameter."""
 HOW_WRONG = """\
 How wrong: on the ten layouts of arXiv:2104.04473, Table 1, the same formulas give an
 MFU of 54 to 75 %; 33 to 39 % was measured. Times are 1.5 to 2.2 times too short, most
@@ -226,9 +241,14 @@ def show(args, fits: list, too_large: list, refused: Counter, took: float) -> No
     free = f"{args.reserve:.0%} stay free (--reserve: CUDA, NCCL, fragmentation)"
     print(f"A rank may hold {usable(args) / GB:.1f} of {args.gpu_memory:g} GB: {free}.")
     print(LEGEND)
-    print(" ".join(f"{name:>{width}}" for name, width, _ in COLUMNS))
+    columns = list(COLUMNS)
+    if args.cp > 1:
+        print(LEGEND_OF_CP.format(cp=args.cp))
+        names = [name for name, _, _ in COLUMNS]
+        columns[names.index("bubble")] = VIA_CP
+    print(" ".join(f"{name:>{width}}" for name, width, _ in columns))
     for row in fits[: args.top]:
-        print(" ".join(f"{value(row):>{width}}" for _, width, value in COLUMNS))
+        print(" ".join(f"{value(row):>{width}}" for _, width, value in columns))
     if too_large:
         least = min(row["memory"] for row in too_large) / GB
         print(
@@ -248,6 +268,8 @@ def refuse_dry_run(args, best: dict) -> None:
     if best["tp"] > args.kv_heads:
         wrong = f"of tp {best['tp']}, but --kv-heads {args.kv_heads}: lesson 05 does "
         wrong += f"not replicate heads; take --tp {args.kv_heads}"
+    elif args.cp > 1:
+        wrong = f"of --cp {args.cp}: lesson 05 splits no sequence; take --cp 1"
     elif args.zero > 1:
         wrong = f"of --zero {args.zero}: lesson 05 shards the optimizer only; take "
         wrong += "--zero 1"

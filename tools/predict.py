@@ -8,7 +8,8 @@ tools/plan.py is its command, docs/_static/planner the same formulas in a page.
 
 Sources: 2104.04473 (pipelines, FLOPs, Table 1), 2205.05198 (activations), 1910.02054
 (16 bytes per parameter, ZeRO), 2205.14135 (FlashAttention), 2204.02311 (MFU), all on
-arxiv.org; lesson 00 (a ring's cost), lesson 05.
+arxiv.org; lesson 00 (a ring's cost), lesson 05; beyond/11 (cp, the fourth axis, which
+is 1 unless it is asked for: its ring's messages and saved bytes, as counted there).
 """
 
 import argparse
@@ -125,22 +126,34 @@ def usable(machine) -> float:
 # (b, sequences in one), ffn, attention and STYLE.
 
 
-def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, **more):
-    """Lesson 05's flags for a model on pp × dp × tp ranks."""
+def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, cp=1, **more):
+    """Lesson 05's flags for a model on pp × dp × cp × tp ranks.
+
+    With cp > 1 each sequence is split over cp ranks; attention is the zigzag ring of
+    beyond/11, of FlashAttention's blocks: no scores are saved.
+    """
     layout = {name: sizes[name] for name in SIZES if name in sizes}
     layout.setdefault("ffn", 4 * sizes["hidden"])
     for name, default in STYLE.items():
         layout[name] = sizes.get(name, default)
     layout.update(schedule="1f1b", zero=0, recompute="none", attention="math")
-    layout.update(pp=pp, dp=dp, tp=tp, micro_batch=micro_batch)
+    layout.update(pp=pp, dp=dp, tp=tp, micro_batch=micro_batch, cp=cp)
     layout["microbatches"] = sizes["batch_size"] // (dp * micro_batch)
     layout.update(more)
+    if cp > 1 and layout["attention"] != "flash":
+        raise ValueError(f"cp {cp}: a ring saves no scores; take --attention flash")
     return argparse.Namespace(**layout)
 
 
 def changed(layout, **changes):
     """A copy of a layout (or a machine) with some values replaced."""
     return argparse.Namespace(**{**vars(layout), **changes})
+
+
+def replicas(args) -> int:
+    """Ranks that hold the same parameters, each for its own tokens: gradients are
+    summed over dp × cp, and ZeRO shards over all of these ranks."""
+    return args.dp * args.cp
 
 
 def layers_of(args, stage: int) -> int:
@@ -222,7 +235,8 @@ def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
     them out); masks: with dropout, one byte per element; sp: the sequence is sharded
     between the linears.
     """
-    b, S, D, T = args.micro_batch, args.seq_len, args.hidden, args.tp
+    b, D, T = args.micro_batch, args.hidden, args.tp
+    S = args.seq_len // args.cp  # positions that are on this rank
     s = S // T if sp else S
     if args.recompute == "full":
         return e * b * s * D  # the layer's input
@@ -243,7 +257,7 @@ def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
 
 def saved_bytes(args, stage: int, e=2, stats=4) -> int:
     """Bytes that a stage saves for backward per micro-batch, as lesson 05 counts."""
-    tokens = args.micro_batch * args.seq_len
+    tokens = args.micro_batch * args.seq_len // args.cp
     saved = layers_of(args, stage) * layer_bytes(args, e, stats)
     if stage == 0:
         saved += tokens * (8 + 1)  # the rows of the embedding, and which are local
@@ -272,12 +286,12 @@ def memory(args, stage: int) -> dict[str, int]:
     """Bytes of a rank in mixed precision, by what they are for.
 
     Per parameter 2 + 2 + 12 bytes: weight, gradient, and AdamW's two moments and copy
-    of the weight in float32. ZeRO shards over dp the 12 (stage 1), also the gradient
-    (2), also the weight (3) (1910.02054, sec. 5); then one layer at a time is
+    of the weight in float32. ZeRO shards over dp × cp the 12 (stage 1), also the
+    gradient (2), also the weight (3) (1910.02054, sec. 5); then one layer at a time is
     unsharded. Activations include those of one layer that is recomputed.
     """
     held, trained, _ = parameters(args, stage)
-    shard = math.ceil(held / args.dp)
+    shard = math.ceil(held / replicas(args))
     micro_batches = in_flight(args.schedule, stage, args.pp, args.microbatches)
     activations = micro_batches * saved_bytes(args, stage)
     if args.recompute != "none":
@@ -287,13 +301,14 @@ def memory(args, stage: int) -> dict[str, int]:
     layer = sharded // args.tp + replicated
     largest = max(layer, vocab_rows(args) * args.hidden)
     unsharded = {2: 2 * largest, 3: 4 * largest}  # its gradient; also its weight
-    if args.dp == 1:  # nothing is sharded
+    over_replicas = changed(args, dp=replicas(args))
+    if replicas(args) == 1:  # nothing is sharded
         unsharded = {}
     return {
         "parameters": 2 * (shard if args.zero >= 3 else held),
         "gradients": 2 * (shard if args.zero >= 2 else held),
         # The two moments in float32, and the weights: half as much again.
-        "optimizer": lesson.moments_bytes(args, trained, 4) * 3 // 2,
+        "optimizer": lesson.moments_bytes(over_replicas, trained, 4) * 3 // 2,
         "activations": activations,
         "unsharded": unsharded.get(args.zero, 0),
     }
@@ -324,9 +339,10 @@ def traffic(args, stage: int, e=2) -> list[Sent]:
     result is not needed (PyTorch's checkpoint stops before it). If T > K, ranks with
     the same key/value head sum the gradients of its weights and biases.
     """
-    tokens = args.batch_size // args.dp * args.seq_len
+    tokens = args.batch_size // args.dp * args.seq_len // args.cp
     _, trained, replicated = parameters(args, stage)
     size = lesson.traffic_size(args, stage, e, tokens, trained, replicated)
+    size["n"] = trained + -trained % replicas(args)
     formulas = lesson.traffic(args, stage)
     if args.zero >= 2:
         formulas = with_sharded_gradients(args, formulas)
@@ -335,6 +351,10 @@ def traffic(args, stage: int, e=2) -> list[Sent]:
     if args.recompute == "full":
         formulas.append((backward("all-gather", "tp"), "2·M·l × X"))
         formulas.append((backward("reduce-scatter", "tp"), "M·l × X"))
+    if args.cp > 1:
+        size["C"] = args.cp
+        size["kv"] = 2 * e * tokens * kv_width(args) / (args.tp * args.microbatches)
+        formulas.extend(ring_of_keys(args))
     if args.tp > args.kv_heads:
         size["H"] = args.hidden // args.heads
         formula = "4·M·l × e·H·(D + 1)/2"  # k and v, weights and biases
@@ -347,6 +367,17 @@ def traffic(args, stage: int, e=2) -> list[Sent]:
         if calls:
             rows.append(Sent(call, calls, round(calls * nbytes)))
     return rows
+
+
+def ring_of_keys(args) -> list:
+    """Keys and values of a rank's positions go around the cp ranks, and in backward
+    once more, with their gradients (beyond/11 counts these calls and bytes)."""
+    forward = lesson.Call("mesh", "forward", "send/recv", "cp")
+    backward = lesson.Call("mesh", "backward", "send/recv", "cp")
+    formulas = [(forward, "M·l·(C - 1) × kv"), (backward, "M·l·(2·C - 1) × kv")]
+    if args.recompute == "full":
+        formulas.append((backward, "M·l·(C - 1) × kv"))
+    return formulas
 
 
 def with_sharded_gradients(args, formulas: dict) -> dict:
@@ -384,6 +415,8 @@ def ranks_along(args, axis: str) -> int:
         return max(1, args.tp // args.kv_heads)
     if axis == "embed":
         return min(2, args.pp)
+    if axis == "dp":  # whoever has the same parameters
+        return replicas(args)
     return getattr(args, axis)
 
 
@@ -399,23 +432,26 @@ def ring(collective: str, ranks: int) -> float:
 def rates(args, machine) -> dict[str, float]:
     """Bytes/s that a group has along each axis, in one direction.
 
-    Rank = (stage · DP + replica) · T + tp_rank (make_mesh). A group that fits into a
-    node has the links inside. The ring of a group that spans nodes leaves each node
-    through the network cards of all its ranks there (one card per GPU), so its rate
-    grows with their number, up to the rate inside. A message between stages has one
-    sender, so it has one card.
+    Rank = (stage · DP + replica) · T + tp_rank (make_mesh); with cp, replica is
+    replica · CP + cp_rank. A group that fits into a node has the links inside. The ring
+    of a group that spans nodes leaves each node through the network cards of all its
+    ranks there (one card per GPU), so its rate grows with their number, up to the rate
+    inside. A message between stages, or of keys and values along cp, has one sender, so
+    it has one card.
     """
-    span = 1
+    spans = {"tp": args.tp, "dp": args.tp * replicas(args)}  # ranks, innermost first
+    if args.cp > 1:
+        spans["cp"] = args.tp * args.cp
+    spans["pp"] = spans["dp"] * args.pp
     found = {}
-    for axis in ("tp", "dp", "pp"):  # innermost first
-        inner = span
-        span *= getattr(args, axis)
+    for axis, span in spans.items():
         if machine.node % span == 0 or machine.gpus <= machine.node:
             found[axis] = machine.inside
-        elif axis == "pp":
+        elif axis in ("cp", "pp"):
             found[axis] = machine.between
         else:
-            cards = cards_of_a_group(getattr(args, axis), inner, machine.node)
+            ranks = ranks_along(args, axis)
+            cards = cards_of_a_group(ranks, span // ranks, machine.node)
             found[axis] = min(machine.inside, machine.between * cards)
     return found
 
@@ -439,6 +475,8 @@ def flops(args, stage: int) -> int:
     faster all the same, because it moves less memory; FLOPs do not show that.)
     """
     tokens = args.batch_size // args.dp * args.seq_len
+    # Zigzag gives each of the cp ranks the same share of tokens and of scores.
+    ranks = args.tp * args.cp
     scores = 4 * args.seq_len * args.hidden
     layer = 2 * layer_weights(args) + scores
     again = {"none": 0, "selective": scores, "full": layer}[args.recompute]
@@ -447,19 +485,20 @@ def flops(args, stage: int) -> int:
     work = layers_of(args, stage) * (3 * layer + again)
     if stage == args.pp - 1:
         work += 3 * 2 * args.hidden * args.vocab_size
-    return tokens * work // args.tp
+    return tokens * work // ranks
 
 
 def model_flops(args) -> int:
     """FLOPs of the model per step, on all ranks together: nothing is recomputed, no
     head is counted twice."""
-    plain = changed(args, recompute="none", attention="math", pp=1, dp=1, tp=1)
+    plain = changed(args, recompute="none", attention="math", pp=1, dp=1, tp=1, cp=1)
     return flops(plain, 0)
 
 
 def hardware_flops(args) -> int:
     """FLOPs that all ranks together compute per step, with what is recomputed."""
-    return sum(flops(args, stage) for stage in range(args.pp)) * args.dp * args.tp
+    ranks = args.dp * args.cp * args.tp
+    return sum(flops(args, stage) for stage in range(args.pp)) * ranks
 
 
 def mfu_of_table_1(sizes: dict, machine) -> tuple[float, float]:
@@ -502,7 +541,7 @@ def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:
 
 def in_micro_batches(took: dict) -> float:
     """Seconds of a stage that belong to micro-batches."""
-    return took["arithmetic"] + took["tp"] + took["dp"] + took["pp"]
+    return sum(took[name] for name in took if name != "once")
 
 
 def predict(args, machine) -> dict:
@@ -524,8 +563,12 @@ def predict(args, machine) -> dict:
         "dp": max(took["once"] for took, _ in found) + slowest["dp"],
         "pp": slowest["pp"] + waiting,  # messages and the bubble
     }
+    if args.cp > 1:
+        parts["cp"] = slowest["cp"]
     total = sum(parts.values())
     row = {name: getattr(args, name) for name in LAYOUT}
+    if args.cp > 1:
+        row["cp"] = args.cp
     row["bytes"] = fullest
     row["memory"] = sum(fullest.values())
     row["sent"] = {axis: max(sent[axis] for _, sent in found) for axis in rate}
@@ -545,8 +588,13 @@ def divisors(n: int) -> list[int]:
     return small + large
 
 
-def why_not(sizes: dict, dp: int, pp: int, tp: int) -> str:
-    """Which size is not divisible, or "": the conditions of lesson 05, and T > K."""
+def why_not(sizes: dict, dp: int, pp: int, tp: int, cp: int = 1) -> str:
+    """Which size is not divisible, or "": the conditions of lesson 05, and T > K; with
+    cp > 1, two chunks of positions on each rank, and SP within its positions."""
+    if cp > 1 and sizes["seq_len"] % (2 * cp):
+        return "seq-len % (2 · cp) is not 0"
+    if cp > 1 and sizes["seq_len"] % (cp * tp):
+        return "seq-len % (cp · tp) is not 0"
     for name, axis, parts in (
         ("heads", "tp", tp),
         ("kv_heads", "tp", tp),
@@ -562,10 +610,17 @@ def why_not(sizes: dict, dp: int, pp: int, tp: int) -> str:
 
 
 def meshes(gpus: int, fixed: dict):
-    """All dp, pp, tp whose product is the number of GPUs, as far as `fixed` allows."""
+    """All dp, pp, tp whose product is the number of GPUs, as far as `fixed` allows; cp
+    is 1, or what `fixed` says."""
+    cp = fixed.get("cp", 1)
+    if gpus % cp:
+        return
+    gpus //= cp
     for tp in divisors(gpus):
         for pp in divisors(gpus // tp):
             found = {"dp": gpus // tp // pp, "pp": pp, "tp": tp}
+            if cp > 1:
+                found["cp"] = cp
             if agrees(found, fixed):
                 yield found
 

@@ -104,7 +104,7 @@ def checks_of(cells: list[dict]) -> str:
 
 
 def lessons_of(folder: Path) -> str:
-    paths = sorted(folder.glob("0?_*.py"))
+    paths = sorted(folder.glob("0?_*.py")) + sorted(folder.glob("beyond/[0-9]*_*.py"))
     return fingerprint(path.read_text(encoding="utf-8") for path in paths)
 
 

@@ -30,6 +30,7 @@ const GROUPS = {
   },
   Layout: {
     tp: { label: "tp", list: [] }, pp: { label: "pp", list: [] },
+    cp: { label: "cp (ring)", list: [] },
     micro_batch: { label: "micro-batch", list: [] },
     recompute: { label: "recompute", options: RECOMPUTE },
     attention: { label: "attention", options: ATTENTION },
@@ -43,7 +44,7 @@ const KINDS = { // of memory and of time: color, label
   optimizer: ["#009E73", "AdamW"], activations: ["#CC79A7", "activations"],
   unsharded: ["#F0E442", "one layer, unsharded"],
   arithmetic: ["#56B4E9", "computing"], tp: ["#E69F00", "tp"], dp: ["#009E73", "dp"],
-  send: ["#CC79A7", "pp"], bubble: ["#F0E442", "bubble"],
+  send: ["#CC79A7", "pp"], bubble: ["#F0E442", "bubble"], cp: ["#D55E00", "cp"],
 };
 const $ = (id) => document.getElementById(id);
 const state = {};
@@ -111,6 +112,10 @@ function machineOf(name) {
 
 // Sliders have the values that are possible now; the form shows the state.
 function fillForm(gpus) {
+  // A ring saves no scores, so it is not for attention that is written out.
+  const splits = (cp) => cp === 1 || (state.attention === "flash" && state.seq_len % (2 * cp) === 0);
+  FIELDS.cp.list = divisors(gpus).filter(splits);
+  gpus /= nearest("cp");
   FIELDS.tp.list = divisors(gpus).filter((tp) => state.heads % tp === 0);
   FIELDS.pp.list = divisors(gpus / nearest("tp")).filter((pp) => pp <= state.layers);
   nearest("pp");
@@ -147,7 +152,7 @@ function readAddress() {
   const machine = query.get("machine");
   state.machine = machine in presets.machines ? machine : "dgx-a100";
   Object.assign(state, modelOf(state.model), machineOf(state.machine));
-  Object.assign(state, { nodes: 32, tp: 8, pp: 1, micro_batch: 1 });
+  Object.assign(state, { nodes: 32, tp: 8, pp: 1, cp: 1, micro_batch: 1 });
   Object.assign(state, { recompute: "none", attention: "flash", zero: 0 });
   for (const [name, field] of Object.entries(FIELDS)) {
     const text = query.get(name);
@@ -162,7 +167,7 @@ function writeAddress() {
   const query = new URLSearchParams();
   for (const [name, field] of Object.entries(FIELDS)) {
     const preset = { ...modelOf(state.model), ...machineOf(state.machine) }[name];
-    if (state[name] === preset) continue;
+    if (state[name] === preset || (name === "cp" && state.cp === 1)) continue;
     const value = field.scale ? +(state[name] / field.scale).toPrecision(12) : state[name];
     query.set(name, value);
   }
@@ -208,7 +213,7 @@ function showMemory(row, machine) {
 function showTime(row) {
   const { pp, ...parts } = row.parts;
   const shown = { ...parts, send: pp - row.waiting, bubble: row.waiting };
-  const axes = { tp: "tp", dp: "dp", send: "pp" };
+  const axes = { tp: "tp", dp: "dp", send: "pp", cp: "cp" };
   bars("seconds", "time-parts", shown, row.seconds, (kind, value) => {
     const axis = axes[kind];
     const rate = axis && `a rank sends ${gigabytes(row.sent[axis])} GB at ${gigabytes(row.rate[axis])} GB/s`;
@@ -216,7 +221,8 @@ function showTime(row) {
     return [`${value.toPrecision(3)} s`, rate || bubble || ""];
   });
   $("seconds").dataset.value = row.seconds;
-  $("summary").textContent = `dp ${row.dp} × pp ${row.pp} × tp ${row.tp}: ${row.seconds.toPrecision(3)} s, `
+  const cp = row.cp > 1 ? ` × cp ${row.cp}` : "";
+  $("summary").textContent = `dp ${row.dp} × pp ${row.pp} × tp ${row.tp}${cp}: ${row.seconds.toPrecision(3)} s, `
     + `MFU ${(100 * row.mfu).toFixed(0)} %, M = ${row.microbatches} micro-batches. Predicted.`;
 }
 
@@ -275,6 +281,7 @@ function command(machine, layout) {
     if (state[name] !== preset[name]) words.push(`--${name.replace("_", "-")} ${state[name]}`);
   }
   words.push(`--gpus ${machine.gpus}`);
+  if (layout.cp > 1) words.push(`--cp ${layout.cp}`);
   for (const name of ["dp", "pp", "tp", "micro_batch", "recompute", "attention", "zero"]) {
     words.push(`--${name.replace("_", "-")} ${layout[name]}`);
   }
@@ -288,11 +295,11 @@ function update() {
   for (const name of Object.keys(machineOf(state.machine))) machine[name] = state[name];
   fillForm(machine.gpus);
   writeAddress();
-  const { attention, zero, tp, pp } = state;
+  const { attention, zero, tp, pp, cp } = state;
   if (attention === "flash" && state.recompute === "selective") state.recompute = "none";
-  const mesh = { tp, pp, dp: machine.gpus / tp / pp };
+  const mesh = { tp, pp, cp, dp: machine.gpus / tp / pp / cp };
   const reason = whyNot(sizes, mesh);
-  showMap(search(sizes, machine, { attention, zero }));
+  showMap(search(sizes, machine, { attention, zero, cp }));
   const { micro_batch, recompute } = state;
   const layout = makeLayout(sizes, { ...mesh, micro_batch, recompute, attention, zero });
   $("command").textContent = command(machine, layout);

@@ -23,7 +23,7 @@ function gcd(a, b) {
 export function makeLayout(sizes, more) {
   const layout = {
     gated: false, biases: "all", tie: false, schedule: "1f1b", zero: 0,
-    recompute: "none", attention: "math", pp: 1, dp: 1, tp: 1, micro_batch: 1,
+    recompute: "none", attention: "math", pp: 1, dp: 1, tp: 1, cp: 1, micro_batch: 1,
     ...sizes, ...more,
   };
   layout.ffn = layout.ffn || 4 * layout.hidden;
@@ -33,6 +33,7 @@ export function makeLayout(sizes, more) {
 
 // What a rank holds
 
+const replicas = (a) => a.dp * a.cp;
 function layersOf(a, stage) {
   return floorDiv(a.layers, a.pp) + (stage < a.layers % a.pp ? 1 : 0);
 }
@@ -78,23 +79,24 @@ export function parameters(a, stage) {
 
 export function layerBytes(a, e = 2, stats = 4) {
   const b = a.micro_batch;
-  const s = floorDiv(a.seq_len, a.tp);
+  const S = floorDiv(a.seq_len, a.cp);
+  const s = floorDiv(S, a.tp);
   if (a.recompute === "full") return e * b * s * a.hidden;
   const norms = 2 * normStats(a) * stats;
   const outside = b * s * (4 * e * a.hidden + norms);
   const inside = 2 * a.hidden + a.ffn * (a.gated ? 4 : 2);
-  const tokens = b * a.seq_len;
+  const tokens = b * S;
   const coreInputs = floorDiv(e * tokens * (inside + 2 * kvWidth(a)), a.tp);
   if (a.recompute === "selective") return outside + coreInputs;
   if (a.attention === "flash") {
     return outside + coreInputs + floorDiv(4 * tokens * a.heads, a.tp);
   }
-  const scores = floorDiv(b * a.heads * a.seq_len * a.seq_len, a.tp) * e;
+  const scores = floorDiv(b * a.heads * S * S, a.tp) * e;
   return outside + floorDiv(e * tokens * (inside + 2 * a.hidden), a.tp) + scores;
 }
 
 export function savedBytes(a, stage, e = 2, stats = 4) {
-  const tokens = a.micro_batch * a.seq_len;
+  const tokens = floorDiv(a.micro_batch * a.seq_len, a.cp);
   let saved = layersOf(a, stage) * layerBytes(a, e, stats);
   if (stage === 0) saved += tokens * (8 + 1);
   if (stage === a.pp - 1) {
@@ -110,7 +112,7 @@ export function inFlight(kind, stage, P, M) {
 
 export function memory(a, stage) {
   const { held, trained } = parameters(a, stage);
-  const shard = Math.ceil(held / a.dp);
+  const shard = Math.ceil(held / replicas(a));
   let activations = inFlight(a.schedule, stage, a.pp, a.microbatches);
   activations *= savedBytes(a, stage);
   if (a.recompute !== "none") {
@@ -119,13 +121,13 @@ export function memory(a, stage) {
   const { sharded, replicated } = layerParameters(a);
   const layer = floorDiv(sharded, a.tp) + replicated;
   const largest = Math.max(layer, vocabRows(a) * a.hidden);
-  const part = Math.ceil(trained / a.dp);
+  const part = Math.ceil(trained / replicas(a));
   return {
     parameters: 2 * (a.zero >= 3 ? shard : held),
     gradients: 2 * (a.zero >= 2 ? shard : held),
-    optimizer: 12 * (a.zero ? part : part * a.dp),
+    optimizer: 12 * (a.zero ? part : part * replicas(a)),
     activations,
-    unsharded: a.dp > 1 && a.zero >= 2 ? (a.zero === 3 ? 4 : 2) * largest : 0,
+    unsharded: replicas(a) > 1 && a.zero >= 2 ? (a.zero === 3 ? 4 : 2) * largest : 0,
   };
 }
 
@@ -133,13 +135,13 @@ export function memory(a, stage) {
 
 export function traffic(a, stage, e = 2) {
   const [M, T, D, dp] = [a.microbatches, a.tp, a.hidden, a.dp];
-  const tokens = floorDiv(a.batch_size, dp) * a.seq_len;
+  const tokens = floorDiv(floorDiv(a.batch_size, dp) * a.seq_len, a.cp);
   const { trained, replicated } = parameters(a, stage);
   const rows = floorDiv(floorDiv(a.batch_size, dp), M);
   const S = tokens / (rows * M);
   const l = layersOf(a, stage);
   const X = (e * tokens * D) / M;
-  const n = trained + ((dp - (trained % dp)) % dp);
+  const n = trained + ((replicas(a) - (trained % replicas(a))) % replicas(a));
   const isFirst = stage === 0;
   const isLast = stage === a.pp - 1;
   const embedding = isFirst ? 1 : 0;
@@ -185,6 +187,12 @@ export function traffic(a, stage, e = 2) {
     add("backward", "all-gather", "tp", 2 * M * l, X);
     add("backward", "reduce-scatter", "tp", M * l, X);
   }
+  if (a.cp > 1) {
+    const kv = (2 * e * tokens * kvWidth(a)) / (T * M);
+    add("forward", "send/recv", "cp", M * l * (a.cp - 1), kv);
+    add("backward", "send/recv", "cp", M * l * (2 * a.cp - 1), kv);
+    if (a.recompute === "full") add("backward", "send/recv", "cp", M * l * (a.cp - 1), kv);
+  }
   if (T > a.kv_heads) {
     const H = floorDiv(D, a.heads);
     if (a.biases === "none") add("backward", "all-reduce", "copy", 2 * M * l, e * H * D);
@@ -196,6 +204,7 @@ export function traffic(a, stage, e = 2) {
 function ranksAlong(a, axis) {
   if (axis === "copy") return Math.max(1, floorDiv(a.tp, a.kv_heads));
   if (axis === "embed") return Math.min(2, a.pp);
+  if (axis === "dp") return replicas(a);
   return a[axis];
 }
 
@@ -205,17 +214,19 @@ export function ring(collective, ranks) {
 }
 
 export function rates(a, machine) {
-  let span = 1;
+  const spans = { tp: a.tp, dp: a.tp * replicas(a) };
+  if (a.cp > 1) spans.cp = a.tp * a.cp;
+  spans.pp = spans.dp * a.pp;
   const found = {};
-  for (const axis of ["tp", "dp", "pp"]) {
-    const inner = span;
-    span *= a[axis];
+  for (const [axis, span] of Object.entries(spans)) {
     if (machine.node % span === 0 || machine.gpus <= machine.node) {
       found[axis] = machine.inside;
-    } else if (axis === "pp") {
+    } else if (axis === "cp" || axis === "pp") {
       found[axis] = machine.between;
     } else {
-      const cards = machine.node % inner ? 1 : gcd(a[axis], machine.node / inner);
+      const ranks = ranksAlong(a, axis);
+      const inner = span / ranks;
+      const cards = machine.node % inner ? 1 : gcd(ranks, machine.node / inner);
       found[axis] = Math.min(machine.inside, machine.between * cards);
     }
   }
@@ -230,16 +241,17 @@ export function flops(a, stage) {
   if (a.attention === "flash") again += floorDiv(scores, 2);
   let work = layersOf(a, stage) * (3 * layer + again);
   if (stage === a.pp - 1) work += 6 * a.hidden * a.vocab_size;
-  return (tokens * work) / a.tp;
+  return (tokens * work) / (a.tp * a.cp);
 }
 
 export function modelFlops(a) {
-  return flops({ ...a, recompute: "none", attention: "math", pp: 1, dp: 1, tp: 1 }, 0);
+  return flops({ ...a, recompute: "none", attention: "math", pp: 1, dp: 1, tp: 1, cp: 1 }, 0);
 }
 
 function seconds(a, stage, machine, rate) {
-  const took = { arithmetic: flops(a, stage) / machine.gpu_flops, once: 0, tp: 0, dp: 0, pp: 0 };
-  const sent = { tp: 0, dp: 0, pp: 0 };
+  const took = { arithmetic: flops(a, stage) / machine.gpu_flops, once: 0 };
+  const sent = {};
+  for (const axis of Object.keys(rate)) sent[axis] = took[axis] = 0;
   for (const row of traffic(a, stage)) {
     const ranks = ranksAlong(a, row.axis);
     if (ranks === 1) continue; // nothing is sent
@@ -252,7 +264,10 @@ function seconds(a, stage, machine, rate) {
 }
 
 const sum = (values) => Object.values(values).reduce((total, x) => total + x, 0);
-const inMicroBatches = (took) => took.arithmetic + took.tp + took.dp + took.pp;
+function inMicroBatches(took) {
+  const { once, ...rest } = took;
+  return sum(rest);
+}
 const most = (rows, value) => rows.reduce((a, b) => (value(b) > value(a) ? b : a));
 
 export function predict(a, machine) {
@@ -269,8 +284,9 @@ export function predict(a, machine) {
     dp: Math.max(...found.map((each) => each.took.once)) + slowest.dp,
     pp: slowest.pp + waiting,
   };
+  if (a.cp > 1) parts.cp = slowest.cp;
   const sent = {};
-  for (const axis of ["tp", "dp", "pp"]) {
+  for (const axis of Object.keys(rate)) {
     sent[axis] = Math.max(...found.map((each) => each.sent[axis]));
   }
   const total = sum(parts);
@@ -291,7 +307,12 @@ export function divisors(n) {
   return found;
 }
 
-export function whyNot(sizes, { dp, pp, tp }) {
+export function whyNot(sizes, { dp, pp, tp, cp = 1 }) {
+  for (const [text, parts] of [["2 · cp", 2 * cp], ["cp · tp", cp * tp]]) {
+    if (cp > 1 && sizes.seq_len % parts) {
+      return `seq-len % (${text}) is not 0: ${sizes.seq_len} % ${parts}`;
+    }
+  }
   const parts = { heads: tp, kv_heads: tp, ffn: tp, seq_len: tp, batch_size: dp };
   for (const [name, count] of Object.entries(parts)) {
     if (name === "kv_heads" && tp % sizes.kv_heads === 0) continue;
@@ -306,9 +327,11 @@ export function whyNot(sizes, { dp, pp, tp }) {
 // The best row of each tp × pp that fits, as a Map of "tp,pp"; null if none fits.
 export function search(sizes, machine, options) {
   const best = new Map();
-  for (const tp of divisors(machine.gpus)) {
-    for (const pp of divisors(machine.gpus / tp)) {
-      const mesh = { tp, pp, dp: machine.gpus / tp / pp };
+  const cp = options.cp || 1;
+  const gpus = machine.gpus / cp;
+  for (const tp of divisors(gpus)) {
+    for (const pp of divisors(gpus / tp)) {
+      const mesh = { tp, pp, dp: gpus / tp / pp, cp };
       if (whyNot(sizes, mesh)) continue;
       best.set(`${tp},${pp}`, bestOfMesh(sizes, machine, { ...mesh, ...options }));
     }
