@@ -23,7 +23,7 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "assets" / "mlp.gif"
 WIDTH = 960  # pixels
-HEIGHT = 520
+HEIGHT = 660
 RATE = 10  # pictures per second; in the file those that are alike become one
 STEP = 13  # pictures of a step
 FLIGHT = 6  # pictures of numbers on their way
@@ -47,8 +47,13 @@ STOP = """moment => player.shadowRoot.getAnimations().map(flight => {
 LAND = "() => player.shadowRoot.getAnimations().forEach(flight => flight.finish())"
 
 
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
 def main() -> None:
-    handler = partial(SimpleHTTPRequestHandler, directory=ROOT / "docs" / "_static")
+    handler = partial(Silent, directory=ROOT / "docs" / "_static")
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         pictures = take(f"http://127.0.0.1:{server.server_port}/player/index.html")

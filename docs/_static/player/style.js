@@ -40,6 +40,9 @@ export const STYLE = `
   .ring { --cell-max: 60; }
   .ring .stage { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em; }
   .ring .lane { grid-row: var(--row); grid-column: var(--side); }
+  .wide .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
+  .wide .chip { display: inline; margin-left: .6em; }
+  .wide .stage { gap: 1.6em 2em; }
   .lane {
     display: grid; grid-template-columns: 8.5em 1fr; gap: .6em; align-items: center;
     border-left: 10px solid var(--rank); background: var(--soft); border-radius: 4px;
@@ -49,7 +52,8 @@ export const STYLE = `
   .chip { display: block; font-weight: 400; line-height: 1.25; }
   .boxes {
     display: grid; align-items: center;
-    grid-template-columns: var(--closed) repeat(var(--halves), calc(var(--cell) / 2)); min-width: 0; overflow-x: auto; padding: 4px;
+    grid-template-columns: var(--closed) repeat(var(--halves), calc(var(--cell) / 2));
+    min-width: 0; overflow-x: auto; padding: 4px;
   }
   .stage svg { position: absolute; inset: 0; pointer-events: none; z-index: 1; overflow: visible; }
   svg path:not(.tip) { fill: none; stroke-width: 4; }
@@ -121,7 +125,12 @@ export const STYLE = `
   .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
   .slide .head, .slide .controls, .slide .totals { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
-  @media print { .controls { display: none; } }
+  .paper { width: 680px; color-scheme: light !important; print-color-adjust: exact; }
+  .printed { display: none; break-inside: avoid; }
+  @media print {
+    .controls { display: none; } .printed { display: block; }
+    .player:has(.printed) > :is(.caption, .stage) { display: none; }
+  }
   @container (max-width: 1000px) {
     .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
     .chip { display: inline; margin-left: .6em; }

@@ -25,6 +25,8 @@ class TPPlayer extends HTMLElement {
     this.theme.observe(document.documentElement, options);
     this.sizes = new ResizeObserver(() => this.fit());
     this.sizes.observe(this);
+    this.printing = [["beforeprint", () => this.printSteps()], ["afterprint", () => this.printed()]];
+    for (const [name, react] of this.printing) addEventListener(name, react);
     this.slide = this.closest(".reveal section"); // its fragments are the steps
     if (this.slide) this.classList.add("on-slide");
     this.load();
@@ -33,6 +35,7 @@ class TPPlayer extends HTMLElement {
   disconnectedCallback() {
     this.theme.disconnect();
     this.sizes.disconnect();
+    for (const [name, react] of this.printing) removeEventListener(name, react);
     this.pause();
   }
 
@@ -234,7 +237,8 @@ class TPPlayer extends HTMLElement {
     const closed = this.closedLetters() * 0.46 * font;
     const narrow = this.box.clientWidth < 620;
     const room = boxes.clientWidth - 8;
-    const fits = narrow ? room / this.widestCells() - 2 : (2 * (room - closed)) / this.places.halves;
+    const fits = narrow ? room / this.widestCells() - 2
+      : (2 * (room - closed)) / this.places.halves;
     const cell = Math.floor(Math.max(30, Math.min(most, fits)));
     this.box.style.setProperty("--cell", `${cell}px`);
     this.box.style.setProperty("--closed", `${closed}px`);
@@ -244,6 +248,29 @@ class TPPlayer extends HTMLElement {
       else lane.removeAttribute("tabindex");
     }
     drawArrows(this);
+  }
+
+  /** On paper: every step that sends something, and the last one, below each other. */
+  printSteps() {
+    if (this.slide || !this.events || this.box.querySelector(".printed")) return;
+    this.box.classList.add("paper"); // as wide as a page
+    const shown = this.step;
+    const pages = this.events.map((event, step) => {
+      if (!["collective", "send"].includes(event.kind) && step < this.events.length - 1) return "";
+      this.step = step;
+      this.render();
+      const parts = [this.caption, this.stage].map((part) => part.cloneNode(true));
+      return make("div", { class: "printed" }, ...parts);
+    });
+    this.step = shown;
+    this.render();
+    this.stage.after(...pages);
+  }
+
+  printed() {
+    for (const page of this.box?.querySelectorAll(".printed") ?? []) page.remove();
+    this.box?.classList.remove("paper");
+    this.fit();
   }
 
   badge(event) {
@@ -262,15 +289,16 @@ class TPPlayer extends HTMLElement {
   lane(rank) {
     const { ranks, takes } = this.events[this.step];
     const { makes = [], given = [], marks = [] } = ranks[rank];
+    const mark_of = (tensor) => marks.find(({ name }) => name === tensor.name);
     const made = new Set(makes.map((tensor) => tensor.name));
     const before = this.held(rank, this.step);
     const source = given[0] ?? (made.has(takes) ? undefined : before.get(takes));
     const stays = [...this.held(rank, this.step + 1).values()];
     const boxes = stays.filter(({ name }) => !made.has(name) && name !== source?.name)
-      .map((tensor) => this.tensor(tensor, "", marks.find(({ name }) => name === tensor.name)));
+      .map((tensor) => this.tensor(tensor, "", mark_of(tensor)));
     if (source) boxes.push(this.tensor(source, "source"));
     const { moved } = ranks[rank];
-    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, moved)));
+    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", mark_of(tensor), moved)));
     boxes.sort((a, b) => parseInt(a.style.gridColumn) - parseInt(b.style.gridColumn));
     const column = (box) => box.style.gridColumn;
     const columns = [...new Set(boxes.map(column))].map((place) => {
@@ -287,7 +315,7 @@ class TPPlayer extends HTMLElement {
     }
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
-    const place = this.recording.layout === "ring" ? `;${onRing(rank, ranks.length)}` : "";
+    const place = this.recording.layout?.startsWith("ring") ? `;${onRing(rank, ranks.length)}` : "";
     const lane = { class: "lane", role: "group", "aria-label": name, style: style + place };
     return make("div", lane,
       make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...columns));
