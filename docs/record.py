@@ -737,6 +737,7 @@ class WatchRing:
         self.positions = positions
         self.here = positions[group.rank()].tolist()
         self.owner = group.rank()  # whose keys are here
+        self.mine = 2 ** group.rank()
         self.captions = {s["kind"]: s for s in recorder.steps if "kind" in s}
         S = sum(len(of_rank) for of_rank in positions)
         self.scores = [""] * (len(self.here) * S)
@@ -756,6 +757,7 @@ class WatchRing:
     def queries(self, q: Tensor) -> Tensor:
         shown = q.flatten().clone()
         shown.columns = [str(position) for position in self.here]
+        shown.who = self.mine  # also if another rank has the same numbers
         return shown
 
     def keys(self, kv: Tensor, owner: int) -> Tensor:
@@ -794,6 +796,8 @@ class WatchRing:
         self.fresh.clear()
         y = self.y.clone()
         y.under = "q_s"
+        shown.who = self.mine
+        y.who = self.mine
         step = self.captions["compute"]
         self.recorder.add("compute", step, {"scores_sS": shown, "y_s": y})
 

@@ -25,7 +25,8 @@ class TPPlayer extends HTMLElement {
     this.theme.observe(document.documentElement, options);
     this.sizes = new ResizeObserver(() => this.fit());
     this.sizes.observe(this);
-    this.printing = [["beforeprint", () => this.printSteps()], ["afterprint", () => this.printed()]];
+    this.printing = [["beforeprint", () => this.printSteps()],
+      ["afterprint", () => this.printed()]];
     for (const [name, react] of this.printing) addEventListener(name, react);
     this.slide = this.closest(".reveal section"); // its fragments are the steps
     if (this.slide) this.classList.add("on-slide");
@@ -256,7 +257,8 @@ class TPPlayer extends HTMLElement {
     this.box.classList.add("paper"); // as wide as a page
     const shown = this.step;
     const pages = this.events.map((event, step) => {
-      if (!["collective", "send"].includes(event.kind) && step < this.events.length - 1) return "";
+      const sends = ["collective", "send"].includes(event.kind);
+      if (!sends && step < this.events.length - 1) return "";
       this.step = step;
       this.render();
       const parts = [this.caption, this.stage].map((part) => part.cloneNode(true));
