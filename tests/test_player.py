@@ -332,3 +332,23 @@ def test_keys_clicks_slider_playing_and_theme(open_page):
     assert page.evaluate(color) == "rgb(20, 24, 30)"
     page.evaluate("document.documentElement.dataset.theme = 'light'")
     assert page.evaluate(color) == "rgb(255, 255, 255)"
+
+
+PRINTED = """player => [...player.shadowRoot.querySelectorAll(".printed")].map(
+    page => [page.querySelector(".caption").lastChild.data,
+             page.querySelectorAll("svg .tip").length])"""
+
+
+@pytest.mark.parametrize("name", ["ring", "mlp"])
+def test_printed_steps(open_page, name):
+    """On paper stand the steps that send something, with their arrows, and the last."""
+    page = open_page(name)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    events = RECORDED[name]["events"]
+    sends = [e for e in events if e["kind"] in ("send", "collective")]
+    printed = page.locator("tp-player").evaluate(PRINTED)
+    assert [says for says, _ in printed] == [e["says"] for e in [*sends, events[-1]]]
+    assert all(tips >= RECORDED[name]["ranks"] for _, tips in printed[:-1])
+    assert page.locator("tp-player .count").inner_text().startswith("1 /")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("tp-player").evaluate(PRINTED) == []

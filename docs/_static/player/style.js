@@ -125,7 +125,7 @@ export const STYLE = `
   .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
   .slide .head, .slide .controls, .slide .totals { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
-  .paper { width: 680px; color-scheme: light !important; print-color-adjust: exact; }
+  .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
   @media print {
     .controls { display: none; } .printed { display: block; }

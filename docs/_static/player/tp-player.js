@@ -254,7 +254,8 @@ class TPPlayer extends HTMLElement {
   /** On paper: every step that sends something, and the last one, below each other. */
   printSteps() {
     if (this.slide || !this.events || this.box.querySelector(".printed")) return;
-    this.box.classList.add("paper"); // as wide as a page
+    this.box.classList.add("paper"); // as wide as a page, and so all places as on it
+    this.style.width = "680px";
     const shown = this.step;
     const pages = this.events.map((event, step) => {
       const sends = ["collective", "send"].includes(event.kind);
@@ -264,15 +265,18 @@ class TPPlayer extends HTMLElement {
       const parts = [this.caption, this.stage].map((part) => part.cloneNode(true));
       return make("div", { class: "printed" }, ...parts);
     });
+    const last = this.table(); // all bytes
     this.step = shown;
     this.render();
+    this.totals.replaceChildren(last);
     this.stage.after(...pages);
   }
 
   printed() {
     for (const page of this.box?.querySelectorAll(".printed") ?? []) page.remove();
     this.box?.classList.remove("paper");
-    this.fit();
+    this.style.width = "";
+    if (this.events) this.render();
   }
 
   badge(event) {
