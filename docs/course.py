@@ -6,6 +6,8 @@
 For slides:
     {lesson-output} 01_naive_mlp_tp 5    section 5 of a lesson's recorded output
     {edit} 01_naive_mlp_tp f       a bug's diff; {symptom}, with the same: its symptom
+    {picture} 01_naive_mlp_tp 3    a picture of its notebook, counted from 0
+    {line}`words <01_naive_mlp_tp Report.expect>`      a link to a line of its code
     {exercises} 01_naive_mlp_tp    the names of the exercises in a lesson's notebook
 
 Lessons are read as text, never imported: the site needs no torch. Notebooks are copied
@@ -46,8 +48,11 @@ PLAYERS = {
     "attention": ("02", 2),
     "vocab-loss": ("03", 3),
     "sp-layer": ("04", 3),
+    "wrong-gradient": ("04", 4),
     "schedules": ("05", 4),
     "batch": ("05", 11),
+    "context-ring": ("11", 2),
+    "context-zigzag": ("11", 2),
 }
 
 
@@ -246,6 +251,21 @@ def symptom(docname: str, lesson: str, name: str) -> list[nodes.Node]:
     return [nodes.paragraph("", f"Symptom: {bug['symptom']}. Why: {bug['why']}.")]
 
 
+def picture(docname: str, lesson: str, number: str) -> list[nodes.Node]:
+    """A picture of the lesson's notebook, counted from 0."""
+    cells = cells_of(lesson)
+    describe_pictures(cells)
+    found = []
+    for cell in cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                alt = cell["metadata"]["mystnb"]["image"]["alt"]
+                data = output["data"]["image/png"].replace("\n", "")
+                found.append((html.escape(alt), data))
+    alt, data = found[int(number)]
+    return [raw(f'<img alt="{alt}" src="data:image/png;base64,{data}">')]
+
+
 def exercises(docname: str, lesson: str) -> list[nodes.Node]:
     text = "\n".join("".join(cell["source"]) for cell in cells_of(lesson))
     names = re.findall(r"^\*\*\d\. (.*?)\.?\*\*", text, re.M)
@@ -319,6 +339,15 @@ def write_notebooks(app) -> None:
             copy.write_text(text, "utf-8")
 
 
+def line_role(name, rawtext, text, lineno, inliner, options=None, content=None):
+    """{line}`words <01_naive_mlp_tp Report.expect>`: a link to where that begins."""
+    words, lesson, target = re.fullmatch(r"(.+) <(\S+) (\S+)>", text).groups()
+    docname = inliner.document.settings.env.docname
+    page = "../" * docname.count("/") + f"lessons/{lesson}.html"
+    uri = f"{page}#L{line_of(lesson, target)}"
+    return [nodes.reference(rawtext, words, refuri=uri)], []
+
+
 def directive(build, arguments: int):
     """A directive that puts into a page the nodes that build(docname, …) returns."""
 
@@ -343,6 +372,8 @@ def setup(app):
     app.add_directive("lesson-output", directive(lesson_output, 2))
     app.add_directive("edit", directive(edit, 2))
     app.add_directive("symptom", directive(symptom, 2))
+    app.add_directive("picture", directive(picture, 2))
+    app.add_role("line", line_role)
     app.add_directive("exercises", directive(exercises, 1))
     if Path(app.srcdir) == DOCS:  # not for the slides
         app.connect("builder-inited", write_notebooks)

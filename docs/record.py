@@ -54,6 +54,7 @@ FOLDER = ROOT / "docs" / "_static" / "recordings"
 SMALL = 24  # elements; of a larger tensor only the shape is shown
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "beyond"))
 
 COLLECTIVES = {
     "all_reduce": "all-reduce",
@@ -204,12 +205,17 @@ class Recorder:
 
     def compare(self, expected: dict[str, Tensor]) -> None:
         """The last step: this rank's tensors next to those of one process."""
+        self.check(expected)
+        assert not self.steps, f"steps that did not happen: {self.steps}"
+
+    def check(self, expected: dict, **makes: Tensor) -> None:
+        """A step that says of some tensors whether they are those of one process."""
         marks = {}
+        self.held.update(makes)
         for name, full in expected.items():
             diff = self.lesson.rel_diff(self.held[name], full)
             marks[name] = {"diff": diff, "ok": diff <= self.lesson.ALLOWED["float32"]}
-        self.add("check", self.next_step(), {}, marks=marks)
-        assert not self.steps, f"steps that did not happen: {self.steps}"
+        self.add("check", self.next_step(), makes, marks=marks)
 
     def add(self, kind, step: dict, makes: dict, given=None, comm=None, **own) -> None:
         """One event, with the tensors that this rank holds from now on."""
@@ -313,8 +319,8 @@ def raw(x: Tensor, step: dict) -> dict:
     for key in ("term", "block"):
         if key in step:
             tensor[key] = step[key]
-    for key in ("columns", "marked", "under"):
-        if hasattr(x, key):
+    for key in ("values", "columns", "marked", "under"):
+        if hasattr(x, key) and not callable(getattr(x, key)):
             tensor[key] = getattr(x, key)
     return tensor
 
@@ -644,6 +650,173 @@ def batch(lesson, _group, name: str) -> dict:
     return recorder.recording(formulas, sizes, groups={"tp": 2, "dp": 2})
 
 
+def wrong_gradient(lesson, group, name: str) -> dict:
+    """Lesson 04 with --break norms: compare piece by piece until one is wrong."""
+    lesson.apply_edit(lesson.BREAKS["norms"], vars(lesson))
+    config = lesson.Config(7, 4, heads=2, kv_heads=2, layers=1, seq_len=4, dropout=0.0)
+    layer, tables = layer_and_tables(lesson, config)
+    alone = copy.deepcopy(layer)
+    lesson.parallelize_layer(layer, group)
+    lesson.split_sequence(layer, group)
+    x_BSD, upstream_BSD = torch.randn(2, 1, 4, 4)
+    x_alone = x_BSD.clone().requires_grad_()
+    y_alone = alone(x_alone, tables)
+    y_alone.backward(upstream_BSD)
+    x_BsD = lesson.shard(x_BSD, 1, group).requires_grad_()
+    recorder = Recorder(lesson, name)
+    recorder.hold({"x_BsD": x_BsD})
+    y_BsD = layer(x_BsD, tables)
+    y_BsD.backward(lesson.shard(upstream_BSD, 1, group))
+    lesson.all_reduce_replicated_gradients(layer, group)
+    clear(lesson)  # what training sends is not the subject: the search is
+    found = {"y_BsD": y_BsD.detach(), "dL/dx_BsD": x_BsD.grad}
+    expected = {"y_BsD": lesson.shard(y_alone.detach(), 1, group)}
+    expected["dL/dx_BsD"] = lesson.shard(x_alone.grad, 1, group)
+    for part, dim in (("self_attn.o_proj.weight", 1), ("input_layernorm.weight", None)):
+        letters = "_Dd" if dim else "_D"
+        title = f"dL/d{part.split('.')[-2].removeprefix('input_')}{letters}"
+        found[title] = layer.get_parameter(part).grad
+        full = alone.get_parameter(part).grad
+        expected[title] = full if dim is None else lesson.shard(full, dim, group)
+    for title, value in found.items():
+        recorder.check({title: expected[title]}, **{title: value})
+    norm = list(found)[-1]
+    with recorder, lesson.COMM.label("search", ""):
+        lesson.all_reduce(found[norm], group)
+    recorder.play()
+    recorder.compare({f"sum_of_{norm}": expected[norm]})
+    call = lesson.Call("search", "", "all-reduce", "tp")
+    return recorder.recording({call: "1 × D·e"}, {"D": 4, "e": 4}, bug="norms")
+
+
+def context_ring(lesson, group, name: str) -> dict:
+    return context(lesson, name, "contiguous")
+
+
+def context_zigzag(lesson, group, name: str) -> dict:
+    return context(lesson, name, "zigzag")
+
+
+def context(lesson, name: str, layout: str) -> dict:
+    """Attention of lesson 11's ring, forward: one head with one element, S = 2·T."""
+    T = dist.get_world_size()
+    S = 2 * T
+    group = lesson.mesh_groups({"cp": T}, 60)["cp"]
+    rank = group.rank()
+    q_full = torch.randint(-2, 3, (1, 1, S, 1)).float()  # short to write
+    kv_full = torch.randint(-3, 4, (2, 1, 1, S, 1)).float()
+    positions = [lesson.positions_of(r, T, layout, S) for r in range(T)]
+    here = positions[rank]
+    recorder = Recorder(lesson, name)
+    watched = WatchRing(recorder, lesson, group, positions)
+    q_Bs = q_full[:, :, here]
+    kv = kv_full[:, :, :, here]
+    recorder.hold({"q_s": watched.queries(q_Bs), "kv_2s": watched.keys(kv, rank)})
+    with lesson.COMM.label("ring", "forward"), watched:
+        y = lesson.RingFunction.apply(q_Bs, kv, group, layout)
+    watched.computed()
+    recorder.steps = [step for step in recorder.steps if "kind" not in step]
+    assert torch.equal(recorder.held["y_s"].flatten(), y.flatten())
+    everywhere = torch.arange(S)
+    scores = lesson.masked_scores(q_full, kv_full[0], everywhere, everywhere)
+    expected = (scores.softmax(-1) @ kv_full[1]).flatten()[here]
+    recorder.compare({"y_s": expected})
+    call = lesson.Call("ring", "forward", "send/recv", "cp")
+    formulas = {call: "T-1 × 2·B·s·K·H·e"}
+    sizes = {"T": T, "B": 1, "s": S // T, "K": 1, "H": 1, "e": 4}
+    return recorder.recording(formulas, sizes, layout="ring wide")
+
+
+class WatchRing:
+    """Notes what lesson 11's ring computes, and what it passes on."""
+
+    def __init__(self, recorder: Recorder, lesson, group, positions: list[Tensor]):
+        self.recorder = recorder
+        self.lesson = lesson
+        self.group = group
+        self.positions = positions
+        self.here = positions[group.rank()].tolist()
+        self.owner = group.rank()  # whose keys are here
+        self.mine = 2 ** group.rank()
+        self.captions = {s["kind"]: s for s in recorder.steps if "kind" in s}
+        S = sum(len(of_rank) for of_rank in positions)
+        self.scores = [""] * (len(self.here) * S)
+        self.fresh = []
+        self.y = torch.zeros(len(self.here))
+
+    def __enter__(self):
+        names = ("masked_scores", "attend", "merge", "pass_on")
+        self.originals = {name: getattr(self.lesson, name) for name in names}
+        for name in names:
+            setattr(self.lesson, name, getattr(self, name))
+
+    def __exit__(self, *_):
+        for name, original in self.originals.items():
+            setattr(self.lesson, name, original)
+
+    def queries(self, q: Tensor) -> Tensor:
+        shown = q.flatten().clone()
+        shown.columns = [str(position) for position in self.here]
+        shown.who = self.mine  # also if another rank has the same numbers
+        return shown
+
+    def keys(self, kv: Tensor, owner: int) -> Tensor:
+        """Keys in the first row, values in the second, and whose they are."""
+        shown = kv.reshape(2, -1).clone()
+        shown.columns = [str(position) for position in self.positions[owner].tolist()]
+        shown.who = [2**owner] * shown.numel()
+        return shown
+
+    def masked_scores(self, q, k, query_at: Tensor, key_at: Tensor) -> Tensor:
+        scores = self.originals["masked_scores"](q, k, query_at, key_at)
+        S = len(self.scores) // len(self.here)
+        for row, query in enumerate(query_at.tolist()):
+            for column, key in enumerate(key_at.tolist()):
+                place = self.here.index(query) * S + key
+                self.scores[place] = scores[0, 0, row, column].item()
+                self.fresh.append(place)
+        return scores
+
+    def attend(self, q, kv, block):
+        self.block = block
+        return self.originals["attend"](q, kv, block)
+
+    def merge(self, *parts):
+        y, lse = self.originals["merge"](*parts)
+        self.y[self.block.queries] = y.flatten()
+        return y, lse
+
+    def computed(self) -> None:
+        """A step: the scores so far, and y of the keys so far."""
+        S = len(self.scores) // len(self.here)
+        shown = torch.zeros(len(self.here), S)
+        shown.values = list(self.scores)
+        shown.columns = [str(position) for position in range(S)]
+        shown.marked = list(self.fresh)
+        self.fresh.clear()
+        y = self.y.clone()
+        y.under = "q_s"
+        shown.who = self.mine
+        y.who = self.mine
+        step = self.captions["compute"]
+        self.recorder.add("compute", step, {"scores_sS": shown, "y_s": y})
+
+    def pass_on(self, kv: Tensor, group) -> Tensor:
+        self.computed()
+        before = self.recorder.counted()
+        received = self.originals["pass_on"](kv, group)
+        T = group.size()
+        self.owner = (self.owner - 1) % T
+        comm = {"to": (group.rank() + 1) % T, "from": (group.rank() - 1) % T}
+        comm["moved"] = list(range(kv.numel()))
+        comm["bytes"] = difference(self.recorder.counted(), before)
+        comm["sends"] = sum(comm["bytes"].values())
+        step = dict(self.captions["send"], takes="kv_2s")
+        shown = self.keys(received, self.owner)
+        self.recorder.add("send", step, {"kv_2s": shown}, comm=comm)
+        return received
+
+
 def schedules(lesson, group, name: str) -> dict:
     import record_schedules
 
@@ -659,8 +832,11 @@ SCENES = {  # name → ranks, the lesson, the scene
     "attention": (2, "02_transformer_tp", attention),
     "vocab-loss": (2, "03_vocab_parallel", vocab_loss),
     "sp-layer": (2, "04_sequence_parallel", sp_layer),
+    "wrong-gradient": (2, "04_sequence_parallel", wrong_gradient),
     "schedules": (4, "05_3d_parallel", schedules),
     "batch": (4, "05_3d_parallel", batch),
+    "context-ring": (4, "11_context_parallel", context_ring),
+    "context-zigzag": (4, "11_context_parallel", context_zigzag),
 }
 
 

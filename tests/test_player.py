@@ -135,6 +135,77 @@ def test_every_step_of_a_ring(name):
     check_ring(RECORDED[name])
 
 
+def last_of(recording: dict, rank: int, name: str, before=None) -> dict:
+    """The tensor of that name that a rank made last, before an event."""
+    for event in reversed(recording["events"][:before]):
+        for made in event["ranks"][rank].get("makes", []):
+            if made["name"] == name:
+                return made
+    raise LookupError(name)
+
+
+@pytest.mark.parametrize("name", ["context-ring", "context-zigzag"])
+def test_context_parallelism(name):
+    """Keys and values come from the left neighbor, and are those of its last step; the
+    scores are q · k of the positions' owners; y is attention; captions count right."""
+    recording = RECORDED[name]
+    T = recording["ranks"]
+    q = {}
+    kv = {}
+    for part in recording["events"][0]["ranks"]:
+        held = {made["name"]: made for made in part["makes"]}
+        size = len(held["kv_2s"]["values"]) // 2
+        for i, position in enumerate(held["q_s"]["columns"]):
+            q[position] = held["q_s"]["values"][i]
+            values = held["kv_2s"]["values"]
+            kv[position] = (values[i], values[size + i])
+    sends = [i for i, e in enumerate(recording["events"]) if e["kind"] == "send"]
+    assert len(sends) == T - 1 and len(q) == 2 * T
+    for i in sends:
+        for rank, part in enumerate(recording["events"][i]["ranks"]):
+            assert part["from"] == (rank - 1) % T
+            theirs = last_of(recording, part["from"], "kv_2s", i)
+            assert part["makes"] == [theirs]
+    counts = []
+    for rank in range(T):
+        scores = last_of(recording, rank, "scores_sS")
+        y = last_of(recording, rank, "y_s")["values"]
+        queries = last_of(recording, rank, "q_s")["columns"]
+        rows = torch.full((len(queries), 2 * T), float("-inf"))
+        computed = 0
+        for i, score in enumerate(scores["values"]):
+            query = queries[i // (2 * T)]
+            key = scores["columns"][i % (2 * T)]
+            sees = int(key) <= int(query)
+            assert isinstance(score, int) == sees, (rank, query, key)
+            if sees:
+                assert score == q[query] * kv[key][0]
+                rows[i // (2 * T), i % (2 * T)] = score
+                computed += 1
+        values = torch.tensor([float(kv[str(p)][1]) for p in range(2 * T)])
+        assert torch.allclose(
+            rows.softmax(-1) @ values, torch.tensor(y).float(), atol=1e-3
+        )
+        counts.append(computed)
+    says = recording["events"][-1]["says"]
+    told = [int(number) for number in re.findall(r"computed (\d+)", says)]
+    assert told == ([counts[0], counts[-1]] if "rank 3" in says else [*set(counts)])
+
+
+def test_the_wrong_gradient_is_found():
+    """One check fails, on both ranks; the sum of both gradients is the right one."""
+    recording = RECORDED["wrong-gradient"]
+    name = "dL/dlayernorm_D"
+    for rank in range(recording["ranks"]):
+        parts = [event["ranks"][rank] for event in recording["events"]]
+        marks = [mark for part in parts for mark in part.get("marks", [])]
+        assert [mark["name"] for mark in marks if not mark["ok"]] == [name]
+        assert marks[-1]["name"] == f"sum_of_{name}" and len(marks) == 5
+        total = torch.tensor(last_of(recording, rank, f"sum_of_{name}")["values"])
+        terms = [last_of(recording, r, name)["values"] for r in (0, 1)]
+        assert torch.allclose(torch.tensor(terms).sum(0), total, atol=2e-4)
+
+
 def alike(a, b) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in {*a} - {"diff"})
@@ -261,3 +332,23 @@ def test_keys_clicks_slider_playing_and_theme(open_page):
     assert page.evaluate(color) == "rgb(20, 24, 30)"
     page.evaluate("document.documentElement.dataset.theme = 'light'")
     assert page.evaluate(color) == "rgb(255, 255, 255)"
+
+
+PRINTED = """player => [...player.shadowRoot.querySelectorAll(".printed")].map(
+    page => [page.querySelector(".caption").lastChild.data,
+             page.querySelectorAll("svg .tip").length])"""
+
+
+@pytest.mark.parametrize("name", ["ring", "mlp"])
+def test_printed_steps(open_page, name):
+    """On paper stand the steps that send something, with their arrows, and the last."""
+    page = open_page(name)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    events = RECORDED[name]["events"]
+    sends = [e for e in events if e["kind"] in ("send", "collective")]
+    printed = page.locator("tp-player").evaluate(PRINTED)
+    assert [says for says, _ in printed] == [e["says"] for e in [*sends, events[-1]]]
+    assert all(tips >= RECORDED[name]["ranks"] for _, tips in printed[:-1])
+    assert page.locator("tp-player .count").inner_text().startswith("1 /")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("tp-player").evaluate(PRINTED) == []

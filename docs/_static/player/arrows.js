@@ -27,8 +27,9 @@ function messages(player) {
     const target = made && find(rank, made.name);
     if (!takes || !target || !total(part)) return [];
     if (part.moved) {
-      const cell = (r) => [[...find(r, made.name).querySelectorAll(".cell")][part.moved[0]]];
-      return [{ sender: part.from, rank, from: cell(part.from), to: cell(rank) }];
+      const cells = (r) => [...find(r, made.name).querySelectorAll(".cell")]
+        .filter((_, i) => part.moved.includes(i));
+      return [{ sender: part.from, rank, from: cells(part.from), to: cells(rank) }];
     }
     const group = call.groups.find((members) => members.includes(rank));
     const senders = call.collective === "broadcast" ? [part.from] : group;

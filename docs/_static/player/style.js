@@ -40,6 +40,9 @@ export const STYLE = `
   .ring { --cell-max: 60; }
   .ring .stage { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em; }
   .ring .lane { grid-row: var(--row); grid-column: var(--side); }
+  .wide .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
+  .wide .chip { display: inline; margin-left: .6em; }
+  .wide .stage { gap: 1.6em 2em; }
   .lane {
     display: grid; grid-template-columns: 8.5em 1fr; gap: .6em; align-items: center;
     border-left: 10px solid var(--rank); background: var(--soft); border-radius: 4px;
@@ -48,16 +51,19 @@ export const STYLE = `
   .who { font-weight: 700; }
   .chip { display: block; font-weight: 400; line-height: 1.25; }
   .boxes {
-    display: grid; grid-template-columns: var(--columns); gap: .3em 16px;
-    align-items: center; min-width: 0; overflow-x: auto; padding: 4px;
+    display: grid; align-items: center;
+    grid-template-columns: var(--closed) repeat(var(--halves), calc(var(--cell) / 2));
+    min-width: 0; overflow-x: auto; padding: 4px;
   }
   .stage svg { position: absolute; inset: 0; pointer-events: none; z-index: 1; overflow: visible; }
   svg path:not(.tip) { fill: none; stroke-width: 4; }
   svg .back { stroke: #000; stroke-width: 7; }
   svg .tip { stroke: #000; stroke-width: 1.5; }
-  .box { margin: 0; padding: .15em .25em; border-radius: 5px; max-width: 100%; }
+  .box { margin: 2px 0; padding: .15em .2em; border-radius: 5px; justify-self: start; }
+  .boxes > div > .box { width: max-content; } .break { height: 0; }
   figcaption {
     font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
+    width: 0; min-width: 100%;
   }
   .shape { font-weight: 400; white-space: nowrap; display: block; }
   .cells {
@@ -65,7 +71,7 @@ export const STYLE = `
   }
   .cell {
     width: var(--cell); padding: .1em 0; text-align: center; overflow: hidden;
-    font-size: clamp(10px, var(--cell) * .31, 24px); line-height: 1.5;
+    font-size: clamp(9px, var(--cell) * .31, 24px); line-height: 1.5;
     border: .5px solid #0006; font-variant-numeric: tabular-nums;
   }
   .cell.letter { font-family: var(--mono); font-size: clamp(12px, var(--cell) * .5, 24px); }
@@ -78,12 +84,12 @@ export const STYLE = `
   .cell.beside { border-left: 3px solid #000; }
   .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
   .closed .cells { padding: 0 .5em; font-size: .8em; white-space: nowrap; }
-  .closed figcaption { font-size: .72em; overflow-wrap: normal; white-space: nowrap; }
+  .closed figcaption { font-size: .72em; white-space: nowrap; width: auto; min-width: 0; }
   .closed .shape { display: none; }
   .term .cells { border: 3px dashed #000; }
-  .new { outline: 3px solid var(--ink); }
+  .new { outline: 2.5px solid var(--ink); outline-offset: -1px; }
   .source { opacity: .8; }
-  .mark { font-size: .85em; font-weight: 700; }
+  .mark { font-size: .85em; font-weight: 700; display: block; width: 0; min-width: 100%; }
   .mark.good { color: var(--good); } .mark.bad { color: var(--bad); }
   .wrong .cells { outline: 4px solid var(--bad); }
   .ghost { position: absolute; z-index: 2; pointer-events: none; }
@@ -119,11 +125,26 @@ export const STYLE = `
   .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
   .slide .head, .slide .controls, .slide .totals { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
-  @media print { .controls { display: none; } }
+  .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
+  .printed { display: none; break-inside: avoid; }
+  @media print {
+    .controls { display: none; } .printed { display: block; }
+    .player:has(.printed) > :is(.caption, .stage) { display: none; }
+  }
+  @container (max-width: 1000px) {
+    .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
+    .chip { display: inline; margin-left: .6em; }
+  }
   @container (max-width: 600px) {
     .player { padding: .5em .4em; }
-    .lane { grid-template-columns: 1fr; border-left-width: 6px; padding: .4em; }
-    .chip { display: inline; margin-left: .6em; }
+    .lane { border-left-width: 6px; padding: .4em; }
+    .boxes > * { order: 2; } .boxes > .aside { order: 0; }
+    div.aside { display: flex; gap: .2em; }
+    .boxes > .break { order: 1; flex: 0 0 100%; }
+    .aside .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
+    .aside .cell, .aside .column { display: none; } .aside .shape { display: none; }
+    .aside figcaption { font-size: .75em; font-weight: 400; }
+    .aside figcaption { width: auto; min-width: 0; white-space: nowrap; }
     .caption { font-size: 1.1em; min-height: 6.8em; }
     .boxes { display: flex; flex-wrap: wrap; }
     .ring .stage { display: block; }

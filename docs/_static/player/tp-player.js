@@ -5,6 +5,7 @@
 // Keys: → or Page Down next, ← or Page Up back, Space play or pause, Home, End.
 // Attributes: src, and step (the step to begin with, from 1).
 
+import { findPlaces } from "./places.js";
 import { charts } from "./charts.js";
 import { drawArrows, fly } from "./arrows.js";
 import {
@@ -24,6 +25,9 @@ class TPPlayer extends HTMLElement {
     this.theme.observe(document.documentElement, options);
     this.sizes = new ResizeObserver(() => this.fit());
     this.sizes.observe(this);
+    this.printing = [["beforeprint", () => this.printSteps()],
+      ["afterprint", () => this.printed()]];
+    for (const [name, react] of this.printing) addEventListener(name, react);
     this.slide = this.closest(".reveal section"); // its fragments are the steps
     if (this.slide) this.classList.add("on-slide");
     this.load();
@@ -32,6 +36,7 @@ class TPPlayer extends HTMLElement {
   disconnectedCallback() {
     this.theme.disconnect();
     this.sizes.disconnect();
+    for (const [name, react] of this.printing) removeEventListener(name, react);
     this.pause();
   }
 
@@ -46,7 +51,7 @@ class TPPlayer extends HTMLElement {
       return this.shadowRoot.replaceChildren(make("p", { role: "alert" }, words));
     }
     this.events = this.recording.events;
-    this.slots = this.findSlots();
+    this.places = findPlaces(this);
     this.build();
     const begin = Number(this.getAttribute("step") ?? 1) - 1;
     this.go(this.slide ? this.shownFragments() : begin, false);
@@ -108,7 +113,7 @@ class TPPlayer extends HTMLElement {
       entries.push(entry("", "forward"), hatched);
     } else if (made.some((x) => Array.isArray(x.who))) {
       const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
-      entries.push(entry(`background:${both}`, "a sum of these ranks' numbers"));
+      entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
       entries.push(entry("border:3px dotted #000", "is sent"));
       entries.push(entry("border-width:3px", "has arrived"));
     } else {
@@ -212,74 +217,66 @@ class TPPlayer extends HTMLElement {
     this.fit();
   }
 
-  /** For each step: name → its column. A name returns to the column that it had; tensors
-   * without numbers share the first one, and `under` puts a tensor below another. */
-  findSlots() {
-    const [slots, taken] = [new Map(), ["closed"]];
-    const free = (name) => {
-      if (taken.includes(name)) taken[taken.indexOf(name)] = undefined;
-    };
-    const place = ({ name, values, under }, after = 0) => {
-      if (!values) return slots.set(name, 0);
-      if (under) return slots.set(name, slots.get(under));
-      if (taken.includes(name)) return;
-      let slot = slots.get(name) ?? after + 1;
-      while (taken[slot]) slot++;
-      taken[slot] = name;
-      slots.set(name, slot);
-    };
-    return this.events.map(({ ranks, drops = [], takes }) => {
-      const given = ranks.flatMap((part) => part.given ?? []);
-      const made = ranks.flatMap((part) => part.makes ?? []);
-      drops.filter((name) => name !== takes).forEach(free);
-      for (const tensor of given) place(tensor);
-      for (const tensor of made) place(tensor, takes ? Math.max(0, taken.indexOf(takes)) : 0);
-      const now = new Map(slots);
-      if (drops.includes(takes) || !made.some(({ name }) => name === takes))
-        given.map(({ name }) => name).concat(drops).forEach(free);
-      return now;
-    });
+  /** Letters of the longest name that is shown without numbers. */
+  closedLetters() {
+    const made = this.events.flatMap((event) => event.ranks.flatMap((part) => part.makes ?? []));
+    return Math.max(0, ...made.filter((x) => !x.values).map(({ name }) => name.length + 1));
   }
 
-  /** How many cells and letters each column must have room for, over all steps. */
-  widths() {
-    const widths = [];
-    this.events.forEach(({ ranks }, i) => ranks.forEach((part, rank) => {
-      const all = [...(part.given ?? []), ...this.held(rank, i + 1).values()];
-      for (const tensor of all) {
-        const slot = this.slots[i].get(tensor.name);
-        const room = (widths[slot] ??= { cells: 0, letters: 0 });
-        room.cells = Math.max(room.cells, tensor.values ? layout(tensor).wide : 0);
-        room.letters = Math.max(room.letters, tensor.name.length);
-      }
-    }));
-    return Array.from(widths, (room) => room ?? { cells: 0, letters: 0 });
+  /** On a narrow screen boxes may stand below each other: the widest one is to fit. */
+  widestCells() {
+    const made = this.events.flatMap((event) => event.ranks.flatMap((part) => part.makes ?? []));
+    return Math.max(1, ...made.filter((x) => x.values).map((x) => layout(x).wide));
   }
 
   /** Cells as large as the lane allows; then the arrows, which depend on it. */
   fit() {
     const boxes = this.stage?.querySelector(".boxes");
     if (!boxes) return;
-    this.room ??= this.widths();
     const style = getComputedStyle(this.box);
     const [most, font] = [Number(style.getPropertyValue("--cell-max")), parseFloat(style.fontSize)];
-    const letter = 0.53 * font;
+    const closed = this.closedLetters() * 0.46 * font;
     const narrow = this.box.clientWidth < 620;
-    const widest = Math.max(...this.room.map((room) => room.cells));
-    const columns = (cell) => this.room.map((room) =>
-      Math.max(room.cells * cell + 12, Math.min(room.letters, 10) * letter));
-    const fits = (cell) => narrow ? widest * cell + 16 <= boxes.clientWidth
-      : sum(columns(cell)) + 18 * this.room.length <= boxes.clientWidth;
-    let cell = most;
-    while (cell > 24 && !fits(cell)) cell--;
+    const room = boxes.clientWidth - 8;
+    const fits = narrow ? room / this.widestCells() - 2
+      : (2 * (room - closed)) / this.places.halves;
+    const cell = Math.floor(Math.max(30, Math.min(most, fits)));
     this.box.style.setProperty("--cell", `${cell}px`);
-    const widths = columns(cell).map((width) => `${width}px`);
-    this.box.style.setProperty("--columns", widths.join(" "));
+    this.box.style.setProperty("--closed", `${closed}px`);
+    this.box.style.setProperty("--halves", this.places.halves);
     for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
       if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
       else lane.removeAttribute("tabindex");
     }
     drawArrows(this);
+  }
+
+  /** On paper: every step that sends something, and the last one, below each other. */
+  printSteps() {
+    if (this.slide || !this.events || this.box.querySelector(".printed")) return;
+    this.box.classList.add("paper"); // as wide as a page, and so all places as on it
+    this.style.width = "680px";
+    const shown = this.step;
+    const pages = this.events.map((event, step) => {
+      const sends = ["collective", "send"].includes(event.kind);
+      if (!sends && step < this.events.length - 1) return "";
+      this.step = step;
+      this.render();
+      const parts = [this.caption, this.stage].map((part) => part.cloneNode(true));
+      return make("div", { class: "printed" }, ...parts);
+    });
+    const last = this.table(); // all bytes
+    this.step = shown;
+    this.render();
+    this.totals.replaceChildren(last);
+    this.stage.after(...pages);
+  }
+
+  printed() {
+    for (const page of this.box?.querySelectorAll(".printed") ?? []) page.remove();
+    this.box?.classList.remove("paper");
+    this.style.width = "";
+    if (this.events) this.render();
   }
 
   badge(event) {
@@ -298,30 +295,35 @@ class TPPlayer extends HTMLElement {
   lane(rank) {
     const { ranks, takes } = this.events[this.step];
     const { makes = [], given = [], marks = [] } = ranks[rank];
+    const mark_of = (tensor) => marks.find(({ name }) => name === tensor.name);
     const made = new Set(makes.map((tensor) => tensor.name));
     const before = this.held(rank, this.step);
     const source = given[0] ?? (made.has(takes) ? undefined : before.get(takes));
     const stays = [...this.held(rank, this.step + 1).values()];
     const boxes = stays.filter(({ name }) => !made.has(name) && name !== source?.name)
-      .map((tensor) => this.tensor(tensor, "", marks.find(({ name }) => name === tensor.name)));
+      .map((tensor) => this.tensor(tensor, "", mark_of(tensor)));
     if (source) boxes.push(this.tensor(source, "source"));
     const { moved } = ranks[rank];
-    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", undefined, moved)));
+    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", mark_of(tensor), moved)));
     boxes.sort((a, b) => parseInt(a.style.gridColumn) - parseInt(b.style.gridColumn));
     const column = (box) => box.style.gridColumn;
     const columns = [...new Set(boxes.map(column))].map((place) => {
       const same = boxes.filter((box) => column(box) === place);
-      return same.length === 1 ? same[0] : make("div", { style: `grid-column:${place}` }, ...same);
+      const aside = same.every((box) => box.classList.contains("aside"));
+      const about = { class: aside ? "aside" : "", style: `grid-column:${place}` };
+      return same.length === 1 ? same[0] : make("div", about, ...same);
     });
+    columns.push(make("span", { class: "break" })); // on a narrow screen
     if (moved) {
       const leaves = ranks[ranks[rank].to].moved;
-      for (const i of leaves) boxes[0].querySelectorAll(".cell")[i].classList.add("leaves");
+      const cells = boxes.find((box) => box.dataset.name === takes).querySelectorAll(".cell");
+      for (const i of leaves) cells[i].classList.add("leaves");
     }
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
-    const place = this.recording.layout === "ring" ? `;${onRing(rank, ranks.length)}` : "";
-    const about = { class: "lane", role: "group", "aria-label": name, style: style + place };
-    return make("div", about,
+    const place = this.recording.layout?.startsWith("ring") ? `;${onRing(rank, ranks.length)}` : "";
+    const lane = { class: "lane", role: "group", "aria-label": name, style: style + place };
+    return make("div", lane,
       make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...columns));
   }
 
@@ -342,13 +344,15 @@ class TPPlayer extends HTMLElement {
     const { name, shape, values, who } = tensor;
     const size = `[${shape.join(", ")}]`;
     const verdict = !mark ? "" : !mark.ok ? `✗ wrong by ${Math.round(100 * mark.diff)} %`
-      : `✓ as in one process${mark.diff ? ` (${mark.diff})` : ""}`;
+      : `✓ same${mark.diff ? ` (${mark.diff})` : ""}`;
     const term = tensor.term ? "term" : "";
     const open = values ? "" : "closed";
-    const kinds = `box ${kind} ${open} ${term} ${mark?.ok === false ? "wrong" : ""}`;
+    const aside = kind || mark ? "" : "aside"; // on a narrow screen without its numbers
+    const kinds = `box ${kind} ${open} ${aside} ${term} ${mark?.ok === false ? "wrong" : ""}`;
     const numbers = values ? texts(values).join(" ") : "";
     const label = `${kind} ${name} ${size} on ranks ${bits(who).join(", ")}: ${numbers} ${verdict}`;
-    const style = `grid-column:${1 + this.slots[this.step].get(name)}`;
+    const at = this.places.steps[this.step].get(name) ?? { place: -1, wide: 1 };
+    const style = `grid-column:${2 + at.place} / span ${at.wide}`;
     const about = { class: kinds, role: "img", "aria-label": label, "data-name": name, style };
     return make("figure", about,
       make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ",

@@ -1,0 +1,84 @@
+// Where tensors stand in a lane: each keeps its place for as long as it is shown.
+
+import { layout } from "./parts.js";
+
+const PADDING = 1; // half cells around the numbers of a box
+const NAME = 4; // half cells that a name needs at least
+
+/** All tensors that are shown at a step, on any rank: name → the widest of that name. */
+function shownAt(player, step) {
+  const shown = new Map();
+  player.events[step].ranks.forEach((part, rank) => {
+    const all = [...player.held(rank, step + 1).values(), ...(part.given ?? [])];
+    const { takes } = player.events[step];
+    const source = player.held(rank, step).get(takes);
+    for (const tensor of source ? [...all, source] : all) {
+      const other = shown.get(tensor.name);
+      if (!other || halves(tensor) > halves(other)) shown.set(tensor.name, tensor);
+    }
+  });
+  return shown;
+}
+
+/** How wide a box is, in half cells. */
+const halves = (tensor) => Math.max(2 * layout(tensor).wide, NAME) + PADDING;
+
+/** Every time that a name is shown without a pause: its steps, its width, its source. */
+function lives(player) {
+  const all = [];
+  let open = new Map();
+  player.events.forEach((event, step) => {
+    const next = new Map();
+    const made = event.ranks.flatMap((part) => part.makes ?? []).map(({ name }) => name);
+    for (const [name, tensor] of shownAt(player, step)) {
+      if (!tensor.values) continue; // without numbers: the first column
+      let life = open.get(name);
+      if (!life) {
+        const after = made.includes(name) && event.takes !== name ? event.takes : undefined;
+        all.push(life = { name, from: step, wide: 0, after, under: tensor.under });
+      }
+      life.to = step;
+      life.wide = Math.max(life.wide, halves(tensor));
+      next.set(name, life);
+    }
+    open = next;
+  });
+  return all;
+}
+
+/** First fit: the leftmost free place from `start` on. */
+function free(life, placed, start) {
+  const others = placed.filter((x) => x.from <= life.to && life.from <= x.to);
+  const starts = [start, ...others.map((x) => x.place + x.wide).filter((x) => x >= start)];
+  return Math.min(...starts.filter((place) => others.every((x) =>
+    place + life.wide <= x.place || x.place + x.wide <= place)));
+}
+
+/** Places within `most` half cells, where that can be: a result right of its source. */
+function placeAll(all, most) {
+  const placed = [];
+  const at = (name, step) => placed.find((x) =>
+    x.name === name && x.from <= step && step <= x.to);
+  for (const life of all.filter((x) => !x.under)) {
+    for (const below of all.filter((x) => x.under === life.name && x.from === life.from))
+      life.wide = Math.max(life.wide, below.wide);
+    const source = life.after && at(life.after, life.from);
+    life.place = free(life, placed, source ? source.place + source.wide : 0);
+    if (life.place + life.wide > most) life.place = free(life, placed, 0);
+    placed.push(life);
+  }
+  for (const below of all.filter((x) => x.under))
+    below.place = at(below.under, below.from).place;
+  return Math.max(0, ...all.map((life) => life.place + life.wide));
+}
+
+/** For each step: name → its first half cell; and how many half cells there are. */
+export function findPlaces(player) {
+  const all = lives(player);
+  const least = placeAll(all.map((life) => ({ ...life })), 0);
+  const halves = placeAll(all, least + 3);
+  const steps = player.events.map((_, step) => new Map(all
+    .filter((life) => life.from <= step && step <= life.to)
+    .map(({ name, place, wide }) => [name, { place, wide }])));
+  return { steps, halves };
+}
