@@ -2356,6 +2356,7 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
 
 # The imports are here, so that a lesson begins with its subject.
 import argparse
+import ctypes
 import gc
 import inspect
 import json
@@ -2860,6 +2861,10 @@ def describe_hang(error: Exception) -> str:
     lines = [wrap(f"error: {who_is_missing(statuses)}")]
     for rank in ranks:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
+    silent = [rank for rank in ranks if not COMM.store.check([f"failed/{rank}"])]
+    if silent:  # the others have waited 3 seconds for it
+        text = f"  no error was raised on ranks {silent} so far: they hang, "
+        lines.append(wrap(text + "are stopped, or are still computing"))
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
     return "\n".join(lines)
 
@@ -2870,6 +2875,7 @@ def fail(error: Exception, diagnosis: str) -> None:
     if COMM.store is None:
         message = f"error: the ranks did not join one process group: {error}"
         exit_rank(1, wrap(message), is_reporter=True)
+    COMM.store.set(f"failed/{dist.get_rank()}", text)
     if is_lost(error):  # let others write where they are; torchrun may name a dead one
         time.sleep(3)
     is_reporter = COMM.store.add("reported", 1) == 1
@@ -2893,7 +2899,9 @@ def exit_rank(code: int, message: str, is_reporter: bool) -> None:
     """End this rank at once: cleaning up while others are in a collective can hang."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:  # for torchrun's report
-        extra = {"timestamp": str(int(time.time()))}
+        # torchrun calls the earliest failure the root cause: the one that is printed.
+        seconds = int(time.time()) + (0 if is_reporter else 3600)
+        extra = {"timestamp": str(seconds)}
         details = {"message": {"message": message, "extraInfo": extra}}
         Path(path).write_text(json.dumps(details))
     sys.stdout.flush()
@@ -2945,6 +2953,13 @@ def join_group(backend: str, limit: timedelta) -> dist.Store:
     return store
 
 
+def end_with_torchrun() -> None:
+    """If torchrun is killed, Linux kills this rank as well, even if it sleeps."""
+    if sys.platform == "linux":
+        at_end_of_parent = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+        ctypes.CDLL(None).prctl(at_end_of_parent, signal.SIGKILL)
+
+
 def add_bug(args, module: dict, diagnosis: str) -> None:
     """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
 
@@ -2974,6 +2989,7 @@ def launch(main, parse_args, module: dict) -> None:
         sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know our · and →
     args = read_flags(parse_args, module)
+    end_with_torchrun()
     torch.set_num_threads(1)  # ranks share the cores: more threads would be slower
     torch.manual_seed(args.seed)
     diagnosis = diagnosis_of(module["BREAKS"][args.bug]) if args.bug else ""

@@ -7,7 +7,9 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
+import uuid
 from pathlib import Path
 
 import jobs
@@ -112,6 +114,26 @@ def test_control_c_while_ranks_wait(tmp_path):
     start = time.time()
     os.killpg(job.pid, signal.SIGINT)
     assert job.wait(600) != 0 and time.time() - start < 5 + start_up
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone ends orphans")
+def test_torchrun_is_killed_while_a_rank_sleeps(tmp_path):
+    """No rank stays, and none prints a traceback because the store is gone."""
+    at_fault, faulty = tmp_path / "time", jobs.ROOT / "tests" / "faulty.py"
+    said = tmp_path / "said"
+    command = [*jobs.TORCHRUN, "--nproc_per_node=2", faulty, MLP, "sleep", "1", "20"]
+    mark = uuid.uuid4().hex
+    env = jobs.CLEAN_ENV | {"FAULT_TIME": str(at_fault), jobs.MARK: mark}
+    with said.open("w") as file:
+        job = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+    while not at_fault.exists() and job.poll() is None:
+        time.sleep(0.1)
+    job.kill()
+    job.wait()
+    left = jobs.still_running(mark, grace=20)
+    jobs.end(mark)
+    assert left == [] and "Traceback" not in said.read_text()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

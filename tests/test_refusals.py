@@ -149,6 +149,28 @@ def test_the_command_has_the_flags_that_were_given():
     assert out.splitlines()[-1].endswith("01_naive_mlp_tp.py --hidden 32 --only 2"), out
 
 
+def test_torchrun_names_the_rank_whose_words_are_printed(tmp_path):
+    """Its root cause is the earliest failure; the others may end by a signal."""
+    times = []
+    for rank in (1, 0):  # rank 0 writes last, and is the one that reports
+        told = tmp_path / f"{rank}.json"
+        env = as_rank(rank, 2) | {"TORCHELASTIC_ERROR_FILE": str(told)}
+        assert jobs.run_here(MLP, "--hidden", "65", **env)[0] == 2
+        report = json.loads(told.read_text())["message"]
+        times.append(int(report["extraInfo"]["timestamp"]))
+    assert times[1] < times[0]
+
+
+def test_one_rank_of_each_host_says_what_is_wrong():
+    """A wrong flag on one host only: nobody else knows it."""
+    env = as_rank(2, 4) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    code, out, err = jobs.run_here(MLP, "--hidden", "65", **env)
+    assert (code, out) == (2, "") and "--hidden 65" in message(err)
+    env["RANK"] = "3"
+    env["LOCAL_RANK"] = "1"
+    assert jobs.run_here(MLP, "--hidden", "65", **env) == (2, "", "")
+
+
 @pytest.mark.parametrize("tool, flags, words", [
     ("tools/check.py", ["--port", "99999"], "99999: ports are 0 to 65535"),
     ("notebooks/run.py", ["nope"], "error: there is no notebook nope; there are: 00_"),

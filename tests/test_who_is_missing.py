@@ -9,6 +9,7 @@ from math import prod
 
 import jobs
 import pytest
+import torch
 
 lesson = jobs.load("00_collectives")
 
@@ -124,3 +125,18 @@ def test_names_no_wrong_rank(mesh, fault):
             else:
                 assert named(text) in ([guilty], []), where + text
                 assert named(text) or fault == "hangs inside", where + text
+
+
+def test_who_has_raised_nothing_is_named(monkeypatch):
+    """In PyTorch's own section no rank is in one of the lesson's calls."""
+    monkeypatch.setattr(lesson.COMM, "store", torch.distributed.HashStore())
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    for rank in range(3):
+        lesson.COMM.store.set(f"status/{rank}", "in no call")
+    for rank in (0, 2):
+        lesson.COMM.store.set(f"failed/{rank}", "")
+    text = lesson.describe_hang(RuntimeError("Timed out waiting 5000ms"))
+    assert "no error was raised on ranks [1] so far" in text
+    lesson.COMM.store.set("failed/1", "")
+    text = lesson.describe_hang(RuntimeError("Timed out waiting 5000ms"))
+    assert "no error was raised" not in text
