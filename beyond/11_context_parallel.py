@@ -298,8 +298,8 @@ class RingFunction(torch.autograd.Function):
 #    gradient × step, and their gradient is small. At step 3 it is 5.1554 instead of
 #    5.1556 (2 ranks). If they were not trained at all, it would be 5.1579.
 # 4. Attention learns later where to look. Then the loss is higher than it could be:
-#    2.37 instead of 2.20 at step 100 if q_proj and k_proj are not trained. But nobody
-#    has the other number, and a loss that falls looks healthy.
+#    2.37 instead of 2.20 at step 100 if q_proj and k_proj are not trained. But in
+#    training you have only one of the two numbers, and a loss that falls looks healthy.
 # So compare gradients with one process, module by module (section 3), or one attention
 # on its own (section 4).
 
@@ -623,16 +623,20 @@ def pytorch_attention(tensors, tables, head_size: int, cp_group) -> dict:
     heads = [x.detach().unflatten(-1, (-1, head_size)) for x in tensors]
     buffers = [x.transpose(1, 2).contiguous().clone() for x in heads]
     buffers += [tables[0].clone(), tables[1].clone()]
-    dims = [2, 2, 2, 2, 0, 0]
     # Restoring a buffer would raise an error, because q, k and v require gradients.
     with context_parallel(
-        mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers)
+        mesh,
+        buffers=buffers,
+        buffer_seq_dims=[2, 2, 2, 2, 0, 0],
+        no_restore_buffers=set(buffers),
     ):
         q, k, v = [x.requires_grad_() for x in buffers[:3]]
         grad_y, cos, sin = buffers[3:]
         kv = repeat_for_queries(torch.stack([rotate(k, cos, sin), v]), q)
-        attention = F.scaled_dot_product_attention  # inside the `with`, a ring
-        y = attention(rotate(q, cos, sin), kv[0], kv[1], is_causal=True)
+        # Inside the `with`, this is a ring.
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), kv[0], kv[1], is_causal=True
+        )
         y.backward(grad_y)
         parts = [y.detach(), q.grad, k.grad, v.grad]
         found = _attention.context_parallel_unshard(mesh, parts, [2] * 4)

@@ -101,7 +101,7 @@ def test_a_tree_of_sums_has_the_colours_of_who_adds():
     for name in seen.texts[9:]:  # above the middle of its terms
         ends = [seen.at[term][0] for term in name.split(" … ")]
         assert seen.at[name][0] == pytest.approx(sum(ends) / 2)
-    rank_1.append((15, 240))  # what all ranks compute is grey
+    rank_1.append((15, 240))  # what all ranks compute is gray
     seen = drawn(of_08.draw_tree, 2, [rank_0, rank_1])
     assert ("0 … 7", EVERYONE) in seen.on() and ("0 … 3", BLUE) in seen.on()
 
@@ -175,7 +175,7 @@ def test_flow_shows_who_sends(backward):
     assert seen.styles == [":", "-"]
     arrows = [t for t in seen.ax.texts if hasattr(t, "arrow_patch")]
     assert [a.xy[0] < a.xyann[0] for a in arrows] == [backward] * 2
-    stages[0]["same"] = True  # what all ranks hold is grey
+    stages[0]["same"] = True  # what all ranks hold is gray
     seen = drawn(draw.flow, stages, 2, "way", backward)
     assert {("[2, 4]", EVERYONE), ("[3, 4]", EVERYONE)} <= set(seen.on())
 

@@ -218,8 +218,9 @@ ADVICE = {
         "lesson 01, --break plain",
     ),
     "gradient of its uses": (
-        "This weight is tied: several modules use it, and their gradients do not count "
-        "alike. Factors are means over the ranks that hold the same piece: 1 is "
+        "This weight is tied: several modules use it, and their gradients are not "
+        "summed with the same factor. Factors are means over the ranks that hold the "
+        "same piece: 1 is "
         "complete, 1/T is a partial gradient that was not summed, T was summed twice, "
         "0 was lost.",
         "0: look for a detach() or a copy. 1/T: all-reduce dL/dx in the module that "

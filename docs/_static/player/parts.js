@@ -36,8 +36,8 @@ export function bands(held) {
   return `linear-gradient(90deg, ${stops})`;
 }
 
-/** A background: the color of the rank that holds it, grey if all do. What some hold is
- * grey with a bar in their colors at its left edge. */
+/** A background: the color of the rank that holds it, gray if all do. What some hold is
+ * gray with a bar in their colors at its left edge. */
 export function paint(who, ranks) {
   const held = bits(who);
   if (held.length === 1 && ranks > 1) return COLORS[held[0]];
