@@ -356,7 +356,12 @@ def dropped(model: nn.Module, run: Run, batch: tuple, seed: int):
     def hook_of(name):
         def hook(module, inputs, output):
             held = zeros if phase[0] == "forward" else again
-            held.setdefault(name, []).append(local_part(output) == 0)
+            is_dropped = local_part(output) == 0
+            in_place = getattr(module, "inplace", False)
+            if inputs and torch.is_tensor(inputs[0]) and not in_place:
+                # What was zero before, like masked attention weights, is not dropped.
+                is_dropped = is_dropped & (local_part(inputs[0]) != 0)
+            held.setdefault(name, []).append(is_dropped)
 
         return hook
 
