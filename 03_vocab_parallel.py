@@ -63,8 +63,8 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
     """Return a copy of an embedding or a head, padded with rows of zeros.
 
-    Then T divides it. The rows stay zero: they belong to no token, so they are never
-    looked up, and the loss gives them no gradient.
+    Then T divides the number of rows. The new ones stay zero: they belong to no token,
+    so they are never looked up, and the loss gives them no gradient.
 
     Shapes: weight [V, D] → [v·T, D], bias [V] → [v·T], with v = ⌈V/T⌉.
     """
@@ -143,7 +143,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # a number: the rows after these are padding
+        p.rows = full.config.vocab_size  # rows of the full weight; the rest is padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -318,7 +318,7 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
     best = all_reduce(local_best, tp_group, dist.ReduceOp.MAX)
     # A rank without the best score passes V, which loses the MIN: it is no token.
     token = local_token.where(local_best == best, vocab_size)
-    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # if tied, the first
+    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # of equals, the first
 
 
 # ==== RUN
@@ -379,8 +379,8 @@ def make_tied(args) -> Transformer:
     """Return lesson 02's model; with --tie, head and embedding share one weight."""
     full = make_transformer(args)
     if args.tie:
-        # An embedding starts with a standard deviation of 1, which is much for a head:
-        # its logits would be huge.
+        # An embedding starts with a standard deviation of 1, which is too large for a
+        # head: its logits would be huge.
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full
@@ -640,7 +640,7 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     report.say("   saved for backward, per rank; logits and targets do not count")
     report.table("memory", rows)
     report.say(
-        "   What a sharded loss sends does not grow with V; it saves 1/T of softmax."
+        "   What a sharded loss sends does not grow with V; it holds 1/T of softmax."
     )
 
 

@@ -119,7 +119,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # read once: Checkpointed (below) forbids twice
+        saved = ctx.saved_tensors  # one read: Checkpointed (below) forbids a second
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
@@ -506,7 +506,7 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     report.say(
         "   after: sent after backward. Rounds of the ring: all-reduce 2, others 1.\n"
         f"   TP + SP {text} DTensor saves\n"
-        "   them; it sums LayerNorms' gradients at each use: once for ‖g‖, 3× in AdamW."
+        "   them gathered, and sums LayerNorm gradients at each use: 1× for ‖g‖, 3× in AdamW."
     )
 
 
@@ -641,9 +641,10 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     report.section("Bytes that a layer saves for backward, in bfloat16 (2 bytes)")
     report.say(
         f"   A = B·N·S·S = {size['A']:,} attention weights; "
-        f"c = {size['c']} bytes of a mean\n"
-        "   Shards: T by heads or columns; R by positions (SP: T, otherwise 1); G of\n"
-        "   gathered inputs (R, or 1 if saved gathered, as by DTensor). Without TP: 1"
+        f"c = {size['c']} bytes per mean or 1/σ\n"
+        "   T, R, G: numbers of shards; T by heads or columns; R by positions (SP: T,\n"
+        "   otherwise 1); G of LayerNorm outputs (R, or 1 if saved gathered, as by\n"
+        "   DTensor). Without TP: 1"
     )
     rows, sums = add_up(SAVED_BY_A_LAYER, sizes)
     rows.append(measured_row(report, "saved", "sum", sums, measured))
@@ -651,8 +652,8 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     rows.append(measured_row(report, "calls in backward", "", of_runs, measured))
     report.table("memory", rows)
     report.say(
-        "   Without A: 34 bytes per element of x = (4 + 4 + 2) of the first 3 rows\n"
-        "   + (6 + 2 + 8 + 8) of the next 4. Below, what backward recomputes:\n"
+        "   Without A: 34 bytes per element of x: 4 + 4 + 2 from the first 3 rows,\n"
+        "   6 + 2 + 8 + 8 from the next 4. Below, what backward recomputes:\n"
         "   selective = the core of attention, full = the layer"
     )
     rows = []
@@ -711,7 +712,7 @@ def show_padded_lengths(report: Report, tp_group) -> None:
 
 
 def make_qwen2(args) -> nn.Module:
-    """Hugging Face's Qwen2 with random weights, in float32, because its norms are."""
+    """Hugging Face's Qwen2, random weights, in float32: its norms compute in it."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -1752,7 +1753,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # a number: the rows after these are padding
+        p.rows = full.config.vocab_size  # rows of the full weight; the rest is padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -1848,8 +1849,8 @@ def make_tied(args) -> Transformer:
     (lesson 03)"""
     full = make_transformer(args)
     if args.tie:
-        # An embedding starts with a standard deviation of 1, which is much for a head:
-        # its logits would be huge.
+        # An embedding starts with a standard deviation of 1, which is too large for a
+        # head: its logits would be huge.
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full

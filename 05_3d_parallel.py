@@ -322,8 +322,8 @@ def count_targets(micro_batches: list[Tensor], dp_group) -> int:
 def part_of_mean(loss_bS: Tensor, batch_targets: int) -> Tensor:
     """What a micro-batch adds to the mean loss of the batch.
 
-    Divided by the targets of the batch instead of its own, these parts, and their
-    gradients, only have to be added up: every token has the same weight.
+    Each part is divided by the targets of the batch instead of its own, so the parts
+    and their gradients only have to be added up: every token has the same weight.
     """
     return loss_bS.sum() / batch_targets
 
@@ -334,8 +334,8 @@ class FlatAdamW:
     AdamW treats each element separately, so the vector can be split anywhere. With
     `zero` a rank updates 1/DP of it: vector, moments and summed gradient are sharded
     over dp. ZeRO stage 1 shards the moments, stage 2 also the gradients
-    (arXiv:1910.02054). This is stage 1, because p.grad is not sharded over dp, with the
-    reduce-scatter of stage 2 for the sum. The vector is a second copy of the
+    (arXiv:1910.02054). This is stage 1, because p.grad is not sharded over dp, but with
+    the reduce-scatter of stage 2 for the sum. The vector is a second copy of the
     parameters.
 
     Communication of n elements, padded so that DP divides them: one all-reduce over
@@ -414,7 +414,7 @@ class MeshTraining:
         self.tied = model.lm_head.weight if is_tied and is_first_or_last else None
         names = {p: name for name, p in model.named_parameters()}
         self.stage = slice_stage(model, pp.rank(), pp.size())
-        # Named as in the full model, where a tied head has its embedding's name.
+        # Named as in the full model, where a tied head has the embedding's name.
         self.parameters = {names[p]: p for p in self.stage.parameters()}
         owned = dict(self.parameters)
         if self.tied is not None and pp.rank() > 0:
@@ -465,7 +465,7 @@ class MeshTraining:
     def update(self) -> float:
         """Clip the gradient by its norm over the mesh, then step. Return the norm.
 
-        Communication: an all-reduce of one float64 over tp, pp, and dp with `zero`.
+        Communication: one all-reduce of one float64 per axis: tp, pp, with `zero` dp.
         """
         grad = self.optimizer.vector.grad
         squares = (grad.double().square() * self.optimizer.norm_weights).sum()
@@ -526,7 +526,7 @@ def main(args, report: Report) -> None:
     args.seq_len = batches[0][0].shape[1]  # from here on T divides it
     size = mesh_size(args)
     report.begin(mesh, size)
-    # A tied weight is summed over first and last stage only: 2 ranks, not P.
+    # A tied weight's gradient is summed over first and last stage: 2 ranks, not P.
     report.mesh = dict(mesh, embed=min(2, args.pp))
     full = make_tied(args)
 
@@ -542,7 +542,7 @@ def main(args, report: Report) -> None:
     if "mesh" in runs:
         show_timeline(report, training)
         show_activations(report, training)
-    report.number = 3  # so that the numbers stay if the mesh has raised an error
+    report.number = 3  # so that section numbers stay if the mesh has raised an error
     show_training_mesh(report, runs)
     if "mesh" in runs:
         show_replicas_mesh(report, training, runs["mesh"], batches[-1])
@@ -697,7 +697,7 @@ def show_stages(report: Report, training: MeshTraining) -> None:
         rows.append(row)
     report.section("[pipeline] The mesh: rank = (stage · DP + replica) · T + tp_rank")
     report.say(
-        "   [ ]: a TP group, on the fastest links. Row: a stage, its replicas sum\n"
+        "   [ ]: a TP group, on the fastest links. Row: a stage, whose replicas sum\n"
         "   gradients. Column: a replica, T pipelines, one for each rank in a [ ]."
     )
     report.table("stages", rows)
@@ -880,7 +880,8 @@ def show_optimizer(report: Report, training: MeshTraining) -> None:
     optimizer = training.optimizer
     state = optimizer.adamw.state[optimizer.vector]
     e = optimizer.vector.itemsize
-    measured = {"n": sum(p.numel() for p in optimizer.parameters.values())}
+    trained = sum(p.numel() for p in optimizer.parameters.values())
+    measured = {"n": trained + -trained % args.dp}
     measured["vector, its gradient"] = nbytes([optimizer.vector, optimizer.vector.grad])
     measured["moments"] = nbytes(state[kind] for kind in MOMENTS)
     rows = []
@@ -893,7 +894,7 @@ def show_optimizer(report: Report, training: MeshTraining) -> None:
         row["formula of each"] = "2·e·n/DP" if args.zero else "2·e·n"
         rows.append(row)
     report.section(
-        "[mesh] Bytes of the optimizer on a rank; n: elements of its trained parameters"
+        "[mesh] Bytes of the optimizer; n: a rank's parameters, padded to a multiple of DP"
     )
     report.table("memory", rows)
 
@@ -927,9 +928,9 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     )
     mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage, + 1\n"
-        "   for embedding or head (both: 2); n: trained parameters, rounded so that\n"
-        "   DP divides n; r: those replicated over tp; v: rows of V; w: bytes of a loss"
+        f"   X: bytes of an activation{mean}, e·b·S·D; l: layers of the stage; + 1 in\n"
+        "   ( ): embedding or head (2: both); n: trained parameters, rounded so that\n"
+        "   DP divides n; r: those replicated over tp; v: ⌈V/T⌉; w: bytes of a loss"
     )
     report.ledger(traffic(args, stage), size, hide=["run"])
     show_totals(report)
@@ -1225,7 +1226,7 @@ BREAKS = {
         old="    return all_reduce(targets, dp_group).item()\n",
         new="    return targets.item() * dp_group.size()\n",
         what="gradients are averaged over replicas with different numbers of targets",
-        symptom="loss and gradients are slightly off, in each step by another factor",
+        symptom="loss and gradients are slightly off, by another factor in each step",
         why="each replica divides by its own targets, so all replicas weigh the same",
         reported="github.com/pytorch/torchtitan/pull/2206",
     ),
@@ -2071,7 +2072,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # a number: the rows after these are padding
+        p.rows = full.config.vocab_size  # rows of the full weight; the rest is padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -2154,8 +2155,8 @@ def make_tied(args) -> Transformer:
     (lesson 03)"""
     full = make_transformer(args)
     if args.tie:
-        # An embedding starts with a standard deviation of 1, which is much for a head:
-        # its logits would be huge.
+        # An embedding starts with a standard deviation of 1, which is too large for a
+        # head: its logits would be huge.
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full
@@ -2200,7 +2201,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # read once: Checkpointed (below) forbids twice
+        saved = ctx.saved_tensors  # one read: Checkpointed (below) forbids a second
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather

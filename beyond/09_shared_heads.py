@@ -1382,7 +1382,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # a number: the rows after these are padding
+        p.rows = full.config.vocab_size  # rows of the full weight; the rest is padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -1517,7 +1517,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # read once: Checkpointed (below) forbids twice
+        saved = ctx.saved_tensors  # one read: Checkpointed (below) forbids a second
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather

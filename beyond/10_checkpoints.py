@@ -1540,7 +1540,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
         # One parameter with two uses: autograd adds up the gradients of both.
         model.lm_head.weight = model.embed_tokens.weight
     for p in [model.embed_tokens.weight, *model.lm_head.parameters()]:
-        p.rows = full.config.vocab_size  # a number: the rows after these are padding
+        p.rows = full.config.vocab_size  # rows of the full weight; the rest is padding
     return model.train(full.training)  # in eval mode if full is
 
 
@@ -1623,8 +1623,8 @@ def make_tied(args) -> Transformer:
     (lesson 03)"""
     full = make_transformer(args)
     if args.tie:
-        # An embedding starts with a standard deviation of 1, which is much for a head:
-        # its logits would be huge.
+        # An embedding starts with a standard deviation of 1, which is too large for a
+        # head: its logits would be huge.
         nn.init.normal_(full.embed_tokens.weight, std=0.02)
         full.lm_head.weight = full.embed_tokens.weight
     return full
@@ -1669,7 +1669,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # read once: Checkpointed (below) forbids twice
+        saved = ctx.saved_tensors  # one read: Checkpointed (below) forbids a second
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
@@ -2087,7 +2087,7 @@ class MeshTraining:
         self.tied = model.lm_head.weight if is_tied and is_first_or_last else None
         names = {p: name for name, p in model.named_parameters()}
         self.stage = slice_stage(model, pp.rank(), pp.size())
-        # Named as in the full model, where a tied head has its embedding's name.
+        # Named as in the full model, where a tied head has the embedding's name.
         self.parameters = {names[p]: p for p in self.stage.parameters()}
         owned = dict(self.parameters)
         if self.tied is not None and pp.rank() > 0:
