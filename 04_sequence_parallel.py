@@ -506,7 +506,7 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     report.say(
         "   after: sent after backward. Rounds of the ring: all-reduce 2, others 1.\n"
         f"   TP + SP {text} DTensor saves\n"
-        "   them gathered, and sums LayerNorm gradients at each use: 1× for ‖g‖, 3× in AdamW."
+        "   them gathered; sums LayerNorm gradients at each use: ‖g‖ 1×, AdamW 3×."
     )
 
 

@@ -894,7 +894,8 @@ def show_optimizer(report: Report, training: MeshTraining) -> None:
         row["formula of each"] = "2·e·n/DP" if args.zero else "2·e·n"
         rows.append(row)
     report.section(
-        "[mesh] Bytes of the optimizer; n: a rank's parameters, padded to a multiple of DP"
+        "[mesh] Bytes of the optimizer; "
+        "n: a rank's parameters, padded to a multiple of DP"
     )
     report.table("memory", rows)
 
