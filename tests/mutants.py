@@ -313,6 +313,13 @@ MUTANTS = [Mutant(*row) for row in [
      "        grad_kv = pass_on(grad_kv, ctx.cp_group)\n",
      "        if step < T - 1:\n"
      "            grad_kv = pass_on(grad_kv, ctx.cp_group)\n"),
+    ("11", "RingFunction.forward", "saves the keys that arrived last",
+     "ctx.save_for_backward(q_BNsH, kv_2BKsH,", "ctx.save_for_backward(q_BNsH, kv,"),
+    ("11", "attend_backward", "the softmax's backward without its sum",
+     " - delta)", ")"),
+    ("11", "repeat_for_queries", "query heads get another key/value head",
+     "repeat_interleave(q_BNcH.shape[1] // kv_2BKcH.shape[2], 2)",
+     "repeat(1, 1, q_BNcH.shape[1] // kv_2BKcH.shape[2], 1, 1)"),
     ("11", "Exchange.backward", "not the way back",
      "exchange(grad, join_dim, split_dim", "exchange(grad, split_dim, join_dim"),
     # 08

@@ -375,7 +375,7 @@ def ring_of_keys(args) -> list:
     forward = lesson.Call("mesh", "forward", "send/recv", "cp")
     backward = lesson.Call("mesh", "backward", "send/recv", "cp")
     formulas = [(forward, "M·l·(C - 1) × kv"), (backward, "M·l·(2·C - 1) × kv")]
-    if args.recompute == "full":
+    if args.recompute != "none":  # both kinds compute attention again
         formulas.append((backward, "M·l·(C - 1) × kv"))
     return formulas
 

@@ -191,7 +191,7 @@ export function traffic(a, stage, e = 2) {
     const kv = (2 * e * tokens * kvWidth(a)) / (T * M);
     add("forward", "send/recv", "cp", M * l * (a.cp - 1), kv);
     add("backward", "send/recv", "cp", M * l * (2 * a.cp - 1), kv);
-    if (a.recompute === "full") add("backward", "send/recv", "cp", M * l * (a.cp - 1), kv);
+    if (a.recompute !== "none") add("backward", "send/recv", "cp", M * l * (a.cp - 1), kv);
   }
   if (T > a.kv_heads) {
     const H = floorDiv(D, a.heads);
