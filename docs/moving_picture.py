@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "assets" / "mlp.gif"
 WIDTH = 960  # pixels
 HEIGHT = 660
-RATE = 10  # pictures per second; in the file those that are alike become one
-STEP = 13  # pictures of a step
+RATE = 10  # pictures per second; identical ones are stored once
+STEP = 13  # pictures per step
 FLIGHT = 6  # pictures of numbers on their way
 BROWSER = dict(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
 # Only what changes: the caption and the lanes, without buttons and tables.

@@ -92,7 +92,7 @@ ADVICE = {
         "A rank holds the piece of another rank.",
         "Take the slice of the group rank. Did a broadcast overwrite the shards? "
         "DistributedDataParallel sends the parameters of its first rank to all others. "
-        "If c ranks share a key/value head, rank t holds head t // c.",
+        "With c ranks per key/value head, rank t holds head t // c.",
         "notebook 12, fault 3; beyond/09, --break order",
     ),
     "fused": (
@@ -344,7 +344,7 @@ FOLLOW = (
 )
 
 
-# What gloo and NCCL say on a rank whose peer has died or does not come.
+# What gloo and NCCL say on a rank whose peer has died or never calls.
 LOST = re.compile(
     "gloo|Connection (closed|reset|refused)|Broken pipe|NCCL|DistNetworkError|"
     "DistBackendError|DistStoreError|wait timeout|[Tt]imed out"
