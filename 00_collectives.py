@@ -49,7 +49,7 @@ Shapes: A[I, J] · B[J, K] = C[I, K]. The last letters of a tensor's name are it
     UPPERCASE is the full size, lowercase is this rank's 1/T slice of it. a_Ij has all
     rows and a slice of the columns. n is the size of the small vectors, T the number
     of ranks in a group, e the bytes per element. A mesh is a grid of ranks; tp (tensor
-    parallel) is one of its axes. A tensor on tp is (U: unreduced, so not yet summed):
+    parallel) is one of its axes. Placements of a tensor on tp (U: unreduced):
         replicated  A[I]          Replicate()  every rank holds the full tensor
         sharded     A[I_tp]       Shard(dim)   dim I is split over tp
         partial     A[I] {U_tp}   Partial()    full shape, still to be summed over tp;
@@ -91,7 +91,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     Args:
         sizes: axis → number of ranks; {"outer": 2, "inner": 2} is [[0, 1], [2, 3]], so
             groups [0, 2] and [1, 3] along outer, [0, 1] and [2, 3] along inner.
-        timeout: seconds that a call may wait (default: gloo 30 minutes, NCCL 10).
+        timeout: seconds that a call may wait (PyTorch: gloo 30 minutes, NCCL 10).
     """
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     limit = timedelta(seconds=timeout)
@@ -100,7 +100,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in the same order, also those of others:
+            # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -112,7 +112,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim. ValueError if it does not divide."""
+    """Cut x into equal contiguous parts along dim. ValueError if that is impossible."""
     if x.shape[dim] % parts:
         raise ValueError(f"dim {dim} of {list(x.shape)} is not a multiple of {parts}")
     return [part.contiguous() for part in x.chunk(parts, dim)]
@@ -130,8 +130,8 @@ def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 # Each wrapper returns a new tensor and never changes its input. Autograd does not track
 # these calls; lesson 01 wraps some of them in autograd.Functions. In a group of one
-# rank they send nothing. COMM.record counts the call and its payload (bytes of a rank's
-# input, or of its output if that is larger) and records that this rank is inside it.
+# rank collectives send nothing. COMM.record counts the call and its payload (bytes of a
+# rank's input, or its output if that is larger) and records that this rank is inside.
 
 
 def all_reduce(
@@ -276,9 +276,9 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
 def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
     """Bytes that one rank of a ring sends for a payload of nbytes.
 
-    Once around the ring is T − 1 steps, and in each a rank sends 1/T of the payload; in
-    a broadcast that is the mean over ranks. An all-reduce goes around twice.
-    For send/recv the payload is what the rank sends.
+    Once around the ring is T − 1 steps, and in each a rank sends 1/T of the payload. In
+    a broadcast that is the mean: one rank sends nothing, the others all of the payload.
+    An all-reduce goes around twice. For send/recv the payload is what the rank sends.
     """
     if collective == "send/recv":
         return nbytes
@@ -668,8 +668,8 @@ def show_2d_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size) -> None:
         "A[I_outer, J_inner] · B[J_outer, K_inner] on each mesh of the ranks"
     )
     report.say(
-        "   Every rank holds 1/T of A, B and C, on every mesh. The formula is what an\n"
-        "   all-gather sends; an axis of 1 rank sends nothing, so bytes are 0 there."
+        "   Every rank holds 1/T of A, B and C on every mesh. Formula = payload of an\n"
+        "   all-gather; an axis of 1 rank sends nothing, so bytes are 0 there."
     )
     report.table("communication", rows, hide=["calls"])
     report.say(wrap(f"   Total bytes sent per rank of a ring: {', '.join(totals)}."))

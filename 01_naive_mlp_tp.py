@@ -26,7 +26,7 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 Shapes: B batch, S sequence, D hidden, F MLP width, T ranks in the TP group. UPPERCASE
     is the full size, lowercase this rank's slice: h_BSf is [B, S, F/T]. `partial_` in
     front: full shape, still to be summed over the group. e is the bytes per element,
-    θ = (2·D·F + F + D)·e the bytes of all parameters. F.gelu in code is PyTorch's
+    θ = (2·D·F + F + D)·e the bytes of all parameters. In F.gelu, F is PyTorch's module
     torch.nn.functional; f and g in text are two functions, named so by Megatron.
 
 Sources: Megatron-LM, arXiv:1909.08053, sec. 3; ZeRO, arXiv:1910.02054 (FSDP); GSPMD,
@@ -499,8 +499,8 @@ def train_mlp(name, mlp, batch, args, shardings=(), batch_group=None) -> MLPRun:
     target = shard_parameter(batch[1], *shardings).detach()
     trained = [x] + list(mlp.parameters())
     losses = {}
-    # The loss is a mean over tokens, so x's gradient is smaller than that of weights,
-    # which sum over tokens. Without a larger rate x would barely move.
+    # The loss is a mean over tokens. Gradients of weights sum over tokens, that of x
+    # does not, so it is smaller. Without a larger rate x would barely move.
     rate = 0.25 / args.hidden
     x_options = {"params": [x], "lr": rate * args.batch_size * args.seq_len}
     optimizer = torch.optim.SGD([{"params": mlp.parameters()}, x_options], lr=rate)
@@ -692,7 +692,7 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
         Call("FSDP", "backward", "reduce-scatter", "dp"): "4 × θ/4",
     }
     by_mesh = {
-        # Over outer it is FSDP of what an inner rank holds, over inner TP of x and y.
+        # Over outer: FSDP of an inner rank's θ/inner bytes. Over inner: TP of x and y.
         Call("2D", "forward", "all-gather", "outer"): "4 × θ/inner/4",
         Call("2D", "backward", "all-gather", "outer"): "2 × D·F·e/inner",
         Call("2D", "backward", "reduce-scatter", "outer"): "4 × θ/inner/4",
@@ -926,7 +926,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in the same order, also those of others:
+            # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -935,7 +935,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
+    """Cut x into equal contiguous parts along dim. ValueError if that is impossible.
 
     (lesson 00)"""
     if x.shape[dim] % parts:

@@ -722,7 +722,7 @@ BREAKS = {
         new="        torch.manual_seed(0)\n"
         "        full = shard(full, dim, group).normal_(0, 0.1)\n",
         what="each rank initializes its own shards, and all ranks have the same seed",
-        symptom="it trains, but another model: each head and MLP column exists T times",
+        symptom="it trains a different model: each head and MLP column exists T times",
         why="equal shards get nearly equal gradients, so 1/T of the model is left",
         reported="github.com/modelscope/ms-swift/issues/7944; allenai/OLMo-core, 307",
     ),
@@ -868,7 +868,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
         lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         for line in lines:
             # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, in the same order, also those of others:
+            # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
             if dist.get_rank() in line:
@@ -877,7 +877,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut x into equal contiguous parts along dim. ValueError if it does not divide.
+    """Cut x into equal contiguous parts along dim. ValueError if that is impossible.
 
     (lesson 00)"""
     if x.shape[dim] % parts:

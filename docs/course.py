@@ -236,6 +236,16 @@ def player(docname: str, name: str) -> list[nodes.Node]:
     return [raw(text)]
 
 
+def widget(docname: str, kind: str) -> list[nodes.Node]:
+    """A small calculator with the planner's formulas."""
+    static = "../" * docname.count("/") + "_static"
+    text = (
+        f'<tp-widget kind="{kind}"></tp-widget>'
+        f'<script type="module" src="{static}/planner/widgets.js"></script>'
+    )
+    return [raw(text)]
+
+
 def lesson_output(docname: str, lesson: str, number: str) -> list[nodes.Node]:
     sections = re.split(r"\n\n(?=\d+  |PASS)", recorded(lesson)[1])
     (text,) = [each for each in sections if each.startswith(f"{number}  ")]
@@ -369,6 +379,7 @@ def setup(app):
     app.add_directive("lesson", directive(lesson_page, 1))
     app.add_directive("breaks", directive(breaks_page, 0))
     app.add_directive("tp-player", directive(player, 1))
+    app.add_directive("tp-widget", directive(widget, 1))
     app.add_directive("lesson-output", directive(lesson_output, 2))
     app.add_directive("edit", directive(edit, 2))
     app.add_directive("symptom", directive(symptom, 2))

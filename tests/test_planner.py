@@ -11,6 +11,7 @@ import plan
 import predict
 import pytest
 
+lesson_00 = jobs.load("00_collectives")
 FOLDER = jobs.ROOT / "docs/_static/planner"
 CASES = 300
 
@@ -224,3 +225,121 @@ def test_what_does_not_fit_says_why(open_page):
     assert (
         says.startswith("It does not fit") and row in says and "72.0 of 80 GB" in says
     )
+
+
+WAYS = """async ([n, ranks, alpha, beta]) => {
+  const js = await import("./predict.js");
+  return js.allReduceWays(n, ranks, alpha, beta);
+}"""
+
+
+def test_ways_of_an_all_reduce(open_page):
+    """The page's numbers are the tool's; those are of a tree that is walked here."""
+    page = open_page()
+    for ranks in (1, 2, 3, 4, 5, 8, 13, 64):
+        case = [3 * 2**20, ranks, 1e-5, 5e10]
+        ways = predict.all_reduce_ways(*case)
+        found = page.evaluate(WAYS, case)
+        assert found.keys() == ways.keys()
+        for name, way in ways.items():
+            assert found[name] == pytest.approx(way, rel=1e-12)
+        if ranks == 1:
+            continue
+        sent = [0] * ranks  # messages of n bytes, by rank
+        rounds = 0
+        distance = 1
+        while distance < ranks:
+            for child in range(distance, ranks, 2 * distance):
+                sent[child] += 1  # up
+                sent[child - distance] += 1  # down
+            rounds += 2
+            distance *= 2
+        assert ways["tree"]["rounds"] == rounds
+        assert ways["tree"]["bytes"] == max(sent) * case[0]
+        assert ways["one shot"]["bytes"] == (ranks - 1) * case[0]
+        expected = lesson_00.ring_bytes("all-reduce", case[0] * ranks, ranks)
+        assert ways["ring"]["bytes"] * ranks == pytest.approx(expected, rel=1e-12)
+
+
+MASKS = """async ([sizes, more, e, stats, masks, sp]) => {
+  const js = await import("./predict.js");
+  return js.layerBytes(js.makeLayout(sizes, more), e, stats, masks, sp);
+}"""
+
+
+def test_bytes_of_a_layer_with_and_without_sp_and_masks(open_page):
+    page = open_page()
+    sizes = predict.model(2, 64, 8, 8, 257, 32, 4)
+    for tp in (1, 2, 8):
+        for recompute in predict.RECOMPUTE:
+            for masks in (False, True):
+                for sp in (False, True):
+                    more = {"tp": tp, "recompute": recompute, "micro_batch": 4}
+                    layout = predict.make_layout(sizes, **more)
+                    found = page.evaluate(MASKS, [sizes, more, 2, 2, masks, sp])
+                    expected = predict.layer_bytes(layout, 2, 2, masks, sp)
+                    assert found == expected, (tp, recompute, masks, sp)
+
+
+WIDGET = """kind => new Promise(done => {
+  const script = document.createElement("script");
+  script.type = "module";
+  script.src = "widgets.js";
+  script.onload = () => {
+    const widget = document.createElement("tp-widget");
+    widget.setAttribute("kind", kind);
+    document.body.prepend(widget);
+    setTimeout(done, 300);
+  };
+  document.head.append(script);
+})"""
+ROWS = """widget => [...widget.shadowRoot.querySelectorAll("tr")].map(
+    row => [...row.cells].map(cell => cell.textContent))"""
+
+
+def open_widget(open_page, kind, query=""):
+    page = open_page()
+    # The planner has written its own state there.
+    page.evaluate("query => history.replaceState(null, '', query)", query or "?")
+    page.evaluate(WIDGET, kind)
+    return page, page.locator("tp-widget")
+
+
+def test_the_memory_widget_shows_lesson_04s_numbers(open_page):
+    widget = open_widget(open_page, "memory")[1]
+    rows = widget.evaluate(ROWS)
+    size = {"B": 4, "S": 32, "X": 4 * 32 * 64, "A": 4 * 8 * 32 * 32, "c": 2}
+    lesson_04 = jobs.load("04_sequence_parallel")
+    terms = " + ".join(lesson_04.SAVED_BY_A_LAYER.values())
+    for column, (T, R) in enumerate([(1, 1), (2, 1), (2, 2)], 1):
+        nbytes = lesson_04.evaluate(terms, dict(size, T=T, R=R, G=R))
+        assert rows[1][column] == f"{nbytes:,} bytes"
+    for name, formula in lesson_04.SAVED_WITH_RECOMPUTATION.items():
+        run, _, recompute = name.partition(", ")
+        line = [row for row in rows if row[0] == recompute.split()[0]]
+        R = 2 if "SP" in run else 1
+        nbytes = lesson_04.evaluate(formula, dict(size, T=2, R=R, G=R))
+        assert line[0][rows[0].index(run)] == f"{nbytes:,} bytes"
+    widget.locator("select").select_option("llama-3-8b")
+    assert "8192" in widget.locator("output").last.text_content()
+    assert widget.evaluate(ROWS)[-1][0] == "none, FlashAttention"
+
+
+def test_widgets_have_keys_labels_and_their_state_in_the_address(open_page):
+    page, widget = open_widget(open_page, "bubble")
+    rows = widget.evaluate(ROWS)
+    assert rows[1][1:] == ["37.5 %"] * 2 and rows[3][1:] == ["8", "4"]
+    widget.locator("input").first.press("ArrowRight")  # P = 6
+    rows = widget.evaluate(ROWS)
+    assert rows[1][1:] == ["62.5 %"] * 2 and rows[3][1:] == ["8", "6"]
+    query = "?" + urlsplit(page.url).query
+    _, again = open_widget(open_page, "bubble", query)
+    assert again.evaluate(ROWS) == rows
+    _, ways = open_widget(open_page, "all-reduce")
+    assert [row[0] for row in ways.evaluate(ROWS)] == ["", "ring", "tree", "one shot"]
+    unlabeled = "all => all.filter(x => !x.labels.length).length"
+    for each in (widget, ways):
+        fields = "tp-widget >> input"
+        assert each.page.eval_on_selector_all(fields, unlabeled) == 0
+        wide = "document.documentElement.scrollWidth <= innerWidth"
+        assert each.page.evaluate(wide)

@@ -429,6 +429,33 @@ def ring(collective: str, ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
+def all_reduce_ways(n: int, ranks: int, alpha: float, beta: float) -> dict[str, dict]:
+    """Three ways to an all-reduce of n bytes: rounds, bytes that a rank sends at most,
+    seconds. A round takes alpha seconds and its bytes over beta.
+
+    ring: a chunk of n / ranks bytes per round (lesson 00). tree: sums go up a binomial
+    tree to rank 0 and the total comes down, n bytes per round. one shot: every rank
+    sends its n bytes to all others at once.
+    """
+    if ranks == 1:  # nothing is sent
+        return {}
+    depth = (ranks - 1).bit_length()
+    ring_rounds = 2 * (ranks - 1)
+    ring_bytes = n * ring("all-reduce", ranks)
+    to_all = n * (ranks - 1)
+    rounds = {"ring": ring_rounds, "tree": 2 * depth, "one shot": 1}
+    sent = {"ring": ring_bytes, "tree": depth * n, "one shot": to_all}
+    seconds = {
+        "ring": ring_rounds * alpha + ring_bytes / beta,
+        "tree": 2 * depth * (alpha + n / beta),
+        "one shot": alpha + to_all / beta,
+    }
+    return {
+        way: {"rounds": rounds[way], "bytes": sent[way], "seconds": seconds[way]}
+        for way in rounds
+    }
+
+
 def rates(args, machine) -> dict[str, float]:
     """Bytes/s that a group has along each axis, in one direction.
 

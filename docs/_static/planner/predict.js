@@ -77,13 +77,13 @@ export function parameters(a, stage) {
   return { held, trained, replicated };
 }
 
-export function layerBytes(a, e = 2, stats = 4) {
+export function layerBytes(a, e = 2, stats = 4, masks = false, sp = true) {
   const b = a.micro_batch;
   const S = floorDiv(a.seq_len, a.cp);
-  const s = floorDiv(S, a.tp);
+  const s = sp ? floorDiv(S, a.tp) : S;
   if (a.recompute === "full") return e * b * s * a.hidden;
   const norms = 2 * normStats(a) * stats;
-  const outside = b * s * (4 * e * a.hidden + norms);
+  const outside = b * s * (a.hidden * (4 * e + (masks ? 2 : 0)) + norms);
   const inside = 2 * a.hidden + a.ffn * (a.gated ? 4 : 2);
   const tokens = b * S;
   const coreInputs = floorDiv(e * tokens * (inside + 2 * kvWidth(a)), a.tp);
@@ -91,7 +91,7 @@ export function layerBytes(a, e = 2, stats = 4) {
   if (a.attention === "flash") {
     return outside + coreInputs + floorDiv(4 * tokens * a.heads, a.tp);
   }
-  const scores = floorDiv(b * a.heads * S * S, a.tp) * e;
+  const scores = floorDiv(b * a.heads * S * S, a.tp) * (e + (masks ? 1 + e : 0));
   return outside + floorDiv(e * tokens * (inside + 2 * a.hidden), a.tp) + scores;
 }
 
@@ -211,6 +211,20 @@ function ranksAlong(a, axis) {
 export function ring(collective, ranks) {
   if (collective === "send/recv") return 1;
   return ((collective === "all-reduce" ? 2 : 1) * (ranks - 1)) / ranks;
+}
+
+// Three ways to an all-reduce: rounds, bytes that a rank sends at most, seconds.
+export function allReduceWays(n, ranks, alpha, beta) {
+  if (ranks === 1) return {}; // nothing is sent
+  const depth = Math.ceil(Math.log2(ranks));
+  const ringRounds = 2 * (ranks - 1);
+  const ringBytes = n * ring("all-reduce", ranks);
+  const all = n * (ranks - 1);
+  return {
+    ring: { rounds: ringRounds, bytes: ringBytes, seconds: ringRounds * alpha + ringBytes / beta },
+    tree: { rounds: 2 * depth, bytes: depth * n, seconds: 2 * depth * (alpha + n / beta) },
+    "one shot": { rounds: 1, bytes: all, seconds: alpha + all / beta },
+  };
 }
 
 export function rates(a, machine) {

@@ -60,6 +60,7 @@ export const STYLE = `
   svg .back { stroke: #000; stroke-width: 7; }
   svg .tip { stroke: #000; stroke-width: 1.5; }
   .box { margin: 2px 0; padding: .15em .2em; border-radius: 5px; justify-self: start; }
+  .box:not(.closed) { min-width: calc(2.3 * var(--cell)); }
   .boxes > div > .box { width: max-content; } .break { height: 0; }
   figcaption {
     font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;

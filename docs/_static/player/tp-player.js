@@ -217,10 +217,11 @@ class TPPlayer extends HTMLElement {
     this.fit();
   }
 
-  /** Letters of the longest name that is shown without numbers. */
+  /** Letters of the longest name or shape that is shown without numbers. */
   closedLetters() {
     const made = this.events.flatMap((event) => event.ranks.flatMap((part) => part.makes ?? []));
-    return Math.max(0, ...made.filter((x) => !x.values).map(({ name }) => name.length + 1));
+    return Math.max(0, ...made.filter((x) => !x.values).map(({ name, shape }) =>
+      Math.max(name.length + 1, shape.join(" × ").length + 4)));
   }
 
   /** On a narrow screen boxes may stand below each other: the widest one is to fit. */
