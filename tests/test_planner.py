@@ -313,13 +313,13 @@ def test_the_memory_widget_shows_lesson_04s_numbers(open_page):
     terms = " + ".join(lesson_04.SAVED_BY_A_LAYER.values())
     for column, (T, R) in enumerate([(1, 1), (2, 1), (2, 2)], 1):
         nbytes = lesson_04.evaluate(terms, dict(size, T=T, R=R, G=R))
-        assert rows[1][column] == f"{nbytes:,} bytes"
+        assert rows[1][column] == f"{nbytes:,} B"
     for name, formula in lesson_04.SAVED_WITH_RECOMPUTATION.items():
         run, _, recompute = name.partition(", ")
         line = [row for row in rows if row[0] == recompute.split()[0]]
         R = 2 if "SP" in run else 1
         nbytes = lesson_04.evaluate(formula, dict(size, T=2, R=R, G=R))
-        assert line[0][rows[0].index(run)] == f"{nbytes:,} bytes"
+        assert line[0][rows[0].index(run)] == f"{nbytes:,} B"
     widget.locator("select").select_option("llama-3-8b")
     assert "8192" in widget.locator("output").last.text_content()
     assert widget.evaluate(ROWS)[-1][0] == "none, FlashAttention"

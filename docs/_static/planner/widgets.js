@@ -22,7 +22,7 @@ const size = (n) => {
   for (const [unit, scale] of [["GB", 1e9], ["MB", 1e6]]) {
     if (n >= scale) return `${(n / scale).toPrecision(4)} ${unit}`;
   }
-  return `${Math.round(n).toLocaleString("en")} bytes`;
+  return `${Math.round(n).toLocaleString("en")} B`;
 };
 const time = (s) => (s >= 1e-3 ? `${(1e3 * s).toPrecision(3)} ms` : `${(1e6 * s).toPrecision(3)} µs`);
 
@@ -34,7 +34,7 @@ const KINDS = {
       T: { label: "ranks T", list: powers(2, 1024), first: 4 },
       n: { label: "payload", list: powers(1024, 2 ** 32), first: 2 ** 24, text: size },
       alpha: { label: "α, per message", list: [1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4], first: 1e-5, text: time },
-      beta: { label: "β, of a rank", list: [1, 12.5, 25, 50, 100, 300, 450], first: 50, text: (x) => `${x} GB/s` },
+      beta: { label: "β, per rank", list: [1, 12.5, 25, 50, 100, 300, 450], first: 50, text: (x) => `${x} GB/s` },
     },
     rows({ T, n, alpha, beta }) {
       const ways = Object.entries(allReduceWays(n, T, alpha, beta * 1e9));
@@ -104,6 +104,11 @@ const STYLE = `
   .scroll { overflow-x: auto; }
   table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .4em 0; }
   th, td { text-align: right; padding: .1em 1em .1em 0; font-weight: 400; }
+  td { white-space: nowrap; }
+  @media (max-width: 500px) {
+    label { grid-template-columns: 7em minmax(0, 1fr) 5em; }
+    table { font-size: .8em; } th, td { padding-right: .5em; }
+  }
   tr > :first-child { text-align: left; } thead th { font-weight: 700; }
   p { margin: .3em 0 0; font-size: .9em; }
 `;
