@@ -310,8 +310,19 @@ def test_it_plays_to_the_end_and_back(open_page, name):
         page.keyboard.press("ArrowLeft")
 
 
+HOLD_FLIGHTS = """() => {
+  const animate = Element.prototype.animate;
+  Element.prototype.animate = function (...all) {
+    const flight = animate.apply(this, all);
+    flight.pause();
+    return flight;
+  };
+}"""
+
+
 def test_keys_clicks_slider_playing_and_theme(open_page):
     page = open_page("mlp", motion="no-preference")
+    page.evaluate(HOLD_FLIGHTS)  # a busy machine would look when they have landed
     count = page.locator("tp-player .count")
     for key, wanted in (("End", 13), ("Home", 1), ("PageDown", 2)):
         page.keyboard.press(key)
