@@ -288,18 +288,19 @@ class RingFunction(torch.autograd.Function):
 # 1. A loss is computed forward, and forward is right. The loss of step 1 has no wrong
 #    bit; a later one can differ only through the update of the weights.
 # 2. Most of the update is right. The gradient reaches most weights through the residual
-#    sum. It reaches v through the softmax, which is nearly uniform at random weights,
-#    whatever the keys are: v_proj is off by about 10 %. It reaches q and k through the
-#    scores, where all is wrong. But that path is weak: q_proj and k_proj have 4 % of
-#    the norm of all gradients (section 3). They are off by more than their own size,
-#    and the norm of all gradients by 2e-5.
+#    sum. dL/dv needs only the weights of the softmax, and these are nearly uniform at
+#    first, whatever the keys are: v_proj is off by about 10 %. dL/dq and dL/dk are made
+#    from the stale keys and values themselves: q_proj and k_proj are off by about their
+#    own size. But they have 4 % of the norm of all gradients (section 3), so that norm
+#    is off by 2e-5 only (ring).
 # 3. AdamW divides by the size of a gradient, so q_proj and k_proj take large steps in
 #    wrong directions. The loss hardly depends on them yet: a step changes it by
 #    gradient × step, and their gradient is small. At step 3 it is 5.1554 instead of
 #    5.1556 (2 ranks). If they were not trained at all, it would be 5.1579.
 # 4. Attention learns later where to look. Then the loss is higher than it could be:
-#    2.37 instead of 2.20 at step 100 if q_proj and k_proj are not trained. But in
-#    training you have only one of the two numbers, and a loss that falls looks healthy.
+#    2.44 instead of 2.20 at step 100 (--steps 100). From step 73 on the norm of all
+#    gradients jumps, once to 300 times too much. Before that a log looks healthy: in
+#    training you have only one of the two losses, and it falls.
 # So compare gradients with one process, module by module (section 3), or one attention
 # on its own (section 4).
 
@@ -759,8 +760,8 @@ BREAKS = {
         old="        if step < T - 1:\n            kv = pass_on(kv, ctx.cp_group)\n",
         new="",
         what="in backward every step uses this rank's own keys and values",
-        symptom="the loss of step 1 is right, later ones are off by less than "
-        "1e-3; gradients of q_proj and k_proj are off by more than their own size",
+        symptom="the loss of step 1 is right, later ones are off by 1e-4 at "
+        "first; gradients of q_proj and k_proj are off by about their own size",
         why="a block of another rank's keys needs these keys in backward, so they have "
         "to travel again. The loss hides it: it is computed forward, and most of the "
         "update is right, because q and k get a small part of all gradients at first",

@@ -5,6 +5,7 @@ torchrun --nproc_per_node=2 drive_audit.py FOLDER
 The suite tries 12 right models. AUDIT_RIGHT=60 tries 60, SHOW=1 prints each result.
 """
 
+import json
 import os
 import random
 import sys
@@ -23,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from audit_findings import findings_of
 from audit_rank import CallCounter, audit
 
+ROOT = Path(__file__).parents[1]
 RIGHT = int(os.environ.get("AUDIT_RIGHT", "12"))  # right models of random sizes
 
 
@@ -224,52 +226,8 @@ def try_bug(name: str, bug: str) -> dict:
 
 # What the first finding of each begins with if it names the cause. Two are named only
 # by their place: "split" (the other half of the sum is lost) and "input" (one reader of
-# three is partial).
-BUGS = {
-    "01_naive_mlp_tp": {
-        "f": "gradient sum",
-        "g": "gradient factor",
-        "bias": "forward bias",
-    },
-    "02_transformer_tp": {
-        "seed": "not a piece",
-        "qkv": "wrong parameter",
-        "mask-heads": "dropout same",
-        "mask-residual": "dropout differs",
-        "clip": "norm",
-    },
-    "03_vocab_parallel": {
-        "ignored": "loss backward",
-        "mean": "loss",
-        "gathered": "loss",
-        "tie": "gradient tied",
-        "padding": "loss",
-        "exponentials": "loss backward",
-    },
-    "04_sequence_parallel": {
-        "norms": "gradient sum",
-        "row-bias": "forward bias",
-        "rotary": "buffer",
-        "mask": "dropout same",
-        "split": "backward slice",
-    },
-    "09_shared_heads": {
-        "copies": "gradient sum",
-        "input": "gradient sum",
-        "twice": "gradient factor",
-        "norm": "norm",
-    },
-    "11_context_parallel": {
-        "stale": "backward of a module",
-        "home": "backward of a module",
-        "lse": "backward of a module",
-        "positions": "forward right on",
-        "count": "loss",
-        "sum": "gradient sum",
-        "average": "gradient factor",
-        "shift": "loss",
-    },
-}
+# three is partial). The page of all bugs shows them as well.
+BUGS = json.loads((ROOT / "docs/audited.json").read_text("utf-8"))
 
 
 class GatedMLP(nn.Module):
