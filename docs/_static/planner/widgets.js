@@ -95,7 +95,7 @@ const KINDS = {
 const STYLE = `
   :host { display: block; margin: 1rem 0; }
   section { border: 1px solid currentColor; border-radius: 8px; padding: .6em .9em; }
-  h3 { font-size: 1.05em; margin: 0 0 .4em; }
+  .title { font-size: 1.05em; font-weight: bold; margin: 0 0 .4em; }
   label { display: grid; grid-template-columns: 8.5em minmax(0, 1fr) 6em; gap: .5em; align-items: center; }
   output { text-align: right; }
   select { grid-column: 2 / 4; }
@@ -133,7 +133,9 @@ class Widget extends HTMLElement {
   }
 
   build() {
-    const section = make("section", { "aria-label": this.about.title }, make("h3", {}, this.about.title));
+    const { title } = this.about;
+    // Not a heading: pages differ in the level that would be right here.
+    const section = make("section", { "aria-label": title }, make("p", { class: "title" }, title));
     for (const [name, { label, list }] of Object.entries(this.fields)) {
       const menu = name === "model";
       const input = menu ? make("select", {}) : make("input", { type: "range", min: 0, step: 1 });
