@@ -51,7 +51,7 @@ from torch import Tensor, nn
 # all_to_all sends part j to rank j. From lesson 01: AllGatherWithGrad is an all-gather
 # forward and a reduce-scatter backward; ReduceFromTP (g) is an all-reduce forward and
 # the identity backward. From lesson 02: CoreAttention is the part of attention without
-# weights; rotate turns q and k by the angles of their positions.
+# parameters; rotate turns q and k by the angles of their positions.
 
 # Linears, LayerNorms and the embedding treat each position on its own, so they work on
 # some of the positions as they are. Attention, the loss and gradients need a change.
@@ -83,7 +83,8 @@ def positions_of(rank: int, ranks: int, layout: str, seq_len: int) -> Tensor:
 def split_positions(batch: tuple, cp_group, layout: str) -> tuple[Tensor, Tensor]:
     """This rank's positions of tokens and targets. Shapes: [B, S] → [B, s].
 
-    Targets were shifted before: that of a slice's last token is another rank's token.
+    Targets were shifted before the split: a slice's last target is a token of another
+    rank.
     """
     tokens_BS, target_BS = batch
     S = tokens_BS.shape[1]
@@ -106,7 +107,10 @@ def split_heads(q, k, v, tables: tuple, head_size: int, here: Tensor) -> tuple:
 
 
 def repeat_for_queries(kv_2BKcH: Tensor, q_BNcH: Tensor) -> Tensor:
-    """Repeat each key/value head for the N/K query heads it serves: after the hop."""
+    """Repeat each key/value head for the N/K query heads that it serves.
+
+    This is done after the hop: K heads are sent, not N.
+    """
     return kv_2BKcH.repeat_interleave(q_BNcH.shape[1] // kv_2BKcH.shape[2], 2)
 
 
@@ -195,7 +199,8 @@ def attend_backward(q_BNcH, kv_2BKcH, block: Block, grad_y, delta, lse) -> tuple
 
     The weights of the full softmax are exp(scores − lse), with the lse of all keys and
     not of this block. No weights are saved: the scores are computed a second time.
-    delta is Σ dL/dy · y over H, for the backward of the softmax.
+    delta is Σ dL/dy · y over H. It equals Σ dL/dweight · weight over all keys, which
+    the backward of a softmax subtracts.
     Source: arXiv:2307.08691, algorithm 2.
     """
     k_BNcH, v_BNcH = repeat_for_queries(kv_2BKcH, q_BNcH)
@@ -238,6 +243,8 @@ class RingFunction(torch.autograd.Function):
         y_BNsH = torch.zeros_like(q_BNsH)
         lse_BNs1 = torch.full_like(q_BNsH[..., :1], float("-inf"))  # no keys so far
         kv = kv_2BKsH
+        # The rank's own keys come first: each query sees one of them, so its lse is finite
+        # after step 0. In merge, −∞ with −∞ would give nan.
         for step in range(T):
             owner = (rank - step) % T  # whose keys and values are here now
             for block in blocks_of(rank, owner, T, layout, q_BNsH.shape[2]):
@@ -701,16 +708,19 @@ def show_communication_cp(report: Report, methods: dict, size: dict) -> None:
         formulas[Call(run, "forward", "all-reduce", "tp")] = "2·L × B·s·D·e"
         formulas[Call(run, "backward", "all-reduce", "tp")] = "2·L × B·s·D·e"
         formulas[Call(run, "clipping", "all-reduce", "tp")] = "1 × 8"
-    report.section("Communication per step; q: bytes of queries, b: of k and v")
+    report.section("Communication per step")
     report.ledger(formulas, size, steps=report.args.steps)
+    letters = "q: bytes of a rank's queries; b: of its keys and values; P: parameters."
+    report.say(f"   {letters}")
     T = size["T"]
     crossing = size["N"] / size["K"] + 1
     report.say("   Keys and values are sent with K heads, not N. Forward, the ring")
     report.say(f"   sends less than Ulysses if T < N/K + 1 = {crossing:g}; T = {T}.")
 
 
-# Bytes per rank and layer; a = B·n·e. S·S and s·S are weights of the softmax, as in
-# lesson 02, and 2·s·H the rotary tables. The ring saves y and lse instead of weights.
+# Bytes per rank and layer; a = B·n·e. a·S·S and a·s·S are weights of the softmax, as in
+# lesson 02; s·S alone is the mask, and 2·s·H the rotary tables. The ring saves y and
+# lse instead of weights.
 SAVED_BY_ATTENTION = {
     "without CP": "a·(3·S·H+S·S)",
     "gather": "a·(s+2·S)·H + s·(a·S+2·H·e+S)",
@@ -734,7 +744,7 @@ def show_saved(report: Report, methods: dict, size: dict, cp_group) -> None:
         rows.append(row)
     report.section("Bytes that one attention saves for backward on a rank")
     report.table("saved", rows)
-    report.say("   Only the ring has no term with S·S or s·S: no weights are saved.")
+    report.say("   a = B·n·e. Only the ring has no S·S or s·S: it saves no weights.")
 
 
 def bytes_saved(args, method: Method | None, size: dict, cp_group) -> int:
@@ -784,8 +794,8 @@ BREAKS = {
         old="    weights_BNcc = (scores_BNcc - lse).exp()\n",
         new="    weights_BNcc = scores_BNcc.softmax(-1)\n",
         what="backward normalizes the weights of each block by that block only",
-        symptom="the loss of step 1 is right; gradients of q, k and v are too large on "
-        "all ranks that see more than one block",
+        symptom="the loss of step 1 is right; gradients are too large: of q on all "
+        "ranks that see more than one block, of k and v on all ranks",
         why="the weights of a block sum to 1 then, instead of to its share of Σ exp",
         reported="github.com/meta-pytorch/attention-gym/pull/200 (lse in wrong units)",
     ),

@@ -91,7 +91,8 @@ def cell(kernel):
         return "".join(said)
 
     started = "live = ranks.start(2, '01_naive_mlp_tp', timeout=4)"
-    assert run(f"import ranks; ranks.prepare(); {started}") == ""
+    said = run(f"import ranks; ranks.prepare(); {started}")
+    assert all(line.endswith("please wait") for line in said.splitlines()), said
     return run
 
 
@@ -260,7 +261,9 @@ def test_exercises(cell, px, name):
     """On ranks with the lesson and nothing else: the two that run, in the end four."""
     lesson = LESSON.get(name, name)
     start = f"live = ranks.start(4, '{lesson}', timeout=4)"
-    assert cell(start if name in ON_FOUR else RENEW.format(lesson=lesson)) == ""
+    said = cell(start if name in ON_FOUR else RENEW.format(lesson=lesson))
+    # Where machines are slow, start() says after 20 seconds how many have started.
+    assert all(line.endswith("please wait") for line in said.splitlines()), said
 
     def verdict(answer, check):
         px(answer)
