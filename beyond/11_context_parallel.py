@@ -243,8 +243,8 @@ class RingFunction(torch.autograd.Function):
         y_BNsH = torch.zeros_like(q_BNsH)
         lse_BNs1 = torch.full_like(q_BNsH[..., :1], float("-inf"))  # no keys so far
         kv = kv_2BKsH
-        # The rank's own keys come first: each query sees one of them, so its lse is finite
-        # after step 0. In merge, −∞ with −∞ would give nan.
+        # The rank's own keys come first. Each query sees one of them, so its lse is
+        # finite after step 0. In merge, −∞ with −∞ would give nan.
         for step in range(T):
             owner = (rank - step) % T  # whose keys and values are here now
             for block in blocks_of(rank, owner, T, layout, q_BNsH.shape[2]):
