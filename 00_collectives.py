@@ -1295,8 +1295,10 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where it was reported."""
+    """Symptom and cause of a bug, where it was reported, and what the audit says."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
     return "\n".join(lines)
 
 

@@ -812,6 +812,7 @@ BREAKS = {
         why="each rank computed dL/dx from its slice of W only, which is one of T "
         "partial sums",
         reported="github.com/NVIDIA/Megatron-LM/issues/19",
+        audit="gradient sum",
     ),
     "g": dict(
         target="RowParallelLinear.forward",
@@ -824,6 +825,7 @@ BREAKS = {
         why="each rank already has the full dL/dy, because all compute the same loss; "
         "PyTorch's all_reduce is for ranks with different losses",
         reported="github.com/pytorch/pytorch/issues/58005; NVIDIA/Megatron-LM, 559",
+        audit="gradient factor",
     ),
     "bias": dict(
         target="RowParallelLinear.forward",
@@ -834,6 +836,7 @@ BREAKS = {
         symptom="the loss is wrong from step 1 on, slightly while the bias is small",
         why="the all-reduce adds T biases: only one partial sum may contain it",
         reported="github.com/huggingface/text-generation-inference/issues/1036",
+        audit="forward bias",
     ),
     "plain": dict(
         target="UpLinear2D.forward",
@@ -1466,8 +1469,10 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where it was reported."""
+    """Symptom and cause of a bug, where it was reported, and what the audit says."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
     return "\n".join(lines)
 
 

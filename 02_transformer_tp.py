@@ -725,6 +725,7 @@ BREAKS = {
         symptom="it trains a different model: each head and MLP column exists T times",
         why="equal shards get nearly equal gradients, so 1/T of the model is left",
         reported="github.com/modelscope/ms-swift/issues/7944; allenai/OLMo-core, 307",
+        audit="not a piece",
     ),
     "qkv": dict(
         target="parallelize_layer",
@@ -740,6 +741,7 @@ BREAKS = {
         symptom="all shapes are right and no error is raised; step 1's loss is wrong",
         why="rank 0's slice has too many rows of q; it uses the surplus as k or v",
         reported="github.com/deepspeedai/DeepSpeed/pull/3844",
+        audit="wrong parameter",
     ),
     "mask-heads": dict(
         target="parallelize_layer",
@@ -749,6 +751,7 @@ BREAKS = {
         symptom="no error; losses are close to the correct ones, but never equal",
         why="with one seed, heads on different ranks drop the same elements",
         reported="github.com/NVIDIA/Megatron-LM/issues/206",
+        audit="dropout same",
     ),
     "mask-residual": dict(
         target="parallelize_layer",
@@ -759,6 +762,7 @@ BREAKS = {
         symptom="losses differ between ranks; replicated parameters drift apart",
         why="all ranks hold the same tensor, so all must drop the same elements",
         reported="github.com/NVIDIA/Megatron-LM/issues/206",
+        audit="dropout differs",
     ),
     "clip": dict(
         target="global_norm",
@@ -768,6 +772,7 @@ BREAKS = {
         symptom="gradients are right, norms are wrong; losses diverge from step 2 on",
         why="a rank has only the squares of its own shards, not those of other ranks",
         reported="github.com/pytorch/torchtune/issues/2420; pytorch/torchtitan, 596",
+        audit="norm",
     ),
     "data": dict(
         target="train_transformer",
@@ -1612,8 +1617,10 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where it was reported."""
+    """Symptom and cause of a bug, where it was reported, and what the audit says."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
     return "\n".join(lines)
 
 

@@ -708,6 +708,7 @@ BREAKS = {
         "0; its gradient is not 0, so the losses diverge from step 2 on",
         why="dloss/dx = softmax − onehot is not zero where the loss was masked to zero",
         reported="docs.pytorch.org, torch.nn.functional.cross_entropy, ignore_index",
+        audit="loss backward",
     ),
     "mean": dict(
         target="mean_over_targets",
@@ -718,6 +719,7 @@ BREAKS = {
         "AdamW divides by the size of a gradient, which hides most of it",
         why="an ignored position adds 0 to the sum but must not add 1 to the count",
         reported="docs.pytorch.org, torch.nn.functional.cross_entropy, reduction",
+        audit="loss",
     ),
     "gathered": dict(
         target="vocab_parallel_cross_entropy",
@@ -732,6 +734,7 @@ BREAKS = {
         why="every rank passes in all of Σ exp, so the sum over ranks is T times too "
         "large; V is read off the shape, so no column is treated as padding",
         reported="github.com/NVIDIA/Megatron-LM/issues/7452",
+        audit="loss",
     ),
     "padding": dict(
         target="VocabParallelCrossEntropy.forward",
@@ -742,6 +745,7 @@ BREAKS = {
         "rows of padding get gradients",
         why="a column of padding has the logit 0, not −∞: exp(0) = 1 is in every sum",
         reported="github.com/mirage-project/mirage/issues/751, vllm-project/vllm 1399",
+        audit="loss",
     ),
     "max": dict(
         target="VocabParallelCrossEntropy.forward",
@@ -762,6 +766,7 @@ BREAKS = {
         "factor of about Σ exp, which grows with the vocabulary",
         why="the gradient is softmax − onehot, and exp is Σ exp times the softmax",
         reported="github.com/xrsrke/pipegoose",
+        audit="loss backward",
     ),
     "tie": dict(
         target="vocab_transformer",
@@ -773,6 +778,7 @@ BREAKS = {
         why="one parameter with two uses gets the sum of both gradients; two of them "
         "with one storage get one gradient and one update each",
         reported="github.com/pytorch/torchtitan/issues/1524; NVIDIA/Megatron-LM, 844",
+        audit="gradient tied",
     ),
     "loss-parallel": dict(
         target="train_with_loss_parallel",
@@ -2048,8 +2054,10 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where it was reported."""
+    """Symptom and cause of a bug, where it was reported, and what the audit says."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
     return "\n".join(lines)
 
 

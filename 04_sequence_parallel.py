@@ -767,6 +767,7 @@ BREAKS = {
         symptom="step 1's loss is correct; then replicas diverge, and losses drift",
         why="they are replicated, but each rank applied them to its own positions only",
         reported="github.com/NVIDIA/Megatron-LM/issues/443, 474, 1446; apex 1686",
+        audit="gradient sum",
     ),
     "row-bias": dict(
         target="RowParallelLinear.forward",
@@ -778,6 +779,7 @@ BREAKS = {
         "zero it is correct, but under SP their gradients are T times too large",
         why="the sum over ranks adds the bias T times instead of once",
         reported="github.com/huggingface/text-generation-inference/issues/1036",
+        audit="forward bias",
     ),
     "length": dict(
         target="pad_batch",
@@ -800,6 +802,7 @@ BREAKS = {
         "with trained ones",
         why="the first token of rank t has the position t·s in the sequence, not 0",
         reported="github.com/NVIDIA/Megatron-LM/issues/560 (of context parallelism)",
+        audit="buffer",
     ),
     "mask": dict(
         target="split_sequence",
@@ -809,6 +812,7 @@ BREAKS = {
         symptom="it trains, but gradients and losses differ from the reference",
         why="all ranks have one seed, so each must slice the mask of all positions",
         reported="github.com/NVIDIA/Megatron-LM/issues/206",
+        audit="dropout same",
     ),
     "split": dict(
         target="GatherThenLinear.backward",
@@ -820,6 +824,7 @@ BREAKS = {
         why="each rank used the gathered x with its own columns of W, so it has a "
         "partial dL/dx for every position",
         reported="github.com/NVIDIA/Megatron-LM/issues/1635, pytorch issue 153016",
+        audit="backward slice",
     ),
     "keywords": dict(
         target="sp_plan",
@@ -2339,8 +2344,10 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where it was reported."""
+    """Symptom and cause of a bug, where it was reported, and what the audit says."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
     return "\n".join(lines)
 
 

@@ -486,6 +486,7 @@ BREAKS = {
         why="each replica has the gradient from its own rank's queries: 1 of c partial "
         "gradients",
         reported="github.com/bigcode-project/Megatron-LM/pull/12 (biases differed)",
+        audit="gradient sum",
     ),
     "input": dict(
         target="copy_then_apply_each",
@@ -500,6 +501,7 @@ BREAKS = {
         why="keys and values of a rank serve its own queries only, so dL/dx through "
         "them is partial as well",
         reported="github.com/bigcode-project/Megatron-LM/issues/35 and pull 36",
+        audit="gradient sum",
     ),
     "twice": dict(
         target="sum_over_replicas",
@@ -510,6 +512,7 @@ BREAKS = {
         symptom="replicas stay equal, but gradients of k and v are c times too large",
         why="after the first sum they are complete: another sum multiplies them by c",
         reported="github.com/inclusionAI/AReno/pull/496; NVIDIA/Megatron-LM, 6839",
+        audit="gradient factor",
     ),
     "order": dict(
         target="repeat_heads",
@@ -529,6 +532,7 @@ BREAKS = {
         symptom="gradients of step 1 are right, but norms are too large",
         why="the sum over the TP group has the squares of a key/value head c times",
         reported="github.com/ROCm/TransformerEngine/pull/715; NVIDIA-NeMo/RL, 3788",
+        audit="norm",
     ),
 }
 
@@ -2083,8 +2087,10 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where it was reported."""
+    """Symptom and cause of a bug, where it was reported, and what the audit says."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
     return "\n".join(lines)
 
 

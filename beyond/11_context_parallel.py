@@ -776,6 +776,7 @@ BREAKS = {
         "to travel again. The loss hides it: it is computed forward, and most of the "
         "update is right, because q and k get a small part of all gradients at first",
         reported="github.com/huggingface/diffusers/issues/14265",
+        audit="backward of a module",
     ),
     "home": dict(
         target="RingFunction.backward",
@@ -788,6 +789,7 @@ BREAKS = {
         why="a key is used by the queries of all later ranks: its gradient is a sum "
         "over ranks",
         reported="github.com/NVIDIA/TransformerEngine/issues/1557 (wrong dQ, dK, dV)",
+        audit="backward of a module",
     ),
     "lse": dict(
         target="attend_backward",
@@ -798,6 +800,7 @@ BREAKS = {
         "ranks that see more than one block, of k and v on all ranks",
         why="the weights of a block sum to 1 then, instead of to its share of Σ exp",
         reported="github.com/meta-pytorch/attention-gym/pull/200 (lse in wrong units)",
+        audit="backward of a module",
     ),
     "positions": dict(
         target="split_heads",
@@ -809,6 +812,7 @@ BREAKS = {
         "tokens of different ranks are wrong. Ulysses is right",
         why="the angle of a key depends on its position in the full sequence",
         reported="github.com/NVIDIA/Megatron-LM/issues/560",
+        audit="forward right on",
     ),
     "count": dict(
         target="cp_loss",
@@ -819,6 +823,7 @@ BREAKS = {
         why="the mean of means is another number: ranks with few targets would count "
         "as much as ranks with many",
         reported="github.com/verl-project/verl/pull/6049",
+        audit="loss",
     ),
     "sum": dict(
         target="sum_over_cp",
@@ -828,6 +833,7 @@ BREAKS = {
         symptom="step 1's loss is right; then replicas of all parameters differ",
         why="each rank has the gradient from its own positions only",
         reported="github.com/EleutherAI/gpt-neox/pull/1299 (adds the sum over cp)",
+        audit="gradient sum",
     ),
     "average": dict(
         target="sum_over_cp",
@@ -838,6 +844,7 @@ BREAKS = {
         "that in the losses",
         why="cp_loss divided by the number of all targets already: 1/T comes twice",
         reported="github.com/NVIDIA/Megatron-LM/issues/673",
+        audit="gradient factor",
     ),
     "shift": dict(
         target="split_positions",
@@ -849,6 +856,7 @@ BREAKS = {
         symptom="the loss is slightly wrong: each chunk's last target is a wrong token",
         why="the token that follows a chunk is on another rank",
         reported="github.com/NVIDIA-BioNeMo/bionemo-recipes/pull/1449",
+        audit="loss",
     ),
 }
 
@@ -2061,8 +2069,10 @@ def edit_as_diff(name: str, edit: dict) -> str:
 
 
 def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, and where it was reported."""
+    """Symptom and cause of a bug, where it was reported, and what the audit says."""
     lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
     return "\n".join(lines)
 
 

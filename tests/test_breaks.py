@@ -205,8 +205,9 @@ def test_fails_and_says_what_it_did(lesson, name):
         for line in text.splitlines():
             assert any(shown.split() == [sign, *line.split()] for shown in lines), line
     said = "".join(done.text.split())  # where it ends in an error, that says why
-    for key in ("target", "what", "symptom", "why", "reported"):
-        assert "".join(edit[key].split()) in said, key
+    for key in ("target", "what", "symptom", "why", "reported", "audit"):
+        assert "".join(edit.get(key, "").split()) in said, key
+    assert ("audit:tools/audit.pyreportsitas" in said) == ("audit" in edit)
     if isinstance(wanted, str):
         assert "FAIL" not in done.out and re.search(wanted, done.err, re.M), done.err
         return
