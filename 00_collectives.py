@@ -980,6 +980,9 @@ class Report:
         where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
         print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
         print("  ".join(f"{letter} {number}" for letter, number in size.items()))
+        steps = getattr(self.args, "steps", 0)
+        if steps > 100:
+            print(f"One process takes {steps} steps first; this prints nothing.")
 
     def section(self, title: str) -> None:
         self.number += 1

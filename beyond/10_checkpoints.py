@@ -1113,6 +1113,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
     if value % parts:
         flag = f"--{name.replace('_', '-')}"
         multiple = value + parts - value % parts
+        if multiple >= 2**31:  # the largest value of a flag is 2^31 − 1
+            multiple -= parts
         remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
         raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
 
@@ -2470,6 +2472,9 @@ class Report:
         where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
         print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
         print("  ".join(f"{letter} {number}" for letter, number in size.items()))
+        steps = getattr(self.args, "steps", 0)
+        if steps > 100:
+            print(f"One process takes {steps} steps first; this prints nothing.")
 
     def section(self, title: str) -> None:
         self.number += 1

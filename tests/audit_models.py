@@ -86,6 +86,8 @@ class FusedAttention(nn.Module):
         parts = []
         for part in self.c_attn(x).chunk(3, -1):
             parts.append(part.unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
+        if self.bug == "float32":  # the full model computes this in float64
+            parts = [part.float().double() for part in parts]
         y = F.scaled_dot_product_attention(*parts, is_causal=True)
         return self.project(y.transpose(1, 2).flatten(2))
 
@@ -131,7 +133,21 @@ def fused_subject(bug: str):
         model.bug = bug
         return model
 
-    subject = SimpleNamespace(build=FusedModel, parallelize=parallelize)
+    def clip(model, max_norm):
+        total = torch.zeros(())
+        for name, p in model.named_parameters():
+            is_shard = "c_attn" in name or name == "attn.c_proj.weight"
+            if is_shard or dist.get_rank() == 0:
+                total += p.grad.square().sum()
+        if bug == "norm on rank 0":
+            dist.reduce(total, 0)
+        else:
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        return norm
+
+    subject = SimpleNamespace(build=FusedModel, parallelize=parallelize, clip=clip)
     subject.batch = tokens_batch
     if bug == "made before":
         made = []
@@ -349,11 +365,13 @@ def plan_subject(bug: str):
 # model → its bugs, and what the first finding of each begins with.
 MODELS = {
     fused_subject: {
-        "no sum": "forward partial",
+        "no sum": "forward partial, but for the bias",
         "bias before": "forward bias",
         "mean": "forward 1/T",
         "contiguous": "fused",
-        "detached": "gradient of its uses",
+        "detached": "gradient of its uses: 0 × head + 1 × wte",
+        "float32": "forward wrong",
+        "norm on rank 0": "norm",
         "made before": "not in the optimizer",
     },
     renamed_subject: {"no f": "gradient sum", "bias": "forward bias"},

@@ -222,9 +222,8 @@ def try_bug(name: str, bug: str) -> dict:
     return {"lesson": name, "bug": bug, **found}
 
 
-# What the first finding of each begins with if it names the cause. Two are named only
-# by their place: "split" (the other half of the sum is lost) and "input" (one reader of
-# three is partial). The lessons print them, and the page of all bugs shows them.
+# What the first finding of each begins with. The lessons print it, and the page of all
+# bugs shows it. "input" is named only by its place: one reader of three is partial.
 AUDITED = ("01_naive_mlp_tp", "02_transformer_tp", "03_vocab_parallel")
 AUDITED += ("04_sequence_parallel", "09_shared_heads", "11_context_parallel")
 BUGS = {name: {} for name in AUDITED}

@@ -16,13 +16,16 @@ def test_every_rank_has_the_same_findings(ranks):
 
 
 def test_bugs_are_found_and_named(ranks):
-    """Every bug is found; in at least nine of ten the first category is the cause."""
+    """Every bug is found, and its first category is what the lesson says it is."""
     bugs = ranks[0]["bugs"]
     assert len(bugs) >= 31
-    missed = [bug["bug"] for bug in bugs if not bug["categories"]]
-    assert missed == []
-    named = [bug for bug in bugs if bug["categories"][0][0].startswith(bug["expected"])]
-    assert len(named) >= 0.9 * len(bugs), [bug for bug in bugs if bug not in named]
+    assert [bug["bug"] for bug in bugs if not bug["categories"]] == []
+    assert [bug for bug in bugs if not is_named(bug)] == []
+
+
+def is_named(bug: dict) -> bool:
+    """Is the first category the expected one, or this and more words (a factor)?"""
+    return f"{bug['categories'][0][0]} ".startswith(f"{bug['expected']} ")
 
 
 def test_bugs_of_other_models_are_found_and_named(ranks):
@@ -30,8 +33,7 @@ def test_bugs_of_other_models_are_found_and_named(ranks):
     bugs = ranks[0]["models"]
     assert len(bugs) >= 14
     for bug in bugs:
-        assert bug["categories"], bug
-        assert bug["categories"][0][0].startswith(bug["expected"]), bug
+        assert bug["categories"] and is_named(bug), bug
 
 
 def test_right_models_raise_no_alarm(ranks):

@@ -35,7 +35,8 @@ EXPECTED = {
             loss("Megatron"), "outputs: y, naive"),
         "plain": (grad("dL/d up_proj.bias, FSDP"), grad("dL/d up_proj.bias, 2D"),
             "memory: gradients, FSDP", grad("dL/d up_proj.weight, FSDP")),
-        "average": (grad("dL/d down_proj.weight, FSDP"), loss_2("DP"),
+        "average": (grad("dL/d down_proj.weight, "), loss_2("DP"),
+            grad("dL/d down_proj.weight, FSDP"),
             grad("dL/d up_proj.weight, 2D"), grad("y, 2D")),
     },
     "02_transformer_tp": {

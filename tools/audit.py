@@ -182,7 +182,7 @@ ADVICE = {
         "be divided by the wrong number of targets.",
         "lesson 01, --break g",
     ),
-    "gradient sum factor": (
+    "gradient scaled sum": (
         "The sum of this gradient over the ranks is right up to a factor.",
         "A reduction is missing, and the loss or the sum is scaled.",
         "lesson 01, --break f and --break average",

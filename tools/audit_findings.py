@@ -541,10 +541,12 @@ class Audit:
             return None
         return outputs
 
-    def check_forward(self) -> None:
-        """The loss is wrong: find the first module whose output is wrong."""
+    def check_forward(self, is_loss_wrong: bool = True) -> bool:
+        """Find the first module whose output is wrong. Is there one?"""
         losses = [facts.loss for facts in self.everyone]
         seen = f"the loss is {losses[0]:.6g}, not {self.first.full_loss:.6g}"
+        if not is_loss_wrong:
+            seen = "the loss is right, as far as its precision shows"
         reordered = []
         for name in self.first.order:
             outputs = self.outputs_of(name)
@@ -564,17 +566,20 @@ class Audit:
             seen += self.share_of_output(name, outputs)
             self.add(f"forward {how}", name or "the model", seen + self.inside(name),
                      name)  # fmt: skip
-            return
+            return True
         reordered = [name for name in reordered if self.reader_is_wrong(name)]
         if reordered:
             name = reordered[0]
             self.add("forward in another order", name or "the model", seen, name)
-            return
+            return True
+        if not is_loss_wrong:
+            return False
         ratio = losses[0] / self.first.full_loss if self.first.full_loss else 0.0
         text = f"all modules are right; {seen} ({ratio:.4g} times)"
         if len(set(losses)) > 1:
             text += "; it differs between ranks: " + numbers(losses)
         self.add("loss", "loss", text)
+        return True
 
     def share_of_output(self, name: str, outputs: list[Tensor]) -> str:
         """How many elements of an output are wrong on each rank, if they compare."""
@@ -807,7 +812,7 @@ class Audit:
         if most > 1:
             k = multiple_of(sums, targets)
             if abs(k) > 1e-6 and self.all_near(sums, targets, scale, k):
-                return f"sum factor {k:.6g}"
+                return f"scaled sum, {k:.6g} times"
         return ""
 
     def over_all_ranks(self, grads, expected, scale: float) -> str:
@@ -863,7 +868,8 @@ class Audit:
         if wrong and flow is not None and not self.check_slice(flow[0]):
             if relations[wrong[0]] == "unexplained":
                 self.check_backward(flow[0])
-        if wrong and flow is not None and flow[0] == self.last_module():
+        is_last = flow is not None and flow[0] == self.last_module()
+        if wrong and is_last and not self.check_forward(is_loss_wrong=False):
             text = f"dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
             self.add("loss backward", "loss", text)
         for name in wrong:
@@ -1105,7 +1111,8 @@ class Audit:
             if any(abs(x - full_norm) > self.allowed * full_norm for x in norms):
                 same = max(norms) - min(norms) <= self.allowed * full_norm
                 how = "the same on all ranks" if same else "different on the ranks"
-                text = f"step {step + 1}: {norms[0]:.6g}, not {full_norm:.6g}; {how}"
+                text = f"step {step + 1}: {numbers(norms)} on ranks 0, 1, …, not "
+                text += f"{full_norm:.6g}; {how}"
                 if not any(f.category.startswith("gradient") for f in self.findings):
                     self.add("norm", "clip()", text)
                 return
