@@ -127,7 +127,10 @@ def fused_subject(bug: str):
         blocks = 1 if bug == "contiguous" else 3
         attn.c_attn.weight = piece(attn.c_attn.weight, group, 0, blocks)
         attn.c_attn.bias = piece(attn.c_attn.bias, group, 0, blocks)
+        first = attn.c_proj.weight.detach().chunk(group.size(), 1)[0]
         attn.c_proj.weight = piece(attn.c_proj.weight, group, 1)
+        if bug == "broadcast":  # DistributedDataParallel sends rank 0's parameters
+            attn.c_proj.weight = nn.Parameter(first.clone())
         attn.group = group
         attn.bug = bug
         model.bug = bug
@@ -149,6 +152,18 @@ def fused_subject(bug: str):
 
     subject = SimpleNamespace(build=FusedModel, parallelize=parallelize, clip=clip)
     subject.batch = tokens_batch
+    if bug == "own rate":
+        subject.optimizer = lambda parameters: torch.optim.AdamW(
+            parameters, 1e-3 * (1 + dist.get_rank())
+        )
+    if bug == "one rank skips":
+
+        def optimizer(parameters):
+            parameters = list(parameters)
+            first = 1 if dist.get_rank() == 1 else 0  # not the embedding
+            return torch.optim.AdamW(parameters[first:], 1e-3)
+
+        subject.optimizer = optimizer
     if bug == "made before":
         made = []
 
@@ -230,6 +245,28 @@ def renamed_subject(bug: str):
         return torch.randn(3, S, D), torch.randn(3, S, D)
 
     return SimpleNamespace(build=build, parallelize=parallelize, batch=batch)
+
+
+# ---- A model that makes rounding errors a thousand million times larger.
+
+
+class Sharp(nn.Module):
+    def forward(self, x):
+        return 1e-9 * torch.sin(1e9 * x)
+
+
+def sharp_subject(bug: str):
+    subject = renamed_subject(bug)
+    build = subject.build
+    subject.build = lambda: nn.Sequential(*build(), Sharp(), nn.Linear(D, D))
+
+    def parallelize(model, group):
+        layers = [ParallelMlp(layer, group, bug) for layer in model[:2]]
+        return nn.Sequential(*layers, *model[2:])
+
+    subject.parallelize = parallelize
+    subject.optimizer = lambda parameters: torch.optim.SGD(parameters, 1e-6)
+    return subject
 
 
 # ---- Experts: each is on one rank, so ranks have parameters of different names.
@@ -370,11 +407,15 @@ MODELS = {
         "mean": "forward 1/T",
         "contiguous": "fused",
         "detached": "gradient of its uses: 0 × head + 1 × wte",
+        "broadcast": "wrong piece",
         "float32": "forward wrong",
         "norm on rank 0": "norm",
+        "own rate": "update differs between replicas",
+        "one rank skips": "update missing on ranks [1]",
         "made before": "not in the optimizer",
     },
     renamed_subject: {"no f": "gradient sum", "bias": "forward bias"},
+    sharp_subject: {},
     experts_subject: {
         "router": "gradient sum",
         "wrong expert": "wrong parameter",

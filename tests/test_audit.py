@@ -1,6 +1,7 @@
 """tools/audit.py: finds and names the lessons' bugs, and has no false alarm."""
 
 import json
+import re
 import shutil
 
 import audit
@@ -31,9 +32,32 @@ def is_named(bug: dict) -> bool:
 def test_bugs_of_other_models_are_found_and_named(ranks):
     """Models that are not the course's: each bug's first category is its cause."""
     bugs = ranks[0]["models"]
-    assert len(bugs) >= 14
+    assert len(bugs) >= 18
     for bug in bugs:
         assert bug["categories"] and is_named(bug), bug
+
+
+def test_the_norms_of_all_ranks_are_said_of_the_first_step(ranks):
+    """Rank 0's norm is right, so step 1 is wrong on rank 1 alone."""
+    (bug,) = [bug for bug in ranks[0]["models"] if bug["bug"] == "norm on rank 0"]
+    said = re.match(
+        r"step 1: (\S+), (\S+) on ranks 0, 1, …, not (\S+); ", bug["texts"][0]
+    )
+    assert said and said[1] == said[3] != said[2]
+
+
+def test_pieces_are_named(ranks):
+    """What the table says of models that are cut in other ways than the lessons'."""
+    held = {each["model"]: each["pieces"] for each in ranks[0]["right models"]}
+    fused = held["fused_subject"]
+    assert fused["attn.c_attn.weight"] == 2 * ["Shard(0) of each of 3 blocks"]
+    assert fused["attn.c_attn.bias"] == 2 * ["Shard(0) of each of 3 blocks"]
+    assert fused["attn.c_proj.weight"] == 2 * ["Shard(1)"]
+    assert fused["wte.weight"] == fused["attn.c_proj.bias"] == 2 * ["replicated"]
+    padded = []
+    for each in ranks[0]["right"]:
+        padded.append(each["pieces"].get("lm_head.weight"))
+    assert ["Shard(0)", "Shard(0) with padding"] in padded
 
 
 def test_right_models_raise_no_alarm(ranks):

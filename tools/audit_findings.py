@@ -1061,10 +1061,10 @@ class Audit:
         for name in self.first.not_in_optimizer:
             text = "the optimizer does not have this parameter"
             self.add("not in the optimizer", name, text, self.owner(name))
-        self.check_norms()
-        if any(not f.category.startswith("dropout") for f in self.findings):
-            return  # the updates must be wrong as well
         for step, full_after in enumerate(self.first.full_after):
+            self.check_norm(step)
+            if any(not f.category.startswith("dropout") for f in self.findings):
+                return  # the update must be wrong as well
             vector = self.full.vector(full_after)
             wrong = []
             for name in self.owners:
@@ -1102,20 +1102,20 @@ class Audit:
                     return " differs between replicas"
         return ""
 
-    def check_norms(self) -> None:
+    def check_norm(self, step: int) -> None:
         """The norm that the user's own clipping returns."""
-        for step, (full_norm, _) in enumerate(self.first.norms):
-            norms = [facts.norms[step][1] for facts in self.everyone]
-            if any(norm is None for norm in norms):
-                return
-            if any(abs(x - full_norm) > self.allowed * full_norm for x in norms):
-                same = max(norms) - min(norms) <= self.allowed * full_norm
-                how = "the same on all ranks" if same else "different on the ranks"
-                text = f"step {step + 1}: {numbers(norms)} on ranks 0, 1, …, not "
-                text += f"{full_norm:.6g}; {how}"
-                if not any(f.category.startswith("gradient") for f in self.findings):
-                    self.add("norm", "clip()", text)
-                return
+        full_norm = self.first.norms[step][0]
+        norms = [facts.norms[step][1] for facts in self.everyone]
+        if any(norm is None for norm in norms):
+            return
+        if any(f.category.startswith("gradient") for f in self.findings):
+            return
+        if any(abs(x - full_norm) > self.allowed * full_norm for x in norms):
+            same = max(norms) - min(norms) <= self.allowed * full_norm
+            how = "the same on all ranks" if same else "different on the ranks"
+            text = f"step {step + 1}: {numbers(norms)} on ranks 0, 1, …, not "
+            text += f"{full_norm:.6g}; {how}"
+            self.add("norm", "clip()", text)
 
 
 NOT_COMPARED = ("of another shape", "in another order")
