@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 V = 30
 D = 16
@@ -152,6 +153,15 @@ def fused_subject(bug: str):
 
     subject = SimpleNamespace(build=FusedModel, parallelize=parallelize, clip=clip)
     subject.batch = tokens_batch
+    if bug == "wrong slice":  # a gathered gradient, sliced by the wrong rank
+
+        def after_backward(model):
+            p = model.attn.c_proj.weight
+            pieces = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+            dist.all_gather(pieces, p.grad)
+            p.grad = pieces[dist.get_rank() - 1]
+
+        subject.after_backward = after_backward
     if bug == "own rate":
         subject.optimizer = lambda parameters: torch.optim.AdamW(
             parameters, 1e-3 * (1 + dist.get_rank())
@@ -266,6 +276,39 @@ def sharp_subject(bug: str):
 
     subject.parallelize = parallelize
     subject.optimizer = lambda parameters: torch.optim.SGD(parameters, 1e-6)
+    return subject
+
+
+# ---- A block that is computed again in backward, with dropout.
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.dropout = nn.Dropout(0.5)
+        self.keeps_state = None  # None: nothing is computed again
+
+    def block(self, x):
+        return self.dropout(self.linear(x))
+
+    def forward(self, x):
+        if self.keeps_state is None:
+            return self.block(x)
+        return checkpoint(
+            self.block, x, use_reentrant=False, preserve_rng_state=self.keeps_state
+        )
+
+
+def recomputed_subject(bug: str):
+    def parallelize(model, group):
+        model[0] = ParallelMlp(model[0], group, bug)
+        model[1].keeps_state = bug != "state not kept"
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(Mlp(), Recomputed())
+    subject.parallelize = parallelize
     return subject
 
 
@@ -410,12 +453,14 @@ MODELS = {
         "broadcast": "wrong piece",
         "float32": "forward wrong",
         "norm on rank 0": "norm",
+        "wrong slice": "gradient another rank's piece",
         "own rate": "update differs between replicas",
         "one rank skips": "update missing on ranks [1]",
         "made before": "not in the optimizer",
     },
     renamed_subject: {"no f": "gradient sum", "bias": "forward bias"},
     sharp_subject: {},
+    recomputed_subject: {"state not kept": "dropout recomputed"},
     experts_subject: {
         "router": "gradient sum",
         "wrong expert": "wrong parameter",

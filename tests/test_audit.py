@@ -7,6 +7,8 @@ import shutil
 import audit
 import jobs
 import pytest
+import torch
+from audit_findings import FullModel, placement_of
 
 DRIVER = ("drive_audit.py", 2)
 pytestmark = pytest.mark.launches(*DRIVER)
@@ -32,7 +34,7 @@ def is_named(bug: dict) -> bool:
 def test_bugs_of_other_models_are_found_and_named(ranks):
     """Models that are not the course's: each bug's first category is its cause."""
     bugs = ranks[0]["models"]
-    assert len(bugs) >= 18
+    assert len(bugs) >= 21
     for bug in bugs:
         assert bug["categories"] and is_named(bug), bug
 
@@ -60,9 +62,31 @@ def test_pieces_are_named(ranks):
     assert ["Shard(0)", "Shard(0) with padding"] in padded
 
 
+ROWS = [  # rows of a [4, 2] weight on rank 0 of 2 (None: zeros), and what they are
+    ([0, 1, 2, 3], "replicated"),
+    ([0, 1], "Shard(0)"),
+    ([2, 3], "Shard(0), the piece of rank 1"),
+    ([0, 1, None], "Shard(0) with padding"),
+    ([0, 1, 2], "permuted or partial pieces"),
+    ([1, 0], "permuted or partial pieces"),
+    ([0, 0], "elements held several times"),
+    ([3, 4], "pieces of weight … bias"),
+    ([None], "nothing of the full model"),
+]
+
+
+@pytest.mark.parametrize("rows, words", ROWS)
+def test_placements_in_words(rows, words):
+    values = torch.arange(1, 11).view(5, 2)
+    full = FullModel({"weight": values[:4], "bias": values[4:]})
+    zeros = torch.zeros(2, dtype=torch.int64)
+    part = torch.stack([zeros if row is None else values[row] for row in rows])
+    assert placement_of(full.find(part), full, 0, 2) == words
+
+
 def test_right_models_raise_no_alarm(ranks):
     models = ranks[0]["right models"]
-    assert len(models) >= 5
+    assert len(models) >= 7
     assert [model for model in models if model["categories"]] == []
     right = ranks[0]["right"]
     assert len(right) >= 12

@@ -202,6 +202,9 @@ def test_it_fits_any_screen_and_its_address_has_the_state(open_page, width):
     page.locator("#map button").nth(2).press("Enter")
     first = page.evaluate(SHOWN)
     assert first["tooWide"] <= 0
+    lines = "spans => spans.map(span => span.getClientRects().length)"
+    words = page.eval_on_selector_all("#command span", lines)
+    assert len(words) > 8 and set(words) == {1}  # no name is broken in two
     again = open_page("?" + urlsplit(page.url).query, width).evaluate(SHOWN)
     assert again == first
 

@@ -274,6 +274,7 @@ function field(best, tp, pp, fastest) {
   return [button];
 }
 
+/** The words of the command, each in a span: a line may break only between them. */
 function command(machine, layout) {
   const words = ["python tools/plan.py", `--model ${state.model}`, `--machine ${state.machine}`];
   const preset = { ...modelOf(state.model), ...machineOf(state.machine) };
@@ -285,7 +286,7 @@ function command(machine, layout) {
   for (const name of ["dp", "pp", "tp", "micro_batch", "recompute", "attention", "zero"]) {
     words.push(`--${name.replace("_", "-")} ${layout[name]}`);
   }
-  return words.join(" ");
+  return words.flatMap((word) => [make("span", {}, word), " "]);
 }
 
 function update() {
@@ -302,7 +303,7 @@ function update() {
   showMap(search(sizes, machine, { attention, zero, cp }));
   const { micro_batch, recompute } = state;
   const layout = makeLayout(sizes, { ...mesh, micro_batch, recompute, attention, zero });
-  $("command").textContent = command(machine, layout);
+  $("command").replaceChildren(...command(machine, layout));
   if (reason) {
     $("fits").className = "no";
     $("fits").textContent = `Not possible: dp ${mesh.dp} × pp ${pp} × tp ${tp}: ${reason}`;
