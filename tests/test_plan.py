@@ -307,6 +307,11 @@ def test_arithmetic_of_a_step():
             wanted = 1 + s / (6 * h) + V / (share * l * h)
             wanted *= times * sizes["batch_size"] * s * l * h**2
             assert found == pytest.approx(wanted, rel=1e-12)
+            # FlashAttention computes Q·Kᵀ once more in backward (2205.14135, alg. 4).
+            flash = predict.changed(layout, attention="flash")
+            more = sum(predict.flops(flash, stage) for stage in range(pp)) * dp * tp
+            more -= found
+            assert more == 2 * sizes["batch_size"] * s * l * s * h
 
 
 @pytest.mark.parametrize("zero, tie", [(0, False), (1, True)])

@@ -150,6 +150,32 @@ def test_formulas_are_those_of_the_tool(open_page):
         assert js["usable"] == python["usable"], case
 
 
+REASONS = """async (cases) => {
+  const js = await import("./predict.js");
+  return cases.map(([sizes, mesh]) => js.whyNot(sizes, mesh));
+}"""
+
+
+def test_both_refuse_the_same_meshes(open_page):
+    """The page adds the arithmetic to the tool's words."""
+    draw = random.Random(8)
+    cases = []
+    for _ in range(CASES):
+        mesh = {"tp": draw.choice([1, 2, 3, 4, 8, 16]), "pp": draw.randint(1, 9)}
+        mesh["dp"] = draw.choice([1, 2, 3, 8, 16])
+        mesh["cp"] = draw.choice([1, 2, 3, 4, 8, 16])
+        sizes = random_sizes(draw)
+        # Lengths that cp divides and 2 · cp or cp · tp may not.
+        sizes["seq_len"] = mesh["cp"] * draw.choice([1, 2, 7, 48])
+        cases.append([sizes, mesh])
+    seen = set()
+    for case, reason in zip(cases, open_page().evaluate(REASONS, cases), strict=True):
+        expected = predict.why_not(case[0], **case[1])
+        assert reason.split(":")[0] == expected, case
+        seen.add(expected)
+    assert {"", "seq-len % (2 · cp) is not 0", "seq-len % (cp · tp) is not 0"} < seen
+
+
 def test_presets_are_those_of_the_tool():
     """If not: python tools/predict.py > docs/_static/planner/presets.json"""
     assert (FOLDER / "presets.json").read_text() == predict.presets()
