@@ -477,6 +477,12 @@ def test_mfu_counts_no_recomputation():
     assert expected / predict.hardware_flops(full) == pytest.approx(0.75, abs=0.01)
 
 
+def test_parameters_of_gpt_3():
+    """2005.14165, table D.1: 174,600 million, with embedding and head tied."""
+    layout = predict.make_layout(predict.MODELS["gpt3"])
+    assert round(predict.parameters(layout, 0)[0] / 1e8) == 1746
+
+
 @pytest.mark.parametrize("name", ["gpt-1.7b", "gpt-145.6b", "llama-3-70b"])
 def test_the_tool_prints_the_published_count(capsys, name):
     code, out, _ = told(capsys, "--model", name, "--gpus", 512, "--zero", 3)
