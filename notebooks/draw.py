@@ -10,9 +10,10 @@ and draws those. Even the colors are computed:
 
 Both return integers whose bit r stands for rank r. A rank has the same color in every
 picture of the course (`COLORS`, by Okabe and Ito, which color-blind people can tell
-apart), and its number is printed next to it or in it. What several ranks hold shows all
-their colors; what every rank holds is gray. Where colors are values, none of the ranks'
-colors is used.
+apart), and its number is printed next to it or in it. A box in a color is held by this
+rank alone; what several ranks hold is gray, with stripes of their colors at the left if
+they are not all. Whose numbers are in a value is another mark: a strip below it. Where
+colors are values, none of the ranks' colors is used.
 
 For a further notebook: `rows` draws small tensors with their values, column by column,
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
@@ -26,7 +27,7 @@ tag `drawing`, of the parts below "Boxes": `blank`, `box`, `tile`, `write`.
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
-from matplotlib.patches import Polygon, Rectangle
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
@@ -116,20 +117,24 @@ def letters(text: str, unit: float) -> float:
 
 
 def box(ax, x, y, width, height, ranks, everyone=0, **style) -> None:
-    """A box in the colors of these ranks, in diagonal bands if there are several; gray
-    if they are all of `everyone`."""
+    """A box in its rank's color; gray if several hold it, with stripes of their colors
+    at the left if these are not all of `everyone`."""
     edge = dict(edgecolor="black", linewidth=0.8) | style
-    fills = [color(rank) for rank in ranks] or ["white"]
-    if everyone > 1 and len(ranks) == everyone:
-        fills = [EVERYONE]
-    back = dict(facecolor=fills[0], linewidth=0)
-    ax.add_patch(Rectangle((x, y), width, height, **back))
-    for i, fill in enumerate(fills[1:], 1):  # each covers the rest of the box
-        a, b = max(0, 2 * i / len(fills) - 1), min(1, 2 * i / len(fills))
-        rest = [(b, a), (1, a), (1, 1), (a, 1), (a, b)]  # where across + down ≥ a + b
-        corners = [(x + width * u, y + height * v) for u, v in rest]
-        ax.add_patch(Polygon(corners, facecolor=fill, linewidth=0))
+    fill = color(ranks[0]) if ranks else "white"
+    if len(ranks) > 1:
+        fill = EVERYONE
+    ax.add_patch(Rectangle((x, y), width, height, facecolor=fill, linewidth=0))
+    if 1 < len(ranks) != everyone:
+        stripe(ax, x, y, width / 4, height, ranks)
     ax.add_patch(Rectangle((x, y), width, height, fill=False, **edge))
+
+
+def stripe(ax, x, y, width, height, ranks) -> None:
+    """The colors of these ranks next to each other."""
+    part = width / len(ranks)
+    for i, rank in enumerate(ranks):
+        place = (x + i * part, y)
+        ax.add_patch(Rectangle(place, part, height, facecolor=color(rank), linewidth=0))
 
 
 def write(ax, x, y, text, size=FONT, **style) -> None:
@@ -152,20 +157,22 @@ def framed_tile(ax, place, text, rank: int, ranks: int) -> None:
     write(ax, x + width / 2, y + height / 2, text)
 
 
-def cell(ax, x, y, value: float, ranks, size) -> None:
-    """One number in a square of one unit: in its rank's color; what several ranks are
-    in is on white, with a strip of their colors below."""
+def cell(ax, x, y, value: float, ranks, size, holder: int) -> None:
+    """One number in a square of one unit: in its holder's color if it is the holder's
+    own, otherwise on white with a strip of the ranks whose numbers are in it."""
     number = f"{value:g}" if value == round(value) else f"{value:.2f}"
-    if len(ranks) == 1:
+    if ranks == [holder]:
         tile(ax, x, y, 1, 1, number, ranks, size)
-        return
-    box(ax, x, y, 1, 1, [])
-    for i, rank in enumerate(ranks):
-        part = 1 / len(ranks)
-        corner = (x + i * part, y + 0.7)
-        ax.add_patch(Rectangle(corner, part, 0.3, facecolor=color(rank), linewidth=0))
+    else:
+        marked(ax, x, y, number, ranks, size, "white")
+
+
+def marked(ax, x, y, text, ranks, size=FONT, fill=EVERYONE) -> None:
+    """A text in a square of one unit, with a strip of these ranks' colors below."""
+    ax.add_patch(Rectangle((x, y), 1, 1, facecolor=fill, linewidth=0))
+    stripe(ax, x, y + 0.7, 1, 0.3, ranks)
     ax.add_patch(Rectangle((x, y), 1, 1, fill=False, linewidth=0.8))
-    write(ax, x + 0.5, y + 0.37, number, size)
+    write(ax, x + 0.5, y + 0.37, text, size)
 
 
 def rows(lines: list[list[tuple]], arrow: bool = True):
@@ -195,7 +202,7 @@ def rows(lines: list[list[tuple]], arrow: bool = True):
                 write(ax, x - gap / 2, y + ranks / 2, "→", FONT + 8)
             write(ax, x, y - 0.45, heading, ha="left", weight="bold")
             for rank, (value, sent) in enumerate(zip(values, who)):
-                draw_row(ax, x, y + rank, value, sent, size)
+                draw_row(ax, x, y + rank, value, sent, size, rank)
             x += sizes[column] + gap
 
 
@@ -203,13 +210,13 @@ def longest(values: list) -> int:
     return max([len(v) for v in values if v is not None] + [2])
 
 
-def draw_row(ax, x, y, values, who, size) -> None:
+def draw_row(ax, x, y, values, who, size, rank: int) -> None:
     """One rank's tensor; a dash where it has none."""
     if values is None:
         write(ax, x + 0.5, y + 0.5, "–", FONT)
         return
     for i, (value, sent) in enumerate(zip(values.tolist(), who.tolist())):
-        cell(ax, x + i, y, value, bits(sent), size)
+        cell(ax, x + i, y, value, bits(sent), size, rank)
 
 
 def matrices(items: list, ranks: int, numbers: bool = True):
@@ -300,8 +307,8 @@ def write_in(ax, x, y, width, height, text, holders) -> None:
     inches = ax.figure.get_size_inches()[0] / ax.get_xlim()[1]
     across = 72 * inches * width / (0.7 * max(len(text), 1))
     size = min(FONT - 2, across, 72 * inches * height / 1.3)
-    back = color(holders[0]) if len(holders) == 1 else "white"
-    back = EVERYONE if text == "all" else back
+    back = color(holders[0]) if len(holders) == 1 else EVERYONE
+    back = back if holders else "white"
     style = dict(bbox=dict(facecolor=back, edgecolor="none", pad=1)) if text else {}
     write(ax, x + width / 2, y + height / 2, text, size, color=ink(back), **style)
 
@@ -500,7 +507,7 @@ def sums(lines: dict[str, list[tuple]], ranks: int, unit: str):
         left = 0.0
         for value, who, text in line:
             box(ax, left, y - 0.38, value, 0.76, bits(who), ranks)
-            plain = len(bits(who)) in (0, ranks)
+            plain = len(bits(who)) != 1
             shade = "black" if plain else ink(color(bits(who)[0]))
             ax.text(left + value / 2, y, text, ha="center", va="center", color=shade)
             left += value

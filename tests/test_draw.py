@@ -63,6 +63,7 @@ def test_rows_show_every_value_in_its_colour():
         x, y = seen.at[text]
         assert abs(y - seen.at[f"rank {row}"][1]) < 0.5
         assert seen.across(x - 0.5, y + 0.4, 1, 0, len(fills)) == fills, text
+        assert seen.under(x, y) == (BLUE if text == "7" else WHITE)  # its own, or not
     assert "→" not in drawn(draw.rows, lines, arrow=False).texts
 
 
@@ -75,12 +76,14 @@ def test_matrices_are_coloured_by_holder_and_blocks_name_them():
     middles += (0.5, 4.5), (1.5, 4.5)
     blocks = ["0", "0,1", "all", "1", "all", "1", "0,2,3", "0,1"]
     assert seen.texts == [*blocks, "A[I, J]", "a note", "=", "0", "B"]
-    fills = {0: [WHITE], 1: [BLUE], 2: [ORANGE], 3: [BLUE, ORANGE]}
-    fills |= {13: [BLUE, GREEN, PINK], 15: [EVERYONE]}
+    fills = {0: WHITE, 1: BLUE, 2: ORANGE}  # several ranks: gray, and stripes
+    stripes = {3: [BLUE, ORANGE], 13: [BLUE, GREEN, PINK]}
     left, top = min(b.x for b in seen.boxes), min(b.y for b in seen.boxes)
     for i, j in product(range(5), range(3)):
-        wanted = fills[held[i, j].item()]
-        found = seen.across(left + j, top + i, 1, 1, len(wanted))
+        ranks = held[i, j].item()
+        assert seen.under(left + j + 0.6, top + i + 0.9) == fills.get(ranks, EVERYONE)
+        wanted = stripes.get(ranks, 3 * [fills.get(ranks, EVERYONE)])
+        found = seen.across(left + j, top + i + 0.1, 0.25, 0, len(wanted))
         assert found == wanted, (i, j)
     for word, (x, y) in zip(seen.words, middles):
         assert word.get_position() == pytest.approx((left + x, top + y)), word
@@ -117,9 +120,11 @@ def test_lookup_joins_tokens_to_rows_and_shows_the_terms():
         ("c", WHITE), ("a", WHITE),
         ("rank 0", ""), *zeros, ("7", BLUE), ("0", BLUE),
         ("rank 1", ""), ("+", ""), ("-3", ORANGE), ("4", ORANGE), *zeros,
-        ("sum", ""), ("→", ""),  # by who brought it
-        ("-3", ORANGE), ("4", ORANGE), ("7", BLUE), ("0", BLUE),
+        ("sum", ""), ("→", ""), *((text, EVERYONE) for text in ("-3", "4", "7", "0")),
     ]  # fmt: skip
+    for word, fill in zip(seen.words[-4:], (ORANGE, ORANGE, BLUE, BLUE)):
+        x, y = word.get_position()
+        assert seen.under(x, y + 0.4) == fill  # the strip: who brought it
     height = {t.get_text(): t.get_position()[1] for t in seen.words[2:6]}
     assert [ys for _, ys in seen.lines] == [[height["c"], 1.5], [height["a"], 2.5]]
 
