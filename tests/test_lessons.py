@@ -130,6 +130,15 @@ def test_only_one_section():
     assert only.data["checks"] == whole.data["checks"]
 
 
+LONG = (MLP, 2, "--steps", "101", "--only", "2")
+
+
+@pytest.mark.launches(*LONG)
+def test_a_long_run_says_what_comes_first():
+    lines = jobs.result(*LONG).out.splitlines()
+    assert lines[2] == "One process takes 101 steps first; this prints nothing."
+
+
 def test_a_changed_model_reaches_the_comparison(tmp_path):
     """With a student's norm results agree; only formulas, which lack it, are off."""
     text = jobs.PATHS[MLP].read_text("utf-8")

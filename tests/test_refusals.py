@@ -32,6 +32,7 @@ OF_01 = [  # and on how many ranks
     (4, "--hidden 66", "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
     (3, "--width 64", "--width 64", "3"),
     (4, "--batch-size 6", "--batch-size 6", "4"),
+    (4, "--batch-size 2147483646", "= 2", "take --batch-size 2147483644"),
     (4, "--mesh 2x3", "--mesh 2x3", "2 · 3 = 6", "4 ranks", "take 2x2"),
     (4, "--mesh 2x", "--mesh 2x: is not OUTERxINNER", "take 2x2"),
     (4, "--mesh two", "--mesh two: is not OUTERxINNER", "take 2x2"),
