@@ -616,7 +616,7 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         report.say(f"   {run}: {total:,} bytes, {conclusions[run]}")
     if "DTensor" in totals:
         report.say(
-            "   clipping: one call; it sums one float64, with DTensor one per parameter"
+            "   clipping: one call, of one float64; with DTensor, of one per parameter"
         )
     if not totals:
         report.say("   Nothing was sent by a run that completed.")

@@ -4,18 +4,19 @@ Embedding and head are often the largest matrices of a model, [V, D] each, and t
 logits [B, S, V] its largest activation. Here each rank holds a range of the vocabulary.
 It looks up the tokens in its range, and the loss is computed without gathering logits.
 
-Run it on 1, 2 or 4 ranks (another number of ranks may need a larger model; it says so):
+Run it on 1, 2 or 4 ranks (on others the model may be larger; the output says so):
 
     torchrun --standalone --nproc_per_node=2 03_vocab_parallel.py
 
-What you will see: which rank holds which tokens; the first steps of training the model
-of lesson 02 with plain PyTorch, with the loss written by hand, with a sharded
+What you will see: which rank holds which tokens; the model of lesson 02, trained four
+times for a few steps: with plain PyTorch, with the loss written by hand, with a sharded
 vocabulary, and with PyTorch's loss_parallel; inputs on which a loss easily goes wrong;
 bytes sent and saved, compared with gathered logits; tokens sampled from sharded logits.
 
 Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
-- In vocab_transformer, delete the line that replaces embed_tokens. All numbers stay
-  equal. Which call is missing in section 5, and what does a rank hold in section 1?
+- In vocab_transformer, delete the line that replaces embed_tokens. All losses, norms
+  and gradients stay equal. Which call is missing in section 5 (its row fails), and what
+  does a rank hold in section 1?
 - In vocab_transformer, pass gather_output=True to ColumnParallelLinear. The loss of
   step 1 is still correct, but the gradients are wrong. Why?
 - In VocabParallelCrossEntropy.forward, keep the local sum of exp_BSv, but drop the
@@ -26,10 +27,12 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 VocabParallelCrossEntropy.forward.
 
 Tokens: a token is a byte (0 to 255) or PAD (256), which fills the end of short lines.
-    So V = 257, a prime: no number of ranks divides it, and the last rank's rows end in
-    padding. A position without a next byte has the target IGNORE (−100) and no loss.
+    So V = 257, a prime: two or more ranks do not divide it, and the last ranks' rows
+    end in padding. A position without a next byte has the target IGNORE (−100) and no
+    loss.
 
-Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks in the TP group.
+Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks in the TP group;
+    N heads of size H, K key/value heads, F the width of the MLP, e bytes per element.
     UPPERCASE is the full size, lowercase is this rank's slice: logits_BSv has v = V/T
     columns, rounded up. `partial_` in front: full shape, still to be summed over ranks.
 
@@ -77,7 +80,7 @@ def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """Raise ValueError for a token outside the vocabulary, which no rank holds."""
+    """Raise ValueError for a token outside the vocabulary: no rank has its row."""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         low = tokens.min().item()
         high = tokens.max().item()
@@ -103,7 +106,7 @@ class VocabParallelEmbedding(nn.Module):
         full: the single-process embedding, identical on every rank.
         tp_group: the T ranks that share it. Rank t has tokens t·v to (t + 1)·v − 1.
     Shapes: tokens [B, S] int64 → [B, S, D], both Replicate();
-        weight [V, D], on a rank [v, D], Shard(0), v = ⌈V/T⌉: the last rows are padding.
+        weight [V, D], on a rank [v, D], Shard(0), v = ⌈V/T⌉; T·v − V rows are padding.
     Communication: forward one all-reduce of B·S·D elements (g); backward none.
     Raises: ValueError for a token outside the vocabulary.
     Source: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
@@ -290,7 +293,7 @@ def train_with_loss_parallel(
     """Train a model whose logits are a sharded DTensor.
 
     Within loss_parallel, F.cross_entropy of such logits makes the same three
-    all-reduces. Backward must be within it as well, so here all of training is.
+    all-reduces. Backward must run within it as well, so all of training does here.
     """
     with parallel.loss_parallel():
         return train_transformer(name, model, batches, args, loss_of=loss_of)
@@ -316,9 +319,9 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
     local_best = scores_v.max()
     local_token = scores_v.argmax() + tp_group.rank() * v
     best = all_reduce(local_best, tp_group, dist.ReduceOp.MAX)
-    # A rank without the best score passes V, which loses the MIN: it is no token.
+    # A rank without the best score passes V: every token is less, so MIN ignores it.
     token = local_token.where(local_best == best, vocab_size)
-    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # of equals, the first
+    return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # if equal, the first
 
 
 # ==== RUN
@@ -405,7 +408,7 @@ def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def fold_layers(name: str) -> str:
-    """The row of a parameter: its own if it is sharded here for the first time."""
+    """In which row a parameter is: its own if no earlier lesson shards it."""
     is_new = name.startswith(("embed_tokens", "lm_head"))
     return name if is_new else "all others, as in 02"
 
@@ -456,7 +459,7 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
         report.expect(sums, name, "positions", name, size["B"] * size["S"])
     rows.append(sums)
     report.say(
-        "   inputs, targets: tokens and next tokens of the first batch, by holder\n"
+        "   inputs, targets: tokens and next tokens of the first batch in its range\n"
         "   no target: IGNORE, in no rank's range. padding: rows of zeros, for no token"
     )
     report.table("tokens", rows)
@@ -483,7 +486,7 @@ def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
 
 
 def show_gradients_vocab(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Compare the gradients of step 1. What is sharded as in lesson 02 is one row."""
+    """Compare the gradients of step 1. All that lesson 02 shards shares one row."""
     gradients = values_of(runs, "gradients")
     report.section("Gradients of step 1: norms, and the largest relative difference")
     report.compare("gradients", gradients, fold=fold_layers)
@@ -504,11 +507,11 @@ class Case(NamedTuple):
 
 
 HARD_CASES = [
-    Case("logits near 10,000", "exp stays finite", scale=10000.0),
+    Case("logits × 10,000", "exp stays finite", scale=10000.0),
     Case("label smoothing 0.1", "Σ q·(x − m)", smoothing=0.1),
     Case("20% have no target", "mean over targets", ignored=0.2),
     Case("none has a target", "0 / 0 is nan", ignored=1.0),
-    Case("V = 1", "a rank of padding", vocab_size=1),
+    Case("V = 1", "a rank with padding only", vocab_size=1),
     Case("V = 50,257, as GPT-2", "padding, long sums", vocab_size=50257),
 ]
 
@@ -516,7 +519,7 @@ HARD_CASES = [
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
     report.section(
-        "Where a loss easily goes wrong; diff: of loss or gradient, the larger"
+        "Where a loss easily goes wrong; diff: the larger one of loss and gradient"
     )
     rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.table("hard cases", rows)
@@ -601,7 +604,7 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
     if "DTensor" in totals:
         report.say(
-            "   clipping: one call; it sums one float64, with DTensor one per parameter"
+            "   clipping: one call, of one float64; with DTensor, of one per parameter"
         )
 
 
@@ -640,7 +643,7 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     report.say("   saved for backward, per rank; logits and targets do not count")
     report.table("memory", rows)
     report.say(
-        "   What a sharded loss sends does not grow with V; it holds 1/T of softmax."
+        "   A sharded loss sends as much for any V; a rank saves about 1/T of softmax."
     )
 
 
@@ -686,7 +689,7 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
 
     row = {"sampled": "tokens", "without TP": expected, "with TP": sampled}
     row["bytes"] = COMM.bytes[Call("sampling", "", "all-reduce", "tp")]
-    # Per token the best score (float32) and its token (int64); one rank sends nothing.
+    # Per token the best score (float32) and its token (int64); with T = 1 nothing.
     predicted = len(sampled) * (4 + 8) if args.ranks > 1 else 0
     report.expect(row, "bytes", "bytes", "sampling", predicted)
     wrong = [i for i, token in enumerate(sampled) if token != expected[i]]
@@ -716,7 +719,7 @@ BREAKS = {
         new="    return loss_BS.mean()\n",
         what="the mean is taken over all positions, also those without a target",
         symptom="loss and gradients are too small by the share of ignored positions; "
-        "AdamW divides by the size of a gradient, which hides most of it",
+        "AdamW divides by the size of a gradient, which hides most of this error",
         why="an ignored position adds 0 to the sum but must not add 1 to the count",
         reported="docs.pytorch.org, torch.nn.functional.cross_entropy, reduction",
         audit="loss",
@@ -775,8 +778,8 @@ BREAKS = {
         what="tied weights are two parameters with one storage (--tie is set as well)",
         symptom="the loss of step 1 is correct; the embedding's gradient lacks the "
         "contribution of the head, and there is one parameter too many",
-        why="one parameter with two uses gets the sum of both gradients; two of them "
-        "with one storage get one gradient and one update each",
+        why="one parameter with two uses gets the sum of both gradients; two "
+        "parameters with one storage get one gradient and one update each",
         reported="github.com/pytorch/torchtitan/issues/1524; NVIDIA/Megatron-LM, 844",
         audit="gradient tied",
     ),

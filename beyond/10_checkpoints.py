@@ -1490,7 +1490,7 @@ def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """Raise ValueError for a token outside the vocabulary, which no rank holds.
+    """Raise ValueError for a token outside the vocabulary: no rank has its row.
 
     (lesson 03)"""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:

@@ -65,7 +65,7 @@ EXPECTED = {
             "calls: with TP loss all-gather tp", loss("loss by hand")),
         "padding": (grad("lm_head.weight, rows of padding"), loss("with TP"),
             "parameters: lm_head.bias, rows of padding", loss("loss by hand")),
-        "max": (grad("logits near 10,000"), "losses: logits near 10,000",
+        "max": (grad("logits × 10,000"), "losses: logits × 10,000",
             "calls: with TP loss all-reduce tp", loss("with TP")),
         "exponentials": (grad("layers.1.input_layernorm.weight, "),
             grad("lm_head.weight, with TP"), loss_2("with TP"), loss("with TP")),

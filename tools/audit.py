@@ -262,8 +262,8 @@ ADVICE = {
     ),
     "gradient differs between replicas": (
         "Ranks that hold the same piece have different gradients, and their sum is not "
-        "right either: what comes back through some readers of this module's output is "
-        "complete, through others partial.",
+        "right either: some modules that read this module's output return a complete "
+        "gradient to it, others a partial one.",
         "If modules are named under Seen, all-reduce dL/dx in their backward (f). If a "
         "parameter closer to the loss is wrong as well, mend that first.",
         "lesson 01, --break f; beyond/09, --break input",
@@ -502,8 +502,10 @@ def show(result: dict) -> bool:
     if result["modules"]:
         pairs = [f"{own} is {full}" for own, full in result["modules"].items()]
         print(wrap(f"modules matched by their parameters: {some(pairs)}"))
-    calls = ", ".join(f"{n} {name}" for name, n in result["calls"].items())
-    print(wrap(f"collectives: {calls or 'none'}"))
+    calls = []
+    for name, count in result["calls"].items():
+        calls.append(f"{name.replace(': ', ' ')} {count}")  # "forward all-reduce 2"
+    print(wrap(f"calls of collectives: {'; '.join(calls) or 'none'}"))
     for number, group in enumerate(groups_of(result["findings"]), 1):
         if number > 1 and group[0]["category"].startswith(FOLLOW):
             print(f"\n   ✗ {number}. {group[0]['category']}, may follow from 1")
@@ -537,7 +539,7 @@ def show_fault(number: int, group: list[dict]) -> None:
         print(wrap(f"Seen: {first['text']}.", "      "))
     others = [finding["where"] for finding in group[1:]]
     if others:
-        print(wrap(f"The same of {some(others)}.", "      "))
+        print(wrap(f"The same holds for {some(others)}.", "      "))
     print(wrap(f"Likely change: {line}", "      "))
     print(wrap(f"Explained in {where}.", "      "))
 

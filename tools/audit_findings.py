@@ -962,7 +962,7 @@ class Audit:
             return ""
         how = self.relation(grads, expected)
         how = f"right ({how})" if is_right(how) else how
-        return f"; dL/d(output of {owner or 'the model'}), its module: {how}"
+        return f"; dL/d(output of its module, {owner or 'the model'}): {how}"
 
     def readers_of(self, writer: str) -> str:
         """Which readers of a module's output send back a wrong gradient."""
@@ -977,7 +977,7 @@ class Audit:
                 wrong.append(f"{reader} ({how})")
         if not wrong:
             return ""
-        return f"; what comes back is wrong from: {', '.join(wrong)}"
+        return f"; modules that return a wrong gradient: {', '.join(wrong)}"
 
     def place_of(self, name: str) -> int:
         """When forward ended the module that has a parameter; −1 if it is not known."""
