@@ -312,6 +312,100 @@ def recomputed_subject(bug: str):
     return subject
 
 
+# ---- Two inputs of different lengths, a parameter without dims, BatchNorm, noise.
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.q = nn.Linear(D, D)
+        self.k = nn.Linear(D, D)
+        self.v = nn.Linear(D, D)
+        self.o = nn.Linear(D, D)
+        self.batch_norm = nn.BatchNorm1d(D)
+        self.last = nn.Linear(D, D, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.group = None
+        self.bug = ""
+        self.length = None
+
+    def forward(self, x, memory):
+        x = x + 0.1 * torch.randn(x.shape)
+        memory = self.norm(memory)
+        queried = x
+        if self.group is not None:
+            queried = Copy.apply(x, self.group)
+            if self.bug != "memory":
+                memory = Copy.apply(memory, self.group)
+        parts = []
+        for part in (self.q(queried), self.k(memory), self.v(memory)):
+            parts.append(part.unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
+        y = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+        y = F.linear(y, self.o.weight)
+        if self.group is not None:
+            y = Sum.apply(y, self.group)
+        y = self.batch_norm((x + y + self.o.bias).transpose(1, 2)).transpose(1, 2)
+        length = self.last.weight.detach().norm()
+        if self.bug == "stale":
+            length = self.length
+        return self.scale * F.linear(y, self.last.weight / length)
+
+
+def odd_subject(bug: str):
+    def parallelize(model, group):
+        for linear in (model.q, model.k, model.v):
+            linear.weight = piece(linear.weight, group)
+            linear.bias = piece(linear.bias, group)
+        model.o.weight = piece(model.o.weight, group, 1)
+        model.length = model.last.weight.detach().norm()
+        model.group = group
+        model.bug = bug
+        return model
+
+    def batch(step):
+        inputs = torch.randn(3, S, D), torch.randn(3, S - 1, D)
+        return inputs, torch.randn(3, S, D)
+
+    return SimpleNamespace(build=Odd, parallelize=parallelize, batch=batch)
+
+
+# ---- A row-parallel linear right in front of a column-parallel one.
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            return self.down(self.up(x).tanh())
+        if self.bug != "no f":
+            x = Copy.apply(x, self.group)
+        y = F.linear(self.up(x).tanh(), self.down.weight)
+        return Sum.apply(y, self.group) + self.down.bias
+
+
+def pairs_subject(bug: str):
+    def parallelize(model, group):
+        for pair in model:
+            pair.up.weight = piece(pair.up.weight, group)
+            pair.up.bias = piece(pair.up.bias, group)
+            pair.down.weight = piece(pair.down.weight, group, 1)
+            pair.group = group
+            pair.bug = bug
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(Pair(), Pair())
+    subject.parallelize = parallelize
+    return subject
+
+
 # ---- Experts: each is on one rank, so ranks have parameters of different names.
 
 
@@ -460,6 +554,8 @@ MODELS = {
     },
     renamed_subject: {"no f": "gradient sum", "bias": "forward bias"},
     sharp_subject: {},
+    odd_subject: {"memory": "gradient sum", "stale": "stale"},
+    pairs_subject: {"no f": "backward partial"},
     recomputed_subject: {"state not kept": "dropout recomputed"},
     experts_subject: {
         "router": "gradient sum",

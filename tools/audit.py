@@ -161,6 +161,13 @@ ADVICE = {
         "padding of the vocabulary joins in.",
         "lesson 03",
     ),
+    "backward partial": (
+        "Backward returns a partial sum to the output of this module: the modules that "
+        "read it return each rank's own part only.",
+        "All-reduce dL/dx in the backward of the modules that read this output (f, in "
+        "front of a column-parallel linear).",
+        "lesson 01, --break f",
+    ),
     "gradient sum": (
         "The sum of this gradient over the ranks that hold the same piece is right, so "
         "each rank has only a partial gradient: a reduction is missing.",
@@ -311,6 +318,14 @@ ADVICE = {
         "was made parallel?",
         "Make the optimizer after parallelize().",
         "notebook 12, fault 2",
+    ),
+    "stale": (
+        "The loss is right with the first parameters, and wrong after an update that "
+        "was right: the model still uses something that was computed from the old "
+        "parameters.",
+        "Compute it in forward, or anew after each step (a norm that was stored, a "
+        "copy or a merged form of a weight, a cache).",
+        "lesson 03, --break tie: two parameters for one weight",
     ),
     "update missing": (
         "The gradients are right, and some ranks have not updated this parameter: they "

@@ -53,6 +53,7 @@ class Facts:
     train_loss: float = 0.0
     not_in_optimizer: list[str] = field(default_factory=list)
     norms: list[list[float | None]] = field(default_factory=list)
+    step_losses: list[list[float]] = field(default_factory=list)  # full, own
     full_after: list[dict[str, Tensor]] = field(default_factory=list)
     after: list[dict[str, Tensor]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
@@ -872,6 +873,11 @@ class Audit:
         if wrong and is_last and not self.check_forward(is_loss_wrong=False):
             text = f"dL/d(output of {flow[0] or 'the model'}): {flow[1]}"
             self.add("loss backward", "loss", text)
+        if wrong and flow is not None and flow[1] == "partial":
+            if relations[wrong[0]] == "unexplained":
+                text = f"dL/d(output of {flow[0] or 'the model'}) is partial"
+                text += self.readers_of(flow[0])
+                self.add("backward partial", flow[0], text, flow[0])
         for name in wrong:
             text = self.share_of(name) + self.owner_of(name)
             if flow is not None and relations[name].startswith(FROM_FLOW):
@@ -950,6 +956,8 @@ class Audit:
             if weight.dim() == 2 and words.startswith("Shard(0)"):
                 if grad.shape[-1] == weight.shape[0]:
                     term = grad.double() @ weight
+                    if total is not None and total.shape != term.shape:
+                        return None  # linears of different inputs
                     total = term if total is None else total + term
         return total
 
@@ -1062,6 +1070,7 @@ class Audit:
             text = "the optimizer does not have this parameter"
             self.add("not in the optimizer", name, text, self.owner(name))
         for step, full_after in enumerate(self.first.full_after):
+            self.check_loss(step)
             self.check_norm(step)
             if any(not f.category.startswith("dropout") for f in self.findings):
                 return  # the update must be wrong as well
@@ -1075,9 +1084,9 @@ class Audit:
                     index = self.index[rank][name]
                     expected = vector[index.clamp(min=0)]
                     expected = torch.where(index == PADDING, 0.0 * expected, expected)
-                    scale = (
-                        max(expected.abs().max().item(), 1e-300) if len(expected) else 1
-                    )
+                    scale = 1.0
+                    if expected.numel():
+                        scale = max(expected.abs().max().item(), 1e-300)
                     if not self.near(facts.after[step][name], expected, 10 * scale):
                         wrong.append(name)
                         break
@@ -1101,6 +1110,16 @@ class Audit:
                 if not torch.equal(held[rank], held[ranks[0]]):
                     return " differs between replicas"
         return ""
+
+    def check_loss(self, step: int) -> None:
+        """After a right update the loss must be right, too."""
+        full_loss = self.first.step_losses[step][0]
+        losses = [facts.step_losses[step][1] for facts in self.everyone]
+        limit = 10 * self.allowed * max(abs(full_loss), 1e-300)
+        if step > 0 and any(not abs(x - full_loss) <= limit for x in losses):
+            text = f"step {step + 1}: {numbers(losses)} on ranks 0, 1, …, not "
+            text += f"{full_loss:.6g}; before, losses and updates are right"
+            self.add("stale", "loss", text)
 
     def check_norm(self, step: int) -> None:
         """The norm that the user's own clipping returns."""

@@ -248,6 +248,8 @@ class Run:
         self.renamed = {} if names is None or tp_group is None else names()
 
     def forward(self, batch: tuple):
+        """Output and loss. Random numbers are the same in each pass, on all ranks."""
+        torch.manual_seed(self.args.seed + 7)
         inputs, target = batch
         if isinstance(inputs, dict):
             output = self.model(**inputs)
@@ -343,7 +345,7 @@ def tensors_of(batch: tuple) -> list[Tensor]:
     return [x.cpu() for x in found if torch.is_tensor(x)]
 
 
-def dropped(model: nn.Module, run: Run, batch: tuple, seed: int):
+def dropped(model: nn.Module, run: Run, batch: tuple):
     """Run forward and backward in train mode, and watch dropout.
 
     Returns, per dropout module, which elements it set to zero; the modules that were
@@ -370,7 +372,6 @@ def dropped(model: nn.Module, run: Run, batch: tuple, seed: int):
         if "dropout" in type(module).__name__.lower():
             hook = hook_of(plain_name(name, run.renamed))
             handles.append(module.register_forward_hook(hook))
-    torch.manual_seed(seed)
     # To the end, otherwise a recomputed dropout that comes last calls no hook.
     with set_checkpoint_early_stop(False):
         _, loss = run.forward(batch)
@@ -417,7 +418,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     run = Run(subject, (full if model is None else model).eval(), tp_group, args)
     facts.parts = run.parts("data")
     run_parallel_model(run, batch, facts, counter)
-    compare_dropout(run, batch, facts, counter, args)
+    compare_dropout(run, batch, facts, counter)
     compare_steps(subject, reference, run, facts, counter, args, device)
     facts.calls = dict(counter.calls)
     return facts
@@ -523,11 +524,15 @@ def run_parallel_model(run: Run, batch: tuple, facts: Facts, counter) -> None:
     watch.remove()
 
 
-def compare_dropout(run: Run, batch, facts: Facts, counter, args) -> None:
+def compare_dropout(run: Run, batch, facts: Facts, counter) -> None:
     """In train mode: which elements each dropout module sets to zero on this rank."""
+    # A pass in train mode changes buffers (the running means of a BatchNorm).
+    buffers = [(x, x.detach().clone()) for x in run.model.buffers()]
     run.model.train()
     with counter.counting("dropout"):
-        found = dropped(run.model, run, batch, args.seed + 7)
+        found = dropped(run.model, run, batch)
+    for x, before in buffers:
+        x.data.copy_(before)
     facts.dropped = found[0]
     facts.recomputed = found[1]
     facts.train_loss = found[2]
@@ -546,12 +551,14 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
     for step in range(args.steps):
         batch = prepare_batch(subject, step, args, device)
         norms = []
+        losses = []
         for which, optimizer in zip((reference, run), optimizers):
             for p in which.model.parameters():
                 p.grad = None
             phase = "a full step" if which is reference else "training"
             with counter.counting(phase):
                 _, loss = which.forward(batch)
+                losses.append(float(local_part(loss)))
                 which.backward(loss)
                 norms.append(which.clip(args.clip))
             if norms[-1] is None:  # no function of the user's: scale as the reference
@@ -562,6 +569,7 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
             with counter.counting(phase):
                 optimizer.step()
         facts.norms.append(norms)
+        facts.step_losses.append(losses)
         facts.full_after.append(reference.parts("data"))
         facts.after.append(run.parts("data"))
 
