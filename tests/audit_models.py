@@ -406,6 +406,13 @@ def pairs_subject(bug: str):
     return subject
 
 
+def float32_loss_subject(bug: str):
+    """Both models convert their outputs to float32, as many do with logits."""
+    subject = pairs_subject(bug)
+    subject.loss = lambda output, target: F.mse_loss(output.float(), target.float())
+    return subject
+
+
 # ---- Experts: each is on one rank, so ranks have parameters of different names.
 
 
@@ -556,6 +563,7 @@ MODELS = {
     sharp_subject: {},
     odd_subject: {"memory": "gradient sum", "stale": "stale"},
     pairs_subject: {"no f": "backward partial"},
+    float32_loss_subject: {"no f": "backward partial"},
     recomputed_subject: {"state not kept": "dropout recomputed"},
     experts_subject: {
         "router": "gradient sum",

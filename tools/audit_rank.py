@@ -424,21 +424,41 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     return facts
 
 
-def noise_of(reference: Run, batch: tuple, args) -> float:
-    """How much rounding errors of 1e-15 change the full model's loss and gradients.
+class Casts(TorchDispatchMode):
+    """Notes the coarsest precision to which float64 tensors are converted."""
 
-    A model that casts to float32 inside (norms, softmax) amplifies them: then a right
-    parallel model differs by about as much.
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-15
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            if out.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(out.dtype).eps)
+        return out
+
+
+def noise_of(reference: Run, batch: tuple, args) -> float:
+    """How much rounding errors change the full model's loss and gradients.
+
+    A right parallel model differs by about as much. The errors are 1e-15, or those of
+    float32 if the model converts to it (in a norm, or its logits before the loss).
     """
     probe = Run(reference.subject, copy.deepcopy(reference.model), None, args)
     generator = torch.Generator().manual_seed(4321)
     gradients = []
-    for size in (0.0, 1e-15 if args.dtype == "float64" else 1e-7):
+    casts = Casts()
+    for step in range(2):
+        size = 0.0
+        if step == 1:
+            size = casts.eps if args.dtype == "float64" else 1e-7
         for p in probe.model.parameters():
             p.grad = None
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.data *= (1 + size * noise).to(p)
-        _, loss = probe.forward(batch)
+        with casts:
+            _, loss = probe.forward(batch)
         probe.backward(loss)
         found = [x.flatten() for x in probe.parts("grad").values() if x is not None]
         gradients.append(torch.cat([loss.detach().double().cpu().view(1), *found]))
