@@ -511,7 +511,7 @@ HARD_CASES = [
     Case("label smoothing 0.1", "Σ q·(x − m)", smoothing=0.1),
     Case("20% have no target", "mean over targets", ignored=0.2),
     Case("none has a target", "0 / 0 is nan", ignored=1.0),
-    Case("V = 1", "a rank with padding only", vocab_size=1),
+    Case("V = 1", "padding-only rank", vocab_size=1),
     Case("V = 50,257, as GPT-2", "padding, long sums", vocab_size=50257),
 ]
 
