@@ -59,7 +59,8 @@ EXPECTED = {
     "03_vocab_parallel": {
         "ignored": (grad("none has a target"), grad("embed_tokens.weight, with TP"),
             loss_2("with TP"), loss("with TP")),
-        "mean": ("gradients: …", grad("20% have no target"), "losses: none has a target",
+        "mean": ("gradients: …", grad("20% have no target"),
+            "losses: none has a target",
             loss("with TP"), "memory: sharded: saved, V 257", loss("DTensor")),
         "gathered": (grad("lm_head.weight, rows of padding"), loss("with TP"),
             "calls: with TP loss all-gather tp", loss("loss by hand")),
