@@ -880,6 +880,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.width = args.width or 4 * args.hidden
     for name in ("hidden", "width", "batch_size"):
         must_divide(args, name, ranks, "ranks")
+    raise_refused(args)
     default_mesh = f"{ranks // 2}x2" if ranks % 2 == 0 else f"1x{ranks}"
     text = args.mesh or default_mesh
     axes = [int(axis) for axis in text.split("x") if axis.isdecimal()]
@@ -904,15 +905,31 @@ def sizes_of_mlp(args) -> dict[str, int]:
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
-    """ValueError with the arithmetic if a flag's value is no multiple of parts."""
+    """Refuse a flag's value that is no multiple of parts, with the arithmetic."""
     value = getattr(args, name)
     if value % parts:
-        flag = f"--{name.replace('_', '-')}"
         multiple = value + parts - value % parts
         if multiple >= 2**31:  # the largest value of a flag is 2^31 − 1
             multiple -= parts
-        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
+        reason = f"{value} % {parts} {what} = {value % parts}, not 0"
+        refuse(args, name, reason, multiple)
+
+
+def refuse(args, name: str, reason: str, value: int) -> None:
+    """Keep why a flag is wrong, and go on with a right value: others depend on it."""
+    flag = f"--{name.replace('_', '-')}"
+    refused = vars(args).setdefault("refused", [])
+    refused.append((flag, f"{flag} {getattr(args, name)}: {reason}", value))
+    setattr(args, name, value)
+
+
+def raise_refused(args) -> None:
+    """ValueError with the first reason, and with all flags that have to change."""
+    refused = vars(args).pop("refused", [])
+    if refused:
+        take = {flag: value for flag, _, value in refused}
+        flags = " ".join(f"{flag} {value}" for flag, value in take.items())
+        raise ValueError(f"{refused[0][1]}; take {flags}")
 
 
 # endregion

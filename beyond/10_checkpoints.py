@@ -1106,17 +1106,37 @@ class ReduceScatterWithGrad(torch.autograd.Function):
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
-    """ValueError with the arithmetic if a flag's value is no multiple of parts.
+    """Refuse a flag's value that is no multiple of parts, with the arithmetic.
 
     (lesson 01)"""
     value = getattr(args, name)
     if value % parts:
-        flag = f"--{name.replace('_', '-')}"
         multiple = value + parts - value % parts
         if multiple >= 2**31:  # the largest value of a flag is 2^31 − 1
             multiple -= parts
-        remainder = f"{value} % {parts} {what} = {value % parts}, not 0"
-        raise ValueError(f"{flag} {value}: {remainder}; take {flag} {multiple}")
+        reason = f"{value} % {parts} {what} = {value % parts}, not 0"
+        refuse(args, name, reason, multiple)
+
+
+def refuse(args, name: str, reason: str, value: int) -> None:
+    """Keep why a flag is wrong, and go on with a right value: others depend on it.
+
+    (lesson 01)"""
+    flag = f"--{name.replace('_', '-')}"
+    refused = vars(args).setdefault("refused", [])
+    refused.append((flag, f"{flag} {getattr(args, name)}: {reason}", value))
+    setattr(args, name, value)
+
+
+def raise_refused(args) -> None:
+    """ValueError with the first reason, and with all flags that have to change.
+
+    (lesson 01)"""
+    refused = vars(args).pop("refused", [])
+    if refused:
+        take = {flag: value for flag, _, value in refused}
+        flags = " ".join(f"{flag} {value}" for flag, value in take.items())
+        raise ValueError(f"{refused[0][1]}; take {flags}")
 
 
 # endregion
@@ -2300,14 +2320,14 @@ def fill_sizes(args) -> None:
     must_divide(args, "batch_size", parts, "(--dp · --microbatches)")
     must_divide(args, "heads", args.tp, "(--tp)")
     if args.kv_heads < args.tp:
-        text = f"--kv-heads {args.kv_heads}: fewer than --tp {args.tp}"
-        raise ValueError(f"{text}; take {args.tp}, or see beyond/09_shared_heads.py")
+        reason = f"fewer than --tp {args.tp} (possible in beyond/09_shared_heads.py)"
+        refuse(args, "kv_heads", reason, args.tp)
     must_divide(args, "kv_heads", args.tp, "(--tp)")
     must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
     must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     if args.layers < args.pp:
-        text = f"--layers {args.layers}: fewer than --pp {args.pp}"
-        raise ValueError(f"{text}; take --layers {args.pp}")
+        refuse(args, "layers", f"fewer than --pp {args.pp}", args.pp)
+    raise_refused(args)
     if args.vocab_size <= PAD:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
     if args.hidden < 4:

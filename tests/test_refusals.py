@@ -5,6 +5,7 @@ them is in test_faults.py.
 """
 
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -104,6 +105,46 @@ def test_refused(lesson, ranks, flags, words, tmp_path):
     (text,) = said  # all ranks say the same
     for word in words or flags:
         assert word in text, text
+
+
+SIZES = {  # flags that depend on each other, and how large they are here
+    MLP: {"hidden": 90, "width": 90, "batch-size": 20},
+    TRANSFORMER: {"kv-heads": 9, "heads": 20, "hidden": 150},
+    MESH: {"kv-heads": 9, "heads": 20, "hidden": 150, "layers": 5, "batch-size": 40},
+}
+
+
+@pytest.mark.parametrize("lesson", SIZES)
+def test_advice_is_right_at_the_first_try(lesson, monkeypatch):
+    """Also where one flag's right value makes another one wrong."""
+    module = jobs.load(lesson)
+    draw = random.Random(lesson)
+    refused = 0
+    for _ in range(100):
+        flags = {}
+        for name, largest in SIZES[lesson].items():
+            if draw.random() < 0.7:
+                flags[name] = draw.randint(1, largest)
+        ranks = draw.choice([2, 3, 4, 6])
+        said = refusal(module, flags, ranks, monkeypatch)
+        if said:
+            refused += 1
+            flags.update(re.findall(r"--(\S+) (\d+)", said.partition("; take ")[2]))
+            again = refusal(module, flags, ranks, monkeypatch)
+            assert again == "" or again.startswith("--hidden 2: "), (said, again)
+    assert refused > 30
+
+
+def refusal(module, flags: dict, ranks: int, monkeypatch) -> str:
+    """What a lesson says of these flags; "" if it takes them."""
+    words = [word for name, n in flags.items() for word in (f"--{name}", str(n))]
+    monkeypatch.setattr(sys, "argv", ["lesson.py", *words])
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    try:
+        module.parse_args(ranks)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 HUGE = {"257": "tried to allocate 2056000000000 bytes", str(2**31 - 1): "overflowed"}
