@@ -45,8 +45,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "tools" / "audit_examples"
-# Where a rank is before it calls parallelize(): an error there is wrong use.
-BEFORE = ("importing the file", "in build", "in batch", "in the full model")
+# Where a rank is before it calls parallelize(): an error there is wrong use. And when
+# it compares the results: an error there is a bug of this tool.
+BEFORE = (
+    "importing the file", "in build", "in batch", "in the full model",
+    "in the audit itself, not in your model",
+)  # fmt: skip
 STARTUP = 100  # seconds in which a rank must have imported torch and the model
 # category → what is wrong, the line to look at, and where the course explains it.
 ADVICE = {
@@ -129,9 +133,10 @@ ADVICE = {
         "This is the first module whose output is wrong.",
         "Look at this module's parameters in the table, at its bias (is it added on "
         "every rank before a sum?), and at what it assumes about the shape of its "
-        "input. A table with an entry per head is sliced like the heads. A sharded "
-        "embedding has its first row at rank · rows, and gives 0 for tokens of other "
-        "ranks before the sum.",
+        "input: a mean, a norm or a number of heads may be that of the local shard. A "
+        "table with an entry per head is sliced like the heads. A sharded embedding "
+        "has its first row at rank · rows, and gives 0 for tokens of other ranks "
+        "before the sum.",
         "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1",
     ),
     "forward in another order": (
@@ -302,8 +307,8 @@ ADVICE = {
         "notebook 12, fault 7",
     ),
     "dropout loss": (
-        "With dropout the ranks of a TP group have different losses: somewhere a "
-        "replicated tensor is dropped differently.",
+        "With dropout (or other noise in train mode) the ranks of a TP group have "
+        "different losses: somewhere it differs for a replicated tensor.",
         "Use the same random state on all ranks for replicated tensors.",
         "lesson 02, --break mask-residual",
     ),
