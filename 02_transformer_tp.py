@@ -616,7 +616,8 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         report.say(f"   {run}: {total:,} bytes, {conclusions[run]}")
     if "DTensor" in totals:
         report.say(
-            "   clipping: one call, of one float64; with DTensor, of one per parameter"
+            "   clipping: one call, one float64; DTensor: one call, one float64 per "
+            "parameter"
         )
     if not totals:
         report.say("   Nothing was sent by a run that completed.")

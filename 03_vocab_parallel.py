@@ -15,8 +15,8 @@ bytes sent and saved, compared with gathered logits; tokens sampled from sharded
 
 Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
 - In vocab_transformer, delete the line that replaces embed_tokens. All losses, norms
-  and gradients stay equal. Which call is missing in section 5 (its row fails), and what
-  does a rank hold in section 1?
+  and gradients stay equal. In the output, which call is missing in section 5 (its row
+  fails), and what does a rank hold in section 1?
 - In vocab_transformer, pass gather_output=True to ColumnParallelLinear. The loss of
   step 1 is still correct, but the gradients are wrong. Why?
 - In VocabParallelCrossEntropy.forward, keep the local sum of exp_BSv, but drop the
@@ -408,7 +408,7 @@ def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def fold_layers(name: str) -> str:
-    """In which row a parameter is: its own if no earlier lesson shards it."""
+    """The row of a parameter: its own for embedding and head, else the shared one."""
     is_new = name.startswith(("embed_tokens", "lm_head"))
     return name if is_new else "all others, as in 02"
 
@@ -427,7 +427,7 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
         placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.say("   All other parameters are sharded as in lesson 02.")
+    report.say("   All other parameters are sharded or replicated as in lesson 02.")
     report.table("holdings", rows)
 
 
@@ -459,7 +459,7 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
         report.expect(sums, name, "positions", name, size["B"] * size["S"])
     rows.append(sums)
     report.say(
-        "   inputs, targets: tokens and next tokens of the first batch in its range\n"
+        "   inputs, targets: of the first batch, the tokens and next tokens in its range\n"
         "   no target: IGNORE, in no rank's range. padding: rows of zeros, for no token"
     )
     report.table("tokens", rows)
@@ -486,7 +486,7 @@ def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
 
 
 def show_gradients_vocab(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Compare the gradients of step 1. All that lesson 02 shards shares one row."""
+    """Compare the gradients of step 1. All others share one row."""
     gradients = values_of(runs, "gradients")
     report.section("Gradients of step 1: norms, and the largest relative difference")
     report.compare("gradients", gradients, fold=fold_layers)
@@ -519,7 +519,7 @@ HARD_CASES = [
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
     report.section(
-        "Where a loss easily goes wrong; diff: the larger one of loss and gradient"
+        "Where a loss easily goes wrong; diff: the larger one, of loss or gradient"
     )
     rows = [try_case(report, case, tp_group) for case in HARD_CASES]
     report.table("hard cases", rows)
@@ -604,7 +604,8 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
     if "DTensor" in totals:
         report.say(
-            "   clipping: one call, of one float64; with DTensor, of one per parameter"
+            "   clipping: one call, one float64; DTensor: one call, one float64 per "
+            "parameter"
         )
 
 
@@ -643,7 +644,7 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     report.say("   saved for backward, per rank; logits and targets do not count")
     report.table("memory", rows)
     report.say(
-        "   A sharded loss sends as much for any V; a rank saves about 1/T of softmax."
+        "   A sharded loss sends the same bytes for any V; a rank saves 1/T of softmax."
     )
 
 
@@ -746,7 +747,7 @@ BREAKS = {
         what="columns of padding take part in the softmax",
         symptom="the loss is slightly too large (less with a larger vocabulary), and "
         "rows of padding get gradients",
-        why="a column of padding has the logit 0, not −∞: exp(0) = 1 is in every sum",
+        why="a column of padding has the logit 0, not −∞: each sum has an extra term",
         reported="github.com/mirage-project/mirage/issues/751, vllm-project/vllm 1399",
         audit="loss",
     ),

@@ -223,8 +223,8 @@ def try_bug(name: str, bug: str) -> dict:
     return {"lesson": name, "bug": bug, **found}
 
 
-# What the first finding of each begins with. The lessons print it, and the page of all
-# bugs shows it. "input" is named only by its place: one reader of three is partial.
+# What the first finding of each begins with. The lesson prints it, and the page of all
+# bugs shows it.
 AUDITED = ("01_naive_mlp_tp", "02_transformer_tp", "03_vocab_parallel")
 AUDITED += ("04_sequence_parallel", "09_shared_heads", "11_context_parallel")
 BUGS = {name: {} for name in AUDITED}
