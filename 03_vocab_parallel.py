@@ -459,7 +459,7 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
         report.expect(sums, name, "positions", name, size["B"] * size["S"])
     rows.append(sums)
     report.say(
-        "   inputs, targets: of the first batch, the tokens and next tokens in its range\n"
+        "   inputs, targets: tokens and next tokens of the first batch, in this range\n"
         "   no target: IGNORE, in no rank's range. padding: rows of zeros, for no token"
     )
     report.table("tokens", rows)
