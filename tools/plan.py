@@ -124,12 +124,13 @@ def fill(args) -> argparse.Namespace:
     args.gpus = args.gpus or (math.prod(mesh) * args.cp if all(mesh) else None)
     if not args.gpus:
         raise ValueError("--gpus: how many?")
-    lesson.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     lesson.must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
+    lesson.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     if args.cp > 1:
         lesson.must_divide(args, "seq_len", 2 * args.cp, "(2 · --cp: zigzag)")
         tp = args.tp or 1
         lesson.must_divide(args, "seq_len", args.cp * tp, "(--cp · --tp)")
+    lesson.raise_refused(args)
     product = args.cp * math.prod(n or 1 for n in mesh)
     if args.gpus % product or (all(mesh) and product != args.gpus):
         text = " × ".join(f"--{x} {n}" for x, n in zip(AXES, mesh) if n)
@@ -170,6 +171,7 @@ def find(args) -> tuple[list, list, Counter]:
         lesson.must_divide(args, name, args.tp or 1, "(--tp)")
     parts = (args.dp or 1) * (args.micro_batch or 1)
     lesson.must_divide(args, "batch_size", parts, "(--dp · --micro-batch)")
+    lesson.raise_refused(args)
     for gpus in range(args.gpus, 0, -1):
         if any(not why_not(sizes, **mesh) for mesh in meshes(gpus, fixed)):
             break
