@@ -982,7 +982,7 @@ class Report:
         print("  ".join(f"{letter} {number}" for letter, number in size.items()))
         steps = getattr(self.args, "steps", 0)
         if steps > 100:
-            print(f"One process takes {steps} steps first; this prints nothing.")
+            print(f"First the reference takes {steps} steps; nothing is printed then.")
 
     def section(self, title: str) -> None:
         self.number += 1

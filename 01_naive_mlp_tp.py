@@ -916,7 +916,7 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 def refuse(args, name: str, reason: str, value: int) -> None:
-    """Keep why a flag is wrong, and go on with a right value: others depend on it."""
+    """Keep why a flag is wrong, and set a right value, on which others may depend."""
     flag = f"--{name.replace('_', '-')}"
     refused = vars(args).setdefault("refused", [])
     refused.append((flag, f"{flag} {getattr(args, name)}: {reason}", value))
@@ -1175,7 +1175,7 @@ class Report:
         print("  ".join(f"{letter} {number}" for letter, number in size.items()))
         steps = getattr(self.args, "steps", 0)
         if steps > 100:
-            print(f"One process takes {steps} steps first; this prints nothing.")
+            print(f"First the reference takes {steps} steps; nothing is printed then.")
 
     def section(self, title: str) -> None:
         self.number += 1

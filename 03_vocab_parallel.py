@@ -408,7 +408,7 @@ def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def fold_layers(name: str) -> str:
-    """The row of a parameter: its own for embedding and head, else the shared one."""
+    """The row of a parameter: embedding and head have their own, all others one."""
     is_new = name.startswith(("embed_tokens", "lm_head"))
     return name if is_new else "all others, as in 02"
 
@@ -486,7 +486,7 @@ def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
 
 
 def show_gradients_vocab(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Compare the gradients of step 1. All others share one row."""
+    """Compare the gradients of step 1; all but embedding and head share one row."""
     gradients = values_of(runs, "gradients")
     report.section("Gradients of step 1: norms, and the largest relative difference")
     report.compare("gradients", gradients, fold=fold_layers)
@@ -1109,7 +1109,7 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
 
 
 def refuse(args, name: str, reason: str, value: int) -> None:
-    """Keep why a flag is wrong, and go on with a right value: others depend on it.
+    """Keep why a flag is wrong, and set a right value, on which others may depend.
 
     (lesson 01)"""
     flag = f"--{name.replace('_', '-')}"
@@ -1768,7 +1768,7 @@ class Report:
         print("  ".join(f"{letter} {number}" for letter, number in size.items()))
         steps = getattr(self.args, "steps", 0)
         if steps > 100:
-            print(f"One process takes {steps} steps first; this prints nothing.")
+            print(f"First the reference takes {steps} steps; nothing is printed then.")
 
     def section(self, title: str) -> None:
         self.number += 1

@@ -136,7 +136,7 @@ LONG = (MLP, 2, "--steps", "101", "--only", "2")
 @pytest.mark.launches(*LONG)
 def test_a_long_run_says_what_comes_first():
     lines = jobs.result(*LONG).out.splitlines()
-    assert lines[2] == "One process takes 101 steps first; this prints nothing."
+    assert lines[2] == "First the reference takes 101 steps; nothing is printed then."
 
 
 def test_a_changed_model_reaches_the_comparison(tmp_path):

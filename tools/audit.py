@@ -328,7 +328,7 @@ ADVICE = {
         "The loss is right with the first parameters, and wrong after an update that "
         "was right: the model still uses something that was computed from the old "
         "parameters.",
-        "Compute it in forward, or anew after each step (a norm that was stored, a "
+        "Compute it in forward, or again after each step (a norm that was stored, a "
         "copy or a merged form of a weight, a cache).",
         "lesson 03, --break tie: two parameters for one weight",
     ),
