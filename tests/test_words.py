@@ -37,6 +37,8 @@ PHRASES = {
     r"\btimes as (?:long|big)\b": "times slower, times as large",
     r"\bwhere \w+ ends\b": "what it costs, or its last value",
     r"; and yet\b|\band yet;": "but",
+    r"\banew\b": "again, from scratch",
+    r"\bgo on\b": "continue, resume",
 }
 # (file's name, phrase): where a phrase is the right one, and why.
 ALLOWED = {}
