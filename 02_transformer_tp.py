@@ -1624,16 +1624,28 @@ def positive(text: str) -> int:
 
 
 def apply_edit(edit: dict, module: dict) -> None:
-    """Replace the target of a bug, a name or Class.name, by its edited copy."""
+    """Replace the target of a bug, a name or Class.name, by its edited copy.
+
+    In a script of beyond/ the target may be a lesson's: every module that has it under
+    its name gets the edited copy.
+    """
     owner, _, name = edit["target"].rpartition(".")
-    definition = getattr(module[owner], name) if owner else module[name]
+    modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]
+    modules = [other for other in modules if other.get("COMM") is COMM]
+    home = next(other for other in [module, *modules] if (owner or name) in other)
+    definition = getattr(home[owner], name) if owner else home[name]
     source = textwrap.dedent(inspect.getsource(definition))
     if source.count(edit["old"]) != 1:
         raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
-    scope = {} if owner else module  # where the edited copy is defined
-    exec(source.replace(edit["old"], edit["new"]), module, scope)
+    scope = {}  # where the edited copy is defined
+    names = getattr(definition, "__globals__", home)  # that the copy may use
+    exec(source.replace(edit["old"], edit["new"]), names, scope)
     if owner:
-        setattr(module[owner], name, scope[name])
+        setattr(home[owner], name, scope[name])
+        return
+    for other in [module, *modules]:
+        if other.get(name) is definition:
+            other[name] = scope[name]
 
 
 def edit_as_diff(name: str, edit: dict) -> str:
