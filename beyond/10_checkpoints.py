@@ -840,24 +840,9 @@ def check_folder(args) -> None:
 # region
 
 # Imports that only the parts below use.
+from datetime import timedelta
+
 import torch.nn.functional as F
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group along each axis of a mesh (lesson 00)."""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    limit = timedelta(seconds=timeout)
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
-            # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, also those it is not in, in one order:
-            # new_group is a collective over all ranks and waits for each of them.
-            group = dist.new_group(line, timeout=limit, group_desc=axis)
-            if dist.get_rank() in line:
-                groups[axis] = group
-    return groups
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -935,6 +920,23 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
     return round(rounds * nbytes * (ranks - 1) / ranks)
 
 
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # group_desc is the axis under which COMM counts a group's calls.
+            # Every rank creates every group, also those it is not in, in one order:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
+
+
 # endregion
 
 
@@ -956,18 +958,16 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(
-    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
-) -> nn.Parameter | None:
-    """This rank's shard of a parameter, which remembers how it was sharded.
+def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
+    """This rank's slice of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
     if full is None:
         return None
-    for dim, group in shardings:
+    if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = shardings
+    p.shardings = () if dim is None else ((dim, group),)
     return p
 
 
@@ -979,10 +979,10 @@ def shardings_of(p: Tensor) -> tuple:
 
 
 def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' shards; the last split is undone first.
+    """The full tensor from all ranks' slices; the last split is undone first.
 
     (lesson 01)"""
-    for dim, group in reversed(shardings):
+    for dim, group in reversed(shardings):  # one at most in this lesson
         x = all_gather(x, dim, group)
     return x
 
@@ -1023,8 +1023,8 @@ class ColumnParallelLinear(nn.Module):
         self.tp_group = tp_group
         self.copy_input = copy_input
         self.gather_output = gather_output
-        self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
-        self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
+        self.weight = shard_parameter(full.weight, 0, tp_group)  # [f, D]
+        self.bias = shard_parameter(full.bias, 0, tp_group)  # [f]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.copy_input:
@@ -1055,8 +1055,8 @@ class RowParallelLinear(nn.Module):
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
         self.tp_group = tp_group
-        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
-        self.weight = shard_parameter(full.weight, (1, tp_group))  # [D, f]
+        self.reduce = ReduceFromTP.apply  # g, under a name: lesson 04 puts another here
+        self.weight = shard_parameter(full.weight, 1, tp_group)  # [D, f]
         self.bias = shard_parameter(full.bias)  # [D]
 
     def forward(self, x_BSf: Tensor) -> Tensor:
@@ -1077,18 +1077,14 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     return mlp
 
 
-class AllGatherWithGrad(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward (lesson 01)."""
+class AllGatherWithGrad(GatherFromTP):
+    """The same forward, but different work follows: reduce-scatter backward.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim = dim
-        ctx.group = group
-        return all_gather(x, dim, group)
+    (lesson 01)"""
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter(partial_grad, ctx.dim, ctx.tp_group), None, None
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
@@ -1538,7 +1534,7 @@ class VocabParallelEmbedding(nn.Module):
         self.tp_group = tp_group
         self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
         padded = pad_vocab(full, tp_group.size())
-        self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
+        self.weight = shard_parameter(padded.weight, 0, tp_group)  # [v, D]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         check_tokens(tokens_BS, self.vocab_size)
@@ -2360,7 +2356,6 @@ import time
 import traceback
 from collections import Counter
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 
