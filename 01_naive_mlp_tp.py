@@ -526,13 +526,20 @@ def show_memory_mlp(report: Report, runs: dict[str, MLPRun], size: dict) -> None
         "Megatron": ("(θ - D·e)/T + D·e", "B·S·(D + 2·F/T)·e"),  # x, a bias: replicated
         "DP": ("θ", "B·S·(D + 2·F)·e/T"),
     }
+    report.say(
+        "   Bytes per rank; saved = saved for backward: x, input, output of GELU"
+    )
+    show_memory_rows(report, runs, formulas, size)
+
+
+def show_memory_rows(report: Report, runs: dict, formulas: dict, size: dict) -> None:
+    """A row for each run that has formulas: parameters, gradients, saved."""
     rows = []
-    for name, run in runs.items():
-        if name not in formulas:  # DTensor, whose operations save copies of their own
+    for name, (parameters, saved) in formulas.items():
+        if name not in runs:
             continue
-        parameters, saved = formulas[name]
         row = {"run": name}
-        row.update(bytes_stored_mlp(run))
+        row.update(bytes_stored_mlp(runs[name]))
         row.update({"params =": parameters, "saved =": saved})
         expected = evaluate(parameters, size)
         report.expect(row, "params", "memory", f"parameters, {name}", expected)
@@ -541,9 +548,6 @@ def show_memory_mlp(report: Report, runs: dict[str, MLPRun], size: dict) -> None
         report.expect(row, "saved", "memory", f"saved, {name}", expected)
         row["ok"] = None  # the table sets it, by what is off
         rows.append(row)
-    report.say(
-        "   Bytes per rank; saved = saved for backward: x, input, output of GELU"
-    )
     report.table("memory", rows)
 
 

@@ -148,12 +148,12 @@ def test_a_changed_model_reaches_the_comparison(tmp_path):
     script = tmp_path / f"{MLP}.py"
     script.write_text(text, "utf-8")
     path = tmp_path / "out.json"
-    done = jobs.launch(script, 2, "--mesh", "2x1", "--json", path)
+    done = jobs.launch(script, 2, "--json", path)
     assert f"\nFAIL  {MLP}  failed: " in done.out, done.text
     checks = json.loads(path.read_text())["checks"]
     assert "gradients: dL/d norm.weight, Megatron" in [row["name"] for row in checks]
     off = {row["kind"] for row in checks if row["ranks"]}
-    assert off == {"memory", "bytes", "calls"}
+    assert off == {"memory", "bytes", "calls"}  # DP also averages the norm's gradient
 
 
 EMPTY = """
