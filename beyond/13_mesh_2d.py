@@ -96,8 +96,8 @@ def shard_2d(full: Tensor | None, *shardings: tuple) -> nn.Parameter | None:
     if full is None:
         return None
     for dim, group in shardings:
-        full = lesson00.shard(full, dim, group)
-    p = nn.Parameter(full.detach().clone())
+        full = lesson00.shard(full, dim, group)  # a new tensor
+    p = nn.Parameter(full)
     p.shardings = shardings  # lesson01.unshard undoes the last split first
     return p
 

@@ -320,8 +320,6 @@ MUTANTS = [Mutant(*row) for row in [
      "p.shardings = shardings", "p.shardings = shardings[:1]", "4"),
     ("13", "shard_2d", "records the splits in the other order",
      "p.shardings = shardings", "p.shardings = shardings[::-1]", "4"),
-    ("13", "shard_2d", "shares its memory with the full parameter",
-     "full.detach().clone()", "full.detach()", "1"),
     ("13", "GatheredMatmul.backward", "the slice of dL/dW, not summed",
      "lesson00.reduce_scatter(partial_grad_w,", "lesson00.shard(partial_grad_w,"),
     ("13", "UpLinear2D", "the bias is split in the other order",
