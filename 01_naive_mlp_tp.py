@@ -1311,7 +1311,8 @@ class Report:
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
             print(wrap(f"   {run} raised {self.raised[run]}"))
             print(where_raised(error), flush=True)
-        self.check("runs", f"{run} completes", int(run in self.raised))
+        text = f"{run} raised {self.raised.get(run)}"
+        self.check("runs", f"{run} completes", int(run in self.raised), text=text)
 
     def table(self, key: str, rows: list[dict], hide=(), brief: str = "") -> None:
         """Print rows that have the same columns; --json keeps them under `key`.
@@ -1341,7 +1342,8 @@ class Report:
         if self.agreeing:
             worst = max(diff for text, diff in self.agreeing)
             what = ", ".join(text for text, diff in self.agreeing)
-            self.say(wrap(f"   {what}: {how}, worst {worst:.1e}"))
+            how += f", worst {worst:.1e}" if worst else ""
+            self.say(wrap(f"   {what}: {how}"))
         self.agreeing.clear()
 
     def print_rows(self, rows: list[dict], hide) -> None:
@@ -1397,10 +1399,11 @@ class Report:
         brief = f"{len(names)} {brief}" if brief and len(runs) > 1 else ""
         self.table(key, list(rows.values()), brief=brief)
 
-    def ledger(self, formulas: dict[Call, list], size: dict, steps=1, hide=()) -> None:
+    def ledger(self, formulas: dict, size: dict, steps=1, hide=(), brief=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
         formulas: Call → a list of Calls; several if it makes calls of several sizes.
+        brief: runs and phases whose rows are printed with --verbose only, or if wrong.
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1430,7 +1433,16 @@ class Report:
         for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
-        self.table("communication", rows, hide)
+        less = [row for row in rows if row["run"] in brief or row["phase"] in brief]
+        if less and not self.args.verbose:
+            rows = [row for row in rows if row not in less]
+            self.table("communication", rows, hide)
+            more = "more rows" if rows else "rows"
+            text = f"{len(less)} {more} ({', '.join(brief)})"
+            self.table("communication", less, hide, brief=text)
+            self.agree("calls and bytes as predicted")
+        else:
+            self.table("communication", rows, hide)
 
     def merge_checks(self) -> list[dict]:
         """The checks of all ranks: the largest diff, and the ranks where it fails."""
@@ -1469,6 +1481,7 @@ class Report:
             text = f"failed: {', '.join(counts)}"
         if edits:
             shown = edits if self.args.verbose else edits[:8]  # communication first
+            print("The model without TP was edited. Formulas that do not describe it:")
             print("\n".join(wrap(f"≠ {check['text']}") for check in shown))
             text = text if counts else f"values agree: {text}"
             text += (

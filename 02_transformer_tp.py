@@ -359,19 +359,19 @@ def main(args, report: Report) -> None:
     """Train the same model three times on the same batches, then compare."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
     size = sizes_of(args)
-    report.begin({"tp": args.ranks}, size)
-    explain_sizes(report, args.ranks)
+    report.begin({"tp": args.ranks}, size, note=why_these_sizes(args.ranks))
     full = make_transformer(args)
     batches = make_batches(__doc__, args, args.steps)
 
     runs = {}
     model = copy.deepcopy(full)
     runs["without TP"] = train_transformer("without TP", model, batches, args)
+    check_reference(report, runs["without TP"], batches[0], size)
     report.section("Who holds what: attention is split by heads")
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("with TP"):
         model = tp_transformer(full, tp_group)
-        show_placements(report, full, model)
+        show_placements(report, full, model, size)
         runs["with TP"] = train_transformer("with TP", model, batches, args, tp_group)
     with report.column("DTensor"), CountDTensor("tp"):
         model = dtensor_transformer(full, tp_plan(), tp_group)
@@ -385,10 +385,11 @@ def main(args, report: Report) -> None:
     show_memory(report, runs, size, batches[0])
 
 
-def explain_sizes(report: Report, ranks: int) -> None:
+def why_these_sizes(ranks: int) -> str:
     """Say why the default sizes are larger on this number of ranks."""
-    if 4 % ranks != 0:
-        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
+    if 4 % ranks == 0:
+        return ""
+    return f"K, N and D have larger defaults here, because {ranks} ranks must divide K."
 
 
 PAD = 256  # the one token that is not a byte
@@ -523,7 +524,7 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
 # ---- The sections of the output, in order
 
 
-def show_placements(report: Report, full: Transformer, tp_model: Transformer) -> None:
+def show_placements(report: Report, full: Transformer, tp_model, size) -> None:
     """The shapes of a layer's attention weights, and how they are sharded."""
     on_rank = dict(tp_model.layers[0].self_attn.named_parameters())
     rows = []
@@ -535,20 +536,31 @@ def show_placements(report: Report, full: Transformer, tp_model: Transformer) ->
         placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
+    if not report.args.verbose:  # the biases of q, k and v are split as their weights
+        rows = [row for row in rows if row["self_attn"] not in BIASES_LIKE_WEIGHTS]
     report.table("holdings", rows)
-    report.say("   The MLP is sharded as in lesson 01. Everything else is Replicate().")
+    heads = f"{size['N'] // size['T']} of {size['N']} query heads"
+    shared = f"{size['K'] // size['T']} of {size['K']} key/value heads"
+    report.conclude(
+        f"A rank has {heads} and {shared}. The MLP is split as in lesson 01; all else "
+        "is Replicate()."
+    )
+
+
+BIASES_LIKE_WEIGHTS = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
 
 
 def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Losses, gradient norms before clipping, and the parameters after training."""
+    report.section("Losses; and after training, norms, parameters and replicas")
     losses = values_of(runs, "losses")
-    norms = values_of(runs, "norms")
-    parameters = values_of(runs, "parameters")
-    report.section("Losses, norms of gradients before clipping, norm of the parameters")
     report.compare("losses", losses, allowed=report.allowed_loss)
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
-    report.compare("norms", norms)
-    report.compare("parameters", parameters, fold=lambda name: "all parameters")
+    report.compare("norms", values_of(runs, "norms"), brief="norms before clipping")
+    parameters = values_of(runs, "parameters")
+    whole = lambda name: "all parameters"
+    report.compare("parameters", parameters, fold=whole, brief="parameters")
+    report.agree("as without TP")
 
 
 def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
@@ -570,14 +582,17 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
         if report.check("replicas", name, diff):
             row["equal"] += 1
     row["off"] = [] if row["equal"] == row["compared"] else ["equal"]
-    report.table("replicas", [row])
+    report.table("replicas", [row], brief=f"{len(diffs)} replicas, losses and norms")
+    report.agree("bitwise identical on all ranks")
 
 
 def show_gradients(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Gradients of step 1. A row has the weight and bias of a module, in all layers."""
     gradients = values_of(runs, "gradients")
-    report.section("Gradients of step 1: norms, and the largest relative difference")
+    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
     report.compare("gradients", gradients, fold=module_of)
+    if not report.args.verbose:
+        return
     first = next(p for p in gradients["without TP"] if "self_attn" in p)
     report.say(f"   The first elements of dL/d {first}:")
     for name, run in runs.items():
@@ -596,47 +611,49 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
     formulas = {
         Call("with TP", "forward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
         Call("with TP", "backward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
-        Call("with TP", "clipping", "all-reduce", "tp"): [
-            Calls("1", "8")
-        ],  # one float64
+        # One float64: the sum of all squares.
+        Call("with TP", "clipping", "all-reduce", "tp"): [Calls("1", "8")],
         Call("DTensor", "forward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
         # In tp_plan each of q, k and v has its own f; by hand they share one.
         Call("DTensor", "backward", "all-reduce", "tp"): [Calls("4·L", "B·S·D·e")],
         # One float64 for each of the 16·L + 5 parameters; global_norm adds them first.
         Call("DTensor", "clipping", "all-reduce", "tp"): [Calls("1", "8·(16·L + 5)")],
     }
-    conclusions = {
-        "with TP": "per layer 2 all-reduces forward, 2 backward",
-        "DTensor": "per layer 2 forward, 4 backward (q, k, v: an f each)",
-    }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
-    report.ledger(formulas, size, steps=report.args.steps)
+    report.ledger(formulas, size, steps=report.args.steps, brief=["clipping"])
     totals = Counter()
     for row in report.data["communication"]:
         totals[row["run"]] += row["bytes"]
-    for run, total in totals.items():  # a run that raised an error has no rows
-        report.say(f"   {run}: {total:,} bytes, {conclusions[run]}")
-    if "DTensor" in totals:
-        report.say(
-            "   clipping: one call, one float64; DTensor: one call, one float64 per "
-            "parameter"
+    if len(totals) == 2:  # both runs have completed, and there is more than one rank
+        times = totals["DTensor"] / totals["with TP"]
+        report.conclude(
+            "With TP a layer makes 2 all-reduces forward and 2 backward. PyTorch's "
+            f"plan makes 4 backward, because q, k and v have an f each: {times:.2f} "
+            "times as many bytes in total."
         )
-    if not totals:
-        report.say("   Nothing was sent by a run that completed.")
 
 
-def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None:
-    """Bytes that a rank stores: a formula for each term, and their sum as measured."""
-    parameters = {
-        "embed_tokens, lm_head": "(2·D + 1)·V·e",
+def parameter_terms(tie: bool = False) -> dict[str, str]:
+    """Bytes of the parameters on a rank: what is stored → formula.
+
+    tie: embedding and head share one weight (lesson 03).
+    """
+    return {
+        "embed_tokens, lm_head": "(D + 1)·V·e" if tie else "(2·D + 1)·V·e",
         "LayerNorms": "(2·L + 1)·2·D·e",
         "biases of o_proj, down_proj": "2·L·D·e",
         "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",
         "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
         "up_proj": "L·F·(D + 1)·e/T",
     }
-    # Saved for backward by the model, without the loss. What lies between f and g is
-    # divided by T; what lies between g and the next f is replicated.
+
+
+def saved_terms(dropout: float) -> dict[str, str]:
+    """Bytes that the model, without the loss, saves for backward on a rank.
+
+    What lies between f and g is divided by T; what lies between g and the next f is
+    replicated.
+    """
     saved = {
         "tokens (int64)": "8·B·S",
         "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
@@ -647,27 +664,60 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
         "input of o_proj": "L·B·S·D·e/T",
         "inputs of GELU and down_proj": "2·L·B·S·F·e/T",
     }
-    if report.args.dropout > 0:
+    if dropout > 0:
         saved["dropout masks of outputs (1 byte)"] = "2·L·B·S·D"
         saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
         saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
+    return saved
 
+
+def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
+    """Find out whether the model without TP fits its formulas, or has been edited."""
+    alone = {"without TP": dict(size, T=1)}
+    measured = bytes_stored(run, batch)
+    _, stored = add_up(parameter_terms(getattr(report.args, "tie", False)), alone)
+    _, saved = add_up(saved_terms(report.args.dropout), alone)
+    report.check_model(
+        parameters=(measured["parameters"], stored["without TP"]),
+        activations=(measured["saved for backward"], saved["without TP"]),
+    )
+
+
+def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None:
+    """Bytes that a rank stores: a formula for each term, and their sum as measured."""
     sizes = {"without TP": dict(size, T=1), "with TP": size}
     measured = {run: bytes_stored(runs[run], batch) for run in sizes if run in runs}
-    report.section("Memory per rank in bytes; e = bytes per element")
-    rows, sums = add_up(parameters, sizes)
-    rows.append(measured_row(report, "parameters", "sum", sums, measured))
+    report.section("Memory per rank in bytes, measured and predicted")
+    terms, sums = add_up(parameter_terms(), sizes)
+    rows = [measured_row(report, "parameters", "sum", sums, measured)]
     rows.append(measured_row(report, "gradients", "sum", sums, measured))
     # AdamW stores two moments per parameter, and a 4-byte step count per tensor.
     tensors = len(runs["without TP"].parameters)
     sums = {run: 2 * sums[run] + 4 * tensors for run in sizes}
     formula = f"2·sum + 4·{tensors} step counts"
     rows.append(measured_row(report, "optimizer state", formula, sums, measured))
-    report.table("memory", rows)
+    more_terms, sums = add_up(saved_terms(report.args.dropout), sizes)
+    saved = measured_row(report, "saved for backward", "sum", sums, measured)
+    show_terms(report, terms + rows + more_terms + [saved])
+    if len(measured) == 2:
+        before = measured["without TP"]
+        after = measured["with TP"]
+        parameters = 100 * after["parameters"] / before["parameters"]
+        saved = 100 * after["saved for backward"] / before["saved for backward"]
+        report.conclude(
+            f"A rank stores {parameters:.0f} % of the parameters and {saved:.0f} % of "
+            "the activations. --verbose shows each term: some are replicated."
+        )
 
-    rows, sums = add_up(saved, sizes)
-    rows.append(measured_row(report, "saved for backward", "sum", sums, measured))
-    report.table("memory", rows)
+
+def show_terms(report: Report, rows: list[dict]) -> None:
+    """A table of terms and measured sums; without --verbose, of the sums only."""
+    if report.args.verbose:
+        report.table("memory", rows)
+        return
+    report.data.setdefault("memory", []).extend(r for r in rows if "off" not in r)
+    sums = [row for row in rows if "off" in row]
+    report.table("memory", sums, hide=["formula"])
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
@@ -1461,7 +1511,8 @@ class Report:
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
             print(wrap(f"   {run} raised {self.raised[run]}"))
             print(where_raised(error), flush=True)
-        self.check("runs", f"{run} completes", int(run in self.raised))
+        text = f"{run} raised {self.raised.get(run)}"
+        self.check("runs", f"{run} completes", int(run in self.raised), text=text)
 
     def table(self, key: str, rows: list[dict], hide=(), brief: str = "") -> None:
         """Print rows that have the same columns; --json keeps them under `key`.
@@ -1491,7 +1542,8 @@ class Report:
         if self.agreeing:
             worst = max(diff for text, diff in self.agreeing)
             what = ", ".join(text for text, diff in self.agreeing)
-            self.say(wrap(f"   {what}: {how}, worst {worst:.1e}"))
+            how += f", worst {worst:.1e}" if worst else ""
+            self.say(wrap(f"   {what}: {how}"))
         self.agreeing.clear()
 
     def print_rows(self, rows: list[dict], hide) -> None:
@@ -1547,10 +1599,11 @@ class Report:
         brief = f"{len(names)} {brief}" if brief and len(runs) > 1 else ""
         self.table(key, list(rows.values()), brief=brief)
 
-    def ledger(self, formulas: dict[Call, list], size: dict, steps=1, hide=()) -> None:
+    def ledger(self, formulas: dict, size: dict, steps=1, hide=(), brief=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
         formulas: Call → a list of Calls; several if it makes calls of several sizes.
+        brief: runs and phases whose rows are printed with --verbose only, or if wrong.
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -1580,7 +1633,16 @@ class Report:
         for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
-        self.table("communication", rows, hide)
+        less = [row for row in rows if row["run"] in brief or row["phase"] in brief]
+        if less and not self.args.verbose:
+            rows = [row for row in rows if row not in less]
+            self.table("communication", rows, hide)
+            more = "more rows" if rows else "rows"
+            text = f"{len(less)} {more} ({', '.join(brief)})"
+            self.table("communication", less, hide, brief=text)
+            self.agree("calls and bytes as predicted")
+        else:
+            self.table("communication", rows, hide)
 
     def merge_checks(self) -> list[dict]:
         """The checks of all ranks: the largest diff, and the ranks where it fails."""
@@ -1619,6 +1681,7 @@ class Report:
             text = f"failed: {', '.join(counts)}"
         if edits:
             shown = edits if self.args.verbose else edits[:8]  # communication first
+            print("The model without TP was edited. Formulas that do not describe it:")
             print("\n".join(wrap(f"≠ {check['text']}") for check in shown))
             text = text if counts else f"values agree: {text}"
             text += (

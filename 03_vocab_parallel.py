@@ -336,8 +336,7 @@ def main(args, report: Report) -> None:
     single_group = mesh_groups(axes, args.timeout)["single"]
     size = sizes_of(args)
     size["v"] = math.ceil(args.vocab_size / args.ranks)
-    report.begin({"tp": args.ranks}, size)
-    explain_sizes(report, args.ranks)
+    report.begin({"tp": args.ranks}, size, note=why_these_sizes(args.ranks))
     full = make_tied(args)
     batches = make_batches(__doc__, args, args.steps)
     by_hand = partial(sharded_loss, tp_group=single_group, vocab_size=args.vocab_size)
@@ -346,6 +345,7 @@ def main(args, report: Report) -> None:
     runs = {}
     train = partial(train_transformer, batches=batches, args=args)
     runs["without TP"] = train("without TP", copy.deepcopy(full))
+    check_reference(report, runs["without TP"], batches[0], size)
     report.section("Who holds what: each rank has v rows of the vocabulary")
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("loss by hand"):
@@ -427,7 +427,6 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
         placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.say("   All other parameters are sharded or replicated as in lesson 02.")
     report.table("holdings", rows)
 
 
@@ -457,12 +456,14 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
     # Every position has one input token, and one target or none.
     for name in ("inputs", "targets"):
         report.expect(sums, name, "positions", name, size["B"] * size["S"])
-    rows.append(sums)
-    report.say(
-        "   inputs, targets: tokens and next tokens of the first batch, in this range\n"
-        "   no target: IGNORE, in no rank's range. padding: rows of zeros, for no token"
-    )
+    if report.args.verbose or sums["off"]:
+        rows.append(sums)
     report.table("tokens", rows)
+    padding = sums["padding"]
+    report.conclude(
+        f"A rank has v = {v} rows; {padding} in total are padding. inputs, targets: "
+        "tokens of the first batch that it holds; IGNORE is in no rank's range."
+    )
 
 
 def count_tokens(tokens: Tensor, held: range) -> int:
@@ -482,13 +483,15 @@ def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
         if report.check(kind, f"{parameter}, rows of padding", diff):
             row["zero"] += 1
     row["off"] = [] if row["zero"] == row["tensors"] else ["zero"]
-    report.table("padding", [row])
+    brief = f"padded rows of {len(padding)} gradients and parameters"
+    report.table("padding", [row], brief=brief)
+    report.agree("zero")
 
 
 def show_gradients_vocab(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Compare the gradients of step 1; all but embedding and head share one row."""
     gradients = values_of(runs, "gradients")
-    report.section("Gradients of step 1: norms, and the largest relative difference")
+    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
     report.compare("gradients", gradients, fold=fold_layers)
 
 
@@ -518,11 +521,11 @@ HARD_CASES = [
 
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
-    report.section(
-        "Where a loss easily goes wrong; diff: the larger one, of loss or gradient"
-    )
+    report.section("Where a loss easily goes wrong")
     rows = [try_case(report, case, tp_group) for case in HARD_CASES]
-    report.table("hard cases", rows)
+    report.table("hard cases", rows, brief=f"{len(rows)} cases")
+    names = ", ".join(case.name for case in HARD_CASES)
+    report.agree(f"as F.cross_entropy ({names})")
 
 
 def try_case(report: Report, case: Case, tp_group) -> dict:
@@ -559,9 +562,10 @@ def try_case(report: Report, case: Case, tp_group) -> dict:
     row["with TP"] = loss.item()
     row["diff"] = max(loss_diff, gradient_diff)
     row["off"] = []
-    if not report.check("losses", case.name, loss_diff, report.allowed_loss):
+    # Kinds of their own: the verdict names the trained run's gradients first.
+    if not report.check("hard losses", case.name, loss_diff, report.allowed_loss):
         row["off"].append("with TP")
-    if not report.check("gradients", case.name, gradient_diff, report.allowed):
+    if not report.check("hard gradients", case.name, gradient_diff, report.allowed):
         row["off"].append("diff")
     return row
 
@@ -595,21 +599,17 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         ],
         Call("DTensor", "clipping", "all-reduce", "tp"): [Calls("1", f"8·({tensors})")],
     }
-    conclusions = {
-        "with TP": "loss: 3 values per token (max, Σ exp, the target's logit)",
-        "DTensor": "the same loss; in backward q, k and v have an f each",
-    }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
-    report.ledger(formulas, size, steps=report.args.steps)
-    totals = Counter()
+    report.ledger(formulas, size, report.args.steps, brief=["DTensor", "clipping"])
+    sent = {"forward": 0, "loss": 0}
     for row in report.data["communication"]:
-        totals[row["run"]] += row["bytes"]
-    for run, total in totals.items():  # a run that raised an error has no rows
-        report.say(f"   {run}: {total:,} bytes; {conclusions[run]}")
-    if "DTensor" in totals:
-        report.say(
-            "   clipping: one call, one float64; DTensor: one call, one float64 per "
-            "parameter"
+        if row["run"] == "with TP" and row["phase"] in sent:
+            sent[row["phase"]] += row["bytes"]
+    if sent["loss"]:
+        logits = evaluate("B·S·V·e", size)
+        report.conclude(
+            "The loss all-reduces 3 values per token (max, Σ exp, the target's logit): "
+            f"{sent['loss']:,} bytes, where the logits have {logits:,}."
         )
 
 
@@ -624,11 +624,11 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
         v = math.ceil(V / size["T"])
         sizes[run] = dict(size, V=V, v=v)
         measured[run] = measure_losses(report.args, run, sizes[run], tp_group)
-        gathered = Call(f"gathered, {run}", "loss", "all-gather", "tp")
-        sharded = Call(f"sharded, {run}", "loss", "all-reduce", "tp")
-        formulas[gathered] = [Calls("1", f"B·S·{v}·T·e")]  # v columns of each rank
-        formulas[sharded] = [Calls("3", "B·S·e")]
-    report.ledger(formulas, size)
+        gathered_call = Call(f"gathered, {run}", "loss", "all-gather", "tp")
+        sharded_call = Call(f"sharded, {run}", "loss", "all-reduce", "tp")
+        formulas[gathered_call] = [Calls("1", f"B·S·{v}·T·e")]  # v columns of each rank
+        formulas[sharded_call] = [Calls("3", "B·S·e")]
+    report.ledger(formulas, size, brief=["loss"])
 
     # What autograd saves for backward, in bytes per rank.
     gathered = {
@@ -645,11 +645,13 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     sharded_rows, sums = add_up(sharded, sizes)
     rows.extend(sharded_rows)
     rows.append(measured_row(report, "sharded: saved", "sum", sums, measured))
-    report.say("   saved for backward, per rank; logits and targets do not count")
-    report.table("memory", rows)
-    report.say(
-        "   A sharded loss sends the same bytes for any V; a rank saves 1/T of softmax."
-    )
+    show_terms(report, rows)
+    if size["T"] > 1:
+        all_gathered = COMM.bytes[gathered_call]
+        report.conclude(
+            f"For V = {V:,} a gathered loss sends {all_gathered:,} bytes, a sharded one "
+            f"{COMM.bytes[sharded_call]:,}, as for any V; a rank saves 1/T of the softmax."
+        )
 
 
 def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str, int]:
@@ -1134,6 +1136,11 @@ def local(x: Tensor) -> Tensor:
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
+def nbytes(tensors) -> int:
+    """Bytes of these tensors on this rank (lesson 01)."""
+    return sum(local(x).nbytes for x in tensors if x is not None)
+
+
 def values_of(runs: dict, field: str) -> dict:
     """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
     return {name: getattr(run, field) for name, run in runs.items()}
@@ -1420,10 +1427,11 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
-def explain_sizes(report: Report, ranks: int) -> None:
+def why_these_sizes(ranks: int) -> str:
     """Say why the default sizes are larger on this number of ranks (lesson 02)."""
-    if 4 % ranks != 0:
-        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
+    if 4 % ranks == 0:
+        return ""
+    return f"K, N and D have larger defaults here, because {ranks} ranks must divide K."
 
 
 PAD = 256  # the one token that is not a byte
@@ -1552,14 +1560,15 @@ def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Losses, gradient norms before clipping, and the parameters after training.
 
     (lesson 02)"""
+    report.section("Losses; and after training, norms, parameters and replicas")
     losses = values_of(runs, "losses")
-    norms = values_of(runs, "norms")
-    parameters = values_of(runs, "parameters")
-    report.section("Losses, norms of gradients before clipping, norm of the parameters")
     report.compare("losses", losses, allowed=report.allowed_loss)
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
-    report.compare("norms", norms)
-    report.compare("parameters", parameters, fold=lambda name: "all parameters")
+    report.compare("norms", values_of(runs, "norms"), brief="norms before clipping")
+    parameters = values_of(runs, "parameters")
+    whole = lambda name: "all parameters"
+    report.compare("parameters", parameters, fold=whole, brief="parameters")
+    report.agree("as without TP")
 
 
 def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
@@ -1583,7 +1592,67 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
         if report.check("replicas", name, diff):
             row["equal"] += 1
     row["off"] = [] if row["equal"] == row["compared"] else ["equal"]
-    report.table("replicas", [row])
+    report.table("replicas", [row], brief=f"{len(diffs)} replicas, losses and norms")
+    report.agree("bitwise identical on all ranks")
+
+
+def parameter_terms(tie: bool = False) -> dict[str, str]:
+    """Bytes of the parameters on a rank: what is stored → formula (lesson 02)."""
+    return {
+        "embed_tokens, lm_head": "(D + 1)·V·e" if tie else "(2·D + 1)·V·e",
+        "LayerNorms": "(2·L + 1)·2·D·e",
+        "biases of o_proj, down_proj": "2·L·D·e",
+        "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",
+        "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+        "up_proj": "L·F·(D + 1)·e/T",
+    }
+
+
+def saved_terms(dropout: float) -> dict[str, str]:
+    """Bytes that the model, without the loss, saves for backward on a rank.
+
+    (lesson 02)"""
+    saved = {
+        "tokens (int64)": "8·B·S",
+        "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "mean and 1/σ of LayerNorms": "(2·L + 1)·2·B·S·e",
+        "outputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "q, k, v in CoreAttention (N heads)": "3·L·B·S·D·e/T",
+        "softmax output": "L·B·N·S·S·e/T",
+        "input of o_proj": "L·B·S·D·e/T",
+        "inputs of GELU and down_proj": "2·L·B·S·F·e/T",
+    }
+    if dropout > 0:
+        saved["dropout masks of outputs (1 byte)"] = "2·L·B·S·D"
+        saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
+        saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
+    return saved
+
+
+def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
+    """Find out whether the model without TP fits its formulas, or has been edited.
+
+    (lesson 02)"""
+    alone = {"without TP": dict(size, T=1)}
+    measured = bytes_stored(run, batch)
+    _, stored = add_up(parameter_terms(getattr(report.args, "tie", False)), alone)
+    _, saved = add_up(saved_terms(report.args.dropout), alone)
+    report.check_model(
+        parameters=(measured["parameters"], stored["without TP"]),
+        activations=(measured["saved for backward"], saved["without TP"]),
+    )
+
+
+def show_terms(report: Report, rows: list[dict]) -> None:
+    """A table of terms and measured sums; without --verbose, of the sums only.
+
+    (lesson 02)"""
+    if report.args.verbose:
+        report.table("memory", rows)
+        return
+    report.data.setdefault("memory", []).extend(r for r in rows if "off" not in r)
+    sums = [row for row in rows if "off" in row]
+    report.table("memory", sums, hide=["formula"])
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
@@ -1613,6 +1682,25 @@ def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) ->
             row[run] = measured[run][kind]
             report.expect(row, run, "memory", f"{kind}, {run}", predicted)
     return row
+
+
+def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+    """Measured on this rank, after training and in one more forward pass.
+
+    (lesson 02)"""
+    parameters = list(run.model.parameters())
+    saved = SavedBytes([*parameters, *run.model.buffers()])
+    with saved:
+        run.model(batch[0])  # without a label: these calls are in no table
+    moments = []  # and step counts: all that AdamW stores
+    for state in run.optimizer.state.values():
+        moments.extend(state.values())
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(p.grad for p in parameters),
+        "optimizer state": nbytes(moments),
+        "saved for backward": saved.total(),
+    }
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
@@ -1903,7 +1991,8 @@ class Report:
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
             print(wrap(f"   {run} raised {self.raised[run]}"))
             print(where_raised(error), flush=True)
-        self.check("runs", f"{run} completes", int(run in self.raised))
+        text = f"{run} raised {self.raised.get(run)}"
+        self.check("runs", f"{run} completes", int(run in self.raised), text=text)
 
     def table(self, key: str, rows: list[dict], hide=(), brief: str = "") -> None:
         """Print rows that have the same columns; --json keeps them under `key`.
@@ -1933,7 +2022,8 @@ class Report:
         if self.agreeing:
             worst = max(diff for text, diff in self.agreeing)
             what = ", ".join(text for text, diff in self.agreeing)
-            self.say(wrap(f"   {what}: {how}, worst {worst:.1e}"))
+            how += f", worst {worst:.1e}" if worst else ""
+            self.say(wrap(f"   {what}: {how}"))
         self.agreeing.clear()
 
     def print_rows(self, rows: list[dict], hide) -> None:
@@ -1989,10 +2079,11 @@ class Report:
         brief = f"{len(names)} {brief}" if brief and len(runs) > 1 else ""
         self.table(key, list(rows.values()), brief=brief)
 
-    def ledger(self, formulas: dict[Call, list], size: dict, steps=1, hide=()) -> None:
+    def ledger(self, formulas: dict, size: dict, steps=1, hide=(), brief=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
         formulas: Call → a list of Calls; several if it makes calls of several sizes.
+        brief: runs and phases whose rows are printed with --verbose only, or if wrong.
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -2022,7 +2113,16 @@ class Report:
         for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
-        self.table("communication", rows, hide)
+        less = [row for row in rows if row["run"] in brief or row["phase"] in brief]
+        if less and not self.args.verbose:
+            rows = [row for row in rows if row not in less]
+            self.table("communication", rows, hide)
+            more = "more rows" if rows else "rows"
+            text = f"{len(less)} {more} ({', '.join(brief)})"
+            self.table("communication", less, hide, brief=text)
+            self.agree("calls and bytes as predicted")
+        else:
+            self.table("communication", rows, hide)
 
     def merge_checks(self) -> list[dict]:
         """The checks of all ranks: the largest diff, and the ranks where it fails."""
@@ -2061,6 +2161,7 @@ class Report:
             text = f"failed: {', '.join(counts)}"
         if edits:
             shown = edits if self.args.verbose else edits[:8]  # communication first
+            print("The model without TP was edited. Formulas that do not describe it:")
             print("\n".join(wrap(f"≠ {check['text']}") for check in shown))
             text = text if counts else f"values agree: {text}"
             text += (

@@ -361,16 +361,17 @@ def main(args, report: Report) -> None:
     size["X"] = args.batch_size * args.seq_len * args.hidden
     size["C"] = 2 * args.layers + 1
     size["p"] = len(list(full.parameters()))
-    report.begin({"tp": args.ranks}, size)
-    explain_sizes(report, args.ranks)
+    note = why_these_sizes(args.ranks)
     if padding > 0:
-        report.say(f"S: {padding} positions of padding, so that T divides S")
+        note += f" S has {padding} positions of padding, in all runs: T must divide S."
+    report.begin({"tp": args.ranks}, size, note=note.strip())
     loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
     sum_gradients = partial(all_reduce_replicated_gradients, tp_group=tp_group)
 
     runs = {}
     model = copy.deepcopy(full)
     runs["without TP"] = train_transformer("without TP", model, batches, args)
+    check_reference(report, runs["without TP"], batches[0], size)
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("TP"):
         model = vocab_transformer(full, tp_group)
@@ -394,7 +395,8 @@ def main(args, report: Report) -> None:
     show_gradients_sp(report, runs)
     show_partial_gradients(report, runs, full, batches[0], tp_group)
     show_communication_sp(report, size)
-    show_memory_sp(report, size, tp_group)
+    with report.column("one layer"):
+        show_memory_sp(report, size, tp_group)
     show_padded_lengths(report, tp_group)
     if args.hf:
         show_hugging_face(report, batches[0], tp_group)
@@ -402,9 +404,7 @@ def main(args, report: Report) -> None:
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Gradients of step 1: all sharded parameters in one row, then replicated ones."""
-    report.section(
-        "Gradients of step 1: norms; TP + SP sums all rows but the first over ranks"
-    )
+    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
     if "TP + SP" not in runs:  # it raised an error
         return
     sp_model = runs["TP + SP"].model
@@ -419,6 +419,9 @@ def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
     gradients = values_of(runs, "gradients")
     gradients.pop("TP", None)  # lesson 03 compares them
     report.compare("gradients", gradients, fold=row_of)
+    report.conclude(
+        "TP + SP sums all rows but the first: a rank has seen only its own positions."
+    )
 
 
 def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
@@ -454,6 +457,7 @@ def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
         row.update(first_numbers(runs[run].gradients, names))
         rows.append(row)
     report.table("parts", rows)
+    report.conclude("Neither rank's gradient is right before the sum; then it is.")
 
 
 def first_numbers(tensors: dict[str, Tensor], names: list[str]) -> dict[str, str]:
@@ -501,16 +505,17 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "update", "all-reduce", "tp"): [Calls("3·2·C", "D·e")],
     }
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
-    report.ledger(formulas, size, steps=report.args.steps)
-    report.table("ring", ring_totals(report, size))
-    text = "gathers inputs twice: 5 rounds, 25 % more than 4."
-    if report.args.save_gathered:
-        text = "saves gathered inputs: 4 rounds, the same as TP."
-    report.say(
-        "   after: sent after backward. Rounds of the ring: all-reduce 2, others 1.\n"
-        f"   TP + SP {text} DTensor saves\n"
-        "   them gathered; sums LayerNorm gradients at each use: ‖g‖ 1×, AdamW 3×."
-    )
+    brief = ["DTensor", "loss", "clipping"]
+    report.ledger(formulas, size, report.args.steps, brief=brief)
+    totals = ring_totals(report, size)
+    report.table("ring", totals)
+    sent = {row["run"]: row["forward + backward"] for row in totals}
+    if sent.get("TP") and "TP + SP" in sent:
+        times = sent["TP + SP"] / sent["TP"]
+        text = "because it gathers inputs again in backward"
+        if report.args.save_gathered:
+            text = "because it saves gathered inputs"
+        report.conclude(f"TP + SP sends {times:.2f} times as much as TP, {text}.")
 
 
 def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
@@ -642,33 +647,38 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
         calls = dict.fromkeys(calls, 0)  # one rank sends nothing
 
     report.section("Bytes that a layer saves for backward, in bfloat16 (2 bytes)")
-    report.say(
-        f"   A = B·N·S·S = {size['A']:,} attention weights; "
-        f"c = {size['c']} bytes per mean or 1/σ\n"
-        "   T, R, G: numbers of shards; T by heads or columns; R by positions (SP: T,\n"
-        "   otherwise 1); G of LayerNorm outputs (R, or 1 if saved gathered, as by\n"
-        "   DTensor). Without TP: 1"
-    )
     rows, sums = add_up(SAVED_BY_A_LAYER, sizes)
+    if args.verbose:
+        report.say(
+            f"   A = B·N·S·S = {size['A']:,} attention weights; "
+            f"c = {size['c']} bytes per mean or 1/σ\n"
+            "   T, R, G: numbers of shards: T by heads or columns, R by positions,\n"
+            "   G of LayerNorm outputs (R, or 1 if they are saved gathered)"
+        )
     rows.append(measured_row(report, "saved", "sum", sums, measured))
     of_runs = {run: calls[run] for run in sizes}
     rows.append(measured_row(report, "calls in backward", "", of_runs, measured))
-    report.table("memory", rows)
-    report.say(
-        "   Without A: 34 bytes per element of x: 4 + 4 + 2 from the first 3 rows,\n"
-        "   6 + 2 + 8 + 8 from the next 4. Below, what backward recomputes:\n"
-        "   selective = the core of attention, full = the layer"
-    )
+    show_terms(report, rows)
+    # A row for each variant: what backward computes again.
     rows = []
     for name, formula in SAVED_WITH_RECOMPUTATION.items():
-        row = {"recomputation": name, "formula": formula}
+        row = {"recomputed": name, "formula": formula}
         row.update(measured[name])
         predicted = evaluate(formula, size)
         report.expect(row, "saved", "memory", f"saved, {name}", predicted)
         label = f"backward of a layer, {name}"
         report.expect(row, "calls in backward", "calls", label, calls[name])
         rows.append(row)
-    report.table("recomputation", rows)
+    report.table("recomputation", rows, brief=f"{len(rows)} ways to recompute")
+    report.agree("bytes and calls as predicted")
+    shares = {}
+    for name in ("TP", "TP + SP", "TP + SP, full"):
+        share = 100 * measured[name]["saved"] / measured["without TP"]["saved"]
+        shares[name] = f"{share:.0f} %"
+    report.conclude(
+        f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + SP, "
+        f"{shares['TP + SP, full']} if backward computes all again."
+    )
 
 
 # ---- Lengths that T does not divide, and a model of another library
@@ -709,9 +719,12 @@ def show_padded_lengths(report: Report, tp_group) -> None:
             trim_padding(run)
             add_step_1("TP + SP", run, label)
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
-    report.compare("lengths", losses, ALLOWED_LOSS["float64"])
+    report.compare("lengths", losses, ALLOWED_LOSS["float64"], brief="losses")
     one_row = lambda name: "all gradients"
-    report.compare("length gradients", gradients, ALLOWED["float64"], one_row)
+    report.compare(
+        "length gradients", gradients, ALLOWED["float64"], one_row, brief="gradients"
+    )
+    report.agree("as without TP")
 
 
 def make_qwen2(args) -> nn.Module:
@@ -1237,6 +1250,11 @@ def local(x: Tensor) -> Tensor:
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
 
+def nbytes(tensors) -> int:
+    """Bytes of these tensors on this rank (lesson 01)."""
+    return sum(local(x).nbytes for x in tensors if x is not None)
+
+
 def values_of(runs: dict, field: str) -> dict:
     """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
     return {name: getattr(run, field) for name, run in runs.items()}
@@ -1509,10 +1527,11 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
-def explain_sizes(report: Report, ranks: int) -> None:
+def why_these_sizes(ranks: int) -> str:
     """Say why the default sizes are larger on this number of ranks (lesson 02)."""
-    if 4 % ranks != 0:
-        report.say(f"   K, N and D have larger defaults: {ranks} ranks must divide K.")
+    if 4 % ranks == 0:
+        return ""
+    return f"K, N and D have larger defaults here, because {ranks} ranks must divide K."
 
 
 PAD = 256  # the one token that is not a byte
@@ -1641,14 +1660,15 @@ def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Losses, gradient norms before clipping, and the parameters after training.
 
     (lesson 02)"""
+    report.section("Losses; and after training, norms, parameters and replicas")
     losses = values_of(runs, "losses")
-    norms = values_of(runs, "norms")
-    parameters = values_of(runs, "parameters")
-    report.section("Losses, norms of gradients before clipping, norm of the parameters")
     report.compare("losses", losses, allowed=report.allowed_loss)
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
-    report.compare("norms", norms)
-    report.compare("parameters", parameters, fold=lambda name: "all parameters")
+    report.compare("norms", values_of(runs, "norms"), brief="norms before clipping")
+    parameters = values_of(runs, "parameters")
+    whole = lambda name: "all parameters"
+    report.compare("parameters", parameters, fold=whole, brief="parameters")
+    report.agree("as without TP")
 
 
 def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
@@ -1672,13 +1692,73 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
         if report.check("replicas", name, diff):
             row["equal"] += 1
     row["off"] = [] if row["equal"] == row["compared"] else ["equal"]
-    report.table("replicas", [row])
+    report.table("replicas", [row], brief=f"{len(diffs)} replicas, losses and norms")
+    report.agree("bitwise identical on all ranks")
 
 
 def module_of(name: str) -> str:
     """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj (lesson 02)."""
     parts = ["*" if part.isdecimal() else part for part in name.split(".")]
     return ".".join(parts[:-1]) or name
+
+
+def parameter_terms(tie: bool = False) -> dict[str, str]:
+    """Bytes of the parameters on a rank: what is stored → formula (lesson 02)."""
+    return {
+        "embed_tokens, lm_head": "(D + 1)·V·e" if tie else "(2·D + 1)·V·e",
+        "LayerNorms": "(2·L + 1)·2·D·e",
+        "biases of o_proj, down_proj": "2·L·D·e",
+        "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",
+        "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+        "up_proj": "L·F·(D + 1)·e/T",
+    }
+
+
+def saved_terms(dropout: float) -> dict[str, str]:
+    """Bytes that the model, without the loss, saves for backward on a rank.
+
+    (lesson 02)"""
+    saved = {
+        "tokens (int64)": "8·B·S",
+        "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "mean and 1/σ of LayerNorms": "(2·L + 1)·2·B·S·e",
+        "outputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "q, k, v in CoreAttention (N heads)": "3·L·B·S·D·e/T",
+        "softmax output": "L·B·N·S·S·e/T",
+        "input of o_proj": "L·B·S·D·e/T",
+        "inputs of GELU and down_proj": "2·L·B·S·F·e/T",
+    }
+    if dropout > 0:
+        saved["dropout masks of outputs (1 byte)"] = "2·L·B·S·D"
+        saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
+        saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
+    return saved
+
+
+def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
+    """Find out whether the model without TP fits its formulas, or has been edited.
+
+    (lesson 02)"""
+    alone = {"without TP": dict(size, T=1)}
+    measured = bytes_stored(run, batch)
+    _, stored = add_up(parameter_terms(getattr(report.args, "tie", False)), alone)
+    _, saved = add_up(saved_terms(report.args.dropout), alone)
+    report.check_model(
+        parameters=(measured["parameters"], stored["without TP"]),
+        activations=(measured["saved for backward"], saved["without TP"]),
+    )
+
+
+def show_terms(report: Report, rows: list[dict]) -> None:
+    """A table of terms and measured sums; without --verbose, of the sums only.
+
+    (lesson 02)"""
+    if report.args.verbose:
+        report.table("memory", rows)
+        return
+    report.data.setdefault("memory", []).extend(r for r in rows if "off" not in r)
+    sums = [row for row in rows if "off" in row]
+    report.table("memory", sums, hide=["formula"])
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
@@ -1708,6 +1788,25 @@ def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) ->
             row[run] = measured[run][kind]
             report.expect(row, run, "memory", f"{kind}, {run}", predicted)
     return row
+
+
+def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+    """Measured on this rank, after training and in one more forward pass.
+
+    (lesson 02)"""
+    parameters = list(run.model.parameters())
+    saved = SavedBytes([*parameters, *run.model.buffers()])
+    with saved:
+        run.model(batch[0])  # without a label: these calls are in no table
+    moments = []  # and step counts: all that AdamW stores
+    for state in run.optimizer.state.values():
+        moments.extend(state.values())
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(p.grad for p in parameters),
+        "optimizer state": nbytes(moments),
+        "saved for backward": saved.total(),
+    }
 
 
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
@@ -2187,7 +2286,8 @@ class Report:
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
             print(wrap(f"   {run} raised {self.raised[run]}"))
             print(where_raised(error), flush=True)
-        self.check("runs", f"{run} completes", int(run in self.raised))
+        text = f"{run} raised {self.raised.get(run)}"
+        self.check("runs", f"{run} completes", int(run in self.raised), text=text)
 
     def table(self, key: str, rows: list[dict], hide=(), brief: str = "") -> None:
         """Print rows that have the same columns; --json keeps them under `key`.
@@ -2217,7 +2317,8 @@ class Report:
         if self.agreeing:
             worst = max(diff for text, diff in self.agreeing)
             what = ", ".join(text for text, diff in self.agreeing)
-            self.say(wrap(f"   {what}: {how}, worst {worst:.1e}"))
+            how += f", worst {worst:.1e}" if worst else ""
+            self.say(wrap(f"   {what}: {how}"))
         self.agreeing.clear()
 
     def print_rows(self, rows: list[dict], hide) -> None:
@@ -2273,10 +2374,11 @@ class Report:
         brief = f"{len(names)} {brief}" if brief and len(runs) > 1 else ""
         self.table(key, list(rows.values()), brief=brief)
 
-    def ledger(self, formulas: dict[Call, list], size: dict, steps=1, hide=()) -> None:
+    def ledger(self, formulas: dict, size: dict, steps=1, hide=(), brief=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
         formulas: Call → a list of Calls; several if it makes calls of several sizes.
+        brief: runs and phases whose rows are printed with --verbose only, or if wrong.
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
@@ -2306,7 +2408,16 @@ class Report:
         for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
-        self.table("communication", rows, hide)
+        less = [row for row in rows if row["run"] in brief or row["phase"] in brief]
+        if less and not self.args.verbose:
+            rows = [row for row in rows if row not in less]
+            self.table("communication", rows, hide)
+            more = "more rows" if rows else "rows"
+            text = f"{len(less)} {more} ({', '.join(brief)})"
+            self.table("communication", less, hide, brief=text)
+            self.agree("calls and bytes as predicted")
+        else:
+            self.table("communication", rows, hide)
 
     def merge_checks(self) -> list[dict]:
         """The checks of all ranks: the largest diff, and the ranks where it fails."""
@@ -2345,6 +2456,7 @@ class Report:
             text = f"failed: {', '.join(counts)}"
         if edits:
             shown = edits if self.args.verbose else edits[:8]  # communication first
+            print("The model without TP was edited. Formulas that do not describe it:")
             print("\n".join(wrap(f"≠ {check['text']}") for check in shown))
             text = text if counts else f"values agree: {text}"
             text += (
