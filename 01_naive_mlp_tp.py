@@ -434,6 +434,7 @@ def main(args, report: Report) -> None:
     runs = {}
     mlp = copy.deepcopy(full)
     runs["without TP"] = train_mlp("without TP", mlp, batch, args)
+    check_reference_mlp(report, runs["without TP"], size)
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("naive"):
         runs["naive"] = train_mlp("naive", naive_mlp(full, tp_group), batch, args)
@@ -618,6 +619,15 @@ def show_strategies_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
     tensors = values_of(compared, "tensors")
     report.compare("losses", losses, allowed=report.allowed_loss)
     report.compare("gradients", tensors, fold=lambda name: "y and gradients")
+
+
+def check_reference_mlp(report: Report, run: MLPRun, size: dict[str, int]) -> None:
+    """Find out whether the MLP without TP fits its formulas, or has been edited."""
+    measured = bytes_stored_mlp(run)
+    report.check_model(
+        parameters=(measured["params"], size["θ"]),
+        activations=(measured["saved"], evaluate("B·S·(D + 2·F)·e", size)),
+    )
 
 
 def show_memory_mlp(report: Report, runs: dict[str, MLPRun], size: dict) -> None:

@@ -647,10 +647,11 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     rows.append(measured_row(report, "sharded: saved", "sum", sums, measured))
     show_terms(report, rows)
     if size["T"] > 1:
-        all_gathered = COMM.bytes[gathered_call]
+        gathered = COMM.bytes[gathered_call]
+        sharded = COMM.bytes[sharded_call]
         report.conclude(
-            f"For V = {V:,} a gathered loss sends {all_gathered:,} bytes, a sharded one "
-            f"{COMM.bytes[sharded_call]:,}, as for any V; a rank saves 1/T of the softmax."
+            f"For V = {V:,} a gathered loss sends {gathered:,} bytes, a sharded one "
+            f"{sharded:,}, as for any V; a rank saves 1/T of the softmax."
         )
 
 

@@ -676,8 +676,8 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
         share = 100 * measured[name]["saved"] / measured["without TP"]["saved"]
         shares[name] = f"{share:.0f} %"
     report.conclude(
-        f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + SP, "
-        f"{shares['TP + SP, full']} if backward computes all again."
+        f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + "
+        f"SP, {shares['TP + SP, full']} if backward computes all again."
     )
 
 

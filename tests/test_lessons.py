@@ -20,7 +20,6 @@ from runs import (
     DEFAULTS,
     MESH,
     MLP,
-    SEQUENCE,
     TRANSFORMER,
     flag,
     over,
@@ -136,12 +135,11 @@ def test_a_long_run_says_what_comes_first():
     assert lines[2] == "First the reference takes 101 steps; nothing is printed then."
 
 
-EDITS = {  # a student's edits of lesson 01 that are right → what the verdict names first
-    "relu": ("F.gelu(", "F.relu(", "≠ the model's activations"),
+EDITS = {  # a student's edits of lesson 01 that are right
+    "relu": ("F.gelu(", "F.relu("),
     "norm": (
         "self.up_proj(x_BSD)",
         "self.up_proj(F.rms_norm(x_BSD, x_BSD.shape[-1:]))",
-        "≠ the model's activations",
     ),
 }
 
@@ -149,7 +147,7 @@ EDITS = {  # a student's edits of lesson 01 that are right → what the verdict 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_right_edit_passes(edit, tmp_path):
     """Values agree, so the verdict is PASS; formulas describe the unedited model."""
-    old, new, _ = EDITS[edit]
+    old, new = EDITS[edit]
     text = jobs.PATHS[MLP].read_text("utf-8")
     assert old in text
     script = tmp_path / f"{MLP}.py"
