@@ -22,7 +22,7 @@ Exercises (answers: notebooks/08_same_bits.ipynb, in the section that is named):
     Leave out split's .contiguous(). Do the hashes change on your machine? (section 3)
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. The carried parts at the end are from lessons 00, 01 and 02.
+`--break NAME`. lesson02.tp_transformer is defined in lesson 02, and so on.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), T ranks in the TP group, e
     bytes per element. UPPERCASE is the full size, lowercase is this rank's slice.
