@@ -1074,6 +1074,77 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def read_flags(parse_args, module: dict) -> argparse.Namespace:
+    """The command line; the process ends here if it is wrong, or asks for a list.
+
+    (lesson 00)"""
+    try:
+        if not module["__doc__"]:
+            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        args = parse_args(ranks)
+        if args.bug == "list":
+            for name, edit in module["BREAKS"].items():
+                print(f"{name:<14}{edit['what']}")
+            sys.exit(0)
+        if args.bug and ranks == 1:
+            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
+        if args.json:
+            args.json.open("a").close()
+    except (ValueError, OSError) as error:
+        # One rank of each host reports: on several hosts the flags may differ.
+        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
+        exit_rank(2, wrap(f"error: {error}"), is_reporter)
+    args.ranks = ranks
+    args.device = "cpu"
+    args.backend = "gloo"
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        args.backend = "nccl"
+        torch.cuda.set_device(args.device)
+    return args
+
+
+def apply_edit(edit: dict, module: dict) -> None:
+    """Replace the target of a bug, a name or Class.name, by its edited copy.
+
+    (lesson 00)"""
+    owner, _, name = edit["target"].rpartition(".")
+    modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]
+    modules = [other for other in modules if other.get("COMM") is COMM]
+    home = next(other for other in [module, *modules] if (owner or name) in other)
+    definition = getattr(home[owner], name) if owner else home[name]
+    source = textwrap.dedent(inspect.getsource(definition))
+    if source.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
+    scope = {}  # where the edited copy is defined
+    names = getattr(definition, "__globals__", home)  # that the copy may use
+    exec(source.replace(edit["old"], edit["new"]), names, scope)
+    if owner:
+        setattr(home[owner], name, scope[name])
+        return
+    for other in [module, *modules]:
+        if other.get(name) is definition:
+            other[name] = scope[name]
+
+
+def edit_as_diff(name: str, edit: dict) -> str:
+    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
+    lines.extend(f"- {line}" for line in edit["old"].splitlines())
+    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
+    return "\n".join(lines) + "\n"
+
+
+def diagnosis_of(edit: dict) -> str:
+    """Symptom and cause of a bug, where it was reported, and what the audit says.
+
+    (lesson 00)"""
+    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
+    return "\n".join(lines)
+
+
 # endregion
 
 
@@ -1268,9 +1339,8 @@ class Report:
         name = f"{kind}: {name}"
         assert name not in self.checks, f"two checks are called {name}"
         ok = diff <= allowed  # False for nan
-        self.checks[name] = dict(
-            kind=kind, diff=diff, allowed=allowed, ok=ok, text=text
-        )
+        check = dict(kind=kind, diff=diff, allowed=allowed, ok=ok, text=text)
+        self.checks[name] = check
         return ok
 
     def check_tensor(self, kind: str, name: str, got, expected, allowed=0.0) -> bool:
@@ -1319,8 +1389,8 @@ class Report:
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"   {run} raised {self.raised[run]}"))
-            print(where_raised(error), flush=True)
+            text = wrap(f"   {run} raised {self.raised[run]}")
+            print(f"{text}\n{where_raised(error)}", flush=True)
         text = f"{run} raised {self.raised.get(run)}"
         self.check("runs", f"{run} completes", int(run in self.raised), text=text)
 
@@ -1402,9 +1472,8 @@ class Report:
                     continue
                 expected = reference.get(name, nothing)
                 row["diff"] = max(row["diff"], rel_diff(value, expected))
-                if not self.check_tensor(
-                    key, f"{name}, {run}", value, expected, allowed
-                ):
+                what = f"{name}, {run}"
+                if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
         brief = f"{len(names)} {brief}" if brief and len(runs) > 1 else ""
         self.table(key, list(rows.values()), brief=brief)
@@ -1417,45 +1486,45 @@ class Report:
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
-        # Calls that no formula predicts get a row as well.
+        # Calls that no formula predicts get a row as well. One rank sends nothing.
         for call in dict.fromkeys(list(formulas) + list(COMM.calls)):
-            ranks = self.mesh.get(call.axis, 1)
-            if call.run not in runs or ranks == 1:  # one rank sends nothing
-                continue
-            terms = formulas.get(call, [])
-            calls = sum(evaluate(term.count, size) for term in terms)
-            # Multiplied before rounding: a size may be a mean over micro-batches.
-            products = [f"({term.count})·({term.nbytes})" for term in terms]
-            nbytes = sum(evaluate(product, size) for product in products)
-            if calls == 0 and COMM.calls[call] == 0:
-                continue
-            row = call._asdict()
-            row["calls"] = per_step(COMM.calls[call], steps)
-            row["bytes"] = per_step(COMM.bytes[call], steps)
-            row["formula"] = formula_text(terms)
-            row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
-            name = " ".join(call)
-            self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, nbytes)
-            rows.append(row)
+            if call.run in runs and self.mesh.get(call.axis, 1) > 1:
+                row = self.ledger_row(call, formulas.get(call, []), size, steps)
+                if row["calls"] or row["off"]:
+                    rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = list(hide)
         for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
         less = [row for row in rows if row["run"] in brief or row["phase"] in brief]
-        if less and not self.args.verbose:
-            rows = [row for row in rows if row not in less]
-            self.table("communication", rows, hide)
-            more = "more rows" if rows else "rows"
-            text = f"{len(less)} {more} ({', '.join(brief)})"
-            self.table("communication", less, hide, brief=text)
+        if self.args.verbose:
+            less = []
+        self.table("communication", [row for row in rows if row not in less], hide)
+        if less:
+            more = "rows" if len(less) == len(rows) else "more rows"
+            brief = f"{len(less)} {more} ({', '.join(brief)})"
+            self.table("communication", less, hide, brief)
             self.agree("calls and bytes as predicted")
-        else:
-            self.table("communication", rows, hide)
+
+    def ledger_row(self, call: Call, terms: list[Calls], size: dict, steps) -> dict:
+        row = call._asdict()
+        row["calls"] = per_step(COMM.calls[call], steps)
+        row["bytes"] = per_step(COMM.bytes[call], steps)
+        row["formula"] = formula_text(terms)
+        row["ring"] = ring_bytes(call.collective, row["bytes"], self.mesh[call.axis])
+        calls = 0
+        nbytes = 0
+        for term in terms:
+            calls += evaluate(term.count, size)
+            # Multiplied before rounding: a size may be a mean over micro-batches.
+            nbytes += evaluate(f"({term.count})·({term.nbytes})", size)
+        self.expect(row, "calls", "calls", " ".join(call), calls)
+        self.expect(row, "bytes", "bytes", " ".join(call), nbytes)
+        return row
 
     def merge_checks(self) -> list[dict]:
-        """The checks of all ranks: the largest diff, and the ranks where it fails."""
+        """The checks of all ranks, by diff: the largest one, and where it fails."""
         merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
@@ -1466,11 +1535,11 @@ class Report:
                 if not check["ok"]:
                     merged[name]["ok"] = False
                     merged[name]["ranks"].append(rank)
-        return list(merged.values())
+        return sorted(merged.values(), key=lambda check: -check["diff"])
 
     def verdict(self) -> str:
         """Print PASS or FAIL; above it, the worst failed check of each kind."""
-        checks = sorted(self.merge_checks(), key=lambda check: -check["diff"])
+        checks = self.merge_checks()
         kinds = {kind: [] for kind in CAUSES_FIRST}
         for check in checks:
             kinds.setdefault(check["kind"], []).append(check)
@@ -1490,13 +1559,11 @@ class Report:
         if counts:
             text = f"failed: {', '.join(counts)}"
         if edits:
-            shown = edits if self.args.verbose else edits[:8]  # communication first
             print("The model without TP was edited. Formulas that do not describe it:")
-            print("\n".join(wrap(f"≠ {check['text']}") for check in shown))
+            for check in edits if self.args.verbose else edits[:8]:
+                print(wrap(f"≠ {check['text']}"))  # communication first
             text = text if counts else f"values agree: {text}"
-            text += (
-                f"; the model was edited, so {len(edits)} formulas do not describe it"
-            )
+            text += f"; the model was edited: {len(edits)} formulas do not describe it"
         self.data["verdict"] = "FAIL" if counts else "PASS"
         self.data["edited"] = self.is_edited
         self.data["checks"] = checks
@@ -1517,10 +1584,7 @@ def in_words(check: dict) -> str:
 
 def formula_text(terms: list[Calls]) -> str:
     """2·L × B·S·D·e for calls of one size; a sum for calls of several."""
-    texts = []
-    for term in terms:
-        text = f"{term.count} × {term.nbytes}"
-        texts.append(term.nbytes if term.count == "1" else text)
+    texts = [f"{term.count} × {term.nbytes}".removeprefix("1 × ") for term in terms]
     return " + ".join(texts) or "none"
 
 
@@ -1620,46 +1684,6 @@ def where_raised(error: Exception) -> str:
 # region START AND ERRORS: flags, bugs, joining the ranks, hangs. You never need it.
 
 
-def apply_edit(edit: dict, module: dict) -> None:
-    """Replace the target of a bug, a name or Class.name, by its edited copy.
-
-    In a script of beyond/ the target may be a lesson's: every module that has it under
-    its name gets the edited copy.
-    """
-    owner, _, name = edit["target"].rpartition(".")
-    modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]
-    modules = [other for other in modules if other.get("COMM") is COMM]
-    home = next(other for other in [module, *modules] if (owner or name) in other)
-    definition = getattr(home[owner], name) if owner else home[name]
-    source = textwrap.dedent(inspect.getsource(definition))
-    if source.count(edit["old"]) != 1:
-        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
-    scope = {}  # where the edited copy is defined
-    names = getattr(definition, "__globals__", home)  # that the copy may use
-    exec(source.replace(edit["old"], edit["new"]), names, scope)
-    if owner:
-        setattr(home[owner], name, scope[name])
-        return
-    for other in [module, *modules]:
-        if other.get(name) is definition:
-            other[name] = scope[name]
-
-
-def edit_as_diff(name: str, edit: dict) -> str:
-    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
-    lines.extend(f"- {line}" for line in edit["old"].splitlines())
-    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
-    return "\n".join(lines) + "\n"
-
-
-def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, where it was reported, and what the audit says."""
-    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
-    if "audit" in edit:  # how it is found in a model of your own
-        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
-    return "\n".join(lines)
-
-
 def who_is_missing(statuses: list[str]) -> str:
     """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
     waiting = []
@@ -1741,35 +1765,6 @@ def exit_rank(code: int, message: str, is_reporter: bool) -> None:
     elif code:
         time.sleep(2)  # torchrun reports the first rank that ends
     os._exit(code)
-
-
-def read_flags(parse_args, module: dict) -> argparse.Namespace:
-    """The command line; the process ends here if it is wrong, or asks for a list."""
-    try:
-        if not module["__doc__"]:
-            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
-        args = parse_args(ranks)
-        if args.bug == "list":
-            for name, edit in module["BREAKS"].items():
-                print(f"{name:<14}{edit['what']}")
-            sys.exit(0)
-        if args.bug and ranks == 1:
-            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
-        if args.json:
-            args.json.open("a").close()
-    except (ValueError, OSError) as error:
-        # One rank of each host reports: on several hosts the flags may differ.
-        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
-        exit_rank(2, wrap(f"error: {error}"), is_reporter)
-    args.ranks = ranks
-    args.device = "cpu"
-    args.backend = "gloo"
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-        args.backend = "nccl"
-        torch.cuda.set_device(args.device)
-    return args
 
 
 def join_group(backend: str, limit: timedelta) -> dist.Store:
