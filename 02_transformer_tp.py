@@ -1911,8 +1911,7 @@ def describe_hang(error: Exception) -> str:
 def fail(error: Exception, diagnosis: str) -> None:
     """Report an error once for all ranks, then end this rank.
 
-    diagnosis: of the bug that was injected. An error is then what was asked for, so the
-    job ends with exit code 0 and torchrun adds no report below the diagnosis.
+    With the diagnosis of a bug: it shows, so the exit code is 0 (no torchrun report).
     """
     text = first_line(error)
     if COMM.store is None:
