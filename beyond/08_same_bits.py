@@ -22,7 +22,7 @@ Exercises (answers: notebooks/08_same_bits.ipynb, in the section that is named):
     Leave out split's .contiguous(). Do the hashes change on your machine? (section 3)
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. The carried parts at the end are from lessons 00, 01 and 02.
+`--break NAME`. lesson02.tp_transformer is defined in lesson 02, and so on.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), T ranks in the TP group, e
     bytes per element. UPPERCASE is the full size, lowercase is this rank's slice.
@@ -460,12 +460,24 @@ def show_hashes(report: lesson00.Report, runs: dict) -> None:
 def show_cost(report: lesson00.Report, size: dict[str, int]) -> None:
     """What a step sends: an all-gather for each all-reduce of plain TP."""
     formulas = {
-        lesson00.Call("TP", "forward", "all-reduce", "tp"): "2·L × B·S·D·e",
-        lesson00.Call("TP", "backward", "all-reduce", "tp"): "2·L × B·S·D·e",
-        lesson00.Call("TP", "clipping", "all-reduce", "tp"): "1 × 8",  # a float64
-        lesson00.Call("in blocks", "forward", "all-gather", "tp"): "2·L × T·B·S·D·e",
-        lesson00.Call("in blocks", "backward", "all-gather", "tp"): "2·L × T·B·S·D·e",
-        lesson00.Call("in blocks", "clipping", "all-gather", "tp"): "1 × 8·T",
+        lesson00.Call("TP", "forward", "all-reduce", "tp"): [
+            lesson00.Calls("2·L", "B·S·D·e")
+        ],
+        lesson00.Call("TP", "backward", "all-reduce", "tp"): [
+            lesson00.Calls("2·L", "B·S·D·e")
+        ],
+        lesson00.Call("TP", "clipping", "all-reduce", "tp"): [
+            lesson00.Calls("1", "8")
+        ],  # a float64
+        lesson00.Call("in blocks", "forward", "all-gather", "tp"): [
+            lesson00.Calls("2·L", "T·B·S·D·e")
+        ],
+        lesson00.Call("in blocks", "backward", "all-gather", "tp"): [
+            lesson00.Calls("2·L", "T·B·S·D·e")
+        ],
+        lesson00.Call("in blocks", "clipping", "all-gather", "tp"): [
+            lesson00.Calls("1", "8·T")
+        ],
     }
     report.section("Communication per step; ring = bytes that a rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)

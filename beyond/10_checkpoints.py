@@ -300,7 +300,7 @@ def verify_checkpoint(path: Path, settings: dict) -> dict:
                 raise ValueError(f"{text}; undo that, or train without --load")
             if there != here:
                 text = f"{name} is {there} in the checkpoint, {here} in this run"
-                raise ValueError(text)
+                raise ValueError(f"{text}; take {flag_for(name, there)}")
         contents["mesh"]  # shown when training resumes
     except OSError as error:
         file = Path(error.filename).name
@@ -517,6 +517,9 @@ def show_contents(report, path: Path, training: lesson05.MeshTraining, size: dic
     report.say("   Weights and both moments of n parameters: 3·n·e bytes of elements.")
     report.table("files", rows + [total])
     report.say("   Also .metadata, which says what is where, and complete.json.")
+    for step in range(report.args.begin + 1, report.args.steps + 1):
+        is_left = (path.parent / f"part_{step:06}").exists()
+        report.check("saved", f"no part of step {step} is left", float(is_left))
 
 
 # Sharded by rows, sharded by columns, replicated, and padded by TP.
@@ -554,6 +557,22 @@ def show_loaded(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
     report.section("Loaded, before the next step: tensors that are bitwise as saved")
     report.say("   vector = the weights in AdamW's own vector; step = its step number")
     report.table("loaded", rows)
+    # The vector equals the weights. Had it been compared with them by mistake, a load
+    # that leaves it out would not be noticed: so change it, and look.
+    unseen = float(not sees_vector(runs["A"].training))
+    report.check("loaded", "a change of AdamW's vector is seen", unseen)
+
+
+def sees_vector(training: lesson05.MeshTraining) -> bool:
+    """Does full_state see it if AdamW's vector differs from the weights?"""
+    vector = training.optimizer.vector.data
+    kept = vector.clone()
+    before = full_state(training)
+    vector += 1
+    after = full_state(training)
+    vector.copy_(kept)
+    names = [name for name in before if kind_of(name) == "vector"]
+    return not any(torch.equal(before[name], after[name]) for name in names)
 
 
 def resumed(runs: dict[str, MeshRun]) -> list[str]:
@@ -735,8 +754,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
         __doc__, BREAKS, sections=5, steps=4, vocab_size=257
     )
     add = parser.add_argument
-    flags = dict(lesson05.FROM_MESH, layers="L (2, or P if larger)")
-    for name, text in flags.items():
+    for name, text in lesson05.FROM_MESH.items():
         add(f"--{name.replace('_', '-')}", type=lesson00.positive, default=0, help=text)
     add("--zero", action="store_true", help="mesh A shards the moments, others do not")
     add("--tie", action="store_true", help="embedding and head share their weight")
@@ -783,7 +801,6 @@ def fill_sizes_for(args, meshes: list[Mesh]) -> list[Mesh]:
     common.pp = max(mesh.pp for mesh in meshes)
     common.dp = math.lcm(*[mesh.dp for mesh in meshes])
     common.tp = math.lcm(*[mesh.tp for mesh in meshes])
-    common.layers = args.layers or max(2, common.pp)
     valid = []
     try:
         lesson05.fill_sizes(common)
@@ -817,6 +834,14 @@ def check_checkpoints(args) -> None:
     if args.save:
         check_folder(args)
     args.halfway = args.begin + max(1, (args.steps - args.begin) // 2)
+
+
+def flag_for(name: str, value) -> str:
+    """The flag that gives a setting this value."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    return f"no {flag}" if value is False else f"{flag} {value}"
 
 
 def choose_checkpoint(args) -> None:

@@ -223,6 +223,7 @@ def main(args, report: lesson00.Report) -> None:
     runs = {}
     mlp = copy.deepcopy(full)
     runs["without TP"] = train_mlp("without TP", mlp, batch, args)
+    lesson01.check_reference_mlp(report, runs["without TP"], size)
     with report.column("DP"):
         mlp = copy.deepcopy(full)
         runs["DP"] = train_mlp("DP", mlp, batch, args, dp_group)
@@ -268,9 +269,10 @@ def train_2d(name, mlp, batch, args, outer, inner) -> lesson01.MLPRun:
         full_loss = lesson01.squared_error(full_y, batch[1])
         losses[f"loss, step {step}"] = full_loss.item()
         if step == 1:
-            tensors = lesson01.results_of_mlp(mlp, x, full_y)
+            output = {"y": full_y}
+            gradients = lesson01.gradients_of_mlp(mlp, x)
         optimizer.step()
-    return lesson01.MLPRun(mlp, x, losses, tensors)
+    return lesson01.MLPRun(mlp, x, losses, output, gradients)
 
 
 # ---- The sections of the output, in order
@@ -354,11 +356,10 @@ def show_training_2d(report, runs: dict[str, lesson01.MLPRun]) -> None:
     report.section("Losses, and output and gradients of step 1: all as in one process")
     losses = lesson01.values_of(runs, "losses")
     report.compare("losses", losses, allowed=report.allowed_loss)
-    compared = {}
-    for name in ("without TP", "FSDP", "2D"):
-        if name in runs:
-            compared[name] = runs[name].tensors
-    report.compare("gradients", compared)
+    names = ("without TP", "FSDP", "2D")
+    compared = {name: runs[name] for name in names if name in runs}
+    report.compare("outputs", lesson01.values_of(compared, "output"))
+    report.compare("gradients", lesson01.values_of(compared, "gradients"))
 
 
 def show_memory_2d(report, runs: dict[str, lesson01.MLPRun], size: dict) -> None:
@@ -380,41 +381,49 @@ def show_memory_2d(report, runs: dict[str, lesson01.MLPRun], size: dict) -> None
 def show_communication_2d(report, size: dict[str, int]) -> None:
     """Collectives per step against formulas."""
     Call = lesson00.Call
-    by_batch = {
-        # The four parameters: two weights and two biases.
-        Call("DP", "backward", "all-reduce", "dp"): "4 × θ/4",
-        Call("FSDP", "forward", "all-gather", "dp"): "4 × θ/4",
-        Call("FSDP", "backward", "all-gather", "dp"): "2 × D·F·e",  # weights, again
-        Call("FSDP", "backward", "reduce-scatter", "dp"): "4 × θ/4",
+    Calls = lesson00.Calls
+    # Two weights, and the biases of F and of D elements.
+    all_four = [Calls("2", "D·F·e"), Calls("1", "F·e"), Calls("1", "D·e")]
+    weights = [Calls("2", "D·F·e")]
+    activation = [Calls("1", "B·S·D·e")]
+    whole_batch = {
+        Call("Megatron", "forward", "all-reduce", "tp"): activation,
+        Call("Megatron", "backward", "all-reduce", "tp"): activation,
+        Call("DP", "backward", "all-reduce", "dp"): all_four,
+        Call("FSDP", "forward", "all-gather", "dp"): all_four,
+        Call("FSDP", "backward", "all-gather", "dp"): weights,  # gathered again
+        Call("FSDP", "backward", "reduce-scatter", "dp"): all_four,
     }
+    # Over outer: FSDP of an inner rank's θ/inner bytes. Over inner: TP of x and y.
+    sliced = [Calls("4", "θ/inner/4")]
+    weights = [Calls("2", "D·F·e/inner")]
+    activation = [Calls("1", "B·S·D·e/outer")]
     by_mesh = {
-        # Over outer: FSDP of an inner rank's θ/inner bytes. Over inner: TP of x and y.
-        Call("2D", "forward", "all-gather", "outer"): "4 × θ/inner/4",
-        Call("2D", "backward", "all-gather", "outer"): "2 × D·F·e/inner",
-        Call("2D", "backward", "reduce-scatter", "outer"): "4 × θ/inner/4",
-        Call("2D", "forward", "all-gather", "inner"): "1 × B·S·D·e/outer",
-        Call("2D", "forward", "reduce-scatter", "inner"): "1 × B·S·D·e/outer",
-        Call("2D", "backward", "all-gather", "inner"): "1 × B·S·D·e/outer",
-        Call("2D", "backward", "reduce-scatter", "inner"): "1 × B·S·D·e/outer",
-    }
-    by_tp = {
-        Call("Megatron", "forward", "all-reduce", "tp"): "1 × B·S·D·e",
-        Call("Megatron", "backward", "all-reduce", "tp"): "1 × B·S·D·e",
+        Call("2D", "forward", "all-gather", "outer"): sliced,
+        Call("2D", "backward", "all-gather", "outer"): weights,
+        Call("2D", "backward", "reduce-scatter", "outer"): sliced,
+        Call("2D", "forward", "all-gather", "inner"): activation,
+        Call("2D", "forward", "reduce-scatter", "inner"): activation,
+        Call("2D", "backward", "all-gather", "inner"): activation,
+        Call("2D", "backward", "reduce-scatter", "inner"): activation,
     }
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
-    for formulas in (by_batch, by_mesh, by_tp):
-        report.ledger(formulas, size, steps=report.args.steps)
+    report.ledger(whole_batch, size, steps=report.args.steps, hide=["axis"])
+    report.say("   4 × θ/inner/4: two weights and two biases, θ/inner bytes together")
+    report.ledger(by_mesh, size, steps=report.args.steps)
     if report.args.ranks == 1:
         report.say("   One rank sends nothing.")
         return
-    totals = {"ring, total": "bytes"}
+    sent = {}  # run → bytes that a rank of a ring sends
     for row in report.data["communication"]:
-        totals[row["run"]] = totals.get(row["run"], 0) + row["ring"]
-    report.table("totals", [totals])
+        sent[row["run"]] = sent.get(row["run"], 0) + row["ring"]
+    report.table("totals", [{"ring, total": "bytes", **sent}])
+    sentences = []
     for run, other in (("FSDP", "DP"), ("2D", "FSDP"), ("2D", "Megatron")):
-        if run in totals and other in totals:
-            times = totals[run] / totals[other]
-            report.say(f"   {run} sends {times:.2f} times as much as {other}.")
+        if run in sent and other in sent:
+            times = sent[run] / sent[other]
+            sentences.append(f"{run} sends {times:.2f} times as much as {other}.")
+    report.conclude(" ".join(sentences))
 
 
 # ==== BREAK IT
