@@ -413,8 +413,8 @@ def show_communication_2d(report, size: dict[str, int]) -> None:
     brief = ["Megatron", "DP"]
     steps = report.args.steps
     report.ledger(whole_batch, size, steps=steps, hide=hidden, brief=brief)
-    report.agree("as in lesson 01")
-    report.say("   4 × θ/inner/4: two weights and two biases, θ/inner bytes together")
+    if report.mesh["outer"] > 1:
+        report.say("   4 × θ/inner/4: two weights, two biases, θ/inner bytes together")
     report.ledger(by_mesh, size, steps=report.args.steps)
     if report.args.ranks == 1:
         report.say("   One rank sends nothing.")
