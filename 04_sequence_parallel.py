@@ -663,7 +663,7 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
         shares[name] = f"{share:.0f} %"
     report.conclude(
         f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + "
-        f"SP, {shares['TP + SP, full']} if backward computes all again."
+        f"SP, {shares['TP + SP, full']} if all is recomputed."
     )
 
 
