@@ -461,8 +461,8 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
     report.table("tokens", rows)
     padding = sums["padding"]
     report.conclude(
-        f"A rank has v = {v} rows; {padding} in total are padding. inputs, targets: "
-        "tokens of the first batch that it holds; IGNORE is in no rank's range."
+        f"Of T·v = {size['T'] * v} rows, {padding} is padding; no rank holds IGNORE, "
+        "the target that is none."
     )
 
 
