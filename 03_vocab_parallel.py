@@ -461,8 +461,8 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
     report.table("tokens", rows)
     padding = sums["padding"]
     report.conclude(
-        f"A rank has v = {v} rows; {padding} in total are padding. inputs, targets: "
-        "tokens of the first batch that it holds; IGNORE is in no rank's range."
+        f"Of T·v = {size['T'] * v} rows, {padding} is padding; no rank holds IGNORE, "
+        "the target that is none."
     )
 
 
@@ -523,9 +523,10 @@ def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
     report.section("Where a loss easily goes wrong")
     rows = [try_case(report, case, tp_group) for case in HARD_CASES]
-    report.table("hard cases", rows, brief=f"{len(rows)} cases")
-    names = ", ".join(case.name for case in HARD_CASES)
-    report.agree(f"as F.cross_entropy ({names})")
+    first = rows[0]["case"]
+    brief = f"{len(rows)} cases, from {first} to {rows[-1]['case']}"
+    report.table("hard cases", rows, brief=brief)
+    report.agree("as F.cross_entropy")
 
 
 def try_case(report: Report, case: Case, tp_group) -> dict:
@@ -608,8 +609,8 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
     if sent["loss"]:
         logits = evaluate("B·S·V·e", size)
         report.conclude(
-            "The loss all-reduces 3 values per token (max, Σ exp, the target's logit): "
-            f"{sent['loss']:,} bytes, where the logits have {logits:,}."
+            f"The loss all-reduces 3 values per token, {sent['loss']:,} bytes; all "
+            f"logits have {logits:,}."
         )
 
 

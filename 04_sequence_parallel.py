@@ -656,7 +656,19 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     of_runs = {run: calls[run] for run in sizes}
     rows.append(measured_row(report, "calls in backward", "", of_runs, measured))
     show_terms(report, rows)
-    # A row for each variant: what backward computes again.
+    show_recomputation(report, measured, calls, size)
+    shares = {}
+    for name in ("TP", "TP + SP", "TP + SP, full"):
+        share = 100 * measured[name]["saved"] / measured["without TP"]["saved"]
+        shares[name] = f"{share:.0f} %"
+    report.conclude(
+        f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + "
+        f"SP, {shares['TP + SP, full']} if all is recomputed."
+    )
+
+
+def show_recomputation(report: Report, measured: dict, calls: dict, size) -> None:
+    """What is saved, and what is sent in backward, if it computes some parts again."""
     rows = []
     for name, formula in SAVED_WITH_RECOMPUTATION.items():
         row = {"recomputed": name, "formula": formula}
@@ -668,14 +680,6 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
         rows.append(row)
     report.table("recomputation", rows, brief=f"{len(rows)} ways to recompute")
     report.agree("bytes and calls as predicted")
-    shares = {}
-    for name in ("TP", "TP + SP", "TP + SP, full"):
-        share = 100 * measured[name]["saved"] / measured["without TP"]["saved"]
-        shares[name] = f"{share:.0f} %"
-    report.conclude(
-        f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + "
-        f"SP, {shares['TP + SP, full']} if backward computes all again."
-    )
 
 
 # ---- Lengths that T does not divide, and a model of another library
