@@ -718,9 +718,9 @@ def show_terms(report: Report, rows: list[dict]) -> None:
     if report.args.verbose:
         report.table("memory", rows)
         return
-    report.data.setdefault("memory", []).extend(r for r in rows if "off" not in r)
     sums = [row for row in rows if "off" in row]
-    report.table("memory", sums, hide=["formula"])
+    report.table("memory sums", sums, hide=["formula"])
+    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
