@@ -28,6 +28,7 @@ TESTS["08"] = "tests/test_same_bits.py"
 TESTS["09"] = "tests/test_shared_heads.py"
 TESTS["10"] = "tests/test_checkpoints.py"
 TESTS["11"] = "tests/test_context_parallel.py"
+TESTS["13"] = "tests/test_mlp_equality.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
 
@@ -72,28 +73,25 @@ MUTANTS = [Mutant(*row) for row in [
     ("00", "async_all_reduce", "overwrites its input", "out = x.clone()", "out = x",
      "test_random_cases"),
     ("00", "mesh_groups", "the groups of an outer axis are neighbours",
-     "ranks.movedim(dim, -1).reshape", "ranks.reshape", "4"),
+     "ranks.movedim(dim, -1).reshape", "ranks.reshape", "test_groups_of_a_mesh"),
     ("00", "two_all_reduces", "the second sum is the first one again",
      "sum_y = all_reduce(y, group)", "sum_y = sum_x"),
     ("00", "matmul_case_3_reduce_scatter", "the sum is split along the other dim",
      "(partial_c_IK, 1, group)", "(partial_c_IK, 0, group)"),
-    ("00", "matmul_2d", "the slice of A is gathered over the wrong axis",
-     "all_gather(a_ij, 1, inner)", "all_gather(a_ij, 1, outer)"),
     # 01
-    ("01", "shard_parameter", "records the first split only",
-     "= shardings", "= shardings[:1]"),
+    ("01", "shard_parameter", "does not record how it was sharded",
+     "() if dim is None else ((dim, group),)", "()"),
     ("01", "shard_parameter", "shares its memory with the full parameter",
      "full.detach().clone()", "full.detach()"),
-    ("01", "unshard", "undoes the first split first", "reversed(shardings)",
-     "shardings", "4"),
     ("01", "CopyToTP.backward", "mean for sum",
      "ctx.tp_group),", "ctx.tp_group) / ctx.tp_group.size(),"),
     ("01", "GatherFromTP.backward", "sums a gradient that is complete on each rank",
      "shard(grad,", "reduce_scatter(grad,"),
     ("01", "AllGatherWithGrad.backward", "slices, and does not sum",
-     "reduce_scatter(partial_grad,", "shard(partial_grad,"),
+     "reduce_scatter(partial_grad,", "shard(partial_grad,", "test_float64_equality"),
     ("01", "ReduceScatterWithGrad.forward", "mean for sum",
-     "(partial_y, dim, group)", "(partial_y / group.size(), dim, group)"),
+     "(partial_y, dim, group)", "(partial_y / group.size(), dim, group)",
+     "test_float64_equality"),
     ("01", "ColumnParallelLinear.forward", "f after the product",
      "    if self.copy_input:\n        x_BSD = CopyToTP.apply(x_BSD, self.tp_group)\n"
      "    y_BSf = F.linear(x_BSD, self.weight, self.bias)\n",
@@ -102,15 +100,8 @@ MUTANTS = [Mutant(*row) for row in [
     ("01", "RowParallelLinear.forward", "GELU of partial sums",
      "x_BSf, self.weight)\n", "x_BSf, self.weight)\n"
      "    partial_y_BSD = F.gelu(partial_y_BSD)\n"),
-    ("01", "GatheredMatmul.backward", "the shard of dL/dW, not summed",
-     "reduce_scatter(partial_grad_w,", "shard(partial_grad_w,"),
-    ("01", "UpLinear2D", "the bias is split in the other order",
-     "(full.bias, (0, inner_group), (0, outer_group))",
-     "(full.bias, (0, outer_group), (0, inner_group))", "4"),
-    ("01", "DownLinear2D.forward", "the bias is gathered over the other axis",
-     "(self.bias, 0, self.outer)", "(self.bias, 0, self.inner)"),
-    ("01", "average_gradients", "sums again what backward has summed",
-     "batch_group not in groups", "True"),
+    ("01", "average_gradients", "the mean of the means, divided once more",
+     "/ dp_group.size()", "/ dp_group.size() ** 2"),
     ("01", "MLP.forward", "another GELU, in the reference as well",
      "(x_BSD))", '(x_BSD), approximate="tanh")', "test_float64_equality"),
     # 02
@@ -326,6 +317,20 @@ MUTANTS = [Mutant(*row) for row in [
      "repeat(1, 1, q_BNcH.shape[1] // kv_2BKcH.shape[2], 1, 1)"),
     ("11", "Exchange.backward", "not the way back",
      "exchange(grad, join_dim, split_dim", "exchange(grad, split_dim, join_dim"),
+    # 13
+    ("13", "matmul_2d", "the slice of A is gathered over the wrong axis",
+     "all_gather(a_ij, 1, inner)", "all_gather(a_ij, 1, outer)"),
+    ("13", "shard_2d", "records the first split only",
+     "p.shardings = shardings", "p.shardings = shardings[:1]", "4"),
+    ("13", "shard_2d", "records the splits in the other order",
+     "p.shardings = shardings", "p.shardings = shardings[::-1]", "4"),
+    ("13", "GatheredMatmul.backward", "the slice of dL/dW, not summed",
+     "lesson00.reduce_scatter(partial_grad_w,", "lesson00.shard(partial_grad_w,"),
+    ("13", "UpLinear2D", "the bias is split in the other order",
+     "(full.bias, (0, inner), (0, outer))",
+     "(full.bias, (0, outer), (0, inner))", "4"),
+    ("13", "DownLinear2D.forward", "the bias is gathered over the other axis",
+     "(self.bias, 0, self.outer)", "(self.bias, 0, self.inner)"),
     # 08
     ("08", "tree_sum", "halves are not equal", "len(terms) // 2", "1"),
     ("08", "CopyToBlocks.backward", "no sum over ranks",

@@ -8,6 +8,7 @@ TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
 SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
 CHECKPOINTS, CONTEXT = "10_checkpoints", "11_context_parallel"
+MESH_2D = "13_mesh_2d"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -25,7 +26,7 @@ ALIKE = {
 WITH_FLAGS = [
     (MLP, 2, *PROOF, "--hidden", "32", "--width", "96", "--seed", "7"),
     (MLP, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
-    (MLP, 4, "--mesh", "1x4"),
+    (MLP, 4),
     (MLP, 2, "--steps", "60"),  # SGD stays stable
     (TRANSFORMER, 3, *PROOF, "--heads", "9", "--kv-heads", "3", "--hidden", "72"),
     (TRANSFORMER, 8),
@@ -46,6 +47,10 @@ WITH_FLAGS = [
     *((SHARED_HEADS, ranks) for ranks in (1, 2, 4)),
     (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
     (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1"),
+    *((MESH_2D, ranks) for ranks in (1, 2, 4)),
+    (MESH_2D, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
+    (MESH_2D, 4, *PROOF, "--mesh", "1x4", "--width", "96"),
+    (MESH_2D, 8, *PROOF, "--mesh", "2x4", "--steps", "2"),
 ]  # fmt: skip
 # Of a script of beyond/, whose tables are not those of a lesson.
 CHECKPOINT_RUNS = [

@@ -33,11 +33,8 @@ EXPECTED = {
             loss_2("Megatron"), grad("dL/d down_proj.bias, Megatron")),
         "bias": ("outputs: y, Megatron", grad("dL/d up_proj.bias, Megatron"),
             loss("Megatron"), "outputs: y, naive"),
-        "plain": (grad("dL/d up_proj.bias, FSDP"), grad("dL/d up_proj.bias, 2D"),
-            "memory: gradients, FSDP", grad("dL/d up_proj.weight, FSDP")),
-        "average": (grad("dL/d down_proj.weight, "), loss_2("DP"),
-            grad("dL/d down_proj.weight, FSDP"),
-            grad("dL/d up_proj.weight, 2D"), grad("y, 2D")),
+        "average": (grad("dL/d down_proj.weight, DP"), loss_2("DP"),
+            grad("dL/d up_proj.bias, DP"), grad("y, DP")),
     },
     "02_transformer_tp": {
         "seed": ("gradients: …", grad("lm_head.weight, with TP"), loss("with TP"),
@@ -173,11 +170,17 @@ EXPECTED = {
         "shift": ("outputs: loss, step 1, …", loss("gather"), loss("Ulysses"),
             "attention: dL/dk, ring"),
     },
+    "13_mesh_2d": {
+        "plain": (grad("dL/d up_proj.bias, FSDP"), grad("dL/d up_proj.bias, 2D"),
+            "memory: gradients, FSDP", grad("dL/d up_proj.weight, FSDP")),
+        "average": (grad("dL/d down_proj.weight, FSDP"), loss_2("FSDP"), loss_2("2D"),
+            grad("dL/d up_proj.weight, 2D"), grad("y, 2D")),
+    },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
 RANKS = {
     ("00_collectives", "skip"): 4,
-    ("01_naive_mlp_tp", "average"): 4,
+    ("13_mesh_2d", "average"): 4,
     ("08_same_bits", "library"): 4,
     ("09_shared_heads", "order"): 4,
 }
