@@ -303,18 +303,18 @@ MUTANTS = [Mutant(*row) for row in [
     ("11", "attend_backward", "one query head for all that a key served",
      ".sum(3)", "[:, :, :, 0]"),
     ("11", "RingFunction.forward", "the keys go the other way",
-     "(rank - step) % T", "(rank + step) % T", "3"),
+     "(rank - step) % C", "(rank + step) % C", "3"),
     ("11", "RingFunction.backward", "the last hop is missing",
      "        grad_kv = pass_on(grad_kv, ctx.cp_group)\n",
-     "        if step < T - 1:\n"
+     "        if step < C - 1:\n"
      "            grad_kv = pass_on(grad_kv, ctx.cp_group)\n"),
     ("11", "RingFunction.forward", "saves the keys that arrived last",
      "ctx.save_for_backward(q_BNsH, kv_2BKsH,", "ctx.save_for_backward(q_BNsH, kv,"),
     ("11", "attend_backward", "the softmax's backward without its sum",
      " - delta)", ")"),
     ("11", "repeat_for_queries", "query heads get another key/value head",
-     "repeat_interleave(q_BNcH.shape[1] // kv_2BKcH.shape[2], 2)",
-     "repeat(1, 1, q_BNcH.shape[1] // kv_2BKcH.shape[2], 1, 1)"),
+     "repeat_interleave(q_BNiH.shape[1] // kv_2BKjH.shape[2], 2)",
+     "repeat(1, 1, q_BNiH.shape[1] // kv_2BKjH.shape[2], 1, 1)"),
     ("11", "Exchange.backward", "not the way back",
      "exchange(grad, join_dim, split_dim", "exchange(grad, split_dim, join_dim"),
     # 13
