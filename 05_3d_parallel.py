@@ -1077,11 +1077,13 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict[str, Ten
     tokens_bS, target_bS = [shard(x, 0, groups["dp"]) for x in batch]
     rank = groups["pp"].rank()
     stage = PipelineStage(model, rank, args.pp, tokens_bS.device, group=groups["pp"])
+    if torch.__version__ < (2, 10):  # its first message is 8 bytes, 4 are expected
+        stage._get_init_p2p_neighbors_ops = list  # so send none (pytorch#165539)
     pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)  # no 1/M
     inputs = [tokens_bS] if stage.is_first else []
     losses = []
     with parallel.loss_parallel():
-        pipeline.step(*inputs, target=target_bS, losses=losses, return_outputs=False)
+        pipeline.step(*inputs, target=target_bS, losses=losses)
     # Only the last stage has losses; the others add zero.
     total = torch.zeros((), dtype=torch.float64, device=args.device)
     for loss in losses:
@@ -2101,8 +2103,21 @@ def norm_by_pytorch(model: nn.Module) -> float:
     """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
-    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    return nn.utils.get_total_norm(gradients, foreach=False).item()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
+
+    (lesson 02)"""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
