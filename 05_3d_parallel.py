@@ -412,6 +412,9 @@ class MeshTraining:
 # ---- Optional: embedding and head share one weight, on two stages
 
 
+TIED = "embed_tokens.weight"  # the name of the weight in the full model
+
+
 class TiedTraining(MeshTraining):
     """MeshTraining with a tied weight: the first stage owns it, the last has a copy.
 
@@ -427,7 +430,7 @@ class TiedTraining(MeshTraining):
 
     def __init__(self, full: Transformer, groups: dict[str, dist.ProcessGroup], args):
         super().__init__(full, groups, args)
-        self.tied = self.parameters.get("embed_tokens.weight")  # None between the two
+        self.tied = self.parameters.get(TIED)  # None between the two
 
     def sum_gradients(self) -> None:
         if self.tied is not None:
@@ -507,29 +510,37 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
         COMM.bytes.clear()
         part_of_loss = training.gradients(batch)
         if step == 1:
-            gradients = gather_stages(training, "grad")
+            gradients = gather_stages(training, gradients_of(training))
         norms[f"‖g‖, step {step}"] = training.update()
         # For the report: replicas have parts of the loss, other stages have 0.
         loss = all_reduce(part_of_loss, training.groups["dp"])
         losses[f"loss, step {step}"] = all_reduce(loss, training.groups["pp"]).item()
-    parameters = gather_stages(training, "data")
+    parameters = gather_stages(training, training.parameters)
     return TrainingRun(
         training.stage, training.optimizer, losses, norms, gradients, parameters
     )
 
 
-def gather_stages(training: MeshTraining, what: str) -> dict[str, Tensor]:
-    """Unsharded parameters ("data") or gradients ("grad") of all stages, by name."""
-    local = {}
+def gradients_of(training: MeshTraining) -> dict[str, Tensor]:
+    """By name; of a tied weight only the first stage has one."""
+    gradients = {}
     for name, p in training.parameters.items():
-        x = getattr(p, what)
-        if x is not None:  # the first stage has the gradient of a tied weight
-            x = unshard(x.detach(), shardings_of(p))
-            local[name] = x[: getattr(p, "rows", None)].cpu().clone()
+        if p.grad is not None:
+            gradients[name] = p.grad
+    return gradients
+
+
+def gather_stages(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
+    """Unsharded tensors of all stages, by name; this rank's own where it has them."""
+    local = {}
+    for name, x in tensors.items():
+        p = training.parameters[name]
+        x = unshard(x.detach(), shardings_of(p))
+        local[name] = x[: getattr(p, "rows", None)].cpu().clone()
     unsharded = {}
     for of_stage in gather_objects(local, training.groups["pp"]):
         unsharded.update(of_stage)
-    unsharded.update(local)  # this rank's own where it has them
+    unsharded.update(local)
     return unsharded
 
 
@@ -631,8 +642,10 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
             over_tp[name] = p
     rows.append(replicas_row(report, "tp", over_tp, groups["tp"]))
     rows.append(replicas_row(report, "dp", training.parameters, groups["dp"]))
-    if args.tie:  # a stage between first and last has none
-        tied = {} if training.tied is None else {"tied weight": training.tied}
+    if args.tie:
+        tied = {}
+        if TIED in training.parameters:  # a stage between first and last has none
+            tied["tied weight"] = training.parameters[TIED]
         rows.append(replicas_row(report, "pp", tied, groups["embedding"]))
     report.table("replicas", rows)
     losses = gather_objects(run.losses)
@@ -686,8 +699,8 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     tokens = sum(x[0].numel() for x in micro_batches)
     replicated = 0
     trained = 0
-    for p in training.parameters.values():
-        if args.tie and stage > 0 and p is training.tied:
+    for name, p in training.parameters.items():
+        if args.tie and stage > 0 and name == TIED:
             continue  # the last stage's copy
         trained += p.numel()
         if not shardings_of(p):
