@@ -43,18 +43,18 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
+    from held_bytes import HeldBytes, HeldTensor
+    from pytorch_schedules import PYTORCH, lists_of
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -437,71 +437,7 @@ def one_process(full, micro_batches, targets: int) -> dict[str, Tensor]:
     return expected
 
 
-# ---- The meters: a pipeline that records when it computed, and what it held
-
-
-class HeldTensor:
-    """A tensor that is held for later; Python calls __del__ when it is released."""
-
-    def __init__(self, tensor: Tensor, meter: HeldBytes, forward_pass: int = 0):
-        # Detached: a saved output that kept its history would keep itself alive.
-        self.tensor = tensor.detach()
-        self.meter = meter
-        self.forward_pass = forward_pass  # 0: held for a weight pass
-        meter.change(self, +1)
-
-    def __del__(self):
-        self.meter.change(self, -1)
-
-
-class HeldBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes that autograd holds for backward: now, and at the peak since reset().
-
-    Put `with meter:` around a run. A saved tensor counts from then until autograd
-    releases it, whoever keeps the graph alive. Tensors in one storage count once;
-    parameters and buffers of the module do not count. Tensors that are in a list of
-    Python, and no graph needs them, are not seen: hold HeldTensor(x, meter) for them.
-    """
-
-    def __init__(self, module: nn.Module):
-        super().__init__(self.hold, lambda held: held.tensor)
-        stored = list(module.parameters()) + list(module.buffers())
-        self.ignored = {self.key_of(x) for x in stored}
-        self.in_storage = Counter()  # storage → saved tensors in it
-        self.of_pass = Counter()  # forward pass → its tensors that are still held
-        self.forward_pass = 0
-        self.now = 0
-        self.reset()
-
-    def hold(self, x: Tensor) -> HeldTensor:
-        return HeldTensor(x, self, self.forward_pass)
-
-    def reset(self) -> None:
-        self.peak = self.now
-        self.peak_passes = len(self.of_pass)
-
-    @staticmethod
-    def key_of(x: Tensor) -> int:
-        return x.untyped_storage().data_ptr()
-
-    def change(self, held: HeldTensor, by: int) -> None:
-        """Count a saved tensor in (by = 1), or out (by = −1)."""
-        key = self.key_of(held.tensor)
-        if key in self.ignored:
-            return
-        before = self.in_storage[key]
-        self.in_storage[key] += by
-        if before == 0:
-            self.now += held.tensor.untyped_storage().nbytes()
-        elif self.in_storage[key] == 0:
-            self.now -= held.tensor.untyped_storage().nbytes()
-            del self.in_storage[key]
-        self.peak = max(self.peak, self.now)
-        if held.forward_pass:
-            self.of_pass[held.forward_pass] += by
-            if self.of_pass[held.forward_pass] == 0:
-                del self.of_pass[held.forward_pass]
-            self.peak_passes = max(self.peak_passes, len(self.of_pass))
+# ---- A pipeline that records when it computed, and what it held
 
 
 class MeasuredPipeline(VirtualPipeline):
@@ -663,6 +599,13 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     if args.sleep:
         text = f"t_F = t_B = t_W = {args.sleep:g} ms at least. {text}"
     report.say(lesson00.wrap(f"   {text}"))
+    waits = {kind: run.planned - 3 * M for kind, run in runs.items()}
+    if waits.get("1f1b") and len(waits) == len(KINDS):
+        shares = [100 * waits[kind] / waits["1f1b"] for kind in KINDS[2:]]
+        text = (
+            "By their lists, interleaved waits {:.0f} %, zero bubble {:.0f} % of 1F1B."
+        )
+        report.say(f"   {text.format(*shares)}")
 
 
 def mean_computing(run: ScheduleRun) -> float:
@@ -710,27 +653,29 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     args = report.args
     flight = []
     held = []
+    for rank in range(args.ranks):
+        flight.append({"in flight, at most": f"rank {rank}"})
+        held.append({"bytes at the peak": f"rank {rank}"})
     left = 0
     for kind, run in runs.items():
-        in_flight = {"in flight, at most": kind}
-        peak = {"bytes at the peak": kind}
-        measured = [run.pipeline.held.peak_passes, run.pipeline.held.peak]
-        measured += [expected_peak(run), run.pipeline.held.now]
-        measured.append(sum(len(x) for x in run.pipeline.in_flight_of))
+        measured = {"peak": run.pipeline.held.peak, "expected": expected_peak(run)}
+        measured["passes"] = run.pipeline.held.peak_passes
+        measured["left"] = run.pipeline.held.now
+        measured["not done"] = sum(len(x) for x in run.pipeline.in_flight_of)
         for rank, of_rank in enumerate(lesson00.gather_objects(measured)):
-            column = f"rank {rank}"
-            in_flight[column] = of_rank[0]
-            peak[column] = of_rank[1]
-            name = f"{kind}, in flight on {column}"
+            flight[rank][kind] = of_rank["passes"]
+            held[rank][kind] = of_rank["peak"]
+            name = f"{kind}, in flight on rank {rank}"
             predicted = in_flight_of(kind, rank, args)
-            report.expect(in_flight, column, "memory", name, predicted)
-            name = f"{kind}, bytes at the peak on {column}"
-            report.expect(peak, column, "memory", name, of_rank[2])
-            report.check("memory", f"{kind}, bytes left on {column}", of_rank[3])
-            report.check("memory", f"{kind}, left in flight on {column}", of_rank[4])
-            left += of_rank[3]
-        flight.append(in_flight)
-        held.append(peak)
+            report.expect(flight[rank], kind, "memory", name, predicted)
+            name = f"{kind}, bytes at the peak on rank {rank}"
+            report.expect(held[rank], kind, "memory", name, of_rank["expected"])
+            report.check(
+                "memory", f"{kind}, bytes left on rank {rank}", of_rank["left"]
+            )
+            name = f"{kind}, left in flight on rank {rank}"
+            report.check("memory", name, of_rank["not done"])
+            left += of_rank["left"]
     report.section("What each rank holds for backward, measured")
     report.say(
         "   in flight  forward passes whose backward pass is still to come\n"
@@ -740,6 +685,14 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     report.table("in flight", flight)
     report.table("memory", held)
     report.say(f"   Held at the end: {left:,} bytes.")
+    if args.ranks > 1 and len(runs) == len(KINDS):
+        first = held[0]["1f1b"] / held[0]["gpipe"]
+        last = held[-1]["zero-bubble"] / held[-1]["1f1b"]
+        report.say(
+            f"   On rank 0, 1F1B holds {100 * first:.0f} % of GPipe. On the last rank, "
+            f"zero bubble holds\n   {last:.1f} times as much as 1F1B: it puts weight "
+            "passes off."
+        )
 
 
 def expected_peak(run: ScheduleRun) -> int:
@@ -820,27 +773,6 @@ def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
 # ---- The same by PyTorch
 
 
-class PyTorchSchedule(NamedTuple):
-    schedule: type
-    is_v: bool  # the second chunk of rank r is stage 2·P − 1 − r, not P + r
-    is_run: bool  # otherwise only its lists are looked at
-
-
-PYTORCH = {
-    "interleaved": PyTorchSchedule(schedules.ScheduleInterleaved1F1B, False, True),
-    "interleaved zero bubble": PyTorchSchedule(
-        schedules.ScheduleInterleavedZeroBubble, False, True
-    ),
-    "ZBV": PyTorchSchedule(schedules.ScheduleZBVZeroBubble, True, False),
-    "DualPipeV": PyTorchSchedule(schedules.ScheduleDualPipeV, True, False),
-}
-PHASES = {
-    "FORWARD": "forward",
-    "BACKWARD_INPUT": "backward",
-    "BACKWARD_WEIGHT": "weight",
-}
-
-
 def show_pytorch(report, full, micro_batches, targets: int, groups, expected) -> None:
     """PyTorch's schedules: the bubble by their lists, and the gradients of two."""
     args = report.args
@@ -850,6 +782,7 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
         return
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     rows = []
+    is_other = True  # are its lists of interleaved 1F1B other than ours?
     for name, about in PYTORCH.items():
         with report.column(f"PyTorch's {name}"):
             schedule, names = pytorch_schedule(about, full, targets, groups, args)
@@ -858,7 +791,7 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
                 lists = [
                     stage_numbers(name, rank, 2, args) for rank in range(args.ranks)
                 ]
-                is_other = lists != pytorch_lists(schedule, full="backward")
+                is_other = lists != lists_of(schedule, full="backward")
                 report.check("PyTorch", "interleaved: the same lists", float(is_other))
             if about.is_run:
                 diff = pytorch_gradients(schedule, names, micro_batches, expected, args)
@@ -868,9 +801,10 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
                     row["off"] = ["gradients"]
             rows.append(row)
     report.table("PyTorch", rows)
-    report.say(
-        "   Lists of its interleaved schedule: step by step those of this script."
-    )
+    if not is_other:
+        report.say(
+            "   Its interleaved schedule has the lists of this script, step by step."
+        )
 
 
 def pytorch_schedule(about, full, targets: int, groups, args) -> tuple:
@@ -893,29 +827,10 @@ def pytorch_schedule(about, full, targets: int, groups, args) -> tuple:
     return schedule, names
 
 
-def pytorch_lists(schedule, full: str = "full") -> list[list]:
-    """PyTorch's plan as lists for `plan`: of each rank (phase, stage, micro-batch).
-
-    full: the name of a backward pass that is not split.
-    """
-    lists = []
-    for actions in schedule.pipeline_order.values():
-        steps = []
-        for action in actions:
-            if action is None:  # it waits
-                continue
-            # A forward and a backward pass that overlap are one action: two steps here.
-            for part in action.sub_actions or [action]:
-                phase = PHASES.get(part.computation_type.name, full)
-                steps.append((phase, part.stage_index, part.microbatch_index))
-        lists.append(steps)
-    return lists
-
-
 def pytorch_row(name: str, schedule, args) -> dict:
     """A schedule's bubble by its lists, and what a rank has in flight."""
     cost = {"forward": 0.5, "backward": 0.5, "weight": 0.5, "full": 1.0}
-    lists = pytorch_lists(schedule)
+    lists = lists_of(schedule)
     times = plan(lists, 2 * args.ranks - 1, cost)
     waits = max(end for _, end in times.values()) - 3 * args.microbatches
     most = []
@@ -925,8 +840,8 @@ def pytorch_row(name: str, schedule, args) -> dict:
             change = {"forward": 1, "weight": 0}.get(phase, -1)
             in_flight.append(in_flight[-1] + change)
         most.append(str(max(in_flight)))
-    row = {"PyTorch's": name, "a rank waits": f"{waits:g}"}
-    row["waiting/computing"] = f"{waits / (3 * args.microbatches):.2f}"
+    row = {"PyTorch's": name, "waits": f"{waits:g}"}
+    row["/computing"] = f"{waits / (3 * args.microbatches):.3f}"
     row["in flight"] = " ".join(most)
     row["gradients"] = ""  # largest relative difference
     return row
