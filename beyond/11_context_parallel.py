@@ -703,16 +703,16 @@ def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) ->
     """Calls and bytes per step of each method, as counted, against formulas."""
     per_method = {
         "gather": {
-            ("forward", "all-gather"): "L × T·b",
-            ("backward", "reduce-scatter"): "L × T·b",
+            ("forward", "all-gather"): [lesson00.Calls("L", "T·b")],
+            ("backward", "reduce-scatter"): [lesson00.Calls("L", "T·b")],
         },
         "ring": {
-            ("forward", "send/recv"): "L·(T - 1) × b",
-            ("backward", "send/recv"): "L·(2·T - 1) × b",
+            ("forward", "send/recv"): [lesson00.Calls("L·(T - 1)", "b")],
+            ("backward", "send/recv"): [lesson00.Calls("L·(2·T - 1)", "b")],
         },
         "Ulysses": {
-            ("forward", "all-to-all"): "4·L × (q+b/2)/2",
-            ("backward", "all-to-all"): "4·L × (q+b/2)/2",
+            ("forward", "all-to-all"): [lesson00.Calls("4·L", "(q+b/2)/2")],
+            ("backward", "all-to-all"): [lesson00.Calls("4·L", "(q+b/2)/2")],
         },
     }
     per_method["zigzag"] = per_method["ring"]
@@ -722,12 +722,23 @@ def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) ->
         for (phase, collective), formula in per_method[run].items():
             formulas[lesson00.Call(run, phase, collective, "cp")] = formula
         # The number of targets (int64) and the loss; then all gradients.
-        formulas[lesson00.Call(run, "loss", "all-reduce", "cp")] = "1 × 8 and 1 × e"
-        formulas[lesson00.Call(run, "summing", "all-reduce", "cp")] = "1 × P·e"
+        formulas[lesson00.Call(run, "loss", "all-reduce", "cp")] = [
+            lesson00.Calls("1", "8"),
+            lesson00.Calls("1", "e"),
+        ]
+        formulas[lesson00.Call(run, "summing", "all-reduce", "cp")] = [
+            lesson00.Calls("1", "P·e")
+        ]
         # With --tp, lesson 02's calls, on s positions.
-        formulas[lesson00.Call(run, "forward", "all-reduce", "tp")] = "2·L × B·s·D·e"
-        formulas[lesson00.Call(run, "backward", "all-reduce", "tp")] = "2·L × B·s·D·e"
-        formulas[lesson00.Call(run, "clipping", "all-reduce", "tp")] = "1 × 8"
+        formulas[lesson00.Call(run, "forward", "all-reduce", "tp")] = [
+            lesson00.Calls("2·L", "B·s·D·e")
+        ]
+        formulas[lesson00.Call(run, "backward", "all-reduce", "tp")] = [
+            lesson00.Calls("2·L", "B·s·D·e")
+        ]
+        formulas[lesson00.Call(run, "clipping", "all-reduce", "tp")] = [
+            lesson00.Calls("1", "8")
+        ]
     report.section("Communication per step")
     report.ledger(formulas, size, steps=report.args.steps)
     letters = "q: bytes of a rank's queries; b: of its keys and values; P: parameters."

@@ -598,14 +598,14 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     text = "What is more than planned comes from messages and from shared cores."
     if args.sleep:
         text = f"t_F = t_B = t_W = {args.sleep:g} ms at least. {text}"
-    report.say(lesson00.wrap(f"   {text}"))
+    report.conclude(text)
     waits = {kind: run.planned - 3 * M for kind, run in runs.items()}
     if waits.get("1f1b") and len(waits) == len(KINDS):
         shares = [100 * waits[kind] / waits["1f1b"] for kind in KINDS[2:]]
         text = (
-            "By their lists, interleaved waits {:.0f} %, zero bubble {:.0f} % of 1F1B."
+            "By their lists, interleaved waits {:.0f} % as long as 1F1B, zero bubble "
         )
-        report.say(f"   {text.format(*shares)}")
+        report.conclude(f"{text}{{:.0f}} %.".format(*shares))
 
 
 def mean_computing(run: ScheduleRun) -> float:
@@ -688,10 +688,9 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     if args.ranks > 1 and len(runs) == len(KINDS):
         first = held[0]["1f1b"] / held[0]["gpipe"]
         last = held[-1]["zero-bubble"] / held[-1]["1f1b"]
-        report.say(
-            f"   On rank 0, 1F1B holds {100 * first:.0f} % of GPipe. On the last rank, "
-            f"zero bubble holds\n   {last:.1f} times as much as 1F1B: it puts weight "
-            "passes off."
+        report.conclude(
+            f"On rank 0, 1F1B holds {100 * first:.0f} % of GPipe. On the last rank, "
+            f"zero bubble holds {last:.1f} times as much as 1F1B: it puts weight passes off."
         )
 
 
@@ -765,7 +764,9 @@ def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
             ("backward", v - 1 if rank == 0 else v),
         ):
             call = lesson00.Call(kind, phase, "send/recv", "pp")
-            formulas[call] = f"{chunks}·M × 40 and {chunks}·M × e·b·S·D"
+            count = f"{chunks}·M" if chunks != 1 else "M"
+            header = lesson00.Calls(count, "40")
+            formulas[call] = [header, lesson00.Calls(count, "e·b·S·D")]
     report.section("Messages of rank 0: a header of 5 int64, and b·S·D elements each")
     report.ledger(formulas, size, hide=["collective"])
 
