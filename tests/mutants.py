@@ -29,6 +29,7 @@ TESTS["09"] = "tests/test_shared_heads.py"
 TESTS["10"] = "tests/test_checkpoints.py"
 TESTS["11"] = "tests/test_context_parallel.py"
 TESTS["13"] = "tests/test_mlp_equality.py"
+TESTS["14"] = "tests/test_schedules.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
 
@@ -216,35 +217,31 @@ MUTANTS = [Mutant(*row) for row in [
      "num_stages - stage - 1", "num_stages - stage"),
     ("05", "schedule", "the last backward passes in the other order",
      "range(M - warm_up, M)", "reversed(range(M - warm_up, M))", "4 --pp 4"),
-    ("05", "Pipeline.forward", "the last micro-batch's loss only",
+    ("05", "slice_stage", "the last stages get the extra layer",
+     ".tensor_split(num_stages)[stage]",
+     ".flip(0).tensor_split(num_stages)[num_stages - 1 - stage].flip(0)",
+     "4 --pp 4 --layers 6"),
+    ("05", "Pipeline.compute_forward", "the last micro-batch's loss only",
      "self.loss + y.detach()", "y.detach()"),
-    ("05", "Pipeline.backward", "the graph of each micro-batch is kept",
-     "y.backward(grad)", "y.backward(grad, retain_graph=True)\n"
-     "        self.kept = [*getattr(self, 'kept', []), y]"),
+    ("05", "receive", "another message is not noticed",
+     "if got != label:", "if False:", "test_a_message_says_what_it_carries"),
     ("05", "make_microbatches", "every replica takes the full batch",
      'shard(torch.stack(batch), 1, groups["dp"])', "torch.stack(batch)",
      "test_a_batch_is_dealt_out_once"),
     ("05", "make_microbatches", "as long as the shortest row",
      ".any(0)", ".all(0)", "2 --ragged"),
-    ("05", "FlatAdamW.unflatten", "the next parameter starts at the same element",
-     "start += p.numel()", "start += 0", "2"),
-    ("05", "FlatAdamW.flatten", "not padded",
-     '-len(flat) % self.groups["dp"].size()', "0", "3 --dp 3 --zero"),
-    ("05", "FlatAdamW.sum_over_replicas", "ZeRO: a slice of its own gradient",
-     "reduce_scatter(flat, 0,", "shard(flat, 0,", "2 --dp 2 --zero"),
-    ("05", "MeshTraining.gradients", "replicated gradients are summed over dp",
+    ("05", "all_reduce_gradients", "the sum is taken, and left",
+     "p.grad.copy_(grad.view_as(p))", "pass", "2 --dp 2"),
+    ("05", "MeshTraining.sum_gradients", "replicated gradients are summed over dp",
      '(self.stage, groups["tp"])', '(self.stage, groups["dp"])', "2 --tp 2"),
-    ("05", "MeshTraining.update", "ZeRO: the norm of a slice",
-     "if self.args.zero:", "if False:", "2 --dp 2 --zero"),
-    ("05", "MeshTraining.update", "clips after the step",
-     "    grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))\n"
-     '    with COMM.label("mesh", "update"):\n        self.optimizer.step()\n',
-     '    with COMM.label("mesh", "update"):\n        self.optimizer.step()\n'
-     "        grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))\n"),
-    ("05", "MeshTraining.update", "the tied weight's copy is not renewed",
+    ("05", "MeshTraining.update", "each stage clips by its own norm",
+     'all_reduce(square.to(self.args.device), self.groups["pp"])', "square"),
+    ("05", "MeshTraining.update", "does not clip",
+     "    clip_gradients(self.stage, self.args.clip, norm)\n", ""),
+    ("05", "TiedTraining.sum_gradients", "the copy is updated, too",
+     "self.tied.grad = None  # AdamW, norm and sums skip the copy", "pass", "2 --tie"),
+    ("05", "TiedTraining.update", "the tied weight's copy is not renewed",
      'broadcast(self.tied, 0, self.groups["embedding"])', "self.tied", "2 --tie"),
-    ("05", "pytorch_stage", "the ends of the model are not given to fully_shard",
-     "return fully_shard(model, **options), names", "return model, names", "2 --dp 2"),
     # 09
     ("09", "kv_groups", "the axes of the mesh are exchanged",
      '{"kv": kv_heads, "replica": ranks // kv_heads}',
@@ -331,6 +328,31 @@ MUTANTS = [Mutant(*row) for row in [
      "(full.bias, (0, outer), (0, inner))", "4"),
     ("13", "DownLinear2D.forward", "the bias is gathered over the other axis",
      "(self.bias, 0, self.outer)", "(self.bias, 0, self.inner)"),
+    # 14
+    ("14", "interleaved", "backward takes the first chunk first",
+     "(v - 1 - chunk, i) for", "(chunk, i) for"),
+    ("14", "interleaved", "one forward pass more at first",
+     "2 * (P - rank - 1)", "2 * (P - rank - 1) + 1"),
+    ("14", "zero_bubble", "weight passes wait one micro-batch longer",
+     'phase == "backward" and i >= rank:\n'
+     '            steps.append(("weight", (0, i - rank)))',
+     'phase == "backward" and i > rank:\n'
+     '            steps.append(("weight", (0, i - rank - 1)))',
+     "test_lists_are_complete_and_as_short_as_the_formula"),
+    ("14", "zero_bubble", "the last weight pass is left out",
+     "range(max(0, M - rank), M)", "range(max(0, M - rank), M - 1)"),
+    ("14", "VirtualPipeline.become", "always the same chunk",
+     "self.stage = self.chunks[chunk]", "self.stage = self.chunks[0]"),
+    ("14", "InputGradient.backward", "dL/dx of a linear without its weight",
+     "grad_y @ ctx.linear.weight", "grad_y @ ctx.linear.weight.abs()"),
+    ("14", "SplitLinear.add_weight_gradient", "no gradient for biases",
+     "        add_gradient(self.bias, grad_y.sum(0))\n", ""),
+    ("14", "add_gradient", "the last micro-batch's gradient only",
+     "p.grad + grad", "grad"),
+    ("14", "needed_by", "a backward pass needs no other stage",
+     'return ("backward", stage + 1, i) if stage < last else ("forward", last, i)',
+     'return ("forward", stage, i)',
+     "test_lists_are_complete_and_as_short_as_the_formula"),
     # 08
     ("08", "tree_sum", "halves are not equal", "len(terms) // 2", "1"),
     ("08", "CopyToBlocks.backward", "no sum over ranks",

@@ -9,6 +9,7 @@ SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
 SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
 CHECKPOINTS, CONTEXT = "10_checkpoints", "11_context_parallel"
 MESH_2D = "13_mesh_2d"
+SCHEDULES = "14_schedules"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -35,13 +36,13 @@ WITH_FLAGS = [
      "--layers", "1", "--dropout", "0"),
     (TRANSFORMER, 4, "--kv-heads", "8"),
     (VOCAB, 4, *PROOF, "--tie"),
-    (MESH, 8, "--tp", "4", *PROOF, "--zero", "--tie"),
-    (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",
+    (MESH, 8, "--tp", "4", *PROOF, "--tie"),
+    (MESH, 4, "--dp", "2", "--ragged", "--tie", *PROOF, "--heads", "4",
      "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
     # No mean of ragged lengths is a whole number here.
     (MESH, 2, "--ragged", "--microbatches", "3", "--batch-size", "6", "--steps", "2"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
-    (MESH, 6, "--dp", "3", "--pp", "2", "--tie", "--zero"),  # copies stay equal
+    (MESH, 6, "--dp", "3", "--pp", "2", "--tie"),  # copies stay equal
     *((MESH, 8, f"--{axis}", "8", *SHORT, "--layers", "8" if axis == "pp" else "1")
       for axis in ("dp", "pp", "tp")),
     *((SHARED_HEADS, ranks) for ranks in (1, 2, 4)),
@@ -78,6 +79,13 @@ CONTEXT_RUNS += [
     ),
     # Lines of the text end before most positions: ranks without any target.
     (CONTEXT, 8, *PROOF, "--seq-len", "160", "--batch-size", "1", "--layers", "1"),
+]
+SCHEDULE_RUNS = [
+    (SCHEDULES, 1, "--sleep", "5"),
+    (SCHEDULES, 2, *PROOF, "--sleep", "0", "--microbatches", "6"),
+    (SCHEDULES, 4),
+    (SCHEDULES, 4, *PROOF, "--sleep", "5", "--chunks", "4", "--layers", "18"),
+    (SCHEDULES, 8, "--sleep", "5"),
 ]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]

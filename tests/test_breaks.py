@@ -95,11 +95,8 @@ EXPECTED = {
         "micro": (grad("…"), grad("lm_head.bias, mesh"), loss("mesh"),
             "PyTorch: loss, PyTorch"),
         "order": r"^error: ranks \[0, 1\] are waiting in different calls: ",
-        "leak": ("memory: activations that autograd held, stage 1, left",
-            "memory: activations that autograd held, stage 1, peak",
-            "memory: activations that autograd held, stage 1, in flight",
-            "memory: activations that autograd held, stage 0, in flight",
-            grad("lm_head.bias, mesh")),
+        "mixed-up": "^error: rank 1 raised ValueError: expected the activation of "
+            "micro-batch 4",
         "norm": ("norms: ‖g‖, step 1, mesh", loss_2("mesh"), loss("mesh")),
         "tied": (grad("embed_tokens.weight, mesh"), "norms: ‖g‖, step 1, mesh",
             "calls: mesh tied all-reduce embed", loss("mesh")),
@@ -176,6 +173,25 @@ EXPECTED = {
         "average": (grad("dL/d down_proj.weight, FSDP"), loss_2("FSDP"), loss_2("2D"),
             grad("dL/d up_proj.weight, 2D"), grad("y, 2D")),
     },
+    "14_schedules": {
+        "leak": ("memory: gpipe, bytes left on rank 1",
+            "memory: 1f1b, bytes at the peak on rank 0",
+            "memory: 1f1b, in flight on rank 1",
+            "memory: interleaved, bytes left on rank 0",
+            grad("lm_head.bias, 1f1b")),
+        "early": ("runs: zero-bubble completes", grad("lm_head.bias, 1f1b")),
+        "chunks": "^error: rank 1 raised ValueError: expected the activation of "
+            "micro-batch 1",
+        "newest": (grad("layers.…"), grad("lm_head.weight, zero-bubble"),
+            grad("lm_head.weight, interleaved"),
+            grad("loss, zero-bubble")),
+        "forgotten": (grad("layers.…"), grad("lm_head.weight, zero-bubble"),
+            "memory: zero-bubble, bytes left on rank 1",
+            grad("loss, zero-bubble")),
+        "history": ("memory: zero-bubble, bytes left on rank 1",
+            "memory: zero-bubble, in flight on rank 0",
+            grad("lm_head.bias, zero-bubble")),
+    },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
 RANKS = {
@@ -189,6 +205,8 @@ CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 def run_of(lesson: str, name: str) -> tuple:
     steps = () if lesson == "00_collectives" else ("--steps", "2")
+    if lesson == "14_schedules":  # it has one step, of stated times
+        steps = ("--sleep", "5")
     return lesson, RANKS.get((lesson, name), 2), "--break", name, *steps
 
 
