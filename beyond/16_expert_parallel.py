@@ -225,9 +225,10 @@ class ExpertParallel(Experts):
         order = expert.repeat_interleave(arriving).argsort(stable=True)
         blocks = lesson01.CopyToTP.apply(arrived[order], self.tp_group)  # f
         counts = arriving.view(R, local_experts).sum(0)
-        partial_y = super().forward(blocks, counts)
+        partial_y = Experts.forward(self, blocks, counts)
         y = lesson01.ReduceFromTP.apply(partial_y, self.tp_group)  # g
-        return self.exchange(undo_sort(y, order), recv, send, self.ep_group)
+        y = undo_sort(y, order)
+        return self.exchange(y, recv, send, self.ep_group)
 
 
 def shard_experts(full: Tensor, ep_group, dim: int, tp_group) -> nn.Parameter:
@@ -310,7 +311,7 @@ def sum_gradients(model, groups: dict) -> None:
     """Sum as in the table. Communication: one all-reduce over ep, one over dp."""
     for axis in ("ep", "dp"):
         parameters = []
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             is_complete = is_sharded_over(p, groups[axis])
             if p.grad is not None and not is_complete:
                 parameters.append(p)
@@ -355,10 +356,10 @@ def main(args, report: lesson00.Report) -> None:
     check_lesson_model(report, full, size)
     rows_RE = [rows_between(expert_tk, groups, args) for expert_tk in chosen]
     show_rows(report, rows_RE[0])
-    for name, exchange in EXCHANGES.items():
+    for name in ("EP", "PyTorch"):
         # If your edit raises an error in one run, the others continue.
         with report.column(name):
-            runs[name] = train_ep(name, full, exchange, batches, args, groups)
+            runs[name] = train_ep(name, full, batches, args, groups)
 
     show_training(report, runs, groups)
     show_gradients(report, runs)
@@ -370,9 +371,6 @@ def main(args, report: lesson00.Report) -> None:
 def pytorch_exchange(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
     """AllToAllRows.apply by PyTorch 2.13, from a module that is private so far."""
     return all_to_all_single_autograd(x_rD, recv, send, group)
-
-
-EXCHANGES = {"EP": AllToAllRows.apply, "PyTorch": pytorch_exchange}
 
 
 def make_moe_transformer(args):
@@ -404,11 +402,12 @@ def train_without_ep(full, batches, args) -> tuple:
     return run, chosen
 
 
-def train_ep(name, full, exchange, batches, args, groups) -> lesson02.TrainingRun:
+def train_ep(name, full, batches, args, groups) -> lesson02.TrainingRun:
     """Train on this rank's rows of each batch, as if a data loader had split them."""
     model = ep_transformer(full, groups)
-    for moe in moe_layers(model):
-        moe.experts.exchange = exchange
+    if name == "PyTorch":
+        for moe in moe_layers(model):
+            moe.experts.exchange = pytorch_exchange
     batches = [split_batch(batch, groups) for batch in batches]
     return lesson02.train_transformer(
         name, model, batches, args, groups["tp"],
@@ -653,8 +652,10 @@ def show_communication(report, rows_RE, runs: dict, size: dict, groups: dict) ->
     title = f"n = {sizes['n']} MoE forwards, m = {sizes['m']:g} rows leave each time"
     report.section(f"Communication of all steps: {title}")
     report.ledger(formulas, sizes, hide=["run", "ring"])
-    text = f"Gradients: rest = {sizes['rest']:,} elements are summed over ep, the"
-    report.conclude(f"{text} experts' own = {sizes['own']:,} are not.")
+    text = (
+        f"Summed over ep: rest = {sizes['rest']:,} elements of gradients; not summed:"
+    )
+    report.conclude(f"{text} own = {sizes['own']:,}.")
 
 
 # What is stored → bytes on a rank; every second layer has experts.
@@ -683,18 +684,19 @@ def show_memory(report, runs: dict, size: dict, groups: dict, batch) -> None:
             measured[name] = lesson02.bytes_stored(runs[name], batches[name])
     report.section("Memory per rank in bytes; gradients take as much as parameters")
     rows, sums = lesson02.add_up(PARAMETERS, sizes)
-    rows.append(lesson02.measured_row(report, "parameters", "sum", sums, measured))
-    lesson02.measured_row(report, "gradients", "sum", sums, measured)  # checked only
+    text = "sum (all parts: --verbose)"
+    rows.append(lesson02.measured_row(report, "parameters", text, sums, measured))
+    lesson02.measured_row(report, "gradients", text, sums, measured)  # checked only
     tensors = len(runs["without EP"].parameters)
     stored = {name: 2 * sums[name] + 4 * tensors for name in sizes}
     text = f"2·sum + 4·{tensors} step counts"
-    rows.append(
-        lesson02.measured_row(report, "optimizer state", text, stored, measured)
-    )
-    report.table("memory", rows)
+    last = lesson02.measured_row(report, "optimizer state", text, stored, measured)
+    rows.append(last)
+    # The other parts are those of lesson 02, and routers.
+    report.table("memory", rows if report.args.verbose else rows[-3:])
     part = sums["EP"] / sums["without EP"]
     report.conclude(
-        f"A rank stores {part:.0%} of the parameters: all but others' experts."
+        f"A rank stores {part:.0%} of all parameters: others' experts are missing."
     )
 
 
@@ -773,8 +775,10 @@ BREAKS = {
     ),
     "shared": dict(
         target="sum_gradients",
-        old="            is_complete = is_sharded_over(p, groups[axis])\n",
-        new='            is_complete = "expert" in name\n',
+        old="        for p in model.parameters():\n"
+        "            is_complete = is_sharded_over(p, groups[axis])\n",
+        new="        for name, p in model.named_parameters():\n"
+        '            is_complete = "expert" in name\n',
         what="experts are found by name, and shared_expert has the word in its name",
         symptom="the loss of step 1 is right; replicas of the shared expert diverge",
         why="a shared expert is replicated on all ranks of ep, and each applies it to "
@@ -797,8 +801,8 @@ BREAKS = {
     ),
     "inverse": dict(
         target="ExpertParallel.forward",
-        old="    return self.exchange(undo_sort(y, order), recv, send, self.ep_group)\n",
-        new="    return self.exchange(y[order], recv, send, self.ep_group)\n",
+        old="    y = undo_sort(y, order)\n",
+        new="    y = y[order]\n",
         what="rows are sorted a second time by `order`, instead of by its inverse",
         symptom="no error; losses are wrong: tokens get the outputs of other tokens",
         why="y[order] undoes a sort only if order is its own inverse; for two ranks "
