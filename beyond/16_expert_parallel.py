@@ -140,9 +140,9 @@ class MoE(nn.Module):
         for group in self.batch_groups:
             all_counts_E = lesson00.all_reduce(all_counts_E, group)
         rows = all_counts_E.sum()
-        share_E = all_counts_E / rows
+        share_E = all_counts_E.to(probs_tE.dtype) / rows
         prob_E = probs_tE.sum(0) * self.top_k / rows  # rows / k: tokens of all ranks
-        return len(counts_E) * (share_E.to(prob_E.dtype) * prob_E).sum()
+        return len(counts_E) * (share_E * prob_E).sum()
 
 
 # ---- Rows travel
@@ -729,8 +729,8 @@ BREAKS = {
     ),
     "balance": dict(
         target="MoE.balance_loss",
-        old="    share_E = all_counts_E / rows\n",
-        new="    share_E = counts_E / counts_E.sum()\n",
+        old="    share_E = all_counts_E.to(probs_tE.dtype) / rows\n",
+        new="    share_E = counts_E.to(probs_tE.dtype) / counts_E.sum()\n",
         what="the balance loss uses the shares of this rank's rows",
         symptom="the loss is slightly too large, and the router's gradient is wrong",
         why="each rank is pushed to spread its own tokens evenly, although the batch "
@@ -805,8 +805,8 @@ BREAKS = {
         new="    y = y[order]\n",
         what="rows are sorted a second time by `order`, instead of by its inverse",
         symptom="no error; losses are wrong: tokens get the outputs of other tokens",
-        why="y[order] undoes a sort only if order is its own inverse; for two ranks "
-        "that have one expert each it often is, so a small test may pass",
+        why="y[order] undoes a sort only if order is its own inverse. With one expert "
+        "per rank nothing is sorted, so a small test passes",
         reported="github.com/tile-ai/TileOPs/pull/640",
     ),
     "empty": dict(
@@ -828,7 +828,7 @@ BREAKS = {
         "        total = lesson00.all_reduce(total, groups[axis])\n",
         new='    total = lesson00.all_reduce(total, groups["tp"])\n',
         what="each rank clips by a norm that includes its own experts only",
-        symptom="gradients are right; then replicas diverge: ranks clip by other norms",
+        symptom="gradients are right; norms differ between ranks, so replicas diverge",
         why="the squares of an expert's gradient are on its owner, so they have to be "
         "summed over ep",
         reported="github.com/NVIDIA-NeMo/Automodel/pull/3817; NVIDIA/Megatron-LM, 5916",
@@ -854,7 +854,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--hidden", type=positive, help="D (8 per head)")
     add("--heads", type=positive, help="N (2·K)")
     add("--kv-heads", type=positive, help="K (4, or the next multiple of T)")
-    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
+    add("--clip", type=float, default=0.5, help="largest norm of a gradient (0.5)")
     args = parser.parse_args()
     args.dropout = 0.0  # each rank would have to sample its part of one mask
     if args.bug == "twice" and args.tp == 1:

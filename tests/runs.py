@@ -8,6 +8,7 @@ TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
 SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
 CHECKPOINTS, CONTEXT = "10_checkpoints", "11_context_parallel"
+EXPERTS = "16_expert_parallel"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -73,6 +74,14 @@ CONTEXT_RUNS += [
     ),
     # Lines of the text end before most positions: ranks without any target.
     (CONTEXT, 8, *PROOF, "--seq-len", "160", "--batch-size", "1", "--layers", "1"),
+]
+EXPERT_RUNS = [(EXPERTS, ranks) for ranks in (1, 2, 3)]
+EXPERT_RUNS += [
+    (EXPERTS, 4, *PROOF, "--top-k", "3", "--balance", "0"),
+    (EXPERTS, 4, *PROOF, "--ep", "2", "--layers", "4", "--steps", "2"),
+    (EXPERTS, 8, *PROOF, "--ep", "2", "--tp", "2", "--top-k", "1", "--steps", "2"),
+    # More experts than rows: most get none.
+    (EXPERTS, 8, *PROOF, "--experts", "64", "--seq-len", "2", "--steps", "2"),
 ]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
