@@ -12,8 +12,8 @@ Run it on 1, 2, 4 or 8 ranks:
 
 What you will see: who owns which experts, and how many rows each rank sends to whom; a
 small decoder, trained in one process and with EP, with equal losses, gradients and
-parameters; one layer for k = 1, 2, 3 and for unbalanced routers; what is sent, beside
-what tensor parallelism would send; memory.
+parameters; one layer for k = 1, 2, 3 and for unbalanced routers; what is sent, compared
+with what tensor parallelism would send; memory.
 
 Try one change at a time. notebooks/16_expert_parallel.ipynb, section 9, answers.
     1. --ep 2 on 4 ranks, so that two ranks hold each expert. Which calls are new?
@@ -41,13 +41,23 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import os
+import sys
+import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from course import lesson00, lesson01, lesson02
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+try:
+    from course import lesson00, lesson01, lesson02
+except ModuleNotFoundError as error:  # a copy of this file, without its repository
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(60)  # rank 0 says why, and torchrun ends all
+    print(f"error: this script imports the course's lessons: {error}", file=sys.stderr)
+    sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
 
@@ -395,6 +405,7 @@ def train_without_ep(full, batches, args) -> tuple:
         balance = sum(moe.balance for moe in layers)
         return lesson02.mean_loss(logits, target) + args.balance * balance
 
+    # The experts are chosen inside MoE.forward, from the router's output.
     hooks = [moe.router.register_forward_hook(record) for moe in layers]
     run = lesson02.train_transformer("without EP", model, batches, args, None, loss_of)
     for hook in hooks:
@@ -422,6 +433,7 @@ def train_ep(name, full, batches, args, groups) -> lesson02.TrainingRun:
 
 def rows_between(expert_tk: Tensor, groups: dict, args) -> Tensor:
     """Rows that each rank of this ep group has for each expert [R, E]."""
+    # The batch is split over dp first, then over ep, as in split_batch.
     of_dp = lesson00.split(expert_tk, 0, groups["dp"].size())[groups["dp"].rank()]
     counts = []
     for of_rank in lesson00.split(of_dp, 0, groups["ep"].size()):
@@ -482,7 +494,8 @@ def show_training(report, runs: dict, groups: dict) -> None:
     report.compare("losses", of_runs("losses"), allowed=report.allowed_loss)
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", of_runs("norms"), brief="norms")
-    report.compare("parameters", of_runs("parameters"), brief="parameters")
+    parameters = of_runs("parameters")
+    report.compare("parameters", parameters, fold=kind_of, brief="parameters")
     rows = [replicas_row(report, name, runs[name], groups) for name in runs]
     compared = sum(row["compared"] for row in rows)
     report.table("replicas", rows, brief=f"{compared} replicas")
@@ -491,18 +504,17 @@ def show_training(report, runs: dict, groups: dict) -> None:
 
 def replicas_row(report, name: str, run, groups: dict) -> dict:
     """After training, what several ranks hold must be bitwise equal on them."""
-    row = {"replicas": name, "compared": 0, "equal": 0, "off": []}
+    row = {"replicas": name, "compared": 0, "off": []}
     for axis, group in groups.items():
         for p_name, p in run.model.named_parameters():
             if group.size() == 1 or is_sharded_over(p, group):
                 continue
+            # This call is the report's own and is not counted.
             replicas = lesson00.all_gather(p[None], 0, group)
             diff = max(lesson00.rel_diff(other, replicas[0]) for other in replicas)
             row["compared"] += 1
-            if report.check("replicas", f"{p_name} over {axis}, {name}", diff):
-                row["equal"] += 1
-            else:
-                row["off"] = ["equal"]
+            if not report.check("replicas", f"{p_name} over {axis}, {name}", diff):
+                row["off"] = ["compared"]
     return row
 
 
@@ -514,11 +526,9 @@ def show_gradients(report, runs: dict) -> None:
 
 def kind_of(name: str) -> str:
     """The row of a parameter in the table of gradients."""
-    for part in ("router", "shared_expert", "experts"):
+    for part in ("router", "shared_expert", "experts", "self_attn", "mlp"):
         if part in name:
             return part
-    if "self_attn" in name or "mlp" in name:
-        return "attention, MLPs"
     return "embedding, norms, head"
 
 
@@ -540,6 +550,7 @@ def show_one_layer(report, size: dict, groups: dict) -> None:
         for case in CASES:
             rows.append(layer_row(report, case, size, groups))
     report.table("one layer", rows, hide=["ok"])
+    # If an owner of 1/R of the experts gets 1/R of the rows; times k.
     even = lesson00.evaluate("4·t·(R - 1)/R·D·e", size)
     under_tp = bytes_under_tp(size, groups, report.args)
     report.check("bytes", "the same tokens by TP", abs(under_tp - R * even))
@@ -552,38 +563,48 @@ def show_one_layer(report, size: dict, groups: dict) -> None:
 def layer_row(report, case: tuple, size: dict, groups: dict) -> dict:
     """EP compared with one process; bytes compared with what the router chose."""
     router, k, attraction = case
-    name = f"{router}, k {k}"
+    name = f"{router}, k {k}"  # as in the table
     alone, tensors = random_layer(k, attraction, size, report.args)
+    chosen = alone.router(tensors[0].flatten(0, 1)).topk(k, -1).indices
+    rows_RE = rows_between(chosen, groups, report.args)
     moe = ep_moe(alone, groups)
     with lesson00.COMM.label(name, ""):
         found = run_layer(moe, split_batch(tensors, groups))
+    expected = run_layer(alone, tensors)
+    row = {"router": router, "k": k}
+    row["rows by expert"] = by_owner_text(rows_RE.sum(0), size["R"])
+    row["sends"] = lesson00.COMM.bytes[lesson00.Call(name, "", "all-to-all", "ep")]
+    # Two all-to-alls of rows forward and two backward; 8·E: the counts before them.
+    formula = "4·m·D·e + 8·E" if size["R"] > 1 else "0"
+    sizes = dict(size, **rows_of_rank([rows_RE], groups))
+    predicted = lesson00.evaluate(formula, sizes)
+    report.expect(row, "sends", "bytes", f"one layer, {name}, sends", predicted)
+
     sum_gradients(moe, groups)
     found.update(lesson02.unshard_model(moe, "grad"))
-    expected = run_layer(alone, tensors)
     for what in ("y", "dL/dx"):  # of this rank's tokens
         expected[what] = split_batch([expected[what]], groups)[0]
     expected.update(lesson02.unshard_model(alone, "grad"))
+    row["by y"] = router_gradient(alone, tensors)
+    compare_layer(report, row, name, found, expected)
+    return row
 
-    chosen = alone.router(tensors[0].flatten(0, 1)).topk(k, -1).indices
-    rows_RE = rows_between(chosen, groups, report.args)
-    text = by_owner_text(rows_RE.sum(0), size["R"])
-    row = {"router": router, "k": k, "rows by expert": text}
-    row["sends"] = lesson00.COMM.bytes[lesson00.Call(name, "", "all-to-all", "ep")]
-    sizes = dict(size, **rows_of_rank([rows_RE], groups))
-    formula = "4·m·D·e + 8·E" if size["R"] > 1 else "0"  # 8·E: counts
-    predicted = lesson00.evaluate(formula, sizes)
-    report.expect(row, "sends", "bytes", f"one layer, {name}, sends", predicted)
-    # The router's gradient without the balance loss.
-    alone.zero_grad()
-    (alone(tensors[0]) * tensors[1]).sum().backward()
-    row["by y"] = f"{alone.router.weight.grad.norm():.2f}"
+
+def compare_layer(report, row: dict, name: str, found: dict, expected: dict) -> None:
+    """Check y and all gradients; the row shows the largest difference."""
     row["diff"] = 0.0
     for what, value in expected.items():
         row["diff"] = max(row["diff"], lesson00.rel_diff(found[what], value))
         of = f"{what}, {name}"
         if not report.check_tensor("one layer", of, found[what], value, report.allowed):
             row["off"].append("diff")
-    return row
+
+
+def router_gradient(moe: MoE, tensors: list[Tensor]) -> str:
+    """The norm of the router's gradient without the balance loss."""
+    moe.zero_grad()
+    (moe(tensors[0]) * tensors[1]).sum().backward()
+    return f"{moe.router.weight.grad.norm():.2f}"
 
 
 def random_layer(k: int, attraction: float, size: dict, args) -> tuple:
@@ -632,6 +653,7 @@ def show_communication(report, rows_RE, runs: dict, size: dict, groups: dict) ->
     Calls = lesson00.Calls
     call = lambda phase, collective, axis: lesson00.Call("EP", phase, collective, axis)
     rows = [Calls("2·n", "m·D·e")]  # to the experts, and back
+    # g or f of attention and MLPs, as in lesson 02; then of the experts' rows.
     under_tp = [Calls("2·L·steps", "b·S·D·e"), Calls("n", "got·D·e")]
     formulas = {
         # First the counts: how many rows will come.
@@ -639,8 +661,10 @@ def show_communication(report, rows_RE, runs: dict, size: dict, groups: dict) ->
         call("backward", "all-to-all", "ep"): rows,
         call("forward", "all-reduce", "tp"): under_tp,
         call("backward", "all-reduce", "tp"): under_tp,
+        # Gradients: of experts only over dp, of all others over ep as well.
         call("summing", "all-reduce", "ep"): [Calls("steps", "rest·e")],
         call("summing", "all-reduce", "dp"): [Calls("steps", "(rest + own)·e")],
+        # One float64, the squares of all gradients.
         call("clipping", "all-reduce", "ep"): [Calls("steps", "8")],
         call("clipping", "all-reduce", "tp"): [Calls("steps", "8")],
     }
@@ -652,10 +676,8 @@ def show_communication(report, rows_RE, runs: dict, size: dict, groups: dict) ->
     title = f"n = {sizes['n']} MoE forwards, m = {sizes['m']:g} rows leave each time"
     report.section(f"Communication of all steps: {title}")
     report.ledger(formulas, sizes, hide=["run", "ring"])
-    text = (
-        f"Summed over ep: rest = {sizes['rest']:,} elements of gradients; not summed:"
-    )
-    report.conclude(f"{text} own = {sizes['own']:,}.")
+    text = f"Summed over ep: rest = {sizes['rest']:,} elements of gradients."
+    report.conclude(f"{text} Not: own = {sizes['own']:,}.")
 
 
 # What is stored → bytes on a rank; every second layer has experts.
@@ -687,17 +709,16 @@ def show_memory(report, runs: dict, size: dict, groups: dict, batch) -> None:
     text = "sum (all parts: --verbose)"
     rows.append(lesson02.measured_row(report, "parameters", text, sums, measured))
     lesson02.measured_row(report, "gradients", text, sums, measured)  # checked only
+    # AdamW stores two moments per parameter, and a 4-byte step count per tensor.
     tensors = len(runs["without EP"].parameters)
     stored = {name: 2 * sums[name] + 4 * tensors for name in sizes}
     text = f"2·sum + 4·{tensors} step counts"
-    last = lesson02.measured_row(report, "optimizer state", text, stored, measured)
-    rows.append(last)
+    kind = "optimizer state"
+    rows.append(lesson02.measured_row(report, kind, text, stored, measured))
     # The other parts are those of lesson 02, and routers.
     report.table("memory", rows if report.args.verbose else rows[-3:])
-    part = sums["EP"] / sums["without EP"]
-    report.conclude(
-        f"A rank stores {part:.0%} of all parameters: others' experts are missing."
-    )
+    part = f"{sums['EP'] / sums['without EP']:.0%}"
+    report.conclude(f"A rank stores {part} of all parameters, not the others' experts.")
 
 
 # ==== BREAK IT
@@ -710,7 +731,7 @@ BREAKS = {
         what="rows travel by a plain all-to-all, which autograd does not track",
         symptom="the loss of step 1 is right, and it falls; experts have no gradient",
         why="what arrives is a new tensor without history. Embedding, attention and "
-        "shared experts go on learning, which is enough for a loss that falls",
+        "shared experts still learn, which is enough for a loss that falls",
         reported="github.com/facebookresearch/fairscale/pull/137 (adds the backward); "
         "pytorch/torchtitan, 989",
     ),

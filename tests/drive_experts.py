@@ -65,7 +65,7 @@ def slice_of(p, full):
 
 
 def expected_bytes(case: dict, kept, groups: dict) -> int:
-    """What this rank sends over ep in forward and backward: counts, and rows by kept."""
+    """What this rank sends over ep in both passes: counts, and rows by kept."""
     R, rank = groups["ep"].size(), groups["ep"].rank()
     if R == 1:
         return 0

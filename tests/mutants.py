@@ -329,7 +329,8 @@ MUTANTS = [Mutant(*row) for row in [
      "exchange(grad, join_dim, split_dim", "exchange(grad, split_dim, join_dim"),
     # 16
     ("16", "sort_by_expert", "a row is of another token",
-     "order // expert_tk.shape[1]", "order % len(x_tD)", "test_layers_of_random_shapes"),
+     "order // expert_tk.shape[1]", "order % len(x_tD)",
+     "test_layers_of_random_shapes"),
     ("16", "undo_sort", "sorted once more", "order.argsort()", "order",
      "test_layers_of_random_shapes"),
     ("16", "MoE.forward", "weights over all experts, so they do not sum to 1",

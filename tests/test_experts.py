@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
 
 @driven
 def test_layers_of_random_shapes(ranks):
-    """Output, balance loss, norm and every gradient, also in one process, in float64."""
+    """Output, balance loss, norm and all gradients, also in one process; float64."""
     cases = found(ranks, "cases")
     assert {case["k"] for case in cases} >= {1, 2, 3}
     assert {case["skew"] for case in cases} == {0, 3, 30}
