@@ -385,11 +385,14 @@ def main(args, report: Report) -> None:
     show_memory(report, runs, size, batches[0])
 
 
-def why_these_sizes(ranks: int) -> str:
-    """Say why the default sizes are larger on this number of ranks."""
-    if 4 % ranks == 0:
-        return ""
-    return f"K, N and D have larger defaults here, because {ranks} ranks must divide K."
+def why_these_sizes(ranks: int, padding: int = 0) -> str:
+    """Say why sizes are larger on this number of ranks. padding: lesson 04's, of S."""
+    note = ""
+    if 4 % ranks != 0:
+        note += f"K, N and D have larger defaults: {ranks} ranks must divide K. "
+    if padding > 0:
+        note += f"S has {padding} positions of padding, so that T divides it."
+    return note
 
 
 PAD = 256  # the one token that is not a byte

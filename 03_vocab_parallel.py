@@ -461,8 +461,8 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
     report.table("tokens", rows)
     padding = sums["padding"]
     report.conclude(
-        f"A rank has v = {v} rows; {padding} in total are padding. inputs, targets: "
-        "tokens of the first batch that it holds; IGNORE is in no rank's range."
+        f"Of T·v = {size['T'] * v} rows, {padding} is padding; no rank holds IGNORE, "
+        "the target that is none."
     )
 
 
@@ -523,9 +523,10 @@ def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
     report.section("Where a loss easily goes wrong")
     rows = [try_case(report, case, tp_group) for case in HARD_CASES]
-    report.table("hard cases", rows, brief=f"{len(rows)} cases")
-    names = ", ".join(case.name for case in HARD_CASES)
-    report.agree(f"as F.cross_entropy ({names})")
+    first = rows[0]["case"]
+    brief = f"{len(rows)} cases, from {first} to {rows[-1]['case']}"
+    report.table("hard cases", rows, brief=brief)
+    report.agree("as F.cross_entropy")
 
 
 def try_case(report: Report, case: Case, tp_group) -> dict:
@@ -608,8 +609,8 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
     if sent["loss"]:
         logits = evaluate("B·S·V·e", size)
         report.conclude(
-            "The loss all-reduces 3 values per token (max, Σ exp, the target's logit): "
-            f"{sent['loss']:,} bytes, where the logits have {logits:,}."
+            f"The loss all-reduces 3 values per token, {sent['loss']:,} bytes; all "
+            f"logits have {logits:,}."
         )
 
 
@@ -1499,11 +1500,16 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
-def why_these_sizes(ranks: int) -> str:
-    """Say why the default sizes are larger on this number of ranks (lesson 02)."""
-    if 4 % ranks == 0:
-        return ""
-    return f"K, N and D have larger defaults here, because {ranks} ranks must divide K."
+def why_these_sizes(ranks: int, padding: int = 0) -> str:
+    """Say why sizes are larger on this number of ranks. padding: lesson 04's, of S.
+
+    (lesson 02)"""
+    note = ""
+    if 4 % ranks != 0:
+        note += f"K, N and D have larger defaults: {ranks} ranks must divide K. "
+    if padding > 0:
+        note += f"S has {padding} positions of padding, so that T divides it."
+    return note
 
 
 PAD = 256  # the one token that is not a byte

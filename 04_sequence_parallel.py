@@ -361,10 +361,7 @@ def main(args, report: Report) -> None:
     size["X"] = args.batch_size * args.seq_len * args.hidden
     size["C"] = 2 * args.layers + 1
     size["p"] = len(list(full.parameters()))
-    note = why_these_sizes(args.ranks)
-    if padding > 0:
-        note += f" S has {padding} positions of padding, in all runs: T must divide S."
-    report.begin({"tp": args.ranks}, size, note=note.strip())
+    report.begin({"tp": args.ranks}, size, note=why_these_sizes(args.ranks, padding))
     loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
     sum_gradients = partial(all_reduce_replicated_gradients, tp_group=tp_group)
 
@@ -659,7 +656,19 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     of_runs = {run: calls[run] for run in sizes}
     rows.append(measured_row(report, "calls in backward", "", of_runs, measured))
     show_terms(report, rows)
-    # A row for each variant: what backward computes again.
+    show_recomputation(report, measured, calls, size)
+    shares = {}
+    for name in ("TP", "TP + SP", "TP + SP, full"):
+        share = 100 * measured[name]["saved"] / measured["without TP"]["saved"]
+        shares[name] = f"{share:.0f} %"
+    report.conclude(
+        f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + "
+        f"SP, {shares['TP + SP, full']} if all is recomputed."
+    )
+
+
+def show_recomputation(report: Report, measured: dict, calls: dict, size) -> None:
+    """What is saved, and what is sent in backward, if it computes some parts again."""
     rows = []
     for name, formula in SAVED_WITH_RECOMPUTATION.items():
         row = {"recomputed": name, "formula": formula}
@@ -671,14 +680,6 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
         rows.append(row)
     report.table("recomputation", rows, brief=f"{len(rows)} ways to recompute")
     report.agree("bytes and calls as predicted")
-    shares = {}
-    for name in ("TP", "TP + SP", "TP + SP, full"):
-        share = 100 * measured[name]["saved"] / measured["without TP"]["saved"]
-        shares[name] = f"{share:.0f} %"
-    report.conclude(
-        f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + "
-        f"SP, {shares['TP + SP, full']} if backward computes all again."
-    )
 
 
 # ---- Lengths that T does not divide, and a model of another library
@@ -1598,11 +1599,16 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
-def why_these_sizes(ranks: int) -> str:
-    """Say why the default sizes are larger on this number of ranks (lesson 02)."""
-    if 4 % ranks == 0:
-        return ""
-    return f"K, N and D have larger defaults here, because {ranks} ranks must divide K."
+def why_these_sizes(ranks: int, padding: int = 0) -> str:
+    """Say why sizes are larger on this number of ranks. padding: lesson 04's, of S.
+
+    (lesson 02)"""
+    note = ""
+    if 4 % ranks != 0:
+        note += f"K, N and D have larger defaults: {ranks} ranks must divide K. "
+    if padding > 0:
+        note += f"S has {padding} positions of padding, so that T divides it."
+    return note
 
 
 PAD = 256  # the one token that is not a byte

@@ -517,9 +517,9 @@ def show_contents(report, path: Path, training: lesson05.MeshTraining, size: dic
     report.say("   Weights and both moments of n parameters: 3·n·e bytes of elements.")
     report.table("files", rows + [total])
     report.say("   Also .metadata, which says what is where, and complete.json.")
-    steps = range(report.args.begin + 1, report.args.steps + 1)
-    left = [step for step in steps if (path.parent / f"part_{step:06}").exists()]
-    report.check("saved", "no part_NNNNNN is left", len(left))
+    for step in range(report.args.begin + 1, report.args.steps + 1):
+        is_left = (path.parent / f"part_{step:06}").exists()
+        report.check("saved", f"no part of step {step} is left", float(is_left))
 
 
 # Sharded by rows, sharded by columns, replicated, and padded by TP.

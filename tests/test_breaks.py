@@ -57,7 +57,7 @@ EXPECTED = {
             loss("with TP")),
     },
     "03_vocab_parallel": {
-        "ignored": (grad("embed_tokens.weight, with TP"),
+        "ignored": ("gradients: …", grad("embed_tokens.weight, with TP"),
             "hard gradients: none has a target", loss_2("with TP"), loss("with TP")),
         "mean": ("gradients: …", "hard gradients: 20% have no target",
             "hard losses: none has a target",
@@ -66,7 +66,7 @@ EXPECTED = {
             "calls: with TP loss all-gather tp", loss("loss by hand")),
         "padding": (grad("lm_head.weight, rows of padding"), loss("with TP"),
             "parameters: lm_head.bias, rows of padding", loss("loss by hand")),
-        "max": ("hard gradients: logits × 10,000", "hard losses: logits × 10,000",
+        "max": ("hard losses: logits × 10,000", "hard gradients: logits × 10,000",
             "calls: with TP loss all-reduce tp", loss("with TP")),
         "exponentials": ("gradients: …",
             grad("lm_head.weight, with TP"), loss_2("with TP"), loss("with TP")),
