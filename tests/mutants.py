@@ -30,6 +30,7 @@ TESTS["10"] = "tests/test_checkpoints.py"
 TESTS["11"] = "tests/test_context_parallel.py"
 TESTS["13"] = "tests/test_mlp_equality.py"
 TESTS["14"] = "tests/test_schedules.py"
+TESTS["16"] = "tests/test_experts.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
 
@@ -353,6 +354,47 @@ MUTANTS = [Mutant(*row) for row in [
      'return ("backward", stage + 1, i) if stage < last else ("forward", last, i)',
      'return ("forward", stage, i)',
      "test_lists_are_complete_and_as_short_as_the_formula"),
+    # 16
+    ("16", "sort_by_expert", "a row is of another token",
+     "order // expert_tk.shape[1]", "order % len(x_tD)",
+     "test_layers_of_random_shapes"),
+    ("16", "undo_sort", "sorted once more", "order.argsort()", "order",
+     "test_layers_of_random_shapes"),
+    ("16", "MoE.forward", "weights over all experts, so they do not sum to 1",
+     "probs_tk / probs_tk.sum(-1, keepdim=True)", "probs_tk",
+     "test_layers_of_random_shapes"),
+    ("16", "MoE.forward", "the weights of another expert",
+     "(weights_tk[..., None]", "(weights_tk.flip(1)[..., None]",
+     "test_layers_of_random_shapes"),
+    ("16", "MoE.balance_loss", "the mean over this rank's tokens",
+     "probs_tE.sum(0) * self.top_k / rows", "probs_tE.mean(0)"),
+    ("16", "MoE.balance_loss", "shares in the default dtype",
+     "all_counts_E.to(probs_tE.dtype) / rows",
+     "(all_counts_E / rows).to(probs_tE.dtype)", "test_layers_of_random_shapes"),
+    ("16", "AllToAllRows.backward", "not the way back",
+     "(grad, recv, send, ctx.group)", "(grad.flip(0), recv, send, ctx.group)"),
+    ("16", "all_to_all_rows", "counts the rows that stay as well",
+     "x_rD[send[group.rank()] :]", "x_rD"),
+    ("16", "ExpertParallel.forward", "rows that arrive are not sorted by expert",
+     "arrived[order]", "arrived"),
+    ("16", "ExpertParallel.forward", "an unstable order of senders and experts",
+     ".repeat(R)", ".repeat_interleave(R)"),
+    ("16", "ExpertParallel.forward", "no f", "lesson01.CopyToTP.apply(arrived[order], "
+     "self.tp_group)", "arrived[order]", "2 --tp 2"),
+    ("16", "ExpertParallel.forward", "no g", "lesson01.ReduceFromTP.apply(partial_y, "
+     "self.tp_group)", "partial_y", "2 --tp 2"),
+    ("16", "shard_experts", "the experts of another rank",
+     "lesson00.shard(full, 0, ep_group)", "lesson00.shard(full.flip(0), 0, ep_group)"),
+    ("16", "ep_loss", "the mean of this rank's targets",
+     "        targets = lesson00.all_reduce(targets, groups[axis])\n",
+     "        targets = targets * groups[axis].size()\n"),
+    ("16", "ep_norm", "replicas count on each rank",
+     "copies *= groups[axis].size()", "copies *= 1"),
+    ("16", "ep_norm", "experts count once per ep rank, as replicas do",
+     "if not is_sharded_over(p, groups[axis]):", "if True:"),
+    ("16", "split_batch", "dp ranks get the same rows",
+     'lesson00.shard(x, 0, groups["dp"])', 'x[: len(x) // groups["dp"].size()]',
+     "2 --ep 1"),
     # 08
     ("08", "tree_sum", "halves are not equal", "len(terms) // 2", "1"),
     ("08", "CopyToBlocks.backward", "no sum over ranks",

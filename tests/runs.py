@@ -10,6 +10,7 @@ SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
 CHECKPOINTS, CONTEXT = "10_checkpoints", "11_context_parallel"
 MESH_2D = "13_mesh_2d"
 SCHEDULES = "14_schedules"
+EXPERTS = "16_expert_parallel"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -86,6 +87,13 @@ SCHEDULE_RUNS = [
     (SCHEDULES, 4),
     (SCHEDULES, 4, *PROOF, "--sleep", "5", "--chunks", "4", "--layers", "18"),
     (SCHEDULES, 8, "--sleep", "5"),
+EXPERT_RUNS = [(EXPERTS, ranks) for ranks in (1, 2, 3)]
+EXPERT_RUNS += [
+    (EXPERTS, 4, *PROOF, "--top-k", "3", "--balance", "0"),
+    (EXPERTS, 4, *PROOF, "--ep", "2", "--layers", "4", "--steps", "2"),
+    (EXPERTS, 8, *PROOF, "--ep", "2", "--tp", "2", "--top-k", "1", "--steps", "2"),
+    # More experts than rows: most get none.
+    (EXPERTS, 8, *PROOF, "--experts", "64", "--seq-len", "2", "--steps", "2"),
 ]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
