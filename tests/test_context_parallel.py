@@ -171,11 +171,11 @@ def test_backward_of_blocks_is_that_of_one_softmax():
 
 def test_a_rank_without_targets_has_no_loss_and_no_gradient():
     logits = torch.randn(1, 4, 5, requires_grad=True)
-    target = torch.full((1, 4), lesson.IGNORE)
+    target = torch.full((1, 4), lesson.lesson02.IGNORE)
     with pytest.MonkeyPatch.context() as patch:
         # The other ranks have 3 targets, and a loss of 2.
         patch.setattr(
-            lesson,
+            lesson.lesson00,
             "all_reduce",
             lambda x, group: x + (2 if x.is_floating_point() else 3),
         )
@@ -237,7 +237,9 @@ def test_every_gradient_of_every_method_is_compared(run):
     assert ("Ulysses" in methods) == ("--no-ulysses" not in run)
     assert len(methods) >= 3
     layers = data["size"]["L"]
-    model = lesson.Transformer(lesson.Config(1, 4, 1, 1, layers, 1, 0.0))
+    model = lesson.lesson02.Transformer(
+        lesson.lesson02.Config(1, 4, 1, 1, layers, 1, 0.0)
+    )
     for method in methods:
         for name, _ in model.named_parameters():
             for kind in ("gradients", "parameters", "replicas"):
