@@ -8,6 +8,7 @@ TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
 SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
 CHECKPOINTS, CONTEXT = "10_checkpoints", "11_context_parallel"
+ZERO = "15_zero"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -76,6 +77,14 @@ CONTEXT_RUNS += [
 ]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
+ZERO_RUNS = [(ZERO, ranks) for ranks in (1, 2, 4)]
+ZERO_RUNS += [
+    (ZERO, 3, "--steps", "2"),
+    (ZERO, 4, *PROOF, "--stages", "4", "--microbatches", "3", "--batch-size", "12"),
+    (ZERO, 2, *PROOF, "--tp", "2", "--microbatches", "1"),
+    (ZERO, 2, "--bf16", "--steps", "2"),
+    (ZERO, 8, *PROOF, "--steps", "2", "--layers", "1"),
+]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 
 
