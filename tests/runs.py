@@ -11,6 +11,7 @@ CHECKPOINTS, CONTEXT = "10_checkpoints", "11_context_parallel"
 MESH_2D = "13_mesh_2d"
 SCHEDULES = "14_schedules"
 EXPERTS = "16_expert_parallel"
+ZERO = "15_zero"
 # What DESIGN 6 allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -97,6 +98,14 @@ EXPERT_RUNS += [
 ]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
+ZERO_RUNS = [(ZERO, ranks) for ranks in (1, 2, 4)]
+ZERO_RUNS += [
+    (ZERO, 3, "--steps", "2"),
+    (ZERO, 4, *PROOF, "--stages", "4", "--microbatches", "3", "--batch-size", "12"),
+    (ZERO, 2, *PROOF, "--tp", "2", "--microbatches", "1"),
+    (ZERO, 2, "--bf16", "--steps", "2"),
+    (ZERO, 8, *PROOF, "--steps", "2", "--layers", "1"),
+]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 
 

@@ -222,6 +222,21 @@ EXPECTED = {
         "norm": ("replicas: …", "norms: ‖g‖, step 1, EP", loss_2("EP"),
             "calls: EP clipping all-reduce ep", loss("EP")),
     },
+    "15_zero": {
+        "last": ("gradients: …", grad("lm_head.bias, ZeRO-2"),
+            grad("norm.weight, fully_shard"), norm("ZeRO-1")),
+        "norm": ("norms: ‖g‖, step …", norm("DP"), norm("ZeRO-3"), loss_2("ZeRO-1"),
+            grad("norm.weight, ZeRO-3")),
+        "shards": ("norms: ‖g‖, step …", norm("ZeRO-1"), norm("HSDP"), norm("DP")),
+        "hybrid": ("norms: ‖g‖, step …", norm("DP"), norm("HSDP"), norm("ZeRO-3")),
+        "group": ("gradients: …", grad("lm_head.bias, DP"), grad("lm_head.bias, HSDP"),
+            "replicas: parameters on all ranks, DP", "bytes: HSDP, to the other node",
+            "calls: DP, sums", loss("DP")),
+        "freed": ("runs: ZeRO-3 completes", "runs: HSDP completes",
+            "runs: kept completes"),
+        "average": ("gradients: …", grad("lm_head.bias, fully_shard"),
+            norm("fully_shard"), grad("lm_head.bias, ZeRO-3")),
+    },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
 RANKS = {
@@ -229,6 +244,7 @@ RANKS = {
     ("13_mesh_2d", "average"): 4,
     ("08_same_bits", "library"): 4,
     ("09_shared_heads", "order"): 4,
+    **{("15_zero", name): 4 for name in EXPECTED["15_zero"]},
 }
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
