@@ -620,8 +620,8 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
 BREAKS = {
     "f": dict(
         target="CopyToTP.backward",
-        old="        return all_reduce(partial_grad, ctx.tp_group), None\n",
-        new="        return partial_grad, None\n",
+        old="    return all_reduce(partial_grad, ctx.tp_group), None\n",
+        new="    return partial_grad, None\n",
         what="f without its all-reduce in backward",
         symptom="in step 1 the loss and the gradients of Megatron's weights are "
         "correct, but dL/dx is wrong, so the losses diverge from step 2 on; in the "

@@ -352,12 +352,12 @@ def show_placements_2d(report, full: lesson01.MLP, mlp: lesson01.MLP) -> None:
 
 
 def show_training_2d(report, runs: dict[str, lesson01.MLPRun]) -> None:
-    """Losses of all runs; output and gradients of those that split weights twice."""
+    """Losses, and output and gradients of step 1, compared with one process."""
     report.section("Losses, and output and gradients of step 1: all as in one process")
-    losses = lesson01.values_of(runs, "losses")
-    report.compare("losses", losses, allowed=report.allowed_loss)
-    names = ("without TP", "FSDP", "2D")
+    names = ("without TP", "FSDP", "2D")  # DP and Megatron: lesson 01
     compared = {name: runs[name] for name in names if name in runs}
+    losses = lesson01.values_of(compared, "losses")
+    report.compare("losses", losses, allowed=report.allowed_loss)
     report.compare("outputs", lesson01.values_of(compared, "output"))
     report.compare("gradients", lesson01.values_of(compared, "gradients"))
 
@@ -371,7 +371,7 @@ def show_memory_2d(report, runs: dict[str, lesson01.MLPRun], size: dict) -> None
         "Megatron": ("(θ - D·e)/T + D·e", "B·S·(D + 2·F/T)·e"),
         "FSDP": ("θ/T", "B·S·(D + 2·F)·e/T"),
         # UpLinear2D saves the gathered x: all features of a rank's samples.
-        "2D": ("θ/T", "B·S·(D/outer + 2·F/T)·e"),
+        "2D": ("θ/T", "B·S·(D/outer+2·F/T)·e"),
     }
     report.section("Memory: bytes per rank")
     report.say("   saved = saved for backward: x, and the input and output of GELU")
@@ -408,8 +408,13 @@ def show_communication_2d(report, size: dict[str, int]) -> None:
         Call("2D", "backward", "reduce-scatter", "inner"): activation,
     }
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
-    report.ledger(whole_batch, size, steps=report.args.steps, hide=["axis"])
-    report.say("   4 × θ/inner/4: two weights and two biases, θ/inner bytes together")
+    hidden = ["axis", "calls"]  # a run has one axis, and --json has the calls
+    # DP and Megatron are lesson 01's: only with --verbose, or if something is wrong.
+    brief = ["Megatron", "DP"]
+    steps = report.args.steps
+    report.ledger(whole_batch, size, steps=steps, hide=hidden, brief=brief)
+    if report.mesh["outer"] > 1:
+        report.say("   4 × θ/inner/4: two weights, two biases, θ/inner bytes together")
     report.ledger(by_mesh, size, steps=report.args.steps)
     if report.args.ranks == 1:
         report.say("   One rank sends nothing.")

@@ -34,7 +34,7 @@ EXPECTED = {
         "bias": ("outputs: y, Megatron", grad("dL/d up_proj.bias, Megatron"),
             loss("Megatron"), "outputs: y, naive"),
         "average": (grad("dL/d down_proj.weight, DP"), loss_2("DP"),
-            grad("dL/d up_proj.bias, DP"), grad("y, DP")),
+            grad("dL/d up_proj.bias, DP"), "outputs: y, DP"),
     },
     "02_transformer_tp": {
         "seed": ("gradients: …", grad("lm_head.weight, with TP"), loss("with TP"),
@@ -171,7 +171,7 @@ EXPECTED = {
         "plain": (grad("dL/d up_proj.bias, FSDP"), grad("dL/d up_proj.bias, 2D"),
             "memory: gradients, FSDP", grad("dL/d up_proj.weight, FSDP")),
         "average": (grad("dL/d down_proj.weight, FSDP"), loss_2("FSDP"), loss_2("2D"),
-            grad("dL/d up_proj.weight, 2D"), grad("y, 2D")),
+            grad("dL/d up_proj.weight, 2D"), "outputs: y, 2D"),
     },
     "14_schedules": {
         "leak": ("memory: gpipe, bytes left on rank 1",
