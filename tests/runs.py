@@ -88,6 +88,7 @@ SCHEDULE_RUNS = [
     (SCHEDULES, 4),
     (SCHEDULES, 4, *PROOF, "--sleep", "5", "--chunks", "4", "--layers", "18"),
     (SCHEDULES, 8, "--sleep", "5"),
+]
 EXPERT_RUNS = [(EXPERTS, ranks) for ranks in (1, 2, 3)]
 EXPERT_RUNS += [
     (EXPERTS, 4, *PROOF, "--top-k", "3", "--balance", "0"),
