@@ -671,7 +671,7 @@ def show_recomputation(report: Report, measured: dict, calls: dict, size) -> Non
     """What is saved, and what is sent in backward, if it computes some parts again."""
     rows = []
     for name, formula in SAVED_WITH_RECOMPUTATION.items():
-        row = {"recomputed": name, "formula": formula}
+        row = {"recomputation": name, "formula": formula}
         row.update(measured[name])
         predicted = evaluate(formula, size)
         report.expect(row, "saved", "memory", f"saved, {name}", predicted)
