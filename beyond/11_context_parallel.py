@@ -581,8 +581,8 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
     # A step takes as long as its busiest rank; a block is s² or, if zigzag, s²/4.
     contiguous = lesson00.evaluate("C·s·s", size)
     zigzag = lesson00.evaluate("(2·C + 1)·s·s/4", size)
-    text = f"   Busiest rank's scores per head: contiguous C·s² = {contiguous:,}, "
-    text += f"zigzag (2·C + 1)·s²/4 = {zigzag:,}."
+    text = f"   Busiest rank, scores per head: C·s² = {contiguous:,}, "
+    text += f"with zigzag (2·C + 1)·s²/4 = {zigzag:,}."
     report.say(lesson00.wrap(text))
     if report.args.device == "cpu":
         report.say("   PyTorch's context_parallel is left out: it has no CPU kernel.")
@@ -755,17 +755,14 @@ def show_sent(report, methods: dict, size: dict) -> None:
             report.check("bytes", f"{run}, sent around attention", diff)
     C = size["C"]
     text = ", ".join(f"{run} {nbytes:,}" for run, nbytes in sent.items())
-    slices = f"Slices kv per layer: the ring sends {3 * C - 2}, gather {2 * C - 2}."
+    slices = f"Slices kv per layer: the ring sends {3 * C - 2}, gather {2 * C - 2}; "
+    slices += f"gather holds {C} at once."
     ring = C * (3 * C - 2) / (2 * (C - 1))
     less = (
         "The ring sends less than Ulysses if C·(3·C − 2)/(2·(C − 1)) < N/K + 1: here "
     )
     less += f"{ring:.3g} and {size['N'] / size['K'] + 1:.3g}."
-    for line in (
-        f"Both phases: {text} bytes.",
-        f"{slices} But with gather a rank holds {C} at once.",
-        less,
-    ):
+    for line in (f"Both phases: {text} bytes.", slices, less):
         report.say(lesson00.wrap(f"   {line}"))
 
 
