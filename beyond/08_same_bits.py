@@ -460,12 +460,24 @@ def show_hashes(report: lesson00.Report, runs: dict) -> None:
 def show_cost(report: lesson00.Report, size: dict[str, int]) -> None:
     """What a step sends: an all-gather for each all-reduce of plain TP."""
     formulas = {
-        lesson00.Call("TP", "forward", "all-reduce", "tp"): "2·L × B·S·D·e",
-        lesson00.Call("TP", "backward", "all-reduce", "tp"): "2·L × B·S·D·e",
-        lesson00.Call("TP", "clipping", "all-reduce", "tp"): "1 × 8",  # a float64
-        lesson00.Call("in blocks", "forward", "all-gather", "tp"): "2·L × T·B·S·D·e",
-        lesson00.Call("in blocks", "backward", "all-gather", "tp"): "2·L × T·B·S·D·e",
-        lesson00.Call("in blocks", "clipping", "all-gather", "tp"): "1 × 8·T",
+        lesson00.Call("TP", "forward", "all-reduce", "tp"): [
+            lesson00.Calls("2·L", "B·S·D·e")
+        ],
+        lesson00.Call("TP", "backward", "all-reduce", "tp"): [
+            lesson00.Calls("2·L", "B·S·D·e")
+        ],
+        lesson00.Call("TP", "clipping", "all-reduce", "tp"): [
+            lesson00.Calls("1", "8")
+        ],  # a float64
+        lesson00.Call("in blocks", "forward", "all-gather", "tp"): [
+            lesson00.Calls("2·L", "T·B·S·D·e")
+        ],
+        lesson00.Call("in blocks", "backward", "all-gather", "tp"): [
+            lesson00.Calls("2·L", "T·B·S·D·e")
+        ],
+        lesson00.Call("in blocks", "clipping", "all-gather", "tp"): [
+            lesson00.Calls("1", "8·T")
+        ],
     }
     report.section("Communication per step; ring = bytes that a rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps)

@@ -397,23 +397,31 @@ def show_gradients_shared(report, runs: dict, full, batch, groups) -> None:
 def show_communication_shared(report: lesson00.Report, size: dict[str, int]) -> None:
     """Calls and bytes per step, as counted, against formulas."""
     # Per layer a weight [H, D] and a bias [H], each for k and for v: W/2 on average.
-    replica_sums = "4·L × W·e/2"
+    replica_sums = [lesson00.Calls("4·L", "W·e/2")]
     # Once before and after each attention and MLP, once for the embedding or the head.
-    per_block = "(2·L+1) × X·e"
+    per_block = [lesson00.Calls("(2·L+1)", "X·e")]
     formulas = {
-        lesson00.Call("TP", "forward", "all-reduce", "tp"): "2·L × X·e",
-        lesson00.Call("TP", "backward", "all-reduce", "tp"): "2·L × X·e",
+        lesson00.Call("TP", "forward", "all-reduce", "tp"): [
+            lesson00.Calls("2·L", "X·e")
+        ],
+        lesson00.Call("TP", "backward", "all-reduce", "tp"): [
+            lesson00.Calls("2·L", "X·e")
+        ],
         lesson00.Call("TP", "backward", "all-reduce", "replica"): replica_sums,
-        lesson00.Call("TP", "clipping", "all-reduce", "tp"): "1 × 8",
+        lesson00.Call("TP", "clipping", "all-reduce", "tp"): [lesson00.Calls("1", "8")],
         lesson00.Call("SP", "forward", "all-gather", "tp"): per_block,
         lesson00.Call("SP", "forward", "reduce-scatter", "tp"): per_block,
-        lesson00.Call("SP", "loss", "all-reduce", "tp"): "3 × B·S·e",
+        lesson00.Call("SP", "loss", "all-reduce", "tp"): [lesson00.Calls("3", "B·S·e")],
         # x is gathered again for the gradients of weights (lesson 04).
-        lesson00.Call("SP", "backward", "all-gather", "tp"): "(4·L+2) × X·e",
+        lesson00.Call("SP", "backward", "all-gather", "tp"): [
+            lesson00.Calls("(4·L+2)", "X·e")
+        ],
         lesson00.Call("SP", "backward", "reduce-scatter", "tp"): per_block,
         lesson00.Call("SP", "backward", "all-reduce", "replica"): replica_sums,
-        lesson00.Call("SP", "summing", "all-reduce", "tp"): "1 × (6·L+2)·D·e",
-        lesson00.Call("SP", "clipping", "all-reduce", "tp"): "1 × 8",
+        lesson00.Call("SP", "summing", "all-reduce", "tp"): [
+            lesson00.Calls("1", "(6·L+2)·D·e")
+        ],
+        lesson00.Call("SP", "clipping", "all-reduce", "tp"): [lesson00.Calls("1", "8")],
     }
     report.section("Communication per step; new: sums over replicas, axis `replica`")
     report.ledger(formulas, size, steps=report.args.steps)

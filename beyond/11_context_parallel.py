@@ -705,33 +705,37 @@ def block_rows(report, blocks: list, layout: str, size: dict, cp_group) -> list[
 
 def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) -> None:
     """Calls and bytes per step of each method, as counted, against formulas."""
-    per_method = {
+    per_method = {  # phase, collective: calls, bytes per call
         "gather": {
-            ("forward", "all-gather"): "L × C·kv",
-            ("backward", "reduce-scatter"): "L × C·kv",
+            ("forward", "all-gather"): ("L", "C·kv"),
+            ("backward", "reduce-scatter"): ("L", "C·kv"),
         },
         "ring": {
-            ("forward", "send/recv"): "L·(C-1) × kv",
-            ("backward", "send/recv"): "L·(2·C-1) × kv",
+            ("forward", "send/recv"): ("L·(C-1)", "kv"),
+            ("backward", "send/recv"): ("L·(2·C-1)", "kv"),
         },
-        "Ulysses": {
-            ("forward", "all-to-all"): "4·L × (qy+kv)/4",
-            ("backward", "all-to-all"): "4·L × (qy+kv)/4",
+        "Ulysses": {  # of q, k, v and the output
+            ("forward", "all-to-all"): ("4·L", "(qy+kv)/4"),
+            ("backward", "all-to-all"): ("4·L", "(qy+kv)/4"),
         },
     }
     per_method["zigzag"] = per_method["ring"]
     formulas = {}
     for run in methods:
-        # Around attention; the four all-to-alls are of q, k, v and the output.
-        for (phase, collective), formula in per_method[run].items():
-            formulas[lesson00.Call(run, phase, collective, "cp")] = formula
+        for (phase, collective), (calls, nbytes) in per_method[run].items():
+            call = lesson00.Call(run, phase, collective, "cp")
+            formulas[call] = [lesson00.Calls(calls, nbytes)]
         # The number of targets (int64) and the loss; then all gradients.
-        formulas[lesson00.Call(run, "loss", "all-reduce", "cp")] = "1 × 8 and 1 × e"
-        formulas[lesson00.Call(run, "summing", "all-reduce", "cp")] = "1 × θ·e"
+        call = lesson00.Call(run, "loss", "all-reduce", "cp")
+        formulas[call] = [lesson00.Calls("1", "8"), lesson00.Calls("1", "e")]
+        call = lesson00.Call(run, "summing", "all-reduce", "cp")
+        formulas[call] = [lesson00.Calls("1", "θ·e")]
         # With --tp, lesson 02's calls, on s positions.
-        formulas[lesson00.Call(run, "forward", "all-reduce", "tp")] = "2·L × B·s·D·e"
-        formulas[lesson00.Call(run, "backward", "all-reduce", "tp")] = "2·L × B·s·D·e"
-        formulas[lesson00.Call(run, "clipping", "all-reduce", "tp")] = "1 × 8"
+        for phase in ("forward", "backward"):
+            call = lesson00.Call(run, phase, "all-reduce", "tp")
+            formulas[call] = [lesson00.Calls("2·L", "B·s·D·e")]
+        call = lesson00.Call(run, "clipping", "all-reduce", "tp")
+        formulas[call] = [lesson00.Calls("1", "8")]
     report.section("Communication per step")
     report.ledger(formulas, size, steps=report.args.steps)
     report.say(
