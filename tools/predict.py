@@ -26,6 +26,7 @@ from check import ROOT
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 lesson = importlib.import_module("05_3d_parallel")
+Calls = lesson.Calls
 
 ATTENTION = "math", "flash"  # written out, as in the lessons; or FlashAttention
 ZERO = 0, 1, 2, 3  # ZeRO's stage
@@ -327,9 +328,8 @@ class Sent(NamedTuple):
 
 @functools.cache
 def compiled(formula: str):
-    """A formula as the lesson prints it: 2·L × B·S·D/T is (2 * L, B * S * D / T)."""
-    text = formula.replace(" × ", ", ").replace("·", "*")
-    return compile(text, formula, "eval")
+    """A formula as the lesson prints it: 2·L·B·S·D/T is 2 * L * B * S * D / T."""
+    return compile(formula.replace("·", "*"), formula, "eval")
 
 
 def traffic(args, stage: int, e=2) -> list[Sent]:
@@ -349,23 +349,25 @@ def traffic(args, stage: int, e=2) -> list[Sent]:
     formulas = list(formulas.items())
     backward = functools.partial(lesson.Call, "mesh", "backward")
     if args.recompute == "full":
-        formulas.append((backward("all-gather", "tp"), "2·M·l × X"))
-        formulas.append((backward("reduce-scatter", "tp"), "M·l × X"))
+        formulas.append((backward("all-gather", "tp"), [Calls("2·M·l", "X")]))
+        formulas.append((backward("reduce-scatter", "tp"), [Calls("M·l", "X")]))
     if args.cp > 1:
         size["C"] = args.cp
         size["kv"] = 2 * e * tokens * kv_width(args) / (args.tp * args.microbatches)
         formulas.extend(ring_of_keys(args))
     if args.tp > args.kv_heads:
         size["H"] = args.hidden // args.heads
-        formula = "4·M·l × e·H·(D + 1)/2"  # k and v, weights and biases
+        formula = [Calls("4·M·l", "e·H·(D + 1)/2")]  # k and v, weights and biases
         if args.biases == "none":
-            formula = "2·M·l × e·H·D"
+            formula = [Calls("2·M·l", "e·H·D")]
         formulas.append((backward("all-reduce", "copy"), formula))
     rows = []
-    for call, formula in formulas:
-        calls, nbytes = eval(compiled(formula), {}, size)
-        if calls:
-            rows.append(Sent(call, calls, round(calls * nbytes)))
+    for call, terms in formulas:
+        for term in terms:
+            calls = eval(compiled(term.count), {}, size)
+            nbytes = eval(compiled(term.nbytes), {}, size)
+            if calls:
+                rows.append(Sent(call, calls, round(calls * nbytes)))
     return rows
 
 
@@ -374,9 +376,10 @@ def ring_of_keys(args) -> list:
     once more, with their gradients (beyond/11 counts these calls and bytes)."""
     forward = lesson.Call("mesh", "forward", "send/recv", "cp")
     backward = lesson.Call("mesh", "backward", "send/recv", "cp")
-    formulas = [(forward, "M·l·(C - 1) × kv"), (backward, "M·l·(2·C - 1) × kv")]
+    formulas = [(forward, [Calls("M·l·(C - 1)", "kv")])]
+    formulas.append((backward, [Calls("M·l·(2·C - 1)", "kv")]))
     if args.recompute != "none":  # both kinds compute attention again
-        formulas.append((backward, "M·l·(C - 1) × kv"))
+        formulas.append((backward, [Calls("M·l·(C - 1)", "kv")]))
     return formulas
 
 
@@ -387,11 +390,11 @@ def with_sharded_gradients(args, formulas: dict) -> dict:
     call = functools.partial(lesson.Call, "mesh")
     formulas = dict(formulas)
     del formulas[call("dp sum", "reduce-scatter", "dp")]
-    formulas[call("backward", "reduce-scatter", "dp")] = "M × e·n"
+    formulas[call("backward", "reduce-scatter", "dp")] = [Calls("M", "e·n")]
     if args.zero == 3:
         del formulas[call("update", "all-gather", "dp")]
-        formulas[call("forward", "all-gather", "dp")] = "M × e·n"
-        formulas[call("backward", "all-gather", "dp")] = "M × e·n"
+        formulas[call("forward", "all-gather", "dp")] = [Calls("M", "e·n")]
+        formulas[call("backward", "all-gather", "dp")] = [Calls("M", "e·n")]
     return formulas
 
 
