@@ -1619,9 +1619,7 @@ def norm_by_pytorch(model: nn.Module) -> float:
 
 
 def norm_bytes(tensors: str) -> str:
-    """Bytes that norm_by_pytorch sums; before torch 2.11 only the total norm is summed.
-
-    (lesson 02)"""
+    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
     return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
 
 
