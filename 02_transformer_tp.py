@@ -43,7 +43,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, parallel
+from torch.distributed.tensor import DTensor, Replicate, parallel
 
 # ==== NEW in 02: a transformer under tensor parallelism
 
@@ -505,8 +505,27 @@ def train_transformer(
 
 def norm_by_pytorch(model: nn.Module) -> float:
     """PyTorch's own norm of the gradient, which also handles DTensors; in float64."""
-    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    return nn.utils.get_total_norm(gradients, foreach=False).item()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor.
+
+    Before torch 2.11 it is one in total.
+    """
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part."""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -620,7 +639,9 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         # In tp_plan each of q, k and v has its own f; by hand they share one.
         Call("DTensor", "backward", "all-reduce", "tp"): [Calls("4·L", "B·S·D·e")],
         # One float64 for each of the 16·L + 5 parameters; global_norm adds them first.
-        Call("DTensor", "clipping", "all-reduce", "tp"): [Calls("1", "8·(16·L + 5)")],
+        Call("DTensor", "clipping", "all-reduce", "tp"): [
+            Calls("1", norm_bytes("(16·L + 5)"))
+        ],
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps, brief=["clipping"])
@@ -718,9 +739,9 @@ def show_terms(report: Report, rows: list[dict]) -> None:
     if report.args.verbose:
         report.table("memory", rows)
         return
-    report.data.setdefault("memory", []).extend(r for r in rows if "off" not in r)
     sums = [row for row in rows if "off" in row]
-    report.table("memory", sums, hide=["formula"])
+    report.table("memory sums", sums, hide=["formula"])
+    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:

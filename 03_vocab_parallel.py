@@ -598,7 +598,9 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "backward", "all-reduce", "tp"): [
             Calls("(4·L + 1)", "B·S·D·e")
         ],
-        Call("DTensor", "clipping", "all-reduce", "tp"): [Calls("1", f"8·({tensors})")],
+        Call("DTensor", "clipping", "all-reduce", "tp"): [
+            Calls("1", norm_bytes(f"({tensors})"))
+        ],
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, report.args.steps, brief=["DTensor", "clipping"])
@@ -1609,8 +1611,26 @@ def norm_by_pytorch(model: nn.Module) -> float:
     """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
-    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    return nn.utils.get_total_norm(gradients, foreach=False).item()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
+
+    (lesson 02)"""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -1724,9 +1744,9 @@ def show_terms(report: Report, rows: list[dict]) -> None:
     if report.args.verbose:
         report.table("memory", rows)
         return
-    report.data.setdefault("memory", []).extend(r for r in rows if "off" not in r)
     sums = [row for row in rows if "off" in row]
-    report.table("memory", sums, hide=["formula"])
+    report.table("memory sums", sums, hide=["formula"])
+    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:

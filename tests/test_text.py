@@ -57,6 +57,15 @@ UNMET = {
     ("11_context_parallel", "NEW", "lines"),
     ("11_context_parallel", "RUN", "lines"),
     ("10_checkpoints", "RUN", "lines"),
+    # A model of its own, its exchange and whose gradients are summed; five routers.
+    ("16_expert_parallel", "to read", "lines"),
+    ("16_expert_parallel", "NEW", "lines"),
+    ("16_expert_parallel", "RUN", "lines"),
+    # Three units, each an edit of the one before it; six kinds of runs with two tables
+    # of formulas, a meter of memory, and PyTorch's own.
+    ("15_zero", "to read", "lines"),
+    ("15_zero", "NEW", "lines"),
+    ("15_zero", "RUN", "lines"),
 }
 # Other people's code imports these (DESIGN 10).
 PUBLIC = {
