@@ -283,8 +283,8 @@ def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
     """
     device = full.up_proj.weight.device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-    columns = parallel.ColwiseParallel()
-    plan = {"up_proj": columns, "down_proj": parallel.RowwiseParallel()}
+    column = parallel.ColwiseParallel()
+    plan = {"up_proj": column, "down_proj": parallel.RowwiseParallel()}
     return parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
 
 
