@@ -894,6 +894,9 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.width = args.width or 4 * args.hidden
     for name in ("hidden", "width", "batch_size"):
         must_divide(args, name, ranks, "ranks")
+    if args.width == ranks:  # PyTorch's DTensor cannot reshape a slice of one column
+        reason = f"{ranks} / {ranks} ranks = 1, a rank needs 2 columns or more"
+        refuse(args, "width", reason, 2 * ranks)
     raise_refused(args)
     default_mesh = f"{ranks // 2}x2" if ranks % 2 == 0 else f"1x{ranks}"
     text = args.mesh or default_mesh

@@ -513,8 +513,7 @@ def norm_by_pytorch(model: nn.Module) -> float:
 
 
 def norm_bytes(tensors: str) -> str:
-    """Bytes that PyTorch sums for its norm: one float64 per tensor, or (before torch
-    2.11) one in total."""
+    """Bytes that PyTorch sums for its norm: a float64 per tensor, or (2.10) one."""
     return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
 
 

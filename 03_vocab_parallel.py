@@ -1623,7 +1623,7 @@ def norm_by_pytorch(model: nn.Module) -> float:
 
 
 def norm_bytes(tensors: str) -> str:
-    """Bytes that norm_by_pytorch sums; before torch 2.11 only the total norm is summed.
+    """Bytes that PyTorch sums for its norm: a float64 per tensor, or (2.10) one.
 
     (lesson 02)"""
     return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
