@@ -33,6 +33,7 @@ SHARED = [  # the same in all lessons
 OF_01 = [  # and on how many ranks
     (4, "--hidden 66", "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
     (3, "--width 64", "--width 64", "3"),
+    (4, "--width 4", "--width 4", "= 1", "take --width 8"),
     (4, "--batch-size 6", "--batch-size 6", "4"),
     (4, "--batch-size 2147483646", "= 2", "take --batch-size 2147483644"),
     (4, "--mesh 2x3", "--mesh 2x3", "2 · 3 = 6", "4 ranks", "take 2x2"),
