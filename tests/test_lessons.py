@@ -34,7 +34,7 @@ TABLES = {  # of lessons 01 to 05
     "memory": "ok",
 }
 CHECK = {"name", "diff", "allowed", "kind", "ok", "ranks"}
-OF_05 = {"groups", "timeline"}
+OF_05 = {"groups"}
 
 after_00 = over([run for run in ALL_RUNS if run[0] != COLLECTIVES])
 
