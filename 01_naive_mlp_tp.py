@@ -686,6 +686,9 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.width = args.width or 4 * args.hidden
     for name in ("hidden", "width", "batch_size"):
         must_divide(args, name, ranks, "ranks")
+    if args.width == ranks:  # PyTorch's DTensor cannot reshape a slice of one column
+        reason = f"{ranks} / {ranks} ranks = 1, a rank needs 2 columns or more"
+        refuse(args, "width", reason, 2 * ranks)
     raise_refused(args)
     return args
 
