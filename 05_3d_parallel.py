@@ -44,6 +44,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -851,11 +852,13 @@ def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict[str, Ten
     tokens_bS, target_bS = [shard(x, 0, groups["dp"]) for x in batch]
     rank = groups["pp"].rank()
     stage = PipelineStage(model, rank, args.pp, tokens_bS.device, group=groups["pp"])
+    if torch.__version__ < (2, 10):  # its first message is 8 bytes, 4 are expected
+        stage._get_init_p2p_neighbors_ops = list  # so send none (pytorch#165539)
     pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)  # no 1/M
     inputs = [tokens_bS] if stage.is_first else []
     losses = []
     with parallel.loss_parallel():
-        pipeline.step(*inputs, target=target_bS, losses=losses, return_outputs=False)
+        pipeline.step(*inputs, target=target_bS, losses=losses)
     # Only the last stage has losses; the others add zero.
     total = torch.zeros((), dtype=torch.float64, device=args.device)
     for loss in losses:
@@ -1102,23 +1105,6 @@ import argparse
 from torch.distributed.tensor import Replicate, Shard
 
 
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group along each axis of a mesh (lesson 00)."""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    limit = timedelta(seconds=timeout)
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
-            # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, also those it is not in, in one order:
-            # new_group is a collective over all ranks and waits for each of them.
-            group = dist.new_group(line, timeout=limit, group_desc=axis)
-            if dist.get_rank() in line:
-                groups[axis] = group
-    return groups
-
-
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
     """Cut x into equal contiguous parts along dim. ValueError if that is impossible.
 
@@ -1192,6 +1178,22 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
+
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, also those it is not in, in one order:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
 
 
 class Parser(argparse.ArgumentParser):
@@ -1324,18 +1326,16 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(
-    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
-) -> nn.Parameter | None:
-    """This rank's shard of a parameter, which remembers how it was sharded.
+def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
+    """This rank's slice of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
     if full is None:
         return None
-    for dim, group in shardings:
+    if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = shardings
+    p.shardings = () if dim is None else ((dim, group),)
     return p
 
 
@@ -1347,10 +1347,10 @@ def shardings_of(p: Tensor) -> tuple:
 
 
 def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' shards; the last split is undone first.
+    """The full tensor from all ranks' slices; the last split is undone first.
 
     (lesson 01)"""
-    for dim, group in reversed(shardings):
+    for dim, group in reversed(shardings):  # one at most in this lesson
         x = all_gather(x, dim, group)
     return x
 
@@ -1391,8 +1391,8 @@ class ColumnParallelLinear(nn.Module):
         self.tp_group = tp_group
         self.copy_input = copy_input
         self.gather_output = gather_output
-        self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
-        self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
+        self.weight = shard_parameter(full.weight, 0, tp_group)  # [f, D]
+        self.bias = shard_parameter(full.bias, 0, tp_group)  # [f]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.copy_input:
@@ -1423,8 +1423,8 @@ class RowParallelLinear(nn.Module):
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
         self.tp_group = tp_group
-        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
-        self.weight = shard_parameter(full.weight, (1, tp_group))  # [D, f]
+        self.reduce = ReduceFromTP.apply  # g, under a name: lesson 04 puts another here
+        self.weight = shard_parameter(full.weight, 1, tp_group)  # [D, f]
         self.bias = shard_parameter(full.bias)  # [D]
 
     def forward(self, x_BSf: Tensor) -> Tensor:
@@ -1436,27 +1436,21 @@ class RowParallelLinear(nn.Module):
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Megatron's MLP: columns, then rows; one all-reduce forward, one backward.
-
-    (lesson 01)"""
+    """Megatron's MLP: columns, then rows (lesson 01)."""
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
     return mlp
 
 
-class AllGatherWithGrad(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward (lesson 01)."""
+class AllGatherWithGrad(GatherFromTP):
+    """The same forward, but different work follows: reduce-scatter backward.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim = dim
-        ctx.group = group
-        return all_gather(x, dim, group)
+    (lesson 01)"""
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter(partial_grad, ctx.dim, ctx.tp_group), None, None
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
@@ -1471,11 +1465,6 @@ class ReduceScatterWithGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return all_gather(grad, ctx.dim, ctx.group), None, None
-
-
-def values_of(runs: dict, field: str) -> dict:
-    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
-    return {name: getattr(run, field) for name, run in runs.items()}
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
@@ -1510,6 +1499,11 @@ def raise_refused(args) -> None:
         take = {flag: value for flag, _, value in refused}
         flags = " ".join(f"{flag} {value}" for flag, value in take.items())
         raise ValueError(f"{refused[0][1]}; take {flags}")
+
+
+def values_of(runs: dict, field: str) -> dict:
+    """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
+    return {name: getattr(run, field) for name, run in runs.items()}
 
 
 # endregion
@@ -1832,8 +1826,21 @@ def norm_by_pytorch(model: nn.Module) -> float:
     """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
-    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    return nn.utils.get_total_norm(gradients, foreach=False).item()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
+
+    (lesson 02)"""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -1911,7 +1918,7 @@ class VocabParallelEmbedding(nn.Module):
         self.tp_group = tp_group
         self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
         padded = pad_vocab(full, tp_group.size())
-        self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
+        self.weight = shard_parameter(padded.weight, 0, tp_group)  # [v, D]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         check_tokens(tokens_BS, self.vocab_size)
@@ -2221,7 +2228,6 @@ import time
 import traceback
 from collections import Counter
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 

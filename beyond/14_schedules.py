@@ -713,7 +713,8 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         last = held[-1]["zero-bubble"] / held[-1]["1f1b"]
         report.conclude(
             f"On rank 0, 1F1B holds {100 * first:.0f} % of GPipe. On the last rank, "
-            f"zero bubble holds {last:.1f} times as much as 1F1B: weight passes wait."
+            f"zero bubble holds {last:.1f} times as much as 1F1B, because its weight "
+            "passes come later."
         )
 
 
@@ -887,7 +888,7 @@ def pytorch_gradients(schedule, names, micro_batches, expected: dict, args) -> f
     # The first stage takes tokens; the rank of the last one uses the targets.
     inputs = [tokens_BS] if dist.get_rank() == 0 else []
     with lesson00.COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
-        schedule.step(*inputs, target=target_BS, losses=[], return_outputs=False)
+        schedule.step(*inputs, target=target_BS, losses=[])
     diffs = [lesson00.rel_diff(p.grad, expected[name]) for p, name in names.items()]
     return max(diffs)
 
