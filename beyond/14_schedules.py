@@ -54,7 +54,7 @@ from torch.distributed.pipelining import PipelineStage
 try:
     from course import lesson00, lesson01, lesson02, lesson05
     from held_bytes import HeldBytes, HeldTensor
-    from pytorch_schedules import PYTORCH, lists_of
+    from pytorch_schedules import PYTORCH, lists_by_pytorch
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -824,7 +824,7 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
                 lists = [
                     stage_numbers(name, rank, 2, args) for rank in range(args.ranks)
                 ]
-                is_other = lists != lists_of(schedule, full="backward")
+                is_other = lists != lists_by_pytorch(schedule, full="backward")
                 report.check("PyTorch", "interleaved: the same lists", float(is_other))
             if about.is_run:
                 diff = pytorch_gradients(schedule, names, micro_batches, expected, args)
@@ -865,7 +865,7 @@ def pytorch_schedule(about, full, targets: int, groups, args) -> tuple:
 def pytorch_row(name: str, schedule, args) -> dict:
     """A schedule's bubble by its lists, and what a rank has in flight."""
     cost = {"forward": 0.5, "backward": 0.5, "weight": 0.5, "full": 1.0}
-    lists = lists_of(schedule)
+    lists = lists_by_pytorch(schedule)
     # A chunk is half of a stage here.
     times = plan(lists, 2 * args.ranks - 1, cost)
     waits = max(end for _, end in times.values()) - 3 * args.microbatches
