@@ -1,6 +1,6 @@
 """The text of the lessons and of beyond/: their anatomy, and code that is plain.
 
-DESIGN states the limits below; they are not today's counts. Where a limit is left unmet
+CONTRIBUTING.md states the limits below; they are not today's counts. Where a limit is left unmet
 on purpose, UNMET says which and why.
 """
 
@@ -67,7 +67,7 @@ UNMET = {
     ("15_zero", "NEW", "lines"),
     ("15_zero", "RUN", "lines"),
 }
-# Other people's code imports these (DESIGN 10).
+# Other people's code imports these (CONTRIBUTING.md).
 PUBLIC = {
     "00": "all_reduce all_gather reduce_scatter broadcast all_to_all shard "
     "ring_all_reduce",
@@ -182,7 +182,7 @@ def test_a_renamed_definition_is_not_dropped(tmp_path, home, old, new, says):
 
 
 def too_long(name: str) -> list[str]:
-    """Parts of a file that have more lines than DESIGN allows."""
+    """Parts of a file that have more lines than CONTRIBUTING.md allows."""
     text = TEXTS[name]
     count = Counter(text.part_of_line)
     count["to read"] = sum(count[part] for part in PARTS[:4])
