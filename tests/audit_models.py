@@ -581,11 +581,13 @@ class Block(nn.Module):
             z = Leaky.apply(z)
         state = torch.get_rng_state()
         seed = 0 if self.bug == "same masks" else dist.get_rank()
-        if self.training and self.bug != "recomputed":
+        if self.bug == "recomputed":  # called again in backward
+            seed += 10 * self.calls
+        if self.training:
             torch.manual_seed(seed)
         z = F.dropout(z, 0.3, self.training)
         torch.set_rng_state(state)
-        y = Sum.apply(self.down(z) - self.down.bias, self.group)
+        y = Sum.apply(F.linear(z, self.down.weight), self.group)
         if self.bug == "second call" and self.calls % 2 == 0:
             y = 1.5 * y
         is_here = self.bug != "bias on rank 0" or self.group.rank() == 0
@@ -636,7 +638,8 @@ def clip_blocks(bug: str):
         by = own.sqrt() if bug == "local norm" else norm
         nn.utils.clip_grads_with_norm_(clipped, max_norm, by)
         if bug == "clipped twice":
-            nn.utils.clip_grads_with_norm_(clipped, max_norm / 2, by.clamp(max=max_norm))
+            again = by.clamp(max=max_norm)
+            nn.utils.clip_grads_with_norm_(clipped, max_norm / 2, again)
         return norm
 
     return clip
@@ -658,7 +661,9 @@ def block_subject(bug: str):
         if bug == "rounded":
             up.data = up.data.bfloat16().to(up.dtype)
         if bug == "rows":
-            up.register_hook(lambda grad: torch.cat([grad[:3], 2 * grad[3:5], grad[5:]]))
+            factors = torch.ones(len(up), 1)
+            factors[3:5] = 2
+            up.register_hook(lambda grad: grad * factors.to(grad))
         # A library may store weights in float32, and add parameters of its own.
         model[0].up.weight.data = model[0].up.weight.data.float().to(up.dtype)
         model[2].extra = nn.Parameter(torch.zeros(D))
@@ -766,14 +771,13 @@ def rows_subject(bug: str):
         if bug == "reduced again":
             linear.weight.register_post_accumulate_grad_hook(sum_again)
         if bug == "overwritten":
-            linear.weight.register_hook(lambda grad: vars(linear.weight).update(last=grad))
+            own = vars(linear.weight)
+            linear.weight.register_hook(lambda grad: own.update(last=grad))
             linear.weight.register_post_accumulate_grad_hook(overwrite)
         return model
 
     subject = renamed_subject(bug)
-    subject.build = lambda: nn.Sequential(
-        nn.Linear(D, D), RowsLinear(D, D, bias=False)
-    )
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), RowsLinear(D, D, bias=False))
     subject.parallelize = parallelize
     return subject
 
@@ -851,7 +855,7 @@ class Stack(nn.Module):
 
     def forward(self, x):
         x = self.norm(self.linear(x))
-        x.layout = "replicated"  # as libraries do
+        x.held = "replicated"  # as libraries do
         return x
 
 
@@ -861,7 +865,7 @@ class Head(nn.Module):
         self.pair = Pair()
 
     def forward(self, x):
-        assert x.layout == "replicated"
+        assert x.held == "replicated"
         return self.pair(x)
 
 
@@ -885,58 +889,46 @@ def stack_subject(bug: str):
 
 
 class Doubled(nn.Module):
-    """A linear; the ranks hold twice its weight and use half of it."""
+    """A linear; the ranks hold four times its weight. One may skip a parameter."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(D, D))
         self.idle = nn.Parameter(torch.randn(D))
-        self.is_doubled = False
-        self.bug = ""
+        self.factor = 1.0
+        self.is_idle = False
 
     def forward(self, x):
-        weight = self.weight / 4 if self.is_doubled else self.weight
-        y = x @ weight
-        rank = dist.get_rank() if self.is_doubled else 0
-        if self.bug != "idle" or rank == 0:
-            y = y + 0 * self.idle
-        if self.bug == "apart" and self.is_doubled:
-            x = Only.apply(x, rank)  # ranks see other rows in backward
-            y = y + 0 * x @ weight
-        return y
-
-
-class Only(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, rank):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+        y = x @ (self.weight / self.factor)
+        return y if self.is_idle else y + 0 * self.idle
 
 
 def doubled_subject(bug: str):
     def parallelize(model, group):
         split_block(model[0], group)
-        model[1].bug = bug
+        linear = model[1]
+        linear.is_idle = bug == "idle" and group.rank() == 1
         if bug != "idle":
-            model[1].is_doubled = True
-            model[1].weight.data *= 4
+            linear.factor = 4.0
+            linear.weight.data *= 4.0
+        if bug == "apart":
             rank = group.rank()
-            if bug == "apart":
-                model[1].weight.register_hook(lambda grad: grad * (1 + rank))
-        else:
-            model[1].is_doubled = False
-            if group.rank() == 1:
-                model[1].forward = lambda x: x @ model[1].weight
+            linear.weight.register_hook(lambda grad: grad * (1 + rank))
         return model
+
+    def optimizer(named_parameters):
+        groups = []
+        for name, p in named_parameters:
+            # The update of what is four times as large must be, too.
+            is_larger = name == "1.weight" and p.abs().max() > 6 and bug != "rate"
+            groups.append({"params": [p], "lr": 16e-3 if is_larger else 1e-3})
+        return torch.optim.SGD(groups)
 
     subject = renamed_subject(bug)
     subject.build = lambda: nn.Sequential(Block(), Doubled())
     subject.parallelize = parallelize
-    if bug != "idle":  # halves the gradient: an update that is right after all
-        subject.optimizer = lambda parameters: torch.optim.SGD(parameters, 1e-3)
+    if bug != "idle":
+        subject.optimizer = optimizer
     return subject
 
 
@@ -992,7 +984,7 @@ MODELS = {
     stack_subject: {"no f": ["gradient sum", "0.norm.weight"]},
     doubled_subject: {
         "idle": ["update without gradient", "1.idle"],
-        "doubled": ["later loss", "loss"],
+        "rate": ["later loss", "loss"],
         "apart": ["update differs between replicas", "1.weight"],
     },
 }

@@ -372,7 +372,7 @@ class Case:
         mixed = [sum(right)] * len(right)
         k = multiple_of(grads, mixed)
         if abs(k) > 1e-6 and self.ruler.all_near(grads, mixed, scale, k):
-            words = f"of several pieces, {self.ruler.factor(k)} their sum"
+            words = f"of several pieces ({self.ruler.factor(k)} their sum)"
             return Relation(Kind.MIXED, words, k)
         return None
 

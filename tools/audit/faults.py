@@ -122,16 +122,20 @@ FAULTS = [
       "sum: an all-reduce is missing.",
       "All-reduce the output of this row-parallel module (g).",
       "lesson 01, ReduceFromTP"),
-    F(Output, "forward T times",
-      lambda o: o.kind is Kind.FACTOR and o.relation.factor > 1,
-      "The tensor is too large by a factor: something that every rank has in full was "
+    F(Output, "forward T times", lambda o: o.is_times(o.case.ranks),
+      "The tensor is T times too large: something that every rank has in full was "
       "summed over the ranks, or it was summed twice.",
       "Reduce once, and only partial sums.",
       "lesson 01, --break g"),
-    F(Output, "forward 1/T", kind(Kind.FACTOR),
-      "The tensor is too small by a factor: it was averaged instead of summed.",
+    F(Output, "forward 1/T", lambda o: o.is_times(1 / o.case.ranks),
+      "The tensor is 1/T of the right one: it was averaged instead of summed.",
       "Use ReduceOp.SUM, and do not divide by the number of ranks.",
       "lesson 01, ReduceFromTP"),
+    F(Output, "forward factor", kind(Kind.FACTOR),
+      "The tensor is right up to a factor.",
+      "Look for a scale that depends on a shape: a width, a number of heads or of "
+      "tokens may be that of the local shard.",
+      "lesson 02, --break qkv"),
     F(Output, "forward in another order", kind(Kind.REORDERED),
       "The ranks hold the right elements of this tensor in the wrong order or on the "
       "wrong ranks.",

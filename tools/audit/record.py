@@ -4,6 +4,7 @@ gradients, calls of collectives, and what dropout drops."""
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -365,9 +366,11 @@ class Dropouts(TorchDispatchMode):
         self.masks = {}  # module → masks of forward, of modules and of functions
         self.again = {}  # the same of what backward computes again
         self.pending = {}  # id of a mask that is not applied yet → (it, what it drops)
+        self.names = {}  # id of a module → its name
         self.handles = []
         for long_name, module in model.named_modules():
             name = plain_name(long_name, renamed)
+            self.names[id(module)] = name
             self.add_hooks(name, module)
 
     def add_hooks(self, name: str, module: nn.Module) -> None:
@@ -398,11 +401,22 @@ class Dropouts(TorchDispatchMode):
             masks.setdefault(name, []).append(is_dropped)
 
     def keep_of_function(self, x: Tensor, is_dropped: Tensor) -> None:
-        name = self.stack[-1]
+        name = self.running() if self.is_backward else self.stack[-1]
         if self.keep_all:
             self.trace.drop_inputs.setdefault(name, []).append(copy_of(x))
         else:
             self.keep(name, copy_of(is_dropped), self.trace.drop_masks)
+
+    def running(self) -> str:
+        """The module of the method that runs: a part of a forward that is computed
+        again calls no hook."""
+        frame = sys._getframe()
+        while frame is not None:
+            owner = id(frame.f_locals.get("self"))
+            if owner in self.names:
+                return self.names[owner]
+            frame = frame.f_back
+        return ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -440,8 +454,8 @@ class Dropouts(TorchDispatchMode):
             handle.remove()
         for _, _, name in self.pending.values():  # used in another way
             self.trace.other_random.add(name)
+        known = [mask for masks in self.masks.values() for mask in masks]
         for name, masks in self.again.items():
-            known = self.masks.get(name, [])
             for mask in masks:
                 if not any(torch.equal(mask, other) for other in known):
                     self.trace.recomputed.append(name)

@@ -83,12 +83,13 @@ class Parameter(Subject):
         """Elements that the full model does not have, in words.
 
         A T-th of the full parameter is no fault: a bias that is added on every rank.
+        Nor are zeros: an added bias, or LoRA's B.
         """
         if not self.unknown:
             return ""
         rank, share = self.unknown[0]
         x = self.case.own[rank].parts[self.where]
-        if (self.case.model.find(x * self.case.ranks) >= 0).all():
+        if not x.any() or (self.case.model.find(x * self.case.ranks) >= 0).all():
             return ""
         return f"{share:.0%} of its elements on rank {rank} are in no parameter of it"
 
@@ -219,6 +220,9 @@ class Output(Subject):
         if not self.point.slot:
             found += self.inside()
         return found
+
+    def is_times(self, k: float) -> bool:
+        return self.kind is Kind.FACTOR and abs(self.relation.factor / k - 1) < 1e-6
 
     def inside(self) -> list[str]:
         """What is known of the modules inside of a module whose output is wrong."""
@@ -629,12 +633,15 @@ class Update(Subject):
         self.module = case.owner(name)
         self.number = number
         self.ranks = case.holders(name)
-        self.seen = f"after step {number + 1} it differs from the full model's"
+        self.seen = f"after step {number + 1}"
 
     def wrong_gradient(self, what: str = "grads") -> str:
         """Is its gradient wrong before ("grads") or after clipping ("clipped")?"""
         case = self.case
         vector = case.vector(getattr(case.full.steps[self.number], what))
+        is_first = what == "grads" and self.number == 0  # it was compared before
+        if is_first or not case.is_piece(self.where):
+            return ""
         for rank in self.ranks:
             grad = getattr(case.own[rank].steps[self.number], what).get(self.where)
             right = case.expected(rank, self.where, vector)
@@ -649,6 +656,8 @@ class Update(Subject):
     def is_wrong(self) -> bool:
         case = self.case
         vector = case.vector(case.full.steps[self.number].after)
+        if not case.is_piece(self.where):
+            return False
         for rank in self.ranks:
             expected = case.expected(rank, self.where, vector)
             held = case.own[rank].steps[self.number].after[self.where]
