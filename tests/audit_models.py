@@ -945,7 +945,7 @@ MODELS = {
         "norm on rank 0": "norm",
         "wrong slice": "gradient another rank's piece",
         "own rate": "update differs between replicas",
-        "one rank skips": "update missing",
+        "one rank skips": "update missing on ranks [1]",
         "made before": "not in the optimizer",
     },
     renamed_subject: {"no f": "gradient sum", "bias": "forward bias"},

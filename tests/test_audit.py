@@ -73,7 +73,8 @@ def test_a_text_says_where_it_was_seen(ranks):
     """Rows of a gradient, the call of a module, and who returns a wrong gradient."""
     assert "in rows [3, 4] of 16 on rank 0" in of_models(ranks, "rows")["texts"][0]
     assert "call 2" in of_models(ranks, "second call")["texts"][0]
-    assert "after two" in of_models(ranks, "reduced again")["texts"][0]
+    said = of_models(ranks, "reduced again")["texts"][0]
+    assert re.match(r"after two backward passes off by 0\.\d+", said)
     stacks = [b for b in ranks[0]["models"] if b["model"] == "stack_subject"]
     assert "returned wrong by 1.pair.up (partial)" in stacks[0]["texts"][0]
 
@@ -204,8 +205,9 @@ def test_the_ranks_that_are_right_are_asked_first():
     assert how.kind is Kind.SOME and "ranks [0]" in how.words
     how = Ruler(2, 1e-9).relation([expected.flip(0), expected.flip(0)], expected)
     assert how.kind is Kind.REORDERED
-    how = Ruler(2, 1e-9).relation([expected[:, :3], expected[:, :3]], expected)
-    assert how.kind is Kind.SHAPE and "of shape [3, 3], not [3, 4]" in how.words
+    other = torch.zeros(2, 5)
+    how = Ruler(2, 1e-9).relation([other, other], expected)
+    assert how.kind is Kind.SHAPE and "of shape [2, 5], not [3, 4]" in how.words
 
 
 def test_the_page_shows_what_the_notebook_ran():
@@ -251,7 +253,7 @@ class Wrong(torch.nn.Module):
 @pytest.mark.parametrize("wrong, code, says", [
     ("pass", 1, "0.weight: gradient sum"),
     ("import nowhere", 2, "in parallelize: ModuleNotFoundError: No module named"),
-    ("tp_group.rank() and torch.distributed.barrier(tp_group)", 2, "(in barrier, its"),
+    ("tp_group.rank() and torch.distributed.barrier(tp_group)", 2, "in parallelize"),
     ("return torch.nn.Sequential(model, Wrong())", 1, "line 21 of my_model.py"),
     ("tp_group.rank() and __import__('os')._exit(3)", 2, "ended with exit code 3"),
 ], ids=["missing f", "no module", "hangs", "raises", "ends"])  # fmt: skip
@@ -262,7 +264,7 @@ def test_a_users_file(tmp_path, capsys, wrong, code, says):
     arguments = [str(path), "--timeout", "30", "--json", str(tmp_path / "out.json")]
     assert command.main(arguments) == code
     said = capsys.readouterr()
-    assert says in said.out + said.err, said
+    assert says in " ".join((said.out + said.err).split()), said
     verdict = {0: "RIGHT", 1: "WRONG", 2: "NOT KNOWN"}[code]
     if not said.err.startswith("error: "):  # wrong use has no verdict
         assert f"\n{verdict}  my_model.py\n" in said.out
@@ -376,7 +378,7 @@ def test_what_a_users_file_may_define():
 
 
 def test_from_full():
-    """Shards by shape, blocks of a fused weight, padding, shared pieces, other names."""
+    """By shape, blocks of a fused weight, padding, shared pieces, other names."""
     full = nn.ModuleDict({"up": nn.Linear(4, 6), "qkv": nn.Linear(4, 12, bias=False)})
     full["odd"] = nn.Linear(4, 3, bias=False)
     for rank_ in range(2):
@@ -402,7 +404,7 @@ def test_from_full():
     from_full(fused, parts, group, {"qk.weight": ["q.weight", "k.weight"]})
     slices = [q.weight.chunk(2)[1], k.weight.chunk(2)[1]]
     assert torch.equal(fused["qk"].weight, torch.cat(slices))
-    with pytest.raises(ValueError, match="the full model has no fc.weight"):
+    with pytest.raises(ValueError, match="the full model has no fc"):
         from_full(nn.ModuleDict({"fc": nn.Linear(4, 3)}), full, group)
 
 

@@ -76,7 +76,7 @@ FAULTS = [
       "The values of this parameter are those of the full model, rounded to a coarser "
       "format.",
       "Keep the parameter's dtype where the shard is made.",
-      "lesson 00, section 7"),
+      "beyond/08, why the order of a sum changes last bits"),
     F(Parameter, "not a piece", Parameter.unknown_elements,
       "The values of this parameter are in no parameter of the full model: this rank "
       "has initialized it itself, or has combined or scaled it.",
@@ -304,19 +304,19 @@ FAULTS = [
       "Reduce what this backward pass has added, not p.grad: all-reduce in the "
       "backward of a function on the parameter or its input, or once after the last "
       "micro-batch.",
-      "lesson 05, gradient accumulation"),
+      "lesson 05, micro-batches"),
     F(Accumulated, "accumulation overwritten", lambda a: a.is_times(0, 1),
       "The gradient is right after one backward pass; the second one has overwritten "
       "it.",
       "Add to p.grad instead of assigning it.",
-      "lesson 05, gradient accumulation"),
+      "lesson 05, micro-batches"),
     F(Accumulated, "accumulation", lambda a: True,
       "The gradient is right after one backward pass and wrong after two without "
       "clearing.",
       "Look at hooks that change p.grad, at what is stored from one backward pass to "
       "the next, and at sums of gradients that run once per micro-batch "
       "(after_each_backward).",
-      "lesson 05, gradient accumulation"),
+      "lesson 05, micro-batches"),
     # ---- Dropout
     F(Dropped, "dropout differs",
       lambda d: d.relation.kind is Kind.SAME and (not d.is_same),

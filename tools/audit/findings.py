@@ -26,7 +26,7 @@ class Finding:
     def category(self) -> str:
         if self.subject.stage:
             return f"{self.subject.stage} {self.subject.relation}"
-        return self.fault.key
+        return self.fault.key + self.subject.more
 
     def as_dict(self) -> dict:
         readers = self.subject.readers()

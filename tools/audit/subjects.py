@@ -22,6 +22,7 @@ class Subject:
     module = ""
     seen = ""
     stage = ""  # a finding's name is this and its relation, or else the fault's key
+    more = ""  # and these words
 
     def __init__(self, case: Case):
         self.case = case
@@ -200,6 +201,8 @@ class Output(Subject):
     def details(self) -> list[str]:
         case = self.case
         found = []
+        if self.point.call and not self.point.slot:
+            found.append(f"its calls before are right: {self.point}")
         if self.point.slot:
             found.append(f"{self.point} is the first wrong tensor: {self.relation}")
             before = case.full.order[: case.full.order.index(self.point)]
@@ -512,8 +515,19 @@ class Accumulated(Subject):
         self.case = case
         self.where = name
         self.module = case.owner(name)
-        self.relation = case.gradient(name, case.full.summed, "summed")
-        self.seen = f"after one backward pass right, after two {self.relation}"
+        self.seen = f"after two backward passes off by {self.difference():.2g}"
+
+    def difference(self) -> float:
+        """The largest difference on any rank, relative to the largest element."""
+        found = 0.0
+        vector = self.case.vector(self.case.full.summed)
+        for rank in self.case.holders(self.where):
+            right = self.case.expected(rank, self.where, vector)
+            got = self.case.own[rank].summed.get(self.where)
+            if got is None or got.shape != right.shape:
+                return float("inf")
+            found = max(found, (got - right).abs().max().item() / scale_of(right))
+        return found
 
     def is_times(self, first: float, second: float) -> bool:
         """Is it so many times the first batch's gradient, plus that of the second?"""
@@ -678,7 +692,7 @@ class Update(Subject):
             else ""
         )
 
-    def missing(self) -> str:
+    def missing(self) -> bool:
         """Have some ranks not updated it, and others have?"""
         found = []
         for rank in self.ranks:
@@ -687,7 +701,8 @@ class Update(Subject):
             if torch.equal(after, trace.parts[self.where]):
                 found.append(rank)
         is_missing = 0 < len(found) < len(self.ranks) and self.is_wrong()
-        return f"not updated on ranks {found}" if is_missing else ""
+        self.more = f" on ranks {found}" if is_missing else ""
+        return is_missing
 
     def apart(self) -> bool:
         return self.are_apart() and (

@@ -1,26 +1,36 @@
-"""A small random Qwen2 under the tensor parallelism of Hugging Face transformers."""
+"""A small random model under the tensor parallelism of Hugging Face transformers.
+
+    MODEL=qwen3 python tools/audit.py --example hf --ranks 2
+
+MODEL is a model type of transformers with a plan: qwen2 (the default), qwen3, llama, …
+"""
+
+import os
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 VOCABULARY = 64
+SIZES = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64,
+    moe_intermediate_size=32, num_experts=4, num_local_experts=4, head_dim=8,
+    num_hidden_layers=int(os.environ.get("LAYERS", "2")), num_attention_heads=4,
+    num_key_value_heads=4, max_position_embeddings=32, tie_word_embeddings=False,
+    attn_implementation="eager", use_cache=False, pad_token_id=0,
+)  # fmt: skip
 
 
 def build():
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        max_position_embeddings=32, tie_word_embeddings=False,
-        attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config)
+    config = AutoConfig.for_model(os.environ.get("MODEL", "qwen2"), **SIZES)
+    config = getattr(config, "text_config", config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def parallelize(model, tp_group):
-    """The plan that comes with Qwen2, applied as from_pretrained applies it.
+    """The plan that comes with the model, applied as from_pretrained applies it.
 
     from_pretrained shards empty parameters and loads weights into the shards; here the
     weights are those of the full model.
