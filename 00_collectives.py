@@ -19,50 +19,52 @@ from one to the other only by calls that both make. Your own first program could
     print(f"rank {dist.get_rank()} has {x.tolist()}")
     dist.destroy_process_group()              # the ranks leave the process group
 
-Save it as first.py; torchrun --standalone --nproc_per_node=2 first.py starts it.
+Save it as first.py; torchrun --standalone --nproc_per_node=2 first.py starts it. gloo
+carries tensors between CPUs, NCCL between NVIDIA GPUs. (The lessons use NCCL if there
+is a GPU for each rank; nothing else changes.)
 
-What you will see: six sections, in which every rank checks every value, and the bytes
-of all calls are compared with formulas.
+What you will see: five sections; every rank checks every value, and bytes of calls.
     1  the three placements of a tensor: replicated, sharded, partial
     2  five collectives, and send/recv
     3  an all-reduce built from two collectives, then from send/recv as a ring
     4  the four cases of a sharded matrix product
-    5  a matrix product on a 2D mesh
-    6  common mistakes: a view, the order of calls, using an async result too early
+    5  common mistakes: a view, the order of calls, using an async result too early
 `--only 2` prints section 2 only. `--break list` lists bugs that `--break NAME` injects.
 
 Exercises (answers: notebooks/00_collectives.ipynb, in the section that is named):
     Run with --break order, then --break skip. Why does one give wrong numbers without
-        an error, while the other waits until a timeout? (section 9)
+        an error, while the other waits until a timeout? (section 8)
     In matmul_case_3_reduce_scatter, scatter dim 0 instead of dim 1. The row marks C
-        with ✗, but its bytes stay right. What is computed now? (section 11, no. 3)
+        with ✗, but its bytes stay right. What is computed now? (section 10, no. 3)
     Write an all-reduce by recursive doubling: in step i, exchange everything with rank
         (rank XOR 2^i) and add. Print it with show_algorithm in section 3: it takes
         log2(T) steps instead of 2·(T − 1). From T = 4 on each rank sends more, and T
         must be a power of 2. (section 4)
 
-How to read this file: NEW is the lesson. RUN calls it and prints; `report` compares and
-makes tables, COMM counts calls and bytes, both in HARNESS, which you can skip. BREAK IT
-lists the bugs.
+How to read this file: NEW is the lesson. RUN calls it and prints; `report` makes tables
+and COMM counts, both in HARNESS, which you can skip. BREAK IT lists the bugs. Words are
+explained in docs/glossary.md.
 
 Shapes: A[I, J] · B[J, K] = C[I, K]. The last letters of a tensor's name are its dims:
     UPPERCASE is the full size, lowercase is this rank's 1/T slice of it. a_Ij has all
     rows and a slice of the columns. n is the size of the small vectors, T the number
-    of ranks in a group, e the bytes per element. A mesh is a grid of ranks; tp (tensor
-    parallel) is one of its axes. Placements of a tensor on tp (U: unreduced):
+    of ranks in a group, e the bytes per element. The group is called tp (tensor
+    parallel). How a tensor is placed on it, and PyTorch's word for that:
         replicated  A[I]          Replicate()  every rank holds the full tensor
         sharded     A[I_tp]       Shard(dim)   dim I is split over tp
-        partial     A[I] {U_tp}   Partial()    full shape, still to be summed over tp;
-                                               its name begins with partial_
+        partial     A[I] {U_tp}   Partial()    full shape, still to be summed over tp
+                                               (U: unreduced); named partial_…
 
 Sources: the scaling book, jax-ml.github.io/scaling-book (notation, four products);
-    GSPMD, arXiv:2105.04663 (2D mesh); docs.pytorch.org/docs/stable/distributed.html.
+    docs.pytorch.org/docs/stable/distributed.html.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -72,41 +74,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 # ==== NEW in 00: collectives
 
-# ---- How ranks start, and what a group is
-
 # Before main, every rank runs these lines (they are in `launch`, in HARNESS):
 #     dist.init_process_group("gloo")   # "nccl" on GPUs; waits for all ranks
 #     torch.manual_seed(1)              # one seed: torch.randn gives all ranks the same
-# and after main dist.destroy_process_group(). A group is a set of ranks that make calls
-# together. A rank has a number in each of its groups, group.rank(), and a global one,
-# dist.get_rank(): in the group [2, 3], group rank 0 is global rank 2.
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group along each axis of a mesh.
-
-    A mesh lays out the ranks as a grid, row by row: neighbors on the last axis have
-    consecutive numbers. Each line of the grid is a group.
-
-    Args:
-        sizes: axis → number of ranks; {"outer": 2, "inner": 2} is [[0, 1], [2, 3]], so
-            groups [0, 2] and [1, 3] along outer, [0, 1] and [2, 3] along inner.
-        timeout: seconds that a call may wait (PyTorch: gloo 30 minutes, NCCL 10).
-    """
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    limit = timedelta(seconds=timeout)
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
-            # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, also those it is not in, in one order:
-            # new_group is a collective over all ranks and waits for each of them.
-            group = dist.new_group(line, timeout=limit, group_desc=axis)
-            if dist.get_rank() in line:
-                groups[axis] = group
-    return groups
-
+# A group is a set of ranks that make calls together. A rank has a number in each of its
+# groups, group.rank(), and a global one, dist.get_rank(): in the group [2, 3], group
+# rank 0 is global rank 2. All that follows needs one group, of all ranks:
+#     group = dist.new_group(group_desc="tp")   # "tp": the name that COMM prints
 
 # ---- Slices
 
@@ -130,8 +104,8 @@ def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 # Each wrapper returns a new tensor and never changes its input. Autograd does not track
 # these calls; lesson 01 wraps some of them in autograd.Functions. In a group of one
-# rank collectives send nothing. COMM.record counts the call and its payload (bytes of a
-# rank's input, or its output if that is larger) and records that this rank is inside.
+# rank collectives send nothing. COMM.record counts a call and its payload (bytes of a
+# rank's input, or its output if that is larger), and knows in a hang who is where.
 
 
 def all_reduce(
@@ -139,9 +113,7 @@ def all_reduce(
 ) -> Tensor:
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
-    Args:
-        op: dist.ReduceOp.MAX, MIN, … instead of the sum.
-
+    op: dist.ReduceOp.MAX, MIN, … instead of the sum.
     Shapes: x [...] → [...]. Communication: 1 call on x's elements.
     """
     # PyTorch's call works in place, and only on contiguous memory: x may be a view.
@@ -217,11 +189,9 @@ def send_recv(
     x = x.detach().contiguous()
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     with COMM.record("send/recv", x, group):
-        operations = [
-            dist.P2POp(dist.isend, x, group=group, group_peer=dst),
-            dist.P2POp(dist.irecv, out, group=group, group_peer=src),
-        ]
-        for request in dist.batch_isend_irecv(operations):
+        send = dist.P2POp(dist.isend, x, group=group, group_peer=dst)
+        receive = dist.P2POp(dist.irecv, out, group=group, group_peer=src)
+        for request in dist.batch_isend_irecv([send, receive]):
             request.wait()
     return out
 
@@ -243,12 +213,10 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
     Follow chunk 0: it starts on rank 1, passes rank 2, and is complete on rank 0 after
     T − 1 steps. These steps are a reduce-scatter, the T − 1 others an all-gather.
 
-    Args:
-        on_step: called with the step's name and the list of chunks after each step.
-
+    on_step: called with the step's name and the list of chunks after each step.
     Shapes: x [...] → [...], Partial() → Replicate(). T need not divide x.
-    Communication: 2·(T − 1) send/recv per rank, each of a chunk; the ranks together
-        send 2·(T − 1) times x.
+    Communication: 2·(T − 1) send/recv per rank; the ranks together send 2·(T − 1)
+        times x.
     """
     T = group.size()
     rank = group.rank()
@@ -276,9 +244,8 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
 def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
     """Bytes that one rank of a ring sends for a payload of nbytes.
 
-    Once around the ring is T − 1 steps, and in each a rank sends 1/T of the payload. In
-    a broadcast that is the mean: one rank sends nothing, the others all of the payload.
-    An all-reduce goes around twice. For send/recv the payload is what the rank sends.
+    Once around the ring is T − 1 steps of 1/T of the payload; an all-reduce goes around
+    twice. For a broadcast it is a mean: all ranks but the last pass all of x on.
     """
     if collective == "send/recv":
         return nbytes
@@ -314,7 +281,7 @@ def two_all_reduces(x: Tensor, y: Tensor, group) -> tuple[Tensor, Tensor]:
 # ---- The four cases of a sharded product A · B = C
 
 # The contracted dim J decides. If J is not split, no rank needs anything from another,
-# unless one axis splits both I and K (case 4).
+# unless both I and K are split over the group (case 4).
 
 
 def matmul_case_1(a_iJ: Tensor, b_JK: Tensor, group) -> Tensor:
@@ -345,10 +312,8 @@ def matmul_case_3_reduce_scatter(a_Ij: Tensor, b_jK: Tensor, group) -> Tensor:
 
 
 def matmul_case_4_left(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
-    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: gather A.
-
-    From its own slices, rank r can compute only block (r, r) of C.
-    """
+    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: gather A."""
+    # From its own slices, rank r could compute only block (r, r) of C.
     return all_gather(a_iJ, 0, group) @ b_Jk
 
 
@@ -357,40 +322,49 @@ def matmul_case_4_right(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
     return a_iJ @ all_gather(b_Jk, 1, group)
 
 
-def matmul_2d(a_ij: Tensor, b_jk: Tensor, outer, inner) -> Tensor:
-    """A[I_outer, J_inner] · B[J_outer, K_inner] → C[I_outer, K_inner] on a 2D mesh.
+# ---- Several groups: a mesh
 
-    a_ij is [I/outer, J/inner] and b_jk is [J/outer, K/inner], where outer and inner are
-    the numbers of ranks. Here a lowercase dim is split over one axis only: a_ij's j
-    over inner, b_jk's j over outer. Each operand is gathered over the axis that splits
-    its J; C is laid out like A.
-    Communication: all-gather of A[I_outer, J] over inner (I·J/outer elements), of
-        B[J, K_inner] over outer (J·K/inner elements). Source: arXiv:2105.04663.
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group along each axis of a mesh.
+
+    A mesh lays out the ranks as a grid, row by row, and each line of the grid is a
+    group. sizes {"dp": 2, "tp": 2} is the grid [[0, 1], [2, 3]]: groups [0, 2] and
+    [1, 3] along dp, [0, 1] and [2, 3] along tp. With one axis all ranks are one group.
+    timeout: seconds that a call may wait (PyTorch: gloo 30 minutes, NCCL 10).
     """
-    a_iJ = all_gather(a_ij, 1, inner)
-    b_Jk = all_gather(b_jk, 0, outer)
-    return a_iJ @ b_Jk
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, also those it is not in, in one order:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
 
 
 # ==== RUN
 
 
 def main(args, report: Report) -> None:
-    """Print six sections; in each, every rank checks its own values."""
+    """Print five sections; in each, every rank checks its own values."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
     size = matrix_sizes(args)
     report.begin({"tp": args.ranks}, size)
-    # Every rank has the full matrices, so each can compute what must come out.
-    a_IJ = random_matrix(size["I"], size["J"], args)
-    b_JK = random_matrix(size["J"], size["K"], args)
 
     show_three_placements(report, size["n"], tp_group)
     show_collectives(report, size["n"], tp_group)
     x = count_from(tp_group.rank(), size["n"], args)
     show_two_halves(report, x, tp_group)
     show_algorithm(report, ring_all_reduce, x, "2·(T-1)", "2·(T-1)·n·e", tp_group)
+    # Every rank has the full matrices, so each can compute what must come out.
+    a_IJ = random_matrix(size["I"], size["J"], args)
+    b_JK = random_matrix(size["J"], size["K"], args)
     show_products(report, a_IJ, b_JK, size, tp_group)
-    show_2d_products(report, a_IJ, b_JK, size)
     show_mistakes(report, tp_group)
 
 
@@ -415,7 +389,7 @@ def as_text(x: Tensor) -> str:
 def check_value(report, row: dict, column: str, name: str, got, expected) -> None:
     """Compare two tensors on this rank; if they differ, mark a cell of the row."""
     off = row.setdefault("off", [])
-    if not report.check("values", name, rel_diff(got, expected)):
+    if not report.check_tensor("values", name, got, expected):
         off.append(column)
 
 
@@ -434,52 +408,38 @@ def check_calls(report, row: dict, run: str, formula: str, size, group) -> None:
             # ring: the bytes that a rank of a ring would send for this payload.
             row["ring"] += ring_bytes(call.collective, COMM.bytes[call], group.size())
     calls = 0 if formula == "0" or group.size() == 1 else 1  # one rank sends nothing
-    nbytes = calls * evaluate(formula, size)
     name = f"{run} over {group.group_desc}"
     report.expect(row, "calls", "calls", name, calls)
-    report.expect(row, "bytes", "bytes", name, nbytes)
+    report.expect(row, "bytes", "bytes", name, calls * evaluate(formula, size))
 
 
 # ---- The sections of the output, in order
 
 
 def show_three_placements(report: Report, n: int, group) -> None:
-    """The tensor 0, 1, 2, … replicated, sharded and partial."""
-    rank = group.rank()
+    """The tensor A = 0, 1, 2, … replicated, sharded and partial."""
     full = count_from(0, n, report.args)
     sharded = shard(full, 0, group)
-    # Any tensors are partial results of A if they sum to A: rank 0 holds the remainder.
-    others = [(full * r) % 5 - 2 for r in range(1, group.size())]
-    partial = full - sum(others) if rank == 0 else others[rank - 1]
+    # Any tensors that sum to A are partial. The others hold 1s, and rank 0 the rest.
+    partial = torch.ones_like(full)
+    if group.rank() == 0:
+        partial = full - (group.size() - 1)
 
-    rows = [placement_row("in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}")]
-    texts = [as_text(x) for x in (full, sharded, partial)]
-    rows.extend(gather_objects(placement_row(f"rank {rank}", *texts)))
+    columns = ("PyTorch's word", "Replicate()", "Shard(0)", "Partial()")
+    words = ("in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}")
+    held = [f"rank {group.rank()}", *map(as_text, (full, sharded, partial))]
+    rows = [dict(zip(columns, words), ok=None)]
+    rows.extend(gather_objects(dict(zip(columns, held), ok=None)))
     # Only the last row is checked: it says how each rank gets A.
-    row = placement_row("to get A", "nothing to do", "all-gather", "all-reduce")
+    to_get_a = ("to get A", "nothing to do", "all-gather", "all-reduce")
+    row = dict(zip(columns, to_get_a), ok=None)
     joined = all_gather(sharded, 0, group)
     summed = all_reduce(partial, group)
     check_value(report, row, "Shard(0)", "sharded, all-gather", joined, full)
     check_value(report, row, "Partial()", "partial, all-reduce", summed, full)
     report.section("Three placements of a tensor A: replicated, sharded, partial")
+    report.say("   A is 0, 1, 2, … Partial tensors add up to A, element by element.")
     report.table("placements", [*rows, row])
-
-
-def placement_row(label: str, replicated: str, sharded: str, partial: str) -> dict:
-    """A row of section 1, under PyTorch's words."""
-    row = {"PyTorch's word": label, "Replicate()": replicated}
-    row.update({"Shard(0)": sharded, "Partial()": partial, "ok": None})
-    return row
-
-
-class Move(NamedTuple):
-    """One collective of section 2, as this rank calls it."""
-
-    collective: str
-    effect: str
-    function: Callable
-    arguments: tuple  # the first is the tensor
-    expected: Tensor
 
 
 def show_collectives(report: Report, n: int, group) -> None:
@@ -493,43 +453,40 @@ def show_collectives(report: Report, n: int, group) -> None:
     exchanged = torch.cat([split(x_of_r, 0, T)[rank] for x_of_r in xs])
     right = (rank + 1) % T
     left = (rank - 1) % T
+    # Each: what it does; the function and its arguments; what must come out.
     moves = [
-        Move("broadcast", f"rank {T - 1}'s tensor goes to every rank",
-             broadcast, (x, T - 1, group), xs[T - 1]),
-        Move("all-reduce", "every rank gets the sum, element by element",
-             all_reduce, (x, group), sum(xs)),
-        Move("all-gather", "every rank gets every slice, in order",
-             all_gather, (slices[rank], 0, group), torch.cat(slices)),
-        Move("reduce-scatter", "each rank keeps only its slice of the sum",
-             reduce_scatter, (x, 0, group), shard(sum(xs), 0, group)),
-        Move("all-to-all", "slice j of rank r becomes slice r of rank j",
-             all_to_all, (x, group), exchanged),
-        Move("send/recv", "each rank sends to the next, the last to rank 0",
-             send_recv, (x, right, x, left, group), xs[left]),
+        ("broadcast", f"rank {T - 1}'s tensor goes to every rank",
+         broadcast, (x, T - 1, group), xs[T - 1]),
+        ("all-reduce", "every rank gets the sum, element by element",
+         all_reduce, (x, group), sum(xs)),
+        ("all-gather", "every rank gets every slice, in order",
+         all_gather, (slices[rank], 0, group), torch.cat(slices)),
+        ("reduce-scatter", "each rank keeps only its slice of the sum",
+         reduce_scatter, (x, 0, group), shard(sum(xs), 0, group)),
+        ("all-to-all", "slice j of rank r becomes slice r of rank j",
+         all_to_all, (x, group), exchanged),
+        ("send/recv", "each rank sends to the next, the last to rank 0",
+         send_recv, (x, right, x, left, group), xs[left]),
     ]  # fmt: skip
     if T == 1:  # one rank has no other to send to
         moves.pop()
-    report.section(
-        "Five collectives and send/recv; rank r starts with 10·r, 10·r + 1 …"
-    )
-    report.say(
-        "   bytes = payload: of a rank's input, or of its output if that is larger"
-    )
+    report.section("Five collectives and send/recv; rank r has 10·r, 10·r + 1, …")
+    report.say("   bytes = payload: a rank's input, or its output if that is larger")
     for move in moves:
         show_move(report, move, group)
 
 
-def show_move(report: Report, move: Move, group) -> None:
+def show_move(report: Report, move: tuple, group) -> None:
     """Call one collective; show what all ranks pass in and get, and its payload."""
-    x = move.arguments[0]
-    with COMM.label(move.collective, ""):
-        after = move.function(*move.arguments)
+    name, effect, function, arguments, expected = move
+    x = arguments[0]
+    with COMM.label(name, ""):
+        after = function(*arguments)
     row = {"": f"rank {group.rank()}", "before": as_text(x), "after": as_text(after)}
     # The payload is the full tensor: what goes in, or what comes out of an all-gather.
-    payload = max(x.nbytes, after.nbytes)
-    check_calls(report, row, move.collective, str(payload), {}, group)
-    check_value(report, row, "after", move.collective, after, move.expected)
-    report.say(f"   {move.collective}: {move.effect}")
+    check_calls(report, row, name, str(max(x.nbytes, after.nbytes)), {}, group)
+    check_value(report, row, "after", name, after, expected)
+    report.say(f"   {name}: {effect}")
     report.table("moves", gather_objects(row), hide=["calls", "ring", "formula"])
 
 
@@ -542,6 +499,7 @@ def show_two_halves(report: Report, x: Tensor, group) -> None:
     name = "reduce-scatter, then all-gather"
     check_value(report, row, "all-gather", name, both, all_reduce(x, group))
     report.section("An all-reduce is a reduce-scatter, then an all-gather")
+    report.say("   rank r starts with r, r + 1, …")
     report.table("halves", gather_objects(row))
 
 
@@ -553,20 +511,19 @@ def show_algorithm(report, algorithm, x, steps: str, sent: str, group) -> None:
         steps, sent: formulas for the number of steps, and for the bytes that all ranks
             together send. They may use T, n, e and log2().
     """
-    name = algorithm.__name__
     rows = [algorithm_row(report, algorithm, x, steps, sent, group)]
     # tensor_split makes chunks of different lengths where T does not divide n.
     longer = torch.cat([x, x[:1]])
     rows.append(algorithm_row(report, algorithm, longer, steps, sent, group))
     report.say(
-        f"   {name} on n elements; steps and calls are rank 0's\n"
-        "   a rank sends = bytes per rank; all send = bytes of all ranks together"
+        f"   {algorithm.__name__} on n elements: {steps} steps (rank 0's are shown);\n"
+        f"   all ranks together send {sent} bytes"
     )
-    report.table("by hand", rows)
+    report.table("by hand", rows, hide=["calls"])
 
 
 def algorithm_row(report, algorithm, x, steps: str, sent: str, group) -> dict:
-    """Run an all-reduce by hand; count its steps, its calls and its bytes."""
+    """Run an all-reduce by hand; count its steps and its bytes."""
     size = {"T": group.size(), "n": len(x), "e": x.itemsize, "log2": math.log2}
     run = f"{algorithm.__name__} of {len(x)}"
     call = Call(run, "", "send/recv", group.group_desc)
@@ -574,51 +531,43 @@ def algorithm_row(report, algorithm, x, steps: str, sent: str, group) -> dict:
     with COMM.label(run, ""):
         result = algorithm(x, group, lambda name, chunks: names.append(name))
     by_rank = gather_objects(COMM.bytes[call])
-    row = {"n": len(x), "steps": len(names), "formula of steps": steps}
-    row["calls"] = COMM.calls[call]
+    row = {"n": len(x), "steps": len(names), "calls": COMM.calls[call]}
     row["a rank sends"] = " or ".join(str(nbytes) for nbytes in sorted(set(by_rank)))
     # A rank may send more or less than others, so the formula is about all of them.
-    row.update({"all send": sum(by_rank), "formula of bytes": sent})
+    row["all send"] = sum(by_rank)
     report.expect(row, "steps", "steps", run, evaluate(steps, size))
     report.expect(row, "all send", "bytes", run, evaluate(sent, size))
     check_value(report, row, "n", run, result, all_reduce(x, group))
     return row
 
 
-class Product(NamedTuple):
-    """One variant of section 4. A dim that is None is not split."""
-
-    operands: str
-    action: str
-    result: str
-    formula: str  # payload in bytes
-    compute: Callable
-    a_dim: int | None
-    b_dim: int | None
-    c_dim: int | None
-
-
-PRODUCTS = [
-    Product("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0",
-            matmul_case_1, 0, None, 0),
-    Product("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
-            matmul_case_2_gather, 1, None, None),
-    Product("2", "slice B, then 3", "C[I, K]", "I·K·e",
-            matmul_case_2_slice, 1, None, None),
-    Product("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
-            matmul_case_3_all_reduce, 1, 0, None),
-    Product("3", "ReduceScatter", "C[I, K_tp]", "I·K·e",
-            matmul_case_3_reduce_scatter, 1, 0, 1),
-    Product("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "I·J·e",
-            matmul_case_4_left, 0, 1, 1),
-    Product("4", "AllGather B", "C[I_tp, K]", "J·K·e",
-            matmul_case_4_right, 0, 1, 0),
-]  # fmt: skip
-
-
 def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> None:
     """The four cases of a sharded product, each in its variants."""
-    rows = [product_row(report, case, a_IJ, b_JK, size, group) for case in PRODUCTS]
+    a_iJ = shard(a_IJ, 0, group)
+    a_Ij = shard(a_IJ, 1, group)
+    b_jK = shard(b_JK, 0, group)
+    b_Jk = shard(b_JK, 1, group)
+    c_IK = a_IJ @ b_JK  # of which every result must be a slice, or all
+    c_iK = shard(c_IK, 0, group)
+    c_Ik = shard(c_IK, 1, group)
+    # Each: three texts; payload in bytes; the function and its operands; the result.
+    products = [
+        ("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0",
+         matmul_case_1, a_iJ, b_JK, c_iK),
+        ("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
+         matmul_case_2_gather, a_Ij, b_JK, c_IK),
+        ("2", "slice B, then 3", "C[I, K]", "I·K·e",
+         matmul_case_2_slice, a_Ij, b_JK, c_IK),
+        ("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
+         matmul_case_3_all_reduce, a_Ij, b_jK, c_IK),
+        ("3", "ReduceScatter", "C[I, K_tp]", "I·K·e",
+         matmul_case_3_reduce_scatter, a_Ij, b_jK, c_Ik),
+        ("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "I·J·e",
+         matmul_case_4_left, a_iJ, b_Jk, c_Ik),
+        ("4", "AllGather B", "C[I_tp, K]", "J·K·e",
+         matmul_case_4_right, a_iJ, b_Jk, c_iK),
+    ]  # fmt: skip
+    rows = [product_row(report, product, size, group) for product in products]
     report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
     report.say(
         "   1: J is not split; each rank computes its rows of C and sends nothing\n"
@@ -631,69 +580,18 @@ def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> No
     report.table("communication", rows, hide=["calls"])
 
 
-def product_row(report, case: Product, a_IJ, b_JK, size, group) -> dict:
+def product_row(report: Report, product: tuple, size, group) -> dict:
     """Compute one product from this rank's slices; count its work and its bytes."""
-    name = case.compute.__name__
-    a = slice_of(a_IJ, case.a_dim, group)
-    b = slice_of(b_JK, case.b_dim, group)
-    expected = slice_of(a_IJ @ b_JK, case.c_dim, group)  # of the full product
+    operands, action, result, formula, compute, a, b, expected = product
+    name = compute.__name__
     # FlopCounterMode counts the floating-point operations of this rank's products.
     with COMM.label(name, ""), FlopCounterMode(display=False) as flops:
-        c = case.compute(a, b, group)
-    row = {"A and B are split": case.operands, "what to do": case.action}
-    row.update({"C is split": case.result, "flops": flops.get_total_flops()})
-    check_calls(report, row, name, case.formula, size, group)
+        c = compute(a, b, group)
+    row = {"A and B are split": operands, "what to do": action}
+    row.update({"C is split": result, "flops": flops.get_total_flops()})
+    check_calls(report, row, name, formula, size, group)
     check_value(report, row, "C is split", name, c, expected)
     return row
-
-
-def slice_of(full: Tensor, dim: int | None, group) -> Tensor:
-    """This rank's slice along dim; all of it for None."""
-    return full if dim is None else shard(full, dim, group)
-
-
-def show_2d_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size) -> None:
-    """The product on each mesh outer × inner, with every matrix split on both axes."""
-    T = size["T"]
-    rows = []
-    totals = []
-    for inner in range(1, T + 1):
-        if T % inner == 0:
-            mesh = {"outer": T // inner, "inner": inner}
-            rows_of_mesh = mesh_rows(report, mesh, a_IJ, b_JK, size)
-            sent = sum(row["ring"] for row in rows_of_mesh)  # along both axes
-            totals.append(f"{sent:,} on {T // inner} × {inner}")
-            rows.extend(rows_of_mesh)
-    report.section(
-        "A[I_outer, J_inner] · B[J_outer, K_inner] on each mesh of the ranks"
-    )
-    report.say(
-        "   Every rank holds 1/T of A, B and C on every mesh. Formula = payload of an\n"
-        "   all-gather; an axis of 1 rank sends nothing, so bytes are 0 there."
-    )
-    report.table("communication", rows, hide=["calls"])
-    report.say(wrap(f"   Total bytes sent per rank of a ring: {', '.join(totals)}."))
-
-
-def mesh_rows(report: Report, mesh: dict, a_IJ, b_JK, size) -> list[dict]:
-    """The product on one mesh: a row for what is gathered along each axis."""
-    groups = mesh_groups(mesh, report.args.timeout)
-    name = f"{mesh['outer']} × {mesh['inner']}"
-    # Rows are split along outer, columns along inner.
-    place = lambda full: shard(shard(full, 0, groups["outer"]), 1, groups["inner"])
-    with COMM.label(name, ""):
-        c_ik = matmul_2d(place(a_IJ), place(b_JK), groups["outer"], groups["inner"])
-
-    # A is split on J along inner, B along outer: there they are gathered.
-    row_of_a = {"mesh": name, "gathered": "A over inner"}
-    row_of_b = {"mesh": name, "gathered": "B over outer"}
-    for row, group in ((row_of_a, groups["inner"]), (row_of_b, groups["outer"])):
-        row["rank 0's group"] = str(dist.get_process_group_ranks(group))
-    sizes = dict(size, **mesh)
-    check_calls(report, row_of_a, name, "I·J·e/outer", sizes, groups["inner"])
-    check_calls(report, row_of_b, name, "J·K·e/inner", sizes, groups["outer"])
-    check_value(report, row_of_b, "mesh", name, c_ik, place(a_IJ @ b_JK))
-    return [row_of_a, row_of_b]
 
 
 def show_mistakes(report: Report, group) -> None:
@@ -717,9 +615,9 @@ def show_mistakes(report: Report, group) -> None:
     name = "two sums, first 1s, then 10s"
     rows.append(mistake_row(report, name, before, summed, T * before))
 
-    # The last rank starts only when rank 0 has started and does its other work: it
-    # waits for a key in COMM.store, a key-value store that all ranks share. So if
-    # rank 0 reads too early, there is no sum yet, however fast the machine is.
+    # So that reading too early fails every time, on any machine: the last rank starts
+    # only when rank 0 has started and does its other work. COMM.store is a key-value
+    # store of all ranks, and rank 0 writes a key there.
     started = "rank 0 has started its all-reduce"
     if T > 1 and rank == T - 1:
         COMM.store.wait([started])
@@ -737,7 +635,7 @@ def show_mistakes(report: Report, group) -> None:
 
 
 def mistake_row(report: Report, name: str, before, after, expected) -> dict:
-    """A row of section 6; it shows rank 0, but every rank checks its own values."""
+    """A row of section 5; it shows rank 0, but every rank checks its own values."""
     row = {"": name, "rank 0 before": as_text(before), "after": as_text(after)}
     check_value(report, row, "after", name, after, expected)
     return row
@@ -815,7 +713,7 @@ BREAKS = {
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    return lesson_parser(__doc__, BREAKS, sections=6).parse_args()
+    return lesson_parser(__doc__, BREAKS, sections=5).parse_args()
 
 
 def matrix_sizes(args) -> dict[str, int]:
@@ -826,17 +724,132 @@ def matrix_sizes(args) -> dict[str, int]:
     return dict(n=n, I=2 * T, J=4 * T, K=3 * T, T=T, e=e)
 
 
+# ---- The flags that all lessons share
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its usage, on every rank
+        raise ValueError(message)
+
+
+def lesson_parser(doc: str, breaks: dict, sections: int, **sizes: int) -> Parser:
+    """The flags that all lessons share, and integer flags with their defaults.
+
+    sections: how many sections the output has. sizes: flag → default; 0 for a default
+    that is derived from the mesh.
+    """
+    parser = Parser(
+        description=(doc or "").partition("How to read")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    for name, default in dict(sizes, seed=1, timeout=60).items():
+        text = f"(default {default or 'derived from the mesh'})"
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=positive, default=default, help=text)
+    text = "float64 separates bugs from rounding errors"
+    add("--dtype", choices=list(ALLOWED), default="float32", help=text)
+    numbers = range(1, sections + 1)
+    text = f"print only section N, 1 to {sections}"
+    add("--only", type=int, choices=numbers, metavar="N", help=text)
+    add("--verbose", action="store_true", help="print all rows of all tables")
+    names = list(breaks) + ["list"]
+    text = "inject a bug; `--break list` names them all"
+    add("--break", dest="bug", choices=names, metavar="NAME", help=text)
+    add("--json", type=Path, metavar="PATH", help="write all tables and checks there")
+    return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
+    return int(text)
+
+
+def read_flags(parse_args, module: dict) -> argparse.Namespace:
+    """The command line; the process ends here if it is wrong, or asks for a list."""
+    try:
+        if not module["__doc__"]:
+            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        args = parse_args(ranks)
+        if args.bug == "list":
+            for name, edit in module["BREAKS"].items():
+                print(f"{name:<14}{edit['what']}")
+            sys.exit(0)
+        if args.bug and ranks == 1:
+            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
+        if args.json:
+            args.json.open("a").close()
+    except (ValueError, OSError) as error:
+        # One rank of each host reports: on several hosts the flags may differ.
+        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
+        exit_rank(2, wrap(f"error: {error}"), is_reporter)
+    args.ranks = ranks
+    args.device = "cpu"
+    args.backend = "gloo"
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        args.backend = "nccl"
+        torch.cuda.set_device(args.device)
+    return args
+
+
+# ---- How --break injects a bug
+
+
+def apply_edit(edit: dict, module: dict) -> None:
+    """Replace the target of a bug, a name or Class.name, by its edited copy.
+
+    In a script of beyond/ the target may be a lesson's: every module that has it under
+    its name gets the edited copy.
+    """
+    owner, _, name = edit["target"].rpartition(".")
+    modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]
+    modules = [other for other in modules if other.get("COMM") is COMM]
+    home = next(other for other in [module, *modules] if (owner or name) in other)
+    definition = getattr(home[owner], name) if owner else home[name]
+    source = textwrap.dedent(inspect.getsource(definition))
+    if source.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
+    scope = {}  # where the edited copy is defined
+    names = getattr(definition, "__globals__", home)  # that the copy may use
+    exec(source.replace(edit["old"], edit["new"]), names, scope)
+    if owner:
+        setattr(home[owner], name, scope[name])
+        return
+    for other in [module, *modules]:
+        if other.get(name) is definition:
+            other[name] = scope[name]
+
+
+def edit_as_diff(name: str, edit: dict) -> str:
+    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
+    lines.extend(f"- {line}" for line in edit["old"].splitlines())
+    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
+    return "\n".join(lines) + "\n"
+
+
+def diagnosis_of(edit: dict) -> str:
+    """Symptom and cause of a bug, where it was reported, and what the audit says."""
+    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
+    return "\n".join(lines)
+
+
 # endregion
 
 
 # ==== HARNESS, the same in every lesson
-# region  It counts, compares, prints tables and explains errors. Skip it at first.
+# region MEASURE: it counts, compares and prints tables. Skip it at first.
 
 # The imports are here, so that a lesson begins with its subject.
-import argparse
 import ctypes
 import gc
 import inspect
+import itertools
 import json
 import os
 import re
@@ -848,7 +861,6 @@ import time
 import traceback
 from collections import Counter
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 
@@ -859,6 +871,13 @@ class Call(NamedTuple):
     phase: str
     collective: str
     axis: str
+
+
+class Calls(NamedTuple):
+    """A formula: how many calls per step, and the payload of each in bytes."""
+
+    count: str
+    nbytes: str
 
 
 class CommCounter:
@@ -914,8 +933,14 @@ class CommCounter:
         if self.store is not None:
             self.store.set(f"status/{dist.get_rank()}", status)
 
+    def is_inside(self) -> bool:
+        """Did a collective of this rank fail, and not the code between collectives?"""
+        return self.status.startswith("in call")
+
     def all_raised(self, run: str, error: Exception) -> bool:
-        """Did every rank raise the same error in this run?"""
+        """Did every rank raise the same error in this run, outside collectives?"""
+        if self.is_inside():
+            return False
         text = f"{type(error).__name__}: {error}"
         keys = [f"raised/{run}/{rank}" for rank in range(dist.get_world_size())]
         self.store.set(keys[dist.get_rank()], text)
@@ -931,6 +956,8 @@ ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}  # relative difference of a l
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
 CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
+# Kinds of checks against a formula. All other kinds are about values.
+FORMULAS = ["calls", "bytes", "memory"]
 
 
 def rel_diff(got, expected) -> float:
@@ -953,7 +980,7 @@ def evaluate(formula: str, size: dict[str, int]) -> int:
 def gather_objects(value, group=None) -> list:
     """The value of every rank of a group, in order: for the report, not counted."""
     values = [None] * dist.get_world_size(group)
-    with COMM.blocking("gathering of results", dist.get_process_group_ranks(group)):
+    with COMM.blocking("the report's own call", dist.get_process_group_ranks(group)):
         dist.all_gather_object(values, value, group)
     return values
 
@@ -963,16 +990,18 @@ class Report:
 
     def __init__(self, lesson: str, args):
         self.args = args
-        self.checks = {}  # "kind: name" → kind, diff, allowed, ok
+        self.checks = {}  # "kind: name" → kind, diff, allowed, ok, text
         self.raised = {}  # run → the error that ended it
+        self.is_edited = False  # does the model without TP differ from the lesson's?
+        self.agreeing = []  # brief tables: (text, the largest diff)
         self.mesh = {}  # axis → ranks
         self.number = 0  # of the section
         self.allowed_loss = ALLOWED_LOSS[args.dtype]
         self.allowed = ALLOWED[args.dtype]
         self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
 
-    def begin(self, mesh: dict[str, int], size: dict[str, int]) -> None:
-        """Print the first two lines. size: letter of the shape legend → number."""
+    def begin(self, mesh: dict[str, int], size: dict[str, int], note="") -> None:
+        """Print the first lines. size: letter of the legend → number."""
         self.mesh = mesh
         self.data["mesh"] = mesh
         self.data["size"] = size
@@ -980,6 +1009,8 @@ class Report:
         where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
         print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
         print("  ".join(f"{letter} {number}" for letter, number in size.items()))
+        if note:
+            print(wrap(note))
         steps = getattr(self.args, "steps", 0)
         if steps > 100:
             print(f"First the reference takes {steps} steps; nothing is printed then.")
@@ -992,20 +1023,53 @@ class Report:
         if self.args.only in (None, self.number):
             print(text, flush=True)
 
-    def check(self, kind: str, name: str, diff: float, allowed: float = 0.0) -> bool:
-        """Record one comparison of this rank. Return whether it holds."""
+    def conclude(self, text: str) -> None:
+        """End a section with what it shows, in this run's numbers."""
+        self.say(textwrap.indent(textwrap.fill(text, 85), "   "))
+
+    def check(self, kind: str, name: str, diff: float, allowed=0.0, text="") -> bool:
+        """Record one comparison of this rank, `text` in words. Does it hold?"""
         name = f"{kind}: {name}"
         assert name not in self.checks, f"two checks are called {name}"
         ok = diff <= allowed  # False for nan
-        self.checks[name] = {"kind": kind, "diff": diff, "allowed": allowed, "ok": ok}
+        check = dict(kind=kind, diff=diff, allowed=allowed, ok=ok, text=text)
+        self.checks[name] = check
         return ok
 
-    def expect(self, row: dict, column: str, kind: str, name: str, predicted) -> None:
+    def check_tensor(self, kind: str, name: str, got, expected, allowed=0.0) -> bool:
+        """Compare two tensors or numbers on this rank."""
+        got = torch.as_tensor(got)
+        expected = torch.as_tensor(expected)
+        text = ""
+        if got.shape != expected.shape:
+            text = f"{kind}: {name}: shape {list(got.shape)}, expected "
+            text += f"{list(expected.shape)}"
+        return self.check(kind, name, rel_diff(got, expected), allowed, text)
+
+    def expect(self, row, column: str, kind: str, name: str, predicted) -> None:
         """Check that a cell of a row equals its predicted value."""
+        value = row[column]
+        is_edit = self.is_edited and kind in FORMULAS
+        words = "the lesson has" if is_edit else "predicted"
+        unit = f" {kind}" if kind in ("calls", "bytes") else ""
+        text = f"{name}: {value:,}{unit}, {words} {predicted:,}"
         off = row.setdefault("off", [])
-        if not self.check(kind, name, abs(row[column] - predicted)):
+        if not self.check(kind, name, abs(value - predicted), text=text):
             off.append(column)
-        row.setdefault("predicted", {})[column] = f"{name}: predicted {predicted:,}"
+            mark = f" ≠ {predicted:,}" if is_edit else text
+            row.setdefault("predicted", {})[column] = mark
+
+    def check_model(self, **formulas: tuple[int, int]) -> None:
+        """Does the run without TP fit its own formulas? If not, it has been edited.
+
+        formulas: what was measured → (bytes, predicted bytes). In an edited model only
+        values decide, because all formulas describe another model.
+        """
+        for name, (got, predicted) in formulas.items():
+            text = f"without TP, {name}: {got:,} bytes, the lesson has {predicted:,}"
+            name = f"the model's {name}"
+            if not self.check("memory", name, abs(got - predicted), text=text):
+                self.is_edited = True
 
     @contextmanager
     def column(self, run: str):
@@ -1013,54 +1077,69 @@ class Report:
         try:
             yield
         except Exception as error:
-            if is_lost(error) or not COMM.all_raised(run, error):
+            if not COMM.all_raised(run, error):
                 raise
-            COMM.set_status("in no call")
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
-        self.check("runs", f"{run} completes", int(run in self.raised))
+            text = wrap(f"   {run} raised {self.raised[run]}")
+            print(f"{text}\n{where_raised(error)}", flush=True)
+        text = f"{run} raised {self.raised.get(run)}"
+        self.check("runs", f"{run} completes", int(run in self.raised), text=text)
 
-    def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
+    def table(self, key: str, rows: list[dict], hide=(), brief: str = "") -> None:
         """Print rows that have the same columns; --json keeps them under `key`.
 
-        row["off"] lists the cells that failed a check on this rank. Cells that failed
-        on any rank are marked ✗. row["predicted"] maps a cell to what was predicted for
-        it, printed below the table if it failed. hide: columns to keep, not to print.
+        row["off"] lists the cells that failed a check on this rank; row["predicted"]
+        has words about them. Cells that failed on any rank are marked. hide: columns
+        that are not printed. brief: "16 replicas", for rows that only repeat that all
+        is as it must be; without --verbose, those that hold are left to `agree`.
         """
         for rank, rows_of_rank in enumerate(gather_objects(rows)):
             for place, other in enumerate(rows_of_rank):
-                merge_row(find_row(rows, other, place), other, rank)
+                merge_row(rows, place, other, rank)
         for row in rows:
             if "off" in row:
                 row["ok"] = not row["off"]
         self.data.setdefault(key, []).extend(rows)
+        if brief and not self.args.verbose:
+            worst = max([row.get("diff", 0.0) for row in rows], default=0.0)
+            rows = [row for row in rows if row.get("off")]
+            if not rows:
+                self.agreeing.append((brief, worst))
         if rows:
             self.print_rows(rows, hide)
 
-    def print_rows(self, rows: list[dict], hide: list[str]) -> None:
+    def agree(self, how: str) -> None:
+        """One line for the brief tables since the last one, as far as they hold."""
+        if self.agreeing:
+            worst = max(diff for text, diff in self.agreeing)
+            what = ", ".join(text for text, diff in self.agreeing)
+            how += f", worst {worst:.1e}" if worst else ""
+            self.say(wrap(f"   {what}: {how}"))
+        self.agreeing.clear()
+
+    def print_rows(self, rows: list[dict], hide) -> None:
         lines = [" "] * (len(rows) + 1)  # they grow column by column
+        notes = []  # below the table
+        for row in rows:
+            notes.extend(notes_on(row))
         for name in rows[0]:
             if name in hide or name in ("off", "off_ranks", "predicted"):
                 continue
-            texts = [name]
-            for row in rows:
-                mark = "✗" if name in row.get("off", []) else ""
-                texts.append(cell(name, row[name]) + mark)
+            texts = [name] + [marked_cell(row, name) for row in rows]
             width = max(len(text) for text in texts)
             pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
             for i, text in enumerate(texts):
                 lines[i] += "  " + pad(text, width)
-        for row in rows:
-            lines.extend(explain_row(row))
-        self.say("\n".join(line.rstrip() for line in lines))
+        self.say("\n".join([line.rstrip() for line in lines] + notes))
 
-    def compare(self, key: str, runs: dict, allowed: float = 0.0, fold=str) -> None:
+    def compare(self, key, runs: dict, allowed=0.0, fold=str, brief: str = "") -> None:
         """Compare numbers or tensors of several runs, each with the first run.
 
         runs: run → name → value. fold: name → label of its row. A row shows the norm of
-        all its values and the largest relative difference of any of them.
+        its values, and as diff the largest relative difference of one element. brief:
+        what is compared, "norms", if it only repeats that the runs agree.
         """
         allowed = allowed or self.allowed
         nothing = torch.empty(0)  # stands for what a run does not have
@@ -1084,88 +1163,122 @@ class Report:
                 row[run] = math.hypot(row[run], norm)
                 if values is reference:
                     continue
-                diff = rel_diff(value, reference.get(name, nothing))
-                row["diff"] = max(row["diff"], diff)
-                if not self.check(key, f"{name}, {run}", diff, allowed):
+                expected = reference.get(name, nothing)
+                row["diff"] = max(row["diff"], rel_diff(value, expected))
+                what = f"{name}, {run}"
+                if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        self.table(key, list(rows.values()))
+        brief = f"{len(names)} {brief}" if brief and len(runs) > 1 else ""
+        self.table(key, list(rows.values()), brief=brief)
 
-    def ledger(self, formulas: dict[Call, str], size: dict, steps=1, hide=()) -> None:
+    def ledger(self, formulas: dict, size: dict, steps=1, hide=(), brief=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
-        of different sizes: "1 × 8 and 2·L × D·e".
+        formulas: Call → a list of Calls; several if it makes calls of several sizes.
+        brief: runs and phases whose rows are printed with --verbose only, or if wrong.
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
-        # Calls that no formula predicts get a row as well.
+        # Calls that no formula predicts get a row as well. One rank sends nothing.
         for call in dict.fromkeys(list(formulas) + list(COMM.calls)):
-            ranks = self.mesh.get(call.axis, 1)
-            if call.run not in runs or ranks == 1:  # one rank sends nothing
-                continue
-            formula = formulas.get(call, "0 × 0")
-            calls = 0
-            nbytes = 0
-            for product in formula.split(" and "):
-                factors = [evaluate(factor, size) for factor in product.split(" × ")]
-                calls += factors[0]
-                # Multiplied before rounding: a size may be a mean over micro-batches.
-                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
-            if calls == 0 and COMM.calls[call] == 0:
-                continue
-            row = call._asdict()
-            row["calls"] = per_step(COMM.calls[call], steps)
-            row["bytes"] = per_step(COMM.bytes[call], steps)
-            row["formula"] = formula
-            row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
-            name = " ".join(call)
-            self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, nbytes)
-            rows.append(row)
+            if call.run in runs and self.mesh.get(call.axis, 1) > 1:
+                row = self.ledger_row(call, formulas.get(call, []), size, steps)
+                if row["calls"] or row["off"]:
+                    rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = list(hide)
         for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
-        self.table("communication", rows, hide)
+        less = [row for row in rows if row["run"] in brief or row["phase"] in brief]
+        if self.args.verbose:
+            less = []
+        self.table("communication", [row for row in rows if row not in less], hide)
+        if less:
+            more = "rows" if len(less) == len(rows) else "more rows"
+            brief = f"{len(less)} {more} ({', '.join(brief)})"
+            self.table("communication", less, hide, brief)
+            self.agree("calls and bytes as predicted")
+
+    def ledger_row(self, call: Call, terms: list[Calls], size: dict, steps) -> dict:
+        row = call._asdict()
+        row["calls"] = per_step(COMM.calls[call], steps)
+        row["bytes"] = per_step(COMM.bytes[call], steps)
+        row["formula"] = formula_text(terms)
+        row["ring"] = ring_bytes(call.collective, row["bytes"], self.mesh[call.axis])
+        calls = 0
+        nbytes = 0
+        for term in terms:
+            calls += evaluate(term.count, size)
+            # Multiplied before rounding: a size may be a mean over micro-batches.
+            nbytes += evaluate(f"({term.count})·({term.nbytes})", size)
+        self.expect(row, "calls", "calls", " ".join(call), calls)
+        self.expect(row, "bytes", "bytes", " ".join(call), nbytes)
+        return row
 
     def merge_checks(self) -> list[dict]:
-        """The checks of all ranks: the largest diff, and the ranks where it fails."""
+        """The checks of all ranks, by diff: the largest one, and where it fails."""
         merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
                 if name not in merged:
                     merged[name] = dict(check, name=name, ranks=[])
-                merged[name]["diff"] = max(merged[name]["diff"], check["diff"])
+                if check["diff"] > merged[name]["diff"]:
+                    merged[name].update(diff=check["diff"], text=check["text"])
                 if not check["ok"]:
                     merged[name]["ok"] = False
                     merged[name]["ranks"].append(rank)
-        return list(merged.values())
+        return sorted(merged.values(), key=lambda check: -check["diff"])
 
     def verdict(self) -> str:
-        """PASS or FAIL; above FAIL, the worst failed check of each kind."""
-        checks = sorted(self.merge_checks(), key=lambda check: -check["diff"])
-        kinds = dict.fromkeys(CAUSES_FIRST)
-        kinds.update(dict.fromkeys(check["kind"] for check in checks))
+        """Print PASS or FAIL; above it, the worst failed check of each kind."""
+        checks = self.merge_checks()
+        kinds = {kind: [] for kind in CAUSES_FIRST}
+        for check in checks:
+            kinds.setdefault(check["kind"], []).append(check)
+        edits = []  # formulas that do not describe an edited model
+        for kind in FORMULAS if self.is_edited else []:
+            edits.extend(check for check in kinds.pop(kind, []) if not check["ok"])
         counts = []
         print()
-        for kind in kinds:
-            of_kind = [check for check in checks if check["kind"] == kind]
+        for kind, of_kind in kinds.items():
             failed = [check for check in of_kind if not check["ok"]]
             if failed:
-                worst = failed[0]
-                diff = f"off by {worst['diff']:.3g}, allowed {worst['allowed']:.3g}"
-                print(wrap(f"✗ {worst['name']}: {diff}, on ranks {worst['ranks']}"))
+                print(wrap(f"✗ {in_words(failed[0])}"))
                 counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
-        text = f"failed: {', '.join(counts)}"
-        if not counts:
-            text = f"{len(checks)} checks, worst difference {checks[0]['diff']:.1e}"
-            text += f" (allowed {checks[0]['allowed']:.0e})"
+        worst = max(checks, key=lambda check: check["ok"] and check["diff"])
+        text = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = f"{len(checks) - len(edits)} checks, {text}"
+        if counts:
+            text = f"failed: {', '.join(counts)}"
+        if edits:
+            print("The model without TP was edited. Formulas that do not describe it:")
+            for check in edits if self.args.verbose else edits[:8]:
+                print(wrap(f"≠ {check['text']}"))  # communication first
+            text = text if counts else f"values agree: {text}"
+            text += f"; the model was edited: {len(edits)} formulas do not describe it"
         self.data["verdict"] = "FAIL" if counts else "PASS"
+        self.data["edited"] = self.is_edited
         self.data["checks"] = checks
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        return wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}")
+        print(
+            wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}"), flush=True
+        )
+        return self.data["verdict"]
+
+
+def in_words(check: dict) -> str:
+    """A failed check: what was found, or by how much it is off."""
+    diff = f"off by {check['diff']:.3g}, allowed {check['allowed']:.3g}"
+    text = check["text"] or f"{check['name']}: {diff}"
+    return f"{text}, on ranks {check['ranks']}"
+
+
+def formula_text(terms: list[Calls]) -> str:
+    """2·L × B·S·D·e for calls of one size; a sum for calls of several."""
+    texts = [f"{term.count} × {term.nbytes}".removeprefix("1 × ") for term in terms]
+    return " + ".join(texts) or "none"
 
 
 def per_step(count: int, steps: int):
@@ -1173,148 +1286,62 @@ def per_step(count: int, steps: int):
     return count // steps if count % steps == 0 else count / steps
 
 
-def find_row(rows: list[dict], other: dict, place: int) -> dict:
-    """The row with the same label as another rank's row, which is row `place` there.
+def merge_row(rows: list[dict], place: int, other: dict, rank: int) -> None:
+    """Add to this rank's row what another rank's row says of failed checks.
 
-    Pipeline stages may have different rows. A row that failed is added if it is new.
+    other: row `place` there. Pipeline stages may have different rows: rows are the same
+    if they begin with the same texts. One that fails elsewhere only is added.
     """
-    if place < len(rows) and label_of(rows[place]) == label_of(other):
-        return rows[place]
-    for row in rows:
-        if label_of(row) == label_of(other):
-            return row
-    if other.get("off"):
+    same = [row for row in rows[place:] + rows if label_of(row) == label_of(other)]
+    if not same and other.get("off"):
         rows.append(dict(other, off=[]))
-        return rows[-1]
-    return {}
+        same = rows[-1:]
+    for row in same[:1]:
+        for column in other.get("off", []):
+            if column not in row["off"]:
+                row["off"].append(column)
+        if other.get("off"):
+            row.setdefault("off_ranks", []).append(rank)
+        if "diff" in row:
+            row["diff"] = max(row["diff"], other["diff"])
 
 
 def label_of(row: dict) -> list[str]:
     """The texts that a row begins with; no texts if it begins with a number."""
-    label = []
-    for value in row.values():
-        if not isinstance(value, str):
-            break
-        label.append(value)
-    return label
+    return list(itertools.takewhile(lambda x: isinstance(x, str), row.values()))
 
 
-def merge_row(row: dict, other: dict, rank: int) -> None:
-    """Add to a row what the same row of another rank says about failed checks."""
-    for column in other.get("off", []):
-        if column not in row["off"]:
-            row["off"].append(column)
-    if other.get("off"):
-        row.setdefault("off_ranks", []).append(rank)
-    if "diff" in row:
-        row["diff"] = max(row["diff"], other["diff"])
-
-
-def explain_row(row: dict) -> list[str]:
-    """Lines below a table: what was predicted, and where, if a check failed."""
-    lines = []
-    for column in row.get("off", []):
-        if column in row.get("predicted", {}):
-            lines.append(f"   ✗ {column} of {row['predicted'][column]}")
+def notes_on(row: dict) -> list[str]:
+    """Lines below a table: what was predicted for a cell that failed, and where."""
+    texts = row.get("predicted", {}).values()
+    notes = [f"   ✗ {text}" for text in texts if not text.startswith(" ≠")]
     ranks = row.get("off_ranks", [])
     if ranks and 0 not in ranks:
         label = next(iter(row.values()))
-        lines.append(f"   ✗ {label}: fails on ranks {ranks}, not on rank 0")
-    return lines
+        notes.append(f"   ✗ {label}: fails on ranks {ranks}, not on rank 0")
+    return notes
 
 
-def cell(name: str, value) -> str:
-    """A value as a table shows it."""
-    if value is None:
-        return ""
+def marked_cell(row: dict, name: str) -> str:
+    """A value as a table shows it; ✗ if it failed, ≠ if the model was edited."""
+    value = row[name]
+    predicted = row.get("predicted", {})
+    text = "" if value is None else str(value)
     if isinstance(value, bool):
-        return "ok" if value else "✗"
-    if isinstance(value, float):
-        return f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        is_edit = any(mark.startswith(" ≠") for mark in predicted.values())
+        text = "ok" if value else "≠" if is_edit else "✗"
+    elif isinstance(value, float):
+        text = f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
+    elif isinstance(value, int):
+        text = f"{value:,}"
+    if name not in row.get("off", []):
+        return text
+    mark = predicted.get(name, "")
+    return text + (mark if mark.startswith(" ≠") else "✗")
 
 
 def wrap(text: str) -> str:
     return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):  # argparse would print its usage, on every rank
-        raise ValueError(message)
-
-
-def lesson_parser(doc: str, breaks: dict, sections: int, **sizes: int) -> Parser:
-    """The flags that all lessons share, and integer flags with their defaults.
-
-    sections: how many sections the output has. sizes: flag → default; 0 for a default
-    that is derived from the mesh.
-    """
-    parser = Parser(
-        description=(doc or "").partition("How to read")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    for name, default in dict(sizes, seed=1, timeout=60).items():
-        text = f"(default {default or 'derived from the mesh'})"
-        flag = f"--{name.replace('_', '-')}"
-        add(flag, type=positive, default=default, help=text)
-    text = "float64 separates bugs from rounding errors"
-    add("--dtype", choices=list(ALLOWED), default="float32", help=text)
-    numbers = range(1, sections + 1)
-    text = f"print only section N, 1 to {sections}"
-    add("--only", type=int, choices=numbers, metavar="N", help=text)
-    names = list(breaks) + ["list"]
-    text = "inject a bug; `--break list` names them all"
-    add("--break", dest="bug", choices=names, metavar="NAME", help=text)
-    add("--json", type=Path, metavar="PATH", help="write all tables and checks there")
-    return parser
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
-    return int(text)
-
-
-def apply_edit(edit: dict, module: dict) -> None:
-    """Replace the target of a bug, a name or Class.name, by its edited copy.
-
-    In a script of beyond/ the target may be a lesson's: every module that has it under
-    its name gets the edited copy.
-    """
-    owner, _, name = edit["target"].rpartition(".")
-    modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]
-    modules = [other for other in modules if other.get("COMM") is COMM]
-    home = next(other for other in [module, *modules] if (owner or name) in other)
-    definition = getattr(home[owner], name) if owner else home[name]
-    source = textwrap.dedent(inspect.getsource(definition))
-    if source.count(edit["old"]) != 1:
-        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
-    scope = {}  # where the edited copy is defined
-    names = getattr(definition, "__globals__", home)  # that the copy may use
-    exec(source.replace(edit["old"], edit["new"]), names, scope)
-    if owner:
-        setattr(home[owner], name, scope[name])
-        return
-    for other in [module, *modules]:
-        if other.get(name) is definition:
-            other[name] = scope[name]
-
-
-def edit_as_diff(name: str, edit: dict) -> str:
-    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
-    lines.extend(f"- {line}" for line in edit["old"].splitlines())
-    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
-    return "\n".join(lines) + "\n"
-
-
-def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, where it was reported, and what the audit says."""
-    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
-    if "audit" in edit:  # how it is found in a model of your own
-        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
-    return "\n".join(lines)
 
 
 def first_line(error: Exception) -> str:
@@ -1322,12 +1349,32 @@ def first_line(error: Exception) -> str:
     return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
 
 
-def is_lost(error: Exception) -> bool:
-    """Is it the transport's: a timeout, or a connection that the other end closed?"""
-    # The last two are what TORCH_DISTRIBUTED_DEBUG=DETAIL reports instead of a timeout.
-    words = "[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe|monitoredBarrier|mismatch"
-    is_found = re.search(words, first_line(error)) is not None
-    return isinstance(error, RuntimeError) and is_found
+def where_raised(error: Exception) -> str:
+    """The innermost module that was called, its input, and the weights it holds."""
+    root = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            root = root or module
+            called = module
+            inputs = frame.f_locals
+    if root is None:
+        return ""
+    names = {module: name for name, module in root.named_modules()}
+    shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
+    lines = [
+        f"in {names.get(called) or 'the model'}: {type(called).__name__}, {shapes}"
+    ]
+    for name, layer in called.named_children():
+        weights = [list(p.shape) for p in layer.parameters(recurse=False)]
+        lines.append(f"{name}: {type(layer).__name__}, {weights}")
+    return wrap(f"   {'; '.join(lines)}")
+
+
+# endregion
+
+
+# region START AND ERRORS: flags, bugs, joining the ranks, hangs. You never need it.
 
 
 def who_is_missing(statuses: list[str]) -> str:
@@ -1365,22 +1412,27 @@ def describe_hang(error: Exception) -> str:
 
 
 def fail(error: Exception, diagnosis: str) -> None:
-    """Report an error once for all ranks, then end this rank."""
+    """Report an error once for all ranks, then end this rank.
+
+    With the diagnosis of a bug: it shows, so the exit code is 0 (no torchrun report).
+    """
     text = first_line(error)
     if COMM.store is None:
         message = f"error: the ranks did not join one process group: {error}"
         exit_rank(1, wrap(message), is_reporter=True)
     COMM.store.set(f"failed/{dist.get_rank()}", text)
-    if is_lost(error):  # let others write where they are; torchrun may name a dead one
+    if (
+        COMM.is_inside()
+    ):  # let others write where they are; torchrun may name a dead one
         time.sleep(3)
     is_reporter = COMM.store.add("reported", 1) == 1
-    code = 1
+    code = 0 if diagnosis else 1
     too_large = re.search(r"tried to allocate \S+ \w+|overflowed.*", text, re.I)
     if too_large:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
         code = 2
         message = f"error: too large: {too_large[0]}; this machine has {total:.0f} GB"
-    elif is_lost(error):
+    elif COMM.is_inside():
         message = describe_hang(error)
     else:
         name = type(error).__name__
@@ -1393,7 +1445,7 @@ def fail(error: Exception, diagnosis: str) -> None:
 def exit_rank(code: int, message: str, is_reporter: bool) -> None:
     """End this rank at once: cleaning up while others are in a collective can hang."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:  # for torchrun's report
+    if path and code:  # for torchrun's report
         # torchrun calls the earliest failure the root cause: the one that is printed.
         seconds = int(time.time()) + (0 if is_reporter else 3600)
         extra = {"timestamp": str(seconds)}
@@ -1402,38 +1454,9 @@ def exit_rank(code: int, message: str, is_reporter: bool) -> None:
     sys.stdout.flush()
     if is_reporter:
         print(message, file=sys.stderr, flush=True)
-    else:
+    elif code:
         time.sleep(2)  # torchrun reports the first rank that ends
     os._exit(code)
-
-
-def read_flags(parse_args, module: dict) -> argparse.Namespace:
-    """The command line; the process ends here if it is wrong, or asks for a list."""
-    try:
-        if not module["__doc__"]:
-            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
-        args = parse_args(ranks)
-        if args.bug == "list":
-            for name, edit in module["BREAKS"].items():
-                print(f"{name:<14}{edit['what']}")
-            sys.exit(0)
-        if args.bug and ranks == 1:
-            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
-        if args.json:
-            args.json.open("a").close()
-    except (ValueError, OSError) as error:
-        # One rank of each host reports: on several hosts the flags may differ.
-        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
-        exit_rank(2, wrap(f"error: {error}"), is_reporter)
-    args.ranks = ranks
-    args.device = "cpu"
-    args.backend = "gloo"
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-        args.backend = "nccl"
-        torch.cuda.set_device(args.device)
-    return args
 
 
 def join_group(backend: str, limit: timedelta) -> dist.Store:
@@ -1459,7 +1482,7 @@ def add_bug(args, module: dict, diagnosis: str) -> None:
     """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
 
     def on_sigterm(*_):
-        exit_rank(1, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
+        exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
 
     signal.signal(signal.SIGTERM, on_sigterm)
     args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
@@ -1495,8 +1518,8 @@ def launch(main, parse_args, module: dict) -> None:
             add_bug(args, module, diagnosis)
         report = Report(Path(module["__file__"]).stem, args)
         main(args, report)
-        line = report.verdict()
-        print(f"{diagnosis}\n{line}".strip(), flush=True)
+        fails = report.verdict() == "FAIL"
+        print(diagnosis, end="\n" if diagnosis else "", flush=True)
         with COMM.blocking("the last barrier", list(range(args.ranks))):
             dist.barrier()
     except Exception as error:
@@ -1504,8 +1527,12 @@ def launch(main, parse_args, module: dict) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything has been reported
     gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
-    if line.startswith("FAIL"):
-        exit_rank(1, line, is_reporter=False)
+    if args.bug and not fails:
+        exit_rank(1, "error: the bug does not show in this run", dist.get_rank() == 0)
+    if fails and not args.bug and os.environ["LOCAL_RANK"] == "0":
+        # One rank per host: torchrun's report is then as short as it can be.
+        time.sleep(1)  # the other ranks have ended
+        exit_rank(1, "FAIL: the verdict is above this report of torchrun", True)
     os._exit(0)  # a normal exit can abort: DTensor's caches still hold groups there
 
 

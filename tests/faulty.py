@@ -4,9 +4,9 @@
 
 At its collective NUMBER (1 is the first one; those of a group of one do not count),
 rank RANK is killed (before the call, or inside it), is stopped, sleeps, skips the call,
-raises, or finds the disk full. It writes the time into $FAULT_TIME. With $FAULT_SAVE it
-does so when it saves its checkpoint of that number. Ranks that torchrun starts again do
-nothing.
+raises, finds the disk full, or runs the shell command in $FAULT_COMMAND. It writes the
+time into $FAULT_TIME. With $FAULT_SAVE it does so when it saves its checkpoint of that
+number. Ranks that torchrun starts again do nothing.
 """
 
 import os
@@ -22,6 +22,7 @@ from in_ranks import load
 
 NAME, FAULT, RANK, NUMBER = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5])
 lesson = load(NAME)
+lesson00 = getattr(lesson, "lesson00", lesson)  # of a script, the one that it imports
 calls = 0
 
 
@@ -31,8 +32,8 @@ def kill(*args):
 
 def kill_inside(name, args):
     """The call is made, and noted; then this rank is gone."""
-    set_status = lesson.COMM.set_status
-    lesson.COMM.set_status = lambda status: (set_status(status), kill())
+    set_status = lesson00.COMM.set_status
+    lesson00.COMM.set_status = lambda status: (set_status(status), kill())
     return getattr(lesson, name).good(*args)
 
 
@@ -53,6 +54,12 @@ def full_disk(name, args):
     return getattr(lesson, name).good(*args)
 
 
+def run_command(name, args):
+    """What stands in $FAULT_COMMAND happens to this machine, then the call is made."""
+    os.system(os.environ["FAULT_COMMAND"])
+    return getattr(lesson, name).good(*args)
+
+
 def fail(*args):
     raise RuntimeError("out of luck")
 
@@ -65,6 +72,7 @@ FAULTS = {
     "skip": skip,
     "raise": fail,
     "full": full_disk,
+    "command": run_command,
 }
 
 
@@ -93,4 +101,4 @@ if __name__ == "__main__":
         if hasattr(lesson, name):
             setattr(lesson, name, watched(name, getattr(lesson, name), number))
     sys.argv = [lesson.__file__, *sys.argv[5:]]
-    lesson.launch(lesson.main, lesson.parse_args, vars(lesson))
+    lesson00.launch(lesson.main, lesson.parse_args, vars(lesson))

@@ -258,7 +258,7 @@ FAULTS = [
       "Autograd did not reach this parameter: a collective that it does not track, "
       "detach(), or a copy of the parameter is used in forward.",
       "Wrap the collective in an autograd.Function.",
-      "lesson 01, --break plain"),
+      "beyond/13, --break plain"),
     F(Gradient, "gradient of its uses", kind(Kind.USES),
       "This weight is tied: several modules use it, and their gradients are not summed "
       "with the same factor. Factors are means over the ranks that hold the same "
@@ -270,7 +270,7 @@ FAULTS = [
     F(Gradient, "gradient zero", kind(Kind.ZERO),
       "This gradient is zero on all ranks.",
       "Look for a mask or a detach() between this parameter and the loss.",
-      "lesson 01, --break plain"),
+      "beyond/13, --break plain"),
     F(Gradient, "gradient another rank's piece", kind(Kind.OTHERS),
       "This rank has the gradient of another rank's piece.",
       "Check the order of ranks in the group and the index of the slice in backward.",
