@@ -1,7 +1,7 @@
 """The text of the lessons and of beyond/: their anatomy, and code that is plain.
 
-CONTRIBUTING.md states the limits below; they are not today's counts. Where a limit is left unmet
-on purpose, UNMET says which and why.
+CONTRIBUTING.md states the limits below; they are not today's counts. Where a limit is
+left unmet on purpose, UNMET says which and why.
 """
 
 import ast
