@@ -26,7 +26,9 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks of a TP group, DP
     replicas, M micro-batches of b = B/(DP·M) rows. U units (parts of the model that are
     sharded as a whole), Ψ parameters of a rank, u of its largest unit, ψ = Ψ/DP of its
-    shards, R ranks. Bytes per element: e parameter, g gradient, c optimizer state.
+    shards, v of its longest vector (u with zeros), R ranks. Bytes per element: e of a
+    parameter, g of a gradient, c of optimizer states. "kept" is ZeRO-3 that gathers
+    once per step.
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277 (units, hybrid
     sharding); docs.pytorch.org, torch.distributed.fsdp.fully_shard.
@@ -804,6 +806,8 @@ class FullyShardTraining(ZeroTraining):
         for modules in units_of(model):
             fully_shard(modules, **options)
         super().__init__(name, fully_shard(model, **options), [], groups, args)
+        # Whatever --stages is. In 1F1B's order PyTorch gathers once more.
+        self.steps = lesson05.schedule("1f1b", 0, 1, args.microbatches)
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.args.dp

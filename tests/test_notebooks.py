@@ -37,7 +37,7 @@ ON_FOUR = (MESH, "10_checkpoints")  # their exercises need two axes of two ranks
 LESSON = {JAX: "01_naive_mlp_tp", "07_plan_a_run": MESH}
 LESSON["12_wrong_gradients"] = "01_naive_mlp_tp"
 # Ranks of the first run, elsewhere 2.
-RUN = {MESH: 8, "07_plan_a_run": 8, JAX: 4, "09_shared_heads": 4}
+RUN = {MESH: 8, "07_plan_a_run": 8, JAX: 4, "09_shared_heads": 4, "15_zero": 4}
 
 
 @pytest.mark.timeout(1500)
