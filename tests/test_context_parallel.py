@@ -172,13 +172,14 @@ def test_backward_of_blocks_is_that_of_one_softmax():
 def test_a_rank_without_targets_has_no_loss_and_no_gradient():
     logits = torch.randn(1, 4, 5, requires_grad=True)
     target = torch.full((1, 4), lesson.lesson02.IGNORE)
+
+    def with_others(x, group):
+        """The other ranks have 3 targets, and a loss of 2."""
+        return x + (2 if x.is_floating_point() else 3)
+
     with pytest.MonkeyPatch.context() as patch:
-        # The other ranks have 3 targets, and a loss of 2.
-        patch.setattr(
-            lesson.lesson00,
-            "all_reduce",
-            lambda x, group: x + (2 if x.is_floating_point() else 3),
-        )
+        for module in (lesson.lesson00, lesson.lesson01):  # cp_loss's, and g's
+            patch.setattr(module, "all_reduce", with_others)
         loss = lesson.cp_loss(logits, target, no_group(2))
     loss.backward()
     assert loss.item() == 2 and logits.grad.abs().max() == 0
@@ -252,15 +253,16 @@ def test_every_gradient_of_every_method_is_compared(run):
 @over(CONTEXT_RUNS)
 def test_who_has_what(run):
     data = jobs.result(*run).data
-    T, S = data["mesh"]["cp"], data["size"]["S"]
-    assert data["size"]["T"] == T == len(data["positions"])
+    C, S = data["mesh"]["cp"], data["size"]["S"]
+    assert data["size"]["C"] == C == len(data["positions"])
+    assert data["size"]["T"] == data["mesh"]["tp"]
     totals = [
         sum(row[f"targets, {layout}"] for row in data["positions"])
         for layout in ("contiguous", "zigzag")
     ]
     assert totals[0] == totals[1] > 0
     for row in data["positions"]:
-        s = S // T
+        s = S // C
         assert row["contiguous"] == f"{row['rank'] * s} to {row['rank'] * s + s - 1}"
     if S == 160:
         assert 0 in [row["targets, contiguous"] for row in data["positions"]]

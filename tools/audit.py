@@ -227,7 +227,7 @@ ADVICE = {
         "Autograd did not reach this parameter: a collective that it does not track, "
         "detach(), or a copy of the parameter is used in forward.",
         "Wrap the collective in an autograd.Function.",
-        "lesson 01, --break plain",
+        "beyond/13, --break plain",
     ),
     "gradient of its uses": (
         "This weight is tied: several modules use it, and their gradients are not "
@@ -260,7 +260,7 @@ ADVICE = {
     "gradient zero": (
         "This gradient is zero on all ranks.",
         "Look for a mask or a detach() between this parameter and the loss.",
-        "lesson 01, --break plain",
+        "beyond/13, --break plain",
     ),
     "gradient another rank's piece": (
         "This rank has the gradient of another rank's piece.",

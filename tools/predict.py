@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from check import ROOT
 
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
-lesson = importlib.import_module("05_3d_parallel")
+for folder in (ROOT, ROOT / "beyond"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+lesson = importlib.import_module("course").lesson05
 Calls = lesson.Calls
 
 ATTENTION = "math", "flash"  # written out, as in the lessons; or FlashAttention
@@ -283,6 +284,11 @@ def in_flight(kind: str, stage: int, P: int, M: int) -> int:
     return peak
 
 
+def moments_bytes(args, n: int, e: int) -> int:
+    """Two moments of n elements of e bytes; ZeRO: 1/DP (arXiv:1910.02054, sec. 5)."""
+    return 2 * e * (math.ceil(n / args.dp) if args.zero else n)
+
+
 def memory(args, stage: int) -> dict[str, int]:
     """Bytes of a rank in mixed precision, by what they are for.
 
@@ -309,7 +315,7 @@ def memory(args, stage: int) -> dict[str, int]:
         "parameters": 2 * (shard if args.zero >= 3 else held),
         "gradients": 2 * (shard if args.zero >= 2 else held),
         # The two moments in float32, and the weights: half as much again.
-        "optimizer": lesson.moments_bytes(over_replicas, trained, 4) * 3 // 2,
+        "optimizer": moments_bytes(over_replicas, trained, 4) * 3 // 2,
         "activations": activations,
         "unsharded": unsharded.get(args.zero, 0),
     }
@@ -342,15 +348,18 @@ def traffic(args, stage: int, e=2) -> list[Sent]:
     tokens = args.batch_size // args.dp * args.seq_len // args.cp
     _, trained, replicated = parameters(args, stage)
     size = lesson.traffic_size(args, stage, e, tokens, trained, replicated)
-    size["n"] = trained + -trained % replicas(args)
     formulas = lesson.traffic(args, stage)
+    if args.zero:
+        size["n"] = trained + -trained % replicas(args)
+        formulas = with_sharded_states(formulas)
     if args.zero >= 2:
         formulas = with_sharded_gradients(args, formulas)
     formulas = list(formulas.items())
     backward = functools.partial(lesson.Call, "mesh", "backward")
     if args.recompute == "full":
-        formulas.append((backward("all-gather", "tp"), [Calls("2·M·l", "X")]))
-        formulas.append((backward("reduce-scatter", "tp"), [Calls("M·l", "X")]))
+        x = "e·b·S·D"
+        formulas.append((backward("all-gather", "tp"), [Calls("2·M·l", x)]))
+        formulas.append((backward("reduce-scatter", "tp"), [Calls("M·l", x)]))
     if args.cp > 1:
         size["C"] = args.cp
         size["kv"] = 2 * e * tokens * kv_width(args) / (args.tp * args.microbatches)
@@ -380,6 +389,18 @@ def ring_of_keys(args) -> list:
     formulas.append((backward, [Calls("M·l·(2·C - 1)", "kv")]))
     if args.recompute != "none":  # both kinds compute attention again
         formulas.append((backward, [Calls("M·l·(C - 1)", "kv")]))
+    return formulas
+
+
+def with_sharded_states(formulas: dict) -> dict:
+    """ZeRO 1: each replica gets its slice of the sum, and after the update all slices;
+    the norm is a sum over replicas as well (1910.02054, sec. 7)."""
+    call = functools.partial(lesson.Call, "mesh")
+    formulas = dict(formulas)
+    del formulas[call("dp sum", "all-reduce", "dp")]
+    formulas[call("norm", "all-reduce", "dp")] = [Calls("1", "8")]
+    formulas[call("dp sum", "reduce-scatter", "dp")] = [Calls("1", "e·n")]
+    formulas[call("update", "all-gather", "dp")] = [Calls("1", "e·n")]
     return formulas
 
 
