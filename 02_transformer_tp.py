@@ -512,6 +512,14 @@ def norm_by_pytorch(model: nn.Module) -> float:
     return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
 
 
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor.
+
+    Before torch 2.11 it is one in total.
+    """
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
+
+
 def sum_partial(x: Tensor) -> Tensor:
     """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part."""
     if not isinstance(x, DTensor):
@@ -631,7 +639,9 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         # In tp_plan each of q, k and v has its own f; by hand they share one.
         Call("DTensor", "backward", "all-reduce", "tp"): [Calls("4·L", "B·S·D·e")],
         # One float64 for each of the 16·L + 5 parameters; global_norm adds them first.
-        Call("DTensor", "clipping", "all-reduce", "tp"): [Calls("1", "8·(16·L + 5)")],
+        Call("DTensor", "clipping", "all-reduce", "tp"): [
+            Calls("1", norm_bytes("(16·L + 5)"))
+        ],
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps, brief=["clipping"])

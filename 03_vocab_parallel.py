@@ -598,7 +598,9 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "backward", "all-reduce", "tp"): [
             Calls("(4·L + 1)", "B·S·D·e")
         ],
-        Call("DTensor", "clipping", "all-reduce", "tp"): [Calls("1", f"8·({tensors})")],
+        Call("DTensor", "clipping", "all-reduce", "tp"): [
+            Calls("1", norm_bytes(f"({tensors})"))
+        ],
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, report.args.steps, brief=["DTensor", "clipping"])
@@ -1614,6 +1616,11 @@ def norm_by_pytorch(model: nn.Module) -> float:
     norm = nn.utils.get_total_norm(gradients, foreach=False)
     # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
     return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
 
 
 def sum_partial(x: Tensor) -> Tensor:

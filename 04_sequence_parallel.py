@@ -496,7 +496,7 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
         # their gradients are complete.)
         Call("DTensor", "clipping", "all-reduce", "tp"): [
             Calls("2·C", "8·D"),
-            Calls("1", "8·p"),
+            Calls("1", norm_bytes("p")),
         ],
         # AdamW uses a gradient three times; no sum is stored, so each use sums again.
         Call("DTensor", "update", "all-reduce", "tp"): [Calls("3·2·C", "D·e")],
@@ -671,7 +671,7 @@ def show_recomputation(report: Report, measured: dict, calls: dict, size) -> Non
     """What is saved, and what is sent in backward, if it computes some parts again."""
     rows = []
     for name, formula in SAVED_WITH_RECOMPUTATION.items():
-        row = {"recomputed": name, "formula": formula}
+        row = {"recomputation": name, "formula": formula}
         row.update(measured[name])
         predicted = evaluate(formula, size)
         report.expect(row, "saved", "memory", f"saved, {name}", predicted)
@@ -1709,6 +1709,11 @@ def norm_by_pytorch(model: nn.Module) -> float:
     norm = nn.utils.get_total_norm(gradients, foreach=False)
     # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
     return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
 
 
 def sum_partial(x: Tensor) -> Tensor:

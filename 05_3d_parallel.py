@@ -44,6 +44,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -1125,7 +1126,6 @@ def fill_sizes(args) -> None:
 
 # Imports that only the parts below use.
 import argparse
-from datetime import timedelta
 
 from torch.distributed.tensor import Replicate, Shard
 

@@ -581,8 +581,8 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
     # A step takes as long as its busiest rank; a block is s² or, if zigzag, s²/4.
     contiguous = lesson00.evaluate("C·s·s", size)
     zigzag = lesson00.evaluate("(2·C + 1)·s·s/4", size)
-    text = f"   Busiest rank's scores per head: contiguous C·s² = {contiguous:,}, "
-    text += f"zigzag (2·C + 1)·s²/4 = {zigzag:,}."
+    text = f"   Busiest rank, scores per head: C·s² = {contiguous:,}, "
+    text += f"with zigzag (2·C + 1)·s²/4 = {zigzag:,}."
     report.say(lesson00.wrap(text))
     if report.args.device == "cpu":
         report.say("   PyTorch's context_parallel is left out: it has no CPU kernel.")
@@ -705,44 +705,37 @@ def block_rows(report, blocks: list, layout: str, size: dict, cp_group) -> list[
 
 def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) -> None:
     """Calls and bytes per step of each method, as counted, against formulas."""
-    per_method = {
+    per_method = {  # phase, collective: calls, bytes per call
         "gather": {
-            ("forward", "all-gather"): [lesson00.Calls("L", "C·kv")],
-            ("backward", "reduce-scatter"): [lesson00.Calls("L", "C·kv")],
+            ("forward", "all-gather"): ("L", "C·kv"),
+            ("backward", "reduce-scatter"): ("L", "C·kv"),
         },
         "ring": {
-            ("forward", "send/recv"): [lesson00.Calls("L·(C-1)", "kv")],
-            ("backward", "send/recv"): [lesson00.Calls("L·(2·C-1)", "kv")],
+            ("forward", "send/recv"): ("L·(C-1)", "kv"),
+            ("backward", "send/recv"): ("L·(2·C-1)", "kv"),
         },
-        "Ulysses": {
-            ("forward", "all-to-all"): [lesson00.Calls("4·L", "(qy+kv)/4")],
-            ("backward", "all-to-all"): [lesson00.Calls("4·L", "(qy+kv)/4")],
+        "Ulysses": {  # of q, k, v and the output
+            ("forward", "all-to-all"): ("4·L", "(qy+kv)/4"),
+            ("backward", "all-to-all"): ("4·L", "(qy+kv)/4"),
         },
     }
     per_method["zigzag"] = per_method["ring"]
     formulas = {}
     for run in methods:
-        # Around attention; the four all-to-alls are of q, k, v and the output.
-        for (phase, collective), formula in per_method[run].items():
-            formulas[lesson00.Call(run, phase, collective, "cp")] = formula
+        for (phase, collective), (calls, nbytes) in per_method[run].items():
+            call = lesson00.Call(run, phase, collective, "cp")
+            formulas[call] = [lesson00.Calls(calls, nbytes)]
         # The number of targets (int64) and the loss; then all gradients.
-        formulas[lesson00.Call(run, "loss", "all-reduce", "cp")] = [
-            lesson00.Calls("1", "8"),
-            lesson00.Calls("1", "e"),
-        ]
-        formulas[lesson00.Call(run, "summing", "all-reduce", "cp")] = [
-            lesson00.Calls("1", "θ·e")
-        ]
+        call = lesson00.Call(run, "loss", "all-reduce", "cp")
+        formulas[call] = [lesson00.Calls("1", "8"), lesson00.Calls("1", "e")]
+        call = lesson00.Call(run, "summing", "all-reduce", "cp")
+        formulas[call] = [lesson00.Calls("1", "θ·e")]
         # With --tp, lesson 02's calls, on s positions.
-        formulas[lesson00.Call(run, "forward", "all-reduce", "tp")] = [
-            lesson00.Calls("2·L", "B·s·D·e")
-        ]
-        formulas[lesson00.Call(run, "backward", "all-reduce", "tp")] = [
-            lesson00.Calls("2·L", "B·s·D·e")
-        ]
-        formulas[lesson00.Call(run, "clipping", "all-reduce", "tp")] = [
-            lesson00.Calls("1", "8")
-        ]
+        for phase in ("forward", "backward"):
+            call = lesson00.Call(run, phase, "all-reduce", "tp")
+            formulas[call] = [lesson00.Calls("2·L", "B·s·D·e")]
+        call = lesson00.Call(run, "clipping", "all-reduce", "tp")
+        formulas[call] = [lesson00.Calls("1", "8")]
     report.section("Communication per step")
     report.ledger(formulas, size, steps=report.args.steps)
     report.say(
@@ -766,17 +759,14 @@ def show_sent(report, methods: dict, size: dict) -> None:
             report.check("bytes", f"{run}, sent around attention", diff)
     C = size["C"]
     text = ", ".join(f"{run} {nbytes:,}" for run, nbytes in sent.items())
-    slices = f"Slices kv per layer: the ring sends {3 * C - 2}, gather {2 * C - 2}."
+    slices = f"Slices kv per layer: the ring sends {3 * C - 2}, gather {2 * C - 2}; "
+    slices += f"gather holds {C} at once."
     ring = C * (3 * C - 2) / (2 * (C - 1))
     less = (
         "The ring sends less than Ulysses if C·(3·C − 2)/(2·(C − 1)) < N/K + 1: here "
     )
     less += f"{ring:.3g} and {size['N'] / size['K'] + 1:.3g}."
-    for line in (
-        f"Both phases: {text} bytes.",
-        f"{slices} But with gather a rank holds {C} at once.",
-        less,
-    ):
+    for line in (f"Both phases: {text} bytes.", slices, less):
         report.say(lesson00.wrap(f"   {line}"))
 
 

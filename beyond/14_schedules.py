@@ -690,7 +690,8 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         last = held[-1]["zero-bubble"] / held[-1]["1f1b"]
         report.conclude(
             f"On rank 0, 1F1B holds {100 * first:.0f} % of GPipe. On the last rank, "
-            f"zero bubble holds {last:.1f} times as much as 1F1B: it puts weight passes off."
+            f"zero bubble holds {last:.1f} times as much as 1F1B, because its weight "
+            "passes come later."
         )
 
 

@@ -4,9 +4,9 @@
 
 At its collective NUMBER (1 is the first one; those of a group of one do not count),
 rank RANK is killed (before the call, or inside it), is stopped, sleeps, skips the call,
-raises, finds the disk full, or runs the shell command in $FAULT_COMMAND. It writes the time into $FAULT_TIME. With $FAULT_SAVE it
-does so when it saves its checkpoint of that number. Ranks that torchrun starts again do
-nothing.
+raises, finds the disk full, or runs the shell command in $FAULT_COMMAND. It writes the
+time into $FAULT_TIME. With $FAULT_SAVE it does so when it saves its checkpoint of that
+number. Ranks that torchrun starts again do nothing.
 """
 
 import os

@@ -57,7 +57,8 @@ def test_passes_and_fits_the_screen(run):
     assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
     if run in DEFAULTS and run[1] <= (8 if run[0] == MESH else 2):
         assert len(lines) > 30
-        assert len(lines) <= {COLLECTIVES: 85, MLP: 85, MESH: 90}.get(run[0], 55)
+        # 00 shows what each rank has before and after each collective: its subject.
+        assert len(lines) <= {COLLECTIVES: 75, MESH: 60}.get(run[0], 55)
 
 
 @over(ALL_RUNS)
@@ -142,7 +143,6 @@ EDITS = {  # a student's edits of lesson 01 that are right
         "self.up_proj(F.rms_norm(x_BSD, x_BSD.shape[-1:]))",
     ),
 }
-FLAGS = ("--mesh", "2x1")
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -154,7 +154,7 @@ def test_a_right_edit_passes(edit, tmp_path):
     script = tmp_path / f"{MLP}.py"
     script.write_text(text.replace(old, new), "utf-8")
     path = tmp_path / "out.json"
-    done = jobs.launch(script, 2, *FLAGS, "--json", path)
+    done = jobs.launch(script, 2, "--json", path)
     assert done.code == 0 and f"\nPASS  {MLP}  values agree: " in done.out, done.text
     assert "✗" not in done.out and " ≠ " in done.out
     data = json.loads(path.read_text())
@@ -185,7 +185,7 @@ def test_a_wrong_split_of_an_edited_model_fails(tmp_path):
     )
     script = tmp_path / f"{MLP}.py"
     script.write_text(text, "utf-8")
-    done = jobs.launch(script, 2, *FLAGS)
+    done = jobs.launch(script, 2)
     assert f"\nFAIL  {MLP}  failed: gradients " in done.out, done.text
     assert "✗ gradients: dL/d x, Megatron: off by " in done.out
     assert done.code == 1 and "the model was edited" in " ".join(done.out.split())
