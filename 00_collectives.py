@@ -420,10 +420,10 @@ def show_three_placements(report: Report, n: int, group) -> None:
     """The tensor A = 0, 1, 2, … replicated, sharded and partial."""
     full = count_from(0, n, report.args)
     sharded = shard(full, 0, group)
-    # Any tensors that sum to A are partial. The others hold 4s, and rank 0 the rest.
-    partial = torch.full_like(full, 4)
+    # Any tensors that sum to A are partial. The others hold 1s, and rank 0 the rest.
+    partial = torch.ones_like(full)
     if group.rank() == 0:
-        partial = full - 4 * (group.size() - 1)
+        partial = full - (group.size() - 1)
 
     columns = ("PyTorch's word", "Replicate()", "Shard(0)", "Partial()")
     words = ("in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}")

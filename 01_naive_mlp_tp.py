@@ -283,8 +283,8 @@ def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
     """
     device = full.up_proj.weight.device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-    columns = parallel.ColwiseParallel()
-    plan = {"up_proj": columns, "down_proj": parallel.RowwiseParallel()}
+    column = parallel.ColwiseParallel()
+    plan = {"up_proj": column, "down_proj": parallel.RowwiseParallel()}
     return parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
 
 
@@ -462,21 +462,23 @@ def show_placements_mlp(report: Report, full: MLP, tp: MLP) -> None:
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
     report.section("Who holds what under TP: Megatron's split")
-    report.say("   torch stores a weight as (out, in): the paper's columns are dim 0.")
     report.table("holdings", rows)
+    report.conclude(
+        "torch stores a weight as (out, in): the paper's columns are dim 0."
+    )
 
 
 def show_results_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
     """Losses; output and gradients of step 1: the runs that have the full batch."""
     report.section("Losses: squared distance to the target, mean over tokens")
     report.say(
-        "   x is also trained: a wrong dL/dx shows in the loss of the next step.\n"
-        "   diff = max|a − b| / max|b|, b without TP, a in the run that differs most"
+        "   x is also trained: a wrong dL/dx shows in the loss of the next step."
     )
     losses = values_of(runs, "losses")
     report.compare("losses", losses, allowed=report.allowed_loss)
-    report.section("Output and gradients of step 1: norms, and diff of the elements")
-    report.compare("outputs", values_of(runs, "output"))
+    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
+    report.compare("outputs", values_of(runs, "output"), brief="output")
+    report.agree("as without TP")
     report.compare("gradients", values_of(runs, "gradients"))
 
 
@@ -502,7 +504,7 @@ def show_dp_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
     )
     compared = {name: runs[name] for name in ("without TP", "DP") if name in runs}
     losses = values_of(compared, "losses")
-    report.compare("losses", losses, allowed=report.allowed_loss)
+    report.compare("losses", losses, report.allowed_loss, brief="losses")
     report.compare("outputs", values_of(compared, "output"), brief="output")
     gradients = values_of(compared, "gradients")
     report.compare("gradients", gradients, brief="gradients")
@@ -594,7 +596,8 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
         Calls("1", "D·e"),
     ]
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
-    report.ledger(formulas, size, steps=report.args.steps, hide=["axis"])
+    steps = report.args.steps
+    report.ledger(formulas, size, steps, hide=["axis"], brief=["DTensor"])
     if report.args.ranks == 1:
         report.say("   One rank sends nothing.")
         return
@@ -683,6 +686,9 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.width = args.width or 4 * args.hidden
     for name in ("hidden", "width", "batch_size"):
         must_divide(args, name, ranks, "ranks")
+    if args.width == ranks:  # PyTorch's DTensor cannot reshape a slice of one column
+        reason = f"{ranks} / {ranks} ranks = 1, a rank needs 2 columns or more"
+        refuse(args, "width", reason, 2 * ranks)
     raise_refused(args)
     return args
 
