@@ -68,7 +68,7 @@ class Case:
     def unknown_share(self, name: str) -> list[tuple[int, float]]:
         """Ranks on which elements are in no parameter of the full model, and how many.
 
-        Zeros may be padding, if a rank also holds something of the full model.
+        Zeros may be padding, if some rank also holds elements of the full model.
         """
         found = []
         is_known = any(

@@ -76,6 +76,10 @@ class Search:
                 known = bool(self.findings) and (
                     subject.is_consequence() or (known and is_unknown)
                 )
+            for other in self.findings:  # one cause, in one module
+                is_same = other.category == found.category and not other.follows
+                if is_same and other.subject.module == subject.module:
+                    known = False
             found.follows = known
             self.findings.append(found)
             return True
@@ -120,7 +124,8 @@ class Search:
         others = []
         for point in case.full.order:
             relation = case.relation_of(point)
-            if relation is None or relation.is_right:
+            is_batch = point.slot and not point.module
+            if relation is None or relation.is_right or is_batch:
                 continue
             if relation.kind is Kind.SHAPE:
                 others.append(point)

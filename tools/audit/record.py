@@ -97,13 +97,13 @@ class Trace:
         point = self.point(point)
         return [key for key, writer in self.writers.items() if writer == point]
 
-    def of_functions(self, point: Point) -> Tensor | None:
-        """The part of a tensor's gradient that no module returned."""
+    def of_others(self, point: Point, readers: list[Point]) -> Tensor | None:
+        """The part of a tensor's gradient that these readers have not returned."""
         rest = self.flow(point)
-        for reader in self.readers(point):
-            if reader not in self.returned:
+        for reader in readers:
+            if rest is None or reader not in self.returned:
                 return None
-            rest = rest - self.returned[reader] if rest is not None else None
+            rest = rest - self.returned[reader]
         return rest
 
 

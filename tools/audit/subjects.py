@@ -366,7 +366,7 @@ class Flow(Subject):
         """Modules, or functions of a module, that return a wrong gradient to it."""
         case = self.case
         found = []
-        for reader in case.full.readers(self.point):
+        for reader in self.common_readers():
             relation = case.returned_by(reader)
             if case.is_wrong(relation):
                 found.append((reader.module, relation))
@@ -377,14 +377,22 @@ class Flow(Subject):
                 smallest.append((name, relation))
         return smallest or self.functions()
 
+    def common_readers(self) -> list[Point]:
+        """The inputs of modules that are this tensor, in the full model and here."""
+        own = self.case.own[0].readers(self.point)
+        return [
+            reader for reader in self.case.full.readers(self.point) if reader in own
+        ]
+
     def functions(self) -> list[tuple[str, Relation]]:
         """The forward around it, if what is wrong is not returned by any module."""
         case = self.case
         around = case.around(self.point)
         if self.is_of_loss():
             return []
-        rest = case.full.of_functions(self.point)
-        held = [trace.of_functions(self.point) for trace in case.own]
+        readers = self.common_readers()
+        rest = case.full.of_others(self.point, readers)
+        held = [trace.of_others(self.point, readers) for trace in case.own]
         if not around or rest is None or any(x is None for x in held):
             return []
         tiny = case.ruler.allowed * scale_of(case.full.flow(self.point))
