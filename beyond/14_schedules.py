@@ -123,7 +123,10 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
 
 
 def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
-    """How long a rank waits; it computes for M·(t_F + t_B + t_W)."""
+    """How long a rank waits; it computes for M·(t_F + t_B + t_W).
+
+    Of zero bubble: if t_W is not larger than t_F and t_B.
+    """
     if kind == "interleaved":
         return (P - 1) * (t_F + t_B + t_W) / v
     if kind == "zero-bubble":
@@ -917,10 +920,10 @@ BREAKS = {
     ),
     "chunks": dict(
         target="interleaved",
-        old="    order_back = [(v - 1 - chunk, i) for chunk, i in order]",
-        new="    if rank == P - 1:  # each micro-batch through all chunks first\n"
-        "        order.sort(key=lambda which: which[1])\n"
-        "    order_back = [(v - 1 - chunk, i) for chunk, i in order]",
+        old='    steps = [("forward", which) for which in order[:warm_up]]\n',
+        new="    if rank == P - 1:  # the next chunk's first one could be there\n"
+        "        order[P - 1 : P + 1] = [order[P], order[P - 1]]\n"
+        '    steps = [("forward", which) for which in order[:warm_up]]\n',
         what="the last rank takes chunks in another order than they are sent",
         symptom="an error that names two messages; without the check, wrong gradients",
         why="two ranks have one queue per direction, for the messages of all chunks",

@@ -68,7 +68,7 @@ class Case:
     def unknown_share(self, name: str) -> list[tuple[int, float]]:
         """Ranks on which elements are in no parameter of the full model, and how many.
 
-        Zeros may be padding, if a rank holds something of the full model beside them.
+        Zeros may be padding, if a rank also holds something of the full model.
         """
         found = []
         is_known = any(
