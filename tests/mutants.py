@@ -359,7 +359,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("16", "sort_by_expert", "a row is of another token",
      "order // expert_tk.shape[1]", "order % len(x_tD)",
      "test_layers_of_random_shapes"),
-    ("16", "undo_sort", "sorted once more", "order.argsort()", "order",
+    ("16", "undo_sort", "sorted once more", "[order.argsort()]", "[order]",
      "test_layers_of_random_shapes"),
     ("16", "MoE.forward", "weights over all experts, so they do not sum to 1",
      "probs_tk / probs_tk.sum(-1, keepdim=True)", "probs_tk",
