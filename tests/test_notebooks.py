@@ -45,6 +45,7 @@ RUN = {
     JAX: 4,
     "09_shared_heads": 4,
     "13_mesh_2d": 4,
+    "15_zero": 4,
 }
 
 
