@@ -426,7 +426,7 @@ def sgd_of_mlp(mlp: nn.Module, x: Tensor, args) -> torch.optim.SGD:
 
 
 def gradients_of_mlp(mlp: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """All gradients of a step, unsharded."""
+    """All gradients, unsharded."""
     gradients = {"dL/d x": unshard_gradient(x)}
     for name, p in mlp.named_parameters():
         gradients[f"dL/d {name}"] = unshard_gradient(p).clone()
@@ -686,6 +686,9 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.width = args.width or 4 * args.hidden
     for name in ("hidden", "width", "batch_size"):
         must_divide(args, name, ranks, "ranks")
+    if args.width == ranks:  # PyTorch's DTensor cannot reshape a slice of one column
+        reason = f"{ranks} / {ranks} ranks = 1, a rank needs 2 columns or more"
+        refuse(args, "width", reason, 2 * ranks)
     raise_refused(args)
     return args
 

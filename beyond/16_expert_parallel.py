@@ -17,7 +17,8 @@ with what tensor parallelism would send; memory.
 
 Try one change at a time. notebooks/16_expert_parallel.ipynb, section 9, answers.
     1. --ep 2 on 4 ranks, so that two ranks hold each expert. Which calls are new?
-    2. --top-k 8. Section 4 shows that EP sends more than TP. From which k on?
+    2. Weigh outputs by the probability itself, as Switch does: in MoE.forward, delete
+       the division by the sum. All values agree. What changes in section 4 for k = 1?
     3. --tp 2 on 4 ranks: attention and each expert are split over tp as well. Which
        bytes grow although no rank has more tokens, and why?
 

@@ -43,6 +43,7 @@ SHARED = [  # the same in all lessons
 OF_01 = [  # and on how many ranks
     (4, "--hidden 66", "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
     (3, "--width 64", "--width 64", "3"),
+    (4, "--width 4", "--width 4", "= 1", "take --width 8"),
     (4, "--batch-size 6", "--batch-size 6", "4"),
     (4, "--batch-size 2147483646", "= 2", "take --batch-size 2147483644"),
     (2, "--hidden 0"), (2, "--hidden -64"), (2, "--hidden 1.5"), (2, "--width wide"),
