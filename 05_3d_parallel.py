@@ -704,9 +704,10 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     report.say(
         f"   b·S·D  elements of a micro-batch's activation{mean}, e bytes each\n"
         "   l      layers of the stage; + 1: embedding or head, + 2: both\n"
-        "   n, r   parameters of the rank; those of them that are replicated over tp\n"
-        "   v, w   ⌈V/T⌉ rows of the vocabulary; bytes of a loss"
+        "   n, r   parameters of the rank; those of them that are replicated over tp"
     )
+    if args.verbose:  # the letters of rows that are only printed then
+        report.say("   v, w   ⌈V/T⌉ rows of the vocabulary; bytes of a loss")
     brief = ["norm", "batch"]
     report.ledger(traffic(args, stage), size, hide=["run"], brief=brief)
     show_totals(report)
@@ -897,7 +898,7 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     expected = dict(unshard_model(model, "grad"), loss=loss.detach())
     runs = {"one process": {name: expected[name] for name in got}, "PyTorch": got}
     losses = {run: {"loss": values.pop("loss")} for run, values in runs.items()}
-    report.compare("PyTorch", losses, report.allowed_loss)
+    report.compare("PyTorch", losses, report.allowed_loss, brief="loss")
     report.compare("PyTorch", runs, fold=lambda name: "gradients", brief="gradients")
     report.agree("as in one process")
 

@@ -241,5 +241,17 @@ def test_readme_shows_what_the_demo_prints():
         assert line == "…" or blur(line) in blurred, line
 
 
+COMMAND = re.compile(r"--nproc_per_node=(\d) (?:beyond/)?(\w+)\.py")
+NOTEBOOKS = [jobs.ROOT / f"notebooks/{name}.ipynb" for name in jobs.PATHS]
+SHOWN = [COMMAND.search(path.read_text("utf-8")).groups() for path in NOTEBOOKS]
+
+
+@over([(name, int(ranks)) for ranks, name in SHOWN if name != "14_schedules"])
+def test_the_site_shows_what_is_printed(run):
+    """But for digits, and what a machine's speed changes (14 draws its timeline)."""
+    shown = (jobs.ROOT / "docs" / "outputs" / f"{run[0]}.txt").read_text("utf-8")
+    assert blur(shown) == blur(jobs.result(*run).out)
+
+
 def blur(text: str) -> str:
     return re.sub(r"e[+-]#", "e-#", re.sub(r"\d", "#", text))
