@@ -959,8 +959,8 @@ def traffic_size(
     return size
 
 
-def traffic(args, stage: int) -> dict[Call, str]:
-    """What a rank of a stage sends per step: Call → "calls × bytes per call".
+def traffic(args, stage: int) -> dict[Call, list[Calls]]:
+    """What a rank of a stage sends per step.
 
     Calls that every stage makes come first. The table shows the rows of rank 0, and
     marks a row if the row at the same place fails on another rank.
@@ -976,34 +976,40 @@ def traffic(args, stage: int) -> dict[Call, str]:
 
     formulas = {
         # Lesson 04: 2 of each per layer forward, and backward 2 extra all-gathers.
-        call("forward", "all-gather", "tp"): f"M·(2·l + {head}) × X",
-        call("forward", "reduce-scatter", "tp"): f"M·(2·l + {embedding}) × X",
-        call("backward", "all-gather", "tp"): f"M·(4·l + {embedding + head}) × X",
-        call("backward", "reduce-scatter", "tp"): f"M·(2·l + {head}) × X",
-        call("tp sum", "all-reduce", "tp"): "1 × e·r",
-        call("norm", "all-reduce", "tp"): "1 × 8",  # one float64
-        call("norm", "all-reduce", "pp"): "1 × 8",
+        call("forward", "all-gather", "tp"): [Calls(f"M·(2·l + {head})", "X")],
+        call("forward", "reduce-scatter", "tp"): [Calls(f"M·(2·l + {embedding})", "X")],
+        call("backward", "all-gather", "tp"): [
+            Calls(f"M·(4·l + {embedding + head})", "X")
+        ],
+        call("backward", "reduce-scatter", "tp"): [Calls(f"M·(2·l + {head})", "X")],
+        call("tp sum", "all-reduce", "tp"): [Calls("1", "e·r")],
+        call("norm", "all-reduce", "tp"): [Calls("1", "8")],  # one float64
+        call("norm", "all-reduce", "pp"): [Calls("1", "8")],
     }
     if args.zero:
-        formulas[call("norm", "all-reduce", "dp")] = "1 × 8"
-        formulas[call("dp sum", "reduce-scatter", "dp")] = "1 × e·n"
-        formulas[call("update", "all-gather", "dp")] = "1 × e·n"
+        formulas[call("norm", "all-reduce", "dp")] = [Calls("1", "8")]
+        formulas[call("dp sum", "reduce-scatter", "dp")] = [Calls("1", "e·n")]
+        formulas[call("update", "all-gather", "dp")] = [Calls("1", "e·n")]
     else:
-        formulas[call("dp sum", "all-reduce", "dp")] = "1 × e·n"
+        formulas[call("dp sum", "all-reduce", "dp")] = [Calls("1", "e·n")]
     if is_first or is_last:
-        formulas[call("shapes", "broadcast", "tp")] = "M × 24"  # 3 int64
-        formulas[call("batch", "broadcast", "tp")] = "M × 2·8·b·S"  # tokens, targets
+        formulas[call("shapes", "broadcast", "tp")] = [Calls("M", "24")]  # 3 int64
+        formulas[call("batch", "broadcast", "tp")] = [
+            Calls("M", "2·8·b·S")
+        ]  # tokens, targets
         if args.tie:
-            formulas[call("tied", "all-reduce", "embed")] = "1 × e·v·D"
-            formulas[call("update", "broadcast", "embed")] = "1 × e·v·D"
+            formulas[call("tied", "all-reduce", "embed")] = [Calls("1", "e·v·D")]
+            formulas[call("update", "broadcast", "embed")] = [Calls("1", "e·v·D")]
     if not is_last:
-        formulas[call("shapes", "send/recv", "pp")] = "M × 24"
-        formulas[call("forward", "send/recv", "pp")] = "M × X/T"
+        formulas[call("shapes", "send/recv", "pp")] = [Calls("M", "24")]
+        formulas[call("forward", "send/recv", "pp")] = [Calls("M", "X/T")]
     if not is_first:
-        formulas[call("backward", "send/recv", "pp")] = "M × X/T"
+        formulas[call("backward", "send/recv", "pp")] = [Calls("M", "X/T")]
     if is_last:
-        formulas[call("batch", "all-reduce", "dp")] = "1 × 8"  # count_targets
-        formulas[call("loss", "all-reduce", "tp")] = "3·M × w·b·S"  # lesson 03
+        formulas[call("batch", "all-reduce", "dp")] = [Calls("1", "8")]  # count_targets
+        formulas[call("loss", "all-reduce", "tp")] = [
+            Calls("3·M", "w·b·S")
+        ]  # lesson 03
     return formulas
 
 
@@ -1354,6 +1360,8 @@ def fill_sizes(args) -> None:
 # region
 
 # Imports that only the parts below use.
+import argparse
+
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -1448,6 +1456,115 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its usage, on every rank
+        raise ValueError(message)
+
+
+def lesson_parser(doc: str, breaks: dict, sections: int, **sizes: int) -> Parser:
+    """The flags that all lessons share, and integer flags with their defaults.
+
+    (lesson 00)"""
+    parser = Parser(
+        description=(doc or "").partition("How to read")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    for name, default in dict(sizes, seed=1, timeout=60).items():
+        text = f"(default {default or 'derived from the mesh'})"
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=positive, default=default, help=text)
+    text = "float64 separates bugs from rounding errors"
+    add("--dtype", choices=list(ALLOWED), default="float32", help=text)
+    numbers = range(1, sections + 1)
+    text = f"print only section N, 1 to {sections}"
+    add("--only", type=int, choices=numbers, metavar="N", help=text)
+    add("--verbose", action="store_true", help="print all rows of all tables")
+    names = list(breaks) + ["list"]
+    text = "inject a bug; `--break list` names them all"
+    add("--break", dest="bug", choices=names, metavar="NAME", help=text)
+    add("--json", type=Path, metavar="PATH", help="write all tables and checks there")
+    return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
+    return int(text)
+
+
+def read_flags(parse_args, module: dict) -> argparse.Namespace:
+    """The command line; the process ends here if it is wrong, or asks for a list.
+
+    (lesson 00)"""
+    try:
+        if not module["__doc__"]:
+            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        args = parse_args(ranks)
+        if args.bug == "list":
+            for name, edit in module["BREAKS"].items():
+                print(f"{name:<14}{edit['what']}")
+            sys.exit(0)
+        if args.bug and ranks == 1:
+            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
+        if args.json:
+            args.json.open("a").close()
+    except (ValueError, OSError) as error:
+        # One rank of each host reports: on several hosts the flags may differ.
+        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
+        exit_rank(2, wrap(f"error: {error}"), is_reporter)
+    args.ranks = ranks
+    args.device = "cpu"
+    args.backend = "gloo"
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        args.backend = "nccl"
+        torch.cuda.set_device(args.device)
+    return args
+
+
+def apply_edit(edit: dict, module: dict) -> None:
+    """Replace the target of a bug, a name or Class.name, by its edited copy.
+
+    (lesson 00)"""
+    owner, _, name = edit["target"].rpartition(".")
+    modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]
+    modules = [other for other in modules if other.get("COMM") is COMM]
+    home = next(other for other in [module, *modules] if (owner or name) in other)
+    definition = getattr(home[owner], name) if owner else home[name]
+    source = textwrap.dedent(inspect.getsource(definition))
+    if source.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
+    scope = {}  # where the edited copy is defined
+    names = getattr(definition, "__globals__", home)  # that the copy may use
+    exec(source.replace(edit["old"], edit["new"]), names, scope)
+    if owner:
+        setattr(home[owner], name, scope[name])
+        return
+    for other in [module, *modules]:
+        if other.get(name) is definition:
+            other[name] = scope[name]
+
+
+def edit_as_diff(name: str, edit: dict) -> str:
+    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
+    lines.extend(f"- {line}" for line in edit["old"].splitlines())
+    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
+    return "\n".join(lines) + "\n"
+
+
+def diagnosis_of(edit: dict) -> str:
+    """Symptom and cause of a bug, where it was reported, and what the audit says.
+
+    (lesson 00)"""
+    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
+    if "audit" in edit:  # how it is found in a model of your own
+        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
+    return "\n".join(lines)
 
 
 # endregion
@@ -2376,13 +2493,13 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
 
 
 # ==== HARNESS, the same in every lesson
-# region  It counts, compares, prints tables and explains errors. Skip it at first.
+# region MEASURE: it counts, compares and prints tables. Skip it at first.
 
 # The imports are here, so that a lesson begins with its subject.
-import argparse
 import ctypes
 import gc
 import inspect
+import itertools
 import json
 import os
 import re
@@ -2405,6 +2522,13 @@ class Call(NamedTuple):
     phase: str
     collective: str
     axis: str
+
+
+class Calls(NamedTuple):
+    """A formula: how many calls per step, and the payload of each in bytes."""
+
+    count: str
+    nbytes: str
 
 
 class CommCounter:
@@ -2460,8 +2584,14 @@ class CommCounter:
         if self.store is not None:
             self.store.set(f"status/{dist.get_rank()}", status)
 
+    def is_inside(self) -> bool:
+        """Did a collective of this rank fail, and not the code between collectives?"""
+        return self.status.startswith("in call")
+
     def all_raised(self, run: str, error: Exception) -> bool:
-        """Did every rank raise the same error in this run?"""
+        """Did every rank raise the same error in this run, outside collectives?"""
+        if self.is_inside():
+            return False
         text = f"{type(error).__name__}: {error}"
         keys = [f"raised/{run}/{rank}" for rank in range(dist.get_world_size())]
         self.store.set(keys[dist.get_rank()], text)
@@ -2477,6 +2607,8 @@ ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}  # relative difference of a l
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
 CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
+# Kinds of checks against a formula. All other kinds are about values.
+FORMULAS = ["calls", "bytes", "memory"]
 
 
 def rel_diff(got, expected) -> float:
@@ -2499,7 +2631,7 @@ def evaluate(formula: str, size: dict[str, int]) -> int:
 def gather_objects(value, group=None) -> list:
     """The value of every rank of a group, in order: for the report, not counted."""
     values = [None] * dist.get_world_size(group)
-    with COMM.blocking("gathering of results", dist.get_process_group_ranks(group)):
+    with COMM.blocking("the report's own call", dist.get_process_group_ranks(group)):
         dist.all_gather_object(values, value, group)
     return values
 
@@ -2509,16 +2641,18 @@ class Report:
 
     def __init__(self, lesson: str, args):
         self.args = args
-        self.checks = {}  # "kind: name" → kind, diff, allowed, ok
+        self.checks = {}  # "kind: name" → kind, diff, allowed, ok, text
         self.raised = {}  # run → the error that ended it
+        self.is_edited = False  # does the model without TP differ from the lesson's?
+        self.agreeing = []  # brief tables: (text, the largest diff)
         self.mesh = {}  # axis → ranks
         self.number = 0  # of the section
         self.allowed_loss = ALLOWED_LOSS[args.dtype]
         self.allowed = ALLOWED[args.dtype]
         self.data = {"lesson": lesson, "world_size": args.ranks, "dtype": args.dtype}
 
-    def begin(self, mesh: dict[str, int], size: dict[str, int]) -> None:
-        """Print the first two lines. size: letter of the shape legend → number."""
+    def begin(self, mesh: dict[str, int], size: dict[str, int], note="") -> None:
+        """Print the first lines. size: letter of the legend → number."""
         self.mesh = mesh
         self.data["mesh"] = mesh
         self.data["size"] = size
@@ -2526,6 +2660,8 @@ class Report:
         where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
         print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
         print("  ".join(f"{letter} {number}" for letter, number in size.items()))
+        if note:
+            print(wrap(note))
         steps = getattr(self.args, "steps", 0)
         if steps > 100:
             print(f"First the reference takes {steps} steps; nothing is printed then.")
@@ -2538,20 +2674,53 @@ class Report:
         if self.args.only in (None, self.number):
             print(text, flush=True)
 
-    def check(self, kind: str, name: str, diff: float, allowed: float = 0.0) -> bool:
-        """Record one comparison of this rank. Return whether it holds."""
+    def conclude(self, text: str) -> None:
+        """End a section with what it shows, in this run's numbers."""
+        self.say(textwrap.indent(textwrap.fill(text, 85), "   "))
+
+    def check(self, kind: str, name: str, diff: float, allowed=0.0, text="") -> bool:
+        """Record one comparison of this rank, `text` in words. Does it hold?"""
         name = f"{kind}: {name}"
         assert name not in self.checks, f"two checks are called {name}"
         ok = diff <= allowed  # False for nan
-        self.checks[name] = {"kind": kind, "diff": diff, "allowed": allowed, "ok": ok}
+        check = dict(kind=kind, diff=diff, allowed=allowed, ok=ok, text=text)
+        self.checks[name] = check
         return ok
 
-    def expect(self, row: dict, column: str, kind: str, name: str, predicted) -> None:
+    def check_tensor(self, kind: str, name: str, got, expected, allowed=0.0) -> bool:
+        """Compare two tensors or numbers on this rank."""
+        got = torch.as_tensor(got)
+        expected = torch.as_tensor(expected)
+        text = ""
+        if got.shape != expected.shape:
+            text = f"{kind}: {name}: shape {list(got.shape)}, expected "
+            text += f"{list(expected.shape)}"
+        return self.check(kind, name, rel_diff(got, expected), allowed, text)
+
+    def expect(self, row, column: str, kind: str, name: str, predicted) -> None:
         """Check that a cell of a row equals its predicted value."""
+        value = row[column]
+        is_edit = self.is_edited and kind in FORMULAS
+        words = "the lesson has" if is_edit else "predicted"
+        unit = f" {kind}" if kind in ("calls", "bytes") else ""
+        text = f"{name}: {value:,}{unit}, {words} {predicted:,}"
         off = row.setdefault("off", [])
-        if not self.check(kind, name, abs(row[column] - predicted)):
+        if not self.check(kind, name, abs(value - predicted), text=text):
             off.append(column)
-        row.setdefault("predicted", {})[column] = f"{name}: predicted {predicted:,}"
+            mark = f" ≠ {predicted:,}" if is_edit else text
+            row.setdefault("predicted", {})[column] = mark
+
+    def check_model(self, **formulas: tuple[int, int]) -> None:
+        """Does the run without TP fit its own formulas? If not, it has been edited.
+
+        formulas: what was measured → (bytes, predicted bytes). In an edited model only
+        values decide, because all formulas describe another model.
+        """
+        for name, (got, predicted) in formulas.items():
+            text = f"without TP, {name}: {got:,} bytes, the lesson has {predicted:,}"
+            name = f"the model's {name}"
+            if not self.check("memory", name, abs(got - predicted), text=text):
+                self.is_edited = True
 
     @contextmanager
     def column(self, run: str):
@@ -2559,54 +2728,69 @@ class Report:
         try:
             yield
         except Exception as error:
-            if is_lost(error) or not COMM.all_raised(run, error):
+            if not COMM.all_raised(run, error):
                 raise
-            COMM.set_status("in no call")
             if dist.get_rank() == 0:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
-            print(wrap(f"   {run} raised {self.raised[run]}"), flush=True)
-        self.check("runs", f"{run} completes", int(run in self.raised))
+            text = wrap(f"   {run} raised {self.raised[run]}")
+            print(f"{text}\n{where_raised(error)}", flush=True)
+        text = f"{run} raised {self.raised.get(run)}"
+        self.check("runs", f"{run} completes", int(run in self.raised), text=text)
 
-    def table(self, key: str, rows: list[dict], hide: list[str] = ()) -> None:
+    def table(self, key: str, rows: list[dict], hide=(), brief: str = "") -> None:
         """Print rows that have the same columns; --json keeps them under `key`.
 
-        row["off"] lists the cells that failed a check on this rank. Cells that failed
-        on any rank are marked ✗. row["predicted"] maps a cell to what was predicted for
-        it, printed below the table if it failed. hide: columns to keep, not to print.
+        row["off"] lists the cells that failed a check on this rank; row["predicted"]
+        has words about them. Cells that failed on any rank are marked. hide: columns
+        that are not printed. brief: "16 replicas", for rows that only repeat that all
+        is as it must be; without --verbose, those that hold are left to `agree`.
         """
         for rank, rows_of_rank in enumerate(gather_objects(rows)):
             for place, other in enumerate(rows_of_rank):
-                merge_row(find_row(rows, other, place), other, rank)
+                merge_row(rows, place, other, rank)
         for row in rows:
             if "off" in row:
                 row["ok"] = not row["off"]
         self.data.setdefault(key, []).extend(rows)
+        if brief and not self.args.verbose:
+            worst = max([row.get("diff", 0.0) for row in rows], default=0.0)
+            rows = [row for row in rows if row.get("off")]
+            if not rows:
+                self.agreeing.append((brief, worst))
         if rows:
             self.print_rows(rows, hide)
 
-    def print_rows(self, rows: list[dict], hide: list[str]) -> None:
+    def agree(self, how: str) -> None:
+        """One line for the brief tables since the last one, as far as they hold."""
+        if self.agreeing:
+            worst = max(diff for text, diff in self.agreeing)
+            what = ", ".join(text for text, diff in self.agreeing)
+            how += f", worst {worst:.1e}" if worst else ""
+            self.say(wrap(f"   {what}: {how}"))
+        self.agreeing.clear()
+
+    def print_rows(self, rows: list[dict], hide) -> None:
         lines = [" "] * (len(rows) + 1)  # they grow column by column
+        notes = []  # below the table
+        for row in rows:
+            notes.extend(notes_on(row))
         for name in rows[0]:
             if name in hide or name in ("off", "off_ranks", "predicted"):
                 continue
-            texts = [name]
-            for row in rows:
-                mark = "✗" if name in row.get("off", []) else ""
-                texts.append(cell(name, row[name]) + mark)
+            texts = [name] + [marked_cell(row, name) for row in rows]
             width = max(len(text) for text in texts)
             pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
             for i, text in enumerate(texts):
                 lines[i] += "  " + pad(text, width)
-        for row in rows:
-            lines.extend(explain_row(row))
-        self.say("\n".join(line.rstrip() for line in lines))
+        self.say("\n".join([line.rstrip() for line in lines] + notes))
 
-    def compare(self, key: str, runs: dict, allowed: float = 0.0, fold=str) -> None:
+    def compare(self, key, runs: dict, allowed=0.0, fold=str, brief: str = "") -> None:
         """Compare numbers or tensors of several runs, each with the first run.
 
         runs: run → name → value. fold: name → label of its row. A row shows the norm of
-        all its values and the largest relative difference of any of them.
+        its values, and as diff the largest relative difference of one element. brief:
+        what is compared, "norms", if it only repeats that the runs agree.
         """
         allowed = allowed or self.allowed
         nothing = torch.empty(0)  # stands for what a run does not have
@@ -2630,88 +2814,122 @@ class Report:
                 row[run] = math.hypot(row[run], norm)
                 if values is reference:
                     continue
-                diff = rel_diff(value, reference.get(name, nothing))
-                row["diff"] = max(row["diff"], diff)
-                if not self.check(key, f"{name}, {run}", diff, allowed):
+                expected = reference.get(name, nothing)
+                row["diff"] = max(row["diff"], rel_diff(value, expected))
+                what = f"{name}, {run}"
+                if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        self.table(key, list(rows.values()))
+        brief = f"{len(names)} {brief}" if brief and len(runs) > 1 else ""
+        self.table(key, list(rows.values()), brief=brief)
 
-    def ledger(self, formulas: dict[Call, str], size: dict, steps=1, hide=()) -> None:
+    def ledger(self, formulas: dict, size: dict, steps=1, hide=(), brief=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
 
-        formulas: Call → "calls × bytes per call", as it is printed and evaluated. Calls
-        of different sizes: "1 × 8 and 2·L × D·e".
+        formulas: Call → a list of Calls; several if it makes calls of several sizes.
+        brief: runs and phases whose rows are printed with --verbose only, or if wrong.
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
-        # Calls that no formula predicts get a row as well.
+        # Calls that no formula predicts get a row as well. One rank sends nothing.
         for call in dict.fromkeys(list(formulas) + list(COMM.calls)):
-            ranks = self.mesh.get(call.axis, 1)
-            if call.run not in runs or ranks == 1:  # one rank sends nothing
-                continue
-            formula = formulas.get(call, "0 × 0")
-            calls = 0
-            nbytes = 0
-            for product in formula.split(" and "):
-                factors = [evaluate(factor, size) for factor in product.split(" × ")]
-                calls += factors[0]
-                # Multiplied before rounding: a size may be a mean over micro-batches.
-                nbytes += evaluate(f"({product})".replace(" × ", ")·("), size)
-            if calls == 0 and COMM.calls[call] == 0:
-                continue
-            row = call._asdict()
-            row["calls"] = per_step(COMM.calls[call], steps)
-            row["bytes"] = per_step(COMM.bytes[call], steps)
-            row["formula"] = formula
-            row["ring"] = ring_bytes(call.collective, row["bytes"], ranks)
-            name = " ".join(call)
-            self.expect(row, "calls", "calls", name, calls)
-            self.expect(row, "bytes", "bytes", name, nbytes)
-            rows.append(row)
+            if call.run in runs and self.mesh.get(call.axis, 1) > 1:
+                row = self.ledger_row(call, formulas.get(call, []), size, steps)
+                if row["calls"] or row["off"]:
+                    rows.append(row)
         # A column with one value in all rows (one axis, one phase) is left out.
         hide = list(hide)
         for column in ("phase", "axis"):
             if len({row[column] for row in rows}) < 2:
                 hide.append(column)
-        self.table("communication", rows, hide)
+        less = [row for row in rows if row["run"] in brief or row["phase"] in brief]
+        if self.args.verbose:
+            less = []
+        self.table("communication", [row for row in rows if row not in less], hide)
+        if less:
+            more = "rows" if len(less) == len(rows) else "more rows"
+            brief = f"{len(less)} {more} ({', '.join(brief)})"
+            self.table("communication", less, hide, brief)
+            self.agree("calls and bytes as predicted")
+
+    def ledger_row(self, call: Call, terms: list[Calls], size: dict, steps) -> dict:
+        row = call._asdict()
+        row["calls"] = per_step(COMM.calls[call], steps)
+        row["bytes"] = per_step(COMM.bytes[call], steps)
+        row["formula"] = formula_text(terms)
+        row["ring"] = ring_bytes(call.collective, row["bytes"], self.mesh[call.axis])
+        calls = 0
+        nbytes = 0
+        for term in terms:
+            calls += evaluate(term.count, size)
+            # Multiplied before rounding: a size may be a mean over micro-batches.
+            nbytes += evaluate(f"({term.count})·({term.nbytes})", size)
+        self.expect(row, "calls", "calls", " ".join(call), calls)
+        self.expect(row, "bytes", "bytes", " ".join(call), nbytes)
+        return row
 
     def merge_checks(self) -> list[dict]:
-        """The checks of all ranks: the largest diff, and the ranks where it fails."""
+        """The checks of all ranks, by diff: the largest one, and where it fails."""
         merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
                 if name not in merged:
                     merged[name] = dict(check, name=name, ranks=[])
-                merged[name]["diff"] = max(merged[name]["diff"], check["diff"])
+                if check["diff"] > merged[name]["diff"]:
+                    merged[name].update(diff=check["diff"], text=check["text"])
                 if not check["ok"]:
                     merged[name]["ok"] = False
                     merged[name]["ranks"].append(rank)
-        return list(merged.values())
+        return sorted(merged.values(), key=lambda check: -check["diff"])
 
     def verdict(self) -> str:
-        """PASS or FAIL; above FAIL, the worst failed check of each kind."""
-        checks = sorted(self.merge_checks(), key=lambda check: -check["diff"])
-        kinds = dict.fromkeys(CAUSES_FIRST)
-        kinds.update(dict.fromkeys(check["kind"] for check in checks))
+        """Print PASS or FAIL; above it, the worst failed check of each kind."""
+        checks = self.merge_checks()
+        kinds = {kind: [] for kind in CAUSES_FIRST}
+        for check in checks:
+            kinds.setdefault(check["kind"], []).append(check)
+        edits = []  # formulas that do not describe an edited model
+        for kind in FORMULAS if self.is_edited else []:
+            edits.extend(check for check in kinds.pop(kind, []) if not check["ok"])
         counts = []
         print()
-        for kind in kinds:
-            of_kind = [check for check in checks if check["kind"] == kind]
+        for kind, of_kind in kinds.items():
             failed = [check for check in of_kind if not check["ok"]]
             if failed:
-                worst = failed[0]
-                diff = f"off by {worst['diff']:.3g}, allowed {worst['allowed']:.3g}"
-                print(wrap(f"✗ {worst['name']}: {diff}, on ranks {worst['ranks']}"))
+                print(wrap(f"✗ {in_words(failed[0])}"))
                 counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
-        text = f"failed: {', '.join(counts)}"
-        if not counts:
-            text = f"{len(checks)} checks, worst difference {checks[0]['diff']:.1e}"
-            text += f" (allowed {checks[0]['allowed']:.0e})"
+        worst = max(checks, key=lambda check: check["ok"] and check["diff"])
+        text = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
+        text = f"{len(checks) - len(edits)} checks, {text}"
+        if counts:
+            text = f"failed: {', '.join(counts)}"
+        if edits:
+            print("The model without TP was edited. Formulas that do not describe it:")
+            for check in edits if self.args.verbose else edits[:8]:
+                print(wrap(f"≠ {check['text']}"))  # communication first
+            text = text if counts else f"values agree: {text}"
+            text += f"; the model was edited: {len(edits)} formulas do not describe it"
         self.data["verdict"] = "FAIL" if counts else "PASS"
+        self.data["edited"] = self.is_edited
         self.data["checks"] = checks
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        return wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}")
+        print(
+            wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}"), flush=True
+        )
+        return self.data["verdict"]
+
+
+def in_words(check: dict) -> str:
+    """A failed check: what was found, or by how much it is off."""
+    diff = f"off by {check['diff']:.3g}, allowed {check['allowed']:.3g}"
+    text = check["text"] or f"{check['name']}: {diff}"
+    return f"{text}, on ranks {check['ranks']}"
+
+
+def formula_text(terms: list[Calls]) -> str:
+    """2·L × B·S·D·e for calls of one size; a sum for calls of several."""
+    texts = [f"{term.count} × {term.nbytes}".removeprefix("1 × ") for term in terms]
+    return " + ".join(texts) or "none"
 
 
 def per_step(count: int, steps: int):
@@ -2719,148 +2937,62 @@ def per_step(count: int, steps: int):
     return count // steps if count % steps == 0 else count / steps
 
 
-def find_row(rows: list[dict], other: dict, place: int) -> dict:
-    """The row with the same label as another rank's row, which is row `place` there.
+def merge_row(rows: list[dict], place: int, other: dict, rank: int) -> None:
+    """Add to this rank's row what another rank's row says of failed checks.
 
-    Pipeline stages may have different rows. A row that failed is added if it is new.
+    other: row `place` there. Pipeline stages may have different rows: rows are the same
+    if they begin with the same texts. One that fails elsewhere only is added.
     """
-    if place < len(rows) and label_of(rows[place]) == label_of(other):
-        return rows[place]
-    for row in rows:
-        if label_of(row) == label_of(other):
-            return row
-    if other.get("off"):
+    same = [row for row in rows[place:] + rows if label_of(row) == label_of(other)]
+    if not same and other.get("off"):
         rows.append(dict(other, off=[]))
-        return rows[-1]
-    return {}
+        same = rows[-1:]
+    for row in same[:1]:
+        for column in other.get("off", []):
+            if column not in row["off"]:
+                row["off"].append(column)
+        if other.get("off"):
+            row.setdefault("off_ranks", []).append(rank)
+        if "diff" in row:
+            row["diff"] = max(row["diff"], other["diff"])
 
 
 def label_of(row: dict) -> list[str]:
     """The texts that a row begins with; no texts if it begins with a number."""
-    label = []
-    for value in row.values():
-        if not isinstance(value, str):
-            break
-        label.append(value)
-    return label
+    return list(itertools.takewhile(lambda x: isinstance(x, str), row.values()))
 
 
-def merge_row(row: dict, other: dict, rank: int) -> None:
-    """Add to a row what the same row of another rank says about failed checks."""
-    for column in other.get("off", []):
-        if column not in row["off"]:
-            row["off"].append(column)
-    if other.get("off"):
-        row.setdefault("off_ranks", []).append(rank)
-    if "diff" in row:
-        row["diff"] = max(row["diff"], other["diff"])
-
-
-def explain_row(row: dict) -> list[str]:
-    """Lines below a table: what was predicted, and where, if a check failed."""
-    lines = []
-    for column in row.get("off", []):
-        if column in row.get("predicted", {}):
-            lines.append(f"   ✗ {column} of {row['predicted'][column]}")
+def notes_on(row: dict) -> list[str]:
+    """Lines below a table: what was predicted for a cell that failed, and where."""
+    texts = row.get("predicted", {}).values()
+    notes = [f"   ✗ {text}" for text in texts if not text.startswith(" ≠")]
     ranks = row.get("off_ranks", [])
     if ranks and 0 not in ranks:
         label = next(iter(row.values()))
-        lines.append(f"   ✗ {label}: fails on ranks {ranks}, not on rank 0")
-    return lines
+        notes.append(f"   ✗ {label}: fails on ranks {ranks}, not on rank 0")
+    return notes
 
 
-def cell(name: str, value) -> str:
-    """A value as a table shows it."""
-    if value is None:
-        return ""
+def marked_cell(row: dict, name: str) -> str:
+    """A value as a table shows it; ✗ if it failed, ≠ if the model was edited."""
+    value = row[name]
+    predicted = row.get("predicted", {})
+    text = "" if value is None else str(value)
     if isinstance(value, bool):
-        return "ok" if value else "✗"
-    if isinstance(value, float):
-        return f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        is_edit = any(mark.startswith(" ≠") for mark in predicted.values())
+        text = "ok" if value else "≠" if is_edit else "✗"
+    elif isinstance(value, float):
+        text = f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
+    elif isinstance(value, int):
+        text = f"{value:,}"
+    if name not in row.get("off", []):
+        return text
+    mark = predicted.get(name, "")
+    return text + (mark if mark.startswith(" ≠") else "✗")
 
 
 def wrap(text: str) -> str:
     return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):  # argparse would print its usage, on every rank
-        raise ValueError(message)
-
-
-def lesson_parser(doc: str, breaks: dict, sections: int, **sizes: int) -> Parser:
-    """The flags that all lessons share, and integer flags with their defaults.
-
-    sections: how many sections the output has. sizes: flag → default; 0 for a default
-    that is derived from the mesh.
-    """
-    parser = Parser(
-        description=(doc or "").partition("How to read")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    for name, default in dict(sizes, seed=1, timeout=60).items():
-        text = f"(default {default or 'derived from the mesh'})"
-        flag = f"--{name.replace('_', '-')}"
-        add(flag, type=positive, default=default, help=text)
-    text = "float64 separates bugs from rounding errors"
-    add("--dtype", choices=list(ALLOWED), default="float32", help=text)
-    numbers = range(1, sections + 1)
-    text = f"print only section N, 1 to {sections}"
-    add("--only", type=int, choices=numbers, metavar="N", help=text)
-    names = list(breaks) + ["list"]
-    text = "inject a bug; `--break list` names them all"
-    add("--break", dest="bug", choices=names, metavar="NAME", help=text)
-    add("--json", type=Path, metavar="PATH", help="write all tables and checks there")
-    return parser
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is not one of 1, 2, …, 2^31 − 1")
-    return int(text)
-
-
-def apply_edit(edit: dict, module: dict) -> None:
-    """Replace the target of a bug, a name or Class.name, by its edited copy.
-
-    In a script of beyond/ the target may be a lesson's: every module that has it under
-    its name gets the edited copy.
-    """
-    owner, _, name = edit["target"].rpartition(".")
-    modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]
-    modules = [other for other in modules if other.get("COMM") is COMM]
-    home = next(other for other in [module, *modules] if (owner or name) in other)
-    definition = getattr(home[owner], name) if owner else home[name]
-    source = textwrap.dedent(inspect.getsource(definition))
-    if source.count(edit["old"]) != 1:
-        raise ValueError(f"{edit['target']} has not exactly once: {edit['old']}")
-    scope = {}  # where the edited copy is defined
-    names = getattr(definition, "__globals__", home)  # that the copy may use
-    exec(source.replace(edit["old"], edit["new"]), names, scope)
-    if owner:
-        setattr(home[owner], name, scope[name])
-        return
-    for other in [module, *modules]:
-        if other.get(name) is definition:
-            other[name] = scope[name]
-
-
-def edit_as_diff(name: str, edit: dict) -> str:
-    lines = [wrap(f"--break {name}: {edit['what']}; in {edit['target']}:")]
-    lines.extend(f"- {line}" for line in edit["old"].splitlines())
-    lines.extend(f"+ {line}" for line in edit["new"].splitlines())
-    return "\n".join(lines) + "\n"
-
-
-def diagnosis_of(edit: dict) -> str:
-    """Symptom and cause of a bug, where it was reported, and what the audit says."""
-    lines = [wrap(f"{word}: {edit[word]}") for word in ("symptom", "why", "reported")]
-    if "audit" in edit:  # how it is found in a model of your own
-        lines.append(wrap(f'audit: tools/audit.py reports it as "{edit["audit"]} …"'))
-    return "\n".join(lines)
 
 
 def first_line(error: Exception) -> str:
@@ -2868,12 +3000,32 @@ def first_line(error: Exception) -> str:
     return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
 
 
-def is_lost(error: Exception) -> bool:
-    """Is it the transport's: a timeout, or a connection that the other end closed?"""
-    # The last two are what TORCH_DISTRIBUTED_DEBUG=DETAIL reports instead of a timeout.
-    words = "[Tt]imed? ?out|clos|[Rr]eset|[Bb]roken pipe|monitoredBarrier|mismatch"
-    is_found = re.search(words, first_line(error)) is not None
-    return isinstance(error, RuntimeError) and is_found
+def where_raised(error: Exception) -> str:
+    """The innermost module that was called, its input, and the weights it holds."""
+    root = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            root = root or module
+            called = module
+            inputs = frame.f_locals
+    if root is None:
+        return ""
+    names = {module: name for name, module in root.named_modules()}
+    shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
+    lines = [
+        f"in {names.get(called) or 'the model'}: {type(called).__name__}, {shapes}"
+    ]
+    for name, layer in called.named_children():
+        weights = [list(p.shape) for p in layer.parameters(recurse=False)]
+        lines.append(f"{name}: {type(layer).__name__}, {weights}")
+    return wrap(f"   {'; '.join(lines)}")
+
+
+# endregion
+
+
+# region START AND ERRORS: flags, bugs, joining the ranks, hangs. You never need it.
 
 
 def who_is_missing(statuses: list[str]) -> str:
@@ -2911,22 +3063,27 @@ def describe_hang(error: Exception) -> str:
 
 
 def fail(error: Exception, diagnosis: str) -> None:
-    """Report an error once for all ranks, then end this rank."""
+    """Report an error once for all ranks, then end this rank.
+
+    With the diagnosis of a bug: it shows, so the exit code is 0 (no torchrun report).
+    """
     text = first_line(error)
     if COMM.store is None:
         message = f"error: the ranks did not join one process group: {error}"
         exit_rank(1, wrap(message), is_reporter=True)
     COMM.store.set(f"failed/{dist.get_rank()}", text)
-    if is_lost(error):  # let others write where they are; torchrun may name a dead one
+    if (
+        COMM.is_inside()
+    ):  # let others write where they are; torchrun may name a dead one
         time.sleep(3)
     is_reporter = COMM.store.add("reported", 1) == 1
-    code = 1
+    code = 0 if diagnosis else 1
     too_large = re.search(r"tried to allocate \S+ \w+|overflowed.*", text, re.I)
     if too_large:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
         code = 2
         message = f"error: too large: {too_large[0]}; this machine has {total:.0f} GB"
-    elif is_lost(error):
+    elif COMM.is_inside():
         message = describe_hang(error)
     else:
         name = type(error).__name__
@@ -2939,7 +3096,7 @@ def fail(error: Exception, diagnosis: str) -> None:
 def exit_rank(code: int, message: str, is_reporter: bool) -> None:
     """End this rank at once: cleaning up while others are in a collective can hang."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:  # for torchrun's report
+    if path and code:  # for torchrun's report
         # torchrun calls the earliest failure the root cause: the one that is printed.
         seconds = int(time.time()) + (0 if is_reporter else 3600)
         extra = {"timestamp": str(seconds)}
@@ -2948,38 +3105,9 @@ def exit_rank(code: int, message: str, is_reporter: bool) -> None:
     sys.stdout.flush()
     if is_reporter:
         print(message, file=sys.stderr, flush=True)
-    else:
+    elif code:
         time.sleep(2)  # torchrun reports the first rank that ends
     os._exit(code)
-
-
-def read_flags(parse_args, module: dict) -> argparse.Namespace:
-    """The command line; the process ends here if it is wrong, or asks for a list."""
-    try:
-        if not module["__doc__"]:
-            raise ValueError("PYTHONOPTIMIZE=2 removes docstrings, our training text")
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
-        args = parse_args(ranks)
-        if args.bug == "list":
-            for name, edit in module["BREAKS"].items():
-                print(f"{name:<14}{edit['what']}")
-            sys.exit(0)
-        if args.bug and ranks == 1:
-            raise ValueError("--break needs 2 ranks or more: one rank shows no bug")
-        if args.json:
-            args.json.open("a").close()
-    except (ValueError, OSError) as error:
-        # One rank of each host reports: on several hosts the flags may differ.
-        is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
-        exit_rank(2, wrap(f"error: {error}"), is_reporter)
-    args.ranks = ranks
-    args.device = "cpu"
-    args.backend = "gloo"
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-        args.backend = "nccl"
-        torch.cuda.set_device(args.device)
-    return args
 
 
 def join_group(backend: str, limit: timedelta) -> dist.Store:
@@ -3005,7 +3133,7 @@ def add_bug(args, module: dict, diagnosis: str) -> None:
     """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
 
     def on_sigterm(*_):
-        exit_rank(1, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
+        exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
 
     signal.signal(signal.SIGTERM, on_sigterm)
     args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
@@ -3041,8 +3169,8 @@ def launch(main, parse_args, module: dict) -> None:
             add_bug(args, module, diagnosis)
         report = Report(Path(module["__file__"]).stem, args)
         main(args, report)
-        line = report.verdict()
-        print(f"{diagnosis}\n{line}".strip(), flush=True)
+        fails = report.verdict() == "FAIL"
+        print(diagnosis, end="\n" if diagnosis else "", flush=True)
         with COMM.blocking("the last barrier", list(range(args.ranks))):
             dist.barrier()
     except Exception as error:
@@ -3050,8 +3178,12 @@ def launch(main, parse_args, module: dict) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything has been reported
     gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
-    if line.startswith("FAIL"):
-        exit_rank(1, line, is_reporter=False)
+    if args.bug and not fails:
+        exit_rank(1, "error: the bug does not show in this run", dist.get_rank() == 0)
+    if fails and not args.bug and os.environ["LOCAL_RANK"] == "0":
+        # One rank per host: torchrun's report is then as short as it can be.
+        time.sleep(1)  # the other ranks have ended
+        exit_rank(1, "FAIL: the verdict is above this report of torchrun", True)
     os._exit(0)  # a normal exit can abort: DTensor's caches still hold groups there
 
 

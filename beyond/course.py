@@ -20,10 +20,8 @@ def load(name: str, *earlier: ModuleType) -> ModuleType:
     path = ROOT / f"{name}.py"
     try:
         text = path.read_text("utf-8")
-    except FileNotFoundError:
-        script = Path(sys.argv[0]).name
-        print(f"error: {script} needs the lessons: no {path.name} in {ROOT}")
-        sys.exit(2)
+    except FileNotFoundError:  # the script that imports this says so, and ends
+        raise ModuleNotFoundError(f"no {path.name} in the folder above") from None
     module = ModuleType(name)
     for lesson in earlier:
         vars(module).update(vars(lesson))

@@ -92,12 +92,19 @@ def constants(call: ast.Call) -> dict[str, str]:
     return {word.arg: ast.literal_eval(word.value) for word in call.keywords}
 
 
-def line_of(lesson: str, target: str) -> int:
-    """Where a definition such as "CopyToTP.backward" begins."""
-    node = ast.parse(source(lesson))
-    for name in target.split("."):
-        node = next(each for each in node.body if getattr(each, "name", "") == name)
-    return node.lineno
+def place_of(lesson: str, target: str) -> str:
+    """Page and line of a definition such as "CopyToTP.backward".
+
+    A bug of a script in beyond/ may be in a lesson that the script imports.
+    """
+    for name in [lesson, *PATHS]:
+        found = [ast.parse(source(name))]
+        for part in target.split("."):
+            bodies = [node for each in found for node in each.body]
+            found = [node for node in bodies if getattr(node, "name", "") == part]
+        if found:
+            return f"lessons/{name}.html#L{found[0].lineno}"
+    raise ValueError(f"{target} is defined nowhere")
 
 
 # Pieces of pages
@@ -195,7 +202,7 @@ def lesson_page(docname: str, lesson: str) -> list[nodes.Node]:
 
 
 def bug(lesson: str, name: str, edit: dict) -> nodes.section:
-    place = f"lessons/{lesson}.html#L{line_of(lesson, edit['target'])}"
+    place = place_of(lesson, edit["target"])
     where = f'<a href="{place}"><code>{edit["target"]}</code></a>'
     what = raw(f"<p>{as_html(edit['what'])}, in {where}:</p>")
     words = {"symptom": "symptom", "why": "why", "reported": "reported"}
@@ -356,8 +363,7 @@ def line_role(name, rawtext, text, lineno, inliner, options=None, content=None):
     """{line}`words <01_naive_mlp_tp Report.expect>`: a link to where that begins."""
     words, lesson, target = re.fullmatch(r"(.+) <(\S+) (\S+)>", text).groups()
     docname = inliner.document.settings.env.docname
-    page = "../" * docname.count("/") + f"lessons/{lesson}.html"
-    uri = f"{page}#L{line_of(lesson, target)}"
+    uri = "../" * docname.count("/") + place_of(lesson, target)
     return [nodes.reference(rawtext, words, refuri=uri)], []
 
 

@@ -701,18 +701,19 @@ def context(lesson, name: str, layout: str) -> dict:
     """Attention of lesson 11's ring, forward: one head with one element, S = 2·T."""
     T = dist.get_world_size()
     S = 2 * T
-    group = lesson.mesh_groups({"cp": T}, 60)["cp"]
+    lesson00 = lesson.lesson00
+    group = lesson00.mesh_groups({"cp": T}, 60)["cp"]
     rank = group.rank()
     q_full = torch.randint(-2, 3, (1, 1, S, 1)).float()  # short to write
     kv_full = torch.randint(-3, 4, (2, 1, 1, S, 1)).float()
     positions = [lesson.positions_of(r, T, layout, S) for r in range(T)]
     here = positions[rank]
-    recorder = Recorder(lesson, name)
+    recorder = Recorder(lesson00, name)
     watched = WatchRing(recorder, lesson, group, positions)
     q_Bs = q_full[:, :, here]
     kv = kv_full[:, :, :, here]
     recorder.hold({"q_s": watched.queries(q_Bs), "kv_2s": watched.keys(kv, rank)})
-    with lesson.COMM.label("ring", "forward"), watched:
+    with lesson00.COMM.label("ring", "forward"), watched:
         y = lesson.RingFunction.apply(q_Bs, kv, group, layout)
     watched.computed()
     recorder.steps = [step for step in recorder.steps if "kind" not in step]
@@ -721,7 +722,7 @@ def context(lesson, name: str, layout: str) -> dict:
     scores = lesson.masked_scores(q_full, kv_full[0], everywhere, everywhere)
     expected = (scores.softmax(-1) @ kv_full[1]).flatten()[here]
     recorder.compare({"y_s": expected})
-    call = lesson.Call("ring", "forward", "send/recv", "cp")
+    call = lesson00.Call("ring", "forward", "send/recv", "cp")
     formulas = {call: "T-1 × 2·B·s·K·H·e"}
     sizes = {"T": T, "B": 1, "s": S // T, "K": 1, "H": 1, "e": 4}
     return recorder.recording(formulas, sizes, layout="ring wide")
@@ -849,7 +850,8 @@ def record(folder: Path, names: list[str]) -> None:
         sys.modules.pop(module, None)  # a scene may have broken it
         lesson = importlib.import_module(module)
         torch.manual_seed(1)
-        group = lesson.mesh_groups({"tp": dist.get_world_size()}, 60)["tp"]
+        lesson00 = getattr(lesson, "lesson00", lesson)  # of a script in beyond/
+        group = lesson00.mesh_groups({"tp": dist.get_world_size()}, 60)["tp"]
         about = {"name": name, "lesson": module}
         about.update(scene(lesson, group, name))
         if dist.get_rank() == 0:

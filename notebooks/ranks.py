@@ -8,7 +8,8 @@
     live.restart()                              # after an error or a hang: a new group
 
 What a cell under `%%px` finds on every rank: all names of the lesson, and the lesson
-itself as `lesson`; `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
+itself as `lesson` (a script of beyond/ imports the lessons, so there it is
+`lesson00.all_reduce`); `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
 `broken(name)`, which injects one of the lesson's bugs (`with broken("f"): …`);
 `contributors(call, x)`, for the colors of pictures; `check(claims)`, which ends an
 exercise.
@@ -81,6 +82,12 @@ def code(*definitions) -> None:
     display(Markdown(f"```python\n{text}\n```"))
 
 
+def lesson00_of(lesson):
+    """The module with COMM and the collectives: a lesson itself, or what a script of
+    beyond/ imports."""
+    return getattr(lesson, "lesson00", lesson)
+
+
 def start(count: int, lesson: str, timeout: float = 8) -> "Ranks":
     """Start `count` ranks with a lesson on each; those that ran before are stopped."""
     if Ranks.latest:
@@ -135,7 +142,7 @@ class Ranks:
         host, port = listener.getsockname()
         own = dict(is_master=True, master_listen_fd=listener.detach())
         own |= dict(wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
-        self.store = self.lesson.dist.TCPStore(host, port, **own)
+        self.store = lesson00_of(self.lesson).dist.TCPStore(host, port, **own)
         self.told = dict(MASTER_ADDR=host, MASTER_PORT=str(port))  # as by torchrun
         self.told |= dict(TORCHELASTIC_USE_AGENT_STORE="True")
         # An engine is there when it has answered two beats; after 30 s without, dead.
@@ -244,12 +251,13 @@ class Ranks:
 
     def say_who_was_missing(self) -> None:
         """The lesson's own words about a collective that did not complete."""
-        part = self.lesson.dist.PrefixStore(f"attempt {self.groups}", self.store)
+        lesson00 = lesson00_of(self.lesson)
+        part = lesson00.dist.PrefixStore(f"attempt {self.groups}", self.store)
         statuses = []
         for rank in range(self.count):
             statuses.append(part.get(f"status/{rank}").decode())
         if any(status.startswith("in call") for status in statuses):
-            print(self.lesson.who_is_missing(statuses))
+            print(lesson00.who_is_missing(statuses))
             for rank, status in enumerate(statuses):
                 print(f"  rank {rank}: {status}")
 
@@ -337,21 +345,21 @@ def load(rank: int, ranks: int, name: str) -> None:
     lesson.torch.manual_seed(0)
     HERE.update(rank=rank, ranks=ranks, lesson=lesson, names=get_ipython().user_ns)
     own = dict(broken=broken, check=check, contributors=contributors)
-    own |= dict(rank=rank, ranks=ranks, lesson=lesson)
+    own |= dict(rank=rank, ranks=ranks, lesson=lesson, dist=lesson00_of(lesson).dist)
     public = {k: v for k, v in vars(lesson).items() if not k.startswith("__")}
     HERE["names"].update(public | own)
 
 
 def join(number: int, timeout: float) -> None:
     """Leave the old group, if there is one, and join a new one."""
-    lesson, old = HERE["lesson"], HERE.get("tp_group")
-    if lesson.dist.is_initialized():
-        lesson.dist.destroy_process_group()
+    lesson00, old = lesson00_of(HERE["lesson"]), HERE.get("tp_group")
+    if lesson00.dist.is_initialized():
+        lesson00.dist.destroy_process_group()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # which part of the store
-    lesson.COMM.store = lesson.join_group("gloo", timedelta(seconds=timeout))
-    lesson.COMM.entered.clear()
-    lesson.COMM.set_status("in no call")
-    new = lesson.mesh_groups({"tp": HERE["ranks"]}, timeout)["tp"]
+    lesson00.COMM.store = lesson00.join_group("gloo", timedelta(seconds=timeout))
+    lesson00.COMM.entered.clear()
+    lesson00.COMM.set_status("in no call")
+    new = lesson00.mesh_groups({"tp": HERE["ranks"]}, timeout)["tp"]
     HERE["tp_group"] = HERE["names"]["tp_group"] = new
     if old:
         replace(old, new)
@@ -383,18 +391,26 @@ def contributors(call, x):
 def broken(name: str):
     """Switch one of the lesson's bugs on, as `--break NAME` does, and off again."""
     lesson, names = HERE["lesson"], HERE["names"]
-    owner, _, attribute = lesson.BREAKS[name]["target"].rpartition(".")
-    place = getattr(lesson, owner) if owner else lesson
-    good = vars(place)[attribute]
-    lesson.apply_edit(lesson.BREAKS[name], vars(lesson))
-    if not owner:  # cells have names of their own
-        names[attribute] = getattr(lesson, attribute)
+    edit = lesson.BREAKS[name]
+    target, _, method = edit["target"].partition(".")
+    # Of a script the target may be a lesson's, and cells have names of their own.
+    places = [vars(lesson), names]
+    if hasattr(lesson, "lesson00"):
+        course = vars(sys.modules["course"])
+        places += [vars(course[key]) for key in course if key.startswith("lesson")]
+    good = next(place[target] for place in places if target in place)
+    places = [place for place in places if place.get(target) is good]
+    good_method = vars(good)[method] if method else None
+    lesson00_of(lesson).apply_edit(edit, vars(lesson))
+    if not method and target in names:
+        names[target] = next(x[target] for x in places if x[target] is not good)
     try:
         yield
     finally:
-        setattr(place, attribute, good)
-        if not owner:
-            names[attribute] = good
+        if method:
+            setattr(good, method, good_method)
+        for place in places:
+            place[target] = good
 
 
 def check(claims) -> None:
@@ -402,13 +418,13 @@ def check(claims) -> None:
 
     claims: yields (whether it holds, what to say if not), in order.
     """
-    # A call that raised has left its name there.
-    HERE["lesson"].COMM.set_status("in no call")
+    comm = lesson00_of(HERE["lesson"]).COMM
+    comm.set_status("in no call")  # a call that raised has left its name there
     try:
         wrong = next((text for holds, text in claims if not holds), None)
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-        in_a_call = HERE["lesson"].COMM.status.startswith("in call")
+        in_a_call = comm.status.startswith("in call")
         if isinstance(error, RuntimeError) and in_a_call:
             wrong = "a collective did not complete; after it, run live.restart()"
     print("right" if wrong is None else f"not yet: {wrong}")

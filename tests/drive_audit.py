@@ -135,15 +135,16 @@ def shared_heads_subject(lesson):
 
     def make(model, tp_group):
         groups["tp"] = tp_group
-        return lesson.shared_heads_transformer(model, lesson.tp_transformer, groups)
+        tp_transformer = lesson.lesson02.tp_transformer
+        return lesson.shared_heads_transformer(model, tp_transformer, groups)
 
     def clip(model, max_norm):
         norm = lesson.global_norm_shared(model, groups["tp"])
-        lesson.clip_gradients(model, max_norm, norm)
+        lesson.lesson02.clip_gradients(model, max_norm, norm)
         return norm
 
     return transformer_subject(
-        lesson, make, heads=2 * ranks, kv_heads=kv_heads, clip=clip
+        lesson.lesson02, make, heads=2 * ranks, kv_heads=kv_heads, clip=clip
     )
 
 
@@ -161,8 +162,8 @@ class OnItsPositions(nn.Module):
 
 def cp_subject(lesson, method: str = "ring", S: int = 8):
     """beyond/11's model: each rank has some positions of the sequence."""
-    config = lesson.Config(30, 32, 4, 4, 2, S, 0.0)
-    groups = lesson.mesh_groups({"cp": dist.get_world_size(), "tp": 1}, 60)
+    config = lesson.lesson02.Config(30, 32, 4, 4, 2, S, 0.0)
+    groups = lesson.lesson00.mesh_groups({"cp": dist.get_world_size(), "tp": 1}, 60)
     method = lesson.METHODS[method]
     seen = []  # tokens of each forward
 
@@ -192,8 +193,8 @@ def cp_subject(lesson, method: str = "ring", S: int = 8):
         lesson.sum_over_cp(model, groups["cp"])
 
     return types.SimpleNamespace(
-        build=lambda: lesson.Transformer(config), parallelize=parallelize, batch=batch,
-        loss=loss, after_backward=after_backward,
+        build=lambda: lesson.lesson02.Transformer(config), parallelize=parallelize,
+        batch=batch, loss=loss, after_backward=after_backward,
     )  # fmt: skip
 
 
@@ -207,14 +208,16 @@ def clip_of(lesson):
 
 
 def fresh(name: str):
-    """A lesson that no bug has changed."""
+    """A lesson that no bug has changed, or a script with such lessons."""
     sys.modules.pop(name, None)
+    sys.modules.pop("course", None)
     return load(name)
 
 
 def try_bug(name: str, bug: str) -> dict:
     lesson = fresh(name)
-    lesson.apply_edit(lesson.BREAKS[bug], vars(lesson))
+    lesson00 = getattr(lesson, "lesson00", lesson)  # of a script
+    lesson00.apply_edit(lesson.BREAKS[bug], vars(lesson))
     try:
         sizes = {"tied": True} if bug == "tie" else {}
         found = findings(subject_of(name[:2], lesson, **sizes))

@@ -17,6 +17,7 @@ from in_ranks import difference, load, run
 from torch.distributed.tensor import experimental
 
 lesson = load("11_context_parallel")
+lesson02 = lesson.lesson02  # with all that it carries over from earlier lessons
 GROUPS = [[0, 1], [2, 5, 7], [1, 3, 4, 6], [*range(8)], [3]]
 CASES = 6  # of each group
 
@@ -34,7 +35,7 @@ def reference(q, k, v, tables, H: int):
     """In one process, by PyTorch's own attention."""
     q, k, v = (x.unflatten(-1, (-1, H)).transpose(1, 2) for x in (q, k, v))
     cos, sin, _ = tables
-    q, k = lesson.rotate(q, cos, sin), lesson.rotate(k, cos, sin)
+    q, k = lesson02.rotate(q, cos, sin), lesson02.rotate(k, cos, sin)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return y.transpose(1, 2).flatten(2)
@@ -50,11 +51,11 @@ def try_case(number: int, group) -> list[dict]:
         for heads in (K * case["per_kv"], K, K, K * case["per_kv"])
     ]
     future = torch.ones(S, S, dtype=torch.bool).triu(1)
-    tables = (*(x.double() for x in lesson.rotary_table(S, H)), future)
+    tables = (*(x.double() for x in lesson02.rotary_table(S, H)), future)
     whole = [x.clone().requires_grad_() for x in tensors[:3]]
     expected = reference(*whole, tables, H)
     expected.backward(tensors[3])
-    core, found = lesson.CoreAttention(H, 0.0), []
+    core, found = lesson02.CoreAttention(H, 0.0), []
     methods = lesson.METHODS | {
         "gather, zigzag": lesson.Method(lesson.gather_attention, "zigzag")
     }
@@ -62,11 +63,12 @@ def try_case(number: int, group) -> list[dict]:
         here = lesson.positions_of(rank, T, layout, S)
         q, k, v = (x[:, here].clone().requires_grad_() for x in tensors[:3])
         lesson.RingFunction.blocks.clear()
-        lesson.COMM.calls.clear()
-        lesson.COMM.bytes.clear()
+        lesson02.COMM.calls.clear()
+        lesson02.COMM.bytes.clear()
         y = attention(q, k, v, tables, core, group, layout)
         counted = [
-            sum(counter.values()) for counter in (lesson.COMM.calls, lesson.COMM.bytes)
+            sum(counter.values())
+            for counter in (lesson02.COMM.calls, lesson02.COMM.bytes)
         ]
         y.backward(tensors[3][:, here])
         diffs = {"y": difference(y, expected[:, here], expected)}
@@ -77,7 +79,8 @@ def try_case(number: int, group) -> list[dict]:
             for step, block in lesson.RingFunction.blocks
         ]
         total = [
-            sum(counter.values()) for counter in (lesson.COMM.calls, lesson.COMM.bytes)
+            sum(counter.values())
+            for counter in (lesson02.COMM.calls, lesson02.COMM.bytes)
         ]
         found.append(case | dict(
             name=name, layout=layout, T=T, rank=rank, diffs=diffs, blocks=blocks,
@@ -101,7 +104,7 @@ def on_cpu(group):
     def attention(q, k, v, is_causal):
         assert is_causal
         S = q.shape[2] * group.size()
-        k, v = (lesson.AllGatherWithGrad.apply(x, 2, group) for x in (k, v))
+        k, v = (lesson02.AllGatherWithGrad.apply(x, 2, group) for x in (k, v))
         at = [positions(S) for positions in zigzag]
         scores = lesson.masked_scores(q, k, at[group.rank()], torch.cat(at))
         return scores.softmax(-1) @ v
@@ -131,7 +134,7 @@ def try_pytorch(number: int, group) -> dict:
         torch.randn(B, S, heads * H, generator=generator, dtype=torch.float64)
         for heads in (K * case["per_kv"], K, K, K * case["per_kv"])
     ]
-    tables = [x.double() for x in lesson.rotary_table(S, H)] + [None]
+    tables = [x.double() for x in lesson02.rotary_table(S, H)] + [None]
     whole = [x.clone().requires_grad_() for x in tensors[:3]]
     expected = reference(*whole, tables, H)
     expected.backward(tensors[3])

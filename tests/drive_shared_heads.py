@@ -13,6 +13,7 @@ import torch
 from in_ranks import MODELS, Twins, is_ours, load, random_sizes, run
 
 lesson = load("09_shared_heads")
+lesson04 = lesson.lesson04  # with all that it carries over from earlier lessons
 # Groups of 2 ranks that are not neighbors, of all 4, and of 2 neighbors.
 MESHES = {"tp": 2, "x": 2}, {"tp": 4}, {"x": 2, "tp": 2}
 
@@ -26,25 +27,25 @@ def make_groups(mesh: dict[str, int], kv_heads: int) -> dict:
             sizes["replica"] = ranks // kv_heads
         else:
             sizes[axis] = ranks
-    groups = lesson.mesh_groups(sizes, 30)
-    groups["tp"] = lesson.mesh_groups(mesh, 30)["tp"]
+    groups = lesson04.mesh_groups(sizes, 30)
+    groups["tp"] = lesson04.mesh_groups(mesh, 30)["tp"]
     return groups
 
 
 def same_on_all(p: torch.Tensor, group) -> bool:
-    replicas = lesson.all_gather(p[None], 0, group)
+    replicas = lesson04.all_gather(p[None], 0, group)
     return all(torch.equal(replica, replicas[0]) for replica in replicas)
 
 
 # What Twins looks up in a lesson; the norm is the one that knows replicated heads.
-names = dict(vars(lesson), global_norm=lesson.global_norm_shared)
-names["broadcast"] = lambda p, src, group: lesson.all_gather(p[None], 0, group)[src]
+names = dict(vars(lesson04), global_norm=lesson.global_norm_shared)
+names["broadcast"] = lambda p, src, group: lesson04.all_gather(p[None], 0, group)[src]
 lesson_of_twins = SimpleNamespace(**names)
 
 
 def try_model(number: int, groups: dict, with_sp: bool) -> dict:
     tp_group = groups["tp"]
-    parallelize = lesson.sp_transformer if with_sp else lesson.tp_transformer
+    parallelize = lesson04.sp_transformer if with_sp else lesson04.tp_transformer
 
     def split(full, group):
         return lesson.shared_heads_transformer(full, parallelize, groups)
@@ -55,11 +56,11 @@ def try_model(number: int, groups: dict, with_sp: bool) -> dict:
     )  # fmt: skip
     if with_sp:
         V = twins.config.vocab_size
-        loss_of = partial(lesson.sharded_loss, tp_group=tp_group, vocab_size=V)
-        sum_up = partial(lesson.all_reduce_replicated_gradients, tp_group=tp_group)
+        loss_of = partial(lesson04.sharded_loss, tp_group=tp_group, vocab_size=V)
+        sum_up = partial(lesson04.all_reduce_replicated_gradients, tp_group=tp_group)
         result = twins.train(loss_of, sum_up)
     else:
-        result = twins.train(lesson.mean_loss)
+        result = twins.train(lesson04.mean_loss)
     heads = [p for p in twins.split.parameters() if hasattr(p, "replica_group")]
     equal = [same_on_all(p, p.replica_group) for p in heads]
     return result | dict(with_sp=with_sp, heads=len(heads), equal=sum(equal))
@@ -74,7 +75,9 @@ def main() -> dict:
             groups[place, kv_heads] = make_groups(mesh, kv_heads)
     models = []
     for number in numbers:
-        config, _, _ = random_sizes(lesson, number, MESHES[number % 4 - 1]["tp"], True)
+        config, _, _ = random_sizes(
+            lesson04, number, MESHES[number % 4 - 1]["tp"], True
+        )
         ours = groups[number % 4, config.kv_heads]
         if is_ours(number, ours["tp"]):
             models.append(try_model(number, ours, with_sp=number % 8 < 4))

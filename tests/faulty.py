@@ -22,6 +22,7 @@ from in_ranks import load
 
 NAME, FAULT, RANK, NUMBER = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5])
 lesson = load(NAME)
+lesson00 = getattr(lesson, "lesson00", lesson)  # of a script, the one that it imports
 calls = 0
 
 
@@ -31,8 +32,8 @@ def kill(*args):
 
 def kill_inside(name, args):
     """The call is made, and noted; then this rank is gone."""
-    set_status = lesson.COMM.set_status
-    lesson.COMM.set_status = lambda status: (set_status(status), kill())
+    set_status = lesson00.COMM.set_status
+    lesson00.COMM.set_status = lambda status: (set_status(status), kill())
     return getattr(lesson, name).good(*args)
 
 
@@ -93,4 +94,4 @@ if __name__ == "__main__":
         if hasattr(lesson, name):
             setattr(lesson, name, watched(name, getattr(lesson, name), number))
     sys.argv = [lesson.__file__, *sys.argv[5:]]
-    lesson.launch(lesson.main, lesson.parse_args, vars(lesson))
+    lesson00.launch(lesson.main, lesson.parse_args, vars(lesson))

@@ -28,6 +28,7 @@ LESSONS = [path.stem for path in sorted(ROOT.glob("0?_*.py"))]
 BEYOND = [path.stem for path in sorted((ROOT / "beyond").glob("[0-9]*.py"))]
 PATHS = {name: ROOT / f"{name}.py" for name in LESSONS}
 PATHS.update({name: ROOT / "beyond" / f"{name}.py" for name in BEYOND})
+sys.path[:0] = [str(ROOT / "beyond"), str(ROOT)]  # where lessons and scripts are
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 MARK = "COURSE_TEST_JOB"  # in the environment of every process of a job
 
@@ -299,7 +300,4 @@ def said(stream: io.TextIOWrapper) -> str:
 @functools.cache
 def load(lesson: str):
     """A lesson, or a script of beyond/, as a module."""
-    for folder in (str(ROOT), str(ROOT / "beyond")):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
     return importlib.import_module(lesson)

@@ -285,6 +285,10 @@ MUTANTS = [Mutant(*row) for row in [
     ("10", "save_checkpoint", "without what others need in order to resume",
      "dict(about, step=step, files=files)", "dict(step=step, files=files)",
      "test_losses_continue_as_if_nothing_had_happened"),
+    ("10", "save_checkpoint", "the folder is copied, which takes a while",
+     "part.rename(folder", "shutil.copytree(part, folder"),
+    ("10", "full_state", "AdamW's own copy of the weights is not looked at",
+     "optimizer.unflatten(optimizer.vector)", "training.parameters"),
     ("10", "latest_checkpoint", "the oldest one", "max(", "min(",
      "test_losses_continue_as_if_nothing_had_happened"),
     ("10", "verify_checkpoint", "checksums are not compared",
@@ -330,15 +334,15 @@ MUTANTS = [Mutant(*row) for row in [
     ("08", "ReduceFromBlocks.backward", "a part of the gradient for each block",
      "(grad for _", "(grad / ctx.blocks for _"),
     ("08", "blocked_column_linears", "blocks in the wrong order",
-     "weights = split(linear.weight, 0, len(copies))",
-     "weights = split(linear.weight, 0, len(copies))[::-1]"),
+     "weights = lesson00.split(linear.weight, 0, len(copies))",
+     "weights = lesson00.split(linear.weight, 0, len(copies))[::-1]"),
     ("08", "same_bits_transformer", "attention's o_proj stays as it was",
      "        attn.o_proj = BlockedLinear(attn.o_proj, blocked_row_linear)\n", ""),
     ("08", "same_bits_transformer", "q, k and v stay as they were",
      "        attn.project_qkv = blocked_column_linears\n", ""),
     ("08", "tree_norm", "the norm is a plain sum of a rank's blocks",
      "tree_all_reduce(tree_sum(of_blocks), tp_group)",
-     "all_reduce(sum(of_blocks), tp_group)", "4 --dtype float64"),
+     "lesson00.all_reduce(sum(of_blocks), tp_group)", "4 --dtype float64"),
     ("08", "digest", "a hash of the shapes only",
      "torch.as_tensor(x, dtype=torch.float64)",
      "torch.zeros_like(torch.as_tensor(x, dtype=torch.float64))",
@@ -366,7 +370,8 @@ def problem(lesson: str, by: str, text: str = "") -> str:
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(jobs.ROOT / "tests", Path(copy, "tests"))
         Path(copy, "beyond").mkdir()
-        for path in (*PATHS.values(), jobs.ROOT / "pyproject.toml"):
+        more = jobs.ROOT / "pyproject.toml", jobs.ROOT / "beyond" / "course.py"
+        for path in (*PATHS.values(), *more):
             shutil.copy(path, Path(copy, path.relative_to(jobs.ROOT)))
         script = Path(copy, PATHS[lesson].relative_to(jobs.ROOT))
         script.write_text(text or script.read_text("utf-8"), "utf-8")

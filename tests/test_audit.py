@@ -174,15 +174,16 @@ sys.path.insert(0, {root!r} + "/beyond")
 import importlib, torch
 lesson = importlib.import_module("09_shared_heads")
 {bug}
-config = lesson.Config(30, 32, 8, 2, 1, 6, 0.0)
+config = lesson.lesson02.Config(30, 32, 8, 2, 1, 6, 0.0)
 
 def build():
-    return lesson.Transformer(config)
+    return lesson.lesson02.Transformer(config)
 
 def parallelize(model, tp_group):
     groups = lesson.kv_groups(2, 4, 60)
     groups["tp"] = tp_group
-    return lesson.shared_heads_transformer(model, lesson.tp_transformer, groups)
+    make = lesson.lesson02.tp_transformer
+    return lesson.shared_heads_transformer(model, make, groups)
 
 def batch(step):
     tokens = torch.randint(30, (2, 3, 6))
@@ -193,7 +194,11 @@ def batch(step):
 @pytest.mark.parametrize("bug, code", [("", 0), ("order", 1)])
 def test_the_order_of_shared_heads_on_four_ranks(tmp_path, capsys, bug, code):
     """beyond/09 --break order: a rank holds another rank's key/value head."""
-    edit = f"lesson.apply_edit(lesson.BREAKS[{bug!r}], vars(lesson))" if bug else ""
+    edit = (
+        f"lesson.lesson00.apply_edit(lesson.BREAKS[{bug!r}], vars(lesson))"
+        if bug
+        else ""
+    )
     path = tmp_path / "shared.py"
     path.write_text(ORDER.format(root=str(jobs.ROOT), bug=edit))
     assert audit.main([str(path), "--ranks", "4", "--timeout", "100"]) == code

@@ -79,6 +79,14 @@ def test_each_element_is_written_once(run):
     assert placements["weight/layers.0.mlp.down_proj.weight"] == "Shard(dim=1)"
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_one_default_model_for_1_2_4_and_8_ranks(monkeypatch, ranks):
+    """What one of them saves, another one loads without a flag for a size."""
+    monkeypatch.setattr("sys.argv", [CHECKPOINTS])
+    script = jobs.load(CHECKPOINTS)
+    assert script.parse_args(ranks).settings == script.parse_args(1).settings
+
+
 # A chain of starts, each on another mesh, by --save and --load.
 
 
@@ -146,7 +154,7 @@ FORGED = "complete.json is not what save_checkpoint writes"
     ("complete.json", changed(step="four"), LOAD, "--load .*step is four in the ch"),
     ("complete.json", without_mesh, LOAD, "--load .*complete.json has no 'mesh'"),
     # Nothing is wrong with the files.
-    ("", None, f"{LOAD} --hidden 32", "hidden is 16 in the checkpoint, 32 in this run"),
+    ("", None, f"{LOAD} --hidden 32", "hidden is 16 .* this run; take --hidden 16"),
     ("", None, "--load HERE --steps 4", "of step 4, .*--steps 4; take --steps 8"),
     ("", None, f"{LOAD} --save HERE/../no/folder", "--save"),
     ("", None, f"{LOAD}/../no", "--load .*no complete checkpoint"),

@@ -8,12 +8,13 @@ import json
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import jobs
 import pytest
-from runs import COLLECTIVES, MESH, MLP, SEQUENCE, TRANSFORMER, VOCAB, over
+from runs import COLLECTIVES, MESH, MLP, SAME_BITS, SEQUENCE, TRANSFORMER, VOCAB, over
 
 # Flags, and what the message must say; if nothing stands there, the flags themselves.
 SHARED = [  # the same in all lessons
@@ -184,6 +185,31 @@ def test_without_docstrings(tmp_path):
     assert (
         done.stderr == "error: PYTHONOPTIMIZE=2 removes docstrings, our training text\n"
     )
+
+
+@pytest.mark.parametrize("copied, says", [
+    ([], "No module named 'course'"),
+    (["course.py"], "no 00_collectives.py in the folder above"),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_without_its_repository(tmp_path, copied, says, ranks):
+    """One line, by one rank; the others wait for torchrun, which ends them."""
+    folder = tmp_path / "beyond"
+    folder.mkdir()
+    path = jobs.PATHS[SAME_BITS]
+    for name in (path.name, *copied):
+        shutil.copy(path.with_name(name), folder)
+    script = folder / path.name
+    if ranks == 1:
+        done = jobs.watch([sys.executable, str(script)], 300, {})
+        assert done.code == 2
+    else:
+        done = jobs.torchrun(script, ranks, limit=300)
+        assert done.code != 0 and re.search(r"exitcode +: 2 ", done.err)
+    assert done.out == "" and done.left == []
+    line = f"error: this script imports the course's lessons: {says}\n"
+    assert done.err.count("error: this") == done.err.count(line) == 1
+    assert str(script) not in re.sub(r"(?m)^.*FAILED.*$", "", done.err), "no traceback"
 
 
 def test_the_command_has_the_flags_that_were_given():

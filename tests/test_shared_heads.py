@@ -66,8 +66,8 @@ def test_repeated_heads(kv_heads, copies, bias):
 @pytest.mark.parametrize("kv_heads, copies", [(1, 8), (2, 4), (4, 2), (8, 1)])
 def test_a_model_of_repeated_heads_computes_the_same(kv_heads, copies):
     torch.manual_seed(kv_heads)
-    config = lesson.Config(11, 48, 8, kv_heads, 2, 7, 0.0)
-    full = lesson.Transformer(config).double()
+    config = lesson.lesson02.Config(11, 48, 8, kv_heads, 2, 7, 0.0)
+    full = lesson.lesson02.Transformer(config).double()
     tokens = torch.randint(11, (2, 7))
     repeated = lesson.repeat_kv_heads(full, copies)
     torch.testing.assert_close(repeated(tokens), full(tokens), rtol=0, atol=1e-13)
@@ -130,7 +130,9 @@ def test_every_gradient_parameter_and_replica_is_compared(run):
     data = jobs.result(*run).data
     assert data["verdict"] == "PASS"
     checks = {row["name"] for row in data["checks"]}
-    model = lesson.Transformer(lesson.Config(1, 4, 1, 1, 2, 1, 0.0))  # 2 layers
+    model = lesson.lesson02.Transformer(
+        lesson.lesson02.Config(1, 4, 1, 1, 2, 1, 0.0)
+    )  # 2 layers
     for name, _ in model.named_parameters():
         for way in ("TP", "SP"):
             assert f"gradients: {name}, {way}" in checks

@@ -169,8 +169,8 @@ def test_search(page, address):
 
 @pytest.mark.parametrize("lesson", jobs.PATHS)
 def test_lesson(looks, lesson):
-    """All of the file, numbered and linked; what is carried over and the harness are
-    folded; and what the notebook's first run printed."""
+    """All of the file, numbered and linked; flags, what is carried over and the harness
+    are folded; and what the notebook's first run printed."""
     look = looks[f"lessons/{lesson}.html"]
     code = look["code"]
     lines = "".join(each["text"] for each in code).splitlines()
@@ -180,7 +180,9 @@ def test_lesson(looks, lesson):
     path = jobs.PATHS[lesson].relative_to(jobs.ROOT).as_posix()
     repository = f"https://github.com/us/course/blob/abc/{path}"
     assert links == [f"{repository}#L{n}" for n, _ in enumerate(wanted, 1)]
-    assert {"NEW", "RUN", "BREAK", "HARNESS,"} <= {e["title"].split()[0] for e in code}
+    titles = {each["title"].split()[0] for each in code}
+    assert {"NEW", "RUN", "BREAK", "FLAGS"} <= titles
+    assert ("HARNESS," in titles) == (lesson in jobs.LESSONS)
     for each in code:
         folded = each["title"].startswith(("FLAGS", "CARRIED", "HARNESS"))
         assert each["folds"] == folded and each["shown"] != folded, each["title"]

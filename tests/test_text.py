@@ -6,6 +6,7 @@ on purpose, UNMET says which and why.
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -62,6 +63,8 @@ UNMET = {
     # Three methods of attention over several ranks, and a backward written by hand.
     ("11_context_parallel", "to read", "lines"),
     ("11_context_parallel", "NEW", "lines"),
+    ("11_context_parallel", "RUN", "lines"),
+    ("10_checkpoints", "RUN", "lines"),
 }
 # Other people's code imports these (DESIGN 10).
 PUBLIC = {
@@ -81,7 +84,8 @@ class Text:
 
     def __init__(self, name: str):
         self.number = name[:2]
-        self.lines = jobs.PATHS[name].read_text("utf-8").splitlines()
+        self.text = jobs.PATHS[name].read_text("utf-8")
+        self.lines = self.text.splitlines()
         self.tree = ast.parse("\n".join(self.lines))
         self.banners = []  # (part, the rest of its line)
         self.part_of_line = []
@@ -110,11 +114,15 @@ def is_known(name: str, where: str, what: str) -> bool:
 def test_banners(name):
     text = TEXTS[name]
     (first, new), *others = text.banners
+    assert first == "NEW" and re.fullmatch(rf"in {text.number}: \S.*", new)
+    own = [("RUN", ""), ("BREAK IT", ""), ("FLAGS", "")]
+    if name in jobs.BEYOND:  # it imports the lessons, so nothing is copied
+        assert others == own
+        assert text.lines[-1] == "    lesson00.launch(main, parse_args, globals())"
+        return
     carried = [rest for part, rest in others if part == "CARRIED OVER"]
     sources = [rest.split()[1].rstrip(",") for rest in carried]
     last = ("HARNESS", ", the same in every lesson")
-    own = [("RUN", ""), ("BREAK IT", ""), ("FLAGS", "")]
-    assert first == "NEW" and re.fullmatch(rf"in {text.number}: \S.*", new)
     assert others == [*own, *(("CARRIED OVER", rest) for rest in carried), last]
     assert sources == sorted(set(sources)), "earlier lessons, in order"
     assert carried == [f"from {source}, unchanged" for source in sources]
@@ -148,6 +156,28 @@ def test_copies_are_as_the_tool_writes_them():
     command = [sys.executable, "tools/carry.py", "--check"]
     done = subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("home, old, new, says", [
+    ("01_naive_mlp_tp", "def must_divide(", "def is_divided(", "must_divide"),
+    ("00_collectives", "    def section(", "    def chapter(", "report.section"),
+])  # fmt: skip
+def test_a_renamed_definition_is_not_dropped(tmp_path, home, old, new, says):
+    """Who renames one in its home alone is told, and no file is written."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(jobs.ROOT / "tools" / "carry.py", tmp_path / "tools")
+    for name in jobs.LESSONS:
+        shutil.copy(jobs.PATHS[name], tmp_path)
+    path = tmp_path / f"{home}.py"
+    text = path.read_text("utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new), "utf-8")
+    before = {path: path.read_text("utf-8") for path in tmp_path.glob("*.py")}
+    command = [sys.executable, "tools/carry.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{says} is defined nowhere" in done.stdout and done.stderr == ""
+    assert before == {path: path.read_text("utf-8") for path in before}
 
 
 def too_long(name: str) -> list[str]:
@@ -219,7 +249,7 @@ def test_code_is_plain(name):
                 idiom,
                 lines,
             )
-    for part in ("RUN", "HARNESS"):
+    for part in ("RUN", "HARNESS") if name in jobs.LESSONS else ("RUN",):
         lines = text.lines_of(part)
         comments = [line for line in lines if re.search(r"^\s*#|\s\s# ", line)]
         assert 100 * len(comments) // len(lines) >= COMMENTS, part
@@ -251,7 +281,8 @@ def test_functions_are_short(name):
 
 @each_file
 def test_imports(name):
-    """torch and the standard library. 04 may use transformers, where it is needed."""
+    """torch and the standard library. 04 may use transformers, where it is needed. A
+    script of beyond/ imports the lessons, by their names."""
     text = TEXTS[name]
     known = {"torch", *sys.stdlib_module_names} - {"importlib"}
     foreign = set()
@@ -265,8 +296,24 @@ def test_imports(name):
             module for module in modules if module.split(".")[0] not in known
         )
     optional = {"transformers", "importlib.util"} if text.number == "04" else set()
-    assert foreign <= optional
+    assert foreign <= ({"course"} if name in jobs.BEYOND else optional)
+    lines = [
+        line.strip() for line in text.lines if re.search(r"\bcourse import\b", line)
+    ]
+    assert all(
+        re.fullmatch(r"from course import lesson0[\d, leson]+", x) for x in lines
+    )
     assert not re.search(r"^(import|from) transformers", "\n".join(text.lines), re.M)
+
+
+@pytest.mark.parametrize("name", jobs.BEYOND)
+def test_a_script_says_when_its_repository_is_missing(name):
+    """In the same words; test_refusals.py tries one of them."""
+    block = re.compile(
+        r"^    from course import lesson00.*\n(except (.*\n    )+.*\n)", re.M
+    )
+    first, own = (block.search(TEXTS[n].text)[1] for n in (jobs.BEYOND[0], name))
+    assert own == first and own.startswith("except ModuleNotFoundError")
 
 
 @each_file

@@ -7,7 +7,7 @@ WRONG = [  # number of the exercise, edits of the solution, what the check says
      "['all-reduce']: who decides the order there?"),
     (1, {LOOP: "    return total"}, "that is not the sum"),
     (1, {LOOP: "    return terms.double().sum(0)"}, "its bits are not"),
-    (1, {LOOP: "    return all_reduce(x, group)"}, "2 collectives, not 1"),
+    (1, {LOOP: "    return lesson00.all_reduce(x, group)"}, "2 collectives, not 1"),
     (2, {"2 * (T - 1) * n * e // T": "(T - 1) * n * e // T"},
      "n 16, e 4, T 2: bytes_sent gives ("),
     (2, {"2 * (T - 1) * n * e // T, (T - 1) * n * e": "64, 64"},

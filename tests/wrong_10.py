@@ -15,6 +15,6 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (3, {"all_gather(x, 0, dp_group), 0, tp_group":
          "all_gather(x, 0, tp_group), 0, dp_group"},
      "rows in the order [0, "),
-    (3, {"all_gather(all_gather(x, 0, dp_group), 0, tp_group)":
+    (3, {"all_gather(lesson00.all_gather(x, 0, dp_group), 0, tp_group)":
          "all_gather(x, 0, dp_group)"}, "shape ["),
 ]  # fmt: skip

@@ -3,13 +3,16 @@
     python tools/carry.py            rewrite the folded parts of all lessons
     python tools/carry.py --check    exit with 1 if a file would change
 
-Every definition has one home: the lesson (or script of beyond/) under whose NEW, RUN or
-FLAGS it is, or the HARNESS of lesson 00. Edit it there. This tool copies all that a
-later lesson uses, and what that uses, below its FLAGS. Of a docstring it keeps the
-first line, which has to be a sentence. Imports that only copies need are copied too.
+Every definition has one home: the lesson under whose NEW, RUN or FLAGS it is, or the
+HARNESS of lesson 00. Edit it there. This tool copies all that a later lesson uses, and
+what that uses, below its FLAGS. Of a docstring it keeps the first line, which has to be
+a sentence. Imports that only copies need are copied as well. Before it writes any file
+it checks all of them: every name that a lesson reads must be defined, there or in an
+earlier lesson. (Scripts in beyond/ import the lessons: nothing is copied there.)
 """
 
 import ast
+import builtins
 import re
 import symtable
 import sys
@@ -44,6 +47,65 @@ def names_used(node: ast.AST) -> set[str]:
             if symbol.is_global() or table.get_type() == "module":
                 names.add(symbol.get_name())
     return names
+
+
+def undefined_names(tree: ast.Module) -> list[str]:
+    """Names that a module reads, although nothing in it or in Python defines them."""
+    defined = {*dir(builtins), "__file__", *imports_of(tree)}
+    used = set()
+    for node in tree.body:
+        defined.update(names_defined(node))
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            used |= names_used(node)
+    return sorted(used - defined)
+
+
+def plain_classes(tree: ast.Module) -> dict[str, set[str]]:
+    """Class → its methods and attributes, of classes with no base but NamedTuple."""
+    members = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        if [ast.unparse(base) for base in node.bases] not in ([], ["NamedTuple"]):
+            continue
+        found = {*dir(tuple), "_asdict", "_replace"}  # of NamedTuple, and of any class
+        for inner in node.body:
+            found.update(names_defined(inner))
+        for inner in ast.walk(node):  # self.x = …
+            if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                found.add(inner.attr)
+        members[node.name] = found
+    return members
+
+
+def unknown_members(tree: ast.Module) -> list[tuple[int, str]]:
+    """(line, "report.ledger") for each attribute that the object's class has not.
+
+    It sees plain cases: `self`, a parameter that is annotated with one of the module's
+    own classes, and a global that is made like COMM = CommCounter().
+    """
+    members = plain_classes(tree)
+    places = []  # (where, name of an object, its class)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            places.append((node, "self", node.name))
+        if isinstance(node, ast.FunctionDef):
+            for arg in node.args.args:
+                if isinstance(arg.annotation, ast.Name):
+                    places.append((node, arg.arg, arg.annotation.id))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            for name in names_defined(node):
+                places.append((tree, name, ast.unparse(node.value.func)))
+    unknown = set()
+    for where, name, its_class in places:
+        if its_class not in members:
+            continue
+        for node in ast.walk(where):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name:
+                if node.attr not in members[its_class]:
+                    unknown.add((node.lineno, f"{name}.{node.attr}"))
+    return sorted(unknown)
 
 
 def imports_of(tree: ast.Module) -> dict[str, str]:
@@ -192,21 +254,27 @@ def second_homes(lessons: list[Lesson]) -> list[str]:
     return problems
 
 
+def find_problems(texts: dict[Lesson, str]) -> list[str]:
+    """What keeps the files from being written. texts: lesson → its new file."""
+    problems = second_homes(list(texts))
+    for lesson, text in texts.items():
+        name = lesson.path.name
+        tree = ast.parse(text)
+        for line, problem in lesson.problems.items():
+            problems.append(f"{name}:{line}: {problem}")
+        for undefined in undefined_names(tree):
+            problems.append(f"{name}: {undefined} is defined nowhere")
+        for line, member in unknown_members(tree):
+            problems.append(f"{name}:{line}: {member} is defined nowhere")
+    return problems
+
+
 def main() -> int:
-    paths = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*.py"))]
-    # A script of beyond/ that imports the lessons has no folded parts.
-    paths = [path for path in paths if FOLDED.search(path.read_text("utf-8"))]
-    lessons = [Lesson(path) for path in paths]
-    only = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+    lessons = [Lesson(path) for path in sorted(ROOT.glob("0?_*.py"))]
     texts = {}
     for i, lesson in enumerate(lessons):
-        if only and lesson.number not in only:
-            continue
         texts[lesson] = lesson.own + folded_part(lesson, lessons[:i], lessons[0])
-    problems = second_homes(lessons)
-    for lesson in lessons:
-        for line, problem in lesson.problems.items():
-            problems.append(f"{lesson.path.name}:{line}: {problem}")
+    problems = find_problems(texts)
     if problems:
         print("\n".join(problems))
         return 2
