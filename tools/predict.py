@@ -352,7 +352,7 @@ def memory(args, stage: int) -> dict[str, int]:
     if replicas(args) == 1:  # nothing is sharded
         unsharded = {}
     kept = shard(args, held, of_experts)
-    # The two moments and the weights, in float32; every shard is padded alike.
+    # The two moments and the weights, in float32; every shard has the same size.
     state = 12 * shard(args, trained, of_experts)
     if not args.zero:
         state = 12 * padded(args, trained, of_experts)
@@ -373,7 +373,7 @@ def shard(args, count: int, of_experts: int) -> int:
 
 
 def padded(args, count: int, of_experts: int) -> int:
-    """Parameters, filled up to a multiple of the replicas."""
+    """Parameters, padded to a multiple of the replicas."""
     rest = math.ceil((count - of_experts) / replicas(args)) * replicas(args)
     groups = expert_replicas(args)
     return rest + math.ceil(of_experts / groups) * groups
@@ -445,7 +445,7 @@ def of_gradients(args, stage: int, e: int, rows: Calls) -> None:
     g = max(e, args.grad_bytes)
     _, trained, replicated = parameters(args, stage)
     of_experts = experts_of_stage(args, stage)
-    counts = {"dp": trained - of_experts, "edp": of_experts}  # and filled up:
+    counts = {"dp": trained - of_experts, "edp": of_experts}  # and padded:
     counts["dp"] += -counts["dp"] % replicas(args)
     counts["edp"] += -counts["edp"] % expert_replicas(args)
     rows.add("tp sum", "all-reduce", "tp", 1, g * replicated)

@@ -95,8 +95,8 @@ def recomputation_2022() -> list[Row]:
 
 
 def llama_405b() -> list[Row]:
-    """tp 8, pp 16, stages with a layer less at both ends, interleaved. The number of
-    chunks per stage is not in the table: 8, one layer each, is assumed. The planner may
+    """tp 8, pp 16, interleaved, a layer less on the first and the last stage. How many
+    chunks a stage has is not in the table: 8, of one layer, is assumed. The planner may
     recompute; the paper did not have to."""
     rows = []
     for dp, cp, seq_len, batch_size, mfu in (
