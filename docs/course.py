@@ -3,6 +3,7 @@
     {lesson} 01_naive_mlp_tp       its code, part by part, and its recorded output
     {breaks}                       the bugs of all lessons, from their BREAKS tables
     {tp-player} ring               a recorded run that the reader steps through
+    {tp-player} ring 1,2,8         on a slide: the steps to stop at
 For slides:
     {lesson-output} 01_naive_mlp_tp 5    section 5 of a lesson's recorded output
     {edit} 01_naive_mlp_tp f       a bug's diff; {symptom}, with the same: its symptom
@@ -227,7 +228,8 @@ def breaks_page(docname: str) -> list[nodes.Node]:
 # Players and slides
 
 
-def player(docname: str, name: str) -> list[nodes.Node]:
+def player(docname: str, name: str, stops: str = "") -> list[nodes.Node]:
+    """stops: on a slide, the steps to stop at, such as 1,3,7; otherwise all of them."""
     recording, script = f"recordings/{name}.json", "player/tp-player.js"
     for needed in (recording, script):
         if not (DOCS / "_static" / needed).exists():
@@ -235,14 +237,18 @@ def player(docname: str, name: str) -> list[nodes.Node]:
     static = "../" * docname.count("/") + "_static"
     alone = f'<a href="{static}/player/index.html?play={name}">This player alone</a>'
     once = " autoplay" if docname == "index" else ""  # the front page moves by itself
+    chosen = f' steps="{stops}"' if stops else ""
     text = (
-        f'<tp-player src="{static}/{recording}"{once}></tp-player>'
+        f'<tp-player src="{static}/{recording}"{once}{chosen}></tp-player>'
         f'<script type="module" src="{static}/{script}"></script>'
         f'<p class="alone">{alone}</p>'
     )
+    steps = json.loads((DOCS / "_static" / recording).read_text("utf-8"))["events"]
+    numbers = [int(stop) for stop in stops.split(",") if stop] or [*range(len(steps))]
+    if numbers != sorted(set(numbers)) or numbers[-1] > len(steps):
+        raise ValueError(f"{name} has {len(steps)} steps, in order; not {stops}")
     if docname in SLIDES:  # a fragment per step: the player follows reveal.js
-        steps = json.loads((DOCS / "_static" / recording).read_text("utf-8"))["events"]
-        text += '<span class="fragment"></span>' * (len(steps) - 1)
+        text += '<span class="fragment"></span>' * (len(numbers) - 1)
     return [raw(text)]
 
 
@@ -367,11 +373,12 @@ def line_role(name, rawtext, text, lineno, inliner, options=None, content=None):
     return [nodes.reference(rawtext, words, refuri=uri)], []
 
 
-def directive(build, arguments: int):
+def directive(build, arguments: int, optional: int = 0):
     """A directive that puts into a page the nodes that build(docname, …) returns."""
 
     class Built(SphinxDirective):
         required_arguments = arguments
+        optional_arguments = optional
 
         def run(self):
             for path in [*PATHS.values(), *ROOT.glob("notebooks/*.ipynb")]:
@@ -387,7 +394,7 @@ def directive(build, arguments: int):
 def setup(app):
     app.add_directive("lesson", directive(lesson_page, 1))
     app.add_directive("breaks", directive(breaks_page, 0))
-    app.add_directive("tp-player", directive(player, 1))
+    app.add_directive("tp-player", directive(player, 1, optional=1))
     app.add_directive("tp-widget", directive(widget, 1))
     app.add_directive("lesson-output", directive(lesson_output, 2))
     app.add_directive("edit", directive(edit, 2))
