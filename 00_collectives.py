@@ -19,44 +19,44 @@ from one to the other only by calls that both make. Your own first program could
     print(f"rank {dist.get_rank()} has {x.tolist()}")
     dist.destroy_process_group()              # the ranks leave the process group
 
-Save it as first.py; torchrun --standalone --nproc_per_node=2 first.py starts it.
+Save it as first.py; torchrun --standalone --nproc_per_node=2 first.py starts it. gloo
+carries tensors between CPUs, NCCL between NVIDIA GPUs. (The lessons use NCCL if there
+is a GPU for each rank; nothing else changes.)
 
-What you will see: six sections, in which every rank checks every value, and the bytes
-of all calls are compared with formulas.
+What you will see: five sections; every rank checks every value, and bytes of calls.
     1  the three placements of a tensor: replicated, sharded, partial
     2  five collectives, and send/recv
     3  an all-reduce built from two collectives, then from send/recv as a ring
     4  the four cases of a sharded matrix product
-    5  a matrix product on a 2D mesh
-    6  common mistakes: a view, the order of calls, using an async result too early
+    5  common mistakes: a view, the order of calls, using an async result too early
 `--only 2` prints section 2 only. `--break list` lists bugs that `--break NAME` injects.
 
 Exercises (answers: notebooks/00_collectives.ipynb, in the section that is named):
     Run with --break order, then --break skip. Why does one give wrong numbers without
-        an error, while the other waits until a timeout? (section 9)
+        an error, while the other waits until a timeout? (section 8)
     In matmul_case_3_reduce_scatter, scatter dim 0 instead of dim 1. The row marks C
-        with ✗, but its bytes stay right. What is computed now? (section 11, no. 3)
+        with ✗, but its bytes stay right. What is computed now? (section 10, no. 3)
     Write an all-reduce by recursive doubling: in step i, exchange everything with rank
         (rank XOR 2^i) and add. Print it with show_algorithm in section 3: it takes
         log2(T) steps instead of 2·(T − 1). From T = 4 on each rank sends more, and T
         must be a power of 2. (section 4)
 
-How to read this file: NEW is the lesson. RUN calls it and prints; `report` compares and
-makes tables, COMM counts calls and bytes, both in HARNESS, which you can skip. BREAK IT
-lists the bugs.
+How to read this file: NEW is the lesson. RUN calls it and prints; `report` makes tables
+and COMM counts, both in HARNESS, which you can skip. BREAK IT lists the bugs. Words are
+explained in docs/glossary.md.
 
 Shapes: A[I, J] · B[J, K] = C[I, K]. The last letters of a tensor's name are its dims:
     UPPERCASE is the full size, lowercase is this rank's 1/T slice of it. a_Ij has all
     rows and a slice of the columns. n is the size of the small vectors, T the number
-    of ranks in a group, e the bytes per element. A mesh is a grid of ranks; tp (tensor
-    parallel) is one of its axes. Placements of a tensor on tp (U: unreduced):
+    of ranks in a group, e the bytes per element. The group is called tp (tensor
+    parallel). How a tensor is placed on it, and PyTorch's word for that:
         replicated  A[I]          Replicate()  every rank holds the full tensor
         sharded     A[I_tp]       Shard(dim)   dim I is split over tp
-        partial     A[I] {U_tp}   Partial()    full shape, still to be summed over tp;
-                                               its name begins with partial_
+        partial     A[I] {U_tp}   Partial()    full shape, still to be summed over tp
+                                               (U: unreduced); named partial_…
 
 Sources: the scaling book, jax-ml.github.io/scaling-book (notation, four products);
-    GSPMD, arXiv:2105.04663 (2D mesh); docs.pytorch.org/docs/stable/distributed.html.
+    docs.pytorch.org/docs/stable/distributed.html.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -73,41 +74,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 # ==== NEW in 00: collectives
 
-# ---- How ranks start, and what a group is
-
 # Before main, every rank runs these lines (they are in `launch`, in HARNESS):
 #     dist.init_process_group("gloo")   # "nccl" on GPUs; waits for all ranks
 #     torch.manual_seed(1)              # one seed: torch.randn gives all ranks the same
-# and after main dist.destroy_process_group(). A group is a set of ranks that make calls
-# together. A rank has a number in each of its groups, group.rank(), and a global one,
-# dist.get_rank(): in the group [2, 3], group rank 0 is global rank 2.
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group along each axis of a mesh.
-
-    A mesh lays out the ranks as a grid, row by row: neighbors on the last axis have
-    consecutive numbers. Each line of the grid is a group.
-
-    Args:
-        sizes: axis → number of ranks; {"outer": 2, "inner": 2} is [[0, 1], [2, 3]], so
-            groups [0, 2] and [1, 3] along outer, [0, 1] and [2, 3] along inner.
-        timeout: seconds that a call may wait (PyTorch: gloo 30 minutes, NCCL 10).
-    """
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    limit = timedelta(seconds=timeout)
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
-            # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, also those it is not in, in one order:
-            # new_group is a collective over all ranks and waits for each of them.
-            group = dist.new_group(line, timeout=limit, group_desc=axis)
-            if dist.get_rank() in line:
-                groups[axis] = group
-    return groups
-
+# A group is a set of ranks that make calls together. A rank has a number in each of its
+# groups, group.rank(), and a global one, dist.get_rank(): in the group [2, 3], group
+# rank 0 is global rank 2. All that follows needs one group, of all ranks:
+#     group = dist.new_group(group_desc="tp")   # "tp": the name that COMM prints
 
 # ---- Slices
 
@@ -131,8 +104,8 @@ def shard(full: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 # Each wrapper returns a new tensor and never changes its input. Autograd does not track
 # these calls; lesson 01 wraps some of them in autograd.Functions. In a group of one
-# rank collectives send nothing. COMM.record counts the call and its payload (bytes of a
-# rank's input, or its output if that is larger) and records that this rank is inside.
+# rank collectives send nothing. COMM.record counts a call and its payload (bytes of a
+# rank's input, or its output if that is larger), and knows in a hang who is where.
 
 
 def all_reduce(
@@ -140,9 +113,7 @@ def all_reduce(
 ) -> Tensor:
     """Every rank gets the sum over ranks, element by element: Partial() → Replicate().
 
-    Args:
-        op: dist.ReduceOp.MAX, MIN, … instead of the sum.
-
+    op: dist.ReduceOp.MAX, MIN, … instead of the sum.
     Shapes: x [...] → [...]. Communication: 1 call on x's elements.
     """
     # PyTorch's call works in place, and only on contiguous memory: x may be a view.
@@ -218,11 +189,9 @@ def send_recv(
     x = x.detach().contiguous()
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     with COMM.record("send/recv", x, group):
-        operations = [
-            dist.P2POp(dist.isend, x, group=group, group_peer=dst),
-            dist.P2POp(dist.irecv, out, group=group, group_peer=src),
-        ]
-        for request in dist.batch_isend_irecv(operations):
+        send = dist.P2POp(dist.isend, x, group=group, group_peer=dst)
+        receive = dist.P2POp(dist.irecv, out, group=group, group_peer=src)
+        for request in dist.batch_isend_irecv([send, receive]):
             request.wait()
     return out
 
@@ -244,12 +213,10 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
     Follow chunk 0: it starts on rank 1, passes rank 2, and is complete on rank 0 after
     T − 1 steps. These steps are a reduce-scatter, the T − 1 others an all-gather.
 
-    Args:
-        on_step: called with the step's name and the list of chunks after each step.
-
+    on_step: called with the step's name and the list of chunks after each step.
     Shapes: x [...] → [...], Partial() → Replicate(). T need not divide x.
-    Communication: 2·(T − 1) send/recv per rank, each of a chunk; the ranks together
-        send 2·(T − 1) times x.
+    Communication: 2·(T − 1) send/recv per rank; the ranks together send 2·(T − 1)
+        times x.
     """
     T = group.size()
     rank = group.rank()
@@ -277,9 +244,8 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor
 def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
     """Bytes that one rank of a ring sends for a payload of nbytes.
 
-    Once around the ring is T − 1 steps, and in each a rank sends 1/T of the payload. In
-    a broadcast that is the mean: one rank sends nothing, the others all of the payload.
-    An all-reduce goes around twice. For send/recv the payload is what the rank sends.
+    Once around the ring is T − 1 steps of 1/T of the payload; an all-reduce goes around
+    twice. For a broadcast it is a mean: all ranks but the last pass all of x on.
     """
     if collective == "send/recv":
         return nbytes
@@ -315,7 +281,7 @@ def two_all_reduces(x: Tensor, y: Tensor, group) -> tuple[Tensor, Tensor]:
 # ---- The four cases of a sharded product A · B = C
 
 # The contracted dim J decides. If J is not split, no rank needs anything from another,
-# unless one axis splits both I and K (case 4).
+# unless both I and K are split over the group (case 4).
 
 
 def matmul_case_1(a_iJ: Tensor, b_JK: Tensor, group) -> Tensor:
@@ -346,10 +312,8 @@ def matmul_case_3_reduce_scatter(a_Ij: Tensor, b_jK: Tensor, group) -> Tensor:
 
 
 def matmul_case_4_left(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
-    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: gather A.
-
-    From its own slices, rank r can compute only block (r, r) of C.
-    """
+    """A[I_tp, J] · B[J, K_tp] → C[I, K_tp]: gather A."""
+    # From its own slices, rank r could compute only block (r, r) of C.
     return all_gather(a_iJ, 0, group) @ b_Jk
 
 
@@ -358,40 +322,49 @@ def matmul_case_4_right(a_iJ: Tensor, b_Jk: Tensor, group) -> Tensor:
     return a_iJ @ all_gather(b_Jk, 1, group)
 
 
-def matmul_2d(a_ij: Tensor, b_jk: Tensor, outer, inner) -> Tensor:
-    """A[I_outer, J_inner] · B[J_outer, K_inner] → C[I_outer, K_inner] on a 2D mesh.
+# ---- Several groups: a mesh
 
-    a_ij is [I/outer, J/inner] and b_jk is [J/outer, K/inner], where outer and inner are
-    the numbers of ranks. Here a lowercase dim is split over one axis only: a_ij's j
-    over inner, b_jk's j over outer. Each operand is gathered over the axis that splits
-    its J; C is laid out like A.
-    Communication: all-gather of A[I_outer, J] over inner (I·J/outer elements), of
-        B[J, K_inner] over outer (J·K/inner elements). Source: arXiv:2105.04663.
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group along each axis of a mesh.
+
+    A mesh lays out the ranks as a grid, row by row, and each line of the grid is a
+    group. sizes {"dp": 2, "tp": 2} is the grid [[0, 1], [2, 3]]: groups [0, 2] and
+    [1, 3] along dp, [0, 1] and [2, 3] along tp. With one axis all ranks are one group.
+    timeout: seconds that a call may wait (PyTorch: gloo 30 minutes, NCCL 10).
     """
-    a_iJ = all_gather(a_ij, 1, inner)
-    b_Jk = all_gather(b_jk, 0, outer)
-    return a_iJ @ b_Jk
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, also those it is not in, in one order:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
 
 
 # ==== RUN
 
 
 def main(args, report: Report) -> None:
-    """Print six sections; in each, every rank checks its own values."""
+    """Print five sections; in each, every rank checks its own values."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
     size = matrix_sizes(args)
     report.begin({"tp": args.ranks}, size)
-    # Every rank has the full matrices, so each can compute what must come out.
-    a_IJ = random_matrix(size["I"], size["J"], args)
-    b_JK = random_matrix(size["J"], size["K"], args)
 
     show_three_placements(report, size["n"], tp_group)
     show_collectives(report, size["n"], tp_group)
     x = count_from(tp_group.rank(), size["n"], args)
     show_two_halves(report, x, tp_group)
     show_algorithm(report, ring_all_reduce, x, "2·(T-1)", "2·(T-1)·n·e", tp_group)
+    # Every rank has the full matrices, so each can compute what must come out.
+    a_IJ = random_matrix(size["I"], size["J"], args)
+    b_JK = random_matrix(size["J"], size["K"], args)
     show_products(report, a_IJ, b_JK, size, tp_group)
-    show_2d_products(report, a_IJ, b_JK, size)
     show_mistakes(report, tp_group)
 
 
@@ -435,52 +408,38 @@ def check_calls(report, row: dict, run: str, formula: str, size, group) -> None:
             # ring: the bytes that a rank of a ring would send for this payload.
             row["ring"] += ring_bytes(call.collective, COMM.bytes[call], group.size())
     calls = 0 if formula == "0" or group.size() == 1 else 1  # one rank sends nothing
-    nbytes = calls * evaluate(formula, size)
     name = f"{run} over {group.group_desc}"
     report.expect(row, "calls", "calls", name, calls)
-    report.expect(row, "bytes", "bytes", name, nbytes)
+    report.expect(row, "bytes", "bytes", name, calls * evaluate(formula, size))
 
 
 # ---- The sections of the output, in order
 
 
 def show_three_placements(report: Report, n: int, group) -> None:
-    """The tensor 0, 1, 2, … replicated, sharded and partial."""
-    rank = group.rank()
+    """The tensor A = 0, 1, 2, … replicated, sharded and partial."""
     full = count_from(0, n, report.args)
     sharded = shard(full, 0, group)
-    # Any tensors are partial results of A if they sum to A: rank 0 holds the remainder.
-    others = [(full * r) % 5 - 2 for r in range(1, group.size())]
-    partial = full - sum(others) if rank == 0 else others[rank - 1]
+    # Any tensors that sum to A are partial. The others hold 1s, and rank 0 the rest.
+    partial = torch.ones_like(full)
+    if group.rank() == 0:
+        partial = full - (group.size() - 1)
 
-    rows = [placement_row("in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}")]
-    texts = [as_text(x) for x in (full, sharded, partial)]
-    rows.extend(gather_objects(placement_row(f"rank {rank}", *texts)))
+    columns = ("PyTorch's word", "Replicate()", "Shard(0)", "Partial()")
+    words = ("in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}")
+    held = [f"rank {group.rank()}", *map(as_text, (full, sharded, partial))]
+    rows = [dict(zip(columns, words), ok=None)]
+    rows.extend(gather_objects(dict(zip(columns, held), ok=None)))
     # Only the last row is checked: it says how each rank gets A.
-    row = placement_row("to get A", "nothing to do", "all-gather", "all-reduce")
+    to_get_a = ("to get A", "nothing to do", "all-gather", "all-reduce")
+    row = dict(zip(columns, to_get_a), ok=None)
     joined = all_gather(sharded, 0, group)
     summed = all_reduce(partial, group)
     check_value(report, row, "Shard(0)", "sharded, all-gather", joined, full)
     check_value(report, row, "Partial()", "partial, all-reduce", summed, full)
     report.section("Three placements of a tensor A: replicated, sharded, partial")
+    report.say("   A is 0, 1, 2, … Partial tensors add up to A, element by element.")
     report.table("placements", [*rows, row])
-
-
-def placement_row(label: str, replicated: str, sharded: str, partial: str) -> dict:
-    """A row of section 1, under PyTorch's words."""
-    row = {"PyTorch's word": label, "Replicate()": replicated}
-    row.update({"Shard(0)": sharded, "Partial()": partial, "ok": None})
-    return row
-
-
-class Move(NamedTuple):
-    """One collective of section 2, as this rank calls it."""
-
-    collective: str
-    effect: str
-    function: Callable
-    arguments: tuple  # the first is the tensor
-    expected: Tensor
 
 
 def show_collectives(report: Report, n: int, group) -> None:
@@ -494,43 +453,40 @@ def show_collectives(report: Report, n: int, group) -> None:
     exchanged = torch.cat([split(x_of_r, 0, T)[rank] for x_of_r in xs])
     right = (rank + 1) % T
     left = (rank - 1) % T
+    # Each: what it does; the function and its arguments; what must come out.
     moves = [
-        Move("broadcast", f"rank {T - 1}'s tensor goes to every rank",
-             broadcast, (x, T - 1, group), xs[T - 1]),
-        Move("all-reduce", "every rank gets the sum, element by element",
-             all_reduce, (x, group), sum(xs)),
-        Move("all-gather", "every rank gets every slice, in order",
-             all_gather, (slices[rank], 0, group), torch.cat(slices)),
-        Move("reduce-scatter", "each rank keeps only its slice of the sum",
-             reduce_scatter, (x, 0, group), shard(sum(xs), 0, group)),
-        Move("all-to-all", "slice j of rank r becomes slice r of rank j",
-             all_to_all, (x, group), exchanged),
-        Move("send/recv", "each rank sends to the next, the last to rank 0",
-             send_recv, (x, right, x, left, group), xs[left]),
+        ("broadcast", f"rank {T - 1}'s tensor goes to every rank",
+         broadcast, (x, T - 1, group), xs[T - 1]),
+        ("all-reduce", "every rank gets the sum, element by element",
+         all_reduce, (x, group), sum(xs)),
+        ("all-gather", "every rank gets every slice, in order",
+         all_gather, (slices[rank], 0, group), torch.cat(slices)),
+        ("reduce-scatter", "each rank keeps only its slice of the sum",
+         reduce_scatter, (x, 0, group), shard(sum(xs), 0, group)),
+        ("all-to-all", "slice j of rank r becomes slice r of rank j",
+         all_to_all, (x, group), exchanged),
+        ("send/recv", "each rank sends to the next, the last to rank 0",
+         send_recv, (x, right, x, left, group), xs[left]),
     ]  # fmt: skip
     if T == 1:  # one rank has no other to send to
         moves.pop()
-    report.section(
-        "Five collectives and send/recv; rank r starts with 10·r, 10·r + 1 …"
-    )
-    report.say(
-        "   bytes = payload: of a rank's input, or of its output if that is larger"
-    )
+    report.section("Five collectives and send/recv; rank r has 10·r, 10·r + 1, …")
+    report.say("   bytes = payload: a rank's input, or its output if that is larger")
     for move in moves:
         show_move(report, move, group)
 
 
-def show_move(report: Report, move: Move, group) -> None:
+def show_move(report: Report, move: tuple, group) -> None:
     """Call one collective; show what all ranks pass in and get, and its payload."""
-    x = move.arguments[0]
-    with COMM.label(move.collective, ""):
-        after = move.function(*move.arguments)
+    name, effect, function, arguments, expected = move
+    x = arguments[0]
+    with COMM.label(name, ""):
+        after = function(*arguments)
     row = {"": f"rank {group.rank()}", "before": as_text(x), "after": as_text(after)}
     # The payload is the full tensor: what goes in, or what comes out of an all-gather.
-    payload = max(x.nbytes, after.nbytes)
-    check_calls(report, row, move.collective, str(payload), {}, group)
-    check_value(report, row, "after", move.collective, after, move.expected)
-    report.say(f"   {move.collective}: {move.effect}")
+    check_calls(report, row, name, str(max(x.nbytes, after.nbytes)), {}, group)
+    check_value(report, row, "after", name, after, expected)
+    report.say(f"   {name}: {effect}")
     report.table("moves", gather_objects(row), hide=["calls", "ring", "formula"])
 
 
@@ -543,6 +499,7 @@ def show_two_halves(report: Report, x: Tensor, group) -> None:
     name = "reduce-scatter, then all-gather"
     check_value(report, row, "all-gather", name, both, all_reduce(x, group))
     report.section("An all-reduce is a reduce-scatter, then an all-gather")
+    report.say("   rank r starts with r, r + 1, …")
     report.table("halves", gather_objects(row))
 
 
@@ -554,20 +511,19 @@ def show_algorithm(report, algorithm, x, steps: str, sent: str, group) -> None:
         steps, sent: formulas for the number of steps, and for the bytes that all ranks
             together send. They may use T, n, e and log2().
     """
-    name = algorithm.__name__
     rows = [algorithm_row(report, algorithm, x, steps, sent, group)]
     # tensor_split makes chunks of different lengths where T does not divide n.
     longer = torch.cat([x, x[:1]])
     rows.append(algorithm_row(report, algorithm, longer, steps, sent, group))
     report.say(
-        f"   {name} on n elements; steps and calls are rank 0's\n"
-        "   a rank sends = bytes per rank; all send = bytes of all ranks together"
+        f"   {algorithm.__name__} on n elements: {steps} steps (rank 0's are shown);\n"
+        f"   all ranks together send {sent} bytes"
     )
-    report.table("by hand", rows)
+    report.table("by hand", rows, hide=["calls"])
 
 
 def algorithm_row(report, algorithm, x, steps: str, sent: str, group) -> dict:
-    """Run an all-reduce by hand; count its steps, its calls and its bytes."""
+    """Run an all-reduce by hand; count its steps and its bytes."""
     size = {"T": group.size(), "n": len(x), "e": x.itemsize, "log2": math.log2}
     run = f"{algorithm.__name__} of {len(x)}"
     call = Call(run, "", "send/recv", group.group_desc)
@@ -575,51 +531,43 @@ def algorithm_row(report, algorithm, x, steps: str, sent: str, group) -> dict:
     with COMM.label(run, ""):
         result = algorithm(x, group, lambda name, chunks: names.append(name))
     by_rank = gather_objects(COMM.bytes[call])
-    row = {"n": len(x), "steps": len(names), "formula of steps": steps}
-    row["calls"] = COMM.calls[call]
+    row = {"n": len(x), "steps": len(names), "calls": COMM.calls[call]}
     row["a rank sends"] = " or ".join(str(nbytes) for nbytes in sorted(set(by_rank)))
     # A rank may send more or less than others, so the formula is about all of them.
-    row.update({"all send": sum(by_rank), "formula of bytes": sent})
+    row["all send"] = sum(by_rank)
     report.expect(row, "steps", "steps", run, evaluate(steps, size))
     report.expect(row, "all send", "bytes", run, evaluate(sent, size))
     check_value(report, row, "n", run, result, all_reduce(x, group))
     return row
 
 
-class Product(NamedTuple):
-    """One variant of section 4. A dim that is None is not split."""
-
-    operands: str
-    action: str
-    result: str
-    formula: str  # payload in bytes
-    compute: Callable
-    a_dim: int | None
-    b_dim: int | None
-    c_dim: int | None
-
-
-PRODUCTS = [
-    Product("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0",
-            matmul_case_1, 0, None, 0),
-    Product("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
-            matmul_case_2_gather, 1, None, None),
-    Product("2", "slice B, then 3", "C[I, K]", "I·K·e",
-            matmul_case_2_slice, 1, None, None),
-    Product("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
-            matmul_case_3_all_reduce, 1, 0, None),
-    Product("3", "ReduceScatter", "C[I, K_tp]", "I·K·e",
-            matmul_case_3_reduce_scatter, 1, 0, 1),
-    Product("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "I·J·e",
-            matmul_case_4_left, 0, 1, 1),
-    Product("4", "AllGather B", "C[I_tp, K]", "J·K·e",
-            matmul_case_4_right, 0, 1, 0),
-]  # fmt: skip
-
-
 def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> None:
     """The four cases of a sharded product, each in its variants."""
-    rows = [product_row(report, case, a_IJ, b_JK, size, group) for case in PRODUCTS]
+    a_iJ = shard(a_IJ, 0, group)
+    a_Ij = shard(a_IJ, 1, group)
+    b_jK = shard(b_JK, 0, group)
+    b_Jk = shard(b_JK, 1, group)
+    c_IK = a_IJ @ b_JK  # of which every result must be a slice, or all
+    c_iK = shard(c_IK, 0, group)
+    c_Ik = shard(c_IK, 1, group)
+    # Each: three texts; payload in bytes; the function and its operands; the result.
+    products = [
+        ("1 A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]", "0",
+         matmul_case_1, a_iJ, b_JK, c_iK),
+        ("2 A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]", "I·J·e",
+         matmul_case_2_gather, a_Ij, b_JK, c_IK),
+        ("2", "slice B, then 3", "C[I, K]", "I·K·e",
+         matmul_case_2_slice, a_Ij, b_JK, c_IK),
+        ("3 A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]", "I·K·e",
+         matmul_case_3_all_reduce, a_Ij, b_jK, c_IK),
+        ("3", "ReduceScatter", "C[I, K_tp]", "I·K·e",
+         matmul_case_3_reduce_scatter, a_Ij, b_jK, c_Ik),
+        ("4 A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]", "I·J·e",
+         matmul_case_4_left, a_iJ, b_Jk, c_Ik),
+        ("4", "AllGather B", "C[I_tp, K]", "J·K·e",
+         matmul_case_4_right, a_iJ, b_Jk, c_iK),
+    ]  # fmt: skip
+    rows = [product_row(report, product, size, group) for product in products]
     report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
     report.say(
         "   1: J is not split; each rank computes its rows of C and sends nothing\n"
@@ -632,69 +580,18 @@ def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> No
     report.table("communication", rows, hide=["calls"])
 
 
-def product_row(report, case: Product, a_IJ, b_JK, size, group) -> dict:
+def product_row(report: Report, product: tuple, size, group) -> dict:
     """Compute one product from this rank's slices; count its work and its bytes."""
-    name = case.compute.__name__
-    a = slice_of(a_IJ, case.a_dim, group)
-    b = slice_of(b_JK, case.b_dim, group)
-    expected = slice_of(a_IJ @ b_JK, case.c_dim, group)  # of the full product
+    operands, action, result, formula, compute, a, b, expected = product
+    name = compute.__name__
     # FlopCounterMode counts the floating-point operations of this rank's products.
     with COMM.label(name, ""), FlopCounterMode(display=False) as flops:
-        c = case.compute(a, b, group)
-    row = {"A and B are split": case.operands, "what to do": case.action}
-    row.update({"C is split": case.result, "flops": flops.get_total_flops()})
-    check_calls(report, row, name, case.formula, size, group)
+        c = compute(a, b, group)
+    row = {"A and B are split": operands, "what to do": action}
+    row.update({"C is split": result, "flops": flops.get_total_flops()})
+    check_calls(report, row, name, formula, size, group)
     check_value(report, row, "C is split", name, c, expected)
     return row
-
-
-def slice_of(full: Tensor, dim: int | None, group) -> Tensor:
-    """This rank's slice along dim; all of it for None."""
-    return full if dim is None else shard(full, dim, group)
-
-
-def show_2d_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size) -> None:
-    """The product on each mesh outer × inner, with every matrix split on both axes."""
-    T = size["T"]
-    rows = []
-    totals = []
-    for inner in range(1, T + 1):
-        if T % inner == 0:
-            mesh = {"outer": T // inner, "inner": inner}
-            rows_of_mesh = mesh_rows(report, mesh, a_IJ, b_JK, size)
-            sent = sum(row["ring"] for row in rows_of_mesh)  # along both axes
-            totals.append(f"{sent:,} on {T // inner} × {inner}")
-            rows.extend(rows_of_mesh)
-    report.section(
-        "A[I_outer, J_inner] · B[J_outer, K_inner] on each mesh of the ranks"
-    )
-    report.say(
-        "   Every rank holds 1/T of A, B and C on every mesh. Formula = payload of an\n"
-        "   all-gather; an axis of 1 rank sends nothing, so bytes are 0 there."
-    )
-    report.table("communication", rows, hide=["calls"])
-    report.say(wrap(f"   Total bytes sent per rank of a ring: {', '.join(totals)}."))
-
-
-def mesh_rows(report: Report, mesh: dict, a_IJ, b_JK, size) -> list[dict]:
-    """The product on one mesh: a row for what is gathered along each axis."""
-    groups = mesh_groups(mesh, report.args.timeout)
-    name = f"{mesh['outer']} × {mesh['inner']}"
-    # Rows are split along outer, columns along inner.
-    place = lambda full: shard(shard(full, 0, groups["outer"]), 1, groups["inner"])
-    with COMM.label(name, ""):
-        c_ik = matmul_2d(place(a_IJ), place(b_JK), groups["outer"], groups["inner"])
-
-    # A is split on J along inner, B along outer: there they are gathered.
-    row_of_a = {"mesh": name, "gathered": "A over inner"}
-    row_of_b = {"mesh": name, "gathered": "B over outer"}
-    for row, group in ((row_of_a, groups["inner"]), (row_of_b, groups["outer"])):
-        row["rank 0's group"] = str(dist.get_process_group_ranks(group))
-    sizes = dict(size, **mesh)
-    check_calls(report, row_of_a, name, "I·J·e/outer", sizes, groups["inner"])
-    check_calls(report, row_of_b, name, "J·K·e/inner", sizes, groups["outer"])
-    check_value(report, row_of_b, "mesh", name, c_ik, place(a_IJ @ b_JK))
-    return [row_of_a, row_of_b]
 
 
 def show_mistakes(report: Report, group) -> None:
@@ -718,9 +615,9 @@ def show_mistakes(report: Report, group) -> None:
     name = "two sums, first 1s, then 10s"
     rows.append(mistake_row(report, name, before, summed, T * before))
 
-    # The last rank starts only when rank 0 has started and does its other work: it
-    # waits for a key in COMM.store, a key-value store that all ranks share. So if
-    # rank 0 reads too early, there is no sum yet, however fast the machine is.
+    # So that reading too early fails every time, on any machine: the last rank starts
+    # only when rank 0 has started and does its other work. COMM.store is a key-value
+    # store of all ranks, and rank 0 writes a key there.
     started = "rank 0 has started its all-reduce"
     if T > 1 and rank == T - 1:
         COMM.store.wait([started])
@@ -738,7 +635,7 @@ def show_mistakes(report: Report, group) -> None:
 
 
 def mistake_row(report: Report, name: str, before, after, expected) -> dict:
-    """A row of section 6; it shows rank 0, but every rank checks its own values."""
+    """A row of section 5; it shows rank 0, but every rank checks its own values."""
     row = {"": name, "rank 0 before": as_text(before), "after": as_text(after)}
     check_value(report, row, "after", name, after, expected)
     return row
@@ -816,7 +713,7 @@ BREAKS = {
 
 
 def parse_args(ranks: int) -> argparse.Namespace:
-    return lesson_parser(__doc__, BREAKS, sections=6).parse_args()
+    return lesson_parser(__doc__, BREAKS, sections=5).parse_args()
 
 
 def matrix_sizes(args) -> dict[str, int]:
@@ -964,7 +861,6 @@ import time
 import traceback
 from collections import Counter
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 

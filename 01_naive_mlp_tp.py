@@ -1,36 +1,39 @@
 """Lesson 01: one MLP, split over ranks.
 
-Tensor parallelism (TP) splits the first matrix of an MLP by columns and the second by
-rows. Each rank computes its part of the hidden layer, nonlinearity included, and one
-all-reduce adds up the outputs. This is the split of Megatron-LM, NVIDIA's training
-library. The naive split, both by columns, sends more.
+70 billion parameters in 16-bit precision are 140 GB, more than one GPU holds. Tensor
+parallelism (TP) splits each matrix over ranks. In an MLP it splits the first matrix by
+columns and the second by rows: each rank computes its slice of the hidden layer,
+nonlinearity included, and one all-reduce adds up the outputs. This is the split of
+Megatron-LM, NVIDIA's training library. The naive split, both by columns, sends more.
 
-Run it on 2 ranks (1, 3, 4 and 8 also work; with 2, one axis of the 2D mesh has 1 rank):
+Run it on 2 ranks (1, 3, 4 and 8 also work):
 
     torchrun --standalone --nproc_per_node=2 01_naive_mlp_tp.py
 
 What you will see: the same MLP in one process, split the naive way, Megatron's way and
-by PyTorch's DTensor; then data parallelism (DP), DP with sharded weights (FSDP) and a
-2D mesh. Losses, gradients, bytes sent and stored must match one process or a formula.
+by PyTorch's DTensor; then data parallelism (DP). Losses, gradients, bytes sent and
+stored must match one process or a formula. No times: an MLP as small as this one is
+slower on two ranks (from which size on it is faster: notebook, section 7).
 
 Exercises (explained in notebooks/01_naive_mlp_tp.ipynb):
 - Delete naive_mlp's down_proj line: results stay correct, bytes get a ✗ (section 6).
-- Put nn.RMSNorm(hidden) before up_proj in MLP. Which run raises an error with --mesh
-  1x2, and why not with --mesh 2x1? (section 2: a norm needs all features of a token)
-- Gate the MLP: down(gelu(gate(x)) · up(x)), with a line for gate_proj wherever up_proj
-  is split. Gradients agree, but backward sends too much: one f is enough (section 10).
+- Put nn.RMSNorm(hidden) before up_proj in MLP: all values agree. Put nn.RMSNorm(width)
+  before down_proj: which runs raise an error, and why only these? (section 2)
+- Gate the MLP: down(silu(gate(x)) · up(x)), with a line for gate_proj wherever up_proj
+  is split. Gradients agree, but backward sends too much: one f is enough (section 9).
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. The end of NEW (FSDP and the 2D mesh) is optional.
+`--break NAME`. Words are explained in docs/glossary.md.
 
 Shapes: B batch, S sequence, D hidden, F MLP width, T ranks in the TP group. UPPERCASE
     is the full size, lowercase this rank's slice: h_BSf is [B, S, F/T]. `partial_` in
     front: full shape, still to be summed over the group. e is the bytes per element,
-    θ = (2·D·F + F + D)·e the bytes of all parameters. In F.gelu, F is PyTorch's module
-    torch.nn.functional; f and g in text are two functions, named so by Megatron.
+    θ = (2·D·F + F + D)·e the bytes of all parameters.
+Two letters come twice: F.gelu is in torch.nn.functional, which is imported as F; f and
+    g in the text are Megatron's names for the functions CopyToTP and ReduceFromTP.
 
-Sources: Megatron-LM, arXiv:1909.08053, sec. 3; ZeRO, arXiv:1910.02054 (FSDP); GSPMD,
-    arXiv:2105.04663 (2D mesh); docs.pytorch.org, torch.distributed.tensor.parallel.
+Sources: Megatron-LM, arXiv:1909.08053, sec. 3; docs.pytorch.org,
+    torch.distributed.tensor.parallel.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # autograd does not track them. shard(x, dim, group) is this rank's slice of a tensor
 # that all ranks hold. A tensor is Replicate() if every rank holds all of it, Shard(dim)
 # if each holds a slice, Partial() if the ranks' tensors are still to be summed.
+# Under TP all ranks get the same batch: what is split is the work on it.
 
 
 class MLP(nn.Module):
@@ -69,39 +73,36 @@ class MLP(nn.Module):
 
 # ---- The idea: columns, then rows
 #
-# With A = up_proj.weightᵀ [D, F] and B = down_proj.weightᵀ [F, D], and without biases,
-# the MLP is Y = GELU(X·A)·B. Split A by columns and B by rows; rank t has Aₜ and Bₜ:
+# With Up = up_proj.weightᵀ [D, F] and Down = down_proj.weightᵀ [F, D], and without
+# biases, the MLP is Y = GELU(X·Up)·Down. Split Up by columns and Down by rows:
 #
-#     Hₜ = X·Aₜ                  columns of X·A, complete elements: GELU can be applied
-#     Y = Σₜ GELU(Hₜ)·Bₜ         one partial sum per rank: all-reduce in forward
-#     dL/dX = Σₜ dHₜ·Aₜᵀ         with dHₜ = dL/dHₜ: all-reduce in backward
-#     dL/dAₜ = Xᵀ·dHₜ            both factors are on rank t: nothing to send
+#     hₜ = X·Upₜ                 columns of X·Up, complete elements: GELU can be applied
+#     Y = Σₜ GELU(hₜ)·Downₜ      one partial sum per rank: all-reduce in forward
+#     dL/dX = Σₜ dL/dhₜ · Upₜᵀ   one partial sum per rank: all-reduce in backward
+#     dL/dUpₜ = Xᵀ · dL/dhₜ      both factors are on rank t: nothing to send
 #
-#     rank 0    X ── f ── ·A₀ ── GELU ── ·B₀ ──┐
-#                                              g ── Y, on both ranks
-#     rank 1    X ── f ── ·A₁ ── GELU ── ·B₁ ──┘
+#     rank 0    X ── f ── ·Up₀ ── GELU ── ·Down₀ ──┐
+#                                                  g ── Y, on both ranks
+#     rank 1    X ── f ── ·Up₁ ── GELU ── ·Down₁ ──┘
 #
-#     forward  →     f sends nothing           g all-reduces GELU(Hₜ)·Bₜ
-#     backward ←     f all-reduces dHₜ·Aₜᵀ     g sends nothing
+#     forward  →     f sends nothing               g all-reduces GELU(hₜ)·Downₜ
+#     backward ←     f all-reduces dL/dhₜ · Upₜᵀ   g sends nothing
 #
-# Rows first would give partial sums of X·A, and GELU(a) + GELU(b) is not GELU(a + b):
+# Rows first would give partial sums of X·Up, and GELU(a) + GELU(b) is not GELU(a + b):
 # an all-reduce of B·S·F elements would be needed before GELU.
 
 
-def shard_parameter(
-    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
-) -> nn.Parameter | None:
-    """This rank's shard of a parameter, which remembers how it was sharded.
+def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
+    """This rank's slice of a parameter, which remembers how it was sharded.
 
-    shardings: (dim, group) for each split, in order; none if it is replicated. Only the
-    2D mesh below splits twice. full: None, for a linear without bias, stays None.
+    dim: split over group; None to replicate. full: None, for no bias, stays None.
     """
     if full is None:
         return None
-    for dim, group in shardings:
+    if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = shardings
+    p.shardings = () if dim is None else ((dim, group),)
     return p
 
 
@@ -111,37 +112,37 @@ def shardings_of(p: Tensor) -> tuple:
 
 
 def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' shards; the last split is undone first."""
-    for dim, group in reversed(shardings):
+    """The full tensor from all ranks' slices; the last split is undone first."""
+    for dim, group in reversed(shardings):  # one at most in this lesson
         x = all_gather(x, dim, group)
     return x
 
 
 # ---- Collectives with a backward
 #
-# The correct backward depends on how the ranks use the result. If all ranks do the same
-# computation with it, each already has the full gradient. If the ranks use the same
-# tensor in different computations (each with its own slice of W), each has only a
-# partial gradient, and backward must sum them.
+# Two numbers: y = w₀·x + w₁·x with x = 5; rank 0 holds w₀ = 1, rank 1 holds w₁ = 2, and
+# L = y. In one process dL/dx = w₀ + w₁ = 3 and dL/dw₀ = dL/dw₁ = x = 5.
+#     x: rank 0 computes w₀·x only and finds dL/dx = 1, rank 1 finds 2: f has to add.
+#     y: all ranks hold the sum, and each has dL/dy = 1. If g added these, dL/dy would
+#        be 2, and dL/dw₀ would be 10 instead of 5.
+# So backward depends on what the ranks do with a tensor. Different work: each has a
+# partial gradient, to be summed. The same work: each has the full gradient already.
 #
-#     class                  forward         the ranks then do     backward
-#     CopyToTP (f)           nothing         different work        all-reduce
-#     ReduceFromTP (g)       all-reduce      the same work         nothing
-#     GatherFromTP           all-gather      the same work         slice
-#     AllGatherWithGrad      all-gather      different work        reduce-scatter
-#     ReduceScatterWithGrad  reduce-scatter  work on their slices  all-gather
+#     class              forward       the ranks then do    backward
+#     CopyToTP (f)       nothing       different work       all-reduce
+#     ReduceFromTP (g)   all-reduce    the same work        nothing
+#     GatherFromTP       all-gather    the same work        slice
 #
 # (Backward returns a gradient for each argument of forward, None where there is none.)
-# The same rule for parameters, in each group of ranks:
+# The same rule for parameters:
 #
-#     parameter   its input           gradient on each rank            example
-#     sharded     replicated          complete, of its own shard       up_proj
-#     sharded     sharded, same dim   complete, of its own shard       down_proj.weight
-#     replicated  replicated          complete, the same on all ranks  down_proj.bias
-#     replicated  sharded             partial: sum it over the group   none under TP
+#     parameter         a rank has     uses it on           its gradient on a rank
+#     up_proj           a slice        all of x             complete, of its slice
+#     down_proj.weight  a slice        its slice of h       complete, of its slice
+#     down_proj.bias    all of it      all of y             complete, equal on all ranks
+#     any, under DP     all of it      its samples of x     partial: sum over the ranks
 #
-# Without that sum the replicas diverge. Under data parallelism all parameters of this
-# MLP are in the last row: their input is split by samples (average_gradients below).
+# (Without that last sum the ranks' copies diverge: average_gradients, below.)
 
 
 class CopyToTP(torch.autograd.Function):
@@ -194,8 +195,8 @@ class ColumnParallelLinear(nn.Module):
         self.tp_group = tp_group
         self.copy_input = copy_input
         self.gather_output = gather_output
-        self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
-        self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
+        self.weight = shard_parameter(full.weight, 0, tp_group)  # [f, D]
+        self.bias = shard_parameter(full.bias, 0, tp_group)  # [f]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.copy_input:
@@ -209,10 +210,8 @@ class ColumnParallelLinear(nn.Module):
 def naive_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     """Both layers by columns, each output gathered: all ranks apply GELU to all of F.
 
-    Each rank multiplies the full h by its own slice of down_proj's W, so it gets a
-    partial dL/dh, and the f of down_proj sums it.
     Communication: all-gathers of B·S·F and B·S·D elements in forward, all-reduces of
-        the same two sizes in backward.
+        the same two sizes in backward (f of each layer: dL/dh is partial as well).
     """
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group, gather_output=True)
@@ -252,8 +251,8 @@ class RowParallelLinear(nn.Module):
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
         self.tp_group = tp_group
-        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
-        self.weight = shard_parameter(full.weight, (1, tp_group))  # [D, f]
+        self.reduce = ReduceFromTP.apply  # g, under a name: lesson 04 puts another here
+        self.weight = shard_parameter(full.weight, 1, tp_group)  # [D, f]
         self.bias = shard_parameter(full.bias)  # [D]
 
     def forward(self, x_BSf: Tensor) -> Tensor:
@@ -265,9 +264,9 @@ class RowParallelLinear(nn.Module):
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Megatron's MLP: columns, then rows; one all-reduce forward, one backward.
+    """Megatron's MLP: columns, then rows.
 
-    Communication: each all-reduce is of B·S·D elements.
+    Communication: one all-reduce of B·S·D elements forward, one backward.
     """
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
@@ -276,64 +275,42 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
 
 
 def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
-    """The same split by PyTorch: a DTensor has a placement, and calls collectives."""
+    """The same split by PyTorch, which inserts f and g itself.
+
+    parallelize_module makes each weight a DTensor: a tensor that knows its placement on
+    a mesh of ranks, here our group as one axis. The plan says by columns or by rows; y
+    comes out of down_proj as Partial(), and making it Replicate() is g's all-reduce.
+    """
     device = full.up_proj.weight.device.type
     mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
     column = parallel.ColwiseParallel()
-    row = parallel.RowwiseParallel()
-    plan = {"up_proj": column, "down_proj": row}
+    plan = {"up_proj": column, "down_proj": parallel.RowwiseParallel()}
     return parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
 
 
 # ---- For comparison: data parallelism (DP) splits the batch, not the weights
 
 
-def average_gradients(tensors, batch_group: dist.ProcessGroup) -> None:
-    """Average gradients over batch_group: sum them, then divide by the group's size.
+def average_gradients(parameters, dp_group: dist.ProcessGroup) -> None:
+    """Average the gradients of ranks that have different samples.
 
-    A rank's loss is a mean over its own samples only. A tensor that is sharded over the
-    group is only divided: the reduce-scatter in backward has summed the gradient of a
-    weight or bias (FSDP, below), and this rank's x has samples that no other rank has.
-    Communication: one all-reduce, of its size, per tensor not sharded over the group.
+    A rank's loss is the mean over its own samples; that of the full batch is the mean
+    of these. Communication: one all-reduce per parameter, of its size.
     """
-    for p in tensors:
-        if p.grad is None:  # unused in this step, on every rank
-            continue
-        groups = [group for dim, group in shardings_of(p)]
-        if batch_group not in groups:
-            p.grad = all_reduce(p.grad, batch_group)
-        p.grad = p.grad / batch_group.size()
+    for p in parameters:
+        if p.grad is not None:  # None: unused in this step, on every rank
+            p.grad = all_reduce(p.grad, dp_group) / dp_group.size()
 
 
-# ---- Optional, skip on a first reading: FSDP, and a 2D mesh
-#
-# FSDP (fully sharded data parallelism) splits the batch as DP does. It also shards the
-# weights, but just to store less: each is all-gathered where it is used. A 2D mesh
-# outer × inner is TP over inner and FSDP over outer. So a weight is sharded twice: one
-# dim over inner, as under TP, then the other dim over outer, as under FSDP:
-#
-#     tensor            full       on a rank              over inner    over outer
-#     x, y              [B, S, D]  [B/outer, S, D/inner]  features      batch
-#     h                 [B, S, F]  [B/outer, S, F/inner]  features      batch
-#     up_proj.weight    [F, D]     [F/inner, D/outer]     columns (TP)  stored in parts
-#     down_proj.weight  [D, F]     [D/outer, F/inner]     rows (TP)     stored in parts
-#
-# x and y are sharded over inner as well: an all-gather replaces f, a reduce-scatter
-# replaces g. With one rank on inner this is FSDP.
+# ---- Optional: two more collectives with a backward, for lesson 04
 
 
-class AllGatherWithGrad(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim = dim
-        ctx.group = group
-        return all_gather(x, dim, group)
+class AllGatherWithGrad(GatherFromTP):
+    """The same forward, but different work follows: reduce-scatter backward."""
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter(partial_grad, ctx.dim, ctx.tp_group), None, None
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
@@ -350,85 +327,16 @@ class ReduceScatterWithGrad(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class GatheredMatmul(torch.autograd.Function):
-    """X Wᵀ where W is stored in shards along dim: all-gathered for use, never saved.
-
-    Communication: all-gathers of W in forward and in backward; a reduce-scatter of
-        dL/dW, which is partial because the ranks of the group have different samples.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup):
-        ctx.save_for_backward(x, weight)  # the shard of W: backward gathers it again
-        ctx.dim = dim
-        ctx.group = group
-        return F.linear(x, all_gather(weight, dim, group))
-
-    @staticmethod
-    def backward(ctx, grad_y: Tensor):
-        x, weight = ctx.saved_tensors
-        grad_x = grad_y @ all_gather(weight, ctx.dim, ctx.group)
-        partial_grad_w = grad_y.flatten(0, -2).T @ x.flatten(0, -2)
-        grad_w = reduce_scatter(partial_grad_w, ctx.dim, ctx.group)
-        return grad_x, grad_w, None, None
-
-
-class UpLinear2D(nn.Module):
-    """The first layer on the 2D mesh, by columns over inner: x_bSd → h_bSf."""
-
-    def __init__(self, full: nn.Linear, outer_group, inner_group):
-        super().__init__()
-        self.outer = outer_group
-        self.inner = inner_group
-        self.weight = shard_parameter(full.weight, (0, inner_group), (1, outer_group))
-        self.bias = shard_parameter(full.bias, (0, inner_group), (0, outer_group))
-
-    def forward(self, x_bSd: Tensor) -> Tensor:
-        x_bSD = AllGatherWithGrad.apply(x_bSd, 2, self.inner)  # replaces f
-        h_bSf = GatheredMatmul.apply(x_bSD, self.weight, 1, self.outer)
-        if self.bias is None:
-            return h_bSf
-        return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)
-
-
-class DownLinear2D(nn.Module):
-    """The second layer on the 2D mesh, by rows over inner: h_bSf → y_bSd."""
-
-    def __init__(self, full: nn.Linear, outer_group, inner_group):
-        super().__init__()
-        self.outer = outer_group
-        self.inner = inner_group
-        self.weight = shard_parameter(full.weight, (1, inner_group), (0, outer_group))
-        self.bias = shard_parameter(full.bias, (0, inner_group), (0, outer_group))
-
-    def forward(self, h_bSf: Tensor) -> Tensor:
-        partial_y_bSD = GatheredMatmul.apply(h_bSf, self.weight, 0, self.outer)
-        y_bSd = ReduceScatterWithGrad.apply(partial_y_bSD, 2, self.inner)  # replaces g
-        if self.bias is None:
-            return y_bSd
-        return y_bSd + AllGatherWithGrad.apply(self.bias, 0, self.outer)
-
-
-def mlp_2d(full: MLP, outer_group, inner_group) -> MLP:
-    """The MLP on the 2D mesh; with one rank on inner it is FSDP."""
-    mlp = copy.deepcopy(full)
-    mlp.up_proj = UpLinear2D(full.up_proj, outer_group, inner_group)
-    mlp.down_proj = DownLinear2D(full.down_proj, outer_group, inner_group)
-    return mlp
-
-
 # ==== RUN
 
 
 def main(args, report: Report) -> None:
     """Train the same MLP on the same batch, split in different ways, and compare."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
-    # FSDP is the 2D mesh with all ranks on outer, called dp, and one on inner.
-    fsdp_mesh = mesh_groups({"dp": args.ranks, "single": 1}, args.timeout)
-    mesh_2d = mesh_groups(args.mesh, args.timeout)
+    dp_group = mesh_groups({"dp": args.ranks}, args.timeout)["dp"]  # the same ranks
     size = sizes_of_mlp(args)
     report.begin({"tp": args.ranks}, size)
-    report.mesh = dict(args.mesh, tp=args.ranks, dp=args.ranks)  # section 5 needs all
+    report.mesh = {"tp": args.ranks, "dp": args.ranks}  # the axes that section 5 counts
     full, batch = make_mlp_and_batch(args)
 
     runs = {}
@@ -438,32 +346,19 @@ def main(args, report: Report) -> None:
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("naive"):
         runs["naive"] = train_mlp("naive", naive_mlp(full, tp_group), batch, args)
-    with report.column("Megatron"):
+    with report.column("Megatron"):  # the run with TP, as in all later lessons
         mlp = tp_mlp(full, tp_group)
         show_placements_mlp(report, full, mlp)
         runs["Megatron"] = train_mlp("Megatron", mlp, batch, args)
     with report.column("DTensor"), CountDTensor("tp"):
         runs["DTensor"] = train_mlp("DTensor", dtensor_mlp(full, tp_group), batch, args)
-    show_training_mlp(report, runs)
+    show_results_mlp(report, runs)
     if "Megatron" in runs:
         show_replicas_mlp(report, runs["Megatron"], tp_group)
-    show_gradients_mlp(report, runs)
-
-    dp_group = fsdp_mesh["dp"]
-    split_batch = [(0, dp_group)]  # x and the target: dim 0 over dp
     with report.column("DP"):
         mlp = copy.deepcopy(full)
-        runs["DP"] = train_mlp("DP", mlp, batch, args, split_batch, dp_group)
-    with report.column("FSDP"):
-        mlp = mlp_2d(full, dp_group, fsdp_mesh["single"])
-        runs["FSDP"] = train_mlp("FSDP", mlp, batch, args, split_batch, dp_group)
-    with report.column("2D"):
-        outer_group = mesh_2d["outer"]
-        inner_group = mesh_2d["inner"]
-        mlp = mlp_2d(full, outer_group, inner_group)
-        split_both = [(0, outer_group), (2, inner_group)]  # batch, features
-        runs["2D"] = train_mlp("2D", mlp, batch, args, split_both, outer_group)
-    show_strategies_mlp(report, runs)
+        runs["DP"] = train_mlp("DP", mlp, batch, args, dp_group)
+    show_dp_mlp(report, runs)
     show_memory_mlp(report, runs, size)
     show_communication_mlp(report, size)
 
@@ -484,48 +379,58 @@ class MLPRun(NamedTuple):
     mlp: nn.Module
     x: nn.Parameter  # this rank's input, trained as well
     losses: dict[str, float]  # of the full batch, by step
-    tensors: dict[str, Tensor]  # y and gradients of step 1, unsharded
+    output: dict[str, Tensor]  # y of step 1, unsharded
+    gradients: dict[str, Tensor]  # of step 1, unsharded
 
 
-def train_mlp(name, mlp, batch, args, shardings=(), batch_group=None) -> MLPRun:
+def train_mlp(name, mlp, batch, args, dp_group=None) -> MLPRun:
     """Train mlp, and x as if it were the output of a layer below, on one batch.
 
     A wrong dL/dx moves x to a wrong place, so it shows in the next step's loss.
-
-    Args:
-        shardings: of x, of the target and of y: (dim, group) for each split.
-        batch_group: ranks with different samples; None if all have the full batch.
+    dp_group: the ranks that share the batch; None if each has all of it.
     """
-    x = shard_parameter(batch[0], *shardings)
-    target = shard_parameter(batch[1], *shardings).detach()
-    trained = [x] + list(mlp.parameters())
+    dim = None if dp_group is None else 0
+    x = shard_parameter(batch[0], dim, dp_group)
+    target = shard_parameter(batch[1], dim, dp_group).detach()
+    optimizer = sgd_of_mlp(mlp, x, args)
     losses = {}
-    # The loss is a mean over tokens. Gradients of weights sum over tokens, that of x
-    # does not, so it is smaller. Without a larger rate x would barely move.
-    rate = 0.25 / args.hidden
-    x_options = {"params": [x], "lr": rate * args.batch_size * args.seq_len}
-    optimizer = torch.optim.SGD([{"params": mlp.parameters()}, x_options], lr=rate)
-
     for step in range(1, args.steps + 1):
         optimizer.zero_grad()
         # COMM.label does nothing but name the collectives inside, for section 5.
         with COMM.label(name, "forward"):
             y = mlp(x)
-        loss = squared_error(y, target)  # of this rank's part of y
+        loss = squared_error(y, target)
         with COMM.label(name, "backward"):
             loss.backward()
-            if batch_group is not None:
-                average_gradients(trained, batch_group)
-
+            if dp_group is not None:
+                average_gradients(mlp.parameters(), dp_group)
+                x.grad = x.grad / dp_group.size()  # no other rank has these samples
         # For the report only, so without a label: the full y and its loss.
-        full_y = unshard(y.detach(), shardings)
+        full_y = unshard(y.detach(), x.shardings)
         losses[f"loss, step {step}"] = squared_error(full_y, batch[1]).item()
         if step == 1:
-            tensors = {"y": full_y, "dL/d x": unshard_gradient(x)}
-            for parameter, p in mlp.named_parameters():
-                tensors[f"dL/d {parameter}"] = unshard_gradient(p).clone()
+            output = {"y": full_y}
+            gradients = gradients_of_mlp(mlp, x)
         optimizer.step()
-    return MLPRun(mlp, x, losses, tensors)
+    return MLPRun(mlp, x, losses, output, gradients)
+
+
+def sgd_of_mlp(mlp: nn.Module, x: Tensor, args) -> torch.optim.SGD:
+    """Plain gradient descent, with a larger rate for x."""
+    rate = 0.25 / args.hidden
+    # The loss is a mean over B·S tokens. A weight's gradient sums over all of them, but
+    # a row of dL/dx comes from one: it is B·S times smaller, and x would barely move.
+    rate_of_x = rate * args.batch_size * args.seq_len
+    groups = [{"params": mlp.parameters()}, {"params": [x], "lr": rate_of_x}]
+    return torch.optim.SGD(groups, lr=rate)
+
+
+def gradients_of_mlp(mlp: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """All gradients, unsharded."""
+    gradients = {"dL/d x": unshard_gradient(x)}
+    for name, p in mlp.named_parameters():
+        gradients[f"dL/d {name}"] = unshard_gradient(p).clone()
+    return gradients
 
 
 def squared_error(y_BSD: Tensor, target_BSD: Tensor) -> Tensor:
@@ -534,7 +439,7 @@ def squared_error(y_BSD: Tensor, target_BSD: Tensor) -> Tensor:
 
 
 def unshard_gradient(p: Tensor) -> Tensor:
-    """The full gradient, from the shards of all ranks; zeros if there is none."""
+    """The full gradient, from the slices of all ranks; zeros if there is none."""
     grad = torch.zeros_like(p) if p.grad is None else p.grad
     if isinstance(grad, DTensor):
         return grad.full_tensor()  # an all-gather by PyTorch
@@ -549,27 +454,32 @@ def show_placements_mlp(report: Report, full: MLP, tp: MLP) -> None:
     on_rank = dict(tp.named_parameters())
     rows = []
     for name, p in full.named_parameters():
-        shard_of_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        slice_of_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
         row = {"parameter": name, "global": list(p.shape)}
-        row["on a rank"] = list(shard_of_p.shape)
+        row["on a rank"] = list(slice_of_p.shape)
         # The placement is what the parameter remembers, not what it should be.
-        placements = [f"Shard({dim})" for dim, _ in shardings_of(shard_of_p)]
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(slice_of_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.section("Who holds what: Megatron's split")
-    report.say("   torch stores a weight as (out, in): the paper's columns are dim 0.")
+    report.section("Who holds what under TP: Megatron's split")
     report.table("holdings", rows)
+    report.conclude(
+        "torch stores a weight as (out, in): the paper's columns are dim 0."
+    )
 
 
-def show_training_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
-    """Losses of the runs that have the full batch on every rank."""
+def show_results_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
+    """Losses; output and gradients of step 1: the runs that have the full batch."""
     report.section("Losses: squared distance to the target, mean over tokens")
     report.say(
-        "   x is also trained: a wrong dL/dx shows in the loss of the next step.\n"
-        "   diff = max|a − b| / max|b| over elements, b without TP, a of the worst run"
+        "   x is also trained: a wrong dL/dx shows in the loss of the next step."
     )
     losses = values_of(runs, "losses")
     report.compare("losses", losses, allowed=report.allowed_loss)
+    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
+    report.compare("outputs", values_of(runs, "output"), brief="output")
+    report.agree("as without TP")
+    report.compare("gradients", values_of(runs, "gradients"))
 
 
 def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
@@ -583,42 +493,22 @@ def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
             if not report.check("replicas", name, diff):
                 row["off"].append("diff")
             rows.append(row)
-    report.table("replicas", rows)
+    report.table("replicas", rows, brief=f"{len(rows)} replicas")
+    report.agree("bitwise identical on all ranks after training, as they must be")
 
 
-def show_gradients_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
-    """Output and gradients of step 1, and some elements of one of them."""
-    report.section("Output and gradients of step 1: norms, and diff of the elements")
-    outputs = {}
-    gradients = {}
-    for name, run in runs.items():
-        outputs[name] = {"y": run.tensors["y"]}
-        gradients[name] = dict(run.tensors)
-        del gradients[name]["y"]
-    report.compare("outputs", outputs)
-    report.compare("gradients", gradients)
-    report.say("   The first elements of dL/d up_proj.weight:")
-    for name, run in runs.items():
-        grad = run.tensors.get("dL/d up_proj.weight", torch.empty(0))
-        elements = grad.flatten()[:5].tolist()
-        report.say(f"   {name:<12}" + " ".join(f"{x:11.8f}" for x in elements))
-
-
-def show_strategies_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
-    """The runs that also split the batch have the same results."""
-    mesh = " × ".join(str(ranks) for ranks in report.args.mesh.values())
-    report.section("Same results, different memory: bytes per rank")
-    report.say(
-        "   DP shards the batch; FSDP the batch and the weights; 2D the batch over\n"
-        "   outer, features over inner and weights over both, on the mesh outer ×\n"
-        f"   inner = {mesh}."
+def show_dp_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
+    """Data parallelism has the same results."""
+    report.section(
+        "Data parallelism (DP): every rank has all weights, 1/T of the batch"
     )
-    names = ("without TP", "DP", "FSDP", "2D")
-    compared = {name: runs[name] for name in names if name in runs}
+    compared = {name: runs[name] for name in ("without TP", "DP") if name in runs}
     losses = values_of(compared, "losses")
-    tensors = values_of(compared, "tensors")
-    report.compare("losses", losses, allowed=report.allowed_loss)
-    report.compare("gradients", tensors, fold=lambda name: "y and gradients")
+    report.compare("losses", losses, report.allowed_loss, brief="losses")
+    report.compare("outputs", values_of(compared, "output"), brief="output")
+    gradients = values_of(compared, "gradients")
+    report.compare("gradients", gradients, brief="gradients")
+    report.agree("as without TP")
 
 
 def check_reference_mlp(report: Report, run: MLPRun, size: dict[str, int]) -> None:
@@ -632,44 +522,44 @@ def check_reference_mlp(report: Report, run: MLPRun, size: dict[str, int]) -> No
 
 def show_memory_mlp(report: Report, runs: dict[str, MLPRun], size: dict) -> None:
     """Bytes per rank of parameters, gradients and activations saved for backward."""
-    # θ: bytes of all parameters. Gradients have the shapes of their parameters.
-    parameters = {
-        "without TP": "θ",
-        "naive": "θ/T",
-        "Megatron": "(θ-D·e)/T + D·e",  # down_proj.bias is replicated
-        "DP": "θ",
-        "FSDP": "θ/T",
-        "2D": "θ/T",
+    # run → parameters (gradients have their shapes); saved: x, GELU's input and output.
+    formulas = {
+        "without TP": ("θ", "B·S·(D + 2·F)·e"),
+        "naive": ("θ/T", "B·S·(D + 2·F)·e"),  # GELU is applied to all of F
+        "Megatron": ("(θ - D·e)/T + D·e", "B·S·(D + 2·F/T)·e"),  # x, a bias: replicated
+        "DP": ("θ", "B·S·(D + 2·F)·e/T"),
     }
-    # Three activations: x [B, S, D], and the input and output of GELU, [B, S, F] each.
-    saved = {
-        "without TP": "B·S·(D + 2·F)·e",
-        "naive": "B·S·(D + 2·F)·e",
-        "Megatron": "B·S·(D + 2·F/T)·e",
-        "DP": "B·S·(D + 2·F)·e/T",
-        "FSDP": "B·S·(D + 2·F)·e/T",
-        "2D": "B·S·(D/outer+2·F/T)·e",
-    }
+    report.say(
+        "   Bytes per rank; saved = saved for backward: x, input, output of GELU"
+    )
+    show_memory_rows(report, runs, formulas, size)
+    rows = {row["run"]: row for row in report.data["memory"]}
+    if "Megatron" in rows:
+        whole = rows["without TP"]
+        of_tp = rows["Megatron"]
+        report.conclude(
+            f"Under TP a rank stores {of_tp['params'] / whole['params']:.0%} of the "
+            f"parameters and {of_tp['saved'] / whole['saved']:.0%} of the activations."
+        )
+
+
+def show_memory_rows(report: Report, runs: dict, formulas: dict, size: dict) -> None:
+    """A row for each run that has formulas: parameters, gradients, saved."""
     rows = []
-    for name, run in runs.items():
-        if name not in saved:  # DTensor, whose operations save copies of their own
+    for name, (parameters, saved) in formulas.items():
+        if name not in runs:
             continue
         row = {"run": name}
-        row.update(bytes_stored_mlp(run))
-        row["params ="] = parameters[name]
-        row["saved ="] = saved[name]
-        expected = evaluate(parameters[name], size)
+        row.update(bytes_stored_mlp(runs[name]))
+        row.update({"params =": parameters, "saved =": saved})
+        expected = evaluate(parameters, size)
         report.expect(row, "params", "memory", f"parameters, {name}", expected)
         report.expect(row, "grads", "memory", f"gradients, {name}", expected)
-        expected = evaluate(saved[name], size)
+        expected = evaluate(saved, size)
         report.expect(row, "saved", "memory", f"saved, {name}", expected)
         row["ok"] = None  # the table sets it, by what is off
         rows.append(row)
     report.table("memory", rows)
-    report.say(
-        "   saved = saved for backward: x, input and output of GELU. Megatron shards\n"
-        "   all but x, the naive split none. No row for DTensor: it also saves copies."
-    )
 
 
 def bytes_stored_mlp(run: MLPRun) -> dict[str, int]:
@@ -686,72 +576,161 @@ def bytes_stored_mlp(run: MLPRun) -> dict[str, int]:
 
 
 def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
-    """Collectives per step against formulas: calls × bytes per call."""
-    two_sizes = [Calls("1", "B·S·F·e"), Calls("1", "B·S·D·e")]
-    by_tp = {
-        # One gather for each layer's output: F features of h, D of y; backward two f's.
-        Call("naive", "forward", "all-gather", "tp"): two_sizes,
-        Call("naive", "backward", "all-reduce", "tp"): two_sizes,
+    """Collectives per step against formulas; from how many tokens on DP sends less."""
+    # One gather of each layer's output, h and y; in backward the f of each layer.
+    h_and_y = [Calls("1", "B·S·F·e"), Calls("1", "B·S·D·e")]
+    formulas = {
+        Call("naive", "forward", "all-gather", "tp"): h_and_y,
+        Call("naive", "backward", "all-reduce", "tp"): h_and_y,
     }
     for run in ("Megatron", "DTensor"):
-        by_tp[Call(run, "forward", "all-reduce", "tp")] = [Calls("1", "B·S·D·e")]  # g
-        by_tp[Call(run, "backward", "all-reduce", "tp")] = [Calls("1", "B·S·D·e")]  # f
-    by_dp = {
-        # The four parameters: two weights and two biases.
-        Call("DP", "backward", "all-reduce", "dp"): [Calls("4", "θ/4")],
-        Call("FSDP", "forward", "all-gather", "dp"): [Calls("4", "θ/4")],
-        Call("FSDP", "backward", "all-gather", "dp"): [Calls("2", "D·F·e")],  # weights
-        Call("FSDP", "backward", "reduce-scatter", "dp"): [Calls("4", "θ/4")],
-    }
-    by_mesh = {
-        # Over outer: FSDP of an inner rank's θ/inner bytes. Over inner: TP of x and y.
-        Call("2D", "forward", "all-gather", "outer"): [Calls("4", "θ/inner/4")],
-        Call("2D", "backward", "all-gather", "outer"): [Calls("2", "D·F·e/inner")],
-        Call("2D", "backward", "reduce-scatter", "outer"): [Calls("4", "θ/inner/4")],
-        Call("2D", "forward", "all-gather", "inner"): [Calls("1", "B·S·D·e/outer")],
-        Call("2D", "forward", "reduce-scatter", "inner"): [Calls("1", "B·S·D·e/outer")],
-        Call("2D", "backward", "all-gather", "inner"): [Calls("1", "B·S·D·e/outer")],
-        Call("2D", "backward", "reduce-scatter", "inner"): [
-            Calls("1", "B·S·D·e/outer")
-        ],
-    }
+        formulas[Call(run, "forward", "all-reduce", "tp")] = [
+            Calls("1", "B·S·D·e")
+        ]  # g
+        formulas[Call(run, "backward", "all-reduce", "tp")] = [
+            Calls("1", "B·S·D·e")
+        ]  # f
+    formulas[Call("DP", "backward", "all-reduce", "dp")] = [
+        Calls("2", "D·F·e"),  # the weights
+        Calls("1", "F·e"),  # the biases
+        Calls("1", "D·e"),
+    ]
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
-    report.say("   formula = calls × bytes per call; bytes = payload of all calls")
-    report.ledger(by_tp, size, steps=report.args.steps)
-    report.ledger(by_dp, size, steps=report.args.steps)
-    report.ledger(by_mesh, size, steps=report.args.steps)
+    steps = report.args.steps
+    report.ledger(formulas, size, steps, hide=["axis"], brief=["DTensor"])
     if report.args.ranks == 1:
         report.say("   One rank sends nothing.")
         return
-
-    totals = {"ring, total": "bytes"}
+    sent = {}  # run → bytes that a rank of a ring sends
     for row in report.data["communication"]:
-        totals[row["run"]] = totals.get(row["run"], 0) + row["ring"]
-    report.table("totals", [totals])
-    show_break_even_mlp(report, size)
-
-
-def show_break_even_mlp(report: Report, size: dict[str, int]) -> None:
-    """From how many tokens on Megatron sends more than DP; FLOPs per byte sent."""
-    # Both all-reduce over T ranks: Megatron 2·B·S·D·e bytes, DP θ.
+        sent[row["run"]] = sent.get(row["run"], 0) + row["ring"]
+    report.table("totals", [{"ring, total": "bytes", **sent}])
+    if "naive" in sent and "Megatron" in sent:
+        times = sent["naive"] / sent["Megatron"]
+        report.conclude(
+            f"The naive split sends {times:.2f} times as much as Megatron's."
+        )
     equal = size["θ"] / evaluate("2·D·e", size)
     tokens = evaluate("B·S", size)
-    # FLOPs per step: 2 products forward and 4 backward (dL/dX and dL/dW of each layer),
-    # each of 2·B·S·D·F/T on a rank: 12·B·S·D·F/T. Bytes sent in a ring: 2·(T-1)/T of
-    # each all-reduce's payload.
-    of_tp = evaluate("3·F/((T-1)·e)", size)
-    of_dp = evaluate("6·B·S·D·F/((T-1)·θ)", size)
-    lines = [
-        "Megatron all-reduces activations, 2·B·S·D·e bytes; DP gradients, θ bytes.",
-        f"Megatron sends more if B·S > θ/(2·D·e) = {equal:.1f}; here B·S is {tokens}.",
-        "FLOPs per byte sent in a ring (predicted; products only): Megatron",
-        f"3·F/((T-1)·e) = {of_tp}, DP 6·B·S·D·F/((T-1)·θ) = {of_dp}. So TP needs wide",
-        "layers, and DP many tokens.",
-    ]
-    report.say("   " + "\n   ".join(lines))
+    report.conclude(
+        "Megatron's split sums activations, 2·B·S·D·e bytes, and DP gradients, θ bytes:"
+        f" it sends more if B·S > θ/(2·D·e) = {equal:.1f}; here B·S is {tokens}."
+    )
 
 
-# ---- Measuring
+# ==== BREAK IT
+
+BREAKS = {
+    "f": dict(
+        target="CopyToTP.backward",
+        old="    return all_reduce(partial_grad, ctx.tp_group), None\n",
+        new="    return partial_grad, None\n",
+        what="f without its all-reduce in backward",
+        symptom="in step 1 the loss and the gradients of Megatron's weights are "
+        "correct, but dL/dx is wrong, so the losses diverge from step 2 on; in the "
+        "naive split the gradients of up_proj are wrong as well",
+        why="each rank computed dL/dx from its slice of W only, which is one of T "
+        "partial sums",
+        reported="github.com/NVIDIA/Megatron-LM/issues/19",
+        audit="gradient sum",
+    ),
+    "g": dict(
+        target="RowParallelLinear.forward",
+        old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
+        new="    partial_y_BSD = CopyToTP.apply(partial_y_BSD, self.tp_group)\n"
+        "    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
+        what="g also all-reduces in backward, like PyTorch's differentiable all_reduce",
+        symptom="the loss of step 1 is correct; gradients of all that precedes g are "
+        "T times too large",
+        why="each rank already has the full dL/dy, because all compute the same loss; "
+        "PyTorch's all_reduce is for ranks with different losses",
+        reported="github.com/pytorch/pytorch/issues/58005; NVIDIA/Megatron-LM, 559",
+        audit="gradient factor",
+    ),
+    "bias": dict(
+        target="RowParallelLinear.forward",
+        old="    partial_y_BSD = F.linear(x_BSf, self.weight)\n",
+        new="    partial_y_BSD = F.linear(x_BSf, self.weight, self.bias)\n"
+        "    return self.reduce(partial_y_BSD, self.tp_group)\n",
+        what="the row-parallel bias is added on every rank, before the sum",
+        symptom="the loss is wrong from step 1 on, slightly while the bias is small",
+        why="the all-reduce adds T biases: only one partial sum may contain it",
+        reported="github.com/huggingface/text-generation-inference/issues/1036",
+        audit="forward bias",
+    ),
+    "average": dict(
+        target="average_gradients",
+        old="            p.grad = all_reduce(p.grad, dp_group) / dp_group.size()\n",
+        new="            p.grad = all_reduce(p.grad, dp_group)\n",
+        what="gradients are summed over the slices of the batch and not averaged",
+        symptom="the loss of step 1 is correct; gradients of DP are T times too large",
+        why="the mean over all samples is the mean of the slices' means, not their sum",
+        reported="arXiv:1910.02054; docs.pytorch.org, FSDP's gradient reduction",
+    ),
+}
+
+
+# ==== FLAGS
+# region
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    # The ranks have to divide D, F and B: 3 ranks get 66, 264 and 9.
+    multiples = {
+        "hidden": ranks * math.ceil(64 / ranks),
+        "batch_size": ranks * math.ceil(8 / ranks),
+    }
+    parser = lesson_parser(__doc__, BREAKS, sections=5, steps=3, seq_len=8, **multiples)
+    parser.add_argument("--width", type=positive, help="F (4 · hidden)")
+    args = parser.parse_args()
+    args.width = args.width or 4 * args.hidden
+    for name in ("hidden", "width", "batch_size"):
+        must_divide(args, name, ranks, "ranks")
+    if args.width == ranks:  # PyTorch's DTensor cannot reshape a slice of one column
+        reason = f"{ranks} / {ranks} ranks = 1, a rank needs 2 columns or more"
+        refuse(args, "width", reason, 2 * ranks)
+    raise_refused(args)
+    return args
+
+
+def sizes_of_mlp(args) -> dict[str, int]:
+    """The letters of the shape legend."""
+    size = dict(B=args.batch_size, S=args.seq_len, D=args.hidden, F=args.width)
+    size["T"] = args.ranks
+    size["e"] = getattr(torch, args.dtype).itemsize
+    size["θ"] = evaluate("(2·D·F + F + D)·e", size)
+    return size
+
+
+def must_divide(args, name: str, parts: int, what: str) -> None:
+    """Refuse a flag's value that is no multiple of parts, with the arithmetic."""
+    value = getattr(args, name)
+    if value % parts:
+        multiple = value + parts - value % parts
+        if multiple >= 2**31:  # the largest value of a flag is 2^31 − 1
+            multiple -= parts
+        reason = f"{value} % {parts} {what} = {value % parts}, not 0"
+        refuse(args, name, reason, multiple)
+
+
+def refuse(args, name: str, reason: str, value: int) -> None:
+    """Keep why a flag is wrong, and set a right value, on which others may depend."""
+    flag = f"--{name.replace('_', '-')}"
+    refused = vars(args).setdefault("refused", [])
+    refused.append((flag, f"{flag} {getattr(args, name)}: {reason}", value))
+    setattr(args, name, value)
+
+
+def raise_refused(args) -> None:
+    """ValueError with the first reason, and with all flags that have to change."""
+    refused = vars(args).pop("refused", [])
+    if refused:
+        take = {flag: value for flag, _, value in refused}
+        flags = " ".join(f"{flag} {value}" for flag, value in take.items())
+        raise ValueError(f"{refused[0][1]}; take {flags}")
+
+
+# ---- How bytes are measured
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -797,7 +776,7 @@ class CountDTensor(TorchDispatchMode):
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, waited for; any other tensor as it is."""
+    """This rank's slice of a DTensor, waited for; any other tensor as it is."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
 
@@ -812,140 +791,6 @@ def values_of(runs: dict, field: str) -> dict:
     return {name: getattr(run, field) for name, run in runs.items()}
 
 
-# ==== BREAK IT
-
-BREAKS = {
-    "f": dict(
-        target="CopyToTP.backward",
-        old="    return all_reduce(partial_grad, ctx.tp_group), None\n",
-        new="    return partial_grad, None\n",
-        what="f without its all-reduce in backward",
-        symptom="in step 1 the loss and the gradients of Megatron's weights are "
-        "correct, but dL/dx is wrong, so the losses diverge from step 2 on; in the "
-        "naive split the gradients of up_proj are wrong as well",
-        why="each rank computed dL/dx from its slice of W only, which is one of T "
-        "partial sums",
-        reported="github.com/NVIDIA/Megatron-LM/issues/19",
-        audit="gradient sum",
-    ),
-    "g": dict(
-        target="RowParallelLinear.forward",
-        old="    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
-        new="    partial_y_BSD = CopyToTP.apply(partial_y_BSD, self.tp_group)\n"
-        "    y_BSD = self.reduce(partial_y_BSD, self.tp_group)\n",
-        what="g also all-reduces in backward, like PyTorch's differentiable all_reduce",
-        symptom="the loss of step 1 is correct; gradients of all that precedes g are "
-        "T times too large",
-        why="each rank already has the full dL/dy, because all compute the same loss; "
-        "PyTorch's all_reduce is for ranks with different losses",
-        reported="github.com/pytorch/pytorch/issues/58005; NVIDIA/Megatron-LM, 559",
-        audit="gradient factor",
-    ),
-    "bias": dict(
-        target="RowParallelLinear.forward",
-        old="    partial_y_BSD = F.linear(x_BSf, self.weight)\n",
-        new="    partial_y_BSD = F.linear(x_BSf, self.weight, self.bias)\n"
-        "    return self.reduce(partial_y_BSD, self.tp_group)\n",
-        what="the row-parallel bias is added on every rank, before the sum",
-        symptom="the loss is wrong from step 1 on, slightly while the bias is small",
-        why="the all-reduce adds T biases: only one partial sum may contain it",
-        reported="github.com/huggingface/text-generation-inference/issues/1036",
-        audit="forward bias",
-    ),
-    "plain": dict(
-        target="UpLinear2D.forward",
-        old="    return h_bSf + AllGatherWithGrad.apply(self.bias, 0, self.outer)\n",
-        new="    return h_bSf + all_gather(self.bias, 0, self.outer)\n",
-        what="a plain all-gather of the bias, which autograd does not track",
-        symptom="no error; up_proj.bias of FSDP and 2D has no gradient and never moves",
-        why="the gathered tensor has no history; gradients still flow through the rest "
-        "of the graph, so nothing reports the gap",
-        reported="github.com/pytorch/pytorch/issues/190419; pytorch/pytorch, 153016; "
-        "lucidrains/vector-quantize-pytorch, 158",
-    ),
-    "average": dict(
-        target="average_gradients",
-        old="        p.grad = p.grad / batch_group.size()\n",
-        new="",
-        what="gradients are summed over the slices of the batch and not averaged",
-        symptom="the loss of step 1 is correct; gradients of DP and FSDP are T times "
-        "too large, those of 2D as many times as outer has ranks",
-        why="the mean over all samples is the mean of the slices' means, not their sum",
-        reported="arXiv:1910.02054; docs.pytorch.org, FSDP's gradient reduction",
-    ),
-}
-
-
-# ==== FLAGS
-# region
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    # The ranks have to divide D, F and B: 3 ranks get 66, 264 and 9.
-    multiples = {
-        "hidden": ranks * math.ceil(64 / ranks),
-        "batch_size": ranks * math.ceil(8 / ranks),
-    }
-    parser = lesson_parser(__doc__, BREAKS, sections=5, steps=3, seq_len=8, **multiples)
-    parser.add_argument("--width", type=positive, help="F (4 · hidden)")
-    text = "the 2D mesh (2 ranks on inner if the number of ranks is even)"
-    parser.add_argument("--mesh", metavar="OUTERxINNER", help=text)
-    args = parser.parse_args()
-    args.width = args.width or 4 * args.hidden
-    for name in ("hidden", "width", "batch_size"):
-        must_divide(args, name, ranks, "ranks")
-    raise_refused(args)
-    default_mesh = f"{ranks // 2}x2" if ranks % 2 == 0 else f"1x{ranks}"
-    text = args.mesh or default_mesh
-    axes = [int(axis) for axis in text.split("x") if axis.isdecimal()]
-    if len(axes) != 2 or text != f"{axes[0]}x{axes[1]}":
-        raise ValueError(f"--mesh {text}: is not OUTERxINNER; take {default_mesh}")
-    if math.prod(axes) != ranks:
-        product = f"{axes[0]} · {axes[1]} = {math.prod(axes)}"
-        advice = f"not {ranks} ranks; take {default_mesh}"
-        raise ValueError(f"--mesh {text}: {product}, {advice}")
-    args.mesh = {"outer": axes[0], "inner": axes[1]}
-    return args
-
-
-def sizes_of_mlp(args) -> dict[str, int]:
-    """The letters of the shape legend, and the axes of the 2D mesh."""
-    size = dict(B=args.batch_size, S=args.seq_len, D=args.hidden, F=args.width)
-    size["T"] = args.ranks
-    size["e"] = getattr(torch, args.dtype).itemsize
-    size["θ"] = evaluate("(2·D·F + F + D)·e", size)
-    size.update(args.mesh)  # outer, inner
-    return size
-
-
-def must_divide(args, name: str, parts: int, what: str) -> None:
-    """Refuse a flag's value that is no multiple of parts, with the arithmetic."""
-    value = getattr(args, name)
-    if value % parts:
-        multiple = value + parts - value % parts
-        if multiple >= 2**31:  # the largest value of a flag is 2^31 − 1
-            multiple -= parts
-        reason = f"{value} % {parts} {what} = {value % parts}, not 0"
-        refuse(args, name, reason, multiple)
-
-
-def refuse(args, name: str, reason: str, value: int) -> None:
-    """Keep why a flag is wrong, and set a right value, on which others may depend."""
-    flag = f"--{name.replace('_', '-')}"
-    refused = vars(args).setdefault("refused", [])
-    refused.append((flag, f"{flag} {getattr(args, name)}: {reason}", value))
-    setattr(args, name, value)
-
-
-def raise_refused(args) -> None:
-    """ValueError with the first reason, and with all flags that have to change."""
-    refused = vars(args).pop("refused", [])
-    if refused:
-        take = {flag: value for flag, _, value in refused}
-        flags = " ".join(f"{flag} {value}" for flag, value in take.items())
-        raise ValueError(f"{refused[0][1]}; take {flags}")
-
-
 # endregion
 
 
@@ -954,23 +799,7 @@ def raise_refused(args) -> None:
 
 # Imports that only the parts below use.
 import argparse
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group along each axis of a mesh (lesson 00)."""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    limit = timedelta(seconds=timeout)
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
-            # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, also those it is not in, in one order:
-            # new_group is a collective over all ranks and waits for each of them.
-            group = dist.new_group(line, timeout=limit, group_desc=axis)
-            if dist.get_rank() in line:
-                groups[axis] = group
-    return groups
+from datetime import timedelta
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -1034,6 +863,22 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
+
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, also those it is not in, in one order:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
 
 
 class Parser(argparse.ArgumentParser):
@@ -1167,7 +1012,6 @@ import time
 import traceback
 from collections import Counter
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 

@@ -496,7 +496,7 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
         # their gradients are complete.)
         Call("DTensor", "clipping", "all-reduce", "tp"): [
             Calls("2·C", "8·D"),
-            Calls("1", "8·p"),
+            Calls("1", norm_bytes("p")),
         ],
         # AdamW uses a gradient three times; no sum is stored, so each use sums again.
         Call("DTensor", "update", "all-reduce", "tp"): [Calls("3·2·C", "D·e")],
@@ -671,7 +671,7 @@ def show_recomputation(report: Report, measured: dict, calls: dict, size) -> Non
     """What is saved, and what is sent in backward, if it computes some parts again."""
     rows = []
     for name, formula in SAVED_WITH_RECOMPUTATION.items():
-        row = {"recomputed": name, "formula": formula}
+        row = {"recomputation": name, "formula": formula}
         row.update(measured[name])
         predicted = evaluate(formula, size)
         report.expect(row, "saved", "memory", f"saved, {name}", predicted)
@@ -907,25 +907,9 @@ def parse_args(ranks: int) -> argparse.Namespace:
 # Imports that only the parts below use.
 import argparse
 import math
+from datetime import timedelta
 
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group along each axis of a mesh (lesson 00)."""
-    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
-    limit = timedelta(seconds=timeout)
-    groups = {}
-    for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
-            # group_desc is the axis under which COMM counts a group's calls.
-            # Every rank creates every group, also those it is not in, in one order:
-            # new_group is a collective over all ranks and waits for each of them.
-            group = dist.new_group(line, timeout=limit, group_desc=axis)
-            if dist.get_rank() in line:
-                groups[axis] = group
-    return groups
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -989,6 +973,22 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
         return nbytes
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return round(rounds * nbytes * (ranks - 1) / ranks)
+
+
+def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group along each axis of a mesh (lesson 00)."""
+    ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    limit = timedelta(seconds=timeout)
+    groups = {}
+    for dim, (axis, size) in enumerate(sizes.items()):
+        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        for line in lines:
+            # Every rank creates every group, also those it is not in, in one order:
+            # new_group is a collective over all ranks and waits for each of them.
+            group = dist.new_group(line, timeout=limit, group_desc=axis)
+            if dist.get_rank() in line:
+                groups[axis] = group
+    return groups
 
 
 class Parser(argparse.ArgumentParser):
@@ -1121,18 +1121,16 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x_BSD)))
 
 
-def shard_parameter(
-    full: Tensor | None, *shardings: tuple[int, dist.ProcessGroup]
-) -> nn.Parameter | None:
-    """This rank's shard of a parameter, which remembers how it was sharded.
+def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
+    """This rank's slice of a parameter, which remembers how it was sharded.
 
     (lesson 01)"""
     if full is None:
         return None
-    for dim, group in shardings:
+    if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = shardings
+    p.shardings = () if dim is None else ((dim, group),)
     return p
 
 
@@ -1144,10 +1142,10 @@ def shardings_of(p: Tensor) -> tuple:
 
 
 def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' shards; the last split is undone first.
+    """The full tensor from all ranks' slices; the last split is undone first.
 
     (lesson 01)"""
-    for dim, group in reversed(shardings):
+    for dim, group in reversed(shardings):  # one at most in this lesson
         x = all_gather(x, dim, group)
     return x
 
@@ -1188,8 +1186,8 @@ class ColumnParallelLinear(nn.Module):
         self.tp_group = tp_group
         self.copy_input = copy_input
         self.gather_output = gather_output
-        self.weight = shard_parameter(full.weight, (0, tp_group))  # [f, D]
-        self.bias = shard_parameter(full.bias, (0, tp_group))  # [f]
+        self.weight = shard_parameter(full.weight, 0, tp_group)  # [f, D]
+        self.bias = shard_parameter(full.bias, 0, tp_group)  # [f]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.copy_input:
@@ -1220,8 +1218,8 @@ class RowParallelLinear(nn.Module):
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
         self.tp_group = tp_group
-        self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
-        self.weight = shard_parameter(full.weight, (1, tp_group))  # [D, f]
+        self.reduce = ReduceFromTP.apply  # g, under a name: lesson 04 puts another here
+        self.weight = shard_parameter(full.weight, 1, tp_group)  # [D, f]
         self.bias = shard_parameter(full.bias)  # [D]
 
     def forward(self, x_BSf: Tensor) -> Tensor:
@@ -1233,27 +1231,21 @@ class RowParallelLinear(nn.Module):
 
 
 def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
-    """Megatron's MLP: columns, then rows; one all-reduce forward, one backward.
-
-    (lesson 01)"""
+    """Megatron's MLP: columns, then rows (lesson 01)."""
     mlp = copy.deepcopy(full)
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
     return mlp
 
 
-class AllGatherWithGrad(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward (lesson 01)."""
+class AllGatherWithGrad(GatherFromTP):
+    """The same forward, but different work follows: reduce-scatter backward.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim = dim
-        ctx.group = group
-        return all_gather(x, dim, group)
+    (lesson 01)"""
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
-        return reduce_scatter(partial_grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter(partial_grad, ctx.dim, ctx.tp_group), None, None
 
 
 class ReduceScatterWithGrad(torch.autograd.Function):
@@ -1268,6 +1260,40 @@ class ReduceScatterWithGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+def must_divide(args, name: str, parts: int, what: str) -> None:
+    """Refuse a flag's value that is no multiple of parts, with the arithmetic.
+
+    (lesson 01)"""
+    value = getattr(args, name)
+    if value % parts:
+        multiple = value + parts - value % parts
+        if multiple >= 2**31:  # the largest value of a flag is 2^31 − 1
+            multiple -= parts
+        reason = f"{value} % {parts} {what} = {value % parts}, not 0"
+        refuse(args, name, reason, multiple)
+
+
+def refuse(args, name: str, reason: str, value: int) -> None:
+    """Keep why a flag is wrong, and set a right value, on which others may depend.
+
+    (lesson 01)"""
+    flag = f"--{name.replace('_', '-')}"
+    refused = vars(args).setdefault("refused", [])
+    refused.append((flag, f"{flag} {getattr(args, name)}: {reason}", value))
+    setattr(args, name, value)
+
+
+def raise_refused(args) -> None:
+    """ValueError with the first reason, and with all flags that have to change.
+
+    (lesson 01)"""
+    refused = vars(args).pop("refused", [])
+    if refused:
+        take = {flag: value for flag, _, value in refused}
+        flags = " ".join(f"{flag} {value}" for flag, value in take.items())
+        raise ValueError(f"{refused[0][1]}; take {flags}")
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -1315,7 +1341,7 @@ class CountDTensor(TorchDispatchMode):
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, waited for; any other tensor as it is.
+    """This rank's slice of a DTensor, waited for; any other tensor as it is.
 
     (lesson 01)"""
     x = x._local_tensor if isinstance(x, DTensor) else x
@@ -1330,40 +1356,6 @@ def nbytes(tensors) -> int:
 def values_of(runs: dict, field: str) -> dict:
     """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
     return {name: getattr(run, field) for name, run in runs.items()}
-
-
-def must_divide(args, name: str, parts: int, what: str) -> None:
-    """Refuse a flag's value that is no multiple of parts, with the arithmetic.
-
-    (lesson 01)"""
-    value = getattr(args, name)
-    if value % parts:
-        multiple = value + parts - value % parts
-        if multiple >= 2**31:  # the largest value of a flag is 2^31 − 1
-            multiple -= parts
-        reason = f"{value} % {parts} {what} = {value % parts}, not 0"
-        refuse(args, name, reason, multiple)
-
-
-def refuse(args, name: str, reason: str, value: int) -> None:
-    """Keep why a flag is wrong, and set a right value, on which others may depend.
-
-    (lesson 01)"""
-    flag = f"--{name.replace('_', '-')}"
-    refused = vars(args).setdefault("refused", [])
-    refused.append((flag, f"{flag} {getattr(args, name)}: {reason}", value))
-    setattr(args, name, value)
-
-
-def raise_refused(args) -> None:
-    """ValueError with the first reason, and with all flags that have to change.
-
-    (lesson 01)"""
-    refused = vars(args).pop("refused", [])
-    if refused:
-        take = {flag: value for flag, _, value in refused}
-        flags = " ".join(f"{flag} {value}" for flag, value in take.items())
-        raise ValueError(f"{refused[0][1]}; take {flags}")
 
 
 # endregion
@@ -1712,8 +1704,26 @@ def norm_by_pytorch(model: nn.Module) -> float:
     """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
 
     (lesson 02)"""
-    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
-    return nn.utils.get_total_norm(gradients, foreach=False).item()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
+
+    (lesson 02)"""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -1833,9 +1843,9 @@ def show_terms(report: Report, rows: list[dict]) -> None:
     if report.args.verbose:
         report.table("memory", rows)
         return
-    report.data.setdefault("memory", []).extend(r for r in rows if "off" not in r)
     sums = [row for row in rows if "off" in row]
-    report.table("memory", sums, hide=["formula"])
+    report.table("memory sums", sums, hide=["formula"])
+    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
@@ -1975,7 +1985,7 @@ class VocabParallelEmbedding(nn.Module):
         self.tp_group = tp_group
         self.reduce = ReduceFromTP.apply  # g; lesson 04 puts a reduce-scatter here
         padded = pad_vocab(full, tp_group.size())
-        self.weight = shard_parameter(padded.weight, (0, tp_group))  # [v, D]
+        self.weight = shard_parameter(padded.weight, 0, tp_group)  # [v, D]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         check_tokens(tokens_BS, self.vocab_size)
@@ -2138,7 +2148,6 @@ import time
 import traceback
 from collections import Counter
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 

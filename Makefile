@@ -15,6 +15,8 @@ export OMP_NUM_THREADS ?= 1
 LOCAL := PET_LOCAL_ADDR=$${PET_LOCAL_ADDR:-127.0.0.1} \
 	GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(if $(filter Darwin,$(shell uname)),lo0,lo)}
 $(if $(word 2,$(VENV)),$(error VENV is to be one word, not: $(VENV)))
+$(if $(RANKS),$(if $(shell echo "$(RANKS)" | grep -xE '[1-9][0-9]*'),,\
+	$(error RANKS is to be a number from 1 on, not: $(RANKS))))
 $(if $(wildcard requirements.txt),,$(error call make in the folder of the course))
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 help: ## list the targets
@@ -69,7 +71,9 @@ $(VENV)/.base: requirements.txt
 		*) [ -z "$$(ls -A $(VENV) 2>/dev/null)" ] || { echo "error: the folder $(VENV) was not" \
 		"made by $(CURDIR): remove it yourself, or choose another: make setup VENV=.venv-tp"; \
 		exit 2; } ;; esac
-	@mkdir -p $(VENV) && echo "interrupted $(CURDIR)" > $@
+	@mkdir -p $(VENV) 2>/dev/null && [ -w $(VENV) ] || { echo "error: the folder $(VENV) cannot be" \
+		"written here: choose another: make setup VENV=/other/place"; exit 2; }
+	@echo "interrupted $(CURDIR)" > $@
 	@"$(PYTHON)" -m venv $(VENV)
 	$(PIP) install $(TORCH_FROM) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) install --quiet $(FROM) -r requirements.txt

@@ -60,6 +60,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 try:
     from course import lesson00, lesson01, lesson02, lesson03, lesson04, lesson05
+    from flat_adamw import MOMENTS, FlatAdamW, FlatTraining
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -71,10 +72,10 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 # From earlier lessons: COMM records in which call this rank waits (00); shardings_of(p)
 # says how a parameter was split, ((dim, group), …), and is empty if it is replicated
 # (01); p.rows is the number of rows without padding, of a split vocabulary (03).
-# MeshTraining is one rank of a model in training on a mesh pp × dp × tp, and its
-# optimizer is a FlatAdamW: AdamW on one vector of all parameters of the rank. unflatten
-# makes a tensor per parameter of such a vector, local_slice does the reverse. MOMENTS
-# are AdamW's names for its moments: exp_avg, exp_avg_sq (05).
+# FlatTraining is lesson 05's MeshTraining, one rank of a model in training on a mesh
+# pp × dp × tp, with FlatAdamW as its optimizer: AdamW on one vector of all parameters
+# of the rank. unflatten makes a tensor per parameter of such a vector, local_slice does
+# the reverse. MOMENTS are AdamW's names for its moments: exp_avg, exp_avg_sq.
 
 COMPLETE = "complete.json"  # the last file of a checkpoint
 
@@ -111,7 +112,7 @@ def to_dtensor(x: Tensor, p: nn.Parameter, tp_mesh: DeviceMesh) -> DTensor:
     )
 
 
-def moments_of(optimizer: lesson05.FlatAdamW) -> dict[str, dict[str, Tensor]]:
+def moments_of(optimizer: FlatAdamW) -> dict[str, dict[str, Tensor]]:
     """AdamW's moments of this rank's parameters: exp_avg → name → tensor.
 
     Communication: with ZeRO two all-gathers over dp of all parameters of the rank, so
@@ -120,13 +121,13 @@ def moments_of(optimizer: lesson05.FlatAdamW) -> dict[str, dict[str, Tensor]]:
     """
     adam = optimizer.adamw.state.get(optimizer.vector, {})  # empty before step 1
     moments = {}
-    for kind in lesson05.MOMENTS:
+    for kind in MOMENTS:
         if kind in adam:
             moments[kind] = optimizer.unflatten(adam[kind])
     return moments
 
 
-def state_to_save(training: lesson05.MeshTraining, moments: dict) -> dict[str, DTensor]:
+def state_to_save(training: FlatTraining, moments: dict) -> dict[str, DTensor]:
     """Name each tensor of this rank: weight/norm.bias, exp_avg/norm.bias, …
 
     Several ranks hold the same part: replicas over dp, TP ranks of a replicated
@@ -228,14 +229,14 @@ def failure_in(error: CheckpointException) -> str:
 # ---- Load: on any mesh
 
 
-def load_checkpoint(path: Path, step: int, training: lesson05.MeshTraining) -> None:
+def load_checkpoint(path: Path, step: int, training: FlatTraining) -> None:
     """Fill this rank's parameters and moments from a checkpoint of any mesh.
 
     Raises: OSError with the reason on every rank if a file cannot be read.
     """
     optimizer = training.optimizer
     moments = {}
-    for kind in lesson05.MOMENTS:
+    for kind in MOMENTS:
         moments[kind] = {}  # dcp fills tensors, so they must exist before the load
         for name, p in optimizer.parameters.items():
             moments[kind][name] = torch.zeros_like(p)
@@ -249,14 +250,14 @@ def load_checkpoint(path: Path, step: int, training: lesson05.MeshTraining) -> N
     # AdamW updates its own vector of the weights, so the vector must get them as well.
     optimizer.vector.data = optimizer.local_slice(training.parameters)
     adam = {}
-    for kind in lesson05.MOMENTS:
+    for kind in MOMENTS:
         adam[kind] = optimizer.local_slice(moments[kind])
     # AdamW's bias correction uses the step number: another one scales the updates.
     adam["step"] = torch.tensor(float(step))
     optimizer.adamw.state[optimizer.vector] = adam
 
 
-def full_state(training: lesson05.MeshTraining) -> dict[str, Tensor]:
+def full_state(training: FlatTraining) -> dict[str, Tensor]:
     """All that the next step depends on, unsharded, to compare it between meshes.
 
     Names: weight/norm.bias, vector/norm.bias, exp_avg/norm.bias, …, step/of AdamW.
@@ -336,7 +337,7 @@ class Mesh(NamedTuple):
 
 
 class MeshRun(NamedTuple):
-    training: lesson05.MeshTraining | None
+    training: FlatTraining | None
     values: dict[str, dict]  # batches, losses and norms: each by name of the step
     halfway: dict[str, Tensor]  # the full state as it was saved, or loaded
     end: dict[str, Tensor]  # the full state after the last step
@@ -406,7 +407,7 @@ def train_uninterrupted(full: lesson02.Transformer, batches: list, args) -> Mesh
     end = {}
     for name, p in model.named_parameters():
         end[f"weight/{name}"] = p.detach()
-        for kind in lesson05.MOMENTS:
+        for kind in MOMENTS:
             end[f"{kind}/{name}"] = run.optimizer.state[p][kind]
     values = {"batches": {}, "losses": run.losses, "norms": run.norms}
     for step, (tokens_BS, _) in enumerate(batches, 1):
@@ -432,7 +433,7 @@ def train_on(
     mesh_args = copy.copy(args)
     vars(mesh_args).update(mesh.sizes(), zero=mesh.zero)
     groups = lesson05.make_mesh(mesh.sizes(), args.timeout)
-    training = lesson05.MeshTraining(full, groups, mesh_args)
+    training = FlatTraining(full, groups, mesh_args)
     about = dict(args.settings, mesh=mesh.text())
     halfway = {}
     if load is not None:
@@ -494,7 +495,7 @@ def show_meshes(report: lesson00.Report) -> None:
     report.say(f"   'A again' is mesh A once more, from the saved step {args.halfway}.")
 
 
-def show_contents(report, path: Path, training: lesson05.MeshTraining, size: dict):
+def show_contents(report, path: Path, training: FlatTraining, size: dict):
     """Which parts of which tensors are in which file."""
     parts = parts_in(path)
     report.section(f"What is in {path.name}, which mesh A saved")
@@ -526,7 +527,7 @@ def show_contents(report, path: Path, training: lesson05.MeshTraining, size: dic
 EXAMPLES = ["layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "norm", "embed_tokens"]
 
 
-def show_examples(report, parts: list[dict], training: lesson05.MeshTraining) -> None:
+def show_examples(report, parts: list[dict], training: FlatTraining) -> None:
     """How four of the weights are sharded on mesh A, and what is written of them."""
     placements = {}
     for name, x in state_to_save(training, {}).items():
@@ -563,7 +564,7 @@ def show_loaded(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
     report.check("loaded", "a change of AdamW's vector is seen", unseen)
 
 
-def sees_vector(training: lesson05.MeshTraining) -> bool:
+def sees_vector(training: FlatTraining) -> bool:
     """Does full_state see it if AdamW's vector differs from the weights?"""
     vector = training.optimizer.vector.data
     kept = vector.clone()
@@ -629,7 +630,7 @@ def show_states(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
             row[kind] = math.hypot(row[kind], x.double().norm())
             diff = lesson00.rel_diff(x, expected)
             row["diff"] = max(row["diff"], diff)
-            checked = "moments" if kind in lesson05.MOMENTS else "parameters"
+            checked = "moments" if kind in MOMENTS else "parameters"
             if not report.check(checked, f"{name}, {run}", diff, report.allowed):
                 row["off"].append(kind)
         rows.append(row)
@@ -649,7 +650,7 @@ def kind_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def show_interrupted(report, path: Path, training: lesson05.MeshTraining) -> None:
+def show_interrupted(report, path: Path, training: FlatTraining) -> None:
     """Interrupt a save: the latest checkpoint must stay the one before."""
     step = report.args.halfway + 1
     with temporary_folder(path.parent) as scratch:
@@ -669,7 +670,7 @@ def show_interrupted(report, path: Path, training: lesson05.MeshTraining) -> Non
     report.check("interrupted", "the latest checkpoint stays", float(not is_same))
 
 
-def interrupt_save(folder: Path, step: int, training: lesson05.MeshTraining) -> str:
+def interrupt_save(folder: Path, step: int, training: FlatTraining) -> str:
     """Save while the last rank's disk seems full. Return the error's text."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == dist.get_world_size() - 1:

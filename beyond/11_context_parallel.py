@@ -1,10 +1,10 @@
 """Beyond the lessons 11: context parallelism.
 
-Sequence parallelism (lesson 04) gathers the full sequence in front of every linear, so
-each rank still holds B·S·D elements there. With context parallelism (CP) a rank has s =
-S/T positions everywhere, inside attention as well. Its queries need the keys and values
-of other ranks: these are gathered, or travel around a ring, or are exchanged for heads
-(Ulysses). The forward is short; what people get wrong is the backward.
+Sequence parallelism (lesson 04) gathers the full sequence in front of attention and of
+the MLP, so each rank still holds B·S·D elements there. With context parallelism (CP) a
+rank has s = S/C positions everywhere, inside attention as well. Its queries need the
+keys and values of other ranks: these are gathered, or travel around a ring, or are
+exchanged for heads (Ulysses). The forward is short, but people get the backward wrong.
 
 Run it on 1, 2, 3, 4 or 8 ranks:
 
@@ -18,16 +18,18 @@ for backward, which grow with S² except in the ring.
 Try one change at a time. notebooks/11_context_parallel.ipynb, section 9, answers.
     1. --tp 2 on 4 ranks: CP over 2 ranks, TP over 2. Which calls are new?
     2. --heads 8 --kv-heads 8, then --kv-heads 2: whose bytes change, and whose do not?
-    3. In RingFunction.backward, make the last hop of grad_kv only if step < T − 1, as
-       for kv. Which gradients are wrong, and why is the one of q right?
+    3. In RingFunction.backward, make the last hop of grad_kv only if step < C − 1, as
+       for kv. Which gradients are wrong in section 4? dL/dq is right there: why is
+       q_proj wrong in section 3?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. Short of time? Read merge, RingFunction and the comment below it.
+`--break NAME`. Short of time? Read merge, RingFunction and the comment in BREAK IT.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
-    H = D/N head size, V vocabulary, L layers, T ranks in the CP group, s = S/T
-    positions per rank, c positions per chunk (s, or s/2 if zigzag), n and k heads per
-    TP rank. A tensor kv has keys and values, stacked: [2, B, K, s, H].
+    H = D/N head size, V vocabulary, L layers, C ranks in the CP group, T ranks in the
+    TP group, s = S/C positions per rank, n = N/T and k = K/T heads per rank, i queries
+    and j keys of a block, e bytes per element, θ parameters per rank. A tensor kv has
+    keys and values, stacked: [2, B, K, s, H].
 
 Sources: arXiv:2310.01889 (ring), arXiv:2309.14509 (Ulysses), arXiv:2307.08691
     (FlashAttention-2: blocks and their backward), arXiv:2407.21783, sec. 3.3.2
@@ -43,6 +45,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -71,15 +74,17 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 # ---- Who has which positions
 
 # A query sees keys up to its own position. With contiguous slices rank 0 has little to
-# compute and the last rank much. Zigzag cuts the sequence into 2·T chunks and gives
-# each rank one from either end: the same work for all. An example, T = 2 and S = 8:
+# compute and the last rank much. Zigzag cuts the sequence into 2·C chunks and gives
+# each rank one from either end: the same work for all. An example, C = 2 and S = 8:
 #
 #     contiguous   rank 0: 0 1 2 3    rank 1: 4 5 6 7     10 and 26 scores
 #     zigzag       rank 0: 0 1 6 7    rank 1: 2 3 4 5     18 and 18
+#
+# The ring computes blocks in full, with masked scores: 16 and 32, or 20 and 20.
 
 
 def chunks_of(rank: int, ranks: int, layout: str) -> list[int]:
-    """Which chunks of the sequence a rank has: t, or t and 2T − 1 − t if zigzag."""
+    """Which chunks of the sequence a rank has: t, or t and 2C − 1 − t if zigzag."""
     return [rank, 2 * ranks - 1 - rank] if layout == "zigzag" else [rank]
 
 
@@ -118,19 +123,19 @@ def split_heads(q, k, v, tables: tuple, head_size: int, here: Tensor) -> tuple:
     return lesson02.rotate(q_BNsH, cos_sH, sin_sH), torch.stack([k_BKsH, v_BKsH])
 
 
-def repeat_for_queries(kv_2BKcH: Tensor, q_BNcH: Tensor) -> Tensor:
+def repeat_for_queries(kv_2BKjH: Tensor, q_BNiH: Tensor) -> Tensor:
     """Repeat each key/value head for the N/K query heads that it serves.
 
     This is done after the hop: K heads are sent, not N.
     """
-    return kv_2BKcH.repeat_interleave(q_BNcH.shape[1] // kv_2BKcH.shape[2], 2)
+    return kv_2BKjH.repeat_interleave(q_BNiH.shape[1] // kv_2BKjH.shape[2], 2)
 
 
-def masked_scores(q_BNcH, k_BNcH, query_at: Tensor, key_at: Tensor) -> Tensor:
-    """Scores of queries and keys at these positions; −∞ where the key is later."""
-    scores_BNcc = q_BNcH @ k_BNcH.mT / math.sqrt(q_BNcH.shape[-1])
-    future_cc = (key_at > query_at[:, None]).to(q_BNcH.device)
-    return scores_BNcc.masked_fill(future_cc, float("-inf"))
+def masked_scores(q_BNiH, k_BNjH, query_at: Tensor, key_at: Tensor) -> Tensor:
+    """Scores of i queries and j keys at these positions; −∞ where the key is later."""
+    scores_BNij = q_BNiH @ k_BNjH.mT / math.sqrt(q_BNiH.shape[-1])
+    future_ij = (key_at > query_at[:, None]).to(q_BNiH.device)
+    return scores_BNij.masked_fill(future_ij, float("-inf"))
 
 
 # ---- One: gather all keys and values
@@ -143,8 +148,8 @@ def gather_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
         2·B·S·K·H elements. Backward sums: each rank used every key for its own queries,
         so it has a partial gradient for every position.
     """
-    T = cp_group.size()
-    positions = [positions_of(r, T, layout, T * q.shape[1]) for r in range(T)]
+    C = cp_group.size()
+    positions = [positions_of(r, C, layout, C * q.shape[1]) for r in range(C)]
     here = positions[cp_group.rank()]
     q_BNsH, kv_2BKsH = split_heads(q, k, v, tables, core.head_size, here)
     kv_2BKSH = lesson01.AllGatherWithGrad.apply(kv_2BKsH, 3, cp_group)
@@ -166,8 +171,8 @@ class Block(NamedTuple):
 
     queries: slice  # of this rank's s positions
     keys: slice  # of the s positions whose keys are here
-    query_at: Tensor  # positions in the full sequence [c]
-    key_at: Tensor
+    query_at: Tensor  # positions in the full sequence [i]
+    key_at: Tensor  # [j]
 
 
 def blocks_of(rank: int, owner: int, ranks: int, layout: str, s: int) -> list[Block]:
@@ -175,24 +180,27 @@ def blocks_of(rank: int, owner: int, ranks: int, layout: str, s: int) -> list[Bl
 
     A block whose keys are all later than its queries is left out.
     """
-    c = s // len(chunks_of(rank, ranks, layout))
+    length = s // len(chunks_of(rank, ranks, layout))  # of a chunk
+    offsets = torch.arange(length)
     blocks = []
-    for i, query_chunk in enumerate(chunks_of(rank, ranks, layout)):
-        for j, key_chunk in enumerate(chunks_of(owner, ranks, layout)):
+    for query_place, query_chunk in enumerate(chunks_of(rank, ranks, layout)):
+        for key_place, key_chunk in enumerate(chunks_of(owner, ranks, layout)):
             if key_chunk <= query_chunk:
-                query_at = query_chunk * c + torch.arange(c)
-                key_at = key_chunk * c + torch.arange(c)
-                queries = slice(i * c, i * c + c)
-                blocks.append(Block(queries, slice(j * c, j * c + c), query_at, key_at))
+                queries = slice(query_place * length, (query_place + 1) * length)
+                keys = slice(key_place * length, (key_place + 1) * length)
+                query_at = query_chunk * length + offsets
+                blocks.append(
+                    Block(queries, keys, query_at, key_chunk * length + offsets)
+                )
     return blocks
 
 
-def attend(q_BNcH: Tensor, kv_2BKcH: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Attention to one block of keys: output [B, N, c, H], and lse [B, N, c, 1]."""
-    k_BNcH, v_BNcH = repeat_for_queries(kv_2BKcH, q_BNcH)
-    scores_BNcc = masked_scores(q_BNcH, k_BNcH, block.query_at, block.key_at)
-    lse_BNc1 = scores_BNcc.logsumexp(-1, keepdim=True)
-    return (scores_BNcc - lse_BNc1).exp() @ v_BNcH, lse_BNc1
+def attend(q_BNiH: Tensor, kv_2BKjH: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Attention to one block of keys: output [B, N, i, H], and lse [B, N, i, 1]."""
+    k_BNjH, v_BNjH = repeat_for_queries(kv_2BKjH, q_BNiH)
+    scores_BNij = masked_scores(q_BNiH, k_BNjH, block.query_at, block.key_at)
+    lse_BNi1 = scores_BNij.logsumexp(-1, keepdim=True)
+    return (scores_BNij - lse_BNi1).exp() @ v_BNjH, lse_BNi1
 
 
 def merge(y, lse, block_y, block_lse) -> tuple[Tensor, Tensor]:
@@ -206,7 +214,7 @@ def merge(y, lse, block_y, block_lse) -> tuple[Tensor, Tensor]:
     return y, total_lse
 
 
-def attend_backward(q_BNcH, kv_2BKcH, block: Block, grad_y, delta, lse) -> tuple:
+def attend_backward(q_BNiH, kv_2BKjH, block: Block, grad_y, delta, lse) -> tuple:
     """What one block adds to dL/dq and to dL/d(kv).
 
     The weights of the full softmax are exp(scores − lse), with the lse of all keys and
@@ -215,51 +223,49 @@ def attend_backward(q_BNcH, kv_2BKcH, block: Block, grad_y, delta, lse) -> tuple
     the backward of a softmax subtracts.
     Source: arXiv:2307.08691, algorithm 2.
     """
-    k_BNcH, v_BNcH = repeat_for_queries(kv_2BKcH, q_BNcH)
-    scores_BNcc = masked_scores(q_BNcH, k_BNcH, block.query_at, block.key_at)
-    weights_BNcc = (scores_BNcc - lse).exp()
-    grad_scores_BNcc = weights_BNcc * (grad_y @ v_BNcH.mT - delta)
-    grad_scores_BNcc = grad_scores_BNcc / math.sqrt(q_BNcH.shape[-1])
-    grad_kv = torch.stack([grad_scores_BNcc.mT @ q_BNcH, weights_BNcc.mT @ grad_y])
+    k_BNjH, v_BNjH = repeat_for_queries(kv_2BKjH, q_BNiH)
+    scores_BNij = masked_scores(q_BNiH, k_BNjH, block.query_at, block.key_at)
+    weights_BNij = (scores_BNij - lse).exp()
+    grad_scores_BNij = weights_BNij * (grad_y @ v_BNjH.mT - delta)
+    grad_scores_BNij = grad_scores_BNij / math.sqrt(q_BNiH.shape[-1])
+    grad_kv = torch.stack([grad_scores_BNij.mT @ q_BNiH, weights_BNij.mT @ grad_y])
     # A key/value head served N/K query heads: sum their gradients.
-    grad_kv = grad_kv.unflatten(2, (kv_2BKcH.shape[2], -1)).sum(3)
-    return grad_scores_BNcc @ k_BNcH, grad_kv
+    grad_kv = grad_kv.unflatten(2, (kv_2BKjH.shape[2], -1)).sum(3)
+    return grad_scores_BNij @ k_BNjH, grad_kv
 
 
 def pass_on(x: Tensor, cp_group) -> Tensor:
     """Send x to the next rank, and return what the previous rank sent."""
-    T = cp_group.size()
+    C = cp_group.size()
     rank = cp_group.rank()
-    if T == 1:
+    if C == 1:
         return x
-    return lesson00.send_recv(x, (rank + 1) % T, x, (rank - 1) % T, cp_group)
+    return lesson00.send_recv(x, (rank + 1) % C, x, (rank - 1) % C, cp_group)
 
 
 class RingFunction(torch.autograd.Function):
-    """Attention in T steps: q stays, kv moves to the next rank after each step.
+    """Attention in C steps: q stays, kv moves to the next rank after each step.
 
     In backward kv goes around again, and dL/d(kv) with it. Each rank adds what its
-    queries contribute; a T-th hop returns the sum to the rank whose keys they are. All
+    queries contribute; a C-th hop returns the sum to the rank whose keys they are. All
     ranks pass on at every step, also if they have nothing to compute.
 
     Shapes: q [B, N, s, H], kv [2, B, K, s, H] → y [B, N, s, H].
-    Communication: T − 1 sends forward, 2·T − 1 backward, each of 2·B·s·K·H elements.
+    Communication: C − 1 sends forward, 2·C − 1 backward, each of 2·B·s·K·H elements.
     """
-
-    blocks = []  # (ring step, Block) of each block that forward computed
 
     @staticmethod
     def forward(ctx, q_BNsH: Tensor, kv_2BKsH: Tensor, cp_group, layout: str) -> Tensor:
-        T = cp_group.size()
+        C = cp_group.size()
         rank = cp_group.rank()
         y_BNsH = torch.zeros_like(q_BNsH)
         lse_BNs1 = torch.full_like(q_BNsH[..., :1], float("-inf"))  # no keys so far
         kv = kv_2BKsH
         # The rank's own keys come first. Each query sees one of them, so its lse is
         # finite after step 0. In merge, −∞ with −∞ would give nan.
-        for step in range(T):
-            owner = (rank - step) % T  # whose keys and values are here now
-            for block in blocks_of(rank, owner, T, layout, q_BNsH.shape[2]):
+        for step in range(C):
+            owner = (rank - step) % C  # whose keys and values are here now
+            for block in blocks_of(rank, owner, C, layout, q_BNsH.shape[2]):
                 q = q_BNsH[:, :, block.queries]
                 y = y_BNsH[:, :, block.queries]  # y and lse are views
                 lse = lse_BNs1[:, :, block.queries]
@@ -267,8 +273,7 @@ class RingFunction(torch.autograd.Function):
                 merged_y, merged_lse = merge(y, lse, block_y, block_lse)
                 y.copy_(merged_y)
                 lse.copy_(merged_lse)
-                RingFunction.blocks.append((step, block))
-            if step < T - 1:
+            if step < C - 1:
                 kv = pass_on(kv, cp_group)
         ctx.save_for_backward(q_BNsH, kv_2BKsH, y_BNsH, lse_BNs1)
         ctx.cp_group = cp_group
@@ -278,14 +283,14 @@ class RingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y_BNsH: Tensor):
         q_BNsH, kv, y_BNsH, lse_BNs1 = ctx.saved_tensors
-        T = ctx.cp_group.size()
+        C = ctx.cp_group.size()
         rank = ctx.cp_group.rank()
         delta_BNs1 = (grad_y_BNsH * y_BNsH).sum(-1, keepdim=True)
         grad_q = torch.zeros_like(q_BNsH)
         grad_kv = torch.zeros_like(kv)  # travels with kv
-        for step in range(T):
-            owner = (rank - step) % T
-            for block in blocks_of(rank, owner, T, ctx.layout, q_BNsH.shape[2]):
+        for step in range(C):
+            owner = (rank - step) % C
+            for block in blocks_of(rank, owner, C, ctx.layout, q_BNsH.shape[2]):
                 to_q, to_kv = attend_backward(
                     q_BNsH[:, :, block.queries],
                     kv[:, :, :, block.keys],
@@ -296,38 +301,16 @@ class RingFunction(torch.autograd.Function):
                 )
                 grad_q[:, :, block.queries] += to_q
                 grad_kv[:, :, :, block.keys] += to_kv
-            if step < T - 1:
+            if step < C - 1:
                 kv = pass_on(kv, ctx.cp_group)
             grad_kv = pass_on(grad_kv, ctx.cp_group)
         return grad_q, grad_kv, None, None
 
 
-# Why does a wrong backward not show in the loss? Let backward forget to pass kv on, so
-# that it uses its own, stale keys and values at every step (`--break stale`):
-# 1. A loss is computed forward, and forward is right. The loss of step 1 has no wrong
-#    bit; a later one can differ only through the update of the weights.
-# 2. Most of the update is right. The gradient reaches most weights through the residual
-#    sum. dL/dv needs only the weights of the softmax, and these are nearly uniform at
-#    first, whatever the keys are: v_proj is off by about 10 %. dL/dq and dL/dk are made
-#    from the stale keys and values themselves: q_proj and k_proj are off by about their
-#    own size. But they have 4 % of the norm of all gradients (section 3), so that norm
-#    is off by 2e-5 only (ring).
-# 3. AdamW divides by the size of a gradient, so q_proj and k_proj take large steps in
-#    wrong directions. The loss hardly depends on them yet: a step changes it by
-#    gradient × step, and their gradient is small. At step 3 it is 5.1554 instead of
-#    5.1556 (2 ranks). If they were not trained at all, it would be 5.1579.
-# 4. Attention learns later where to look. Then the loss is higher than it could be:
-#    2.44 instead of 2.20 at step 100 (--steps 100). From step 73 on the norm of all
-#    gradients jumps, once to 300 times too much. Before that a log looks healthy: in
-#    training you have only one of the two losses, and it falls.
-# So compare gradients with one process, module by module (section 3), or one attention
-# on its own (section 4).
-
-
 def ring_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
     """Attention by the ring: RingFunction on the heads of this rank's positions."""
-    T = cp_group.size()
-    here = positions_of(cp_group.rank(), T, layout, T * q.shape[1])
+    C = cp_group.size()
+    here = positions_of(cp_group.rank(), C, layout, C * q.shape[1])
     q_BNsH, kv_2BKsH = split_heads(q, k, v, tables, core.head_size, here)
     y_BNsH = RingFunction.apply(q_BNsH, kv_2BKsH, cp_group, layout)
     return y_BNsH.transpose(1, 2).flatten(2)
@@ -358,10 +341,10 @@ class Exchange(torch.autograd.Function):
 
 
 def ulysses_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
-    """All S positions of N/T heads instead of s positions of N heads, and back.
+    """All S positions of N/C heads instead of s positions of N heads, and back.
 
-    In between, lesson 02's attention runs unchanged: T must divide K.
-    Shapes: q [B, s, N·H] → [B, S, N·H/T] → attention [B, S, N·H/T] → [B, s, N·H].
+    In between, lesson 02's attention runs unchanged: C must divide K.
+    Shapes: q [B, s, N·H] → [B, S, N·H/C] → attention [B, S, N·H/C] → [B, s, N·H].
     Communication: 4 all-to-alls forward (q, k, v, output) and 4 backward, together
         B·s·(2·N + 2·K)·H elements forward and the same backward.
     """
@@ -445,16 +428,17 @@ def main(args, report: lesson00.Report) -> None:
     groups = lesson00.mesh_groups(
         {"cp": args.ranks // args.tp, "tp": args.tp}, args.timeout
     )
-    T = groups["cp"].size()
+    C = groups["cp"].size()
     size = lesson02.sizes_of(args)
-    size.update(T=T, s=args.seq_len // T)  # T is the size of the CP group here
+    size.update(T=args.tp, C=C, s=args.seq_len // C)
     size.update(n=args.heads // args.tp, k=args.kv_heads // args.tp)
-    report.begin({"cp": T, "tp": args.tp}, size)
-    size["q"] = lesson00.evaluate("B·s·n·H·e", size)  # bytes of a rank's queries
-    size["b"] = lesson00.evaluate("2·B·s·k·H·e", size)  # of its keys and values
+    report.begin({"cp": C, "tp": args.tp}, size)
+    # Bytes of a rank's keys and values, and of its queries and the output y.
+    size["kv"] = lesson00.evaluate("2·B·s·k·H·e", size)
+    size["qy"] = lesson00.evaluate("2·B·s·n·H·e", size)
     full = lesson02.make_transformer(args)
     batches = lesson02.make_batches(__doc__, args, args.steps)
-    show_positions(report, batches[0], T)
+    show_positions(report, batches[0], C)
 
     methods = dict(METHODS)
     if args.no_ulysses:
@@ -471,7 +455,7 @@ def main(args, report: lesson00.Report) -> None:
     show_cp_replicas(report, runs, groups["cp"])
     show_gradients_cp(report, runs)
     on_a_rank = lesson02.tp_transformer(full, groups["tp"])
-    size["P"] = sum(p.numel() for p in on_a_rank.parameters())
+    size["θ"] = sum(p.numel() for p in on_a_rank.parameters())
     show_attention(report, methods, size, groups["cp"])
     show_communication_cp(report, methods, size)
     show_saved(report, methods, size, groups["cp"])
@@ -495,17 +479,17 @@ def train_split(
 # ---- The sections of the output, in order
 
 
-def show_positions(report: lesson00.Report, batch, T: int) -> None:
+def show_positions(report: lesson00.Report, batch, C: int) -> None:
     """Each rank's positions in both layouts, and how many targets it has there."""
     args = report.args
     total = (batch[1] != lesson02.IGNORE).sum().item()
     rows = []
-    for rank in range(T):
+    for rank in range(C):
         row = {"rank": rank}
         for layout in ("contiguous", "zigzag"):
-            here = positions_of(rank, T, layout, args.seq_len)
+            here = positions_of(rank, C, layout, args.seq_len)
             ends = []  # first and last position of each chunk
-            for chunk in here.chunk(len(chunks_of(rank, T, layout))):
+            for chunk in here.chunk(len(chunks_of(rank, C, layout))):
                 ends.append(f"{chunk[0]} to {chunk[-1]}")
             row[layout] = ", ".join(ends)
             has_target = batch[1][:, here] != lesson02.IGNORE
@@ -583,12 +567,11 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
         results["without CP"][name] = x.grad
     rows = []
     for name, method in methods.items():
-        # The ring's forward records which blocks it computed.
-        RingFunction.blocks.clear()
         with report.column(f"{name}, one attention"):
-            results[name] = split_attention(method, core, tables, tensors, cp_group)
+            with recorded_blocks() as blocks:
+                results[name] = split_attention(method, core, tables, tensors, cp_group)
             if method.attention is ring_attention:
-                rows.extend(block_rows(report, method.layout, size, cp_group))
+                rows.extend(block_rows(report, blocks, method.layout, size, cp_group))
     if report.args.device != "cpu":
         with report.column("PyTorch, one attention"):
             results["PyTorch"] = pytorch_attention(tensors, tables, size["H"], cp_group)
@@ -596,14 +579,35 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
     report.compare("attention", results)
     report.table("blocks", rows)
     # A step takes as long as its busiest rank; a block is s² or, if zigzag, s²/4.
-    contiguous = lesson00.evaluate("T·s·s", size)
-    zigzag = lesson00.evaluate("(2·T + 1)·s·s/4", size)
-    report.say("   Scores per head of the busiest rank of each step, added up:")
-    report.say(
-        f"   contiguous T·s² = {contiguous:,}, zigzag (2T + 1)·s²/4 = {zigzag:,}."
-    )
+    contiguous = lesson00.evaluate("C·s·s", size)
+    zigzag = lesson00.evaluate("(2·C + 1)·s·s/4", size)
+    text = f"   Busiest rank, scores per head: C·s² = {contiguous:,}, "
+    text += f"with zigzag (2·C + 1)·s²/4 = {zigzag:,}."
+    report.say(lesson00.wrap(text))
     if report.args.device == "cpu":
         report.say("   PyTorch's context_parallel is left out: it has no CPU kernel.")
+
+
+@contextmanager
+def recorded_blocks():
+    """Within `with`: a list that gets (ring step, Block) of each block computed."""
+    blocks = []
+    hops = []  # whose keys are here depends on how often keys were passed on
+    originals = {"attend": attend, "pass_on": pass_on}
+
+    def attend_and_record(q_BNiH, kv_2BKjH, block):
+        blocks.append((len(hops), block))
+        return originals["attend"](q_BNiH, kv_2BKjH, block)
+
+    def pass_on_and_count(x, cp_group):
+        hops.append("passed on")
+        return originals["pass_on"](x, cp_group)
+
+    globals().update(attend=attend_and_record, pass_on=pass_on_and_count)
+    try:
+        yield blocks
+    finally:
+        globals().update(originals)
 
 
 def random_attention(args, size: dict, S: int) -> tuple:
@@ -624,11 +628,11 @@ def random_attention(args, size: dict, S: int) -> tuple:
 
 def split_attention(method: Method, core, tables, tensors, cp_group) -> dict:
     """The same from this rank's positions, gathered from all ranks."""
-    T = cp_group.size()
+    C = cp_group.size()
     S = tensors[0].shape[1]
     # Where the elements of an all-gather are in the full sequence.
-    order = torch.cat([positions_of(r, T, method.layout, S) for r in range(T)])
-    here = positions_of(cp_group.rank(), T, method.layout, S)
+    order = torch.cat([positions_of(r, C, method.layout, S) for r in range(C)])
+    here = positions_of(cp_group.rank(), C, method.layout, S)
     q, k, v, grad_y = [x.detach()[:, here] for x in tensors]
     inputs = [x.requires_grad_() for x in (q, k, v)]
     y = method.attention(q, k, v, tables, core, cp_group, method.layout)
@@ -677,13 +681,13 @@ def pytorch_attention(tensors, tables, head_size: int, cp_group) -> dict:
     return {name: x.transpose(1, 2).flatten(2) for name, x in zip(names, found)}
 
 
-def block_rows(report, layout: str, size: dict, cp_group) -> list[dict]:
+def block_rows(report, blocks: list, layout: str, size: dict, cp_group) -> list[dict]:
     """How many blocks of scores each rank computed at each step of the ring."""
-    formulas = {"contiguous": "t + 1", "zigzag": "2·T + 1"}
-    T = size["T"]
-    # Counted on each rank while it computed them.
-    computed = [step for step, _ in RingFunction.blocks]
-    counts = [computed.count(step) for step in range(T)]
+    formulas = {"contiguous": "t + 1", "zigzag": "2·C + 1"}
+    C = size["C"]
+    # Recorded on each rank while it computed them.
+    computed = [step for step, _ in blocks]
+    counts = [computed.count(step) for step in range(C)]
     rows = []
     for rank, of_rank in enumerate(lesson00.gather_objects(counts, cp_group)):
         row = {"blocks": layout, "rank t": rank}
@@ -701,52 +705,69 @@ def block_rows(report, layout: str, size: dict, cp_group) -> list[dict]:
 
 def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) -> None:
     """Calls and bytes per step of each method, as counted, against formulas."""
-    per_method = {
+    per_method = {  # phase, collective: calls, bytes per call
         "gather": {
-            ("forward", "all-gather"): [lesson00.Calls("L", "T·b")],
-            ("backward", "reduce-scatter"): [lesson00.Calls("L", "T·b")],
+            ("forward", "all-gather"): ("L", "C·kv"),
+            ("backward", "reduce-scatter"): ("L", "C·kv"),
         },
         "ring": {
-            ("forward", "send/recv"): [lesson00.Calls("L·(T - 1)", "b")],
-            ("backward", "send/recv"): [lesson00.Calls("L·(2·T - 1)", "b")],
+            ("forward", "send/recv"): ("L·(C-1)", "kv"),
+            ("backward", "send/recv"): ("L·(2·C-1)", "kv"),
         },
-        "Ulysses": {
-            ("forward", "all-to-all"): [lesson00.Calls("4·L", "(q+b/2)/2")],
-            ("backward", "all-to-all"): [lesson00.Calls("4·L", "(q+b/2)/2")],
+        "Ulysses": {  # of q, k, v and the output
+            ("forward", "all-to-all"): ("4·L", "(qy+kv)/4"),
+            ("backward", "all-to-all"): ("4·L", "(qy+kv)/4"),
         },
     }
     per_method["zigzag"] = per_method["ring"]
     formulas = {}
     for run in methods:
-        # Around attention; the four all-to-alls are of q, k, v and the output.
-        for (phase, collective), formula in per_method[run].items():
-            formulas[lesson00.Call(run, phase, collective, "cp")] = formula
+        for (phase, collective), (calls, nbytes) in per_method[run].items():
+            call = lesson00.Call(run, phase, collective, "cp")
+            formulas[call] = [lesson00.Calls(calls, nbytes)]
         # The number of targets (int64) and the loss; then all gradients.
-        formulas[lesson00.Call(run, "loss", "all-reduce", "cp")] = [
-            lesson00.Calls("1", "8"),
-            lesson00.Calls("1", "e"),
-        ]
-        formulas[lesson00.Call(run, "summing", "all-reduce", "cp")] = [
-            lesson00.Calls("1", "P·e")
-        ]
+        call = lesson00.Call(run, "loss", "all-reduce", "cp")
+        formulas[call] = [lesson00.Calls("1", "8"), lesson00.Calls("1", "e")]
+        call = lesson00.Call(run, "summing", "all-reduce", "cp")
+        formulas[call] = [lesson00.Calls("1", "θ·e")]
         # With --tp, lesson 02's calls, on s positions.
-        formulas[lesson00.Call(run, "forward", "all-reduce", "tp")] = [
-            lesson00.Calls("2·L", "B·s·D·e")
-        ]
-        formulas[lesson00.Call(run, "backward", "all-reduce", "tp")] = [
-            lesson00.Calls("2·L", "B·s·D·e")
-        ]
-        formulas[lesson00.Call(run, "clipping", "all-reduce", "tp")] = [
-            lesson00.Calls("1", "8")
-        ]
+        for phase in ("forward", "backward"):
+            call = lesson00.Call(run, phase, "all-reduce", "tp")
+            formulas[call] = [lesson00.Calls("2·L", "B·s·D·e")]
+        call = lesson00.Call(run, "clipping", "all-reduce", "tp")
+        formulas[call] = [lesson00.Calls("1", "8")]
     report.section("Communication per step")
     report.ledger(formulas, size, steps=report.args.steps)
-    letters = "q: bytes of a rank's queries; b: of its keys and values; P: parameters."
-    report.say(f"   {letters}")
-    T = size["T"]
-    crossing = size["N"] / size["K"] + 1
-    report.say("   Keys and values are sent with K heads, not N. Forward, the ring")
-    report.say(f"   sends less than Ulysses if T < N/K + 1 = {crossing:g}; T = {T}.")
+    report.say(
+        "   kv: bytes of a rank's keys and values. qy: of its queries and the output."
+    )
+    if size["C"] > 1:
+        show_sent(report, methods, size)
+
+
+def show_sent(report, methods: dict, size: dict) -> None:
+    """Add up what a rank sends around attention per step, and say who sends less."""
+    formulas = {"gather": "L·2·(C-1)·kv", "Ulysses": "L·2·(C-1)·(qy+kv)/C"}
+    sent = dict.fromkeys(methods, 0)
+    for row in report.data["communication"]:
+        if row["axis"] == "cp" and row["phase"] in ("forward", "backward"):
+            sent[row["run"]] += row["ring"]
+    for run in methods:
+        if run not in report.raised:
+            predicted = lesson00.evaluate(formulas.get(run, "L·(3·C-2)·kv"), size)
+            diff = abs(sent[run] - predicted)
+            report.check("bytes", f"{run}, sent around attention", diff)
+    C = size["C"]
+    text = ", ".join(f"{run} {nbytes:,}" for run, nbytes in sent.items())
+    slices = f"Slices kv per layer: the ring sends {3 * C - 2}, gather {2 * C - 2}; "
+    slices += f"gather holds {C} at once."
+    ring = C * (3 * C - 2) / (2 * (C - 1))
+    less = (
+        "The ring sends less than Ulysses if C·(3·C − 2)/(2·(C − 1)) < N/K + 1: here "
+    )
+    less += f"{ring:.3g} and {size['N'] / size['K'] + 1:.3g}."
+    for line in (f"Both phases: {text} bytes.", slices, less):
+        report.say(lesson00.wrap(f"   {line}"))
 
 
 # Bytes per rank and layer; a = B·n·e. a·S·S and a·s·S are weights of the softmax, as in
@@ -757,7 +778,7 @@ SAVED_BY_ATTENTION = {
     "gather": "a·(s+2·S)·H + s·(a·S+2·H·e+S)",
     "ring": "a·s·(2·H+1) + 2·(B·k+1)·s·H·e",
     "zigzag": "a·s·(2·H+1) + 2·(B·k+1)·s·H·e",
-    "Ulysses": "a·(3·S·H+S·S)/T",
+    "Ulysses": "a·(3·S·H+S·S)/C",
 }
 
 
@@ -767,7 +788,7 @@ def show_saved(report: lesson00.Report, methods: dict, size: dict, cp_group) -> 
     for name in ["without CP"] + list(methods):
         row = {"attention": name, "formula": SAVED_BY_ATTENTION[name]}
         for S in (size["S"], 2 * size["S"], 4 * size["S"]):
-            sizes = dict(size, S=S, s=S // size["T"])
+            sizes = dict(size, S=S, s=S // size["C"])
             sizes["a"] = lesson00.evaluate("B·n·e", size)
             column = f"S {S}"
             row[column] = bytes_saved(report.args, methods.get(name), sizes, cp_group)
@@ -796,10 +817,23 @@ def bytes_saved(args, method: Method | None, size: dict, cp_group) -> int:
 
 # ==== BREAK IT
 
+# Why does a wrong backward not show in the loss? With --break stale, backward uses a
+# rank's own keys and values at every step.
+# 1. A loss is computed forward, and forward is right: step 1's loss is right.
+# 2. Most of the update is right. The gradient reaches most weights through the residual
+#    sum, and dL/dv hardly depends on the keys while attention is nearly uniform. q_proj
+#    and k_proj are off by about their own size, but they have 3.2 % of the norm of all
+#    gradients: in step 1 that norm is off by 1.6e-4 (ring, 2 ranks).
+# 3. AdamW takes wrong steps in q_proj and k_proj. At first the loss hardly depends on
+#    them: at step 3 it is 5.18196 instead of 5.18200.
+# 4. Later it does: at step 100 (--steps 100) it is 2.12 instead of 2.08. From step 90
+#    on the norm of all gradients jumps, once to 42 times too much.
+# In training you have only one of the two losses, and it falls. So compare gradients
+# with one process, module by module (section 3), or one attention (section 4).
 BREAKS = {
     "stale": dict(
         target="RingFunction.backward",
-        old="        if step < T - 1:\n            kv = pass_on(kv, ctx.cp_group)\n",
+        old="        if step < C - 1:\n            kv = pass_on(kv, ctx.cp_group)\n",
         new="",
         what="in backward every step uses this rank's own keys and values",
         symptom="the loss of step 1 is right, later ones are off by 1e-4 at "
@@ -825,8 +859,8 @@ BREAKS = {
     ),
     "lse": dict(
         target="attend_backward",
-        old="    weights_BNcc = (scores_BNcc - lse).exp()\n",
-        new="    weights_BNcc = scores_BNcc.softmax(-1)\n",
+        old="    weights_BNij = (scores_BNij - lse).exp()\n",
+        new="    weights_BNij = scores_BNij.softmax(-1)\n",
         what="backward normalizes the weights of each block by that block only",
         symptom="the loss of step 1 is right; gradients are too large: of q on all "
         "ranks that see more than one block, of k and v on all ranks",
@@ -874,9 +908,9 @@ BREAKS = {
         new="    flat = lesson00.all_reduce(partial_flat, cp_group)\n"
         "    flat = flat / cp_group.size()\n",
         what="gradients are averaged over CP ranks, as data parallelism does",
-        symptom="all gradients are T times too small; clipping and AdamW hide most of "
+        symptom="all gradients are C times too small; clipping and AdamW hide most of "
         "that in the losses",
-        why="cp_loss divided by the number of all targets already: 1/T comes twice",
+        why="cp_loss divided by the number of all targets already: 1/C comes twice",
         reported="github.com/NVIDIA/Megatron-LM/issues/673",
         audit="gradient factor",
     ),
@@ -919,20 +953,20 @@ def parse_args(ranks: int) -> argparse.Namespace:
     if ranks % args.tp != 0:
         left = f"{ranks} ranks % {args.tp} = {ranks % args.tp}, not 0"
         raise ValueError(f"--tp {args.tp}: {left}; take {math.gcd(ranks, args.tp)}")
-    T = ranks // args.tp
+    C = ranks // args.tp
     args.kv_heads = args.kv_heads or ranks * math.ceil(4 / ranks)
     args.heads = args.heads or 2 * args.kv_heads
     args.hidden = args.hidden or 8 * args.heads
-    args.seq_len = args.seq_len or 2 * T * math.ceil(32 / T)
-    lesson01.must_divide(args, "seq_len", 2 * T, "(2 · CP ranks: zigzag)")
+    args.seq_len = args.seq_len or 2 * C * math.ceil(32 / C)
+    lesson01.must_divide(args, "seq_len", 2 * C, "(2 · CP ranks: zigzag)")
     lesson01.must_divide(args, "kv_heads", args.tp, "(--tp)")
     lesson01.must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
     lesson01.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     lesson01.raise_refused(args)
     k = args.kv_heads // args.tp
-    if k % T != 0 and not args.no_ulysses:
-        text = f"Ulysses needs {T} CP ranks to divide {k} heads per TP rank"
-        text = f"{text}; take {ranks * math.ceil(k / T)}, or add --no-ulysses"
+    if k % C != 0 and not args.no_ulysses:
+        text = f"Ulysses needs {C} CP ranks to divide {k} heads per TP rank"
+        text = f"{text}; take {ranks * math.ceil(k / C)}, or add --no-ulysses"
         raise ValueError(f"--kv-heads {args.kv_heads}: {text}")
     if args.vocab_size <= lesson02.PAD:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")

@@ -543,6 +543,395 @@ def plan_subject(bug: str):
     return SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
 
 
+# ---- A block with plain functions between its modules.
+
+
+class Block(nn.Module):
+    """x + down(gain · tanh(up(norm(x)))), in the full model and on ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.up = nn.Linear(D, 2 * D)
+        self.gain = nn.Parameter(torch.randn(2 * D))
+        self.down = nn.Linear(2 * D, D)
+        self.group = None
+        self.bug = ""
+        self.calls = 0
+
+    def forward(self, x):
+        h = self.norm(x)
+        if self.group is None:
+            return x + self.down(F.dropout(self.middle(h), 0.3, self.training))
+        if self.bug == "recomputed":
+            return checkpoint(
+                self.parallel, x, h, use_reentrant=False, preserve_rng_state=False
+            )
+        return self.parallel(x, h)
+
+    def middle(self, h):
+        z = self.up(h).tanh() * self.gain
+        width = z.shape[-1] if self.bug == "local width" else 2 * D
+        return z / width**0.5
+
+    def parallel(self, x, h):
+        self.calls += 1
+        z = self.middle(Copy.apply(h, self.group))
+        if self.bug == "leaky":
+            z = Leaky.apply(z)
+        state = torch.get_rng_state()
+        seed = 0 if self.bug == "same masks" else dist.get_rank()
+        if self.bug == "recomputed":  # called again in backward
+            seed += 10 * self.calls
+        if self.training:
+            torch.manual_seed(seed)
+        z = F.dropout(z, 0.3, self.training)
+        torch.set_rng_state(state)
+        y = Sum.apply(F.linear(z, self.down.weight), self.group)
+        if self.bug == "second call" and self.calls % 2 == 0:
+            y = 1.5 * y
+        is_here = self.bug != "bias on rank 0" or self.group.rank() == 0
+        return x + y + self.down.bias * is_here
+
+
+class Leaky(torch.autograd.Function):
+    """The identity; its backward loses a part of the gradient, another per rank."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[..., dist.get_rank()] = 0
+        return grad
+
+
+def split_block(block, group, bug: str = "") -> None:
+    block.up.weight = piece(block.up.weight, group)
+    block.up.bias = piece(block.up.bias, group)
+    block.gain = piece(block.gain, group)
+    block.down.weight = piece(block.down.weight, group, 1)
+    block.group = group
+    block.bug = bug
+
+
+def clip_blocks(bug: str):
+    """Clipping that is right, or has one of the bugs of public threads."""
+
+    def clip(model, max_norm):
+        shards = [b.up.weight for b in model[:2]] + [b.up.bias for b in model[:2]]
+        shards += [b.gain for b in model[:2]] + [b.down.weight for b in model[:2]]
+        ids = set(map(id, shards))
+        total = torch.zeros(())
+        own = torch.zeros(())
+        for p in model.parameters():
+            own += p.grad.square().sum()
+            if id(p) in ids or dist.get_rank() == 0 or bug == "counted":
+                total += p.grad.square().sum()
+        dist.all_reduce(total)
+        norm = total.sqrt()
+        clipped = [p.grad for p in model.parameters()]
+        if bug != "gradients clipped":  # they have no .grad, so nothing is scaled
+            clipped = list(model.parameters())
+        by = own.sqrt() if bug == "local norm" else norm
+        nn.utils.clip_grads_with_norm_(clipped, max_norm, by)
+        if bug == "clipped twice":
+            again = by.clamp(max=max_norm)
+            nn.utils.clip_grads_with_norm_(clipped, max_norm / 2, again)
+        return norm
+
+    return clip
+
+
+CLIP = ("gradients clipped", "clipped twice", "local norm", "counted")
+
+
+def block_subject(bug: str):
+    def build():
+        return nn.Sequential(Block(), Block(), nn.Linear(D, D))
+
+    def parallelize(model, group):
+        if bug == "not split":
+            return None
+        split_block(model[0], group)
+        split_block(model[1], group, bug)
+        up = model[1].up.weight
+        if bug == "rounded":
+            up.data = up.data.bfloat16().to(up.dtype)
+        if bug == "rows":
+            factors = torch.ones(len(up), 1)
+            factors[3:5] = 2
+            up.register_hook(lambda grad: grad * factors.to(grad))
+        # A library may store weights in float32, and add parameters of its own.
+        model[0].up.weight.data = model[0].up.weight.data.float().to(up.dtype)
+        model[2].extra = nn.Parameter(torch.zeros(D))
+        model[2].register_forward_hook(lambda m, inputs, output: output + 0 * m.extra)
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = build
+    subject.parallelize = parallelize
+    subject.batch = lambda step: (torch.randn(3, S, D), 9 * torch.randn(3, S, D))
+    if bug in CLIP:
+        subject.clip = clip_blocks(bug)
+    return subject
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.head(self.block(self.block(x)))
+
+
+def twice_subject(bug: str):
+    """A module that is called twice; its second call may be wrong."""
+
+    def parallelize(model, group):
+        split_block(model.block, group, bug)
+        return model
+
+    subject = block_subject("")
+    subject.build = Twice
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- A linear on this rank's rows of its input: its gradient is partial.
+
+
+class Rows(torch.autograd.Function):
+    """This rank's rows; all-gather in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather(grad, ctx.group), None
+
+
+class Gather(torch.autograd.Function):
+    """All-gather of rows; backward takes this rank's, or the sum's by mistake."""
+
+    @staticmethod
+    def forward(ctx, x, group, is_summed):
+        ctx.group = group
+        ctx.is_summed = is_summed
+        return gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.is_summed:  # of all pieces, as if ranks did not compute the same
+            return sum(grad.chunk(ctx.group.size(), 1)), None, None
+        grad = grad.chunk(ctx.group.size(), 1)[ctx.group.rank()]
+        return grad.contiguous(), None, None
+
+
+def gather(x, group):
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, 1)
+
+
+class RowsLinear(nn.Linear):
+    group = None
+    bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            return super().forward(x)
+        weight = self.weight
+        if self.bug != "reduced again":
+            weight = Copy.apply(weight, self.group)
+        y = F.linear(Rows.apply(x, self.group), weight)
+        return Gather.apply(y, self.group, False)
+
+
+def rows_subject(bug: str):
+    """Sums the weight's gradient in backward, or by a hook on what is accumulated."""
+
+    def sum_again(p):
+        dist.all_reduce(p.grad)
+
+    def overwrite(p):
+        p.grad = p.last
+
+    def parallelize(model, group):
+        linear = model[1]
+        linear.group = group
+        linear.bug = bug
+        if bug == "reduced again":
+            linear.weight.register_post_accumulate_grad_hook(sum_again)
+        if bug == "overwritten":
+            own = vars(linear.weight)
+            linear.weight.register_hook(lambda grad: own.update(last=grad))
+            linear.weight.register_post_accumulate_grad_hook(overwrite)
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), RowsLinear(D, D, bias=False))
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- Pieces that are gathered by columns.
+
+
+class Columns(nn.Linear):
+    group = None
+    bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            return super().forward(x)
+        y = F.linear(Copy.apply(x, self.group), self.weight, self.bias).transpose(1, 2)
+        return Gather.apply(y, self.group, self.bug == "pieces summed").transpose(1, 2)
+
+
+def columns_subject(bug: str):
+    def parallelize(model, group):
+        model[1].weight = piece(model[1].weight, group)
+        model[1].bias = piece(model[1].bias, group)
+        model[1].group = group
+        model[1].bug = bug
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Columns(D, D), nn.Tanh())
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- A convolution: its bias belongs to dim 1.
+
+
+class Convolution(nn.Conv1d):
+    group = None
+    bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            return super().forward(x)
+        x = Slice.apply(x, self.group)
+        bias = self.bias if self.bug == "bias" else None
+        y = Sum.apply(F.conv1d(x, self.weight, bias), self.group)
+        return y if self.bug == "bias" else y + self.bias[:, None]
+
+
+class Slice(Rows):
+    """The same as Rows: of a convolution, dim 1 is the channels."""
+
+
+def convolution_subject(bug: str):
+    def parallelize(model, group):
+        model[1].weight = piece(model[1].weight, group, 1)
+        model[1].group = group
+        model[1].bug = bug
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Convolution(S, 4, 3))
+    subject.parallelize = parallelize
+    subject.batch = lambda step: (torch.randn(3, S, D), torch.randn(3, 4, D - 2))
+    return subject
+
+
+# ---- A stack that returns its norm's output, with a Python attribute on it.
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x):
+        x = self.norm(self.linear(x))
+        x.held = "replicated"  # as libraries do
+        return x
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+
+    def forward(self, x):
+        assert x.held == "replicated"
+        return self.pair(x)
+
+
+def stack_subject(bug: str):
+    def parallelize(model, group):
+        pair = model[1].pair
+        pair.up.weight = piece(pair.up.weight, group)
+        pair.up.bias = piece(pair.up.bias, group)
+        pair.down.weight = piece(pair.down.weight, group, 1)
+        pair.group = group
+        pair.bug = bug
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(Stack(), Head())
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- Parameters that are no pieces, or that a rank does not use.
+
+
+class Doubled(nn.Module):
+    """A linear; the ranks hold four times its weight. One may skip a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+        self.idle = nn.Parameter(torch.randn(D))
+        self.factor = 1.0
+        self.is_idle = False
+
+    def forward(self, x):
+        y = x @ (self.weight / self.factor)
+        return y if self.is_idle else y + 0 * self.idle
+
+
+def doubled_subject(bug: str):
+    def parallelize(model, group):
+        split_block(model[0], group)
+        linear = model[1]
+        linear.is_idle = bug == "idle" and group.rank() == 1
+        if bug != "idle":
+            linear.factor = 4.0
+            linear.weight.data *= 4.0
+        if bug == "apart":
+            rank = group.rank()
+            linear.weight.register_hook(lambda grad: grad * (1 + rank))
+        return model
+
+    def optimizer(named_parameters):
+        groups = []
+        for name, p in named_parameters:
+            # The update of what is four times as large must be, too.
+            is_larger = name == "1.weight" and p.abs().max() > 6 and bug != "rate"
+            groups.append({"params": [p], "lr": 16e-3 if is_larger else 1e-3})
+        return torch.optim.SGD(groups)
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(Block(), Doubled())
+    subject.parallelize = parallelize
+    if bug != "idle":
+        subject.optimizer = optimizer
+    return subject
+
+
 # model → its bugs, and what the first finding of each begins with.
 MODELS = {
     fused_subject: {
@@ -572,4 +961,30 @@ MODELS = {
     },
     lora_subject: {"A": "gradient sum", "B": "gradient sum"},
     plan_subject: {"norm": "gradient sum"},
+    block_subject: {
+        "local width": ["forward", "1"],
+        "bias on rank 0": ["forward right on", "1"],
+        "leaky": ["backward of a module", "1"],
+        "same masks": ["dropout same", "1"],
+        "recomputed": ["dropout recomputed", "1"],
+        "rounded": ["rounded", "1.up.weight"],
+        "rows": ["gradient unexplained", "1.up.weight"],
+        "gradients clipped": ["clip", "clip()"],
+        "clipped twice": ["clip", "clip()"],
+        "local norm": ["clip", "clip()"],
+        "counted": ["norm", "clip()"],
+    },
+    twice_subject: {"second call": ["forward", "block"]},
+    rows_subject: {
+        "reduced again": ["accumulation reduced again", "1.weight"],
+        "overwritten": ["accumulation overwritten", "1.weight"],
+    },
+    columns_subject: {"pieces summed": ["gradient of several pieces", "1.weight"]},
+    convolution_subject: {"bias": ["forward bias", "1"]},
+    stack_subject: {"no f": ["gradient sum", "0.norm.weight"]},
+    doubled_subject: {
+        "idle": ["update without gradient", "1.idle"],
+        "rate": ["later loss", "loss"],
+        "apart": ["update differs between replicas", "1.weight"],
+    },
 }

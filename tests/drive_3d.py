@@ -16,7 +16,9 @@ from itertools import product
 import torch.distributed as dist
 from in_ranks import load, run
 
-lesson = load("05_3d_parallel")
+schedules = load("14_schedules")
+flat_adamw = load("flat_adamw")
+lesson = load("course").lesson05
 STEPS = 2
 
 
@@ -60,6 +62,18 @@ def counted(training) -> dict:
     )
 
 
+class ShardedMoments(flat_adamw.FlatTraining):
+    """p.grad as lesson 05's own training has it after its sums, for comparison."""
+
+    def sum_gradients(self) -> None:
+        super().sum_gradients()
+        for p in self.parameters.values():
+            p.grad = None  # a tied weight's copy stays without
+        optimizer = self.optimizer
+        for name, grad in optimizer.unflatten(optimizer.vector.grad).items():
+            self.parameters[name].grad = grad.clone()
+
+
 def try_run(number: int, sizes: tuple, groups: dict) -> dict:
     """STEPS steps on a mesh, against the full model."""
     args = make(number, sizes)
@@ -69,7 +83,11 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
     args.seq_len = batches[0][0].shape[1]
     full = lesson.make_tied(args)
     alone = lesson.train_transformer("alone", copy.deepcopy(full), batches, args)
-    training = lesson.MeshTraining(full, groups, args)
+    kind = lesson.TiedTraining if args.tie else lesson.MeshTraining
+    if args.zero:  # what beyond/10_checkpoints.py trains with
+        kind = ShardedMoments
+    training = kind(full, groups, args)
+    schedules.add_meters(training)
     mesh = lesson.train_on_mesh(training, batches, args)
     diffs = {}
     for kind in ("losses", "norms", "gradients", "parameters"):
@@ -78,7 +96,7 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
         assert got.keys() == expected.keys(), (kind, vars(args))
         off = [[lesson.rel_diff(got[name], x), name] for name, x in expected.items()]
         diffs[kind] = max(off)
-    stage = training.pipeline.rank
+    stage = groups["pp"].rank()
     return dict(args=vars(args), diffs=diffs, stage=stage, counted=counted(training))
 
 

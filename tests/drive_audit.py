@@ -14,29 +14,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from audit_models import MODELS
+from audit_models import MODELS, block_subject
 from in_ranks import load, run
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
-from audit_findings import findings_of
-from audit_rank import CallCounter, audit
+from audit.findings import findings_of
+from audit.rank import audit
+from audit.record import CallCounter
 
 RIGHT = int(os.environ.get("AUDIT_RIGHT", "12"))  # right models of random sizes
-
-
-class Quiet:
-    """A store that nobody reads."""
-
-    def set(self, key: str, value: str) -> None:
-        pass
 
 
 def findings(subject, steps: int = 2) -> dict:
     """What the audit says of a model, on all ranks of this driver."""
     options = dict(dtype="float64", seed=1, steps=steps, clip=0.5, timeout=60)
-    counter = CallCounter(Quiet(), dist.get_rank())
+    counter = CallCounter(lambda phase, more="": None)
     facts = audit(subject, types.SimpleNamespace(**options), counter, "cpu")
     torch.set_default_dtype(torch.float32)
     everyone = [None] * dist.get_world_size()
@@ -45,7 +39,11 @@ def findings(subject, steps: int = 2) -> dict:
     categories = [[f["category"], f["where"]] for f in found["findings"]]
     texts = [f["text"] for f in found["findings"]]
     pieces = {row["parameter"]: row["all"] for row in found["parameters"]}
-    return {"categories": categories, "texts": texts[:1], "pieces": pieces}
+    return {
+        "categories": categories, "texts": texts[:1], "pieces": pieces,
+        "not compared": found["not_compared"], "is split": found["is_split"],
+        "own": [f["category"] for f in found["findings"] if not f["follows"]],
+    }  # fmt: skip
 
 
 # Bugs: each is an edit of a lesson, and the model is the one that shows it.
@@ -311,6 +309,7 @@ def try_model(make, bug: str) -> dict:
 
 def main() -> dict:
     found = {"bugs": [], "right": [], "models": [], "right models": []}
+    found["not split"] = try_model(block_subject, "not split")
     for make, bugs in MODELS.items():
         found["right models"].append(try_model(make, ""))
         show(found["right models"][-1])

@@ -62,10 +62,10 @@ def try_case(number: int, group) -> list[dict]:
     for name, (attention, layout) in methods.items():
         here = lesson.positions_of(rank, T, layout, S)
         q, k, v = (x[:, here].clone().requires_grad_() for x in tensors[:3])
-        lesson.RingFunction.blocks.clear()
         lesson02.COMM.calls.clear()
         lesson02.COMM.bytes.clear()
-        y = attention(q, k, v, tables, core, group, layout)
+        with lesson.recorded_blocks() as computed:
+            y = attention(q, k, v, tables, core, group, layout)
         counted = [
             sum(counter.values())
             for counter in (lesson02.COMM.calls, lesson02.COMM.bytes)
@@ -76,7 +76,7 @@ def try_case(number: int, group) -> list[dict]:
             diffs[f"dL/d{label}"] = difference(x.grad, full.grad[:, here], full.grad)
         blocks = [
             (step, int(block.query_at[0]), int(block.key_at[0]), len(block.key_at))
-            for step, block in lesson.RingFunction.blocks
+            for step, block in computed
         ]
         total = [
             sum(counter.values())

@@ -1,4 +1,4 @@
-"""Four ranks run every split of lesson 01's MLP on random shapes, against plain torch.
+"""Four ranks run every split of the MLP on random shapes, against plain torch.
 
     torchrun --nproc_per_node=4 drive_mlp.py FOLDER
 
@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from in_ranks import difference, groups_of_4, is_ours, load, run, transposed
 from torch import nn
 
-lesson = load("01_naive_mlp_tp")
-MLPS = {"tp": lesson.tp_mlp, "naive": lesson.naive_mlp, "2d": lesson.mlp_2d}
+script = load("13_mesh_2d")
+lesson = script.lesson01
+MLPS = {"tp": lesson.tp_mlp, "naive": lesson.naive_mlp, "2d": script.mlp_2d}
 LINEARS = {"column": lesson.ColumnParallelLinear, "row": lesson.RowParallelLinear,
-           "up": lesson.UpLinear2D, "down": lesson.DownLinear2D}  # fmt: skip
+           "up": script.UpLinear2D, "down": script.DownLinear2D}  # fmt: skip
 ON_MESH = "up", "down", "2d"
 DTYPES = torch.float32, torch.float64, torch.bfloat16  # of whole numbers
 

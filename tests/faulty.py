@@ -4,9 +4,9 @@
 
 At its collective NUMBER (1 is the first one; those of a group of one do not count),
 rank RANK is killed (before the call, or inside it), is stopped, sleeps, skips the call,
-raises, or finds the disk full. It writes the time into $FAULT_TIME. With $FAULT_SAVE it
-does so when it saves its checkpoint of that number. Ranks that torchrun starts again do
-nothing.
+raises, finds the disk full, or runs the shell command in $FAULT_COMMAND. It writes the
+time into $FAULT_TIME. With $FAULT_SAVE it does so when it saves its checkpoint of that
+number. Ranks that torchrun starts again do nothing.
 """
 
 import os
@@ -54,6 +54,12 @@ def full_disk(name, args):
     return getattr(lesson, name).good(*args)
 
 
+def run_command(name, args):
+    """What stands in $FAULT_COMMAND happens to this machine, then the call is made."""
+    os.system(os.environ["FAULT_COMMAND"])
+    return getattr(lesson, name).good(*args)
+
+
 def fail(*args):
     raise RuntimeError("out of luck")
 
@@ -66,6 +72,7 @@ FAULTS = {
     "skip": skip,
     "raise": fail,
     "full": full_disk,
+    "command": run_command,
 }
 
 

@@ -118,11 +118,15 @@ def torchrun(script, ranks: int, *flags, limit=600, launcher=TORCHRUN, **env) ->
     return watch(command, limit, env)
 
 
-def watch(command: list[str], limit: float, env: dict[str, str]) -> Done:
-    """Run a command, and see to it that nothing is left of it."""
+def watch(command: list[str], limit: float, env: dict[str, str], without=()) -> Done:
+    """Run a command, and see to it that nothing is left of it.
+
+    without: what names of variables start with that it is not to have.
+    """
     mark, start = uuid.uuid4().hex, time.time()
+    ours = {k: v for k, v in CLEAN_ENV.items() if not k.startswith((*without,))}
     job = RUNNING[mark] = subprocess.Popen(
-        command, cwd=ROOT, env=CLEAN_ENV | env | {MARK: mark}, encoding="utf-8",
+        command, cwd=ROOT, env=ours | env | {MARK: mark}, encoding="utf-8",
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     alarm = threading.Timer(limit, end, [mark])
@@ -137,13 +141,13 @@ def watch(command: list[str], limit: float, env: dict[str, str]) -> Done:
 
 def two_agents(script, ranks: int, *flags) -> list:
     """A script on so many ranks of each of two torchruns that meet, as on two hosts."""
-    launcher = [*TORCHRUN[:-1], "--nnodes=2", "--rdzv-id=course", "--rdzv-backend=c10d"]
+    launcher = [*TORCHRUN[:-1], "--nnodes=2", "--master_addr=127.0.0.1"]
     with held_port() as port, ThreadPoolExecutor(2) as pool:
-        launcher.append(f"--rdzv-endpoint=127.0.0.1:{port}")
-        both = [
-            pool.submit(torchrun, script, ranks, *flags, launcher=launcher)
-            for _ in range(2)
-        ]
+        launcher.append(f"--master_port={port}")
+        both = []
+        for node in range(2):
+            command = [*launcher, f"--node_rank={node}"]
+            both.append(pool.submit(torchrun, script, ranks, *flags, launcher=command))
         return [one.result() for one in both]
 
 

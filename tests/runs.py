@@ -8,7 +8,11 @@ TRANSFORMER, VOCAB = "02_transformer_tp", "03_vocab_parallel"
 SEQUENCE, MESH = "04_sequence_parallel", "05_3d_parallel"
 SAME_BITS, SHARED_HEADS = "08_same_bits", "09_shared_heads"
 CHECKPOINTS, CONTEXT = "10_checkpoints", "11_context_parallel"
-# What DESIGN 6 allows: of a loss, of any other tensor.
+MESH_2D = "13_mesh_2d"
+SCHEDULES = "14_schedules"
+EXPERTS = "16_expert_parallel"
+ZERO = "15_zero"
+# What CONTRIBUTING.md allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
 PROOF = ("--dtype", "float64")
@@ -25,7 +29,7 @@ ALIKE = {
 WITH_FLAGS = [
     (MLP, 2, *PROOF, "--hidden", "32", "--width", "96", "--seed", "7"),
     (MLP, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
-    (MLP, 4, "--mesh", "1x4"),
+    (MLP, 4),
     (MLP, 2, "--steps", "60"),  # SGD stays stable
     (TRANSFORMER, 3, *PROOF, "--heads", "9", "--kv-heads", "3", "--hidden", "72"),
     (TRANSFORMER, 8),
@@ -34,18 +38,22 @@ WITH_FLAGS = [
      "--layers", "1", "--dropout", "0"),
     (TRANSFORMER, 4, "--kv-heads", "8"),
     (VOCAB, 4, *PROOF, "--tie"),
-    (MESH, 8, "--tp", "4", *PROOF, "--zero", "--tie"),
-    (MESH, 4, "--dp", "2", "--ragged", "--zero", "--tie", *PROOF, "--heads", "4",
+    (MESH, 8, "--tp", "4", *PROOF, "--tie"),
+    (MESH, 4, "--dp", "2", "--ragged", "--tie", *PROOF, "--heads", "4",
      "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
     # No mean of ragged lengths is a whole number here.
     (MESH, 2, "--ragged", "--microbatches", "3", "--batch-size", "6", "--steps", "2"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
-    (MESH, 6, "--dp", "3", "--pp", "2", "--tie", "--zero"),  # copies stay equal
+    (MESH, 6, "--dp", "3", "--pp", "2", "--tie"),  # copies stay equal
     *((MESH, 8, f"--{axis}", "8", *SHORT, "--layers", "8" if axis == "pp" else "1")
       for axis in ("dp", "pp", "tp")),
     *((SHARED_HEADS, ranks) for ranks in (1, 2, 4)),
     (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
     (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1"),
+    *((MESH_2D, ranks) for ranks in (1, 2, 4)),
+    (MESH_2D, 3, *BY_3, "--steps", "2", "--seq-len", "5"),
+    (MESH_2D, 4, *PROOF, "--mesh", "1x4", "--width", "96"),
+    (MESH_2D, 8, *PROOF, "--mesh", "2x4", "--steps", "2"),
 ]  # fmt: skip
 # Of a script of beyond/, whose tables are not those of a lesson.
 CHECKPOINT_RUNS = [
@@ -74,8 +82,31 @@ CONTEXT_RUNS += [
     # Lines of the text end before most positions: ranks without any target.
     (CONTEXT, 8, *PROOF, "--seq-len", "160", "--batch-size", "1", "--layers", "1"),
 ]
+SCHEDULE_RUNS = [
+    (SCHEDULES, 1, "--sleep", "5"),
+    (SCHEDULES, 2, *PROOF, "--sleep", "0", "--microbatches", "6"),
+    (SCHEDULES, 4),
+    (SCHEDULES, 4, *PROOF, "--sleep", "5", "--chunks", "4", "--layers", "18"),
+    (SCHEDULES, 8, "--sleep", "5"),
+]
+EXPERT_RUNS = [(EXPERTS, ranks) for ranks in (1, 2, 3)]
+EXPERT_RUNS += [
+    (EXPERTS, 4, *PROOF, "--top-k", "3", "--balance", "0"),
+    (EXPERTS, 4, *PROOF, "--ep", "2", "--layers", "4", "--steps", "2"),
+    (EXPERTS, 8, *PROOF, "--ep", "2", "--tp", "2", "--top-k", "1", "--steps", "2"),
+    # More experts than rows: most get none.
+    (EXPERTS, 8, *PROOF, "--experts", "64", "--seq-len", "2", "--steps", "2"),
+]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
+ZERO_RUNS = [(ZERO, ranks) for ranks in (1, 2, 4)]
+ZERO_RUNS += [
+    (ZERO, 3, "--steps", "2"),
+    (ZERO, 4, *PROOF, "--stages", "4", "--microbatches", "3", "--batch-size", "12"),
+    (ZERO, 2, *PROOF, "--tp", "2", "--microbatches", "1"),
+    (ZERO, 2, "--bf16", "--steps", "2"),
+    (ZERO, 8, *PROOF, "--steps", "2", "--layers", "1"),
+]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 
 

@@ -1,14 +1,21 @@
 """tools/audit.py: finds and names the lessons' bugs, and has no false alarm."""
 
 import json
+import os
 import re
-import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
-import audit
 import jobs
+import psutil
 import pytest
 import torch
-from audit_findings import FullModel, placement_of
+from audit import command, faults, from_full, rank, subjects
+from audit.compare import FullModel, Kind, Ruler, piece_of
+from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
 pytestmark = pytest.mark.launches(*DRIVER)
@@ -27,14 +34,23 @@ def test_bugs_are_found_and_named(ranks):
 
 
 def is_named(bug: dict) -> bool:
-    """Is the first category the expected one, or this and more words (a factor)?"""
-    return f"{bug['categories'][0][0]} ".startswith(f"{bug['expected']} ")
+    """Is the first category the expected one, or this and more words (a factor)?
+
+    Of some bugs the place is known as well: a parameter or a module.
+    """
+    category, place = bug["categories"][0]
+    expected = bug["expected"]
+    if not isinstance(expected, str):
+        if place != expected[1]:
+            return False
+        expected = expected[0]
+    return f"{category} ".startswith(f"{expected} ")
 
 
 def test_bugs_of_other_models_are_found_and_named(ranks):
     """Models that are not the course's: each bug's first category is its cause."""
     bugs = ranks[0]["models"]
-    assert len(bugs) >= 25
+    assert len(bugs) >= 45
     for bug in bugs:
         assert bug["categories"] and is_named(bug), bug
 
@@ -46,6 +62,47 @@ def test_the_norms_of_all_ranks_are_said_of_the_first_step(ranks):
         r"step 1: (\S+), (\S+) on ranks 0, 1, …, not (\S+); ", bug["texts"][0]
     )
     assert said and said[1] == said[3] != said[2]
+
+
+def of_models(ranks, bug: str) -> dict:
+    (found,) = [each for each in ranks[0]["models"] if each["bug"] == bug]
+    return found
+
+
+def test_a_text_says_where_it_was_seen(ranks):
+    """Rows of a gradient, the call of a module, and who returns a wrong gradient."""
+    assert "in rows [3, 4] of 16 on rank 0" in of_models(ranks, "rows")["texts"][0]
+    assert "call 2" in of_models(ranks, "second call")["texts"][0]
+    said = of_models(ranks, "reduced again")["texts"][0]
+    assert re.match(r"after two backward passes off by 0\.\d+", said)
+    stacks = [b for b in ranks[0]["models"] if b["model"] == "stack_subject"]
+    assert "returned wrong by 1.pair.up (partial)" in stacks[0]["texts"][0]
+
+
+def test_what_follows_has_no_advice_of_its_own(ranks):
+    """A wrong gradient that arrives makes all gradients behind it wrong."""
+    bugs = [b for b in ranks[0]["models"] if b["model"] == "pairs_subject"]
+    assert bugs[0]["own"] == ["backward partial"]
+    assert len(bugs[0]["categories"]) > 4
+
+
+def test_what_was_not_compared_is_listed(ranks):
+    said = {each["model"]: each["not compared"] for each in ranks[0]["right models"]}
+    assert said["fused_subject"] == []
+    clip = "your clipping (the file has no clip)"
+    own = "parameters that are not the full model's: "
+    assert said["block_subject"] == [f"{own}2.extra", clip]
+    assert said["doubled_subject"] == [f"{own}1.weight", clip]
+    buffers, numbers, last = said["odd_subject"]
+    assert "batch_norm.running_mean" in buffers and "random numbers" in numbers
+    assert last == clip
+
+
+def test_a_model_that_is_not_split_is_told(ranks):
+    assert ranks[0]["not split"]["categories"] == []
+    assert ranks[0]["not split"]["is split"] is False
+    right = ranks[0]["right models"] + ranks[0]["right"]
+    assert all(each["is split"] for each in right)
 
 
 def test_pieces_are_named(ranks):
@@ -81,7 +138,7 @@ def test_placements_in_words(rows, words):
     full = FullModel({"weight": values[:4], "bias": values[4:]})
     zeros = torch.zeros(2, dtype=torch.int64)
     part = torch.stack([zeros if row is None else values[row] for row in rows])
-    assert placement_of(full.find(part), full, 0, 2) == words
+    assert piece_of(full.find(part), full, 0, 2).words == words
 
 
 def test_right_models_raise_no_alarm(ranks):
@@ -98,19 +155,59 @@ def test_right_models_raise_no_alarm(ranks):
     (["no_such_file.py"], "no_such_file.py: no such file"),
     (["tools/check.py"], "tools/check.py does not define build"),
     (["--example", "tp", "--ranks", "1"], "--ranks 1: take 2 or more"),
+    (["--example", "tp", "--ranks", "100000"], "at most 64, because each rank"),
+    (["--example", "tp", "--clip", "nan"], "--clip nan: must be a number"),
+    (["--example", "tp", "--timeout", "nan"], "--timeout nan: must be a number"),
+    (["--example", "tp", "--json", "/proc/x"], "--json /proc/x: "),
+    (["tools/check.py", "--example", "tp"], "take one of them"),
+    (["--example", "none"], "invalid choice"),
 ])  # fmt: skip
 def test_wrong_use_is_one_line_and_2(arguments, says, capsys):
-    assert audit.main(arguments) == 2
+    assert command.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and says in error
 
 
-def test_every_finding_has_advice(ranks):
-    for result in ranks[0]["bugs"]:
-        for category, _ in result["categories"]:
-            assert category != "raised", result
-            what, line, where = audit.advice_for(category)
-            assert what and line and where
+def test_a_fault_is_one_definition():
+    """Each has a test, words, a likely change and a place in the course."""
+    for fault in faults.FAULTS:
+        assert issubclass(fault.of, subjects.Subject) and callable(fault.test)
+        assert fault.key and fault.what and fault.change and fault.where
+        if "{modules}" in fault.change:
+            assert fault.change_alone, fault.key
+    keys = {fault.key for fault in faults.FAULTS}
+    for fault in faults.FAULTS:
+        assert set(fault.follows) <= keys, fault.key
+
+
+def test_every_relation_has_a_fault():
+    """A kind of relation that no fault knows would be a finding without advice."""
+    general = {fault.of for fault in faults.FAULTS if fault.key.endswith("unexplained")}
+    assert subjects.Gradient in general
+    shapes = [kind for kind in Kind if kind.value in ("same", "a shard", "right")]
+    for kind in set(Kind) - set(shapes):
+        for of in (subjects.Gradient, subjects.Output):
+            subject = of.__new__(of)
+            relation = SimpleNamespace(kind=kind, factor=3.0, words="")
+            vars(subject).update(relation=relation, kind=kind, point=("", 0, ""))
+            subject.case = SimpleNamespace(
+                ranks=2, first=SimpleNamespace(has=[]), full=None
+            )
+            subject.point = SimpleNamespace(slot="")
+            found = [f for f in faults.FAULTS if f.of is of and f.test(subject)]
+            assert found, (kind, of)
+
+
+def test_the_ranks_that_are_right_are_asked_first():
+    """Rank 0 is right and rank 1 is not: that is no other order of the elements."""
+    expected = torch.arange(12.0).view(3, 4)
+    how = Ruler(2, 1e-9).relation([expected, expected + 1], expected)
+    assert how.kind is Kind.SOME and "ranks [0]" in how.words
+    how = Ruler(2, 1e-9).relation([expected.flip(0), expected.flip(0)], expected)
+    assert how.kind is Kind.REORDERED
+    other = torch.zeros(2, 5)
+    how = Ruler(2, 1e-9).relation([other, other], expected)
+    assert how.kind is Kind.SHAPE and "of shape [2, 5], not [3, 4]" in how.words
 
 
 def test_the_page_shows_what_the_notebook_ran():
@@ -146,25 +243,201 @@ def parallelize(model, tp_group):
 
 def batch(step):
     return torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+
+class Wrong(torch.nn.Module):
+    def forward(self, x):
+        return x.view(1, 1)  # line 21
 """
 
 
 @pytest.mark.parametrize("wrong, code, says", [
     ("pass", 1, "0.weight: gradient sum"),
-    ("1 / tp_group.rank()", 1, "rank 0 raised ZeroDivisionError"),
-    ("tp_group.rank() and torch.distributed.barrier(tp_group)", 1, "(in parallelize)"),
-], ids=["missing f", "raises", "hangs"])  # fmt: skip
+    ("import nowhere", 2, "in parallelize: ModuleNotFoundError: No module named"),
+    ("tp_group.rank() and torch.distributed.barrier(tp_group)", 2, "in parallelize"),
+    ("return torch.nn.Sequential(model, Wrong())", 1, "line 21 of my_model.py"),
+    ("tp_group.rank() and __import__('os')._exit(3)", 2, "ended with exit code 3"),
+], ids=["missing f", "no module", "hangs", "raises", "ends"])  # fmt: skip
 def test_a_users_file(tmp_path, capsys, wrong, code, says):
     """A bug is explained; a rank that raises or hangs ends the run, and is named."""
     path = tmp_path / "my_model.py"
     path.write_text(MISSING_F.format(root=str(jobs.ROOT), wrong=wrong))
     arguments = [str(path), "--timeout", "30", "--json", str(tmp_path / "out.json")]
-    assert audit.main(arguments) == code
+    assert command.main(arguments) == code
+    said = capsys.readouterr()
+    assert says in " ".join((said.out + said.err).split()), said
+    verdict = {0: "RIGHT", 1: "WRONG", 2: "NOT KNOWN"}[code]
+    if not said.err.startswith("error: "):  # wrong use has no verdict
+        assert f"\n{verdict}  my_model.py\n" in said.out
+        (result,) = json.loads((tmp_path / "out.json").read_text())
+        assert result["ranks"] == 2 and result["verdict"] == verdict
+
+
+PLAN = """
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+
+def parallelize(model, tp_group):
+    mesh = DeviceMesh.from_group(tp_group, "cpu", mesh_dim_names=("tp",))
+    return parallelize_module(model, mesh, {"linear": ColwiseParallel()})
+
+def batch(step):
+    return torch.randn(2, 8), torch.randn(2, 8)
+"""
+
+
+def test_a_plan_whose_names_match_nothing(tmp_path, capsys):
+    path = tmp_path / "my_model.py"
+    path.write_text(PLAN)
+    assert command.main([str(path)]) == 2
     out = capsys.readouterr().out
-    assert says in out and "\nWRONG  my_model.py\n" in out, out
-    (result,) = json.loads((tmp_path / "out.json").read_text())
-    assert result["ranks"] == 2
-    shutil.rmtree(tmp_path, ignore_errors=True)
+    assert "warning in parallelize: Parallelize plan key 'linear'" in out
+    assert "Nothing is split" in out and "\nNOT KNOWN  my_model.py\n" in out
+
+
+def ended(store, code=None):
+    """What is said of two ranks, of which rank 1 has ended with this exit code."""
+
+    class Store:
+        def check(self, keys):
+            return keys[0] in store
+
+        def get(self, key):
+            return json.dumps(store[key])
+
+    logs = [SimpleNamespace(read_text=lambda *_: "terminate called\nwhat(): no")] * 2
+    return command.what_failed(Store(), [None, code], logs)
+
+
+def error(phase: str, text: str, calls: int = 0) -> dict:
+    return {"phase": phase, "text": text, "calls": calls, "traceback": ""}
+
+
+def test_the_verdict_on_a_run_that_did_not_end():
+    """Only an error or an abort in the parallel model is known to be wrong."""
+    slow = {"status/0": ["forward", ""], "status/1": ["forward", ""]}
+    assert ended(slow)["verdict"] == "NOT KNOWN"
+    assert ended({})["failed"] == ["rank 0: has not started", "rank 1: has not started"]
+    assert ended(slow, -9)["verdict"] == "NOT KNOWN"
+    aborted = ended(slow, -6)
+    assert aborted["verdict"] == "WRONG" and "what(): no" in aborted["failed"][1]
+    raised = ended({**slow, "error/1": error("forward", "ValueError: no")})
+    assert raised["verdict"] == "WRONG"
+    sizes = "RuntimeError: gloo EnforceNotMet: preamble.length"
+    assert ended({**slow, "error/1": error("forward", sizes)})["verdict"] == "WRONG"
+    text = "RuntimeError: gloo: timed out"
+    lost = ended({**slow, "error/1": error("forward", text)})
+    assert lost["verdict"] == "NOT KNOWN"
+    for phase, calls in (("importing the file", 0), ("parallelize", 0)):
+        with pytest.raises(command.WrongUse, match="ImportError"):
+            ended({"error/1": error(phase, "ImportError", calls)})
+    late = ended({"error/1": error("parallelize", "ValueError: late", 1)})
+    assert late["verdict"] == "NOT KNOWN" and "late" in late["failed"][0]
+
+
+def test_a_rank_has_the_variables_of_torchrun_and_of_the_user(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    env = command.environment({}, 1, 4, 1234)
+    assert env["PYTHONPATH"].split(os.pathsep) == ["/mine", str(jobs.ROOT)]
+    found = [env[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert found == ["1", "1", "4"]
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "1234")
+
+
+def test_an_error_has_its_module_and_a_hint():
+    counter = SimpleNamespace(where=lambda: "attn.o")
+    args = SimpleNamespace(path=__file__, dtype="float64")
+    try:
+        torch.zeros(2) @ torch.zeros(3)
+    except RuntimeError as error:
+        said = rank.in_words(error, counter, args)
+    assert "module attn.o" in said and "of test_audit.py" in said
+    error = RuntimeError("Expected mat_a to be Float32, BFloat16 or Float16 matrix")
+    assert "--dtype float32" in rank.in_words(error, counter, args)
+    assert "sys.exit(3)" in rank.in_words(SystemExit(3), counter, args)
+
+
+def test_what_a_users_file_may_define():
+    """A tuple as output, a loss that gets the model, an optimizer that gets names."""
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    model.register_forward_hook(lambda module, inputs, output: (output, None))
+    run = rank.Run(SimpleNamespace(), model, None, None)
+    assert run.forward(((x,), torch.zeros(2, 4)))[1].dim() == 0
+    subject = SimpleNamespace(
+        loss=lambda output, target, model: output[0].sum() + model.weight.sum(),
+        optimizer=lambda named_parameters: torch.optim.SGD(named_parameters, 0.5),
+    )
+    run = rank.Run(subject, model, None, None)
+    right = model(x)[0].sum() + model.weight.sum()
+    assert run.forward(((x,), None))[1] == right
+    assert run.optimizer().param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_from_full():
+    """By shape, blocks of a fused weight, padding, shared pieces, other names."""
+    full = nn.ModuleDict({"up": nn.Linear(4, 6), "qkv": nn.Linear(4, 12, bias=False)})
+    full["odd"] = nn.Linear(4, 3, bias=False)
+    for rank_ in range(2):
+        group = SimpleNamespace(rank=lambda r=rank_: r, size=lambda: 2)
+        model = nn.ModuleDict(
+            {"fc": nn.Linear(4, 3), "odd": nn.Linear(4, 2, bias=False)}
+        )
+        model["qkv"] = nn.Linear(4, 6, bias=False)
+        from_full(model, full, group, {"fc": "up"}, blocks={"qkv.weight": [4, 4, 4]})
+        assert torch.equal(model["fc"].weight, full["up"].weight.chunk(2)[rank_])
+        assert torch.equal(model["fc"].bias, full["up"].bias.chunk(2)[rank_])
+        blocks = [block.chunk(2)[rank_] for block in full["qkv"].weight.chunk(3)]
+        assert torch.equal(model["qkv"].weight, torch.cat(blocks))
+        padded = torch.cat([full["odd"].weight, torch.zeros(1, 4)])
+        assert torch.equal(model["odd"].weight, padded.chunk(2)[rank_])
+    group = SimpleNamespace(rank=lambda: 3, size=lambda: 4)
+    model = from_full(nn.Linear(4, 3), full["up"], group)  # two pieces on four ranks
+    assert torch.equal(model.weight, full["up"].weight.chunk(2)[1])
+    q, k = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
+    parts = nn.ModuleDict({"q": q, "k": k})
+    fused = nn.ModuleDict({"qk": nn.Linear(4, 3, bias=False)})
+    group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    from_full(fused, parts, group, {"qk.weight": ["q.weight", "k.weight"]})
+    slices = [q.weight.chunk(2)[1], k.weight.chunk(2)[1]]
+    assert torch.equal(fused["qk"].weight, torch.cat(slices))
+    with pytest.raises(ValueError, match="the full model has no fc"):
+        from_full(nn.ModuleDict({"fc": nn.Linear(4, 3)}), full, group)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal(number, tmp_path):
+    """The ranks end with the command, also if it is killed; no traceback of its own."""
+    path = tmp_path / "my_model.py"
+    path.write_text(PLAN + "\nimport time\ntime.sleep(100)\n")
+    process = subprocess.Popen(
+        [sys.executable, str(jobs.ROOT / "tools" / "audit.py"), str(path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=jobs.CLEAN_ENV,
+    )  # fmt: skip
+    limit = time.time() + 100
+    while len(found := psutil.Process(process.pid).children()) < 2:
+        assert time.time() < limit
+        time.sleep(0.1)
+    while any(child.cpu_times().user < 0.5 for child in found):  # torch is imported
+        assert time.time() < limit
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode not in (0, 1)
+    assert "Traceback" not in error
+    _, alive = psutil.wait_procs(found, timeout=60)
+    assert alive == []
+
+
+def test_a_closed_pipe_is_no_traceback():
+    run = f"{sys.executable} tools/audit.py --help | head -1"
+    ended = subprocess.run(
+        run, shell=True, cwd=jobs.ROOT, capture_output=True, text=True, check=True
+    )
+    assert "Traceback" not in ended.stderr
 
 
 ORDER = """
@@ -201,6 +474,6 @@ def test_the_order_of_shared_heads_on_four_ranks(tmp_path, capsys, bug, code):
     )
     path = tmp_path / "shared.py"
     path.write_text(ORDER.format(root=str(jobs.ROOT), bug=edit))
-    assert audit.main([str(path), "--ranks", "4", "--timeout", "100"]) == code
+    assert command.main([str(path), "--ranks", "4", "--timeout", "100"]) == code
     out = capsys.readouterr().out
     assert ("1. layers.0.self_attn.k_proj.weight: wrong piece" in out) == (code == 1)

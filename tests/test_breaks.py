@@ -33,11 +33,8 @@ EXPECTED = {
             loss_2("Megatron"), grad("dL/d down_proj.bias, Megatron")),
         "bias": ("outputs: y, Megatron", grad("dL/d up_proj.bias, Megatron"),
             loss("Megatron"), "outputs: y, naive"),
-        "plain": (grad("dL/d up_proj.bias, FSDP"), grad("dL/d up_proj.bias, 2D"),
-            "memory: gradients, FSDP", grad("dL/d up_proj.weight, FSDP")),
-        "average": (grad("dL/d down_proj.weight, "), loss_2("DP"),
-            grad("dL/d down_proj.weight, FSDP"),
-            grad("dL/d up_proj.weight, 2D"), grad("y, 2D")),
+        "average": (grad("dL/d down_proj.weight, DP"), loss_2("DP"),
+            grad("dL/d up_proj.bias, DP"), "outputs: y, DP"),
     },
     "02_transformer_tp": {
         "seed": ("gradients: …", grad("lm_head.weight, with TP"), loss("with TP"),
@@ -98,11 +95,8 @@ EXPECTED = {
         "micro": (grad("…"), grad("lm_head.bias, mesh"), loss("mesh"),
             "PyTorch: loss, PyTorch"),
         "order": r"^error: ranks \[0, 1\] are waiting in different calls: ",
-        "leak": ("memory: activations that autograd held, stage 1, left",
-            "memory: activations that autograd held, stage 1, peak",
-            "memory: activations that autograd held, stage 1, in flight",
-            "memory: activations that autograd held, stage 0, in flight",
-            grad("lm_head.bias, mesh")),
+        "mixed-up": "^error: rank 1 raised ValueError: expected the activation of "
+            "micro-batch 4",
         "norm": ("norms: ‖g‖, step 1, mesh", loss_2("mesh"), loss("mesh")),
         "tied": (grad("embed_tokens.weight, mesh"), "norms: ‖g‖, step 1, mesh",
             "calls: mesh tied all-reduce embed", loss("mesh")),
@@ -173,19 +167,91 @@ EXPECTED = {
         "shift": ("outputs: loss, step 1, …", loss("gather"), loss("Ulysses"),
             "attention: dL/dk, ring"),
     },
+    "13_mesh_2d": {
+        "plain": (grad("dL/d up_proj.bias, FSDP"), grad("dL/d up_proj.bias, 2D"),
+            "memory: gradients, FSDP", grad("dL/d up_proj.weight, FSDP")),
+        "average": (grad("dL/d down_proj.weight, FSDP"), loss_2("FSDP"), loss_2("2D"),
+            grad("dL/d up_proj.weight, 2D"), "outputs: y, 2D"),
+    },
+    "14_schedules": {
+        "leak": ("memory: gpipe, bytes left on rank 1",
+            "memory: 1f1b, bytes at the peak on rank 0",
+            "memory: 1f1b, in flight on rank 1",
+            "memory: interleaved, bytes left on rank 0",
+            grad("lm_head.bias, 1f1b")),
+        "early": ("runs: zero-bubble completes", grad("lm_head.bias, 1f1b")),
+        "chunks": "^error: rank 1 raised ValueError: expected the activation of "
+            "micro-batch 1",
+        "newest": (grad("layers.…"), grad("lm_head.weight, zero-bubble"),
+            grad("lm_head.weight, interleaved")),
+        "forgotten": (grad("layers.…"), grad("lm_head.weight, zero-bubble"),
+            "memory: zero-bubble, bytes left on rank 1",
+            grad("loss, zero-bubble")),
+        "history": ("memory: zero-bubble, bytes left on rank 1",
+            "memory: zero-bubble, in flight on rank 0",
+            grad("lm_head.bias, zero-bubble")),
+    },
+    "16_expert_parallel": {
+        "no-backward": (grad("layers.1.mlp.experts.…"), loss_2("EP"),
+            grad("layers.1.mlp.experts.down_proj, EP"),
+            "calls: EP backward all-to-all ep", "one layer: dL/dx, random, k 2",
+            loss("EP")),
+        "router": (grad("layers.1.mlp.router.weight, …"), loss_2("EP"),
+            "one layer: router.weight, random, k 2", loss("EP")),
+        "balance": (grad("layers.1.mlp.router.weight, …"), loss("EP"),
+            loss_2("PyTorch"), "one layer: y, random, k 2"),
+        "divided": (grad("layers.1.mlp.experts.…"), norm("EP"), loss_2("EP"),
+            "one layer: experts.up_proj, random, k 1",
+            grad("layers.1.mlp.router.weight, EP")),
+        "all": (grad("layers.1.mlp.experts.…"), "bytes: EP summing all-reduce ep",
+            loss_2("EP"), "one layer: experts.down_proj, random, k 3",
+            grad("layers.1.mlp.shared_expert.up_proj.weight, EP")),
+        "replicas": (grad("layers.1.mlp.experts.…"),
+            "replicas: layers.1.mlp.experts.down_proj over dp, EP",
+            "bytes: EP summing all-reduce dp", loss("EP")),
+        "shared": (grad("layers.1.mlp.shared_expert.…"),
+            "replicas: layers.1.mlp.shared_expert.down_proj.weight over ep, EP",
+            "one layer: shared_expert.up_proj.bias, random, k 2",
+            grad("layers.1.mlp.experts.up_proj, EP")),
+        "twice": ("gradients: …", loss("EP"), "calls: EP forward all-reduce tp",
+            "one layer: y, all to expert 0, k 1", "calls: EP clipping all-reduce tp"),
+        "inverse": ("gradients: …", loss("EP"), "one layer: y, random, k 2",
+            "calls: EP backward all-to-all ep"),
+        "empty": r"^error: ranks \[0, 1\] are waiting in different calls: ",
+        "norm": ("replicas: …", "norms: ‖g‖, step 1, EP", loss_2("EP"),
+            "calls: EP clipping all-reduce ep", loss("EP")),
+    },
+    "15_zero": {
+        "last": ("gradients: …", grad("lm_head.bias, ZeRO-2"),
+            grad("norm.weight, kept"), loss_2("HSDP"), grad("norm.weight, ZeRO-1")),
+        "norm": ("norms: ‖g‖, step …", norm("DP"), norm("ZeRO-3"), loss_2("ZeRO-1"),
+            grad("norm.weight, ZeRO-3")),
+        "shards": ("norms: ‖g‖, step …", norm("ZeRO-1"), norm("HSDP"), norm("DP")),
+        "hybrid": ("norms: ‖g‖, step …", norm("DP"), norm("HSDP"), norm("ZeRO-3")),
+        "group": ("gradients: …", grad("lm_head.bias, DP"), grad("lm_head.bias, HSDP"),
+            "replicas: parameters on all ranks, DP", "bytes: HSDP, to the other node",
+            "calls: DP, sums", loss("DP")),
+        "freed": ("runs: ZeRO-3 completes", "runs: HSDP completes",
+            "runs: kept completes"),
+        "average": ("gradients: …", grad("lm_head.bias, fully_shard"),
+            norm("fully_shard"), grad("lm_head.bias, ZeRO-3")),
+    },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.
 RANKS = {
     ("00_collectives", "skip"): 4,
-    ("01_naive_mlp_tp", "average"): 4,
+    ("13_mesh_2d", "average"): 4,
     ("08_same_bits", "library"): 4,
     ("09_shared_heads", "order"): 4,
+    **{("15_zero", name): 4 for name in EXPECTED["15_zero"]},
 }
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 
 def run_of(lesson: str, name: str) -> tuple:
     steps = () if lesson == "00_collectives" else ("--steps", "2")
+    if lesson == "14_schedules":  # it has one step, of stated times
+        steps = ("--sleep", "5")
     return lesson, RANKS.get((lesson, name), 2), "--break", name, *steps
 
 

@@ -253,15 +253,16 @@ def test_every_gradient_of_every_method_is_compared(run):
 @over(CONTEXT_RUNS)
 def test_who_has_what(run):
     data = jobs.result(*run).data
-    T, S = data["mesh"]["cp"], data["size"]["S"]
-    assert data["size"]["T"] == T == len(data["positions"])
+    C, S = data["mesh"]["cp"], data["size"]["S"]
+    assert data["size"]["C"] == C == len(data["positions"])
+    assert data["size"]["T"] == data["mesh"]["tp"]
     totals = [
         sum(row[f"targets, {layout}"] for row in data["positions"])
         for layout in ("contiguous", "zigzag")
     ]
     assert totals[0] == totals[1] > 0
     for row in data["positions"]:
-        s = S // T
+        s = S // C
         assert row["contiguous"] == f"{row['rank'] * s} to {row['rank'] * s + s - 1}"
     if S == 160:
         assert 0 in [row["targets, contiguous"] for row in data["positions"]]

@@ -1,7 +1,7 @@
 """Lessons under torchrun: verdicts, screens, and what --json says of every check.
 
 A lesson compares numbers and works out its own formulas: here is looked at whether what
-it checked was enough, and by bounds no wider than DESIGN 6 allows.
+it checked was enough, and by bounds no wider than CONTRIBUTING.md allows.
 """
 
 import json
@@ -34,7 +34,7 @@ TABLES = {  # of lessons 01 to 05
     "memory": "ok",
 }
 CHECK = {"name", "diff", "allowed", "kind", "ok", "ranks"}
-OF_05 = {"groups", "timeline"}
+OF_05 = {"groups"}
 
 after_00 = over([run for run in ALL_RUNS if run[0] != COLLECTIVES])
 
@@ -57,12 +57,13 @@ def test_passes_and_fits_the_screen(run):
     assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
     if run in DEFAULTS and run[1] <= (8 if run[0] == MESH else 2):
         assert len(lines) > 30
-        assert len(lines) <= {COLLECTIVES: 85, MLP: 85, MESH: 90}.get(run[0], 55)
+        # 00 shows what each rank has before and after each collective: its subject.
+        assert len(lines) <= {COLLECTIVES: 75, MESH: 60}.get(run[0], 55)
 
 
 @over(ALL_RUNS)
 def test_json(run):
-    """Its tables, and every check: none allows more than DESIGN does."""
+    """Its tables, and every check: none allows more than it should."""
     data = jobs.result(*run).data
     assert data["lesson"] == run[0] and data["world_size"] == run[1]
     assert math.prod(data["mesh"].values()) == run[1]
@@ -142,7 +143,6 @@ EDITS = {  # a student's edits of lesson 01 that are right
         "self.up_proj(F.rms_norm(x_BSD, x_BSD.shape[-1:]))",
     ),
 }
-FLAGS = ("--mesh", "2x1")
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -154,7 +154,7 @@ def test_a_right_edit_passes(edit, tmp_path):
     script = tmp_path / f"{MLP}.py"
     script.write_text(text.replace(old, new), "utf-8")
     path = tmp_path / "out.json"
-    done = jobs.launch(script, 2, *FLAGS, "--json", path)
+    done = jobs.launch(script, 2, "--json", path)
     assert done.code == 0 and f"\nPASS  {MLP}  values agree: " in done.out, done.text
     assert "✗" not in done.out and " ≠ " in done.out
     data = json.loads(path.read_text())
@@ -185,7 +185,7 @@ def test_a_wrong_split_of_an_edited_model_fails(tmp_path):
     )
     script = tmp_path / f"{MLP}.py"
     script.write_text(text, "utf-8")
-    done = jobs.launch(script, 2, *FLAGS)
+    done = jobs.launch(script, 2)
     assert f"\nFAIL  {MLP}  failed: gradients " in done.out, done.text
     assert "✗ gradients: dL/d x, Megatron: off by " in done.out
     assert done.code == 1 and "the model was edited" in " ".join(done.out.split())

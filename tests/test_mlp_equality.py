@@ -1,14 +1,14 @@
 """Every split of the MLP equals the MLP, to the rounding of float64, on random shapes.
 
-Outputs and all gradients, with biases and without; bitwise on whole numbers, where
-nothing rounds. 2d with one rank on the inner axis is FSDP. What is sent is checked in
-the lesson's own runs.
+Those of lesson 01, and beyond/13's on a 2D mesh: outputs and all gradients, with biases
+and without; bitwise on whole numbers, where nothing rounds. 2d with one rank on the
+inner axis is FSDP. What is sent is checked in the lesson's and the script's own runs.
 """
 
 import jobs
 import pytest
 from in_ranks import no_group
-from runs import MLP, found
+from runs import MESH_2D, MLP, found
 from torch import nn
 
 DRIVER = ("drive_mlp.py", 4)
@@ -46,5 +46,6 @@ def test_bitwise_on_whole_numbers(ranks, way):
     ("UpLinear2D", (8, 5), 2),
 ])  # fmt: skip
 def test_widths_that_do_not_divide(name, full, groups):
+    module = jobs.load(MLP if groups == 1 else MESH_2D)
     with pytest.raises(ValueError, match=r"\b5\b.* is not a multiple of 4"):
-        getattr(jobs.load(MLP), name)(nn.Linear(*full), *[no_group(4)] * groups)
+        getattr(module, name)(nn.Linear(*full), *[no_group(4)] * groups)

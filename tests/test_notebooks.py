@@ -32,12 +32,21 @@ PATHS = sorted(FOLDER.glob("[0-9]*_*.ipynb"))
 NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in PATHS}
 JAX = "06_the_same_in_jax"  # has no live ranks; its exercises: see test_jax.py
 MESH = "05_3d_parallel"
-ON_FOUR = (MESH, "10_checkpoints")  # their exercises need two axes of two ranks
+# Their exercises need two axes of two ranks.
+ON_FOUR = (MESH, "10_checkpoints", "11_context_parallel", "13_mesh_2d")
 # Whose code a notebook shows that has no lesson of its own.
 LESSON = {JAX: "01_naive_mlp_tp", "07_plan_a_run": MESH}
 LESSON["12_wrong_gradients"] = "01_naive_mlp_tp"
 # Ranks of the first run, elsewhere 2.
-RUN = {MESH: 8, "07_plan_a_run": 8, JAX: 4, "09_shared_heads": 4}
+RUN = {
+    MESH: 8,
+    "14_schedules": 4,
+    "07_plan_a_run": 8,
+    JAX: 4,
+    "09_shared_heads": 4,
+    "13_mesh_2d": 4,
+    "15_zero": 4,
+}
 
 
 @pytest.mark.timeout(1500)

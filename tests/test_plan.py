@@ -18,13 +18,13 @@ import published
 import pytest
 import torch
 import torch.distributed as dist
-from runs import CONTEXT_RUNS, MESH, PROOF, SHARED_HEADS, over
+from runs import CONTEXT_RUNS, PROOF, SHARED_HEADS, over
 from test_refusals import message
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-lesson = jobs.load(MESH)
+lesson = predict.lesson
 pytestmark = pytest.mark.timeout(900)  # the jobs of test_3d.py, if they are not done
 
 
@@ -90,10 +90,10 @@ def test_shared_heads_are_as_beyond_09_counts(run):
 def test_cp_is_as_beyond_11_counts(run):
     """Messages of the zigzag ring, the sum of gradients, and what the ring saves."""
     data = jobs.result(*run).data
-    L, D, N, K, V, S, B, T, e = (data["size"][letter] for letter in "LDNKVSBTe")
+    L, D, N, K, V, S, B, C, e = (data["size"][letter] for letter in "LDNKVSBCe")
     tp = data["mesh"]["tp"]
     sizes = predict.model(L, D, N, K, V, S, B)
-    options = dict(tp=tp, micro_batch=B, cp=T, attention="flash")
+    options = dict(tp=tp, micro_batch=B, cp=C, attention="flash")
     layout = predict.make_layout(sizes, **options)
     predicted = predict.counted(layout, 0, e)
     found = {}
@@ -105,12 +105,12 @@ def test_cp_is_as_beyond_11_counts(run):
         assert predicted[call] == found[phase], phase
     if tp == 1:  # beyond/11 does not split the vocabulary over tp
         call = lesson.Call("mesh", "dp sum", "all-reduce", "dp")
-        padding = -predict.parameters(layout, 0)[1] % T
+        padding = -predict.parameters(layout, 0)[1] % C
         assert predicted[call] == [1, found["summing"][1] + padding * e]
     (saved,) = [row for row in data["saved"] if row["attention"] == "zigzag"]
     for length in (S, 2 * S, 4 * S):
         core = predict.make_layout(sizes | dict(ffn=0, seq_len=length), **options)
-        s = length // T
+        s = length // C
         held = predict.layer_bytes(core, e=e, stats=0) - 4 * e * B * (s // tp) * D
         tables = 2 * s * D // N * e  # of rotary positions: no part of the planner's
         log_sums = B * N // tp * s * (e - 4)  # the planner's are float32
@@ -937,10 +937,10 @@ def test_table_and_json(capsys, tmp_path):
 @pytest.mark.parametrize("bug", ["", "group", "replicas"])
 def test_dry_run_finds_a_bug(capsys, bug):
     small = "--layers 4 --hidden 16 --heads 4 --batch-size 8 --seq-len 8"
-    small, flat = f"{small} --dp 2 --pp 2 --tp 2", lesson.FlatAdamW
+    small, training = f"{small} --dp 2 --pp 2 --tp 2", lesson.MeshTraining
     with (  # what the bug edits is put back
         mock.patch.dict(vars(lesson)),
-        mock.patch.object(flat, "sum_over_replicas", flat.sum_over_replicas),
+        mock.patch.object(training, "sum_gradients", training.sum_gradients),
     ):
         if bug:
             lesson.apply_edit(lesson.BREAKS[bug], vars(lesson))

@@ -14,7 +14,17 @@ import sys
 
 import jobs
 import pytest
-from runs import COLLECTIVES, MESH, MLP, SAME_BITS, SEQUENCE, TRANSFORMER, VOCAB, over
+from runs import (
+    COLLECTIVES,
+    MESH,
+    MESH_2D,
+    MLP,
+    SAME_BITS,
+    SEQUENCE,
+    TRANSFORMER,
+    VOCAB,
+    over,
+)
 
 # Flags, and what the message must say; if nothing stands there, the flags themselves.
 SHARED = [  # the same in all lessons
@@ -33,15 +43,19 @@ SHARED = [  # the same in all lessons
 OF_01 = [  # and on how many ranks
     (4, "--hidden 66", "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
     (3, "--width 64", "--width 64", "3"),
+    (4, "--width 4", "--width 4", "= 1", "take --width 8"),
     (4, "--batch-size 6", "--batch-size 6", "4"),
     (4, "--batch-size 2147483646", "= 2", "take --batch-size 2147483644"),
+    (2, "--hidden 0"), (2, "--hidden -64"), (2, "--hidden 1.5"), (2, "--width wide"),
+    (2, "--steps 0"),
+]  # fmt: skip
+OF_13 = [
+    (4, "--hidden 66", "--hidden 66", "66 % 4", "= 2", "--hidden 68"),
     (4, "--mesh 2x3", "--mesh 2x3", "2 · 3 = 6", "4 ranks", "take 2x2"),
     (4, "--mesh 2x", "--mesh 2x: is not OUTERxINNER", "take 2x2"),
     (4, "--mesh two", "--mesh two: is not OUTERxINNER", "take 2x2"),
     (4, "--mesh 2*2", "--mesh 2*2: is not OUTERxINNER", "take 2x2"),
     (3, "--hidden 48 --batch-size 6 --mesh 0x3", "0 · 3 = 0", "3 ranks", "take 1x3"),
-    (2, "--hidden 0"), (2, "--hidden -64"), (2, "--hidden 1.5"), (2, "--width wide"),
-    (2, "--steps 0"),
 ]  # fmt: skip
 OF_MODEL = [  # the same function in 02, 03 and 04
     ("--heads 6 --hidden 48", "--heads 6", "4"),
@@ -68,6 +82,7 @@ REFUSED = [
     (COLLECTIVES, 1, "--break skip", "--break", "2 ranks"),
     *((COLLECTIVES, 2, *case) for case in SHARED),
     *((MLP, *case) for case in OF_01),
+    *((MESH_2D, *case) for case in OF_13),
     *((TRANSFORMER, 4, *case) for case in OF_MODEL),
     *((lesson, 4, "--kv-heads 2", "beyond/09_shared") for lesson in (VOCAB, SEQUENCE)),
     *((MESH, 4, *case) for case in OF_05),

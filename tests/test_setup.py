@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
+import bench
 import check
 import jobs
 import lessons
@@ -203,6 +204,61 @@ def test_check_fails_with_advice(monkeypatch, capsys):
     assert re.search(r"^✗   two ranks +no end.*\n +→ try again", text, re.M)
 
 
+def test_versions_that_were_tried():
+    """make check and the page name the same ones, the pinned one among them."""
+    text = DOCS[0].partition("**Versions.**")[2].partition("\n\n")[0]
+    assert set(re.findall(r"2\.\d+\.\d+", text)) == set(check.TRIED)
+    assert check.pinned_torch() in check.TRIED
+    installed = version("torch").partition("+")[0]
+    assert check.check_torch("1.0.0", tried=[installed])[1] == ""
+
+
+def test_check_says_which_machine_this_is_and_which_interface_to_name(monkeypatch):
+    name = "no.such.host.invalid"
+    assert "does not resolve" in check.check_first_machine(name)[0]
+    found, advice, number, _ = check.check_first_machine("127.0.0.1")
+    assert "--node_rank=0" in found and advice == "" and number == 0
+    monkeypatch.setattr(check, "resolve", lambda name: [(2, "127.0.1.1")])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert check.check_interface("eth7")[1] == "export GLOO_SOCKET_IFNAME=eth7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    assert "reached by eth7" in check.check_interface("eth7")[0]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert check.check_interface("eth7") == ("GLOO_SOCKET_IFNAME=eth7", "")
+    assert check.check_interface("")[1]
+
+
+@pytest.mark.parametrize("tool, flags, says", [
+    ("check", ["--port", "x"], "--port"),
+    ("lessons", ["--ranks", "0"], "--ranks 0"),
+    ("bench", ["--ranks", "0"], "--ranks"),
+    ("bench", ["--tokens", "0"], "--tokens"),
+    ("bench", ["--json", "/proc/x"], "/proc/x"),
+    ("submission", ["--out", "/tmp"], "/tmp: Is a directory"),
+])  # fmt: skip
+def test_wrong_arguments_of_a_tool_are_one_line(tool, flags, says):
+    code, out, err = jobs.run_here(f"tools/{tool}", *flags)
+    assert code == 2 and out == "", out
+    assert re.fullmatch(r"error: .*\n", err) and says in err, err
+
+
+def test_wrong_ranks_and_a_folder_that_cannot_be_written(folder):
+    done = run("make", "demo", "RANKS=0", cwd=folder)
+    assert done.returncode == 2 and "RANKS is to be a number" in done.stderr
+    (folder / "file").touch()
+    says = "error: the folder file/venv cannot be written here"
+    setup(folder, "VENV=file/venv", code=2, says=says)
+
+
+def test_bench_marks_what_is_above_its_target():
+    row = {"lesson": "05_3d_parallel", "ranks": 8, "bare s": 4.0, "lesson s": 8.0}
+    row["lesson / bare"] = {"median": 2.0, "quartiles": [1.9, 2.1]}
+    assert bench.row_of(row | {"target": 1.8}).endswith("1.8 ✗")
+    assert bench.row_of(row | {"target": 2.0}).endswith("2.0")
+    compile(bench.BARE, "bare.py", "exec")
+    assert "import torch" in bench.BARE and "init_process_group" in bench.BARE
+
+
 def two_ranks(program: str, limit=300) -> tuple[str, str]:
     return check.check_two_ranks(limit, [sys.executable, "-c", program])
 
@@ -212,7 +268,7 @@ def two_ranks(program: str, limit=300) -> tuple[str, str]:
     (".*is not this machine", "/etc/hosts", lambda: check.check_host_name("192.0.2.1")),
     ("3.9.18", "use Python", lambda: check.check_python((3, 9, 18))),
     ("3.15.0", "use Python", lambda: check.check_python((3, 15, 0))),
-    ("2.13", "make setup", lambda: check.check_torch("1.0.0")),
+    ("2.13", "make setup", lambda: check.check_torch("1.0.0", tried=["1.0.0"])),
     ("0.2 GiB free", "close", lambda: check.check_memory(lambda: 0.2 * check.GiB)),
     (".*GiB free", "make room", lambda: check.check_disk(wanted=1e18)),
     ("exit code 3; it said: error: r", "says",

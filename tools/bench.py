@@ -2,9 +2,11 @@
 
 First, lesson 01's MLP: a step (forward and backward) in one process, by hand (tp_mlp)
 and by PyTorch (dtensor_mlp), over hidden sizes and numbers of tokens. Then each lesson
-against an empty script under torchrun. What is compared alternates, so that a busy
-machine slows both equally; a ratio is the median over the rounds, with the quartiles.
-Seconds belong to this machine, ratios nearly not.
+and script against a bare one, which only imports torch and joins a process group: what
+any program on that many ranks takes. The target is 1.5 times that, 1.8 for lesson 05.
+What is compared alternates, so that a busy machine slows both equally; a ratio is the
+median over the rounds, with the quartiles. Seconds belong to this machine, ratios
+nearly not.
 """
 
 import argparse
@@ -19,11 +21,22 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from check import ROOT
-from lessons import RANKS, TORCHRUN
+from check import ROOT, Parser, output_path
+from lessons import RANKS, TORCHRUN, scripts_of
 
 HIDDEN = [2**i for i in range(4, 12)]  # 16 to 2048
 TOKENS = [64, 256]
+# What a lesson is compared with: what every program under torchrun does.
+BARE = """
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+TARGETS = {"05_3d_parallel": 1.8}  # all others: 1.5
 WAYS = "one process", "by hand", "DTensor"
 
 
@@ -118,31 +131,40 @@ def spread(ratio: dict) -> str:
     return f"{ratio['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
-def bench_lessons(rounds: int) -> list[dict]:
-    """Rows of the second table: a lesson and an empty script, alternately."""
-    print("\nA lesson against an empty script, both under torchrun")
-    print("lesson             ranks  empty s  lesson s  lesson / empty", flush=True)
+def bench_lessons(rounds: int, lessons: list[Path]) -> list[dict]:
+    """Rows of the second table: a lesson and the bare script, alternately."""
+    print("\nA lesson against a bare script that joins a group, both under torchrun")
+    print("lesson               ranks  bare s  lesson s  lesson / bare        target")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        empty = Path(folder, "empty.py")
-        empty.write_text("")
-        for lesson in sorted(ROOT.glob("0?_*.py")):
+        bare = Path(folder, "bare.py")
+        bare.write_text(BARE)
+        for lesson in lessons:
             ranks = RANKS.get(lesson.stem, 2)
-            seconds = {"empty": [], "lesson": []}
+            seconds = {"bare": [], "lesson": []}
             for _ in range(rounds):
-                for name, script in (("empty", empty), ("lesson", lesson)):
+                for name, script in (("bare", bare), ("lesson", lesson)):
                     command = [*TORCHRUN, f"--nproc_per_node={ranks}", str(script)]
                     start = time.perf_counter()
                     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                     seconds[name].append(time.perf_counter() - start)
             row = {"lesson": lesson.stem, "ranks": ranks}
-            row |= {f"{name} s": statistics.median(seconds[name]) for name in seconds}
-            row["lesson / empty"] = ratio(seconds, "lesson", "empty")
-            times = f"{ranks:>5}  {row['empty s']:>7.1f}  {row['lesson s']:>8.1f}"
-            times = f"{times}  {spread(row['lesson / empty'])}"
-            print(f"{lesson.stem:<17}  {times}", flush=True)
+            for name in seconds:
+                row[f"{name} s"] = statistics.median(seconds[name])
+            row["lesson / bare"] = ratio(seconds, "lesson", "bare")
+            row["target"] = TARGETS.get(lesson.stem, 1.5)
+            print(row_of(row), flush=True)
             rows.append(row)
     return rows
+
+
+def row_of(row: dict) -> str:
+    """A row of the second table; ✗ where the ratio is above the target."""
+    times = f"{row['ranks']:>5}  {row['bare s']:>6.1f}  {row['lesson s']:>8.1f}"
+    found = row["lesson / bare"]
+    mark = " ✗" if found["median"] > row["target"] else ""
+    text = f"{row['lesson']:<19}  {times}  {spread(found):<19}  {row['target']:>5}"
+    return text + mark
 
 
 def listed(numbers: list[int]) -> str:
@@ -151,20 +173,34 @@ def listed(numbers: list[int]) -> str:
 
 def numbers(text: str) -> list[int]:
     """The opposite of listed."""
-    return [int(number) for number in text.split(",")]
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="number of ranks (2)")
+    lessons = scripts_of(ROOT)
+    names = [path.stem for path in lessons]
+    add("--ranks", type=positive, default=2, help="number of ranks (2)")
     add("--hidden", type=numbers, default=HIDDEN, help="sizes, as 16,256")
     add("--tokens", type=numbers, default=TOKENS, help="numbers of tokens (64,256)")
-    add("--rounds", type=int, default=40, help="of a step of a small MLP (40)")
+    add("--rounds", type=positive, default=40, help="of a step of a small MLP (40)")
     add("--times", type=int, default=5, help="each lesson runs, 0: no lessons (5)")
-    add("--json", type=Path, metavar="PATH", help="write both tables there")
+    text = "only these lessons and scripts"
+    add("--lessons", nargs="+", choices=names, metavar="NAME", default=names, help=text)
+    text = "write both tables there"
+    add("--json", type=output_path, metavar="PATH", help=text)
     add("--rank", metavar="PATH", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -173,7 +209,8 @@ def main() -> None:
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     steps = bench_steps(args.ranks, args.hidden, args.tokens, args.rounds)
-    lessons = bench_lessons(args.times) if args.times else []
+    chosen = [path for path in lessons if path.stem in args.lessons]
+    lessons = bench_lessons(args.times, chosen) if args.times > 0 else []
     if args.json:
         args.json.write_text(json.dumps({"steps": steps, "lessons": lessons}, indent=1))
 

@@ -3,7 +3,8 @@
 One process is one rank of each stage, one stage after the other. Its groups are those
 of PyTorch's "fake" backend, which sends nothing; its tensors are on the "meta" device:
 they have a shape but no values. All else is lesson 05's own code: the model's edits,
-the schedule, the pipeline, the optimizer, the counters.
+the schedule, the pipeline, the optimizer, the counters; and the meters of
+beyond/14_schedules.py.
 
 What cannot be had without numbers is made up here, and nothing else: `Unknown` answers
 where the lesson looks into a tensor, `storage_id` tells storages apart.
@@ -12,6 +13,7 @@ where the lesson looks into a tensor, `storage_id` tells storages apart.
 import argparse
 import contextlib
 import gc
+import importlib
 import resource
 import sys
 import time
@@ -19,18 +21,37 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from predict import LINKS, counted, in_flight, lesson, parameters, saved_bytes
+from predict import (
+    LINKS,
+    counted,
+    in_flight,
+    lesson,
+    moments_bytes,
+    parameters,
+    saved_bytes,
+)
 from torch.overrides import TorchFunctionMode
 
+schedules = importlib.import_module("14_schedules")
+flat_adamw = importlib.import_module("flat_adamw")
 SHOWN = "parameters", "moments", "saved", "sent", "off"
 WIDTHS = 13, 15, 15, 12, 14, 9
 UNIT = 1 if sys.platform == "darwin" else 1024  # of what getrusage calls maxrss
 
 
+class AsExpected(int):
+    """The number of a micro-batch or a stage in a message: the one that is expected."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        return True
+
+
 class Unknown(TorchFunctionMode):
     """Where the lesson asks a tensor without numbers for some, it gets an answer: that
-    the shape sent ahead is a micro-batch's; that a norm is 1; that tokens are of the
-    vocabulary, and all have a target."""
+    a header is the expected one, with a micro-batch's shape; that a norm is 1; that
+    tokens are of the vocabulary, and all have a target."""
 
     def __init__(self, shape: list[int]):
         super().__init__()
@@ -39,8 +60,9 @@ class Unknown(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if func is torch.Tensor.tolist:
-                return self.shape
-            if func is torch.Tensor.item:
+                is_header = len(args[0]) == 5
+                return [AsExpected()] * 2 * is_header + self.shape
+            if func in (torch.Tensor.item, torch.Tensor.__float__):
                 return 1.0
             if func is torch.Tensor.__bool__:
                 return True
@@ -96,10 +118,13 @@ def run_stage(full, args, stage: int) -> dict:
     )
     with (
         as_rank(stage * across, ranks),
-        mock.patch.object(lesson.HeldBytes, "key_of", staticmethod(storage_id)),
+        mock.patch.object(schedules.HeldBytes, "key_of", staticmethod(storage_id)),
     ):
         sizes = {axis: getattr(args, axis) for axis in lesson.AXES}
-        training = lesson.MeshTraining(full, lesson.make_mesh(sizes, 60), args)
+        kind = lesson.TiedTraining if args.tie else lesson.MeshTraining
+        kind = flat_adamw.FlatTraining if args.zero else kind
+        training = kind(full, lesson.make_mesh(sizes, 60), args)
+        schedules.add_meters(training)
         recompute(training.stage, args.recompute)
         with Unknown(shape):
             training.gradients((tokens, tokens))
@@ -109,12 +134,14 @@ def run_stage(full, args, stage: int) -> dict:
         sent = {}
         for call, calls in lesson.COMM.calls.items():
             sent[call] = [calls, lesson.COMM.bytes[call]]
-        optimizer = training.optimizer
-        state = optimizer.adamw.state[optimizer.vector]
+        adamw = getattr(training.optimizer, "adamw", training.optimizer)
+        moments = []
+        for state in adamw.state.values():
+            moments += [state[kind] for kind in flat_adamw.MOMENTS]
         return dict(
             stage=stage,
             parameters=sum(p.numel() for p in training.parameters.values()),
-            moments=lesson.nbytes(map(state.get, lesson.MOMENTS)),
+            moments=lesson.nbytes(moments),
             saved=sorted(saved),  # one value: micro-batches are equal
             in_flight=training.pipeline.held.peak_passes,
             sent=sent,
@@ -128,7 +155,7 @@ def predicted(args, stage: int, e: int) -> dict:
     return dict(
         stage=stage,
         parameters=held,
-        moments=lesson.moments_bytes(args, trained, e),
+        moments=moments_bytes(args, trained, e),
         saved=[saved_bytes(args, stage, e, max(4, e))],
         in_flight=in_flight(args.schedule, stage, args.pp, args.microbatches),
         sent=counted(args, stage, e),

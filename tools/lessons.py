@@ -4,14 +4,13 @@ A lesson passes if its verdict is PASS and its exit code is 0. The exit code her
 if any lesson does not pass.
 """
 
-import argparse
 import os
 import re
 import sys
 import time
 from pathlib import Path
 
-from check import ROOT, run
+from check import ROOT, Parser, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RANKS = {"05_3d_parallel": 8}  # all others: 2
@@ -29,9 +28,14 @@ def judge(code: int | None, text: str) -> tuple[str, str]:
     return "FAIL", f"exit code {code}; {line}"
 
 
-def main(folder: Path = ROOT, ranks: int | None = None) -> int:
+def scripts_of(folder: Path) -> list[Path]:
+    """All lessons, then all scripts of beyond/."""
     lessons = sorted(folder.glob("0?_*.py"))
-    lessons.extend(sorted(folder.glob("beyond/[0-9]*_*.py")))
+    return lessons + sorted(folder.glob("beyond/[0-9]*_*.py"))
+
+
+def main(folder: Path = ROOT, ranks: int | None = None) -> int:
+    lessons = scripts_of(folder)
     if not lessons:
         print(f"error: no lesson 0?_*.py in {folder}")
         return 1
@@ -57,7 +61,7 @@ def main(folder: Path = ROOT, ranks: int | None = None) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     ranks = os.environ.get("RANKS")  # make lessons RANKS=4
     said = "for all lessons (default 2, and 8 for 05)"
     parser.add_argument("--ranks", type=int, default=ranks, help=said)

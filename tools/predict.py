@@ -26,9 +26,10 @@ from typing import NamedTuple
 from check import ROOT
 from presets import BIASES, EXPERTS, MACHINES, MODELS, STYLE, model  # noqa: F401
 
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
-lesson = importlib.import_module("05_3d_parallel")
+for folder in (ROOT, ROOT / "beyond"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+lesson = importlib.import_module("course").lesson05
 
 ATTENTION = "math", "flash"  # written out, as in the lessons; or FlashAttention
 ZERO = 0, 1, 2, 3  # ZeRO's stage
@@ -331,6 +332,11 @@ def activations(args, stage: int) -> int:
     return total
 
 
+def moments_bytes(args, n: int, e: int) -> int:
+    """Two moments of n elements of e bytes; ZeRO: 1/DP (arXiv:1910.02054, sec. 5)."""
+    return 2 * e * (math.ceil(n / args.dp) if args.zero else n)
+
+
 def memory(args, stage: int) -> dict[str, int]:
     """Bytes of a rank at the peak, in mixed precision, by what they are for.
 
@@ -352,10 +358,8 @@ def memory(args, stage: int) -> dict[str, int]:
     if replicas(args) == 1:  # nothing is sharded
         unsharded = {}
     kept = shard(args, held, of_experts)
-    # The two moments and the weights, in float32; every shard has the same size.
-    state = 12 * shard(args, trained, of_experts)
-    if not args.zero:
-        state = 12 * padded(args, trained, of_experts)
+    # AdamW's two moments and the weights, in float32.
+    state = 12 * (shard(args, trained, of_experts) if args.zero else trained)
     return {
         "parameters": 2 * (kept if args.zero >= 3 else held),
         "gradients": args.grad_bytes * (kept if args.zero >= 2 else held),
@@ -372,13 +376,6 @@ def shard(args, count: int, of_experts: int) -> int:
     return rest + math.ceil(of_experts / expert_replicas(args))
 
 
-def padded(args, count: int, of_experts: int) -> int:
-    """Parameters, padded to a multiple of the replicas."""
-    rest = math.ceil((count - of_experts) / replicas(args)) * replicas(args)
-    groups = expert_replicas(args)
-    return rest + math.ceil(of_experts / groups) * groups
-
-
 # What it sends, and how long a step takes.
 
 
@@ -390,7 +387,7 @@ class Sent(NamedTuple):
     nbytes: int
 
 
-class Calls(list):
+class Rows(list):
     """Rows of `traffic`; a row without calls is left out."""
 
     def add(self, phase: str, collective: str, axis: str, calls: int, nbytes) -> None:
@@ -404,7 +401,7 @@ def traffic(args, stage: int, e=2) -> list[Sent]:
 
     Sources: arXiv:2205.05198, sec. 4.2 (layers); arXiv:2104.04473, sec. 3 (stages).
     """
-    rows = Calls()
+    rows = Rows()
     tokens = args.batch_size // args.dp * args.seq_len // args.cp
     x = e * tokens * args.hidden / args.microbatches  # a micro-batch's activations
     of_layers(args, stage, x, rows)
@@ -415,7 +412,7 @@ def traffic(args, stage: int, e=2) -> list[Sent]:
     return rows
 
 
-def of_layers(args, stage: int, x: float, rows: Calls) -> None:
+def of_layers(args, stage: int, x: float, rows: Rows) -> None:
     """Lesson 04: per block (attention, MLP) an all-gather and a reduce-scatter forward,
     the same in backward, and there one more all-gather. Embedding and head likewise.
 
@@ -436,7 +433,7 @@ def of_layers(args, stage: int, x: float, rows: Calls) -> None:
         rows.add("backward", "reduce-scatter", "tp", M * l, x)
 
 
-def of_gradients(args, stage: int, e: int, rows: Calls) -> None:
+def of_gradients(args, stage: int, e: int, rows: Rows) -> None:
     """Sums over replicas, and the norm. ZeRO 2 and 3 sum in every micro-batch, because
     no rank holds the gradients unsharded from one micro-batch to the next; 3 also
     gathers the weights, forward and backward (1910.02054, sec. 7: 1.5 times the
@@ -445,9 +442,10 @@ def of_gradients(args, stage: int, e: int, rows: Calls) -> None:
     g = max(e, args.grad_bytes)
     _, trained, replicated = parameters(args, stage)
     of_experts = experts_of_stage(args, stage)
-    counts = {"dp": trained - of_experts, "edp": of_experts}  # and padded:
-    counts["dp"] += -counts["dp"] % replicas(args)
-    counts["edp"] += -counts["edp"] % expert_replicas(args)
+    counts = {"dp": trained - of_experts, "edp": of_experts}
+    if args.zero:  # shards of one size
+        counts["dp"] += -counts["dp"] % replicas(args)
+        counts["edp"] += -counts["edp"] % expert_replicas(args)
     rows.add("tp sum", "all-reduce", "tp", 1, g * replicated)
     for axis in ("tp", "pp", "dp")[: 3 if args.zero else 2]:
         rows.add("norm", "all-reduce", axis, 1, 8)  # one float64
@@ -467,7 +465,7 @@ def of_gradients(args, stage: int, e: int, rows: Calls) -> None:
             rows.add("backward", "all-gather", axis, M, e * n)
 
 
-def of_stages(args, stage: int, x: float, e: int, rows: Calls) -> None:
+def of_stages(args, stage: int, x: float, e: int, rows: Rows) -> None:
     """The batch, messages between stages (of all chunks), the loss, the tied weight."""
     M, v = args.microbatches, args.virtual
     is_first = stage == 0
@@ -475,7 +473,7 @@ def of_stages(args, stage: int, x: float, e: int, rows: Calls) -> None:
     b = args.batch_size // args.dp // M
     positions = b * args.seq_len // args.cp
     if is_first or is_last:
-        rows.add("shapes", "broadcast", "tp", M, 24)  # 3 int64
+        rows.add("batch", "broadcast", "tp", M, 24)  # the shape, 3 int64
         rows.add("batch", "broadcast", "tp", M, 2 * 8 * positions)  # tokens, targets
         if args.tie:
             matrix = vocab_rows(args) * args.hidden
@@ -484,16 +482,16 @@ def of_stages(args, stage: int, x: float, e: int, rows: Calls) -> None:
             rows.add("update", "broadcast", "embed", 1, e * matrix)
     out = v - 1 if is_last else v  # chunks whose output another stage needs
     back = v - 1 if is_first else v
-    rows.add("shapes", "send/recv", "pp", M * out, 24)
-    rows.add("forward", "send/recv", "pp", M * out, x / args.tp)
-    rows.add("backward", "send/recv", "pp", M * back, x / args.tp)
+    for phase, count in (("forward", M * out), ("backward", M * back)):
+        rows.add(phase, "send/recv", "pp", count, 40)  # header, then a slice of x
+        rows.add(phase, "send/recv", "pp", count, x / args.tp)
     if is_last:
         rows.add("batch", "all-reduce", "dp", 1, 8)  # count_targets
         # Lesson 03; the loss is computed in float32 at least.
         rows.add("loss", "all-reduce", "tp", 3 * M, max(4, e) * positions)
 
 
-def of_attention(args, stage: int, e: int, rows: Calls) -> None:
+def of_attention(args, stage: int, e: int, rows: Rows) -> None:
     """Keys and values of a rank's positions go around the cp ranks, and in backward
     once more, with their gradients (beyond/11 counts these calls and bytes). If T > K,
     ranks with the same key/value head sum the gradients of its weights and biases."""
@@ -513,7 +511,7 @@ def of_attention(args, stage: int, e: int, rows: Calls) -> None:
             rows.add("backward", "all-reduce", "copy", 4 * M * l, e * H * (D + 1) / 2)
 
 
-def of_experts(args, stage: int, e: int, rows: Calls) -> None:
+def of_experts(args, stage: int, e: int, rows: Rows) -> None:
     """An all-to-all of top_k rows per token to the experts, and one back; the same in
     backward, and once more if layers are recomputed. Payload: the busiest rank's."""
     if not args.experts:

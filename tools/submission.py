@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "notebooks"))
+from check import Parser, output_path  # noqa: E402
 
 STATES = {"right": "+", "not yet": "o", "not tried": "·"}
 LIMIT = 60  # seconds that a cell may take
@@ -364,11 +365,11 @@ def show_table(folder: Path) -> int:
 
 def main() -> int:
     about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
+    parser = Parser(description=__doc__, formatter_class=about)
     add = parser.add_argument
     add("--table", type=Path, metavar="FOLDER", help="a table of the files in there")
     add("--notebooks", type=Path, default=ROOT / "notebooks", metavar="FOLDER")
-    add("--out", type=Path, default=ROOT / "submission.json", metavar="PATH")
+    add("--out", type=output_path, default=ROOT / "submission.json", metavar="PATH")
     args = parser.parse_args()
     if args.table:
         return show_table(args.table)

@@ -185,13 +185,11 @@ export function memory(a, stage) {
   const largest = Math.max(layer, vocabRows(a) * a.hidden);
   const [all, groups] = [replicas(a), expertReplicas(a)];
   const shard = (count) => Math.ceil((count - ofExperts) / all) + Math.ceil(ofExperts / groups);
-  const padded = (count) => Math.ceil((count - ofExperts) / all) * all
-    + Math.ceil(ofExperts / groups) * groups;
   const unsharded = { 2: a.grad_bytes * largest, 3: (2 + a.grad_bytes) * largest };
   return {
     parameters: 2 * (a.zero >= 3 ? shard(held) : held),
     gradients: a.grad_bytes * (a.zero >= 2 ? shard(held) : held),
-    optimizer: 12 * (a.zero ? shard(trained) : padded(trained)),
+    optimizer: 12 * (a.zero ? shard(trained) : trained),
     activations: activations(a, stage),
     unsharded: (all > 1 && unsharded[a.zero]) || 0,
     loss: lossAtPeak(a, stage),
@@ -231,7 +229,7 @@ export function traffic(a, stage, e = 2) {
   // Gradients
   add("tp sum", "all-reduce", "tp", 1, g * replicated);
   for (const axis of a.zero ? ["tp", "pp", "dp"] : ["tp", "pp"]) add("norm", "all-reduce", axis, 1, 8);
-  const upTo = (n, parts) => n + ((parts - (n % parts)) % parts);
+  const upTo = (n, parts) => (a.zero ? n + ((parts - (n % parts)) % parts) : n);
   const counts = { dp: upTo(trained - ofExperts, replicas(a)), edp: upTo(ofExperts, expertReplicas(a)) };
   for (const [axis, n] of Object.entries(counts)) {
     if (!n) continue;
@@ -246,17 +244,18 @@ export function traffic(a, stage, e = 2) {
   }
   // Stages, and both ends
   if (isFirst || isLast) {
-    add("shapes", "broadcast", "tp", M, 24);
+    add("batch", "broadcast", "tp", M, 24);
     add("batch", "broadcast", "tp", M, 2 * 8 * positions);
     if (a.tie) {
       add("tied", "all-reduce", "embed", 1, g * vocabRows(a) * D);
       add("update", "broadcast", "embed", 1, e * vocabRows(a) * D);
     }
   }
-  const out = isLast ? v - 1 : v;
-  add("shapes", "send/recv", "pp", M * out, 24);
-  add("forward", "send/recv", "pp", M * out, X / T);
-  add("backward", "send/recv", "pp", M * (isFirst ? v - 1 : v), X / T);
+  const messages = { forward: isLast ? v - 1 : v, backward: isFirst ? v - 1 : v };
+  for (const [phase, count] of Object.entries(messages)) {
+    add(phase, "send/recv", "pp", M * count, 40);
+    add(phase, "send/recv", "pp", M * count, X / T);
+  }
   if (isLast) {
     add("batch", "all-reduce", "dp", 1, 8);
     add("loss", "all-reduce", "tp", 3 * M, Math.max(4, e) * positions);

@@ -1,0 +1,957 @@
+"""Beyond the lessons 15: ZeRO, a model's states in shards over its replicas.
+
+Data parallel replicas differ in their data only. Each of them holds all parameters, all
+summed gradients and AdamW's moments: 16 bytes per parameter. ZeRO gives each of DP
+replicas 1/DP of the moments (ZeRO-1), also of the gradients (ZeRO-2), also of the
+parameters (ZeRO-3, in PyTorch fully_shard). The results are those of one process. What
+is saved in memory is paid for in bytes sent.
+
+Run it on 4 ranks, 2 replicas × 2 TP ranks (1, 2 and 8 also work):
+
+    torchrun --standalone --nproc_per_node=4 beyond/15_zero.py
+
+What you will see: who holds which shard; a decoder trained in one process, by plain DP
+and by ZeRO-1, 2 and 3, with equal losses, norms, gradients and parameters; bytes held
+and sent, which equal formulas; ZeRO-3 in the order of a pipeline's schedule; shards
+within a node only (HSDP), and what then crosses nodes; the same by fully_shard.
+
+Try one change at a time (answers: notebooks/15_zero.ipynb, section 8):
+    1. --microbatches 4 --stages 4: whose bytes grow, and whose do not?
+    2. In units_of, put all layers into one unit. Which bytes change, and why?
+    3. --bf16: products in 16 bits, updates in 32. Who holds 18 bytes per parameter?
+
+How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
+`--break NAME`. Short of time? Read the three classes and ZeroTraining.norm.
+
+Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks of a TP group, DP
+    replicas, M micro-batches of b = B/(DP·M) rows. U units (parts of the model that are
+    sharded as a whole), Ψ parameters of a rank, u of its largest unit, ψ = Ψ/DP of its
+    shards, v of its longest vector (u with zeros), R ranks. Bytes per element: e of a
+    parameter, g of a gradient, c of optimizer states. "kept" is ZeRO-3 that gathers
+    once per step.
+
+Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277 (units, hybrid
+    sharding); docs.pytorch.org, torch.distributed.fsdp.fully_shard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    from course import lesson00, lesson01, lesson02, lesson05
+except ModuleNotFoundError as error:  # a copy of this file, without its repository
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(60)  # rank 0 says why, and torchrun ends all
+    print(f"error: this script imports the course's lessons: {error}", file=sys.stderr)
+    sys.exit(2)
+
+COMM = lesson00.COMM
+
+# ==== NEW in 15: optimizer states, gradients and parameters in shards
+
+# From lesson 00: an all-reduce is a reduce_scatter and an all_gather; a group of one
+# rank sends nothing. From 01: shardings_of(p) is empty if p is replicated over tp. From
+# 05: schedule, a list of ("forward", i) and ("backward", i). What a rank holds, in
+# elements, and sends per step (RS reduce-scatter, AG all-gather, of Ψ elements each):
+#
+#              parameters   gradients   moments   sends
+#     DP       Ψ            Ψ           2·Ψ       RS + AG (an all-reduce)
+#     ZeRO-1   Ψ            Ψ           2·Ψ/DP    RS + AG
+#     ZeRO-2   Ψ            Ψ/DP        2·Ψ/DP    M·RS + AG
+#     ZeRO-3   Ψ/DP         Ψ/DP        2·Ψ/DP    M·RS + 2·M·AG
+
+
+def units_of(model: nn.Module) -> list[list[nn.Module]]:
+    """Parts of the decoder that are summed, gathered and freed as a whole.
+
+    Modules of a unit are in the order in which forward calls them.
+    """
+    layers = [[layer] for layer in model.layers]
+    return [[model.embed_tokens]] + layers + [[model.norm, model.lm_head]]
+
+
+def flatten(tensors: list[Tensor], parts: int) -> Tensor:
+    """All elements in one vector, with zeros at its end so that `parts` divides it."""
+    flat = torch.cat([x.detach().flatten() for x in tensors])
+    return F.pad(flat, (0, -len(flat) % parts))
+
+
+def views_of(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The tensors in a flattened vector, as views: they share its memory."""
+    views = []
+    start = 0
+    for x in like:
+        views.append(flat[start : start + x.numel()].view(x.shape))
+        start += x.numel()
+    return views
+
+
+# ---- ZeRO-1: optimizer states in shards
+
+# AdamW treats each element separately: its moments and its update depend on its own
+# gradient only. So a replica can update 1/DP of the elements, with 1/DP of the moments,
+# and the vector can be cut anywhere, also within a parameter.
+
+
+class ShardedStates:
+    """A unit of ZeRO-1: each replica holds its parameters, and updates its shard.
+
+    Args:
+        modules: one entry of units_of.
+        groups: this rank's group over "tp"; over "shard", the replicas that share one
+            vector; over "replicate", those that hold the same shard. In ZeRO all
+            replicas share one, in plain DP none do, in HSDP (below) some.
+    """
+
+    copies_shard = False
+
+    def __init__(self, modules: list[nn.Module], groups: dict[str, dist.ProcessGroup]):
+        self.groups = groups
+        self.parts = groups["shard"].size()
+        self.parameters = list(nn.ModuleList(modules).parameters())
+        self.flat = flatten(self.parameters, self.parts)
+        for p, view in zip(self.parameters, views_of(self.flat, self.parameters)):
+            p.data = view  # from here on, a parameter is a part of the vector
+        # The shard is a part of the vector, too. Only in bfloat16 it is a float32 copy:
+        # an update that is small next to a bfloat16 weight would be lost.
+        dtype = torch.promote_types(self.flat.dtype, torch.float32)
+        shard = self.slice_of(self.flat).to(dtype, copy=self.copies_shard)
+        self.shard = nn.Parameter(shard)
+
+    def slice_of(self, flat: Tensor) -> Tensor:
+        """The part of a vector that this replica updates, as a view."""
+        return flat.chunk(self.parts)[self.groups["shard"].rank()]
+
+    def sum_gradients(self) -> Tensor:
+        """One reduce-scatter: this replica's shard of Σ p.grad over replicas."""
+        partial_flat = flatten([p.grad for p in self.parameters], self.parts)
+        for p in self.parameters:
+            p.grad = None
+        partial_flat = partial_flat.to(self.shard.dtype)  # sum in float32 at least
+        return lesson00.reduce_scatter(partial_flat, 0, self.groups["shard"])
+
+    def gather_parameters(self) -> None:
+        """Copy the shards of all replicas into the vector: one all-gather."""
+        shard = self.shard.to(self.flat.dtype)
+        self.flat.copy_(lesson00.all_gather(shard, 0, self.groups["shard"]))
+
+    def after_backward(self) -> None:
+        """Called once per step: p.grad is the sum over all micro-batches."""
+        self.shard.grad = self.sum_gradients()
+
+    def after_update(self) -> None:
+        """Get what the other replicas have updated."""
+        self.shard.grad = None
+        self.gather_parameters()
+
+    def norm_weights(self) -> Tensor:
+        """How much the square of each element of the shard counts in a sum over tp.
+
+        What all T ranks of a TP group hold counts 1/T on each. In lesson 02 each
+        parameter has one weight. A shard begins and ends within a parameter, so each
+        element has its own: flattened and sliced as the gradient is, they always fit.
+        """
+        weights = []
+        for p in self.parameters:
+            weight = 1.0 if lesson01.shardings_of(p) else 1 / self.groups["tp"].size()
+            weights.append(torch.full(p.shape, weight, device=self.flat.device))
+        return self.slice_of(flatten(weights, self.parts))
+
+
+# ---- ZeRO-2: gradients in shards
+
+# Backward makes the gradients of the last unit first. As soon as a unit's are complete,
+# they are summed and freed, so only one unit's exist in full at a time. The price: each
+# micro-batch is summed on its own, M reduce-scatters instead of one.
+
+
+class ShardedGradients(ShardedStates):
+    """A unit of ZeRO-2: sums its gradients within backward, and frees them."""
+
+    def __init__(self, modules, groups):
+        super().__init__(modules, groups)
+        self.shard.grad = torch.zeros_like(self.shard)
+        self.complete = 0  # gradients of this unit and micro-batch
+        for p in self.parameters:
+            p.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def on_gradient(self, p: nn.Parameter) -> None:
+        """Called by autograd when p.grad is complete, in one order on all ranks."""
+        self.complete += 1
+        if self.complete == len(self.parameters):
+            self.complete = 0
+            self.shard.grad += self.sum_gradients()
+
+    def after_backward(self) -> None:
+        """Nothing is left to sum."""
+
+    def after_update(self) -> None:
+        self.gather_parameters()
+
+
+# ---- ZeRO-3: parameters in shards
+
+# A unit gathers its parameters before its forward pass and frees them after it, and
+# again around its backward pass. What autograd has saved of weights are no copies but
+# tensors with the same memory: freed, then filled with the same values in backward.
+
+
+class UnshardInBackward(torch.autograd.Function):
+    """On a unit's output: identity forward; in backward it gathers, before the unit."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, unit: ShardedParameters) -> Tensor:
+        ctx.unit = unit
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.unit.unshard()
+        return grad, None
+
+
+class ShardedParameters(ShardedGradients):
+    """A unit of ZeRO-3: its parameters exist in full only while it computes.
+
+    keep: gather once per step, free after the last micro-batch; for a pipeline. (In
+        PyTorch: reshard_after_forward=False, set_reshard_after_backward(False).)
+    Communication per micro-batch: two all-gathers and one reduce-scatter.
+    """
+
+    copies_shard = True  # the vector will be freed
+
+    def __init__(self, modules, groups, keep: bool = False):
+        super().__init__(modules, groups)
+        self.keep = keep
+        self.full_bytes = self.flat.nbytes
+        modules[0].register_forward_pre_hook(self.before_forward)
+        modules[-1].register_forward_hook(self.after_forward)
+        self.reshard()
+
+    def unshard(self) -> None:
+        """Gather the parameters into new memory, unless they were kept."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.full_bytes)
+            self.gather_parameters()
+
+    def reshard(self) -> None:
+        """Free the memory of the full parameters."""
+        self.flat.untyped_storage().resize_(0)
+
+    def before_forward(self, module: nn.Module, inputs: tuple) -> None:
+        self.unshard()
+
+    def after_forward(self, module: nn.Module, inputs: tuple, y: Tensor) -> Tensor:
+        if self.keep:
+            return y
+        self.reshard()
+        return UnshardInBackward.apply(y, self)
+
+    def sum_gradients(self) -> Tensor:
+        if not self.keep:
+            self.reshard()  # this unit's backward is complete
+        return super().sum_gradients()
+
+    def after_backward(self) -> None:
+        self.reshard()
+
+    def after_update(self) -> None:
+        """Nothing: the next forward pass gathers."""
+
+
+# ---- One step of training, the same for all three
+
+# Two levels (HSDP, hybrid sharding): ZeRO-3 over all ranks gathers each parameter over
+# all nodes, twice per micro-batch, and links between nodes are slow. HSDP shards in a
+# node ("shard") and replicates over nodes ("replicate"): only the gradients of shards
+# cross, once per step. The price is memory: the ranks of a node share a vector.
+
+
+class ZeroTraining:
+    """Training of one model on replicas × TP ranks, seen from one rank.
+
+    Args:
+        units: of the model; none for fully_shard, which has its own.
+        groups: "tp", "shard", "replicate", and "data": all replicas, which have
+            different rows of the batch.
+    """
+
+    def __init__(self, name: str, model: nn.Module, units: list, groups, args):
+        self.name = name  # COMM counts its collectives under this name
+        self.model = model
+        self.units = units
+        self.groups = groups
+        self.args = args
+        # Of the first of --stages; with one it is gradient accumulation.
+        self.steps = lesson05.schedule("1f1b", 0, args.stages, args.microbatches)
+        self.trained = [unit.shard for unit in units] or list(model.parameters())
+        # lr and eps as in lesson 02's train_transformer, which says why.
+        self.adamw = torch.optim.AdamW(self.trained, lr=3e-3, eps=1e-4)
+
+    def gradients(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Forward and backward of this replica's rows. Return its part of the loss.
+
+        Communication besides the units': one all-reduce of one int64 over "data", and
+            one of each shard's gradient over "replicate".
+        """
+        data = self.groups["data"]
+        rows = lesson00.shard(torch.stack(batch), 1, data)  # tokens and targets
+        micro_batches = lesson00.split(rows, 1, self.args.microbatches)
+        with COMM.label(self.name, "batch"):
+            targets = lesson05.count_targets(micro_batches, data)
+        losses = {}
+        for phase, i in self.steps:
+            with COMM.label(self.name, phase):
+                if phase == "forward":
+                    tokens_bS, target_bS = micro_batches[i]
+                    loss_sum = sum_of_losses(self.model(tokens_bS), target_bS)
+                    # By the targets of all replicas and micro-batches: then losses and
+                    # gradients only have to be added up (lesson 05).
+                    losses[i] = loss_sum / targets
+                else:
+                    self.scale(losses[i]).backward()
+                    losses[i] = losses[i].detach()
+        with COMM.label(self.name, "summing"):
+            for unit in self.units:
+                unit.after_backward()
+                grad = unit.shard.grad
+                unit.shard.grad = lesson00.all_reduce(grad, self.groups["replicate"])
+        return sum(losses.values())
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """What backward starts from: gradients will be summed over replicas."""
+        return loss
+
+    def norm(self) -> float:
+        """The norm of the full gradient, of which each rank has a shard.
+
+        Ranks over "shard" have different elements: sum their squares. Ranks over
+        "replicate" have the same: no sum, or each would count several times. Over tp
+        some are the same: see norm_weights.
+        Communication: two all-reduces of one float64.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        for unit in self.units:
+            grad = unit.shard.grad.double()
+            squares += (grad.square() * unit.norm_weights()).sum()
+        squares = lesson00.all_reduce(squares, self.groups["tp"])
+        squares = lesson00.all_reduce(squares, self.groups["shard"])
+        return squares.sqrt().item()
+
+    def update(self) -> float:
+        """Clip, update the shards, share them. Return the norm before clipping."""
+        with COMM.label(self.name, "norm"):
+            norm = self.norm()
+        scale = min(1.0, self.args.clip / (norm + 1e-6))
+        for p in self.trained:
+            p.grad.mul_(scale)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=False)
+        with COMM.label(self.name, "update"):
+            for unit in self.units:
+                unit.after_update()
+        return norm
+
+
+def sum_of_losses(logits_bSV: Tensor, target_bS: Tensor) -> Tensor:
+    """Cross entropy in float32 at least, summed over the targets."""
+    logits = logits_bSV.flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, target_bS.flatten(), reduction="sum")
+
+
+# ==== RUN
+
+
+def main(args, report: lesson00.Report) -> None:
+    """Train one model in one process, by DP, ZeRO-1 to 3, fully_shard and HSDP."""
+    groups = make_groups(args)
+    full = lesson02.make_transformer(args)
+    batches = lesson02.make_batches(__doc__, args, args.steps)
+    size = sizes_of_zero(args, lesson02.tp_transformer(full, groups["ZeRO"]["tp"]))
+    report.begin({"dp": args.dp, "tp": args.tp}, size)
+    show_shards(report, full, groups["ZeRO"])
+
+    plans = {  # run → its units, and over which groups
+        "DP": (ShardedStates, "DP"),
+        "ZeRO-1": (ShardedStates, "ZeRO"),
+        "ZeRO-2": (ShardedGradients, "ZeRO"),
+        "ZeRO-3": (ShardedParameters, "ZeRO"),
+        "kept": (partial(ShardedParameters, keep=True), "ZeRO"),
+        "fully_shard": (None, "ZeRO"),
+        "over all": (ShardedParameters, "all ranks"),
+        "HSDP": (ShardedParameters, "HSDP"),
+    }
+    model = copy.deepcopy(full)
+    alone = lesson02.train_transformer("one process", model, batches, args)
+    runs = {"one process": alone}
+    if args.bf16:
+        allow_rounding(report, full, groups["one process"], batches, alone)
+    trainings = {}
+    for name, (kind, which) in plans.items():
+        if which in groups:
+            # If your edit raises an error in one run, the others continue.
+            with report.column(name), CountFullyShard():
+                training = make_training(name, full, kind, groups[which], args)
+                runs[name] = train(training, batches)
+                trainings[name] = training
+    show_training(report, runs, trainings)
+    show_memory(report, trainings, size)
+    show_communication(report, trainings, size)
+    if args.ranks % 2 == 0:
+        show_nodes(report, trainings, size)
+
+
+def make_groups(args) -> dict[str, dict[str, dist.ProcessGroup]]:
+    """Ways to choose this rank's groups "data", "shard", "replicate" and "tp"."""
+    mesh = {"dp": args.dp, "one": 1, "tp": args.tp}
+    mesh = lesson00.mesh_groups(mesh, args.timeout)
+    dp = mesh["dp"]
+    one = mesh["one"]
+    groups = {
+        "one process": dict(data=one, shard=one, replicate=one, tp=one),
+        "DP": dict(data=dp, shard=one, replicate=dp, tp=mesh["tp"]),
+        "ZeRO": dict(data=dp, shard=dp, replicate=one, tp=mesh["tp"]),
+    }
+    if args.ranks % 2 == 0:  # two nodes; without TP, all ranks are replicas
+        mesh = {"node": 2, "local": args.ranks // 2}
+        mesh = lesson00.mesh_groups(mesh, args.timeout)
+        every = lesson00.mesh_groups({"all": args.ranks}, args.timeout)["all"]
+        groups["all ranks"] = dict(data=every, shard=every, replicate=one, tp=one)
+        groups["HSDP"] = dict(
+            data=every, shard=mesh["local"], replicate=mesh["node"], tp=one
+        )
+    return groups
+
+
+def sizes_of_zero(args, model: nn.Module) -> dict[str, int]:
+    """The letters of the legend, of a rank's model under TP."""
+    letters = lesson02.sizes_of(args)
+    size = {letter: letters[letter] for letter in "BSDVL"}
+    size.update(T=args.tp, DP=args.dp, M=args.microbatches)
+    units = []
+    for modules in units_of(model):
+        units.append(sum(p.numel() for p in nn.ModuleList(modules).parameters()))
+    e = letters["e"]
+    size.update({"U": len(units), "Ψ": sum(units), "u": max(units)})
+    size.update(e=e, g=e, c=2 * e)  # c: two moments
+    if args.bf16:
+        size.update(e=2, c=3 * e)  # and a float32 copy of the parameters
+    return size
+
+
+# ---- Training
+
+
+class Meter:
+    """The most bytes of a model's full parameters, and of gradients, at any time.
+
+    It looks whenever backward has made a gradient: a unit has its parameters then. Make
+    it before the units: hooks are called in order of registration, and units free.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.parameters = list(model.parameters())
+        self.shards = []
+        self.most = Counter()
+        for p in self.parameters:
+            p.register_post_accumulate_grad_hook(self.look)
+
+    def look(self, _=None) -> None:
+        """Measure what there is now, by storages: parameters are views of vectors."""
+        grads = [x.grad for x in self.parameters + self.shards]
+        grads = [grad for grad in grads if grad is not None]
+        for kind, tensors in (("parameters", self.parameters), ("gradients", grads)):
+            storages = [x.untyped_storage() for x in tensors]
+            nbytes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            self.most[kind] = max(self.most[kind], sum(nbytes.values()))
+
+
+def make_training(name: str, full: nn.Module, kind, groups, args) -> ZeroTraining:
+    """A copy of the model under TP, in units of this kind, with a meter."""
+    if kind is None:
+        return FullyShardTraining(name, full, groups, args)
+    model = lesson02.tp_transformer(full, groups["tp"])
+    model = model.bfloat16() if args.bf16 else model
+    meter = Meter(model)
+    units = [kind(modules, groups) for modules in units_of(model)]
+    training = ZeroTraining(name, model, units, groups, args)
+    meter.shards = training.trained
+    training.meter = meter
+    return training
+
+
+def allow_rounding(report, full, groups, batches, alone) -> None:
+    """--bf16: allowed is thrice the difference that bfloat16 makes in one process."""
+    training = make_training("bfloat16", full, ShardedStates, groups, report.args)
+    run = train(training, batches)
+    for kind in ("losses", "gradients"):
+        pairs = [(getattr(run, kind)[x], y) for x, y in getattr(alone, kind).items()]
+        worst = max(lesson00.rel_diff(x, y) for x, y in pairs)
+        setattr(report, "allowed_loss" if kind == "losses" else "allowed", 3 * worst)
+
+
+def train(training: ZeroTraining, batches: list) -> lesson02.TrainingRun:
+    """One step on each batch, as lesson 02's train_transformer."""
+    losses = {}
+    norms = {}
+    for step, batch in enumerate(batches, 1):
+        part_of_loss = training.gradients(batch)
+        if training.units:
+            training.meter.look()
+        if step == 1:
+            gradients = unshard_all(training, "grad")
+        norms[f"‖g‖, step {step}"] = training.update()
+        # For the report, so without a label: the loss of all replicas.
+        loss = lesson00.all_reduce(part_of_loss, training.groups["data"])
+        losses[f"loss, step {step}"] = loss.item()
+    parameters = unshard_all(training, "data")
+    return lesson02.TrainingRun(
+        training.model, training.adamw, losses, norms, gradients, parameters
+    )
+
+
+def unshard_all(training: ZeroTraining, what: str) -> dict[str, Tensor]:
+    """Full gradients ("grad"), from the shards, or full parameters ("data")."""
+    for unit in training.units:
+        if what == "grad":
+            flat = lesson00.all_gather(unit.shard.grad, 0, unit.groups["shard"])
+            for p, view in zip(unit.parameters, views_of(flat, unit.parameters)):
+                p.grad = view.to(p.dtype)  # PyTorch requires the parameter's dtype
+        elif isinstance(unit, ShardedParameters):
+            unit.unshard()
+    tensors = lesson02.unshard_model(training.model, what)  # over tp
+    for unit in training.units:
+        if isinstance(unit, ShardedParameters):
+            unit.reshard()
+        for p in unit.parameters:
+            p.grad = None
+    return tensors
+
+
+# ---- The sections of the output, in order
+
+
+def show_shards(report, full: nn.Module, groups: dict) -> None:
+    """Which elements of layer 0's vector the ranks of each replica update."""
+    layer = lesson02.tp_transformer(full, groups["tp"]).layers[0]
+    unit = ShardedStates([layer], groups)
+    names = [name for name, _ in layer.named_parameters()]
+    # For each element of this replica's shard, the number of its parameter.
+    numbers = [torch.full(p.shape, i) for i, p in enumerate(unit.parameters)]
+    held = unit.slice_of(flatten(numbers, unit.parts))
+    start = groups["shard"].rank() * len(held)
+    row = {"ranks": str(dist.get_process_group_ranks(groups["tp"]))}
+    row["elements"] = f"{start:,} to {start + len(held) - 1:,}"
+    row.update({"first": names[held[0]], "last": names[held.max()]})
+    report.section("Who updates what: layer 0 as a vector, in DP shards")
+    report.table("shards", lesson00.gather_objects(row, groups["shard"]))
+
+
+def show_training(report, runs: dict, trainings: dict) -> None:
+    """Losses, norms, gradients, parameters; what ranks share is the same on all."""
+    shown = {}  # as columns; the others are only checked
+    for name, run in runs.items():
+        if name == "one process" or name.startswith("ZeRO"):
+            shown[name] = run
+        else:
+            check_run(report, name, run, runs["one process"])
+    replicas = []
+    for name, training in trainings.items():
+        replicas.append(replicas_row(report, name, runs[name], training.groups))
+    report.section("Losses, norms of gradients before clipping, final parameters")
+    allowed = report.allowed_loss
+    report.compare("losses", lesson01.values_of(shown, "losses"), allowed)
+    report.compare("norms", lesson01.values_of(shown, "norms"), brief="norms")
+    if not report.args.bf16:
+        parameters = lesson01.values_of(shown, "parameters")
+        what = "parameters after training"
+        report.compare("parameters", parameters, fold=lambda name: what, brief=what)
+    report.agree("as in one process")
+    report.table("replicas", replicas, brief=f"replicas of {len(replicas)} runs")
+    report.agree("bitwise the same on all ranks")
+    report.section("Gradients of step 1: norms, and the largest relative difference")
+    gradients = lesson01.values_of(shown, "gradients")
+    short = lambda name: lesson05.part_of(name).removesuffix("_tokens")
+    report.compare("gradients", gradients, fold=short)
+
+
+def check_run(report, name: str, run, alone) -> None:
+    """Losses, norms, gradients and parameters as in one process; without a table."""
+    for kind in ("losses", "norms", "gradients", "parameters"):
+        allowed = report.allowed_loss if kind == "losses" else report.allowed
+        for what, expected in getattr(alone, kind).items():
+            if kind != "parameters" or not report.args.bf16:
+                got = getattr(run, kind)[what]
+                report.check_tensor(kind, f"{what}, {name}", got, expected, allowed)
+
+
+def replicas_row(report, name: str, run, groups: dict) -> dict:
+    """Each rank has unsharded parameters from its own replica: are they the same?"""
+    row = {"parameters on all ranks": name, "diff": 0.0}
+    for x in run.parameters.values():
+        for axis in ("data", "tp"):
+            for replica in lesson00.all_gather(x[None], 0, groups[axis]):
+                row["diff"] = max(row["diff"], lesson00.rel_diff(replica, x))
+    report.expect(row, "diff", "replicas", f"parameters on all ranks, {name}", 0.0)
+    return row
+
+
+def rows_of(report, kind: str, formulas: dict, measure, trainings, size: dict) -> dict:
+    """Run → row of a table: what `measure` finds, checked against formulas."""
+    rows = {}
+    for name in formulas:
+        if name in trainings:
+            sizes = with_shards(size, trainings[name])
+            columns = measure(trainings[name])
+            rows[name] = dict(run=name, **columns)
+            for column, formula in zip(columns, formulas[name]):
+                predicted = lesson00.evaluate(formula, sizes)
+                what = "calls" if column in ("gathers", "sums") else kind
+                report.expect(rows[name], column, what, f"{name}, {column}", predicted)
+            rows[name]["formulas"] = ", ".join(formulas[name])
+    return rows
+
+
+def with_shards(size: dict, training: ZeroTraining) -> dict:
+    """ψ: elements of a rank's shards; v: of the longest vector. Both with zeros."""
+    size = dict(size, R=training.args.ranks)
+    if size["DP"] == 1:
+        size["U"] = 0  # one replica sends nothing
+    if training.units:
+        size["ψ"] = sum(len(unit.shard) for unit in training.units)
+        size["v"] = max(len(unit.flat) for unit in training.units)
+    else:  # fully_shard pads the shards of a parameter to the size of the largest
+        numels = [lesson01.local(p).numel() for p in training.trained]
+        numels = torch.tensor(numels, device=training.args.device)
+        group = training.groups["data"]
+        largest = lesson00.all_reduce(numels, group, dist.ReduceOp.MAX)
+        size["ψ"] = largest.sum().item()
+    return size
+
+
+# ---- Memory
+
+# The most bytes of parameters, of gradients, and of optimizer states.
+MEMORY = {
+    "DP": ("Ψ·e", "Ψ·g", "Ψ·c"),
+    "ZeRO-1": ("DP·ψ·e", "max(Ψ·e, ψ·g)", "ψ·c"),
+    "ZeRO-2": ("DP·ψ·e", "u·e + ψ·g", "ψ·c"),
+    "ZeRO-3": ("v·e + ψ·g", "u·e + ψ·g", "ψ·2·g"),
+    "kept": ("DP·ψ·e + ψ·g", "u·e + ψ·g", "ψ·2·g"),
+}
+
+
+def bytes_held(training: ZeroTraining) -> dict[str, int]:
+    """Measured: parameters and gradients at most during a step, and the states."""
+    held = dict(training.meter.most, states=0)
+    for unit in training.units:
+        state = training.adamw.state[unit.shard]
+        held["states"] += lesson01.nbytes([state["exp_avg"], state["exp_avg_sq"]])
+        if isinstance(unit, ShardedParameters):
+            held["parameters"] += unit.shard.nbytes
+        elif unit.shard.dtype != unit.flat.dtype:  # a copy, in float32
+            held["states"] += unit.shard.nbytes
+    return held
+
+
+def show_memory(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
+    """Bytes per rank of parameters, gradients and optimizer states, at most."""
+    rows = rows_of(report, "memory", MEMORY, bytes_held, trainings, size)
+    for row in rows.values():
+        held = row["parameters"] + row["gradients"] + row["states"]
+        row["sum/Ψ"] = f"{held / size['Ψ']:.2f}"
+    report.section("Memory per rank: the most bytes at any time of a step")
+    report.table("memory", list(rows.values()))
+    if "ZeRO-3" in rows:
+        unit = 2 * size["u"] * size["e"] / size["Ψ"]
+        text = f"ZeRO-3 holds {rows['ZeRO-3']['sum/Ψ']} bytes per parameter: 1/DP of "
+        text += f"all, and {unit:.2f} for one unit's parameters and gradients in full."
+        report.conclude(text)
+
+
+# ---- Communication
+
+# All-gathers, reduce-scatters (plain DP: all-reduces), each of one unit's vector, and
+# the bytes that a rank of a ring sends for them: its shard DP − 1 times per call.
+TRAFFIC = {
+    "DP": ("0", "U", "2·Ψ/DP·g·(DP-1)"),
+    "ZeRO-1": ("U", "U", "ψ·(e+g)·(DP-1)"),
+    "ZeRO-2": ("U", "M·U", "ψ·(e+M·g)·(DP-1)"),
+    "ZeRO-3": ("2·M·U", "M·U", "ψ·M·(2·e+g)·(DP-1)"),
+    "fully_shard": ("2·M·U", "M·U", "ψ·M·(2·e+g)·(DP-1)"),
+    "kept": ("U", "M·U", "ψ·(e+M·g)·(DP-1)"),
+}
+# Of all R ranks together, to another node. A ring of all ranks has one link out of each
+# of two nodes. HSDP has R/2 rings of two ranks, each for its shard of the gradients.
+CROSSING = {
+    "over all": ("2·M·(2·e+g)·ψ·(R-1)",),
+    "HSDP": ("R·ψ·g",),
+}
+
+
+def sent(training: ZeroTraining, only_other_node: bool = False) -> dict[str, int]:
+    """Calls per step of this rank's units, and the bytes that it sends in rings."""
+    groups = {group.group_desc: group for group in training.groups.values()}
+    half = training.args.ranks // 2  # ranks of a node
+    rank = dist.get_rank()
+    found = {"gathers": 0, "sums": 0, "ring": 0}
+    for call, calls in COMM.calls.items():
+        # Not TP, and not the single numbers: norm, number of targets.
+        is_of_units = call.axis != "tp" and call.phase not in ("norm", "batch")
+        if call.run != training.name or not is_of_units:
+            continue
+        ranks = dist.get_process_group_ranks(groups[call.axis])
+        # In a ring a rank sends to the next rank of its group only.
+        right = ranks[(ranks.index(rank) + 1) % len(ranks)]
+        if only_other_node and right // half == rank // half:
+            continue
+        column = "gathers" if call.collective == "all-gather" else "sums"
+        found[column] += lesson00.per_step(calls, training.args.steps)
+        nbytes = lesson00.per_step(COMM.bytes[call], training.args.steps)
+        found["ring"] += lesson00.ring_bytes(call.collective, nbytes, len(ranks))
+    return found
+
+
+def show_communication(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
+    """What each run's units send over replicas per step."""
+    rows = rows_of(report, "bytes", TRAFFIC, sent, trainings, size)
+    report.section("Communication over replicas per step; ring: bytes a rank sends")
+    report.table("communication", list(rows.values()))
+    if "ZeRO-3" in rows and "DP" in rows and rows["DP"]["ring"]:
+        ratio = rows["ZeRO-3"]["ring"] / rows["DP"]["ring"]
+        text = (
+            f"ZeRO-3 sends {ratio:.2f} times what DP and ZeRO-1 send: 1.5 for each of "
+        )
+        text += f"{size['M']} micro-batches, also under a pipeline (--stages)."
+        report.conclude(text)
+
+
+def sent_to_other_node(training: ZeroTraining) -> dict[str, int]:
+    """Of all ranks together."""
+    ring = sent(training, only_other_node=True)["ring"]
+    return {"to the other node": sum(lesson00.gather_objects(ring))}
+
+
+def show_nodes(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
+    """All ranks as replicas on two nodes: ZeRO-3 over all of them, and HSDP."""
+    rows = rows_of(report, "bytes", CROSSING, sent_to_other_node, trainings, size)
+    for name, row in rows.items():
+        row["held by a rank"] = sum(bytes_held(trainings[name]).values())
+    title = f"2 nodes × {report.args.ranks // 2} ranks, all of them replicas"
+    report.section(f"{title}: bytes sent to the other node per step")
+    report.table("nodes", list(rows.values()))
+    if all(row["to the other node"] for row in rows.values()) and len(rows) == 2:
+        flat, hybrid = rows.values()
+        ratio = flat["to the other node"] / hybrid["to the other node"]
+        more = hybrid["held by a rank"] / flat["held by a rank"]
+        text = f"HSDP sends 1/{ratio:.2f} of the bytes between nodes, and a rank holds "
+        text += f"{more:.2f} times as many. Only gradients cross, once per step."
+        report.conclude(text)
+
+
+# ---- The same by PyTorch
+
+
+class FullyShardTraining(ZeroTraining):
+    """The same steps on a model under TP (lesson 02's plan) and fully_shard over dp.
+
+    fully_shard shards each parameter along dim 0 instead of a vector: its shards are
+    DTensors. It divides the sum of gradients by DP.
+    """
+
+    def __init__(self, name: str, full: nn.Module, groups, args):
+        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # hints
+        warnings.filterwarnings("ignore", "FSDP2-wrapped")  # of edits that we do not do
+        axes = {"dp": groups["data"], "tp": groups["tp"]}
+        ranks = torch.arange(args.ranks).view(args.dp, args.tp)
+        device = torch.device(args.device).type
+        mesh = DeviceMesh.from_group(
+            list(axes.values()), device, mesh=ranks, mesh_dim_names=tuple(axes)
+        )
+        plan = lesson02.tp_plan()
+        model = parallel.parallelize_module(copy.deepcopy(full), mesh["tp"], plan)
+        options = {"mesh": mesh["dp"]}
+        if args.bf16:
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for modules in units_of(model):
+            fully_shard(modules, **options)
+        super().__init__(name, fully_shard(model, **options), [], groups, args)
+        # Whatever --stages is. In 1F1B's order PyTorch gathers once more.
+        self.steps = lesson05.schedule("1f1b", 0, 1, args.microbatches)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.args.dp
+
+    def norm(self) -> float:
+        """By full gradients: PyTorch's norm refuses DTensors of different meshes."""
+        gradients = lesson02.unshard_model(self.model, "grad").values()
+        return math.sqrt(sum(x.double().square().sum().item() for x in gradients))
+
+
+class CountFullyShard(TorchDispatchMode):
+    """Within `with`: fully_shard's collectives are counted as well."""
+
+    names = {
+        "c10d::_allgather_base_": "all-gather",
+        "c10d::_reduce_scatter_base_": "reduce-scatter",
+    }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor turn it into local operations
+        name = func._schema.name
+        if name in self.names:  # (output, input, …): the larger one is the payload
+            COMM.count(self.names[name], max(x.nbytes for x in args[:2]), "dp")
+        return func(*args, **(kwargs or {}))
+
+
+# ==== BREAK IT
+
+BREAKS = {
+    "last": dict(
+        target="ShardedGradients.on_gradient",
+        old="        self.shard.grad += self.sum_gradients()\n",
+        new="        self.shard.grad = self.sum_gradients()\n",
+        what="the sum of a micro-batch replaces that of the micro-batches before",
+        symptom="no error; losses of step 1 are right. In ZeRO-2 and 3 gradients are "
+        "those of the last micro-batch; ZeRO-1 adds up in p.grad, so it is right",
+        why="ZeRO-2 sums once per micro-batch, and p.grad is freed after each sum",
+        reported="github.com/allenai/open-instruct/pull/1498 (DeepSpeed, ZeRO-2)",
+    ),
+    "norm": dict(
+        target="ShardedStates.norm_weights",
+        old="        weight = 1.0 if lesson01.shardings_of(p) else 1 / "
+        'self.groups["tp"].size()\n',
+        new="        weight = 1.0\n",
+        what="elements that all TP ranks hold count fully on each of them",
+        symptom="gradients of step 1 are right, norms too large: clipping scales too "
+        "much, and losses diverge from step 2 on",
+        why="the sum over tp then has the squares of replicated elements T times",
+        reported="github.com/ROCm/TransformerEngine/pull/715, NVIDIA-NeMo/RL pull 3788",
+    ),
+    "shards": dict(
+        target="ZeroTraining.norm",
+        old='    squares = lesson00.all_reduce(squares, self.groups["shard"])\n',
+        new="",
+        what="each replica takes the norm of its own shard for that of the gradient",
+        symptom="norms are too small and differ between replicas, each of which clips "
+        "its shards by another factor. Plain DP is right",
+        why="a shard has 1/DP of the elements: their squares have to be summed",
+        reported="github.com/pytorch/torchtitan/issues/766, pytorch/xla pull 4796",
+    ),
+    "hybrid": dict(
+        target="ZeroTraining.norm",
+        old='    squares = lesson00.all_reduce(squares, self.groups["shard"])\n',
+        new='    squares = lesson00.all_reduce(squares, self.groups["data"])\n',
+        what="the norm is summed over all replicas, also over those with one shard",
+        symptom="right in ZeRO; in plain DP and in HSDP norms are too large, by the "
+        "root of the number of ranks that hold the same shard",
+        why="ranks over `replicate` have equal gradients after their all-reduce, and "
+        "each element counts once for each of them",
+        reported="github.com/ByteDance-Seed/VeOmni/issues/184",
+    ),
+    "group": dict(
+        target="ZeroTraining.gradients",
+        old='lesson00.all_reduce(grad, self.groups["replicate"])',
+        new='lesson00.all_reduce(grad, self.groups["tp"])',
+        what="shards of gradients are summed over tp instead of over replicas",
+        symptom="losses of step 1 are right, gradients are not, in plain DP and HSDP "
+        "even without TP: each replica goes on with its own rows' gradient",
+        why="TP ranks have different slices of a matrix, or equal copies; what is "
+        "partial is the gradient of each replica",
+        reported="github.com/ooples/AiDotNet/pull/393",
+    ),
+    "freed": dict(
+        target="ShardedParameters.after_forward",
+        old="    return UnshardInBackward.apply(y, self)\n",
+        new="    return y\n",
+        what="nothing gathers a unit's parameters before its backward pass",
+        symptom="an error about a storage of size 0 in ZeRO-3; not if they are kept",
+        why="autograd has saved views of a vector whose memory was freed after forward",
+        reported="github.com/pytorch/pytorch/issues/181832 (FSDP2's hook was dropped)",
+    ),
+    "average": dict(
+        target="FullyShardTraining.scale",
+        old="    return loss * self.args.dp\n",
+        new="    return loss\n",
+        what="losses are parts of a mean over all replicas, and fully_shard averages",
+        symptom="gradients and norms of fully_shard are DP times too small; clipping "
+        "and AdamW hide that in the losses",
+        why="fully_shard divides the sum over dp by DP, as if each replica had a mean",
+        reported="github.com/meta-pytorch/torchtune/pull/2172, verl-project/verl-SpeCo "
+        "pull 29",
+    ),
+}
+
+
+# ==== FLAGS
+# region
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    """The flags of the model. ValueError if it cannot be built or split."""
+    sizes = {"steps": 3, "layers": 2, "batch_size": 0, "seq_len": 32, "vocab_size": 257}
+    parser = lesson00.lesson_parser(__doc__, BREAKS, sections=6, **sizes)
+    add = parser.add_argument
+    positive = lesson00.positive
+    add("--tp", type=positive, default=0, help="T (2 on 4 ranks or more, otherwise 1)")
+    add("--microbatches", type=positive, default=2, help="M (2)")
+    text = "order of passes as on the first of so many pipeline stages (1)"
+    add("--stages", type=positive, default=1, help=text)
+    add("--hidden", type=positive, default=0, help="D (8 per head)")
+    add("--heads", type=positive, default=0, help="N (2·K)")
+    add("--kv-heads", type=positive, default=0, help="K (4, or the next multiple of T)")
+    add("--clip", type=float, default=0.25, help="largest norm of a gradient (0.25)")
+    add("--bf16", action="store_true", help="compute in bfloat16, update in float32")
+    args = parser.parse_args()
+    args.tp = args.tp or (2 if ranks % 2 == 0 and ranks > 2 else 1)
+    if ranks % args.tp != 0:
+        left = f"{ranks} ranks % {args.tp} = {ranks % args.tp}, not 0"
+        raise ValueError(f"--tp {args.tp}: {left}; take {math.gcd(ranks, args.tp)}")
+    args.dp = ranks // args.tp
+    args.dropout = 0.0  # each replica would have to draw its rows of one mask
+    args.kv_heads = args.kv_heads or args.tp * math.ceil(4 / args.tp)
+    args.heads = args.heads or 2 * args.kv_heads
+    args.hidden = args.hidden or 8 * args.heads
+    parts = ranks * args.microbatches  # section 7 splits the batch over all ranks
+    args.batch_size = args.batch_size or parts * math.ceil(16 / parts)
+    lesson01.must_divide(args, "batch_size", parts, "(ranks · --microbatches)")
+    lesson01.must_divide(args, "kv_heads", args.tp, "(--tp)")
+    lesson01.must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
+    lesson01.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
+    lesson01.raise_refused(args)
+    if args.vocab_size <= lesson02.PAD:
+        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
+    if args.hidden < 4:
+        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
+    if not args.clip > 0:
+        raise ValueError(f"--clip {args.clip}: must be above 0")
+    return args
+
+
+# endregion
+
+
+if __name__ == "__main__":
+    lesson00.launch(main, parse_args, globals())

@@ -1,0 +1,174 @@
+"""beyond/16: experts over ranks give one process's model, with every gradient.
+
+Layers of random shapes and routers on eight ranks and seven meshes, against a layer
+without a sort, to the rounding of float64; then what the script's own runs say.
+"""
+
+import jobs
+import pytest
+import torch
+from runs import ALLOWED, EXPERT_RUNS, EXPERTS, found, over
+from test_refusals import as_rank, message
+
+DRIVER = ("drive_experts.py", 8)
+lesson = jobs.load(EXPERTS)
+
+driven = pytest.mark.launches(*DRIVER)
+pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
+
+
+# On eight ranks.
+
+
+@driven
+def test_layers_of_random_shapes(ranks):
+    """Output, balance loss, norm and all gradients, also in one process; float64."""
+    cases = found(ranks, "cases")
+    assert {case["k"] for case in cases} >= {1, 2, 3}
+    assert {case["skew"] for case in cases} == {0, 3, 30}
+    assert {tuple(case["mesh"]) for case in cases} >= {(1, 8, 1), (4, 2, 1), (2, 2, 2)}
+    for case in cases:
+        names = {"router.weight", "experts.up_proj", "experts.down_proj", "dL/dx", "y"}
+        assert set(case["diffs"]) >= names | {"balance", "norm"}
+        for what, diff in case["diffs"].items():
+            assert diff < 1e-12, (what, case)
+
+
+@driven
+def test_bytes_are_those_of_the_rows(ranks):
+    """Each rank sends the rows that its tokens' choices say, and no more."""
+    sent = 0
+    for case in found(ranks, "cases"):
+        assert case["sent"] == case["wanted"], case
+        assert (case["sent"] == 0) == (case["mesh"][1] == 1)
+        sent += case["sent"]
+    assert sent > 0
+
+
+@driven
+def test_some_ranks_have_no_rows(ranks):
+    """Fewer rows than experts, or all for one: the exchange has to work without any."""
+    few = [case for case in found(ranks, "cases") if case["rows"] < case["E"]]
+    assert few and any(case["skew"] == 30 for case in found(ranks, "cases"))
+
+
+# In this process.
+
+
+def test_the_example_of_the_docstring():
+    x_tD = torch.arange(4.0).view(2, 2)
+    expert_tk = torch.tensor([[3, 0], [0, 1]])
+    rows, counts, order = lesson.sort_by_expert(x_tD, expert_tk, 4)
+    assert order.tolist() == [1, 2, 3, 0] and counts.tolist() == [2, 1, 0, 1]
+    assert torch.equal(rows, x_tD[[0, 1, 1, 0]])
+    assert torch.equal(lesson.undo_sort(rows, order), x_tD[[0, 0, 1, 1]])
+
+
+def layer(k: int, experts: int = 4) -> tuple:
+    torch.manual_seed(0)
+    moe = lesson.MoE(lesson.lesson01.MLP(6, 8), experts, k).double()
+    return moe, torch.randn(3, 5, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("k, learns", [(1, False), (2, True), (4, True)])
+def test_the_router_learns_from_the_output_unless_k_is_1(k, learns):
+    moe, x = layer(k)
+    (moe(x) * torch.randn_like(x)).sum().backward()
+    norm = moe.router.weight.grad.norm()
+    assert norm > 1e-2 if learns else norm < 1e-12
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_balance_loss_is_1_if_balanced_and_at_most_E(k):
+    moe, _ = layer(k, experts=6)
+    even = torch.full((12, 6), 1 / 6, dtype=torch.float64)
+    counts = torch.full((6,), 2 * k)
+    assert moe.balance_loss(even, counts).item() == pytest.approx(1, abs=1e-15)
+    one = torch.eye(6, dtype=torch.float64)[:1].expand(12, 6)
+    all_to_one = torch.tensor([12, 0, 0, 0, 0, 0])
+    moe.top_k = 1
+    assert moe.balance_loss(one, all_to_one).item() == pytest.approx(6, abs=1e-14)
+
+
+@pytest.mark.parametrize("ranks, flags, words", [
+    (4, "--ep 3", ("--ep", "3 · 1 = 3", "4 ranks")),
+    (4, "--tp 8", ("--tp", "= 8", "4 ranks")),
+    (4, "--experts 6", ("--experts 6", "6 % 4", "--experts 8")),
+    (4, "--batch-size 6", ("--batch-size 6", "6 % 4", "--batch-size 8")),
+    (2, "--layers 3", ("--layers 3", "3 % 2", "--layers 4")),
+    (4, "--kv-heads 3 --tp 2", ("--kv-heads 3", "3 % 2", "--kv-heads 4")),
+    (2, "--heads 6", ("--heads 6", "6 % 4", "--heads 8")),
+    (2, "--hidden 40", ("--hidden 40", "--hidden 48")),
+    (2, "--top-k 9", ("--top-k 9", "8 experts")),
+    (2, "--vocab-size 256", ("--vocab-size 256", "257")),
+    (2, "--clip 0", ("--clip 0",)), (2, "--balance -1", ("--balance -1",)),
+    (1, "--break router", ("--break",)), (2, "--only 7", ("--only",)),
+])  # fmt: skip
+def test_refused(ranks, flags, words):
+    code, out, err = jobs.run_here(EXPERTS, *flags.split(), **as_rank(0, ranks))
+    assert (code, out) == (2, "")
+    text = message(err)
+    assert all(word in text for word in words), text
+
+
+# The script's own runs.
+
+
+@over(EXPERT_RUNS)
+def test_passes_and_fits_the_screen(run):
+    done = jobs.result(*run)
+    assert done.code == 0, done.text
+    lines = done.out.splitlines()
+    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
+    assert lines[-1].startswith(words), lines[-1]
+    assert "✗" not in done.out and "≠" not in done.out
+    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
+    assert done.left == []
+    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
+    if len(run) == 2 and run[1] <= 2:
+        assert 30 < len(lines) <= 55
+    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
+    for row in done.data["checks"]:
+        limit = of_loss if row["kind"] == "losses" else of_tensor
+        if row["kind"] in ("runs", "replicas", "calls", "bytes", "memory"):
+            limit = 0
+        assert row["ok"] and row["diff"] <= row["allowed"] <= limit, row
+
+
+@over(EXPERT_RUNS)
+def test_every_gradient_and_replica_is_compared(run):
+    data = jobs.result(*run).data
+    names = {row["name"] for row in data["checks"]}
+    parameters = {name.split(", ")[0] for name in names if name.startswith("gradients")}
+    layers = data["size"]["L"]
+    assert len(parameters) == 5 + layers * 16 + layers // 2 * 3
+    for method in ("EP", "PyTorch"):
+        for name in parameters:
+            name = name.removeprefix("gradients: ")
+            for kind in ("gradients", "parameters"):
+                assert f"{kind}: {name}, {method}" in names
+            is_expert = ".experts." in name
+            for axis in ("dp", "ep", "tp"):
+                is_compared = f"replicas: {name} over {axis}, {method}" in names
+                if data["mesh"][axis] == 1 or (is_expert and axis != "dp"):
+                    assert not is_compared
+                elif axis != "tp":
+                    assert is_compared
+    for router, k in (("random", 1), ("random", 2), ("random", 3)):
+        for what in ("y", "dL/dx", "router.weight", "experts.up_proj"):
+            assert f"one layer: {what}, {router}, k {k}" in names
+
+
+@over(EXPERT_RUNS)
+def test_rows_add_up(run):
+    """All rows of the first layer are computed by some rank; bytes are 0 on one."""
+    data = jobs.result(*run).data
+    size, mesh = data["size"], data["mesh"]
+    assert (size["R"], size["T"]) == (mesh["ep"], mesh["tp"])
+    rows = data["rows"]
+    assert len(rows) == mesh["ep"]
+    assert sum(row["computes"] for row in rows) == mesh["ep"] * size["k"] * size["t"]
+    assert all(row["sends"] <= size["k"] * size["t"] for row in rows)
+    for row in data["one layer"]:
+        assert (row["sends"] == 0) == (mesh["ep"] == 1)
+        assert (row["by y"] == "0.00") == (row["k"] == 1)

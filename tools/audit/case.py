@@ -1,0 +1,499 @@
+"""The facts of all ranks, seen from the full model: names, pieces, relations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .compare import (
+    NOT_COMPARED,
+    PADDING,
+    FullModel,
+    Held,
+    Kind,
+    Relation,
+    Ruler,
+    multiple_of,
+    numbers,
+    piece_of,
+    pieces_of,
+    sorted_of,
+)
+from .record import Facts, Point, Trace
+
+ALLOWED = {"float64": 1e-9, "float32": 2e-4}  # relative difference
+
+
+class Case:
+    """What the faults' tests ask: what a rank holds, and how it is related."""
+
+    def __init__(self, everyone: list[Facts], dtype: str):
+        self.everyone = everyone
+        self.ranks = len(everyone)
+        self.first = everyone[0]
+        self.full = self.first.full
+        self.own = [facts.own for facts in everyone]
+        allowed = max(ALLOWED[dtype], min(1e-3, 100 * self.first.noise))
+        self.ruler = Ruler(self.ranks, allowed)
+        self.model = FullModel(self.full.parts)
+        self.largest = self.vector(self.full.grads).abs().max().item() or 1.0
+        self.owners = {}  # parameter → its module, of all ranks
+        for trace in self.own:
+            for name in trace.parts:
+                self.owners.setdefault(name, name.rpartition(".")[0])
+        self.index = []  # rank → parameter → index of each element
+        self.pieces = []  # rank → parameter → its piece
+        for rank, trace in enumerate(self.own):
+            found = {name: self.model.find(x) for name, x in trace.parts.items()}
+            self.index.append(found)
+            named = {}
+            for name, index in found.items():
+                named[name] = piece_of(index, self.model, rank, self.ranks)
+            self.pieces.append(named)
+        self.names = self.match_modules()
+        for trace in self.own:
+            self.rename(trace)
+        self.unknown = {name: self.unknown_share(name) for name in self.owners}
+        self.relations = {}  # of outputs and inputs, and of their gradients
+
+    def vector(self, parts: dict) -> Tensor:
+        return self.model.vector(parts)
+
+    # ---- Parameters
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks that have a parameter of this name (experts may be apart)."""
+        return [rank for rank, trace in enumerate(self.own) if name in trace.parts]
+
+    def unknown_share(self, name: str) -> list[tuple[int, float]]:
+        """Ranks on which elements are in no parameter of the full model, and how many.
+
+        Zeros may be padding, if some rank also holds elements of the full model.
+        """
+        found = []
+        is_known = any(
+            (self.index[r][name] != PADDING).any() for r in self.holders(name)
+        )
+        for rank in self.holders(name):
+            unknown = self.index[rank][name] == PADDING
+            if is_known:
+                unknown = unknown & (self.own[rank].parts[name] != 0)
+            if unknown.any():
+                found.append((rank, unknown.double().mean().item()))
+        return found
+
+    def is_piece(self, name: str) -> bool:
+        return not self.unknown[name]
+
+    def unmatched(self) -> list[str]:
+        """Parameters that cannot be compared, because no piece of the model is like."""
+        return [name for name in self.owners if self.unknown[name]]
+
+    def replica_sets(self, name: str) -> list[list[int]]:
+        """Which of the ranks that have a parameter hold the same piece of it.
+
+        A rank is given by its place among the ranks that have the parameter.
+        """
+        sets = []
+        held = [self.index[rank][name] for rank in self.holders(name)]
+        for place, index in enumerate(held):
+            for places in sets:
+                if torch.equal(held[places[0]], index):
+                    places.append(place)
+                    break
+            else:
+                sets.append([place])
+        return sets
+
+    def expected(self, rank: int, name: str, vector: Tensor) -> Tensor:
+        """This rank's piece of what the full model has, as a vector."""
+        index = self.index[rank][name]
+        piece = vector[index.clamp(min=0)]
+        return torch.where(index == PADDING, torch.zeros(()).double(), piece)
+
+    def row(self, name: str) -> dict:
+        """A row of the table: which piece the first rank with the parameter holds."""
+        ranks = self.holders(name)
+        words = [self.pieces[rank][name].words for rank in ranks]
+        replicated = []
+        for rank in ranks:
+            if self.pieces[rank][name].held is Held.REPLICATED:
+                replicated.append(self.model.owner(int(self.index[rank][name].min())))
+        text = words[0]
+        if len(set(replicated)) > 1:
+            text = "another one per rank"
+        elif replicated and len(words) < self.ranks:
+            text = f"on rank {', '.join(map(str, ranks))} only"
+        return {"parameter": name, "placement": text, "all": words}
+
+    def is_split(self) -> bool:
+        """Does some rank hold less than the full model, or do the ranks communicate?"""
+        for pieces in self.pieces:
+            held = {piece.held for piece in pieces.values()}
+            if held - {Held.REPLICATED, Held.NOTHING}:
+                return True
+        phases = ("forward", "backward", "training")
+        return any(name.startswith(phases) for name in self.first.calls)
+
+    # ---- Modules that have other names in the full model
+
+    def modules(self, trace: Trace) -> list[str]:
+        """Names of modules in the order in which forward ends them."""
+        return list(dict.fromkeys(p.module for p in trace.order if not p.slot))
+
+    def match_modules(self) -> dict[str, str]:
+        """Own name → full name, of modules whose name the full model does not have.
+
+        A module is matched by its parameters: they hold pieces of those of one module
+        of the full model. If a leaf has parameters of several (a norm fused with a
+        linear), its output is that of the last one.
+        """
+        order = self.modules(self.full)
+        sets = {}
+        for module in filter(None, order):
+            own = {n for n in self.model.names if n.startswith(f"{module}.")}
+            sets[module] = own
+        found = {}
+        own_order = self.modules(self.own[0])
+        for own in own_order:
+            held = self.owned_by(own) if own and own not in order else set()
+            if not held:
+                continue
+            same = [module for module, names in sets.items() if names == held]
+            if same:
+                found[own] = same[0]
+            elif own in self.owners.values():
+                # Modules end before those around them: the last small one is a leaf.
+                inside = [m for m in order if sets.get(m) and sets[m] < held]
+                inside.sort(key=lambda module: module.count("."))
+                if inside:
+                    found[own] = inside[-1]
+        for own in own_order:  # modules without parameters (dropout) inside of these
+            parent = own.rpartition(".")[0]
+            if own not in found and own not in order and parent in found:
+                name = found[parent] + own.removeprefix(parent)
+                if name in order:
+                    found[own] = name
+        return found
+
+    def owned_by(self, own: str) -> set[str]:
+        """Parameters of the full model of which this module holds pieces."""
+        held = set()
+        trace = self.own[0]
+        for alias in (*self.owners, *trace.tied):
+            index = self.index[0].get(trace.tied.get(alias, alias))
+            if alias.startswith(f"{own}.") and index is not None:
+                inside = index[index != PADDING]
+                if len(inside):
+                    held.add(self.model.owner(int(inside[0])))
+        return held
+
+    def rename(self, trace: Trace) -> None:
+        """Store what a rank recorded under the names of the full model."""
+
+        def new(key):
+            if isinstance(key, Point):
+                return key._replace(module=self.names.get(key.module, key.module))
+            return self.names.get(key, key)
+
+        for what in ("values", "same", "callers", "flows", "returned", "writers",
+                     "dropped", "drop_inputs", "drop_masks"):  # fmt: skip
+            found = {}
+            for key, value in getattr(trace, what).items():
+                is_name = isinstance(value, Point)
+                found.setdefault(new(key), new(value) if is_name else value)
+            setattr(trace, what, found)
+
+    def owner(self, name: str) -> str:
+        """The module of a parameter, as the full model calls it."""
+        own = self.owners.get(name, "")
+        return self.names.get(own, own)
+
+    # ---- Tensors that modules pass on
+
+    def calls_differ(self) -> set[str]:
+        """Modules that are called another number of times than in the full model."""
+        found = set()
+        full = filter(None, self.modules(self.full))
+        own = {self.names.get(m, m) for m in self.modules(self.own[0])}
+        for module in full:
+            last = [p.call for p in self.full.order if p.module == module]
+            calls = [p.call for p in self.own[0].values if p.module == module]
+            calls += [p.call for p in self.own[0].same if p.module == module]
+            if module in own and max(calls, default=0) != max(last):
+                found.add(module)
+        return found
+
+    def relation_of(self, point: Point, what: str = "value") -> Relation | None:
+        """How a tensor ("value") or its gradient ("flow") is related, or None."""
+        key = (point, what)
+        if key not in self.relations:
+            expected = getattr(self.full, what)(point)
+            held = [getattr(trace, what)(point) for trace in self.own]
+            self.relations[key] = self.compare(held, expected)
+        return self.relations[key]
+
+    def compare(self, held: list, expected: Tensor | None) -> Relation | None:
+        if expected is None or any(x is None for x in held):
+            return None
+        return self.ruler.relation(held, expected)
+
+    def returned_by(self, reader: Point) -> Relation | None:
+        """How the gradient that a module returns to one of its inputs is related."""
+        held = [trace.returned.get(reader) for trace in self.own]
+        return self.compare(held, self.full.returned.get(reader))
+
+    def is_wrong(self, relation: Relation | None) -> bool:
+        """Is it known to be wrong, also in another layout?"""
+        if relation is None or relation.kind in NOT_COMPARED:
+            return False
+        return not relation.is_right
+
+    def around(self, point: Point) -> list[Point]:
+        """The calls of modules inside of which this tensor is, the smallest first."""
+        found = []
+        callers = {**self.full.callers, **self.own[0].callers}
+        while point in callers and callers[point] not in found:
+            point = callers[point]
+            found.append(point)
+        return found
+
+    def is_forward_right(self) -> bool:
+        limit = self.ruler.allowed * max(abs(self.full.loss), 1e-300)
+        return all(abs(t.loss - self.full.loss) <= limit for t in self.own)
+
+    def arrival(self, name: str) -> Relation | None:
+        """How the gradient is related that arrives at the module of a parameter."""
+        found = None
+        for point in self.full.order:
+            if point.module == self.owner(name) and not point.slot:
+                relation = self.relation_of(point, "flow")
+                if found is None or self.is_wrong(relation):
+                    found = relation
+        return found
+
+    def place_of(self, name: str) -> int:
+        """When forward ended the module that has a parameter; −1 if it is not known."""
+        places = [self.place_of_module(self.owners[name])]
+        for alias, first in self.own[0].tied.items():
+            if first == name:
+                places.append(self.place_of_module(alias.rpartition(".")[0]))
+        return min(places)
+
+    def place_of_module(self, owner: str) -> int:
+        order = self.modules(self.own[0])
+        inside = [m for m in order if m.startswith(f"{owner}.") or not owner]
+        if len(inside) > (0 if owner else 1):  # it may be used before its children
+            return order.index(inside[0])
+        while owner and owner not in order:
+            owner = owner.rpartition(".")[0]
+        return order.index(owner) if owner in order else -1
+
+    # ---- Gradients of parameters
+
+    def gradient(self, name: str, expected: dict, held: str = "grads") -> Relation:
+        """How the ranks' gradients of a parameter are related to the right ones.
+
+        The first relation that holds, so the order is from the simple to the rare.
+        """
+        ranks = self.holders(name)
+        grads = [getattr(self.own[rank], held).get(name) for rank in ranks]
+        vector = self.vector(expected)
+        right = [self.expected(rank, name, vector) for rank in ranks]
+        scale = self.grad_scale(right)
+        if all(name in self.own[rank].frozen for rank in ranks):
+            is_frozen = self.is_frozen_in_full(name)
+            return Relation(Kind.FROZEN if is_frozen else Kind.NONE)
+        if any(grad is None for grad in grads):
+            small = self.largest * 1e-6
+            is_zero = all(self.ruler.near(e, 0 * e, small) for e in right)
+            return Relation(Kind.RIGHT if is_zero else Kind.NONE)
+        if any(g.shape != e.shape for g, e in zip(grads, right)):
+            return Relation(Kind.SHAPE, Kind.SHAPE.value)
+        if self.ruler.all_near(grads, right, scale):
+            return Relation(Kind.RIGHT)
+        sets = self.replica_sets(name)
+        found = self.over_replicas(grads, right, sets, scale)
+        if found is None and self.is_tied_apart(name, grads, right, scale, held):
+            found = Relation(Kind.TIED)
+        found = found or self.over_all_ranks(grads, right, scale)
+        if found is None and all(self.ruler.near(g, 0 * g, scale) for g in grads):
+            found = Relation(Kind.ZERO)
+        if held == "grads":
+            found = found or self.of_uses(name, grads, sets, scale)
+        return found or self.rare_relation(grads, right, sets, scale)
+
+    def grad_scale(self, right: list[Tensor]) -> float:
+        """What differences are compared with: the parameter's largest gradient."""
+        scale = max([e.abs().max().item() for e in right if e.numel()], default=0.0)
+        floor = min(1e-2, 1e3 * self.ruler.allowed)  # a key's bias has the gradient 0
+        return max(scale, floor * self.largest)
+
+    def is_frozen_in_full(self, name: str) -> bool:
+        """Has the full model no gradient for this parameter either?"""
+        index = self.index[self.holders(name)[0]][name]
+        inside = index[index != PADDING]
+        if not len(inside):
+            return True
+        return self.full.grads.get(self.model.owner(int(inside[0]))) is None
+
+    def over_replicas(self, grads, right, sets, scale: float) -> Relation | None:
+        """Is the sum over the ranks with the same piece right, or a factor off?"""
+        near = self.ruler.all_near
+        sums = [sum(grads[rank] for rank in ranks) for ranks in sets]
+        targets = [right[ranks[0]] for ranks in sets]
+        most = max(len(ranks) for ranks in sets)
+        if most > 1 and near(sums, targets, scale):
+            if all(torch.equal(g, grads[0]) for g in grads):
+                return Relation(Kind.FACTOR, f"factor {1 / most:.6g}", 1 / most)
+            return Relation(Kind.SUM)
+        if most > 1 and near(sums, targets, scale * most, most):
+            return Relation(Kind.MEAN)
+        k = multiple_of(grads, right)
+        if abs(k) > 1e-6 and near(grads, right, scale * max(1, abs(k)), k):
+            return Relation(Kind.FACTOR, f"factor {k:.6g}", k)
+        factors = [multiple_of([g], [e]) for g, e in zip(grads, right)]
+        if all(abs(k) > 1e-6 for k in factors):
+            scaled = [k * e for k, e in zip(factors, right)]
+            if near(grads, scaled, scale):
+                words = f"factor per rank {numbers(factors)}"
+                return Relation(Kind.FACTORS, words)
+        k = multiple_of(sums, targets)
+        if most > 1 and abs(k) > 1e-6 and near(sums, targets, scale, k):
+            return Relation(Kind.SCALED_SUM, f"scaled sum, {k:.6g} times", k)
+        return None
+
+    def over_all_ranks(self, grads, right, scale: float) -> Relation | None:
+        """Were gradients of different pieces summed or averaged over the ranks?"""
+        if any(e.shape != right[0].shape for e in right):
+            return None
+        if all(torch.equal(e, right[0]) for e in right):
+            return None
+        mixed = [sum(right)] * len(right)
+        k = multiple_of(grads, mixed)
+        if abs(k) > 1e-6 and self.ruler.all_near(grads, mixed, scale, k):
+            words = f"of several pieces ({self.ruler.factor(k)} their sum)"
+            return Relation(Kind.MIXED, words, k)
+        return None
+
+    def is_tied_apart(self, name: str, grads, right, scale: float, held: str) -> bool:
+        """Is the sum over several parameters with the same piece right?"""
+        total = list(grads)
+        count = 0
+        ranks = self.holders(name)
+        own = [self.index[rank][name] for rank in ranks]
+        for other in self.own[0].parts:
+            index = [self.index[rank].get(other) for rank in ranks]
+            others = [getattr(self.own[rank], held).get(other) for rank in ranks]
+            if other == name or any(x is None for x in (*index, *others)):
+                continue
+            if all(map(torch.equal, own, index)):
+                total = [x + y for x, y in zip(total, others)]
+                count += 1
+        return count > 0 and self.ruler.all_near(total, right, scale)
+
+    def of_uses(self, name: str, grads: list, sets, scale: float) -> Relation | None:
+        """A tied weight: is the gradient complete for some of its uses only?"""
+        places = self.holders(name)
+        index = self.index[places[0]][name]
+        inside = index[index != PADDING]
+        tied = self.model.owner(int(inside[0])) if len(inside) else ""
+        uses = self.first.use_grads.get(tied)
+        if not uses:
+            return None
+        got = []
+        for ranks in sets:
+            got.append(sum(grads[place] for place in ranks).flatten() / len(sets[0]))
+        columns = []
+        for grad in uses.values():
+            vector = self.vector({**self.full.grads, tied: grad})
+            own = [self.expected(places[ranks[0]], name, vector) for ranks in sets]
+            columns.append(torch.cat([piece.flatten() for piece in own]))
+        got = torch.cat(got)
+        matrix = torch.stack(columns, 1)
+        factors = torch.linalg.lstsq(matrix, got[:, None]).solution[:, 0]
+        if not self.ruler.near(matrix @ factors, got, scale):
+            return None
+        words = []
+        for use, k in zip(uses, factors.tolist()):
+            words.append(f"{0 if abs(k) < 1e-6 else k:.4g} × {use}")
+        return Relation(Kind.USES, "of its uses: " + " + ".join(words))
+
+    def rare_relation(self, grads, right, sets, scale: float) -> Relation:
+        near = self.ruler.near
+        for place, grad in enumerate(grads):
+            others = [e for other, e in enumerate(right) if other != place]
+            is_others = any(near(grad, e, scale) for e in others)
+            if is_others and not near(grad, right[place], scale):
+                return Relation(Kind.OTHERS)
+        sorted_grads = [sorted_of(g) for g in grads]
+        if self.ruler.all_near(sorted_grads, [sorted_of(e) for e in right], scale):
+            return Relation(Kind.PERMUTED)
+        for ranks in sets:
+            if any(not near(grads[r], grads[ranks[0]], scale) for r in ranks):
+                return Relation(Kind.REPLICAS)
+        return Relation(Kind.UNEXPLAINED)
+
+    def wrong_elements(self, name: str) -> str:
+        """How much of a gradient is wrong, and where if these are a few rows."""
+        ranks = self.holders(name)
+        vector = self.vector(self.full.grads)
+        right = [self.expected(rank, name, vector) for rank in ranks]
+        limit = self.ruler.allowed * self.grad_scale(right)
+        shares = []
+        rows = []
+        for rank, e in zip(ranks, right):
+            grad = self.own[rank].grads.get(name)
+            if grad is None or grad.shape != e.shape or not grad.numel():
+                return "this gradient cannot be compared element by element"
+            off = (grad - e).abs() > limit
+            shares.append(f"{off.double().mean().item():.0%}")
+            if e.dim() and off.any():
+                wrong = off.flatten(1).any(1) if e.dim() > 1 else off
+                found = wrong.nonzero().flatten().tolist()
+                if len(found) <= min(8, len(e) // 2):
+                    word = "rows" if e.dim() > 1 else "elements"
+                    rows.append(f"{word} {found} of {len(e)} on rank {rank}")
+        text = f"wrong elements by rank: {' '.join(shares)}"
+        return text + (f", in {' and '.join(rows)}" if rows else "")
+
+    def column_partial(self, reader: str, rank: int) -> Tensor | None:
+        """dL/dx through the column-parallel linears in a module, on one rank."""
+        total = None
+        trace = self.own[rank]
+        for name, weight in trace.parts.items():
+            owner = self.owner(name)
+            is_inside = owner == reader or owner.startswith(f"{reader}.")
+            grad = trace.flow(Point(owner))
+            piece = self.pieces[rank][name]
+            if not is_inside or grad is None or weight.dim() != 2:
+                continue
+            is_column = piece.held is Held.SHARD and piece.dim == 0
+            if is_column and grad.shape[-1] == weight.shape[0]:
+                term = grad.double() @ weight
+                if total is not None and total.shape != term.shape:
+                    return None  # linears of different inputs
+                total = term if total is None else total + term
+        return total
+
+    def is_slice_of(self, got: list, partial: list, expected: Tensor) -> bool:
+        """Has each rank its slice of its own partial gradient, instead of the sum's?
+
+        A right backward of an all-gather sums over the ranks before it slices.
+        """
+        if any(x is None for x in (*got, *partial, expected)):
+            return False
+        if any(x.shape != expected.shape for x in partial):
+            return False
+        scale = max(expected.abs().max().item(), 1e-300)
+        if not self.ruler.near(sum(partial).double(), expected.double(), scale):
+            return False
+        for relation, _ in self.ruler.views(got, expected):
+            if relation.kind is Kind.SHARD:
+                widths = [y.shape[relation.dim] for y in got]
+                slices = []
+                for rank, x in enumerate(partial):
+                    slices.append(pieces_of(x, relation.dim, widths)[rank])
+                if self.ruler.all_near(got, slices, scale):
+                    return True
+        return False

@@ -1,0 +1,357 @@
+"""Comparisons: which piece of the full model a rank holds, how tensors are related."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+PADDING = -1  # index of an element that belongs to no parameter of the full model
+
+
+class FullModel:
+    """All elements of the full model as one vector, and where a value is in it."""
+
+    def __init__(self, parts: dict[str, Tensor]):
+        self.names = list(parts)
+        self.shapes = {name: part.shape for name, part in parts.items()}
+        self.first = {}  # name → index of its first element in the vector
+        total = 0
+        for name, part in parts.items():
+            self.first[name] = total
+            total += part.numel()
+        self.total = total
+        self.values, self.order = self.vector(parts).sort()
+
+    def vector(self, parts: dict[str, Tensor | None]) -> Tensor:
+        """A tensor for each parameter, concatenated; zeros for None."""
+        flat = []
+        for name, shape in self.shapes.items():
+            part = parts[name]
+            flat.append(torch.zeros(shape.numel()) if part is None else part.flatten())
+        return torch.cat([part.double() for part in flat])
+
+    def find(self, part: Tensor) -> Tensor:
+        """The index of each element; PADDING if no element has its value."""
+        flat = part.double().flatten().contiguous()
+        place = torch.searchsorted(self.values, flat).clamp(max=self.total - 1)
+        found = self.values[place] == flat
+        return torch.where(found, self.order[place], PADDING).view(part.shape)
+
+    def owner(self, index: int) -> str:
+        for name in reversed(self.names):
+            if index >= self.first[name]:
+                return name
+        raise IndexError(index)
+
+    def indices(self, name: str) -> Tensor:
+        """The index of each element of one parameter."""
+        shape = self.shapes[name]
+        first = self.first[name]
+        return torch.arange(first, first + shape.numel()).view(shape)
+
+
+# ---- Which piece of the full model a rank's parameter is.
+
+
+class Held(Enum):
+    NOTHING = "nothing of the full model"
+    SEVERAL = "pieces of several parameters"
+    REPLICATED = "replicated"
+    SHARD = "a shard"
+    BLOCKS = "a slice of each of several blocks"
+    PERMUTED = "permuted or partial pieces"
+    REPEATED = "elements held several times"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds, as a type and in words."""
+
+    held: Held
+    words: str
+    dim: int | None = None  # of SHARD and BLOCKS: dim, number and count of the pieces
+    number: int = 0
+    pieces: int = 0
+    is_others: bool = False  # it is the piece of another rank
+
+
+def piece_of(index: Tensor, full: FullModel, rank: int, ranks: int) -> Piece:
+    """Which piece of the full model the elements with these indices are."""
+    inside = index[index != PADDING]
+    if inside.numel() == 0:
+        return Piece(Held.NOTHING, Held.NOTHING.value)
+    name = full.owner(int(inside.min()))
+    last = full.owner(int(inside.max()))
+    if name != last:
+        return Piece(Held.SEVERAL, f"pieces of {name} … {last}")
+    whole = full.indices(name)
+    if index.shape == whole.shape and torch.equal(index, whole):
+        return Piece(Held.REPLICATED, Held.REPLICATED.value)
+    found = shard_of(index, whole, rank, ranks) or blocks_of(index, whole, rank, ranks)
+    if found is not None:
+        return found
+    is_unique = len(inside.unique()) == len(inside)
+    held = Held.PERMUTED if is_unique else Held.REPEATED
+    return Piece(held, held.value)
+
+
+def shard_of(index: Tensor, whole: Tensor, rank: int, ranks: int) -> Piece | None:
+    """One of 2 to `ranks` slices along some dim, perhaps with padding after it."""
+    for dim in range(whole.dim()):
+        size = whole.shape[dim]
+        for pieces in range(2, ranks + 1):
+            width = -(-size // pieces)
+            for number in range(pieces):
+                first = min(number * width, size)
+                part = whole.narrow(dim, first, min(width, size - first))
+                if not is_padded_copy(index, part, dim):
+                    continue
+                text = f"Shard({dim})"
+                if index.shape[dim] > part.shape[dim]:
+                    text += " with padding"
+                is_others = pieces == ranks and number != rank
+                if pieces != ranks:
+                    text += f" over {pieces}, piece {number}"
+                elif is_others:
+                    text += f", the piece of rank {number}"
+                return Piece(Held.SHARD, text, dim, number, pieces, is_others)
+    return None
+
+
+def is_padded_copy(index: Tensor, part: Tensor, dim: int) -> bool:
+    """Is a tensor this part, followed by padding along dim?"""
+    if index.dim() != part.dim() or index.shape[dim] < part.shape[dim]:
+        return False
+    own = index.narrow(dim, 0, part.shape[dim])
+    rest = index.narrow(dim, part.shape[dim], index.shape[dim] - part.shape[dim])
+    return own.shape == part.shape and torch.equal(own, part) and bool((rest < 0).all())
+
+
+def blocks_of(index: Tensor, whole: Tensor, rank: int, ranks: int) -> Piece | None:
+    """A slice of each of several blocks (a fused q, k, v)."""
+    for dim in range(whole.dim()):
+        for count in (2, 3, 4):
+            if whole.shape[dim] % (count * ranks):
+                continue
+            blocks = whole.chunk(count, dim)
+            for number in range(ranks):
+                own = torch.cat([b.chunk(ranks, dim)[number] for b in blocks], dim)
+                if own.shape == index.shape and torch.equal(own, index):
+                    text = f"Shard({dim}) of each of {count} blocks"
+                    if number != rank:
+                        text += f", the piece of rank {number}"
+                    is_others = number != rank
+                    return Piece(Held.BLOCKS, text, dim, number, ranks, is_others)
+    return None
+
+
+# ---- How the ranks' tensors are related to the full model's tensor.
+
+
+class Kind(Enum):
+    SAME = "same"
+    SHARD = "a shard"
+    PARTIAL = "partial"  # the sum over the ranks is right
+    FACTOR = "a factor"  # each is k times the right one
+    BIAS = "bias"  # right, but for a bias that was added k times
+    REORDERED = "in another order"
+    SHAPE = "of another shape"
+    SOME = "right on some ranks"
+    DIFFERS = "differs between ranks"
+    WRONG = "wrong"
+    # Of gradients of parameters only. Replicas: ranks that hold the same piece.
+    RIGHT = "right"
+    FROZEN = "frozen"
+    SUM = "sum"  # over the replicas
+    MEAN = "mean"
+    FACTORS = "factor per rank"
+    SCALED_SUM = "scaled sum"
+    TIED = "tied"
+    MIXED = "of several pieces"
+    ZERO = "zero"
+    NONE = "None"
+    USES = "of its uses"
+    OTHERS = "another rank's piece"
+    PERMUTED = "permuted"
+    REPLICAS = "differs between replicas"
+    UNEXPLAINED = "unexplained"
+
+
+NOT_COMPARED = (Kind.SHAPE, Kind.REORDERED)  # it may be right in another layout
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How the ranks hold a tensor of the full model, as a type and in words."""
+
+    kind: Kind
+    words: str = ""
+    factor: float = 1.0
+    dim: int | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.kind in (Kind.SAME, Kind.SHARD, Kind.RIGHT, Kind.FROZEN)
+
+    def __str__(self) -> str:
+        return self.words or self.kind.value
+
+
+class Ruler:
+    """Compares the ranks' tensors with those of the full model."""
+
+    def __init__(self, ranks: int, allowed: float):
+        self.ranks = ranks
+        self.allowed = allowed  # relative difference
+
+    def near(self, got: Tensor, expected: Tensor, scale: float) -> bool:
+        if got.shape != expected.shape:
+            return False
+        if got.numel() == 0:
+            return True
+        return (got - expected).abs().max().item() <= self.allowed * scale
+
+    def all_near(self, tensors, pieces, scale: float, k: float = 1.0) -> bool:
+        """Is every tensor k times its piece? Padding after the piece does not count."""
+        for x, piece in zip(tensors, pieces):
+            if not self.near(trimmed(x, piece).double(), k * piece.double(), scale):
+                return False
+        return True
+
+    def views(self, tensors: list[Tensor], expected: Tensor) -> list[tuple]:
+        """What the ranks may hold of a tensor: the relation, and a piece per rank."""
+        found = []
+        if all(x.shape == expected.shape for x in tensors):
+            found.append((Relation(Kind.SAME), [expected] * self.ranks))
+        if any(x.dim() != expected.dim() for x in tensors):
+            return found
+        for dim in range(expected.dim()):
+            pieces = pieces_of(expected, dim, [x.shape[dim] for x in tensors])
+            if pieces and all(map(same_shape, tensors, pieces)):
+                found.append((Relation(Kind.SHARD, f"Shard({dim})", 1.0, dim), pieces))
+        return found
+
+    def relation(self, tensors: list[Tensor], expected: Tensor) -> Relation:
+        """The first of the relations that holds, the simplest ones first."""
+        scale = scale_of(expected)
+        views = self.views(tensors, expected)
+        for relation, pieces in views:
+            if self.all_near(tensors, pieces, scale):
+                return relation
+        is_full = bool(views) and views[0][0].kind is Kind.SAME
+        if is_full and self.near(sum(tensors), expected, scale):
+            if not all(self.near(x, tensors[0], scale) for x in tensors):
+                return Relation(Kind.PARTIAL)
+        for _, pieces in views:
+            k = multiple_of(tensors, pieces)
+            if abs(k) > 1e-6 and self.all_near(tensors, pieces, scale, k):
+                return self.factor(k)
+        if self.are_sorted_alike([torch.cat([x.flatten() for x in tensors])], expected):
+            return Relation(Kind.REORDERED)
+        right = self.right_ranks(tensors, views, scale)
+        if right:
+            return Relation(Kind.SOME, f"right on ranks {right} only")
+        if self.are_sorted_alike(tensors, expected):
+            return Relation(Kind.REORDERED)
+        if not views:
+            shapes = " ".join(str(list(shape)) for shape in {x.shape for x in tensors})
+            return Relation(
+                Kind.SHAPE, f"of shape {shapes}, not {list(expected.shape)}"
+            )
+        if is_full and not all(torch.equal(x, tensors[0]) for x in tensors):
+            return Relation(Kind.DIFFERS)
+        return Relation(Kind.WRONG)
+
+    def factor(self, k: float) -> Relation:
+        """In words: T times, 1/T, or k times."""
+        if abs(k - self.ranks) < 1e-6:
+            return Relation(Kind.FACTOR, "T times", k)
+        if abs(k * self.ranks - 1) < 1e-6:
+            return Relation(Kind.FACTOR, "1/T", k)
+        return Relation(Kind.FACTOR, f"{k:.6g} times", k)
+
+    def are_sorted_alike(self, tensors: list[Tensor], expected: Tensor) -> bool:
+        """Has each tensor the elements of the full one, in some order?"""
+        target = sorted_of(expected)
+        if any(x.numel() != target.numel() for x in tensors):
+            return False
+        scale = scale_of(expected)
+        return all(self.near(sorted_of(x), target, scale) for x in tensors)
+
+    def right_ranks(self, tensors, views: list[tuple], scale: float) -> list[int]:
+        """The ranks whose piece is right, if those of others are not."""
+        for _, pieces in views:
+            right = []
+            for rank, x in enumerate(tensors):
+                own = trimmed(x, pieces[rank])
+                if own.numel() and self.near(own, pieces[rank], scale):
+                    right.append(rank)
+            if right:
+                return right
+        return []
+
+
+def scale_of(x: Tensor) -> float:
+    """What differences are compared with: the largest element."""
+    return max(x.abs().max().item(), 1e-300) if x.numel() else 1.0
+
+
+def sorted_of(x: Tensor) -> Tensor:
+    return x.flatten().sort().values
+
+
+def same_shape(x: Tensor, piece: Tensor) -> bool:
+    """Has a tensor its piece's shape, or more in one dim (padding)?"""
+    larger = 0
+    for own, expected in zip(x.shape, piece.shape):
+        if own < expected:
+            return False
+        larger += 1 if own > expected else 0
+    return larger <= 1
+
+
+def trimmed(x: Tensor, piece: Tensor) -> Tensor:
+    """A tensor without its padding."""
+    for dim, size in enumerate(piece.shape):
+        x = x.narrow(dim, 0, size)
+    return x
+
+
+def pieces_of(full: Tensor, dim: int, widths: list[int]) -> list[Tensor]:
+    """The ranks' slices of N elements along dim; [] if that is no sharding.
+
+    Slices of one width may be replicated (fewer pieces than ranks) or padded.
+    """
+    size = full.shape[dim]
+    if sum(widths) == size:
+        return list(full.split(widths, dim))
+    width = widths[0]
+    if any(w != width for w in widths) or width == 0 or width >= size:
+        return []
+    pieces = -(-size // width)
+    ranks = len(widths)
+    if pieces > ranks or (ranks % pieces and width * (ranks - 1) >= size + width):
+        return []
+    copies = max(1, ranks // pieces)
+    found = []
+    for rank in range(ranks):
+        first = min(rank // copies * width, size)
+        found.append(full.narrow(dim, first, min(width, size - first)))
+    return found
+
+
+def multiple_of(tensors: list[Tensor], pieces: list[Tensor]) -> float:
+    """The k for which the tensors are closest to k times their pieces."""
+    over = 0.0
+    under = 0.0
+    for x, piece in zip(tensors, pieces):
+        over += (trimmed(x, piece).double() * piece.double()).sum().item()
+        under += (piece.double() * piece.double()).sum().item()
+    return over / under if under else 0.0
+
+
+def numbers(values: list[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)

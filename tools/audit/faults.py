@@ -1,0 +1,412 @@
+"""The faults that the audit knows, one definition each.
+
+To add one: choose the subject that shows it (subjects.py), write a test that is true of
+this fault alone, and put the definition before the more general ones, because a subject
+gets the first fault whose test is true. Then give tests/audit_models.py a model with
+this bug: it must be red without the new definition, and no right model may turn red.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .compare import Kind
+from .subjects import (
+    Accumulated,
+    Buffer,
+    Dropped,
+    Flow,
+    Gradient,
+    Loss,
+    Missing,
+    Optimizer,
+    Output,
+    Parameter,
+    Recomputed,
+    Start,
+    Step,
+    TrainLoss,
+    Update,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: what it is, how it is recognized, and what to do."""
+
+    of: type  # what the test looks at
+    key: str
+    test: Callable  # of a subject; true, or what was seen in words
+    what: str  # is wrong
+    change: str  # the line to look at; {modules} are those that return a wrong gradient
+    where: str  # the course explains it
+    follows: tuple[str, ...] = ()  # keys of faults that this one causes
+    change_alone: str = ""  # the line to look at, if no such modules are known
+
+
+def kind(*kinds: Kind) -> Callable:
+    """A test: is the subject related to the full model in one of these ways?"""
+    return lambda subject: (
+        subject.relation is not None and subject.relation.kind in kinds
+    )
+
+
+def gets_ddp(gradient: Gradient) -> bool:
+    has_ddp = "DistributedDataParallel" in gradient.case.first.has
+    return gradient.kind is Kind.MIXED and has_ddp
+
+
+F = Fault
+CLOSER = ("unexplained", "differs between replicas", "factor", "of its uses", "sum")
+GRADIENTS = tuple(f"gradient {name}" for name in CLOSER)
+FAULTS = [
+    # ---- Batch, model and parameters
+    F(Start, "batch", Start.other_batch,
+      "The ranks of a TP group have different batches. They compute one model "
+      "together, so partial sums of different tokens are added up.",
+      "Seed the data by the data-parallel rank, or broadcast the batch in the group.",
+      "lesson 02, --break data"),
+    F(Start, "build", Start.other_model,
+      "build() uses random numbers that differ between ranks, so the ranks start from "
+      "different models.",
+      "Build with the same seed on all ranks, or broadcast the parameters.",
+      "lesson 02, --break seed"),
+    F(Parameter, "rounded", Parameter.rounded,
+      "The values of this parameter are those of the full model, rounded to a coarser "
+      "format.",
+      "Keep the parameter's dtype where the shard is made.",
+      "beyond/08, why the order of a sum changes last bits"),
+    F(Parameter, "not a piece", Parameter.unknown_elements,
+      "The values of this parameter are in no parameter of the full model: this rank "
+      "has initialized it itself, or has combined or scaled it.",
+      "Slice the full parameter instead of initializing the shard.",
+      "lesson 02, --break seed"),
+    F(Missing, "missing", Missing.share,
+      "Some elements of the full model are on no rank, and others probably twice.",
+      "Check which slice each rank takes: the group rank, the dim, the order of blocks "
+      "in a fused weight.",
+      "lesson 02, --break qkv"),
+    F(Parameter, "wrong parameter", Parameter.foreign,
+      "This parameter holds elements that belong to another parameter of the full "
+      "model.",
+      "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
+      "each part into T slices. An expert must be on the rank that calls it.",
+      "lesson 02, --break qkv"),
+    F(Buffer, "buffer", Buffer.wrong,
+      "This buffer (a table of positions, a mask) is not that of the full model, nor "
+      "each rank's slice of it.",
+      "A table of positions starts at rank t's own offset, not at 0; if the module "
+      "gathers the sequence first, it needs the full table.",
+      "lesson 04, --break rotary"),
+    F(Parameter, "wrong piece", Parameter.others_piece,
+      "A rank holds the piece of another rank.",
+      "Take the slice of the group rank. A broadcast after the split overwrites the "
+      "shards: DistributedDataParallel sends the parameters of its first rank to all "
+      "others. With c ranks per key/value head, rank t holds head t // c.",
+      "notebook 12, fault 3; beyond/09, --break order"),
+    F(Parameter, "fused", Parameter.fused,
+      "A fused weight is split into T slices as if it were one matrix: rank 0 gets "
+      "rows of q only.",
+      "Split it into its parts (q, k, v or gate, up) first, and each part into T "
+      "slices.",
+      "lesson 02, --break qkv"),
+    # ---- Forward
+    F(Output, "forward bias", kind(Kind.BIAS),
+      "The output of this module is right but for its bias, which was added on every "
+      "rank before a sum.",
+      "Add the bias of a row-parallel linear after the all-reduce, or on one rank.",
+      "lesson 01, --break bias"),
+    F(Output, "forward partial", kind(Kind.PARTIAL),
+      "The sum of this tensor over the ranks is right, so each rank has only a partial "
+      "sum: an all-reduce is missing.",
+      "All-reduce the output of this row-parallel module (g).",
+      "lesson 01, ReduceFromTP"),
+    F(Output, "forward T times", lambda o: o.is_times(o.case.ranks),
+      "The tensor is T times too large: something that every rank has in full was "
+      "summed over the ranks, or it was summed twice.",
+      "Reduce once, and only partial sums.",
+      "lesson 01, --break g"),
+    F(Output, "forward 1/T", lambda o: o.is_times(1 / o.case.ranks),
+      "The tensor is 1/T of the right one: it was averaged instead of summed.",
+      "Use ReduceOp.SUM, and do not divide by the number of ranks.",
+      "lesson 01, ReduceFromTP"),
+    F(Output, "forward factor", kind(Kind.FACTOR),
+      "The tensor is right up to a factor.",
+      "Look for a scale that depends on a shape: a width, a number of heads or of "
+      "tokens may be that of the local shard.",
+      "lesson 02, --break qkv"),
+    F(Output, "forward in another order", kind(Kind.REORDERED),
+      "The ranks hold the right elements of this tensor in the wrong order or on the "
+      "wrong ranks.",
+      "Check the dim and the order in which pieces are split, gathered and reshaped, "
+      "and that each rank takes the piece of its own group rank.",
+      "lesson 00, section 6; lesson 02, --break qkv"),
+    F(Output, "forward right on", kind(Kind.SOME),
+      "This tensor is right on some ranks and wrong on others.",
+      "Look for what depends on the rank: an offset (positions, the first row of the "
+      "vocabulary, a mask), an index of a slice (a table with an entry per head is "
+      "sliced like the heads), or a branch such as if rank == 0.",
+      "lesson 03; lesson 04, --break rotary"),
+    F(Output, "forward of the code between", lambda o: bool(o.point.slot),
+      "The modules before return the right tensors, and this module makes a wrong one "
+      "of them.",
+      "Look at what this forward does between its modules, and at what it assumes "
+      "about the shape: a mean, a scale or a number of heads may be that of the local "
+      "shard. A table with an entry per head is sliced like the heads.",
+      "lesson 02, --break qkv"),
+    F(Output, "forward", lambda o: True,
+      "This is the first module whose output is wrong.",
+      "Look at this module's parameters in the table, at its bias (is it added on "
+      "every rank before a sum?), and at what it assumes about the shape of its input: "
+      "a mean, a norm or a number of heads may be that of the local shard. A sharded "
+      "embedding has its first row at rank · rows, and gives 0 for tokens of other "
+      "ranks before the sum.",
+      "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
+    F(Loss, "loss", lambda loss: True,
+      "The outputs of all modules are right and the loss is not.",
+      "Check over which ranks and by which count the loss is averaged, and whether "
+      "padding of the vocabulary joins in.",
+      "lesson 03"),
+    # ---- Backward
+    F(Flow, "backward slice", Flow.slicer,
+      "A tensor is gathered, and the gather's backward returns each rank's slice of "
+      "its own partial gradient: what the other ranks computed for that slice is lost.",
+      "The backward of an all-gather in front of column-parallel linears or experts is "
+      "a reduce-scatter: sum over the ranks, then slice. DTensor: "
+      "full_tensor(grad_placements=[Partial()]).",
+      "lesson 04, --break split",
+      GRADIENTS),
+    F(Flow, "backward of a module", Flow.backward_of,
+      "The gradient that arrives here is right, and the gradient that is returned is "
+      "wrong: the fault is in this module's own backward.",
+      "Look at the backward of the functions and collectives that this module calls. "
+      "What other ranks sent forward is needed again in backward; the gradient of what "
+      "this rank received belongs to the rank that sent it, and is a sum over ranks; "
+      "the weights of a softmax over all ranks need the statistics of all.",
+      "beyond/11, --break stale, home and lse; lesson 01, the table of collectives and "
+      "their backward",
+      GRADIENTS),
+    F(Flow, "loss backward", Flow.of_loss,
+      "The loss is right and its gradient is not: the gradient of the model's output "
+      "is wrong before any module has been through backward.",
+      "Look at the backward of the loss: masked positions, the division by the number "
+      "of targets, and what it saved for backward. Does a collective in the loss have "
+      "the right backward?",
+      "lesson 03, --break ignored and --break exponentials",
+      GRADIENTS),
+    F(Flow, "backward partial", Flow.partial,
+      "Backward returns a partial sum to the output of this module: what reads it "
+      "returns each rank's own part only.",
+      "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
+      "lesson 01, --break f",
+      GRADIENTS,
+      "All-reduce dL/dx in the backward of what reads this output (f, in front of a "
+      "column-parallel linear)."),
+    # ---- Gradients of parameters
+    F(Gradient, "gradient factor per rank", kind(Kind.FACTORS),
+      "Each rank's gradient is right up to a factor of its own.",
+      "Each rank divides by its own number (of tokens, of samples), or a rank's "
+      "partial sum is scaled by the rank: divide by the number of all ranks.",
+      "notebook 12, fault 12"),
+    F(Gradient, "gradient factor", kind(Kind.FACTOR),
+      "This gradient is right up to a factor.",
+      "T: summed twice, or g all-reduces in backward too. 1/T: averaged instead of "
+      "summed, or a bias is added as bias/T on every rank before a sum. The loss may "
+      "be divided by the wrong number of targets.",
+      "lesson 01, --break g"),
+    F(Gradient, "gradient sum", kind(Kind.SUM),
+      "The sum of this gradient over the ranks that hold the same piece is right, so "
+      "each rank has only a partial gradient: a reduction is missing.",
+      "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
+      "lesson 01, --break f; lesson 04, --break norms",
+      (),
+      "Sum the parameter's gradient over the ranks after backward (a replicated weight "
+      "whose input is sharded). If dL/d(output of its module) is partial, f is missing "
+      "in what reads that output."),
+    F(Gradient, "gradient mean", kind(Kind.MEAN),
+      "The mean of this gradient over the replicas is right, but they differ.",
+      "Average the gradient over the ranks that hold this parameter.",
+      "lesson 01, average_gradients"),
+    F(Gradient, "gradient scaled sum", kind(Kind.SCALED_SUM),
+      "The sum of this gradient over the ranks is right up to a factor.",
+      "A reduction is missing, and the loss or the sum is scaled.",
+      "lesson 01, --break f and --break average"),
+    F(Gradient, "gradient of several pieces", gets_ddp,
+      "The ranks hold different pieces of this parameter, and their gradients were "
+      "summed or averaged over the ranks.",
+      "Reduce gradients of sharded parameters over the data-parallel group only. "
+      "DistributedDataParallel must get that group as process_group.",
+      "notebook 12, fault 3"),
+    F(Gradient, "gradient of several pieces", kind(Kind.MIXED),
+      "The ranks hold different pieces of this parameter, and each has the sum of "
+      "their gradients.",
+      "If its module's output is gathered: all ranks compute the same with it, so the "
+      "gather's backward takes the rank's slice and sums nothing. Otherwise a sum "
+      "after backward includes this sharded parameter.",
+      "lesson 01, GatherFromTP"),
+    F(Gradient, "gradient tied", kind(Kind.TIED),
+      "Two parameters hold the same piece, and only the sum of their gradients is "
+      "right: a tied weight has become two parameters.",
+      "Assign the same nn.Parameter to both modules after sharding.",
+      "lesson 03, --break tie"),
+    F(Gradient, "gradient of another shape", kind(Kind.SHAPE),
+      "The gradient does not have the shape of its parameter.",
+      "Look for code that assigns p.grad or p.data.",
+      "lesson 01"),
+    F(Gradient, "gradient None", kind(Kind.NONE),
+      "Autograd did not reach this parameter: a collective that it does not track, "
+      "detach(), or a copy of the parameter is used in forward.",
+      "Wrap the collective in an autograd.Function.",
+      "beyond/13, --break plain"),
+    F(Gradient, "gradient of its uses", kind(Kind.USES),
+      "This weight is tied: several modules use it, and their gradients are not summed "
+      "with the same factor. Factors are means over the ranks that hold the same "
+      "piece: 1 is complete, 1/T is a partial gradient that was not summed, T was "
+      "summed twice, 0 was lost.",
+      "0: look for a detach() or a copy. 1/T: all-reduce dL/dx in the module that this "
+      "use comes from (f), or sum the gradient of this use alone.",
+      "lesson 03, --break tie"),
+    F(Gradient, "gradient zero", kind(Kind.ZERO),
+      "This gradient is zero on all ranks.",
+      "Look for a mask or a detach() between this parameter and the loss.",
+      "beyond/13, --break plain"),
+    F(Gradient, "gradient another rank's piece", kind(Kind.OTHERS),
+      "This rank has the gradient of another rank's piece.",
+      "Check the order of ranks in the group and the index of the slice in backward.",
+      "lesson 01, GatherFromTP"),
+    F(Gradient, "gradient permuted", kind(Kind.PERMUTED),
+      "The gradient has the right elements in another order.",
+      "Check the order in which pieces are gathered or split.",
+      "lesson 02, --break qkv"),
+    F(Gradient, "gradient differs between replicas", lambda g: g.kind is Kind.REPLICAS,
+      "Ranks that hold the same piece have different gradients, and their sum is not "
+      "right either: some of what reads this module's output returns a complete "
+      "gradient to it, and some a partial one.",
+      "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
+      "lesson 01, --break f; beyond/09, --break input",
+      GRADIENTS,
+      "Look at what reads this module's output: which of it has no all-reduce of dL/dx "
+      "in backward (f)?"),
+    F(Gradient, "gradient unexplained", lambda g: True,
+      "This gradient is wrong in no simple relation to the right one.",
+      "Look at the backward of {modules}: it is the first in backward that returns a "
+      "wrong gradient (a slice without a sum?).",
+      "lesson 01, the table of collectives and their backward; lesson 04, --break "
+      "split",
+      GRADIENTS,
+      "Look at how this module's forward uses the parameter, and at the backward of "
+      "the collectives in it."),
+    # ---- Several batches before a step
+    F(Accumulated, "accumulation reduced again", lambda a: a.is_times(a.case.ranks, 1),
+      "The gradient is right after one backward pass and wrong after two: a hook "
+      "reduces the accumulated gradient again, so the first batch counts T times.",
+      "Reduce what this backward pass has added, not p.grad: all-reduce in the "
+      "backward of a function on the parameter or its input, or once after the last "
+      "micro-batch.",
+      "lesson 05, micro-batches"),
+    F(Accumulated, "accumulation overwritten", lambda a: a.is_times(0, 1),
+      "The gradient is right after one backward pass; the second one has overwritten "
+      "it.",
+      "Add to p.grad instead of assigning it.",
+      "lesson 05, micro-batches"),
+    F(Accumulated, "accumulation", lambda a: True,
+      "The gradient is right after one backward pass and wrong after two without "
+      "clearing.",
+      "Look at hooks that change p.grad, at what is stored from one backward pass to "
+      "the next, and at sums of gradients that run once per micro-batch "
+      "(after_each_backward).",
+      "lesson 05, micro-batches"),
+    # ---- Dropout
+    F(Dropped, "dropout differs",
+      lambda d: d.relation.kind is Kind.SAME and (not d.is_same),
+      "The input of this dropout is replicated, and the ranks drop different elements "
+      "of it, so their replicas drift apart.",
+      "Use the same random state on all ranks of the group here.",
+      "lesson 02, --break mask-residual",
+      ("dropout loss",)),
+    F(Dropped, "dropout same", lambda d: d.relation.kind is Kind.SHARD and d.is_same,
+      "The input of this dropout is sharded, and all ranks drop the same elements.",
+      "Give each rank its own part of the mask, or its own random state.",
+      "lesson 02, --break mask-heads"),
+    F(Recomputed, "dropout recomputed", lambda r: True,
+      "Backward computes this dropout again (recomputation) with another mask than "
+      "forward had: the gradient is that of another model.",
+      "Keep preserve_rng_state=True in torch.utils.checkpoint, and restore every "
+      "generator that dropout uses.",
+      "notebook 12, fault 7"),
+    F(TrainLoss, "dropout loss", TrainLoss.apart,
+      "With dropout (or other noise in train mode) the ranks of a TP group have "
+      "different losses: somewhere it differs for a replicated tensor.",
+      "Use the same random state on all ranks for replicated tensors.",
+      "lesson 02, --break mask-residual"),
+    # ---- Training
+    F(Optimizer, "not in the optimizer", lambda o: True,
+      "The optimizer does not have this parameter. Was it created before the model was "
+      "made parallel?",
+      "Make the optimizer after parallelize().",
+      "notebook 12, fault 2"),
+    F(Step, "stale", lambda s: not s.case.unmatched() and s.wrong_loss(),
+      "The loss is right with the first parameters, and wrong after an update that was "
+      "right: the model still uses something that was computed from the old "
+      "parameters.",
+      "Compute it in forward, or again after each step (a norm that was stored, a copy "
+      "or a merged form of a weight, a cache).",
+      "lesson 03, --break tie: two parameters for one weight"),
+    F(Step, "later loss", Step.wrong_loss,
+      "The loss is right with the first parameters, and wrong after an update. "
+      "Parameters that are no pieces of the full model's were not compared, so the "
+      "update of one of them may be wrong.",
+      "Compare the gradients of those parameters yourself, or give them names().",
+      "lesson 03, --break tie"),
+    F(Step, "norm", Step.wrong_norm,
+      "The norm of the gradient is wrong.",
+      "Sum the squares of sharded gradients over the group, and count replicated "
+      "gradients once.",
+      "lesson 02, --break clip",
+      ("clip",)),
+    F(Step, "clip", Step.wrong_factors,
+      "The norm is right, and clip() has not scaled the gradients by max_norm / norm.",
+      "Scale p.grad of every parameter once, by the same number on all ranks: a "
+      "function that gets gradients instead of parameters scales nothing, and a local "
+      "norm gives each rank a factor of its own.",
+      "lesson 02, clip_gradients"),
+    F(Update, "gradient of a later step", Update.wrong_gradient,
+      "The gradient is right in the first step and wrong in a later one, with right "
+      "parameters: backward uses something of an earlier step.",
+      "Look for what is stored from one step to the next: a buffer, a cache, a hook.",
+      "lesson 03, --break tie"),
+    F(Update, "clip of a parameter", Update.wrong_clipped,
+      "The gradient is right before clip() and wrong after it.",
+      "Look at the parameters that clip() gets, and at what it does with this one.",
+      "lesson 02, clip_gradients"),
+    F(Update, "update without gradient", Update.without_gradient,
+      "The gradient is None on this rank and zero in the full model, so the optimizer "
+      "skips the parameter here: no weight decay, no momentum.",
+      "Let every rank use the parameter (an expert without tokens, a padded head), or "
+      "set its gradient to zero before the step.",
+      "notebook 12, fault 8"),
+    F(Update, "update missing", Update.missing,
+      "The gradients are right, and some ranks have not updated this parameter: they "
+      "skipped a step.",
+      "Ranks must decide together: all-reduce the flag (an overflow, a nan) by which a "
+      "step is skipped.",
+      "notebook 12, fault 8"),
+    F(Update, "update differs between replicas", Update.apart,
+      "The gradients are right, and after the step the replicas of this parameter "
+      "differ.",
+      "All ranks need the same flags, norms, learning rates and optimizer state.",
+      "lesson 02, --break drift; notebook 12, fault 8"),
+    F(Update, "update", lambda u: "optimizer" in u.case.first.has and u.is_wrong(),
+      "The gradients after clip() are right and the updated parameter is not: the "
+      "optimizer is not elementwise (it takes a norm or a matrix product of a shard).",
+      "Gather what the optimizer needs of the full parameter, or use an elementwise "
+      "optimizer.",
+      "notebook 12, fault 9"),
+    F(Update, "update changed", lambda u: u.is_wrong(),
+      "The gradients after clip() are right, the optimizer is AdamW, and the parameter "
+      "is wrong after the step: something else changes it or its gradient.",
+      "Look for hooks on the parameter or the optimizer, and for code that assigns "
+      "p.data.",
+      "lesson 02"),
+]  # fmt: skip

@@ -1,0 +1,336 @@
+"""Looks for faults in the order of causes, and says what follows from what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import subjects
+from .case import Case
+from .compare import Kind, Relation
+from .faults import FAULTS, Fault
+from .record import Facts, Point
+from .subjects import Flow, Subject
+
+
+@dataclass
+class Finding:
+    """A fault of one subject."""
+
+    fault: Fault
+    subject: Subject
+    where: str
+    seen: str
+    follows: bool = False  # from an earlier finding
+
+    @property
+    def category(self) -> str:
+        if self.subject.stage:
+            return f"{self.subject.stage} {self.subject.relation}"
+        return self.fault.key + self.subject.more
+
+    def as_dict(self) -> dict:
+        readers = self.subject.readers()
+        names = ", ".join(name for name, _ in readers)
+        change = self.fault.change.replace("{modules}", names)
+        if not readers and self.fault.change_alone:
+            change = self.fault.change_alone
+        return {
+            "category": self.category, "where": self.where, "text": self.seen,
+            "module": self.subject.module, "what": self.fault.what, "change": change,
+            "explained": self.fault.where, "follows": self.follows,
+        }  # fmt: skip
+
+
+IN_TRAIN_MODE = (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
+
+
+class Search:
+    """Finds faults; what must follow from a fault is not looked at."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        self.findings = []
+        self.gradients = {}  # parameter → relation of its gradient
+        self.not_compared = []
+
+    def look(self, subject: Subject) -> bool:
+        """Add the first fault that this subject has. Has it one?"""
+        for fault in FAULTS:
+            if fault.of is not type(subject):
+                continue
+            seen = fault.test(subject)
+            if not seen:
+                continue
+            where, seen = seen if isinstance(seen, tuple) else (subject.where, seen)
+            texts = [subject.seen, seen if isinstance(seen, str) else ""]
+            texts = list(dict.fromkeys(filter(None, texts)))
+            found = Finding(fault, subject, where, "; ".join(texts))
+            known = any(
+                found.category.startswith(f.fault.follows) for f in self.findings
+            )
+            if isinstance(subject, subjects.Gradient):
+                arrives = subject.arrives
+                is_unknown = arrives is None or not (
+                    arrives.is_right or subject.is_consequence()
+                )
+                known = bool(self.findings) and (
+                    subject.is_consequence() or (known and is_unknown)
+                )
+            for other in self.findings:  # one cause, in one module
+                is_same = other.category == found.category and not other.follows
+                if is_same and other.subject.module == subject.module:
+                    known = False
+            found.follows = known
+            self.findings.append(found)
+            return True
+        return False
+
+    def run(self) -> None:
+        case = self.case
+        start = subjects.Start(case)
+        self.look(start)
+        is_right = case.is_forward_right()
+        if is_right:
+            self.check_gradients()
+            if not self.findings:
+                self.check_accumulation()
+            self.check_dropout()
+            self.check_steps()
+        else:
+            self.check_parameters()
+            self.check_forward()
+        self.list_not_compared(is_right)
+
+    def check_parameters(self) -> None:
+        case = self.case
+        looked = [subjects.Parameter(case, name) for name in case.owners]
+        looked += [subjects.Missing(case, name) for name in case.model.names]
+        looked += [subjects.Buffer(case, name) for name in case.full.buffers]
+        before = len(self.findings)
+        for subject in looked:
+            self.look(subject)
+        order = {id(fault): number for number, fault in enumerate(FAULTS)}
+        self.findings[before:] = sorted(
+            self.findings[before:], key=lambda found: order[id(found.fault)]
+        )
+
+    def check_forward(self, is_loss_wrong: bool = True) -> bool:
+        """Find the first tensor that is wrong. Is there one?"""
+        case = self.case
+        notes = ["the loss is right, as far as its precision shows"]
+        if is_loss_wrong:
+            notes = [f"the loss is {case.own[0].loss:.6g}, not {case.full.loss:.6g}"]
+        reordered = []
+        others = []
+        for point in case.full.order:
+            relation = case.relation_of(point)
+            is_batch = point.slot and not point.module
+            if relation is None or relation.is_right or is_batch:
+                continue
+            if relation.kind is Kind.SHAPE:
+                others.append(point)
+            elif relation.kind is Kind.REORDERED:
+                reordered.append(point)
+            elif relation.kind is Kind.PARTIAL:
+                if not point.slot and subjects.is_never_summed(case, point):
+                    break
+            elif not self.is_healed(point):
+                break
+        else:
+            wrong = [p for p in reordered if not self.is_healed(p)]
+            if not wrong and is_loss_wrong:
+                self.look(subjects.Loss(case, notes + self.said_of(others)))
+            if not wrong:
+                return is_loss_wrong
+            point = wrong[0]
+        if point not in reordered[:1]:
+            notes += self.said_of(reordered[:1])
+        notes += self.said_of(others)
+        self.look(subjects.Output(case, point, notes))
+        return True
+
+    def said_of(self, points: list[Point]) -> list[str]:
+        """That tensors before are in another layout, so that they cannot be judged."""
+        texts = []
+        for point in points[:2]:
+            texts.append(f"{point} before it is {self.case.relation_of(point)}")
+        return texts
+
+    def is_healed(self, point: Point) -> bool:
+        """Is a call right inside of which this tensor is?"""
+        for around in self.case.around(point):
+            relation = self.case.relation_of(around)
+            if relation is not None and relation.is_right:
+                return True
+        return False
+
+    def check_gradients(self) -> None:
+        """Gradients of parameters, those closest to the loss first."""
+        case = self.case
+        for name in case.owners:
+            if case.is_piece(name):
+                self.gradients[name] = case.gradient(name, case.full.grads)
+        wrong = [name for name, how in self.gradients.items() if not how.is_right]
+        wrong.sort(key=lambda name: -case.place_of(name))
+        if not wrong:
+            return
+        flow = self.first_wrong_flow(wrong)
+        if flow is not None:
+            is_in_forward = flow.is_of_loss() and self.check_forward(False)
+            if not is_in_forward:
+                self.look(flow)
+        for name in wrong:
+            self.look(subjects.Gradient(case, name, flow))
+
+    def first_wrong_flow(self, wrong: list[str]) -> Flow | None:
+        """In backward order, the first tensor of a module whose gradient is wrong.
+
+        It may be partial on purpose, if a later sum repairs it: then the module's own
+        parameters have right gradients.
+        """
+        case = self.case
+        for point in reversed(case.full.order):
+            relation = case.relation_of(point, "flow")
+            if point.slot or not case.is_wrong(relation):
+                continue
+            if relation.kind is Kind.PARTIAL:
+                own = [n for n in self.gradients if case.owner(n) == point.module]
+                if own and not any(name in wrong for name in own):
+                    continue
+            return Flow(case, point, wrong)
+        return None
+
+    def check_accumulation(self) -> None:
+        """Gradients of two batches together, if those of one are right."""
+        case = self.case
+        for name in case.owners:
+            if case.is_piece(name):
+                how = case.gradient(name, case.full.summed, "summed")
+                if not how.is_right:
+                    self.look(subjects.Accumulated(case, name))
+
+    def check_dropout(self) -> None:
+        """Replicated tensors drop the same elements on all ranks, shards do not."""
+        case = self.case
+        for name in case.own[0].dropped:
+            held = [trace.value(Point(name)) for trace in case.own]
+            relation = case.compare(held, case.full.value(Point(name)))
+            masks = [trace.dropped.get(name, [None])[0] for trace in case.own]
+            self.look_at_masks(name, relation, masks, held)
+        for name, inputs in case.own[0].drop_inputs.items():
+            full = case.full.drop_inputs.get(name, [])
+            is_known = all(
+                len(trace.drop_inputs.get(name, [])) == len(full)
+                and len(trace.drop_masks.get(name, [])) == len(full)
+                for trace in case.own
+            )
+            if not is_known:
+                self.not_compared.append(f"dropout in the forward of {name}")
+                continue
+            for number in range(len(inputs)):
+                held = [trace.drop_inputs[name][number] for trace in case.own]
+                relation = case.compare(held, full[number])
+                masks = [trace.drop_masks[name][number] for trace in case.own]
+                self.look_at_masks(name, relation, masks, held)
+        for name in case.own[0].recomputed:
+            self.look(subjects.Recomputed(case, name))
+        if not any(
+            f.fault.of in (subjects.Dropped, subjects.Recomputed) for f in self.findings
+        ):
+            self.look(subjects.TrainLoss(case))
+
+    def look_at_masks(self, name: str, relation: Relation | None, masks, held) -> None:
+        known = [mask for mask in masks if mask is not None]
+        if all(mask.all() or not mask.any() for mask in known):
+            return  # no dropout here
+        if relation is None or not relation.is_right or len(known) < len(masks):
+            self.not_compared.append(f"dropout {name}")
+            return
+        is_replicated = all(
+            x.shape == held[0].shape and (x == held[0]).all() for x in held
+        )
+        if relation.kind is Kind.SAME or not is_replicated:
+            self.look(subjects.Dropped(self.case, name, relation, masks))
+
+    def check_steps(self) -> None:
+        """Step by step: the loss, the norm, clipped gradients, updated parameters."""
+        case = self.case
+        for name in case.first.not_in_optimizer:
+            self.look(subjects.Optimizer(case, name))
+        for number in range(len(case.full.steps)):
+            if any(
+                f.fault.of
+                not in (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
+                for f in self.findings
+            ):
+                return  # the update must be wrong as well
+            if not self.look(subjects.Step(case, number)):
+                for name in case.owners:
+                    update = subjects.Update(case, name, number)
+                    if case.is_piece(name) or update.are_apart():
+                        self.look(update)
+
+    def list_not_compared(self, is_right: bool) -> None:
+        """What RIGHT is not said of."""
+        case = self.case
+        found = self.not_compared
+        if case.unmatched():
+            found.append(
+                f"parameters that are not the full model's: {some(case.unmatched())}"
+            )
+        if not is_right or self.findings:
+            return
+        if case.calls_differ():
+            found.append(
+                "outputs of modules that are called another number of times: "
+                f"{some(sorted(case.calls_differ()))}"
+            )
+        buffers = set(case.own[0].odd_buffers)
+        for name in case.own[0].buffers:
+            full = case.full.buffers.get(name)
+            if (
+                full is None
+                or case.compare([t.buffers.get(name) for t in case.own], full) is None
+            ):
+                buffers.add(name)
+        if buffers:
+            found.append(f"buffers: {some(sorted(buffers))}")
+        if case.own[0].other_random:
+            names = [name or "the model" for name in sorted(case.own[0].other_random)]
+            found.append(f"random numbers in the forward of {some(names)}")
+        if "clip" not in case.first.has:
+            found.append("your clipping (the file has no clip)")
+
+
+def some(names: list[str], most: int = 16) -> str:
+    """The first names of a list; --json has all."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def findings_of(everyone: list[Facts], dtype: str) -> dict:
+    """What the command prints, as data."""
+    case = Case(everyone, dtype)
+    search = Search(case)
+    search.run()
+    table = []
+    for name in case.owners:
+        relation = search.gradients.get(name)
+        row = case.row(name)
+        row["gradient"] = "not compared" if relation is None else str(relation)
+        row["is_wrong"] = relation is not None and not relation.is_right
+        table.append(row)
+    return {
+        "ranks": case.ranks,
+        "loss": case.own[0].loss,
+        "full_loss": case.full.loss,
+        "parameters": table,
+        "calls": case.first.calls,
+        "modules": case.names,
+        "allowed": case.ruler.allowed,
+        "is_split": case.is_split(),
+        "warnings": case.first.warnings,
+        "not_compared": search.not_compared,
+        "findings": [finding.as_dict() for finding in search.findings],
+    }

@@ -1,0 +1,516 @@
+"""One rank of the audit: runs the parallel model next to the full one.
+
+Every rank builds the full model from the same seed and makes it parallel. It runs both
+on the same batches, and stores what it holds and computes. Rank 0 gets all of this and
+writes the findings as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from .findings import findings_of
+from .record import (
+    CallCounter,
+    Casts,
+    Dropouts,
+    Facts,
+    Step,
+    Trace,
+    Watch,
+    local_part,
+    main_output,
+    parts_of,
+    plain_name,
+    record_parameters,
+)
+
+OPTIONAL = (
+    "loss", "after_backward", "after_each_backward", "clip", "optimizer", "names",
+)  # fmt: skip
+
+
+def load_subject(path: Path):
+    """Import the user's file, under a name that hides no package of the user's."""
+    sys.path.insert(0, str(path.parent))
+    name = f"_audited_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def convert_model(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+    """Move a model and give it the run's precision; complex buffers stay complex."""
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def convert(x: Tensor) -> Tensor:
+        if x.is_complex():
+            return x.to(device, wide)
+        return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+    return model._apply(convert)
+
+
+def make_values_unique(model: nn.Module) -> None:
+    """Make all elements of all parameters different, so that each can be found.
+
+    The tool finds out which piece of the full model a rank holds by comparing values.
+    Constant parameters (biases, norms) are shifted by 0.02·randn. Elements that are
+    still equal are moved to the next floating-point number. All are numbers of float32,
+    so a model that stores them in float32 for a while still has the same ones.
+    """
+    generator = torch.Generator().manual_seed(12345)
+    for p in model.parameters():
+        if len(p.detach().unique()) < p.numel() or (p == 0).any():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.data += (0.02 * noise).to(p)
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    if not parameters:
+        return
+    flat = torch.cat([p.detach().flatten().float() for p in parameters])
+    values, order = flat.sort()
+    infinity = torch.full((), float("inf"), dtype=values.dtype, device=values.device)
+    equal = values[1:] <= values[:-1]
+    while equal.any():
+        values[1:][equal] = torch.nextafter(values[:-1][equal], infinity)
+        equal = values[1:] <= values[:-1]
+    flat[order] = values
+    first = 0
+    for p in parameters:
+        p.data.copy_(flat[first : first + p.numel()].view(p.shape))
+        first += p.numel()
+
+
+class Run:
+    """The full or the parallel model, with the user's loss, optimizer and callbacks."""
+
+    def __init__(self, subject, model: nn.Module, tp_group, args):
+        self.subject = subject
+        self.model = model
+        self.tp_group = tp_group  # None for the full model
+        self.args = args
+        names = self.of_user("names")
+        self.renamed = {} if names is None or tp_group is None else names()
+
+    def of_user(self, name: str):
+        return getattr(self.subject, name, None)
+
+    def forward(self, batch: tuple):
+        """Output and loss. Random numbers are the same in each pass, on all ranks."""
+        torch.manual_seed(7 if self.args is None else self.args.seed + 7)
+        inputs, target = batch
+        if isinstance(inputs, dict):
+            output = self.model(**inputs)
+        else:
+            output = self.model(*inputs)
+        output = getattr(output, "logits", output)  # of Hugging Face
+        return output, self.loss(output, target)
+
+    def loss(self, output, target) -> Tensor:
+        loss_of = self.of_user("loss")
+        if loss_of is None:
+            return default_loss(main_output(output), target)
+        more = {}
+        known = inspect.signature(loss_of).parameters
+        if "model" in known:
+            more["model"] = self.model
+        if len(known) - len(more) > 2:
+            return loss_of(output, target, self.tp_group, **more)
+        return loss_of(output, target, **more)
+
+    def backward(self, loss: Tensor, is_last: bool = True) -> None:
+        """Backward, and the sums of gradients that the user's training makes."""
+        loss.backward()
+        for name, is_due in (
+            ("after_each_backward", True),
+            ("after_backward", is_last),
+        ):
+            function = self.of_user(name)
+            if function is not None and self.tp_group is not None and is_due:
+                function(self.model)
+
+    def grads(self) -> dict[str, Tensor | None]:
+        return parts_of(self.model, self.renamed, "grad")
+
+    def clear(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+
+    def clip(self, max_norm: float) -> float | None:
+        """Clip by the user's own function, if there is one, and return its norm."""
+        clip = self.of_user("clip")
+        if self.tp_group is None:
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(grads)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+            return norm.item()
+        return None if clip is None else float(clip(self.model, max_norm))
+
+    def optimizer(self):
+        """The user's optimizer; for the full model, one of the same kind if need be."""
+        make = self.of_user("optimizer")
+        if make is None:
+            return torch.optim.AdamW(self.model.parameters(), lr=1e-3, eps=1e-6)
+        if "named_parameters" in inspect.signature(make).parameters:
+            optimizer = make(self.model.named_parameters())
+        else:
+            optimizer = make(self.model.parameters())
+        own = set(map(id, self.model.parameters()))
+        has_own = False
+        for group in optimizer.param_groups:
+            has_own = has_own or any(id(p) in own for p in group["params"])
+        if self.tp_group is None and not has_own:
+            known = inspect.signature(type(optimizer)).parameters
+            options = {k: v for k, v in optimizer.defaults.items() if k in known}
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            return type(optimizer)(trained, **options)
+        return optimizer
+
+
+def default_loss(output, target) -> Tensor:
+    if target.dtype == torch.int64:
+        return F.cross_entropy(output.flatten(0, -2), target.flatten())
+    return F.mse_loss(output, target)
+
+
+def prepare_batch(subject, step: int, args, device: str) -> tuple:
+    """The user's batch: inputs (a tuple or a dict) and target, in the run's dtype."""
+    torch.manual_seed(args.seed + 1000 + step)
+    inputs, target = subject.batch(step)
+    dtype = getattr(torch, args.dtype)
+
+    def convert(x):
+        if torch.is_tensor(x):
+            x = x.to(device)
+            x = x.to(dtype) if x.is_floating_point() else x
+        return x
+
+    if isinstance(inputs, dict):
+        return {name: convert(x) for name, x in inputs.items()}, convert(target)
+    inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return tuple(convert(x) for x in inputs), convert(target)
+
+
+def tensors_of(batch: tuple) -> list[Tensor]:
+    """All tensors of a batch, on the CPU."""
+    inputs, target = batch
+    found = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
+    found.append(target)
+    return [x.cpu() for x in found if torch.is_tensor(x)]
+
+
+# ---- The passes
+
+
+def audit(subject, args, counter: CallCounter, device: str) -> Facts:
+    """Run both models and return this rank's facts."""
+    dtype = getattr(torch, args.dtype)
+    torch.set_default_dtype(dtype)
+    counter.report("build")
+    torch.manual_seed(args.seed)
+    full = convert_model(subject.build(), device, dtype)
+    make_values_unique(full)
+    limit = timedelta(seconds=args.timeout)
+    tp_group = dist.new_group(list(range(dist.get_world_size())), timeout=limit)
+    reference = Run(subject, copy.deepcopy(full).eval(), None, args)
+    facts = Facts(full=Trace(), own=Trace())
+    facts.has = [name for name in OPTIONAL if hasattr(subject, name)]
+    record_parameters(reference.model, {}, facts.full)
+    counter.report("batch")
+    batches = [prepare_batch(subject, step, args, device) for step in range(2)]
+    facts.batch = tensors_of(batches[0])
+    counter.report("the full model")
+    facts.noise = noise_of(reference, batches[0], args)
+    facts.use_grads = grads_of_uses(reference, batches[0], facts.full.tied)
+    run_passes(reference, batches, facts.full, None)
+    model = parallelize(subject, full, tp_group, facts, counter, args)
+    run = Run(subject, model.eval(), tp_group, args)
+    record_parameters(run.model, run.renamed, facts.own)
+    facts.has += {type(module).__name__ for module in run.model.modules()}
+    run_passes(run, batches, facts.own, counter)
+    compare_steps(subject, reference, run, facts, counter, args, device)
+    facts.calls = dict(counter.calls)
+    if dist.get_rank() > 0:  # rank 0 has the same
+        facts.full = Trace(parts=facts.full.parts)
+    return facts
+
+
+def parallelize(subject, full, tp_group, facts: Facts, counter, args) -> nn.Module:
+    """The user's parallel model, and what PyTorch warned of meanwhile."""
+    torch.manual_seed(args.seed + 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with counter.counting("parallelize"):
+            model = subject.parallelize(full, tp_group)
+    for warning in caught:
+        text = str(warning.message).partition("\n")[0]
+        if warning.category is UserWarning and text not in facts.warnings:
+            facts.warnings.append(text)
+    return full if model is None else model
+
+
+def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
+    """Two passes in eval mode, whose gradients are summed, and some in train mode."""
+    counter = counter or CallCounter(lambda phase, more="": None)
+    watch = Watch(run.model, run.renamed, trace)
+    counter.where = lambda: watch.stack[-1].module if watch.stack else ""
+    with counter.counting("forward"):
+        _, loss = run.forward(batches[0])
+    watch.is_on = False
+    trace.loss = float(local_part(loss))
+    with counter.counting("backward"):
+        run.backward(loss)
+    watch.remove()
+    trace.grads = run.grads()
+    if run.of_user("after_backward") is not None:  # it comes after the last pass only
+        run.clear()
+        with counter.counting("two batches"):
+            run.backward(run.forward(batches[0])[1], is_last=False)
+    with counter.counting("two batches"):
+        run.backward(run.forward(batches[1])[1])
+    trace.summed = run.grads()
+    run_in_train_mode(run, batches[0], trace, counter)
+    run.clear()
+
+
+def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
+    """Record what dropout drops, and the buffers that a pass in train mode changes."""
+    buffers = [(x, x.detach().clone()) for x in run.model.buffers()]
+    names = [plain_name(name, run.renamed) for name, _ in run.model.named_buffers()]
+    for keep_all in (True, False):
+        run.model.train()
+        if keep_all:
+            for module in run.model.modules():
+                if "dropout" in type(module).__name__.lower():
+                    module.eval()
+        dropouts = Dropouts(run.model, run.renamed, trace, keep_all)
+        counter.where = lambda dropouts=dropouts: dropouts.stack[-1]
+        # To the end, otherwise a recomputed dropout that comes last calls no hook.
+        with set_checkpoint_early_stop(False), counter.counting("dropout"), dropouts:
+            _, loss = run.forward(batch)
+            dropouts.is_backward = True
+            if not keep_all:
+                loss.backward()
+        dropouts.remove()
+        for name, (x, before) in zip(names, buffers):
+            if not torch.equal(x, before):
+                trace.odd_buffers.add(name)
+            x.data.copy_(before)
+    trace.train_loss = float(local_part(loss))
+    run.model.eval()
+
+
+def noise_of(reference: Run, batch: tuple, args) -> float:
+    """How much rounding errors change the full model's loss and gradients.
+
+    A right parallel model differs by about as much. The errors are 1e-15, or those of
+    float32 if the model converts to it (in a norm, or its logits before the loss).
+    """
+    probe = Run(reference.subject, copy.deepcopy(reference.model), None, args)
+    generator = torch.Generator().manual_seed(4321)
+    gradients = []
+    casts = Casts()
+    for step in range(2):
+        size = 0.0
+        if step == 1:
+            size = casts.eps if args.dtype == "float64" else 1e-7
+        probe.clear()
+        for p in probe.model.parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.data *= (1 + size * noise).to(p)
+        with casts:
+            _, loss = probe.forward(batch)
+        probe.backward(loss)
+        found = [x.flatten() for x in probe.grads().values() if x is not None]
+        gradients.append(torch.cat([loss.detach().double().cpu().view(1), *found]))
+    largest = gradients[0].abs().max().item() or 1.0
+    return (gradients[1] - gradients[0]).abs().max().item() / largest
+
+
+def grads_of_uses(reference: Run, batch: tuple, tied: dict[str, str]) -> dict:
+    """Name of a tied weight → the gradient of each of its uses, on their own."""
+    if not tied:
+        return {}
+    untied = copy.deepcopy(reference.model)
+    copies = {first: {} for first in tied.values()}  # name → use → its own parameter
+    for use, first in [*tied.items(), *((name, name) for name in copies)]:
+        module = untied.get_submodule(use.rpartition(".")[0])
+        own = nn.Parameter(getattr(module, use.rpartition(".")[2]).detach().clone())
+        setattr(module, use.rpartition(".")[2], own)
+        copies[first][use.rpartition(".")[0]] = own
+    probe = Run(reference.subject, untied, None, reference.args)
+    _, loss = probe.forward(batch)
+    probe.backward(loss)
+    grads = {}
+    for first, uses in copies.items():
+        found = {use: p.grad for use, p in uses.items() if p.grad is not None}
+        grads[first] = {use: grad.cpu() for use, grad in found.items()}
+    return grads
+
+
+def compare_steps(subject, reference: Run, run: Run, facts, counter, args, device):
+    """Some steps of training: gradients before and after clipping, then parameters."""
+    counter.where = lambda: ""
+    optimizers = [reference.optimizer(), run.optimizer()]
+    trained = set()
+    for group in optimizers[1].param_groups:
+        trained.update(map(id, group["params"]))
+    for name, p in run.model.named_parameters():
+        if p.requires_grad and id(p) not in trained:
+            facts.not_in_optimizer.append(plain_name(name, run.renamed))
+    for number in range(args.steps):
+        batch = prepare_batch(subject, number, args, device)
+        full_norm = 0.0
+        for which, optimizer in zip((reference, run), optimizers):
+            which.clear()
+            phase = "a full step" if which is reference else "training"
+            with counter.counting(phase):
+                _, loss = which.forward(batch)
+                which.backward(loss)
+                step = Step(float(local_part(loss)), which.grads())
+                step.norm = which.clip(args.clip)
+            if which is reference:
+                full_norm = step.norm
+            elif step.norm is None:  # no function of the user's: scale as the reference
+                scale = min(1.0, args.clip / (full_norm + 1e-6))
+                for p in which.model.parameters():
+                    if p.grad is not None:
+                        p.grad *= scale
+            step.clipped = which.grads()
+            with counter.counting(phase):
+                optimizer.step()
+            step.after = parts_of(which.model, which.renamed, "data")
+            trace = facts.full if which is reference else facts.own
+            trace.steps.append(step)
+
+
+# ---- How a rank is run
+
+
+def audit_here(subject, dtype="float64", steps=2, clip=1.0, seed=1, timeout=60) -> dict:
+    """Audit a model on ranks that run already, all of which call this.
+
+    subject: anything with build, parallelize and batch (a module, a namespace).
+    Returns the findings, the same on every rank.
+    """
+    options = argparse.Namespace(
+        dtype=dtype, steps=steps, clip=clip, seed=seed, timeout=timeout
+    )
+    before = torch.get_default_dtype()
+    state = torch.get_rng_state()
+    try:
+        counter = CallCounter(lambda phase, more="": None)
+        facts = audit(subject, options, counter, "cpu")
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_rng_state(state)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    return findings_of(everyone, dtype)
+
+
+def place_of(error: BaseException, path: str) -> str:
+    """The line of the user's file, and the line of a library that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(__file__).parent)
+    own = [f for f in frames if f.filename == path]
+    others = [f for f in frames if not f.filename.startswith(("<", here))]
+    places = []
+    if own:
+        places.append(f"line {own[-1].lineno} of {Path(path).name}")
+    if others and (not own or others[-1] is not own[-1]):
+        places.append(f"line {others[-1].lineno} of {others[-1].filename}")
+    return ", ".join(places)
+
+
+def in_words(error: BaseException, counter: CallCounter, args) -> str:
+    """An error with its place, in one line."""
+    if isinstance(error, SystemExit):
+        text = f"the file ended the process: sys.exit({error.code})"
+    else:
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    module = counter.where()
+    places = [f"module {module}" if module else "", place_of(error, args.path)]
+    text = ", ".join([text, *filter(None, places)])
+    refused = ("Float32", "BFloat16", "Half", "'Double'", "float64", "double")
+    if args.dtype == "float64" and any(word in str(error) for word in refused):
+        text += "; if an operator refuses float64, add --dtype float32"
+    return text
+
+
+def end_with_parent(parent: int) -> None:
+    """A rank must not outlive the command that started it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main() -> None:
+    """What the command starts, once per rank."""
+    args = argparse.Namespace(**json.loads(os.environ.pop("AUDIT")))
+    tools = str(Path(__file__).parents[1])
+    sys.path[:] = [path for path in sys.path if path != tools]  # hides nothing of yours
+    watcher = threading.Thread(target=end_with_parent, args=[args.parent], daemon=True)
+    watcher.start()
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    limit = timedelta(seconds=args.timeout)
+    store = dist.TCPStore("127.0.0.1", args.port, is_master=False, timeout=limit)
+    last = ["starting"]
+
+    def report(phase: str, more: str = "") -> None:
+        last[0] = phase
+        store.set(f"status/{rank}", json.dumps([phase, more]))
+
+    counter = CallCounter(report)
+    report("starting")
+    torch.set_num_threads(1)
+    use_gpus = torch.cuda.device_count() >= ranks
+    device = f"cuda:{rank}" if use_gpus else "cpu"
+    if use_gpus:
+        torch.cuda.set_device(rank)
+    try:
+        dist.init_process_group(
+            "nccl" if use_gpus else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank, world_size=ranks, timeout=limit,
+        )  # fmt: skip
+        report("importing the file")
+        facts = audit(load_subject(Path(args.path)), args, counter, device)
+        everyone = [None] * ranks
+        report("gathering results")
+        dist.all_gather_object(everyone, facts)
+        if rank == 0:
+            report("the audit itself, not your model")
+            text = json.dumps(findings_of(everyone, args.dtype))
+            Path(args.out).write_text(text)
+        report("done")
+        dist.barrier()
+    except BaseException as error:
+        where = traceback.format_exc()
+        text = in_words(error, counter, args)
+        said = {"phase": last[0], "text": text, "traceback": where}
+        said["calls"] = sum(counter.calls.values())
+        store.set(f"error/{rank}", json.dumps(said))
+        os._exit(1)
+    os._exit(0)

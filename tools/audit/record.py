@@ -1,0 +1,468 @@
+"""What one rank records of a model: parameters, the tensors that modules pass on, their
+gradients, calls of collectives, and what dropout drops."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+COLLECTIVES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+}
+
+
+class Point(NamedTuple):
+    """A tensor that modules pass on: a module's output, or an input that it was given.
+
+    The output of the model itself has the module name "".
+    """
+
+    module: str
+    call: int = 0  # a module may be called several times in one forward pass
+    slot: str = ""  # "" is the output, "input 0" the first argument
+
+    def __str__(self) -> str:
+        name = self.module or "the model"
+        name += f" (call {self.call + 1})" if self.call else ""
+        return f"{self.slot} of {name}" if self.slot else name
+
+
+@dataclass
+class Step:
+    """One step of training."""
+
+    loss: float
+    grads: dict[str, Tensor | None]
+    norm: float | None = None  # what clip() returns
+    clipped: dict[str, Tensor | None] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)  # parameters
+
+
+@dataclass
+class Trace:
+    """What one rank held and computed, of the full model or of its own."""
+
+    parts: dict[str, Tensor] = field(default_factory=dict)  # parameters
+    tied: dict[str, str] = field(default_factory=dict)  # name → name in parts
+    frozen: list[str] = field(default_factory=list)  # requires_grad is False
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    odd_buffers: set[str] = field(default_factory=set)  # complex, or changed by a pass
+    loss: float = 0.0
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    # Gradients after a second backward pass of another batch, without clearing.
+    summed: dict[str, Tensor | None] = field(default_factory=dict)
+    order: list[Point] = field(default_factory=list)  # in the order of forward
+    values: dict[Point, Tensor] = field(default_factory=dict)
+    same: dict[Point, Point] = field(default_factory=dict)  # another name of a tensor
+    callers: dict[Point, Point] = field(default_factory=dict)  # whose forward has it
+    flows: dict[Point, Tensor] = field(default_factory=dict)  # dL/d(tensor)
+    returned: dict[Point, Tensor] = field(default_factory=dict)  # input → its gradient
+    writers: dict[Point, Point] = field(default_factory=dict)  # input → whose output
+    dropped: dict[str, list[Tensor]] = field(default_factory=dict)  # module → masks
+    # Dropout that a function makes: module → inputs (nothing dropped), and masks.
+    drop_inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    drop_masks: dict[str, list[Tensor]] = field(default_factory=dict)
+    recomputed: list[str] = field(default_factory=list)  # with another mask
+    other_random: set[str] = field(default_factory=set)  # modules with random numbers
+    train_loss: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+
+    def point(self, point: Point) -> Point:
+        """The name under which a tensor with several names was recorded."""
+        while point in self.same:
+            point = self.same[point]
+        return point
+
+    def value(self, point: Point) -> Tensor | None:
+        return self.values.get(self.point(point))
+
+    def flow(self, point: Point) -> Tensor | None:
+        return self.flows.get(self.point(point))
+
+    def readers(self, point: Point) -> list[Point]:
+        """The inputs of modules that are this tensor."""
+        point = self.point(point)
+        return [key for key, writer in self.writers.items() if writer == point]
+
+    def of_others(self, point: Point, readers: list[Point]) -> Tensor | None:
+        """The part of a tensor's gradient that these readers have not returned."""
+        rest = self.flow(point)
+        for reader in readers:
+            if rest is None or reader not in self.returned:
+                return None
+            rest = rest - self.returned[reader]
+        return rest
+
+
+@dataclass
+class Facts:
+    """What one rank sends to rank 0."""
+
+    full: Trace
+    own: Trace
+    batch: list[Tensor] = field(default_factory=list)
+    noise: float = 0.0  # change of the full gradients by rounding errors
+    # Tied weights: name → module that uses it → the gradient of this use alone.
+    use_grads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    not_in_optimizer: list[str] = field(default_factory=list)
+    # Names of what the user's file defines, and of the classes of modules.
+    has: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # in parallelize
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+def local_part(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; detached, on the CPU."""
+    if isinstance(x, DTensor):
+        x = x.to_local()
+    if hasattr(x, "wait"):
+        x = x.wait()
+    return x.detach().cpu()
+
+
+def copy_of(x: Tensor) -> Tensor:
+    return local_part(x).clone()
+
+
+def is_real(x) -> bool:
+    return torch.is_tensor(x) and x.is_floating_point()
+
+
+def plain_name(name: str, renamed: dict[str, str]) -> str:
+    """A name without wrappers (DDP, torch.compile, …), as in the full model."""
+    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    for old, new in renamed.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
+def parts_of(model: nn.Module, renamed: dict, what: str) -> dict[str, Tensor | None]:
+    """This rank's part of every parameter ("data") or gradient ("grad")."""
+    parts = {}
+    for long_name, p in model.named_parameters():
+        name = plain_name(long_name, renamed)
+        if name in parts:  # two parameters with one name in the full model
+            name = long_name
+        x = getattr(p, what)
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=p.placements)  # as an optimizer would
+        parts[name] = None if x is None else local_part(x).double().clone()
+    return parts
+
+
+def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -> None:
+    """Parameters, which of them are tied or frozen, and buffers of real numbers."""
+    trace.parts = parts_of(model, renamed, "data")
+    for name, p in zip(trace.parts, model.parameters()):
+        if not p.requires_grad:
+            trace.frozen.append(name)
+    first = {}
+    for long_name, p in model.named_parameters(remove_duplicate=False):
+        name = plain_name(long_name, renamed)
+        if p in first:
+            trace.tied[name] = first[p]
+        first.setdefault(p, name)
+    for long_name, x in model.named_buffers():
+        name = plain_name(long_name, renamed)
+        if x.is_complex():
+            trace.odd_buffers.add(name)
+        else:
+            trace.buffers[name] = local_part(x).double().clone()
+
+
+def main_output(output) -> Tensor | None:
+    """The tensor that a module returns: the first one, or Hugging Face's logits."""
+    output = getattr(output, "logits", output)
+    if isinstance(output, dict):
+        output = list(output.values())
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    return output if is_real(output) else None
+
+
+class Watch:
+    """Records, in one forward and backward pass, the tensors that modules pass on.
+
+    A module gets a view of each input, so that the gradient that comes back through
+    this module alone can be seen. A tensor that several modules return or read is
+    recorded once.
+    """
+
+    def __init__(self, model: nn.Module, renamed: dict[str, str], trace: Trace):
+        self.trace = trace
+        self.stack = []  # calls of modules that have not ended, as points
+        self.counts = Counter()
+        self.held = {}  # id of a tensor → (its point, the tensor, so the id stays)
+        self.is_on = True  # not in backward, where modules may be computed again
+        self.handles = []
+        for long_name, module in model.named_modules():
+            name = plain_name(long_name, renamed)
+            enter = self.enter_hook(name)
+            self.handles.append(
+                module.register_forward_pre_hook(enter, with_kwargs=True)
+            )
+            self.handles.append(module.register_forward_hook(self.leave_hook(name)))
+
+    def enter_hook(self, name: str):
+        def hook(module, inputs, keywords):
+            if not self.is_on:
+                return None
+            call = Point(name, self.counts[name])
+            self.counts[name] += 1
+            views = {}
+            for number, x in enumerate((*inputs, *keywords.values())):
+                if is_real(x) and id(x) not in views:
+                    slot = call._replace(slot=f"input {number}")
+                    views[id(x)] = self.read(x, slot)
+            self.stack.append(call)
+            inputs = tuple(views.get(id(x), x) for x in inputs)
+            return inputs, {key: views.get(id(x), x) for key, x in keywords.items()}
+
+        return hook
+
+    def read(self, x: Tensor, slot: Point) -> Tensor:
+        """The same tensor for one reader, whose gradient is recorded."""
+        if id(x) in self.held:
+            self.trace.same[slot] = self.held[id(x)][0]
+        else:
+            self.note(slot, x)
+        writer = self.held[id(x)][0]
+        self.trace.writers[slot] = writer
+        if not x.requires_grad or isinstance(x, nn.Parameter):
+            return x
+        view = x.view_as(x)
+        for key, value in vars(x).items():  # libraries keep placements there
+            vars(view).setdefault(key, value)
+        self.held[id(view)] = (writer, view)
+        view.register_hook(lambda grad: add_to(self.trace.returned, slot, grad))
+        return view
+
+    def leave_hook(self, name: str):
+        def hook(module, inputs, output):
+            if not self.is_on:
+                return
+            point = self.stack.pop()
+            output = main_output(output)
+            if output is None:
+                return
+            if id(output) in self.held:
+                self.trace.same[point] = self.held[id(output)][0]
+                self.list_point(point)
+            else:
+                self.note(point, output)
+
+        return hook
+
+    def list_point(self, point: Point) -> None:
+        self.trace.order.append(point)
+        if self.stack:
+            self.trace.callers[point] = self.stack[-1]
+
+    def note(self, point: Point, x: Tensor) -> None:
+        trace = self.trace
+        self.list_point(point)
+        trace.values[point] = copy_of(x)
+        self.held[id(x)] = (point, x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: add_to(trace.flows, point, grad))
+
+    def remove(self) -> None:
+        self.held.clear()
+        for handle in self.handles:
+            handle.remove()
+
+
+def add_to(grads: dict, point: Point, grad: Tensor) -> None:
+    grad = copy_of(grad)
+    grads[point] = grads[point] + grad if point in grads else grad
+
+
+# ---- Operators
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts collectives by phase, and tells the parent where this rank is.
+
+    It sees torch.distributed's calls and those of DTensor, in forward and in backward.
+    """
+
+    def __init__(self, report):
+        super().__init__()
+        self.report = report  # a function of a phase and of more words
+        self.where = lambda: ""  # the module whose forward runs
+        self.phase = "start"
+        self.calls = Counter()  # "phase: collective" → calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor turn it into local ops and collectives
+        match = re.match(r"_?c10d(?:_functional)?::(\w+)", func._schema.name)
+        if match is None or "wait" in match[1] or "autograd" in match[1]:
+            return func(*args, **(kwargs or {}))
+        name = match[1].replace("_", "").removesuffix("base")
+        for word in ("coalesced", "intotensor", "tensor"):
+            name = name.replace(word, "")
+        name = COLLECTIVES.get(name, name)
+        self.calls[f"{self.phase}: {name}"] += 1
+        where = f"{name}, its collective number {sum(self.calls.values())}"
+        self.report(self.phase, f"in {where}, ")
+        out = func(*args, **(kwargs or {}))
+        # The caller may wait for the result, so the rank can still be in this call.
+        self.report(self.phase, f"in or after {where}, ")
+        return out
+
+    @contextmanager
+    def counting(self, phase: str):
+        self.phase = phase
+        self.report(phase, "between collectives, ")
+        with self:
+            yield
+
+
+class Casts(TorchDispatchMode):
+    """Records the coarsest precision to which float64 tensors are converted."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-15
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            if out.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(out.dtype).eps)
+        return out
+
+
+class Dropouts(TorchDispatchMode):
+    """Records what is dropped in a pass in train mode, by modules and by functions.
+
+    A module whose class has the word dropout is watched by its output. Dropout that a
+    function makes is seen by its operators. keep_all: nothing is dropped, so that the
+    inputs of dropout can be compared with the full model's.
+    """
+
+    def __init__(self, model: nn.Module, renamed: dict, trace: Trace, keep_all: bool):
+        super().__init__()
+        self.trace = trace
+        self.keep_all = keep_all
+        self.stack = [""]  # names of modules whose forward runs
+        self.inside = 0  # dropout modules among them
+        self.is_backward = False
+        self.masks = {}  # module → masks of forward, of modules and of functions
+        self.again = {}  # the same of what backward computes again
+        self.pending = {}  # id of a mask that is not applied yet → (it, what it drops)
+        self.names = {}  # id of a module → its name
+        self.handles = []
+        for long_name, module in model.named_modules():
+            name = plain_name(long_name, renamed)
+            self.names[id(module)] = name
+            self.add_hooks(name, module)
+
+    def add_hooks(self, name: str, module: nn.Module) -> None:
+        is_dropout = "dropout" in type(module).__name__.lower()
+
+        def enter(module, inputs):
+            self.stack.append(name)
+            self.inside += is_dropout
+
+        def leave(module, inputs, output):
+            self.stack.pop()
+            self.inside -= is_dropout
+            if is_dropout and not self.keep_all and is_real(output):
+                is_dropped = local_part(output) == 0
+                in_place = getattr(module, "inplace", False)
+                if inputs and torch.is_tensor(inputs[0]) and not in_place:
+                    # What was zero before, like masked weights, is not dropped.
+                    is_dropped = is_dropped & (local_part(inputs[0]) != 0)
+                self.keep(name, is_dropped, self.trace.dropped)
+
+        self.handles.append(module.register_forward_pre_hook(enter))
+        self.handles.append(module.register_forward_hook(leave))
+
+    def keep(self, name: str, is_dropped: Tensor, masks: dict) -> None:
+        held = self.again if self.is_backward else self.masks
+        held.setdefault(name, []).append(is_dropped)
+        if not self.is_backward:
+            masks.setdefault(name, []).append(is_dropped)
+
+    def keep_of_function(self, x: Tensor, is_dropped: Tensor) -> None:
+        name = self.running() if self.is_backward else self.stack[-1]
+        if self.keep_all:
+            self.trace.drop_inputs.setdefault(name, []).append(copy_of(x))
+        else:
+            self.keep(name, copy_of(is_dropped), self.trace.drop_masks)
+
+    def running(self) -> str:
+        """The module of the method that runs: a part of a forward that is computed
+        again calls no hook."""
+        frame = sys._getframe()
+        while frame is not None:
+            owner = id(frame.f_locals.get("self"))
+            if owner in self.names:
+                return self.names[owner]
+            frame = frame.f_back
+        return ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = func._schema.name.removeprefix("aten::")
+        if self.inside and not self.keep_all:
+            return func(*args, **kwargs)
+        if name == "native_dropout" and not self.inside:
+            if self.keep_all:
+                self.keep_of_function(args[0], args[0])
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+            out = func(*args, **kwargs)
+            self.keep_of_function(args[0], ~out[1])
+            return out
+        out = func(*args, **kwargs)
+        if name in ("bernoulli_", "bernoulli"):
+            if not self.inside:
+                self.pending[id(out)] = (out, copy_of(out) == 0, self.stack[-1])
+            if self.keep_all:
+                out.fill_(1)
+        elif name in ("mul", "mul_") and self.pending:
+            for x, noise in ((args[0], args[1]), (args[1], args[0])):
+                if id(noise) in self.pending and torch.is_tensor(x):
+                    self.keep_of_function(x, self.pending.pop(id(noise))[1])
+        elif torch.Tag.nondeterministic_seeded in func.tags and not self.inside:
+            first = out[0] if isinstance(out, (tuple, list)) else out
+            is_used = "scaled_dot_product" not in name or drop_rate(args, kwargs) > 0
+            if is_used and torch.is_tensor(first) and first.numel() > 1:
+                self.trace.other_random.add(self.stack[-1])
+        return out
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for _, _, name in self.pending.values():  # used in another way
+            self.trace.other_random.add(name)
+        known = [mask for masks in self.masks.values() for mask in masks]
+        for name, masks in self.again.items():
+            for mask in masks:
+                if not any(torch.equal(mask, other) for other in known):
+                    self.trace.recomputed.append(name)
+                    break
+
+
+def drop_rate(args: tuple, kwargs: dict) -> float:
+    """Of an operator of attention: its first number, or the one with this name."""
+    found = [x for x in args if type(x) is float]
+    return kwargs.get("dropout_p", found[0] if found else 0.0)

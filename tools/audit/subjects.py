@@ -1,0 +1,735 @@
+"""What a fault's test looks at: one parameter, one tensor, one gradient, one step, …
+
+Every subject has `where` (a parameter, a module, the loss), `module` (if it belongs to
+one) and `seen` (what is known of it, in words), and `case` with the facts of all ranks.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from .case import Case
+from .compare import Held, Kind, Relation, multiple_of, numbers, scale_of, trimmed
+from .record import Point
+
+FUSED = re.compile("qkv|query_key_value|c_attn|in_proj|gate_up|fused", re.IGNORECASE)
+
+
+class Subject:
+    where = ""
+    module = ""
+    seen = ""
+    stage = ""  # a finding's name is this and its relation, or else the fault's key
+    more = ""  # and these words
+
+    def __init__(self, case: Case):
+        self.case = case
+
+    def readers(self) -> list[tuple[str, Relation]]:
+        """Modules that return a wrong gradient to it."""
+        return []
+
+
+class Start(Subject):
+    """What the ranks begin with: the batch and the full model."""
+
+    where = "batch"
+
+    def other_batch(self) -> str:
+        found = []
+        for rank, facts in enumerate(self.case.everyone):
+            same = len(facts.batch) == len(self.case.first.batch)
+            if not same or not all(
+                map(torch.equal, facts.batch, self.case.first.batch)
+            ):
+                found.append(rank)
+        return found and f"ranks {found} have another batch than rank 0"
+
+    def other_model(self) -> tuple | list:
+        case = self.case
+        held = [case.vector(facts.full.parts) for facts in case.everyone]
+        found = [rank for rank, x in enumerate(held) if not torch.equal(x, held[0])]
+        return found and ("build()", f"it returns another model on ranks {found}")
+
+
+class Parameter(Subject):
+    """A parameter of the ranks, if the loss is wrong."""
+
+    def __init__(self, case: Case, name: str):
+        self.case = case
+        self.where = name
+        self.module = case.owner(name)
+        self.ranks = case.holders(name)
+        self.pieces = [case.pieces[rank][name] for rank in self.ranks]
+        self.unknown = case.unknown[name]
+
+    def rounded(self) -> str:
+        """Are its elements those of the full model, but rounded?"""
+        expected = self.case.full.parts.get(self.where)
+        x = self.case.own[self.ranks[0]].parts[self.where]
+        if not self.unknown or expected is None or expected.dim() != x.dim():
+            return ""
+        for dtype in (torch.bfloat16, torch.float16):
+            values = expected.to(dtype).double()
+            pieces = [values]
+            for dim in range(x.dim()):
+                pieces += values.split(max(1, x.shape[dim]), dim)
+            if any(torch.equal(x, piece) for piece in pieces):
+                return f"rounded to {str(dtype).removeprefix('torch.')}"
+        return ""
+
+    def unknown_elements(self) -> str:
+        """Elements that the full model does not have, in words.
+
+        A T-th of the full parameter is no fault: a bias that is added on every rank.
+        Nor are zeros: an added bias, or LoRA's B.
+        """
+        if not self.unknown:
+            return ""
+        rank, share = self.unknown[0]
+        x = self.case.own[rank].parts[self.where]
+        if not x.any() or (self.case.model.find(x * self.case.ranks) >= 0).all():
+            return ""
+        return f"{share:.0%} of its elements on rank {rank} are in no parameter of it"
+
+    def foreign(self) -> str:
+        """Which elements belong to a parameter with another name, in words."""
+        case = self.case
+        is_known = self.where in case.model.names and not self.unknown
+        if not is_known or self.where in case.full.tied:
+            return ""
+        own = case.model.indices(self.where).flatten()
+        for rank in self.ranks:
+            index = case.index[rank][self.where]
+            inside = index[index >= 0]
+            if not len(inside) or not len(own):
+                continue
+            foreign = (inside < own[0]) | (inside > own[-1])
+            if foreign.any():
+                other = case.model.owner(int(inside[foreign][0]))
+                share = foreign.double().mean().item()
+                return f"{share:.0%} of its elements on rank {rank} belong to {other}"
+        return ""
+
+    def others_piece(self) -> str:
+        """Which rank holds the piece of another one, in words."""
+        for rank, piece in zip(self.ranks, self.pieces):
+            if self.unknown:
+                break
+            if piece.is_others:
+                return f"rank {rank} holds {piece.words}"
+            is_shared = piece.held is Held.SHARD and piece.pieces < self.case.ranks
+            usual = rank * piece.pieces // self.case.ranks
+            if is_shared and len(self.ranks) == self.case.ranks:
+                if piece.number != usual:
+                    return (
+                        f"rank {rank} holds piece {piece.number} of {piece.pieces}; if "
+                        f"neighbors share a piece, its piece is {usual}"
+                    )
+        return ""
+
+    def fused(self) -> str:
+        piece = self.pieces[0]
+        is_block = piece.held is Held.SHARD and piece.dim == 0
+        if not is_block or not FUSED.search(self.where):
+            return ""
+        return "by its name it is several matrices, and it is one Shard(0)"
+
+
+class Missing(Subject):
+    """A parameter of the full model, of which all elements must be on some rank."""
+
+    def __init__(self, case: Case, name: str):
+        self.case = case
+        self.where = name
+        self.module = name.rpartition(".")[0]
+
+    def share(self) -> str:
+        case = self.case
+        own = case.model.indices(self.where)
+        held = torch.zeros(case.model.total, dtype=torch.bool)
+        for found in case.index:
+            for index in found.values():
+                held[index[index >= 0]] = True
+        pieces = [pieces.get(self.where) for pieces in case.pieces]
+        is_others = any(piece is not None and piece.is_others for piece in pieces)
+        if case.unmatched() or self.where in case.full.tied or is_others:
+            return ""
+        missing = ~held[own]
+        if not missing.any():
+            return ""
+        return f"{missing.double().mean().item():.0%} of it is held by no rank"
+
+
+class Buffer(Subject):
+    """A buffer that has its name from the full model, if the loss is wrong."""
+
+    def __init__(self, case: Case, name: str):
+        self.case = case
+        self.where = name
+        self.module = name.rpartition(".")[0]
+        held = [trace.buffers.get(name) for trace in case.own]
+        self.relation = case.compare(held, case.full.buffers[name])
+
+    def wrong(self) -> str:
+        how = self.relation
+        if how is None or how.is_right or how.kind is Kind.SHAPE:
+            return ""
+        return f"it is {how}"
+
+
+class Output(Subject):
+    """The first wrong tensor in forward: a module's output, or an input of a module
+    that the code around it has made."""
+
+    stage = "forward"
+
+    def __init__(self, case: Case, point: Point, notes: list[str]):
+        self.case = case
+        self.point = point
+        around = case.around(point)
+        self.module = around[0].module if point.slot and around else point.module
+        self.where = self.module or "the model"
+        self.expected = case.full.value(point)
+        self.held = [trace.value(point) for trace in case.own]
+        self.relation = self.bias_relation() or case.relation_of(point)
+        self.kind = self.relation.kind
+        self.seen = "; ".join([*notes, *self.details()])
+
+    def details(self) -> list[str]:
+        case = self.case
+        found = []
+        if self.point.call and not self.point.slot:
+            found.append(f"its calls before are right: {self.point}")
+        if self.point.slot:
+            found.append(f"{self.point} is the first wrong tensor: {self.relation}")
+            before = case.full.order[: case.full.order.index(self.point)]
+            right = [p for p in before if case.relation_of(p) is not None]
+            right = [p for p in right if case.relation_of(p).is_right]
+            if right:
+                found.append(
+                    f"{right[-1]} is right, so the fault is in what the forward of "
+                    f"{self.where} does in between"
+                )
+        if all(x.shape == self.expected.shape for x in self.held):
+            limit = case.ruler.allowed * scale_of(self.expected)
+            shares = []
+            for x in self.held:
+                off = (x - self.expected).abs() > limit
+                shares.append(f"{off.double().mean().item():.0%}")
+            found.append(f"wrong elements by rank: {' '.join(shares)}")
+        if not self.point.slot:
+            found += self.inside()
+        return found
+
+    def is_times(self, k: float) -> bool:
+        return self.kind is Kind.FACTOR and abs(self.relation.factor / k - 1) < 1e-6
+
+    def inside(self) -> list[str]:
+        """What is known of the modules inside of a module whose output is wrong."""
+        prefix = f"{self.module}." if self.module else ""
+        names = []
+        for point in self.case.full.order:
+            is_inside = point.module.startswith(prefix) and point.module != self.module
+            if is_inside and not point.slot and self.case.relation_of(point):
+                names.append(point.module)
+        if not names:
+            return []
+        names = list(dict.fromkeys(names))
+        return [
+            f"the outputs of all compared modules inside of it ({len(names)}, up to "
+            f"{names[-1]}) are right, so the fault is in its own forward"
+        ]
+
+    def biases(self) -> list[torch.Tensor]:
+        """Biases that the output may contain, its own and those near it, as tensors
+        that can be added to it: their dim may be any (a convolution's is 1)."""
+        if self.point.slot:
+            return []
+        parent = self.point.module.rpartition(".")[0]
+        found = []
+        for prefix in (f"{self.point.module}.", f"{parent}." if parent else ""):
+            for other, x in self.case.full.parts.items():
+                if not other.startswith(prefix) or not other.endswith("bias"):
+                    continue
+                for dim in reversed(range(self.expected.dim())):
+                    if x.shape == (self.expected.shape[dim],):
+                        shape = [1] * self.expected.dim()
+                        shape[dim] = len(x)
+                        found.append(x.view(shape))
+        return found
+
+    def bias_relation(self) -> Relation | None:
+        """Is the output, or its sum over the ranks, off by a multiple of a bias?"""
+        case = self.case
+        near = case.ruler.all_near
+        expected = self.expected.double()
+        scale = scale_of(expected)
+        views = case.ruler.views(self.held, expected)
+        for bias in self.biases():
+            for _, pieces in views:
+                if not all(fits(bias, piece) for piece in pieces):
+                    continue
+                off = [trimmed(x, p).double() - p for x, p in zip(self.held, pieces)]
+                biases = [bias.expand_as(x) for x in off]
+                k = multiple_of(off, biases)
+                if abs(k) > 1e-3 and near(off, biases, scale, k):
+                    return Relation(Kind.BIAS, f"bias added {k + 1:.4g} times", k + 1)
+                inner = [piece - bias for piece in pieces]
+                rest = [trimmed(x, p) - bias for x, p in zip(self.held, pieces)]
+                k = multiple_of(rest, inner)
+                if abs(k) > 1e-3 and near(rest, inner, scale, k):
+                    words = f"{case.ruler.factor(k)} but for the bias"
+                    return Relation(Kind.FACTOR, words, k)
+            if all(x.shape == expected.shape for x in self.held):
+                off = [sum(self.held).double() - expected]
+                k = multiple_of(off, [bias.expand_as(expected)])
+                if abs(k) > 1e-3 and near(off, [bias + 0 * off[0]], scale, k):
+                    if is_never_summed(case, self.point):
+                        return Relation(Kind.PARTIAL, "partial, but for the bias")
+                    return Relation(Kind.BIAS, f"bias added {k + 1:.4g} times", k + 1)
+        return None
+
+
+def fits(bias, piece) -> bool:
+    """Can a bias be added to this piece without a change of its shape?"""
+    return all(b in (1, n) for b, n in zip(bias.shape, piece.shape))
+
+
+def is_never_summed(case: Case, point: Point) -> bool:
+    """Does no module around this tensor sum it?
+
+    A partial output is right if the module around it sums it, even if that module
+    is wrong for another reason or scales the sum.
+    """
+    for around in case.around(point):
+        relation = case.relation_of(around)
+        if relation is not None and relation.kind is not Kind.PARTIAL:
+            held = [trace.value(around) for trace in case.own]
+            same = all(torch.equal(x, held[0]) for x in held)
+            is_scaled = relation.kind is Kind.FACTOR
+            return not (relation.is_right or is_scaled or same)
+    return True
+
+
+class Loss(Subject):
+    """The loss, if no tensor before it is wrong."""
+
+    where = "loss"
+
+    def __init__(self, case: Case, notes: list[str]):
+        self.case = case
+        losses = [trace.loss for trace in case.own]
+        ratio = losses[0] / case.full.loss if case.full.loss else 0.0
+        texts = [
+            "all modules are right",
+            *notes,
+            f"it is {ratio:.4g} times the right one",
+        ]
+        if len(set(losses)) > 1:
+            texts.append(f"it differs between ranks: {numbers(losses)}")
+        self.seen = "; ".join(texts)
+
+
+class Flow(Subject):
+    """The first wrong gradient of a tensor in backward, if a parameter's is wrong."""
+
+    def __init__(self, case: Case, point: Point, wrong: list[str]):
+        self.case = case
+        inner = case.full.point(point)  # a module that returns this tensor unchanged
+        is_known = all(trace.flow(inner) is not None for trace in case.own)
+        self.point = inner if is_known else point
+        self.relation = case.relation_of(point, "flow")
+        self.kind = self.relation.kind
+        self.where = self.module = self.point.module
+        closest = case.gradient(wrong[0], case.full.grads)  # to the loss
+        self.is_unexplained = closest.kind is Kind.UNEXPLAINED
+        self.text = f"dL/d(output of {self.point}): {self.relation}"
+
+    def of_loss(self) -> tuple | bool:
+        return self.is_of_loss() and ("loss", self.text)
+
+    def partial(self) -> bool:
+        return self.kind is Kind.PARTIAL and self.is_unexplained and self.text
+
+    def is_of_loss(self) -> bool:
+        """Is it the gradient that the loss returns?"""
+        case = self.case
+        last = Point("")
+        if case.full.flow(last) is None:
+            last = case.full.order[-1]
+        return case.full.point(last) == case.full.point(self.point)
+
+    def readers(self) -> list[tuple[str, Relation]]:
+        """Modules, or functions of a module, that return a wrong gradient to it."""
+        case = self.case
+        found = []
+        for reader in self.common_readers():
+            relation = case.returned_by(reader)
+            if case.is_wrong(relation):
+                found.append((reader.module, relation))
+        names = [name for name, _ in found]
+        smallest = []
+        for name, relation in found:
+            if not any(other.startswith(f"{name}.") for other in names):
+                smallest.append((name, relation))
+        return smallest or self.functions()
+
+    def common_readers(self) -> list[Point]:
+        """The inputs of modules that are this tensor, in the full model and here."""
+        own = self.case.own[0].readers(self.point)
+        return [
+            reader for reader in self.case.full.readers(self.point) if reader in own
+        ]
+
+    def functions(self) -> list[tuple[str, Relation]]:
+        """The forward around it, if what is wrong is not returned by any module."""
+        case = self.case
+        around = case.around(self.point)
+        if self.is_of_loss():
+            return []
+        readers = self.common_readers()
+        rest = case.full.of_others(self.point, readers)
+        held = [trace.of_others(self.point, readers) for trace in case.own]
+        if not around or rest is None or any(x is None for x in held):
+            return []
+        tiny = case.ruler.allowed * scale_of(case.full.flow(self.point))
+        if rest.numel() == 0 or rest.abs().max().item() <= tiny:
+            return []
+        relation = case.compare(held, rest)
+        if not case.is_wrong(relation):
+            return []
+        return [(f"the forward of {around[0].module or 'the model'}", relation)]
+
+    def made_after(self) -> list[Point]:
+        """Inputs that the same forward has made from this tensor or from others."""
+        order = self.case.full.order
+        callers = self.case.full.callers
+        after = order[order.index(self.point) + 1 :]
+        caller = callers.get(self.point)
+        return [p for p in after if p.slot and callers.get(p) == caller]
+
+    def slicer(self) -> tuple[str, str] | None:
+        """Who sends back a slice of each rank's own partial gradient: (place, input).
+
+        Column-parallel linears that read an all-gathered tensor return a partial sum
+        each. If the gather is inside of a module, it is computed here, as dL/dy @ W.
+        """
+        case = self.case
+        got = [trace.flow(self.point) for trace in case.own]
+        for point in self.made_after():
+            partial = [trace.flow(point) for trace in case.own]
+            if case.is_slice_of(got, partial, case.full.flow(point)):
+                around = case.around(self.point)
+                place = around[0].module or "the model" if around else "the model"
+                return place, self.sliced(str(point), f"in the forward of {place}")
+        for reader in case.full.readers(self.point):
+            got = [trace.returned.get(reader) for trace in case.own]
+            ranks = range(case.ranks)
+            partial = [case.column_partial(reader.module, rank) for rank in ranks]
+            if case.is_slice_of(got, partial, case.full.returned.get(reader)):
+                return reader.module, self.sliced("the output of its gather", "in it")
+        return None
+
+    def sliced(self, gathered: str, place: str) -> str:
+        return (
+            f"the gradient of {gathered} is partial on each rank, and the gradient of "
+            f"{self.point} is each rank's slice of its own: the gather is {place}"
+        )
+
+    def backward_of(self) -> tuple[str, str] | None:
+        """The module whose own backward is wrong, and what is known of it."""
+        case = self.case
+        if not self.is_unexplained:
+            return None
+        wrong = {}  # reader → its inputs that get a wrong gradient
+        for reader in case.full.returned:
+            relation = case.returned_by(reader)
+            if case.is_wrong(relation) and relation.kind is not Kind.PARTIAL:
+                wrong.setdefault(reader._replace(slot=""), []).append(reader)
+        to = {self.point, *self.made_after()}
+        for module in reversed([p for p in case.full.order if not p.slot]):
+            inputs = wrong.get(module, [])
+            is_known = any(case.full.writers[reader] in to for reader in inputs)
+            inner = any(other.module.startswith(f"{module.module}.") for other in wrong)
+            relation = case.relation_of(module, "flow")
+            if is_known and not inner and relation is not None and relation.is_right:
+                texts = []
+                for reader in inputs:
+                    writer = case.full.writers[reader]
+                    texts.append(f"{writer} ({case.returned_by(reader)})")
+                return module.module, (
+                    f"dL/d(its output) is right ({relation}), and what it returns is "
+                    f"wrong for {', '.join(texts)}"
+                )
+        for place, relation in self.functions():
+            if relation.kind is not Kind.PARTIAL:
+                return case.around(self.point)[0].module, (
+                    f"{self.text}; no module that reads it returns a wrong gradient: "
+                    f"the fault is in what {place} does with it"
+                )
+        return None
+
+
+class Gradient(Subject):
+    """A wrong gradient of a parameter; those closest to the loss come first."""
+
+    stage = "gradient"
+
+    def __init__(self, case: Case, name: str, flow: Flow | None):
+        self.case = case
+        self.where = name
+        self.module = case.owner(name)
+        self.relation = case.gradient(name, case.full.grads)
+        self.kind = self.relation.kind
+        self.arrives = case.arrival(name)
+        self.returned = []
+        texts = [case.wrong_elements(name)]
+        if self.arrives is not None:
+            words = str(self.arrives)
+            words = f"right ({words})" if self.arrives.is_right else words
+            texts.append(
+                f"dL/d(output of its module, {self.module or 'the model'}): {words}"
+            )
+        if flow is not None and self.is_of_flow():
+            if flow.module != self.module:
+                texts.append(flow.text)
+            self.returned = flow.readers()
+            if self.returned:
+                words = [f"{name} ({relation})" for name, relation in self.returned]
+                texts.append(f"returned wrong by {', '.join(words)}")
+        self.seen = "; ".join(texts)
+
+    def readers(self) -> list[tuple[str, Relation]]:
+        return self.returned
+
+    def is_of_flow(self) -> bool:
+        """May the cause be the gradient that arrives at its module?"""
+        kinds = (Kind.SUM, Kind.REPLICAS, Kind.UNEXPLAINED, Kind.ZERO, Kind.NONE,
+                 Kind.MIXED)  # fmt: skip
+        is_right = self.arrives is not None and self.arrives.is_right
+        return self.kind in kinds and not is_right
+
+    def is_consequence(self) -> bool:
+        return self.case.is_wrong(self.arrives)
+
+
+class Accumulated(Subject):
+    """A gradient that is right after one backward pass, and wrong after two."""
+
+    def __init__(self, case: Case, name: str):
+        self.case = case
+        self.where = name
+        self.module = case.owner(name)
+        self.seen = f"after two backward passes off by {self.difference():.2g}"
+
+    def difference(self) -> float:
+        """The largest difference on any rank, relative to the largest element."""
+        found = 0.0
+        vector = self.case.vector(self.case.full.summed)
+        for rank in self.case.holders(self.where):
+            right = self.case.expected(rank, self.where, vector)
+            got = self.case.own[rank].summed.get(self.where)
+            if got is None or got.shape != right.shape:
+                return float("inf")
+            found = max(found, (got - right).abs().max().item() / scale_of(right))
+        return found
+
+    def is_times(self, first: float, second: float) -> bool:
+        """Is it so many times the first batch's gradient, plus that of the second?"""
+        case = self.case
+        one = case.vector(case.full.grads)
+        both = case.vector(case.full.summed)
+        for rank in case.holders(self.where):
+            got = case.own[rank].summed.get(self.where)
+            vector = first * one + second * (both - one)
+            right = case.expected(rank, self.where, vector)
+            scale = case.grad_scale([right, case.expected(rank, self.where, both)])
+            if got is None or not case.ruler.near(got, right, scale):
+                return False
+        return True
+
+
+class Dropped(Subject):
+    """What a dropout drops on each rank: a module's, or one in a module's forward."""
+
+    def __init__(self, case: Case, name: str, relation: Relation, masks: list):
+        self.case = case
+        self.where = self.module = name
+        self.relation = relation  # of its input
+        self.is_same = all(torch.equal(mask, masks[0]) for mask in masks)
+        self.seen = f"input is {relation}"
+
+
+class Recomputed(Subject):
+    """A dropout that backward computes again, with another mask."""
+
+    def __init__(self, case: Case, name: str):
+        self.case = case
+        self.where = self.module = name
+        self.seen = "its mask in backward is another than in forward"
+
+
+class TrainLoss(Subject):
+    """The loss in train mode, on all ranks."""
+
+    where = "loss"
+
+    def apart(self) -> str:
+        losses = [trace.train_loss for trace in self.case.own]
+        limit = self.case.ruler.allowed * max(abs(losses[0]), 1e-300)
+        if max(abs(x - losses[0]) for x in losses) <= limit:
+            return ""
+        return f"{numbers(losses)} on ranks 0, 1, …; in eval mode it does not differ"
+
+
+class Optimizer(Subject):
+    """A parameter that the optimizer does not have."""
+
+    def __init__(self, case: Case, name: str):
+        self.case = case
+        self.where = name
+        self.module = case.owner(name)
+
+
+class Step(Subject):
+    """One step of training: the loss, the norm and the clipped gradients."""
+
+    def __init__(self, case: Case, number: int):
+        self.case = case
+        self.number = number
+        self.full = case.full.steps[number]
+        self.own = [trace.steps[number] for trace in case.own]
+
+    def wrong_loss(self) -> tuple | None:
+        limit = 10 * self.case.ruler.allowed * max(abs(self.full.loss), 1e-300)
+        losses = [step.loss for step in self.own]
+        if self.number == 0 or all(abs(x - self.full.loss) <= limit for x in losses):
+            return None
+        return "loss", self.compared(losses, self.full.loss)
+
+    def compared(self, values: list[float], right: float) -> str:
+        number = self.number + 1
+        return f"step {number}: {numbers(values)} on ranks 0, 1, …, not {right:.6g}"
+
+    def wrong_norm(self) -> tuple | None:
+        """What is wrong with the norm that the user's own clipping returns."""
+        norms = [step.norm for step in self.own]
+        if any(norm is None for norm in norms):
+            return None
+        limit = self.case.ruler.allowed * self.full.norm
+        if all(abs(x - self.full.norm) <= limit for x in norms):
+            return None
+        same = max(norms) - min(norms) <= limit
+        how = "the same on all ranks" if same else "different on the ranks"
+        return "clip()", f"{self.compared(norms, self.full.norm)}; {how}"
+
+    def wrong_factors(self) -> tuple | None:
+        """How many times the right ones the clipped gradients are, rank by rank."""
+        case = self.case
+        vector = case.vector(self.full.clipped)
+        found = []
+        for rank, step in enumerate(self.own):
+            held = []
+            right = []
+            for name, grad in step.clipped.items():
+                if case.is_piece(name) and grad is not None:
+                    held.append(grad.flatten())
+                    right.append(case.expected(rank, name, vector).flatten())
+            k = multiple_of([torch.cat(held)], [torch.cat(right)]) if held else 1.0
+            found.append(1.0 if abs(k - 1) < 100 * case.ruler.allowed else k)
+        if all(k == 1 for k in found):
+            return None
+        words = f"{numbers(found)} times the right ones on ranks 0, 1, …"
+        return "clip()", f"after it the gradients are {words}"
+
+
+class Update(Subject):
+    """A parameter that is wrong after a step, or whose gradient is before it."""
+
+    def __init__(self, case: Case, name: str, number: int):
+        self.case = case
+        self.where = name
+        self.module = case.owner(name)
+        self.number = number
+        self.ranks = case.holders(name)
+        self.seen = f"after step {number + 1}"
+
+    def wrong_gradient(self, what: str = "grads") -> str:
+        """Is its gradient wrong before ("grads") or after clipping ("clipped")?"""
+        case = self.case
+        vector = case.vector(getattr(case.full.steps[self.number], what))
+        is_first = what == "grads" and self.number == 0  # it was compared before
+        if is_first or not case.is_piece(self.where):
+            return ""
+        for rank in self.ranks:
+            grad = getattr(case.own[rank].steps[self.number], what).get(self.where)
+            right = case.expected(rank, self.where, vector)
+            scale = 10 * max(case.grad_scale([right]), 1e-300)
+            if grad is not None and not case.ruler.near(grad, right, scale):
+                return f"its gradient in step {self.number + 1} is wrong on rank {rank}"
+        return ""
+
+    def wrong_clipped(self) -> str:
+        return self.wrong_gradient("clipped")
+
+    def is_wrong(self) -> bool:
+        case = self.case
+        vector = case.vector(case.full.steps[self.number].after)
+        if not case.is_piece(self.where):
+            return False
+        for rank in self.ranks:
+            expected = case.expected(rank, self.where, vector)
+            held = case.own[rank].steps[self.number].after[self.where]
+            if not case.ruler.near(held, expected, 10 * scale_of(expected)):
+                return True
+        return False
+
+    def without_gradient(self) -> str:
+        """Is there no gradient on some ranks, although the full model has one?"""
+        found = []
+        for rank in self.ranks:
+            grads = self.case.own[rank].steps[self.number].clipped
+            if grads.get(self.where) is None:
+                found.append(rank)
+        return (
+            f"its gradient is None on ranks {found}"
+            if found and self.is_wrong()
+            else ""
+        )
+
+    def missing(self) -> bool:
+        """Have some ranks not updated it, and others have?"""
+        found = []
+        for rank in self.ranks:
+            trace = self.case.own[rank]
+            after = trace.steps[self.number].after[self.where]
+            if torch.equal(after, trace.parts[self.where]):
+                found.append(rank)
+        is_missing = 0 < len(found) < len(self.ranks) and self.is_wrong()
+        self.more = f" on ranks {found}" if is_missing else ""
+        return is_missing
+
+    def apart(self) -> bool:
+        return self.are_apart() and (
+            self.is_wrong() or not self.case.is_piece(self.where)
+        )
+
+    def are_apart(self) -> bool:
+        """Do replicas, the same before the first step, differ now?"""
+        case = self.case
+        after = [case.own[r].steps[self.number].after[self.where] for r in self.ranks]
+        if case.is_piece(self.where):
+            sets = case.replica_sets(self.where)
+        else:
+            before = [case.own[r].parts[self.where] for r in self.ranks]
+            same = [
+                x.shape == before[0].shape and torch.equal(x, before[0]) for x in before
+            ]
+            sets = [[place for place, is_same in enumerate(same) if is_same]]
+        for places in sets:
+            if any(not torch.equal(after[p], after[places[0]]) for p in places):
+                return True
+        return False
