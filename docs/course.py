@@ -57,6 +57,30 @@ PLAYERS = {
 }
 
 
+# What one sees → words of the bugs' own symptoms: the index on the page of bugs. A bug
+# may stand under several.
+SYMPTOMS = {
+    "It hangs or aborts": r"block until|timeout|(?<!no )hang|abort|a rank that waits",
+    "An error, often from inside a library": r"\ban error\b|raises an error",
+    "The loss of step 1 is wrong": r"wrong from step 1|already wrong|never equal"
+    r"|loss(es)? (is|are) (wrong|slightly|too large)|loss (of step 1 )?differs"
+    r"|step 1's loss is wrong|loss of step 1 is wrong|loss and gradients are [^r]"
+    r"|differ from the reference|different model|after the load is wrong",
+    "The loss of step 1 is right, then it drifts": r"diverge|drift|later ones"
+    r"|step 2 on|next ones|then the old weights|from then on|then replicas",
+    "One gradient is a factor too large or too small": r"times too|too (large|small)"
+    r"|too little|factor",
+    "A gradient is wrong, or missing": r"gradients?[^,;]*(wrong|not\b|lack|differ)"
+    r"|each other's gradients|no gradient|ranks but 0|(other|last) micro-batch",
+    "Replicas or ranks differ": r"replicas.*(differ|diverge|drift)|between ranks"
+    r"|on each rank|some of the ranks|one rank's|a rank computes|stays as it was",
+    "The gradient norm is wrong": r"\bnorms?\b.*(wrong|too|differ)",
+    "Only the last digits differ": r"\bbits\b|bitwise",
+    "It shows later, or only in memory": r"memory|interrupted|seen these"
+    r"|as much as|until such|now and then|large logits",
+}
+
+
 # What the repository has
 
 
@@ -213,11 +237,31 @@ def bug(lesson: str, name: str, edit: dict) -> nodes.section:
         rows.append(f"<dt>audit</dt><dd>{link} reports it as “{edit['audit']} …”</dd>")
     told = raw(f'<dl class="bug">{"".join(rows)}</dl>')
     identity = f"break-{lesson[:2]}-{name}"
-    return section(f"{lesson[:2]} --break {name}", identity, what, diff_of(edit), told)
+    title = f"{lesson[:2]} {name}: {edit['what'].replace('`', '')}"
+    return section(title, identity, what, diff_of(edit), told)
+
+
+def by_symptom() -> nodes.section:
+    """For someone who has a bug: what one sees → the bugs that look like it."""
+    groups = {symptom: [] for symptom in SYMPTOMS}
+    for lesson in PATHS:
+        for name, edit in breaks_of(lesson).items():
+            place = f"#break-{lesson[:2]}-{name}"
+            link = f'<a href="{place}">{lesson[:2]} {name}</a>'
+            line = f"<li>{link}: {as_html(edit['symptom'])}</li>"
+            for symptom, words in SYMPTOMS.items():
+                if re.search(words, edit["symptom"]):
+                    groups[symptom].append(line)
+    text = ""
+    for symptom, lines in groups.items():
+        about = f"{html.escape(symptom)} ({len(lines)})"
+        items = f"<ul>{''.join(lines)}</ul>"
+        text += f'<details class="symptom"><summary>{about}</summary>{items}</details>'
+    return section("By symptom", "by-symptom", raw(text))
 
 
 def breaks_page(docname: str) -> list[nodes.Node]:
-    pages = []
+    pages = [by_symptom()]
     for lesson in PATHS:
         bugs = [bug(lesson, name, edit) for name, edit in breaks_of(lesson).items()]
         title = f"Lesson {lesson[:2]}: {len(bugs)} bugs"

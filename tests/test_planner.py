@@ -470,10 +470,14 @@ def test_the_memory_widget_shows_lesson_04s_numbers(open_page):
 def test_widgets_have_keys_labels_and_their_state_in_the_address(open_page):
     page, widget = open_widget(open_page, "bubble")
     rows = widget.evaluate(ROWS)
-    assert rows[1][1:] == ["37.5 %"] * 2 and rows[3][1:] == ["8", "4"]
+    assert rows[0][1:] == ["GPipe", "1F1B", "interleaved", "ZB-H1"]
+    assert rows[1][1:] == ["37.5 %", "37.5 %", "18.8 %", "12.5 %"]
+    assert rows[2][1:] == ["8", "4", "5.5", "4"]
     widget.locator("input").first.press("ArrowRight")  # P = 6
     rows = widget.evaluate(ROWS)
-    assert rows[1][1:] == ["62.5 %"] * 2 and rows[3][1:] == ["8", "6"]
+    # 8 micro-batches are no multiple of 6 stages.
+    assert rows[1][1:] == ["62.5 %", "62.5 %", "–", "20.8 %"]
+    assert rows[2][1:] == ["8", "6", "–", "6"]
     query = "?" + urlsplit(page.url).query
     _, again = open_widget(open_page, "bubble", query)
     assert again.evaluate(ROWS) == rows
