@@ -833,10 +833,8 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
     return fully_shard(model, mesh=mesh["dp"]), names
 
 
-def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict[str, Tensor]:
+def pytorch_step(kind: type, full: Transformer, batch, groups, args) -> dict:
     """One step of PyTorch's pipeline: the loss, and the gradients of this stage."""
-    # PyTorch's 1F1B requires M ≥ P.
-    kind = SCHEDULES["gpipe" if args.microbatches < args.pp else args.schedule]
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no hints
     model, names = pytorch_stage(full, pytorch_mesh(groups, args), args)
     # fully_shard averages gradients over replicas. So each loss is multiplied by DP: it
@@ -882,13 +880,15 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     model = copy.deepcopy(full)
     # PyTorch's stages cannot share a weight: with --tie, the two are independent here.
     model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
+    # PyTorch's 1F1B requires M ≥ P.
     kind = "gpipe" if args.microbatches < args.pp else args.schedule
     report.section(f"[mesh] By PyTorch (rank 0's stage): fully_shard, {kind}")
     if args.tie:
         report.say("   The weights of embedding and head are not tied here.")
     with report.column("PyTorch"):
+        schedule_type = SCHEDULES[kind]
         with COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
-            got = pytorch_step(model, batch, groups, args)
+            got = pytorch_step(schedule_type, model, batch, groups, args)
     if "PyTorch" in report.raised:
         return
     tokens_BS, target_BS = batch
