@@ -3,6 +3,7 @@
     {lesson} 01_naive_mlp_tp       its code, part by part, and its recorded output
     {breaks}                       the bugs of all lessons, from their BREAKS tables
     {tp-player} ring               a recorded run that the reader steps through
+    {tp-player} ring 1,2,8         on a slide: the steps to stop at
 For slides:
     {lesson-output} 01_naive_mlp_tp 5    section 5 of a lesson's recorded output
     {edit} 01_naive_mlp_tp f       a bug's diff; {symptom}, with the same: its symptom
@@ -53,6 +54,30 @@ PLAYERS = {
     "batch": ("05", 8),
     "context-ring": ("11", 2),
     "context-zigzag": ("11", 2),
+}
+
+
+# What one sees → words of the bugs' own symptoms: the index on the page of bugs. A bug
+# may stand under several.
+SYMPTOMS = {
+    "It hangs or aborts": r"block until|timeout|(?<!no )hang|abort|a rank that waits",
+    "An error, often from inside a library": r"\ban error\b|raises an error",
+    "The loss of step 1 is wrong": r"wrong from step 1|already wrong|never equal"
+    r"|loss(es)? (is|are) (wrong|slightly|too large)|loss (of step 1 )?differs"
+    r"|step 1's loss is wrong|loss of step 1 is wrong|loss and gradients are [^r]"
+    r"|differ from the reference|different model|after the load is wrong",
+    "The loss of step 1 is right, then it drifts": r"diverge|drift|later ones"
+    r"|step 2 on|next ones|then the old weights|from then on|then replicas",
+    "One gradient is a factor too large or too small": r"times too|too (large|small)"
+    r"|too little|factor",
+    "A gradient is wrong, or missing": r"gradients?[^,;]*(wrong|not\b|lack|differ)"
+    r"|each other's gradients|no gradient|ranks but 0|(other|last) micro-batch",
+    "Replicas or ranks differ": r"replicas.*(differ|diverge|drift)|between ranks"
+    r"|on each rank|some of the ranks|one rank's|a rank computes|stays as it was",
+    "The gradient norm is wrong": r"\bnorms?\b.*(wrong|too|differ)",
+    "Only the last digits differ": r"\bbits\b|bitwise",
+    "It shows later, or only in memory": r"memory|interrupted|seen these"
+    r"|as much as|until such|now and then|large logits",
 }
 
 
@@ -216,11 +241,31 @@ def bug(lesson: str, name: str, edit: dict) -> nodes.section:
         rows.append(f"<dt>audit</dt><dd>{link} reports it as “{edit['audit']} …”</dd>")
     told = raw(f'<dl class="bug">{"".join(rows)}</dl>')
     identity = f"break-{lesson[:2]}-{name}"
-    return section(f"{lesson[:2]} --break {name}", identity, what, diff_of(edit), told)
+    title = f"{lesson[:2]} {name}: {edit['what'].replace('`', '')}"
+    return section(title, identity, what, diff_of(edit), told)
+
+
+def by_symptom() -> nodes.section:
+    """For someone who has a bug: what one sees → the bugs that look like it."""
+    groups = {symptom: [] for symptom in SYMPTOMS}
+    for lesson in PATHS:
+        for name, edit in breaks_of(lesson).items():
+            place = f"#break-{lesson[:2]}-{name}"
+            link = f'<a href="{place}">{lesson[:2]} {name}</a>'
+            line = f"<li>{link}: {as_html(edit['symptom'])}</li>"
+            for symptom, words in SYMPTOMS.items():
+                if re.search(words, edit["symptom"]):
+                    groups[symptom].append(line)
+    text = ""
+    for symptom, lines in groups.items():
+        about = f"{html.escape(symptom)} ({len(lines)})"
+        items = f"<ul>{''.join(lines)}</ul>"
+        text += f'<details class="symptom"><summary>{about}</summary>{items}</details>'
+    return section("By symptom", "by-symptom", raw(text))
 
 
 def breaks_page(docname: str) -> list[nodes.Node]:
-    pages = []
+    pages = [by_symptom()]
     for lesson in PATHS:
         bugs = [bug(lesson, name, edit) for name, edit in breaks_of(lesson).items()]
         title = f"Lesson {lesson[:2]}: {len(bugs)} bugs"
@@ -231,7 +276,8 @@ def breaks_page(docname: str) -> list[nodes.Node]:
 # Players and slides
 
 
-def player(docname: str, name: str) -> list[nodes.Node]:
+def player(docname: str, name: str, stops: str = "") -> list[nodes.Node]:
+    """stops: on a slide, the steps to stop at, such as 1,3,7; otherwise all of them."""
     recording, script = f"recordings/{name}.json", "player/tp-player.js"
     for needed in (recording, script):
         if not (DOCS / "_static" / needed).exists():
@@ -239,14 +285,18 @@ def player(docname: str, name: str) -> list[nodes.Node]:
     static = "../" * docname.count("/") + "_static"
     alone = f'<a href="{static}/player/index.html?play={name}">This player alone</a>'
     once = " autoplay" if docname == "index" else ""  # the front page moves by itself
+    chosen = f' steps="{stops}"' if stops else ""
     text = (
-        f'<tp-player src="{static}/{recording}"{once}></tp-player>'
+        f'<tp-player src="{static}/{recording}"{once}{chosen}></tp-player>'
         f'<script type="module" src="{static}/{script}"></script>'
         f'<p class="alone">{alone}</p>'
     )
+    steps = json.loads((DOCS / "_static" / recording).read_text("utf-8"))["events"]
+    numbers = [int(stop) for stop in stops.split(",") if stop] or [*range(len(steps))]
+    if numbers != sorted(set(numbers)) or numbers[-1] > len(steps):
+        raise ValueError(f"{name} has {len(steps)} steps, in order; not {stops}")
     if docname in SLIDES:  # a fragment per step: the player follows reveal.js
-        steps = json.loads((DOCS / "_static" / recording).read_text("utf-8"))["events"]
-        text += '<span class="fragment"></span>' * (len(steps) - 1)
+        text += '<span class="fragment"></span>' * (len(numbers) - 1)
     return [raw(text)]
 
 
@@ -371,11 +421,12 @@ def line_role(name, rawtext, text, lineno, inliner, options=None, content=None):
     return [nodes.reference(rawtext, words, refuri=uri)], []
 
 
-def directive(build, arguments: int):
+def directive(build, arguments: int, optional: int = 0):
     """A directive that puts into a page the nodes that build(docname, …) returns."""
 
     class Built(SphinxDirective):
         required_arguments = arguments
+        optional_arguments = optional
 
         def run(self):
             for path in [*PATHS.values(), *ROOT.glob("notebooks/*.ipynb")]:
@@ -391,7 +442,7 @@ def directive(build, arguments: int):
 def setup(app):
     app.add_directive("lesson", directive(lesson_page, 1))
     app.add_directive("breaks", directive(breaks_page, 0))
-    app.add_directive("tp-player", directive(player, 1))
+    app.add_directive("tp-player", directive(player, 1, optional=1))
     app.add_directive("tp-widget", directive(widget, 1))
     app.add_directive("lesson-output", directive(lesson_output, 2))
     app.add_directive("edit", directive(edit, 2))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+import weakref
 from collections import defaultdict
 from unittest import mock
 
@@ -13,14 +14,27 @@ import dry_run
 import jobs
 import plan
 import predict
+import published
 import pytest
 import torch
+import torch.distributed as dist
 from runs import CONTEXT_RUNS, PROOF, SHARED_HEADS, over
 from test_refusals import message
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 lesson = predict.lesson
 pytestmark = pytest.mark.timeout(900)  # the jobs of test_3d.py, if they are not done
+
+
+@pytest.fixture
+def gloo_alone(tmp_path):
+    """The group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 # Predicted = dry run = counted by real ranks, to the byte.
@@ -130,21 +144,32 @@ def test_cp_laws():
         assert row["sent"]["cp"] == 128 * 32 * hops * keys
         assert row["parts"]["cp"] == pytest.approx(row["sent"]["cp"] / 25e9)
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
-        for recompute in ("selective", "full"):  # the ring forward once more
+        for recompute, times in (("selective", hops), ("full", 4 * cp - 3)):
             again = predict.changed(layout, recompute=recompute)
             more = predict.predict(again, a100(gpus=32 * cp))["sent"]["cp"]
-            assert more == row["sent"]["cp"] * (4 * cp - 3) / hops
+            # With entire layers the ring goes around once more.
+            assert more == row["sent"]["cp"] * times / hops
 
 
-def test_cp_is_off_unless_it_is_asked_for():
-    """cp 1 is no axis of a row; and with cp, gpus are dp × pp × tp × cp."""
+def test_cp_is_searched_for_long_sequences():
+    """Powers of two, as long as 8,192 positions are on a rank; all axes make up the
+    GPUs. A ring is faster here than any layout without."""
     sizes = predict.MODELS["llama-3-8b"]
     rows, _, _ = predict.search(sizes, a100(gpus=64), attention="flash")
+    assert rows and all(row["cp"] == 1 for row in rows)
+    assert all("cp" not in row["parts"] for row in rows)
+    long = sizes | dict(seq_len=131072)
+    rows, full, _ = predict.search(long, a100(gpus=256), attention="flash")
+    assert {row["cp"] for row in rows + full} == {1, 2, 4, 8, 16}
     for row in rows:
-        assert "cp" not in row and {*row["sent"], *row["parts"]}.isdisjoint({"cp"})
+        assert row["dp"] * row["pp"] * row["tp"] * row["cp"] == 256
+    assert rows[0]["cp"] > 1
+    without, _, _ = predict.search(long, a100(gpus=256), {"cp": 1}, attention="flash")
+    assert without[0]["seconds"] > rows[0]["seconds"]
+    written_out, full, _ = predict.search(long, a100(gpus=256))
+    assert all(row["cp"] == 1 for row in written_out + full)
     rows, _, _ = predict.search(sizes, a100(gpus=64), {"cp": 4}, attention="flash")
     assert rows and all(row["dp"] * row["pp"] * row["tp"] == 16 for row in rows)
-    assert all(row["cp"] == 4 for row in rows)
     assert predict.why_not(sizes, 1, 1, 1, 3) == "seq-len % (2 · cp) is not 0"
     narrow = sizes | dict(seq_len=8)
     assert predict.why_not(narrow, 1, 1, 4, 4) == "seq-len % (cp · tp) is not 0"
@@ -153,11 +178,12 @@ def test_cp_is_off_unless_it_is_asked_for():
 
 
 def test_table_with_cp(capsys):
-    flags = "--model llama-3-8b --seq-len 131072 --gpus 256 --zero 1 --cp 8"
-    code, out, _ = told(capsys, *flags.split())
-    assert code == 0 and max(map(len, out.splitlines())) <= 88
-    assert "cp 8: each sequence is split over 8 ranks" in out
-    assert "via cp" in out and " bubble s/step" not in out
+    flags = "--model llama-3-8b --seq-len 131072 --gpus 256 --zero 1"
+    for more in ([], ["--cp", "8"]):
+        code, out, _ = told(capsys, *flags.split(), *more)
+        assert code == 0 and max(map(len, out.splitlines())) <= 88
+        assert "cp: ranks that share each sequence" in out
+        assert " bubble s/step" not in out and re.search(r" tp cp .* cp s/step", out)
 
 
 @pytest.mark.parametrize("recompute", predict.RECOMPUTE)
@@ -201,6 +227,9 @@ PUBLISHED = {  # parameters of the published weights, from their safetensors' he
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
 
 
@@ -212,14 +241,32 @@ def test_parameters_of_published_weights(name):
     assert predict.parameters(layout, 0)[0] == PUBLISHED[name]
     total = 0
     for stage in range(4):
-        layout = predict.make_layout(sizes, pp=4, tp=2)
+        layout = predict.make_layout(sizes, pp=4, tp=2, ep=2 if sizes["experts"] else 1)
         _, trained, replicated = predict.parameters(layout, stage)
         total += 2 * trained - replicated
     assert total == PUBLISHED[name]
 
 
-def test_activations_of_a_gated_mlp():
-    """Measured: what autograd saves in the MLP of a layer, next to the formula."""
+class FusedGate(torch.autograd.Function):
+    """silu(gate) · up, of which gate and up are saved: as fused kernels do it."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gate, up = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            product = torch.nn.functional.silu(gate) * up
+        return torch.autograd.grad(product, (gate, up), upstream)
+
+
+@pytest.mark.parametrize("saves", [3, 4])
+def test_activations_of_a_gated_mlp(saves):
+    """Measured: what autograd saves in the MLP of a layer, next to the formula. Four
+    tensors of its width, or three if SiLU and the product are one function."""
     D, F, tokens = 8, 12, 6
     up = torch.nn.Linear(D, F, bias=False)
     gate = torch.nn.Linear(D, F, bias=False)
@@ -233,13 +280,391 @@ def test_activations_of_a_gated_mlp():
 
     x = torch.randn(tokens, D, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        down(torch.nn.functional.silu(gate(x)) * up(x))
+        if saves == 4:
+            down(torch.nn.functional.silu(gate(x)) * up(x))
+        else:
+            down(FusedGate.apply(gate(x), up(x)))
     found = sum(t.nbytes for key, t in saved.items() if key not in weights)
     sizes = predict.model(1, D, 2, 2, 16, tokens, 1)
-    wide = predict.make_layout(sizes | dict(ffn=F, gated=True), recompute="selective")
-    none = predict.make_layout(sizes | dict(ffn=0), recompute="selective")
+    options = dict(recompute="selective", mlp_saves=saves)
+    wide = predict.make_layout(sizes | dict(ffn=F, gated=True), **options)
+    none = predict.make_layout(sizes | dict(ffn=0), **options)
     mlp = predict.layer_bytes(wide, e=4) - predict.layer_bytes(none, e=4)
     assert found == mlp + 4 * tokens * D  # x itself counts outside of the MLP
+    usual = predict.make_layout(sizes | dict(ffn=F, gated=True))
+    assert usual.mlp_saves == 3
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of storages that were alive at one moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.add(x.untyped_storage())
+        return out
+
+    def add(self, storage):
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.end, key)
+
+    def end(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+def test_the_loss_holds_more_than_it_saves(gloo_alone):
+    """Lesson 03's, in bfloat16, measured: 4 bytes per logit from its forward to its
+    backward, and 14 at the peak; the difference is a kind of its own in `memory`."""
+    other = jobs.load("03_vocab_parallel")
+    tokens, V = 64, 1000
+    with LiveBytes() as live:
+        hidden = torch.randn(1, tokens, V, dtype=torch.bfloat16, requires_grad=True)
+        before = live.now
+        logits = hidden * 1
+        target = torch.randint(0, V, (1, tokens))
+        loss = other.vocab_parallel_cross_entropy(logits, target, gloo_alone, V).sum()
+        del logits
+        saved = live.now - before
+        loss.backward()
+    per_token = 64  # bytes of indices, masks, maxima and sums
+    sizes = predict.model(1, 8, 2, 2, V, tokens, 1)
+    layout = predict.make_layout(sizes)
+    keeps, more = predict.LOSSES["plain"]
+    assert 0 <= saved - keeps * tokens * V <= per_token * (tokens + V)
+    peak = live.peak - before
+    assert 0 <= peak - (keeps + more) * tokens * V <= per_token * (tokens + V)
+    assert predict.memory(layout, 0)["loss"] == more * tokens * V
+
+
+@pytest.mark.parametrize("seq_len", published.PEAKS)
+def test_peak_memory_of_published_runs(seq_len):
+    """torchtitan's table 2: Llama 3.1 8B with sequences of 32,768 to 262,144."""
+    layout, measured = published.peak_layout(seq_len)
+    found = sum(predict.memory(layout, 0).values())
+    assert found == pytest.approx(measured, rel=0.03)
+    # Without what the loss needs for a moment these would be said to fit into 72 GB.
+    assert found - predict.memory(layout, 0)["loss"] < 50e9 < measured
+
+
+def test_gradients_in_float32_are_18_bytes_per_parameter():
+    sizes = predict.MODELS["gpt-7.5b"]
+    for zero, held in ((0, 18), (1, 6), (2, 2), (3, 0)):
+        layout = predict.make_layout(sizes, dp=64, zero=zero, grad_bytes=4)
+        memory = predict.memory(layout, 0)
+        states = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+        count = predict.parameters(layout, 0)[0]
+        assert states == pytest.approx((held + (18 - held) / 64) * count, rel=1e-3)
+    two = predict.predict(predict.make_layout(sizes, dp=64), a100(gpus=64))
+    four = predict.make_layout(sizes, dp=64, grad_bytes=4)
+    four = predict.predict(four, a100(gpus=64))
+    assert four["sent"]["dp"] == pytest.approx(2 * two["sent"]["dp"], rel=1e-6)
+
+
+def test_other_losses():
+    """A fused kernel holds 4 bytes per logit; in pieces only one of them is there."""
+    sizes = predict.MODELS["llama-3-8b"]
+    logits = 8192 * 128256
+    held = {}
+    for loss in predict.LOSSES:
+        layout = predict.make_layout(sizes, loss=loss, recompute="full")
+        plain = predict.changed(layout, vocab_size=0)
+        held[loss] = sum(predict.memory(layout, 0).values())
+        held[loss] -= 2 * 16 * 128256 * 4096  # both matrices of the vocabulary
+        held[loss] -= sum(predict.memory(plain, 0).values())
+    near = pytest.approx
+    assert held["plain"] == near(14 * logits, rel=1e-3)
+    assert held["fused"] == near(4 * logits, rel=1e-3)
+    assert held["pieces"] == near(14 * logits / 16, rel=1e-3)
+
+
+# Schedules: waiting over computing, and what is in flight.
+
+
+def simulate(P: int, M: int, v: int) -> tuple[float, list[int]]:
+    """Interleaved 1F1B, played: (makespan − computing) / computing, and per stage the
+    most passes of a chunk that wait for their backward. A chunk takes 1 forward and 2
+    backward. Orders are those of 2104.04473, sec. 2.2: P micro-batches of a chunk at a
+    time, 2·(P − stage − 1) + (v − 1)·P before the first backward."""
+
+    def order(stage: int) -> list[tuple]:
+        def passes(back: bool) -> list[tuple]:
+            found = []
+            for group in range(M // P):
+                for chunk in range(v):
+                    c = v - 1 - chunk if back else chunk
+                    found += [(back, c, group * P + m) for m in range(P)]
+            return found
+
+        forward, backward = passes(False), passes(True)
+        warm_up = min(2 * (P - stage - 1) + (v - 1) * P, len(forward))
+        done = forward[:warm_up]
+        for f, b in zip(forward[warm_up:], backward):
+            done += [f, b]
+        return done + backward[len(forward) - warm_up :]
+
+    def needs(stage: int, op: tuple) -> list[tuple]:
+        back, chunk, m = op
+        place = chunk * P + stage  # of v · P chunks
+        if not back:
+            before = place - 1
+            return [(before % P, (False, before // P, m))] if place else []
+        if place == v * P - 1:
+            return [(stage, (False, chunk, m))]
+        after = place + 1
+        return [(after % P, (True, after // P, m))]
+
+    orders = [order(stage) for stage in range(P)]
+    ends, clock, position = {}, [0] * P, [0] * P
+    while any(position[s] < len(orders[s]) for s in range(P)):
+        for s in range(P):
+            while position[s] < len(orders[s]):
+                op = orders[s][position[s]]
+                if any(need not in ends for need in needs(s, op)):
+                    break
+                start = max([clock[s], *(ends[need] for need in needs(s, op))])
+                clock[s] = ends[s, op] = start + (2 if op[0] else 1)
+                position[s] += 1
+    most = []
+    for ops in orders:
+        waiting, peak = 0, 0
+        for back, _, _ in ops:
+            waiting += -1 if back else 1
+            peak = max(peak, waiting)
+        most.append(peak)
+    computing = 3 * v * M
+    return (max(clock) - computing) / computing, most
+
+
+@pytest.mark.parametrize(
+    "P, M, v", [(2, 4, 2), (4, 8, 2), (4, 8, 4), (4, 16, 3), (8, 8, 2)]
+)
+def test_interleaving_as_played(P, M, v):
+    """Bubble (P − 1)/(v·M), and layers in flight, next to the schedule itself."""
+    sizes = predict.model(P * v * 2, 64, 4, 4, 256, 32, M)
+    layout = predict.make_layout(sizes, pp=P, virtual=v)
+    waiting, flying = simulate(P, M, v)
+    assert predict.bubble(layout) == pytest.approx((P - 1) / (v * M))
+    assert waiting == pytest.approx(predict.bubble(layout))
+    found = [predict.layers_in_flight(layout, stage) for stage in range(P)]
+    assert found == [2 * passes for passes in flying]
+    if 2 * P - 1 <= M:  # the published form: P·(1 + (P − 1)/(P·v)) of its layers
+        assert found[0] == P * (1 + (P - 1) / (P * v)) * 2 * v
+
+
+def test_interleaving_sends_v_times_and_waits_a_vth():
+    sizes = predict.MODELS["gpt3"]
+    one = predict.make_layout(sizes, pp=12, dp=8, tp=8)
+    v = 4
+    many = predict.changed(one, virtual=v)
+    machine = a100(gpus=768)
+    a, b = predict.predict(one, machine), predict.predict(many, machine)
+    assert b["sent"]["pp"] == pytest.approx(v * a["sent"]["pp"], rel=1e-6)
+    assert b["bubble"] == a["bubble"] / v and b["seconds"] < a["seconds"]
+    # The last stage sends its other chunks' outputs back to the first.
+    ends = predict.counted(many, 11)[lesson.Call("mesh", "forward", "send/recv", "pp")]
+    plain = predict.counted(one, 3)[lesson.Call("mesh", "forward", "send/recv", "pp")]
+    assert ends == [(v - 1) * plain[0], (v - 1) * plain[1]]
+    reasons = [predict.why_not(sizes, pp=pp, virtual=5) for pp in (1, 12)]
+    assert reasons == ["", "layers % (pp · virtual) is not 0"]
+
+
+def test_bubbles_of_schedules():
+    """(P − 1)·(F + B + W) over M·(F + B + W), and with ZB-H1 (P − 1)·(F + B − W)."""
+    sizes = predict.MODELS["gpt3"]
+    plain = predict.make_layout(sizes, pp=12, dp=8, tp=8)
+    M = plain.microbatches
+    zero = predict.changed(plain, schedule="zb-h1")
+    assert predict.bubble(plain) == 11 / M
+    assert predict.bubble(zero) == pytest.approx(11 / M / 3)
+    full = predict.changed(zero, recompute="full")  # F + B grows by one F
+    assert predict.bubble(full) == pytest.approx(11 / M / 2)
+    memory = [predict.memory(layout, 0) for layout in (plain, zero)]
+    assert memory[0] == memory[1]
+
+
+def test_light_ends():
+    """126 layers on 16 stages: 7, 8, … 8, 7; in flight on stage 0, with one layer per
+    chunk, 16 micro-batches' worth of its 7 layers."""
+    sizes = predict.MODELS["llama-3-405b"]
+    more = predict.layout_options(sizes, {"pp": 16}, {"virtual": 8})
+    assert more == {"virtual": 8, "light_ends": True}
+    layout = predict.make_layout(sizes, pp=16, dp=64, tp=8, **more)
+    assert [predict.layers_of(layout, stage) for stage in range(16)] == [
+        7, *[8] * 14, 7,
+    ]  # fmt: skip
+    assert predict.layers_in_flight(layout, 0) == 16 * 7
+    total = sum(predict.parameters(layout, s)[1] for s in range(16))
+    alone = predict.parameters(predict.make_layout(sizes, tp=8), 0)[1]
+    assert total == alone
+    for layers, light in ((126, True), (128, False), (127, False), (14, True)):
+        assert predict.has_light_ends(layers, 16) == light
+    assert not predict.has_light_ends(7, 1)
+
+
+# Experts.
+
+
+def mixture(**more):
+    return predict.MODELS["mixtral-8x7b"] | more
+
+
+def test_experts_laws():
+    """ep divides the experts, and nothing else; an all-to-all each way, of top_k rows
+    per token; the busiest rank computes, holds and sends `imbalance` times the mean."""
+    sizes = mixture()
+    one = predict.make_layout(sizes, dp=8, tp=2, attention="flash")
+    four = predict.changed(one, ep=4)
+    held = [predict.parameters(layout, 0)[0] for layout in (one, four)]
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert held[0] - held[1] == experts * 3 // 4
+    assert predict.flops(one, 0) == predict.flops(four, 0)
+    forward = lesson.Call("mesh", "forward", "all-to-all", "ep")
+    assert forward not in predict.counted(one, 0)
+    M, tokens = four.microbatches, 4096 // 2  # SP: each tp rank has half of them
+    nbytes = 2 * 2 * tokens * 4096  # top-2, 2 bytes per element
+    assert predict.counted(four, 0)[forward] == [2 * M * 32, 2 * M * 32 * nbytes]
+    row = predict.predict(four, a100(gpus=16))
+    assert row["sent"]["ep"] == pytest.approx(4 * M * 32 * nbytes * 3 / 4)
+    # Gradients: the rest over dp, the experts over the ranks that have the same ones.
+    rest = held[1] - experts // 4
+    dp = 2 * 2 * (rest * 7 / 8 + experts / 4 * 3 / 4)
+    assert row["sent"]["dp"] == pytest.approx(dp, rel=1e-5)
+    busy = predict.changed(four, imbalance=1.5)
+    more = predict.predict(busy, a100(gpus=16))
+    assert more["sent"]["ep"] == pytest.approx(1.5 * row["sent"]["ep"])
+    assert more["mfu"] < row["mfu"]
+    assert predict.model_flops(busy) == predict.model_flops(four)
+    extra = predict.flops(busy, 0) - predict.flops(four, 0)
+    routed = 3 * 2 * 2 * 3 * 4096 * 14336 * 32 * 1024 // 8 * 4096 // 2
+    assert extra == pytest.approx(routed / 2)
+
+
+def test_experts_compute_what_a_token_takes():
+    """6 FLOPs per active weight and token: about 13 and 22 billion of them are active
+    (2401.04088; the name of Qwen3-235B-A22B)."""
+    for name, active in (("mixtral-8x7b", 12.9), ("qwen3-235b-a22b", 22.2)):
+        sizes = predict.MODELS[name]
+        layout = predict.make_layout(sizes)
+        scores = 4 * sizes["seq_len"] * predict.q_width(layout) * sizes["layers"]
+        tokens = sizes["batch_size"] * sizes["seq_len"]
+        weights = (predict.model_flops(layout) / tokens / 3 - scores) / 2
+        embedding = sizes["vocab_size"] * sizes["hidden"]  # it computes nothing
+        assert (weights + embedding) / 1e9 == pytest.approx(active, abs=0.1)
+
+
+def test_an_all_to_all_leaves_a_node_through_each_ranks_card():
+    layout = predict.make_layout(mixture(experts=64), dp=64, ep=16)
+    found = predict.rates(layout, a100(gpus=64))["ep"]
+    assert found == 25e9 * 15 / 8  # of 15 parts that a rank sends 8 leave the node
+    assert predict.rates(predict.changed(layout, ep=8), a100(gpus=64))["ep"] == 300e9
+
+
+# Overlap, latency.
+
+
+def test_overlap_hides_dp():
+    """Once per step: behind the last micro-batch's backward; ZeRO 3: behind all."""
+    sizes = predict.MODELS["llama-3-8b"]
+    for zero, share in ((1, 2 / 3 / 8), (3, 1)):
+        layout = predict.make_layout(sizes, dp=64, zero=zero, attention="flash")
+        plain = predict.predict(layout, a100(gpus=64))
+        hidden = predict.changed(layout, overlap_dp=True)
+        row = predict.predict(hidden, a100(gpus=64))
+        gone = plain["parts"]["dp"] - row["parts"]["dp"]
+        available = share * plain["parts"]["arithmetic"]
+        assert 0 < gone <= available * (1 + 1e-9)
+        assert gone == pytest.approx(min(available, plain["parts"]["dp"]), rel=0.02)
+
+
+def test_a_wide_ring_has_more_latency():
+    """tp 32 over four nodes: 31 steps per all-gather, each with its alpha."""
+    sizes = predict.MODELS["gpt-18.4b"] | dict(heads=64, kv_heads=64)
+    machine = argparse.Namespace(**predict.MACHINES["dgx-h100"], gpus=64)
+    took = {}
+    for tp in (8, 16, 32):
+        layout = predict.make_layout(sizes, dp=64 // tp, tp=tp)
+        rate = predict.rates(layout, machine)
+        seconds, sent = predict.seconds(layout, 0, machine, rate)
+        steps = 0
+        for call, calls, _ in predict.traffic(layout, 0):
+            if call.axis == "tp" and call.phase not in predict.ONCE:
+                steps += calls * predict.ring_steps(call.collective, tp)
+        alpha = 2e-6 if tp == 8 else 10e-6
+        took[tp] = seconds["tp"], steps * alpha
+        bytes_alone = seconds["tp"] - steps * alpha
+        assert bytes_alone == pytest.approx(sent["tp"] / rate["tp"], rel=2e-3)
+    shares = [alphas / seconds for seconds, alphas in took.values()]
+    assert shares == sorted(shares) and shares[2] > 2 * shares[0]
+
+
+# What other people measured.
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return [(row, published.compare(row)) for row in published.rows()]
+
+
+def test_published_runs(compared):
+    """All fit; the published mesh is among the first three in three of four; and none
+    was faster than predicted."""
+    assert len(compared) == 29 and len({row.name for row, _ in compared}) == 29
+    for row, each in compared:
+        assert each["ratio"] > 1, row.name
+        assert "arXiv:" in row.source or row.source.endswith(".md")
+        # Their recomputation also drops every second product: 89 of 96 GB measured.
+        known = "Llama 3 8B, 8 H100"
+        assert each["predicted"]["fits"] == (row.name != known), row.name
+    first = [each["place"] is not None and each["place"] <= 3 for _, each in compared]
+    assert sum(first) >= 0.75 * len(first)
+
+
+def test_how_wrong_the_tool_says_it_is(compared):
+    """Each band has one digit, and no run lies outside."""
+    text = plan.how_wrong().replace("\n  ", " ")
+    for kind, (low, high) in published.BANDS.items():
+        ratios = [each["ratio"] for row, each in compared if row.kind == kind]
+        assert (low, high) == (round(min(ratios), 1), round(max(ratios), 1)), kind
+        assert f"{kind}: {low} to {high}" in text
+
+
+def test_published_sizes_are_the_published_models():
+    """llm-foundry's table has numbers of parameters; NVIDIA's README FLOPs of a
+    sequence; both have biases or positions that are not here."""
+    sizes = {row.name: row.sizes for row in published.rows()}
+    for name, count in (
+        ("MPT 7B, 8 H100", 6_658_859_008),
+        ("MPT 13B, 64 H100", 12_853_954_560),
+        ("MPT 30B, 32 H100", 29_975_214_080),
+        ("MPT 70B, 64 H100", 64_862_437_376),
+    ):
+        found = predict.parameters(predict.make_layout(sizes[name]), 0)[0]
+        assert found == pytest.approx(count, rel=2e-3)
+    layout = predict.make_layout(sizes["Nemotron-4 340B, 256 GPUs"])
+    assert predict.model_flops(layout) / 64 == pytest.approx(8.62124e15, rel=0.01)
+
+
+def test_a_published_layout_is_no_longer_refused():
+    """Llama 3 405B, tp 8 and pp 16 on 8,192 and 16,384 GPUs: the first choice of the
+    command, within the reserve of 10 %, and tp stays in the node."""
+    for flags in (
+        "--gpus 8192 --virtual 8",
+        "--gpus 16384 --virtual 8",
+        "--gpus 16384",
+    ):
+        words = f"--model llama-3-405b --machine dgx-h100 --zero {flags}".split()
+        fits, _, _ = plan.find(plan.read_flags(words))
+        assert (fits[0]["tp"], fits[0]["pp"]) == (8, 16), flags
+        assert not fits[0]["tp_leaves_node"] and fits[0]["light_ends"]
 
 
 def test_parameters_of_table_1():
@@ -325,7 +750,7 @@ def test_laws_of_all_layouts(name, zero, tie):
     assert "published" not in sizes or sizes["published"] in meshes
     layouts = defaultdict(dict)
     for row in fits + full:
-        mesh = row["dp"], row["pp"], row["tp"], row["micro_batch"]
+        mesh = row["dp"], row["pp"], row["tp"], row["ep"], row["micro_batch"]
         layouts[mesh][row["recompute"]] = row
         assert row["bubble"] * row["microbatches"] == pytest.approx(row["pp"] - 1), row
         # Waiting is at least the bubble's share of computing; nobody beats the peak.
@@ -336,18 +761,20 @@ def test_laws_of_all_layouts(name, zero, tie):
         assert 0 < row["mfu"] < 1 and 0 < parts["arithmetic"] < row["seconds"], row
     assert len(layouts) > 20
     for row in fits[::10]:  # each stage computes M times, and waits for P − 1 others
-        names = "pp", "dp", "tp", "micro_batch", "recompute"
+        names = "pp", "dp", "tp", "ep", "micro_batch", "recompute", "light_ends"
         layout = predict.make_layout(sizes, **{name: row[name] for name in names})
         for stage in (0, row["pp"] - 1):
             computes = predict.flops(layout, stage) / machine.gpu_flops
             assert row["seconds"] >= computes * (1 + row["bubble"]) * (1 - 1e-9), row
-    for (dp, pp, tp, b), ways in layouts.items():
+    for (dp, pp, tp, ep, b), ways in layouts.items():
         one, two, three = (ways[how] for how in predict.RECOMPUTE)
         times = [row["parts"]["arithmetic"] for row in (one, two, three)]
         held = [row["memory"] for row in (one, two, three)]  # of the fullest stage
-        assert times[0] < times[1] < times[2], "who computes more again takes longer"
+        if not sizes["experts"]:  # there, sending may make another stage the slowest
+            assert times[0] < times[1] < times[2], "who computes more takes longer"
         assert held[0] >= held[1] >= held[2], "and holds less"
-        if more := layouts.get((dp // 2, pp, 2 * tp, b)):  # more tp, less on a rank
+        more = layouts.get((dp // 2, pp, 2 * tp, ep, b))
+        if more and not sizes["experts"]:  # more tp, less on a rank; but no expert less
             more = more["none"]["bytes"]["parameters"]
             assert more < one["bytes"]["parameters"]
 
@@ -379,15 +806,16 @@ def test_a_group_leaves_a_node_through_the_cards_of_all_its_ranks(node, mesh, ex
 def test_replicas_of_the_smallest_published_model():
     """dp 32 in nodes of 8: one card per group would take 0.274 s per step."""
     sizes = predict.MODELS["gpt-1.7b"]
-    machine = argparse.Namespace(**predict.MACHINES["dgx-a100"], gpus=32)
     layout = predict.make_layout(sizes, dp=32)
-    assert predict.predict(layout, machine)["parts"]["dp"] == pytest.approx(
+    assert predict.predict(layout, a100(gpus=32))["parts"]["dp"] == pytest.approx(
         2 * 31 / 32 * 2 * predict.parameters(layout, 0)[0] / 200e9, rel=1e-3
     )
 
 
 def a100(**values):
-    return argparse.Namespace(**predict.MACHINES["dgx-a100"] | values)
+    """Without latencies, so that seconds are bytes over a rate."""
+    none = dict(alpha_inside=0, alpha_between=0)
+    return argparse.Namespace(**predict.MACHINES["dgx-a100"] | none | values)
 
 
 def test_a_reserve_stays_free():
@@ -417,11 +845,16 @@ def test_activations_with_flash_attention():
     for seq_len in (2048, 8192):
         sizes = predict.model(1, 6144, 64, 64, 51200, seq_len, 4)
         layout = predict.make_layout(sizes, tp=8, attention="flash")
-        core = predict.changed(layout, recompute="selective")
+        core = predict.changed(layout, recompute="selective", attention="math")
         found = predict.layer_bytes(layout) - predict.layer_bytes(core)
         assert found == 4 * 64 * seq_len // 8
         paper = predict.layer_bytes(core, stats=0, masks=True)
         assert paper == 34 * seq_len * 6144 // 8
+        # Selective there: the outputs of both norms and of the MLP's function.
+        cheap = predict.changed(layout, recompute="selective")
+        found = predict.layer_bytes(layout) - predict.layer_bytes(cheap)
+        assert found == 2 * seq_len * (2 * 6144 + 4 * 6144) // 8
+        assert predict.flops(cheap, 0) == predict.flops(layout, 0)
 
 
 @pytest.mark.parametrize("zero, held", [(0, 16), (1, 4), (2, 2), (3, 0)])
@@ -446,19 +879,6 @@ def test_zero(zero, held):
         matrix = 256 * 64
         unsharded = {2: 2, 3: 4}.get(zero, 0) * max(layer + whole, matrix)
         assert memory["unsharded"] == unsharded
-
-
-def test_how_wrong_the_tool_says_it_is():
-    machine = a100(gpus=1)
-    found = [predict.mfu_of_table_1(sizes, machine) for sizes in TABLE_1.values()]
-    predicted, measured = zip(*found)
-    ratios = [a / b for a, b in found]
-    share = lambda x: round(100 * x)
-    text = " ".join(plan.HOW_WRONG.split())
-    for values in (predicted, measured):
-        assert f"{share(min(values))} to {share(max(values))} %" in text
-    assert f"{min(ratios):.1f} to {max(ratios):.1f} times too short" in text
-    assert max(ratios) == ratios[0], "most for the smallest model"
 
 
 def test_mfu_counts_no_recomputation():
@@ -502,14 +922,16 @@ def test_table_and_json(capsys, tmp_path):
     code, out, _ = told(capsys, "--model", "gpt3", "--gpus", 1024, "--json", path)
     took = time.process_time() - start
     assert code == 0 and "predicted" in out and "heads % tp is not 0 (15)" in out
-    assert max(map(len, out.splitlines())) <= 88 and out.count("\n") == 7 + 20 + 3 + 3
+    assert max(map(len, out.splitlines())) <= 88
+    assert len(re.findall(r"^ +\d+ +\d+ +\d+\*? .* \d+%$", out, re.M)) == 20
+    assert "holds at the peak" in out
     data = json.loads(path.read_text())
     rows = data["predicted"]
     times = [row["seconds"] for row in rows]
     assert times == sorted(times) and all(row["memory"] <= 72e9 for row in rows)
     assert all(row["memory"] > 72e9 for row in data["too large"])
     count = len(rows) + len(data["too large"])
-    assert count > 500 and 10_000 * took / count < 5
+    assert count > 500 and 10_000 * took / count < 20
 
 
 @pytest.mark.parametrize("bug", ["", "group", "replicas"])
@@ -531,8 +953,18 @@ def test_dry_run_finds_a_bug(capsys, bug):
 @pytest.mark.parametrize("flags, words", [
     (("--model", "gpt3", "--gpus", 16), "72.0 of 80 GB.*take --gpus 64"),
     (("--model", "gpt3", "--gpus", 1024, "--tp", 5), "take --gpus 1020"),
-    (("--model", "gpt3", "--gpus", 128, "--tp", 128), "take --heads 128"),
+    (("--model", "gpt3", "--gpus", 128, "--tp", 128),
+     "128: heads % tp is not 0 for gpt3; take --tp 1, 2, 4, 8, 16 or 32"),
+    (("--model", "qwen2.5-7b", "--gpus", 64, "--tp", 8), "take --tp 1, 2 or 4$"),
+    (("--layers", 4, "--hidden", 96, "--heads", 12, "--gpus", 8, "--tp", 8),
+     "take --heads 16"),
     (("--model", "gpt3", "--gpus", 1031), "heads % tp is not 0.*take --gpus 1024"),
+    (("--model", "gpt3", "--gpus", 100, "--virtual", 7), "pp . virtual. is not 0"),
+    (("--model", "mixtral-8x7b", "--gpus", 8, "--top-k", 9), "there are 8 experts"),
+    (("--model", "gpt3", "--gpus", 1024, "--experts", 8), "give --top-k"),
+    (("--model", "mixtral-8x7b", "--gpus", 64, "--ep", 3), "8 % 3 .--ep.*--experts 9"),
+    (("--model", "gpt3", "--gpus", 1024, "--schedule", "zb-h1", "--virtual", 2),
+     "only 1F1B is interleaved here; take --virtual 1"),
     (("--layers", 3, "--hidden", 16), "--heads: how many.* --model gpt3"),
     (("--layers", 3, "--hidden", 10, "--heads", 4, "--gpus", 4), "--hidden 16"),
     (("--model", "gpt3"), "--gpus: how many"),
@@ -549,8 +981,67 @@ def test_dry_run_finds_a_bug(capsys, bug):
      "cp 2: a ring saves no scores; take --attention flash"),
     (("--layers", 4, "--hidden", 16, "--heads", 4, "--gpus", 4, "--cp", 2, "--dry-run"),
      "--dry-run of --cp 2"),
+    (("--layers", 4, "--hidden", 16, "--heads", 4, "--gpus", 2, "--pp", 2, "--virtual",
+      2, "--dry-run"), "--dry-run of --virtual 2"),
 ])  # fmt: skip
 def test_refusals(capsys, flags, words):
     code, out, err = told(capsys, *flags)
     assert code == 2 and out == ""
     assert re.search(words, message(err)), err
+
+
+@pytest.mark.parametrize("model, gpus, take", [
+    ("llama-3-8b", 1000003, 524288), ("llama-3-8b", 600011, 524288),
+    ("gpt3", 2147483646, 4718592), ("mixtral-8x7b", 1000003, 983040),
+])  # fmt: skip
+def test_any_number_of_gpus_is_answered_at_once(capsys, model, gpus, take):
+    """Largest number that some mesh has; it took minutes, one number after another."""
+    start = time.process_time()
+    code, _, err = told(capsys, "--model", model, "--gpus", gpus)
+    assert code == 2 and message(err).endswith(f"take --gpus {take}")
+    assert time.process_time() - start < 5
+    sizes = predict.MODELS[model]
+    assert any(not predict.why_not(sizes, **m) for m in predict.meshes(take, {}))
+
+
+def test_most_gpus_is_the_largest_number_that_has_a_mesh():
+    """Next to going down one by one."""
+    for sizes in (
+        predict.model(5, 24, 6, 2, 256, 32, 12),
+        predict.model(7, 96, 12, 12, 256, 48, 9),
+    ):
+        for fixed in ({}, {"tp": 2}, {"pp": 3}, {"cp": 2}, {"dp": 3, "cp": 4}):
+            fits = [
+                gpus
+                for gpus in range(1, 400)
+                if any(
+                    not predict.why_not(sizes, **m) for m in predict.meshes(gpus, fixed)
+                )
+            ]
+            for gpus in (7, 60, 101, 399):
+                expected = max([n for n in fits if n <= gpus], default=0)
+                found = predict.most_gpus(sizes, gpus, fixed)
+                assert found == expected, (fixed, gpus)
+
+
+def test_the_table_marks_tp_that_leaves_the_node(capsys):
+    flags = "--model llama-3-405b --machine dgx-h100 --gpus 4096 --zero 1 --top 99"
+    code, out, _ = told(capsys, *flags.split())
+    assert code == 0 and "*: the tp group spans nodes" in out
+    rows = re.findall(r"^ +\d+ +\d+ +(\d+)(\*?) ", out, re.M)
+    assert {star for tp, star in rows if int(tp) <= 8} == {""}
+    assert {star for tp, star in rows if int(tp) > 8} == {"*"}
+
+
+@pytest.mark.parametrize("machine, node, memory", [
+    ("dgx-a100-40gb", 8, 40), ("dgx-h200", 8, 141), ("dgx-b200", 8, 180),
+    ("gb200-nvl72", 72, 186), ("mi300x", 8, 192),
+])  # fmt: skip
+def test_machines_of_2026(capsys, machine, node, memory):
+    flags = f"--model qwen3-30b-a3b --machine {machine} --gpus {4 * node} --zero 1"
+    if node == 72:
+        flags += " --batch-size 1152"
+    code, out, _ = told(capsys, *flags.split())
+    assert code == 0 and f"of {memory} GB" in out
+    assert "ep: ranks that share the experts, 128 per layer, 8 per token" in out
+    assert max(map(len, out.splitlines())) <= 88

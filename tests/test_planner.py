@@ -1,7 +1,6 @@
 """The page with sliders: its formulas are those of tools/predict.py."""
 
 import argparse
-import math
 import random
 import shlex
 from urllib.parse import urlsplit
@@ -9,6 +8,7 @@ from urllib.parse import urlsplit
 import jobs
 import plan
 import predict
+import published
 import pytest
 
 lesson_00 = jobs.load("00_collectives")
@@ -17,18 +17,26 @@ CASES = 300
 
 
 def random_sizes(draw: random.Random) -> dict:
-    """Of a model whose heads and positions many tp divide; uneven vocabularies."""
+    """Of a model whose heads and positions many tp divide; uneven vocabularies; some
+    with experts, or heads that are wider than hidden / heads."""
     head = draw.choice([8, 16, 64, 128])
     kv_heads = draw.choice([1, 2, 4, 8])
     heads = kv_heads * draw.choice([1, 2, 4, 8])
     hidden = head * heads
+    more = {}
+    if draw.random() < 0.3:
+        experts = draw.choice([4, 8, 16])
+        more.update(experts=experts, top_k=draw.choice([1, 2, 3]))
+        more.update(expert_ffn=64 * draw.randint(1, 30))
+    if draw.random() < 0.3:
+        more.update(head_dim=2 * head, qk_norm=True)
     return predict.model(
         draw.randint(1, 40), hidden, heads, kv_heads, draw.randint(100, 150_000),
         draw.choice([64, 512, 768, 2048, 8192, 131072]),
         draw.choice([16, 96, 512, 1024]),
-        ffn=draw.choice([None, 64 * draw.randint(1, 300)]),
+        ffn=draw.choice([None, 64 * draw.randint(1, 300), 0 if more else 64]),
         gated=draw.random() < 0.5, biases=draw.choice(predict.BIASES),
-        tie=draw.random() < 0.5,
+        tie=draw.random() < 0.5, **more,
     )  # fmt: skip
 
 
@@ -39,6 +47,7 @@ def random_machine(draw: random.Random, gpus: int) -> dict:
         "node": draw.choice([1, 2, 4, 6, 8, 16]),
         "inside": draw.choice([25e9, 300e9, 450e9]),
         "between": draw.choice([1e9, 12.5e9, 50e9]),
+        "alpha_between": draw.choice([5e-6, 20e-6]),
     }
 
 
@@ -49,17 +58,28 @@ def random_case(draw: random.Random) -> dict:
         mesh = {"tp": tp, "pp": draw.randint(1, 9), "dp": draw.choice([1, 2, 3, 8, 16])}
         if draw.random() < 0.5:
             mesh["cp"] = draw.choice([2, 3, 4, 8, 16])
-        if not predict.why_not(sizes, **mesh):
+        if sizes["experts"]:
+            mesh["ep"] = draw.choice([1, 2, 4])
+        virtual = draw.choice([1, 1, 2, 3])
+        if not predict.why_not(sizes, **mesh, virtual=virtual):
             break
-    more = dict(mesh)
+    more = mesh | predict.layout_options(sizes, mesh, {"virtual": virtual})
     more["micro_batch"] = draw.choice(
         predict.divisors(sizes["batch_size"] // mesh["dp"])
     )
+    more["loss"] = draw.choice(list(predict.LOSSES))
+    more["grad_bytes"] = draw.choice([2, 4])
+    more["imbalance"] = draw.choice([1.0, 1.3, 2.0])
+    more["overlap_dp"] = draw.random() < 0.5
+    more["mlp_saves"] = draw.choice([3, 4]) if sizes["gated"] else 2
     more["recompute"] = draw.choice(predict.RECOMPUTE)
     more["attention"] = "flash" if "cp" in mesh else draw.choice(predict.ATTENTION)
-    more["schedule"] = draw.choice(["1f1b", "gpipe"])
+    more["schedule"] = "1f1b"
+    if more["virtual"] == 1:
+        more["schedule"] = draw.choice(["1f1b", "gpipe", "zb-h1"])
     more["zero"] = draw.choice(predict.ZERO)
-    machine = random_machine(draw, math.prod(mesh.values()))
+    ranks = mesh["tp"] * mesh["pp"] * mesh["dp"] * mesh.get("cp", 1)
+    machine = random_machine(draw, ranks)
     return {"sizes": sizes, "more": more, "machine": machine}
 
 
@@ -110,7 +130,7 @@ def open_page(browser):
         path = urlsplit(route.request.url).path
         route.fulfill(path=jobs.ROOT / path.removeprefix("/"))
 
-    def open_page(query="", width=390, scheme="light"):
+    def open_page(query="", width=390, scheme="light", refused=False):
         size = {"width": width, "height": 800}
         page = browser.new_page(viewport=size, color_scheme=scheme)
         page.on("console", lambda message: wrong.append(message.text))
@@ -118,7 +138,8 @@ def open_page(browser):
         page.route("**/*", lambda route: route.abort())  # the console reports it
         page.route("http://localhost/**", serve)
         page.goto(f"http://localhost/docs/_static/planner/index.html{query}")
-        page.wait_for_selector("#map button")
+        page.wait_for_function("document.querySelector('#fits').textContent")
+        assert refused or page.locator("#map button").count()
         return page
 
     yield open_page
@@ -133,6 +154,9 @@ def test_formulas_are_those_of_the_tool(open_page):
         assert len({case["more"][axis] for case in cases}) > 3
     assert {case["more"]["zero"] for case in cases} == {0, 1, 2, 3}
     assert {case["more"].get("cp", 1) for case in cases} == {1, 2, 3, 4, 8, 16}
+    assert {case["more"].get("ep", 1) for case in cases} == {1, 2, 4}
+    assert {case["more"]["virtual"] for case in cases} == {1, 2, 3}
+    assert {case["more"]["light_ends"] for case in cases} == {True, False}
     found = open_page().evaluate(IN_PAGE, cases)
     for case, js in zip(cases, found, strict=True):
         python = in_python(case)
@@ -144,7 +168,8 @@ def test_formulas_are_those_of_the_tool(open_page):
         row = python["row"]
         assert js["row"]["bytes"] == row["bytes"], case
         assert js["row"]["memory"] == row["memory"], case
-        for name in ("seconds", "mfu", "bubble", "parts", "sent"):
+        assert js["row"]["tp_leaves_node"] == row["tp_leaves_node"], case
+        for name in ("seconds", "mfu", "bubble", "waiting", "parts", "sent"):
             assert js["row"][name] == pytest.approx(row[name], rel=1e-9, abs=1e-15)
         assert js["rates"] == python["rates"], case
         assert js["usable"] == python["usable"], case
@@ -164,21 +189,31 @@ def test_both_refuse_the_same_meshes(open_page):
         mesh = {"tp": draw.choice([1, 2, 3, 4, 8, 16]), "pp": draw.randint(1, 9)}
         mesh["dp"] = draw.choice([1, 2, 3, 8, 16])
         mesh["cp"] = draw.choice([1, 2, 3, 4, 8, 16])
+        mesh["ep"] = draw.choice([1, 1, 2, 16])
+        mesh["virtual"] = draw.choice([1, 2, 3])
         sizes = random_sizes(draw)
         # Lengths that cp divides and 2 · cp or cp · tp may not.
-        sizes["seq_len"] = mesh["cp"] * draw.choice([1, 2, 7, 48])
+        sizes["seq_len"] = mesh["cp"] * draw.choice([1, 2, 7, 48, 720])
         cases.append([sizes, mesh])
     seen = set()
     for case, reason in zip(cases, open_page().evaluate(REASONS, cases), strict=True):
         expected = predict.why_not(case[0], **case[1])
         assert reason.split(":")[0] == expected, case
         seen.add(expected)
-    assert {"", "seq-len % (2 · cp) is not 0", "seq-len % (cp · tp) is not 0"} < seen
+    assert {
+        "",
+        "seq-len % (2 · cp) is not 0",
+        "seq-len % (cp · tp) is not 0",
+        "layers % (pp · virtual) is not 0",
+        "experts % ep is not 0",
+        "tp · cp · dp % ep is not 0",
+        "ep without experts",
+    } < seen
 
 
 def test_presets_are_those_of_the_tool():
     """If not: python tools/predict.py > docs/_static/planner/presets.json"""
-    assert (FOLDER / "presets.json").read_text() == predict.presets()
+    assert (FOLDER / "presets.json").read_text() == predict.page_data()
 
 
 SHOWN = """() => ({
@@ -196,6 +231,12 @@ QUERIES = [
     "?model=gpt-18.4b&nodes=32&tp=8&pp=1&recompute=full&attention=math",
     "?model=gpt3&nodes=128&tp=8&pp=16&between=5&reserve=5",
     "?model=llama-3-8b&nodes=16&tp=4&pp=1&cp=8&seq_len=131072&recompute=full",
+    "?model=llama-3-405b&machine=dgx-h100&nodes=128&tp=8&pp=16&virtual=8&zero=1"
+    "&recompute=selective",
+    "?model=qwen3-30b-a3b&machine=gb200-nvl72&node=72&nodes=1&tp=1&pp=1&ep=8"
+    "&imbalance=1.2&zero=1&batch_size=1152",
+    "?model=llama-3-8b&nodes=4&tp=2&pp=2&loss=pieces&grad_bytes=4&overlap_dp=yes"
+    "&schedule=zb-h1&hidden=2048",
 ]
 
 
@@ -213,7 +254,7 @@ def test_its_command_says_the_same(open_page, query):
     assert shown["memory"] == row["memory"]
     assert shown["seconds"] == pytest.approx(row["seconds"], rel=1e-9)
     assert shown["fits"].startswith("It fits" if fits else "It does not fit")
-    everything, _, _ = predict.search(sizes, args, {"cp": args.cp}, **options)
+    everything, _, _ = predict.search(sizes, args, {}, **options)
     best = everything[0]
     assert shown["best"] == f"{best['tp']},{best['pp']}"
     assert shown["here"] == f"{row['tp']},{row['pp']}"
@@ -245,6 +286,78 @@ def test_accessible(open_page):
         assert [rule["id"] for rule in found["violations"]] == []
         unlabeled = "all => all.filter(x => !x.labels.length).map(x => x.id)"
         assert page.eval_on_selector_all("input, select", unlabeled) == []
+
+
+# Address → what the page says instead of a result. The command refuses all of them.
+REFUSED = {
+    "?hidden=6145&heads=7": "hidden size 6145 is not a multiple of 7 heads",
+    "?heads=48.5": "heads: 48.5 is not a whole number above 0",
+    "?layers=0": "layers: 0 is not a whole number above 0",
+    "?vocab_size=3.7": "vocabulary: 3.7 is not a whole number above 0",
+    "?hidden=": "hidden size: nothing is not a whole number above 0",
+    "?reserve=150": "reserve, %: 150 is not a number from 0 on, below 100",
+    "?gpu_memory=-1": "memory, GB: -1 is not a number above 0",
+    "?kv_heads=7": "heads: 48 is not a multiple of 7 key/value heads",
+    "?hidden=144&heads=48": "head size 3 is odd",
+    "?batch_size=99999999999": "is not a whole number above 0, up to 2147483647",
+    "?top_k=2": "experts per token: 2, but there are 0 experts",
+    "?experts=8": "experts: how many per token, and how wide?",
+}
+
+
+@pytest.mark.parametrize("query", REFUSED)
+def test_it_refuses_what_the_tool_refuses(open_page, query):
+    page = open_page(query, refused=True)
+    shown = page.evaluate(SHOWN)
+    assert shown["fits"].startswith("Not possible: "), shown
+    assert REFUSED[query] in shown["fits"]
+    assert shown["command"] == "" and "NaN" not in page.content()
+    assert page.locator("#map button").count() == 0
+    words = []
+    for pair in query.removeprefix("?").split("&"):
+        name, _, value = pair.partition("=")
+        if name == "reserve":  # a share there
+            value = f"{int(value) / 100}"
+        words += [f"--{name.replace('_', '-')}", value]
+    command = ["--model", "gpt-18.4b", "--gpus", "256", *words]
+    with pytest.raises((ValueError, SystemExit)):
+        plan.find(plan.read_flags(command))
+
+
+@pytest.mark.parametrize("query", ["?model=__proto__", "?machine=constructor",
+                                   "?nodes=0", "?nodes=x&node=0&tp=nine"])  # fmt: skip
+def test_names_and_sliders_in_the_address_are_known_ones(open_page, query):
+    shown = open_page(query).evaluate(SHOWN)
+    assert "fit" in shown["fits"] and "NaN" not in shown["fits"]
+    assert "--model gpt-18.4b" in shown["command"]
+
+
+def test_an_empty_field_is_no_result(open_page):
+    """And a number in its place brings the result back."""
+    page = open_page()
+    before = page.evaluate(SHOWN)
+    page.locator("#hidden").fill("")
+    assert page.locator("#fits").text_content().startswith("Not possible: hidden size")
+    page.locator("#hidden").fill("6144")
+    assert page.evaluate(SHOWN) == before
+
+
+def test_the_map_marks_tp_that_leaves_the_node(open_page):
+    page = open_page("?model=llama-3-405b&machine=dgx-h100&nodes=512&tp=8&pp=16&zero=1")
+    marked = {"true": set(), "false": set()}
+    for button in page.locator("#map button").all():
+        tp = int(button.get_attribute("data-mesh").split(",")[0])
+        says = "tp spans nodes" in button.get_attribute("aria-label")
+        assert says == button.text_content().endswith("*")
+        marked[str(says).lower()].add(tp)
+    assert max(marked["false"]) == 8 and min(marked["true"]) == 16
+    page.locator("#map button[data-mesh^='16,']").first.click()
+    assert "spans nodes" in page.locator("#summary").text_content()
+
+
+def test_the_page_says_how_wrong_the_times_are(open_page):
+    rows = open_page().locator("#bands tr").all_text_contents()[1:]
+    assert rows == [f"{k}{low} to {high}" for k, (low, high) in published.BANDS.items()]
 
 
 def test_what_does_not_fit_says_why(open_page):
@@ -357,10 +470,14 @@ def test_the_memory_widget_shows_lesson_04s_numbers(open_page):
 def test_widgets_have_keys_labels_and_their_state_in_the_address(open_page):
     page, widget = open_widget(open_page, "bubble")
     rows = widget.evaluate(ROWS)
-    assert rows[1][1:] == ["37.5 %"] * 2 and rows[3][1:] == ["8", "4"]
+    assert rows[0][1:] == ["GPipe", "1F1B", "interleaved", "ZB-H1"]
+    assert rows[1][1:] == ["37.5 %", "37.5 %", "18.8 %", "12.5 %"]
+    assert rows[2][1:] == ["8", "4", "5.5", "4"]
     widget.locator("input").first.press("ArrowRight")  # P = 6
     rows = widget.evaluate(ROWS)
-    assert rows[1][1:] == ["62.5 %"] * 2 and rows[3][1:] == ["8", "6"]
+    # 8 micro-batches are no multiple of 6 stages.
+    assert rows[1][1:] == ["62.5 %", "62.5 %", "–", "20.8 %"]
+    assert rows[2][1:] == ["8", "6", "–", "6"]
     query = "?" + urlsplit(page.url).query
     _, again = open_widget(open_page, "bubble", query)
     assert again.evaluate(ROWS) == rows

@@ -107,6 +107,55 @@ def test_the_formula_of_the_first_caption_gives_the_recorded_numbers(name):
         assert torch.allclose(expected, made["y_BSD"][-1], atol=1e-3)
 
 
+def attention_weights(q, k, rotary=True, root=True, causal=True):
+    """Of [B, heads, S, H]; each of the three can be left out."""
+    lesson = jobs.load("02_transformer_tp")
+    S, H = q.shape[2:]
+    if rotary:
+        table = lesson.rotary_table(S, H)
+        q, k = lesson.rotate(q, *table), lesson.rotate(k, *table)
+    scores = q @ k.transpose(-1, -2)
+    if root:
+        scores = scores / H**0.5
+    if causal:
+        later = torch.ones(S, S).triu(1).bool()
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(-1)
+
+
+def test_attention_weights_are_what_their_caption_says():
+    """softmax(rotary(q) · rotary(k) / √2) over earlier positions, of the frame's own q
+    and k. Without one of the three the numbers are others."""
+    recording = RECORDED["attention"]
+    (caption,) = [e["says"] for e in recording["events"] if "softmax" in e["says"]]
+    assert "softmax(rotary(q) · rotary(k) / √2) over earlier positions" in caption
+    for rank in range(recording["ranks"]):
+        made = made_by(recording, rank)
+        weights = made["softmax_BnSS"][0]
+        heads, S = weights.shape[1:3]
+        q, k = (
+            made[name][0].view(1, S, heads, -1).transpose(1, 2)
+            for name in ("q_BSd", "k_BSd")
+        )
+        assert q.shape[-1] == 2  # the root's number in the caption
+        assert torch.allclose(attention_weights(q, k), weights, atol=2e-4)
+        for name in ("rotary", "root", "causal"):
+            other = attention_weights(q, k, **{name: False})
+            assert not torch.allclose(other, weights, atol=2e-3), name
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-break-f"])
+def test_y_is_the_output_alone(name):
+    """The output of the first product has another letter."""
+    suffixes = {}
+    for event in RECORDED[name]["events"]:
+        for part in event["ranks"]:
+            for made in part.get("makes", []):
+                letter, _, suffix = made["name"].rpartition("_")
+                suffixes.setdefault(letter, set()).add(suffix)
+    assert suffixes["y"] == {"BSD"} and suffixes["a"] == {"BSf"}
+
+
 def ascii_name(text: str) -> str:
     return text.translate(str.maketrans("₁₂", "12"))
 
@@ -188,7 +237,7 @@ def test_context_parallelism(name):
         )
         counts.append(computed)
     says = recording["events"][-1]["says"]
-    told = [int(number) for number in re.findall(r"computed (\d+)", says)]
+    told = [int(number) for number in re.findall(r"needed (\d+)", says)]
     assert told == ([counts[0], counts[-1]] if "rank 3" in says else [*set(counts)])
 
 
@@ -248,8 +297,8 @@ def open_page(browser):
         path = urlsplit(route.request.url).path
         route.fulfill(path=jobs.ROOT / path.removeprefix("/"))
 
-    def open_page(name: str, motion="reduce"):
-        size = dict(width=360, height=720)
+    def open_page(name: str, motion="reduce", width=360):
+        size = dict(width=width, height=720)
         page = browser.new_page(viewport=size, reduced_motion=motion)
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -308,6 +357,20 @@ def test_it_plays_to_the_end_and_back(open_page, name):
                 assert table == ledger  # the sum of all events' bytes
             page.keyboard.press(key)
         page.keyboard.press("ArrowLeft")
+
+
+CUT = """player => [...player.shadowRoot.querySelectorAll(".stage .cell")].filter(
+    cell => cell.offsetParent && cell.textContent && cell.scrollWidth > cell.clientWidth
+).map(cell => cell.textContent)"""
+
+
+@pytest.mark.parametrize("width", [390, 1280, 1920])
+@every_recording
+def test_no_number_is_cut(open_page, name, width):
+    page = open_page(name, width=width)
+    for _ in RECORDED[name]["events"]:
+        assert page.locator("tp-player").evaluate(CUT) == []
+        page.keyboard.press("ArrowRight")
 
 
 HOLD_FLIGHTS = """() => {

@@ -61,6 +61,7 @@ SLIDE = """() => {
 # Of the player on the current slide: how many steps it has, and which one it shows.
 PLAYER = 'Reveal.getCurrentSlide().querySelector("tp-player")'
 STEPS = f"{PLAYER}?.events.length ?? 0"
+STOPS = f"{PLAYER}?.getAttribute('steps')?.split(',').map(Number)"
 STEP = f'{PLAYER}.shadowRoot.querySelector(".count").textContent'
 LOADED = """[...document.querySelectorAll("tp-player")].every(
     player => player.shadowRoot?.querySelector(".count")?.textContent)"""
@@ -211,6 +212,34 @@ def test_all_bugs(looks):
             assert shown == [line for line in code.splitlines() if line.strip()], name
 
 
+def test_bugs_by_symptom(looks):
+    """What someone sees who has a bug; each bug is there, and under what it says."""
+    course = jobs.load("docs.course")
+    groups = {symptom: set() for symptom in course.SYMPTOMS}
+    missing = []
+    for lesson in course.PATHS:
+        for name, edit in course.breaks_of(lesson).items():
+            found = [
+                symptom
+                for symptom, words in course.SYMPTOMS.items()
+                if re.search(words, edit["symptom"])
+            ]
+            for symptom in found:
+                groups[symptom].add(f"break-{lesson[:2]}-{name}")
+            if not found:
+                missing.append((lesson, name, edit["symptom"]))
+    assert missing == []
+    drifts = groups["The loss of step 1 is right, then it drifts"]
+    assert {"break-01-f", "break-02-drift", "break-04-norms"} <= drifts
+    factor = groups["One gradient is a factor too large or too small"]
+    assert {"break-01-g", "break-01-average", "break-09-twice"} <= factor
+    assert {"break-00-skip", "break-05-order"} <= groups["It hangs or aborts"]
+    wrong = groups["The loss of step 1 is wrong"]
+    assert {"break-01-bias", "break-02-qkv"} <= wrong and not wrong & {"break-01-f"}
+    linked = {link.partition("#")[2] for link in looks["breaks.html"]["links"]}
+    assert set().union(*groups.values()) <= linked
+
+
 def test_glossary(looks):
     """One sentence a term, and where it is shown."""
     terms = looks["glossary.html"]["terms"]
@@ -224,7 +253,8 @@ def test_glossary(looks):
 def test_slides(page, address, deck):
     """They turn; a slide has few words, stays on the screen, and has notes in time."""
     page.goto(f"{address}slides/{deck}.html")
-    total, minute, players = page.evaluate("Reveal.getTotalSlides()"), 0, 0
+    total = page.evaluate("Reveal.getTotalSlides()")
+    minute = players = keys = 0
     page.wait_for_function(LOADED)
     for number in range(total):
         assert page.evaluate("Reveal.getSlidePastCount()") == number
@@ -240,13 +270,16 @@ def test_slides(page, address, deck):
         else:  # a day's title and its end
             assert number in (0, total - 1), title
         steps = page.evaluate(STEPS)
-        for step in range(2, steps + 1):  # a key is a step of the player
+        stops = page.evaluate(STOPS) or [*range(1, steps + 1)]
+        for step in stops[1:]:  # a key leads to the next step to stop at
             page.keyboard.press("ArrowRight")
             assert page.evaluate(STEP) == f"{step} / {steps}", title
             assert page.evaluate("Reveal.getSlidePastCount()") == number
         players += steps > 0
         page.keyboard.press("ArrowRight")
+        keys += len(stops) or 1
     assert minute == DECKS[deck] and players >= 4
+    assert keys <= {"ninety": 60, "day": 90}[deck]
     page.goto(f"{address}slides/{deck}.html?print-pdf")
     page.wait_for_selector(".pdf-page")
     fragments = page.locator(".fragment").count()

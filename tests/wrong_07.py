@@ -12,7 +12,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (2, {"while True:": "while length < 10**9:",
          "longer = argparse": "longer, layout.seq_len = layout, length;"
          " argparse"}, "the layout itself was changed"),
-    (3, {"<= times * eight": "<= eight"}, "at most 1.3 times: "),
+    (3, {"<= times * eight": "<= eight"}, "at most 1.5 times: "),
     (3, {"for rate in rates": "for rate in rates[::-1]"}, "times: "),
     (3, {"faster = argparse.Namespace(**vars(machine) | {\"between\": rate})":
          "faster = machine\n        machine.between = rate"}, "was changed"),

@@ -1,19 +1,21 @@
 """What lesson 05 holds, sends and computes on any mesh, by formulas of the sizes.
 
-Bytes sent and saved are those that lesson 05 counts (`traffic`, `saved_bytes`: checked
-against its counters); the formulas of its tables are the lesson's own functions. The
-time is a roofline: arithmetic at the peak, then messages at the links' rates, then the
-pipeline's bubble. `search` goes through all layouts of a model on a machine;
-tools/plan.py is its command, docs/_static/planner the same formulas in a page.
+Bytes sent and saved are those that lesson 05 counts (a test compares them with its
+counters). The time is a roofline: arithmetic at the peak, then messages at the links'
+rates, then the pipeline's bubble. `search` goes through all layouts of a model on a
+machine; tools/plan.py is its command, docs/_static/planner the same formulas in a page,
+tools/published.py what other people measured, next to it.
 
-Sources: 2104.04473 (pipelines, FLOPs, Table 1), 2205.05198 (activations), 1910.02054
-(16 bytes per parameter, ZeRO), 2205.14135 (FlashAttention), 2204.02311 (MFU), all on
-arxiv.org; lesson 00 (a ring's cost), lesson 05; beyond/11 (cp, the fourth axis, which
-is 1 unless it is asked for: its ring's messages and saved bytes, as counted there).
+What lesson 05 does not have follows from published formulas: gated MLPs, ZeRO 2 and 3,
+FlashAttention, interleaved stages, experts. beyond/11 counts the messages and saved
+bytes that the axis cp has here.
+
+Sources: 2104.04473 (pipelines, FLOPs), 2205.05198 (activations), 1910.02054 (16 bytes
+per parameter, ZeRO), 2205.14135 (FlashAttention), 2204.02311 (MFU), 2401.10241 (zero
+bubble), 2101.03961 (experts), all on arxiv.org; lesson 00 (a ring's cost).
 """
 
 import argparse
-import functools
 import importlib
 import json
 import math
@@ -22,101 +24,37 @@ from collections import Counter
 from typing import NamedTuple
 
 from check import ROOT
+from presets import BIASES, EXPERTS, MACHINES, MODELS, STYLE, model  # noqa: F401
 
 for folder in (ROOT, ROOT / "beyond"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 lesson = importlib.import_module("course").lesson05
-Calls = lesson.Calls
 
 ATTENTION = "math", "flash"  # written out, as in the lessons; or FlashAttention
 ZERO = 0, 1, 2, 3  # ZeRO's stage
-RECOMPUTE = "none", "selective", "full"  # nothing; attention's core; entire layers
-SIZES = "layers hidden heads kv_heads ffn vocab_size seq_len batch_size".split()
-# What else a model is, and what lesson 05's model is. biases: of "all" linears and
-# LayerNorms; of the q, k and v projections only, with RMSNorm ("qkv"); "none", with
-# RMSNorm. gated: an MLP of three matrices (gate, up, down). tie: one vocabulary matrix.
-STYLE = {"gated": False, "biases": "all", "tie": False}
-BIASES = "all", "qkv", "none"
+# Nothing; what is cheap to compute again (with attention written out its core, with
+# FlashAttention the outputs of norms and the MLP's product); entire layers.
+RECOMPUTE = "none", "selective", "full"
+SCHEDULES = "1f1b", "zb-h1"
+SIZES = (
+    "layers hidden heads kv_heads head_dim ffn vocab_size seq_len batch_size".split()
+)
 MACHINE = "gpus node gpu_memory reserve gpu_flops inside between".split()
+MACHINE += ["alpha_inside", "alpha_between"]
 AXES = "dp", "pp", "tp"
-LAYOUT = "dp pp tp micro_batch microbatches recompute attention zero".split()
+LAYOUT = "dp pp tp cp ep micro_batch microbatches recompute attention zero".split()
+LAYOUT += ["virtual", "schedule", "light_ends"]
 GB = 1e9
-
-
-def model(
-    layers, hidden, heads, kv_heads, vocab_size, seq_len, batch_size, ffn=None, **style
-) -> dict:
-    """Sizes of a model. ffn: width of the MLP (default 4·hidden); style: see STYLE."""
-    sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
-    sizes.update(ffn=ffn or 4 * hidden, vocab_size=vocab_size)
-    sizes.update(seq_len=seq_len, batch_size=batch_size, **STYLE)
-    sizes.update(style)
-    return sizes
-
-
-def of_table_1(heads, hidden, layers, tp, pp, gpus, batch_size, measured) -> dict:
-    """A row of arXiv:2104.04473, Table 1: the model, and its layout on A100 GPUs.
-
-    measured: TFLOP/s per GPU, with full recomputation, which counts as work there.
-    """
-    sizes = model(layers, hidden, heads, heads, 51200, 2048, batch_size, tie=True)
-    sizes.update(gpus=gpus, published=(gpus // pp // tp, pp, tp))
-    sizes.update(measured=measured * 1e12)
-    return sizes
-
-
-def llama(layers, hidden, heads, ffn, batch_size) -> dict:
-    """arXiv:2407.21783, Table 3; 128,256 tokens as in the published weights."""
-    sizes = (layers, hidden, heads, 8, 128256, 8192, batch_size)
-    return model(*sizes, ffn, gated=True, biases="none")
-
-
-def qwen(layers, hidden, heads, kv_heads, ffn, vocab_size=152064, tie=False) -> dict:
-    """arXiv:2412.15115, Table 1, and the config.json of the published weights."""
-    sizes = (layers, hidden, heads, kv_heads, vocab_size, 4096, 1024)
-    return model(*sizes, ffn, gated=True, biases="qkv", tie=tie)
-
-
-# Sequences and batches of Qwen2.5 and Mistral are examples; the others are published.
-MODELS = {
-    # 2005.14165; the vocabulary is padded.
-    "gpt3": model(96, 12288, 96, 96, 51200, 2048, 1536, tie=True),
-    "llama-3-8b": llama(32, 4096, 32, 14336, 512),
-    "llama-3-70b": llama(80, 8192, 64, 28672, 512),
-    "llama-3-405b": llama(126, 16384, 128, 53248, 2048),
-    "mistral-7b": model(  # arXiv:2310.06825, Table 1
-        32, 4096, 32, 8, 32000, 8192, 512, 14336, gated=True, biases="none"
-    ),
-    "qwen2.5-1.5b": qwen(28, 1536, 12, 2, 8960, 151936, tie=True),
-    "qwen2.5-7b": qwen(28, 3584, 28, 4, 18944),
-    "qwen2.5-32b": qwen(64, 5120, 40, 8, 27648),
-    "qwen2.5-72b": qwen(80, 8192, 64, 8, 29568),
-    "gpt-1.7b": of_table_1(24, 2304, 24, 1, 1, 32, 512, 137),
-    "gpt-3.6b": of_table_1(32, 3072, 30, 2, 1, 64, 512, 138),
-    "gpt-7.5b": of_table_1(32, 4096, 36, 4, 1, 128, 512, 142),
-    "gpt-18.4b": of_table_1(48, 6144, 40, 8, 1, 256, 1024, 135),
-    "gpt-39.1b": of_table_1(64, 8192, 48, 8, 2, 512, 1536, 138),
-    "gpt-76.1b": of_table_1(80, 10240, 60, 8, 4, 1024, 1792, 140),
-    "gpt-145.6b": of_table_1(96, 12288, 80, 8, 8, 1536, 2304, 148),
-    "gpt-310.1b": of_table_1(128, 16384, 96, 8, 16, 1920, 2160, 155),
-    "gpt-529.6b": of_table_1(128, 20480, 105, 8, 35, 2520, 2520, 163),
-    "gpt-1008b": of_table_1(160, 25600, 128, 8, 64, 3072, 3072, 163),
-}
-# GPUs per node, GB and peak FLOP/s (16 bits, dense) of each, bytes/s in one direction
-# per GPU: NVLink, InfiniBand. Source: NVIDIA's data sheets of both machines.
-# reserve: share of the memory that a layout leaves free, for what is not counted here:
-# CUDA's and NCCL's own buffers, fragmentation, temporary tensors. An assumption.
-MACHINES = {
-    "dgx-a100": dict(
-        node=8, gpu_memory=80.0, reserve=0.1, gpu_flops=312e12, inside=300e9,
-        between=25e9,
-    ),
-    "dgx-h100": dict(
-        node=8, gpu_memory=80.0, reserve=0.1, gpu_flops=989e12, inside=450e9,
-        between=50e9,
-    ),
-}  # fmt: skip
+# Bytes per logit that a loss saves for backward, and that it needs on top of them at
+# its peak. plain: lesson 03's, measured: the softmax in float32; the logits in 16 bits
+# and two more tensors in float32. fused: one kernel, 16 bits; logits and gradient.
+# pieces: a plain one of 1/16 of the positions at a time, each with its gradients at
+# once; what is saved is the gradient of the head's input.
+LOSSES = {"plain": (4, 10), "fused": (2, 2), "pieces": (0, 14)}
+PIECES = 16
+# Positions per rank from which on a ring (cp) is worth a try.
+SHORTEST_IN_A_RING = 8192
 
 
 def usable(machine) -> float:
@@ -124,22 +62,32 @@ def usable(machine) -> float:
     return machine.gpu_memory * GB * (1 - machine.reserve)
 
 
-# What a rank holds. A layout is a Namespace of lesson 05's flags, and of micro_batch
-# (b, sequences in one), ffn, attention and STYLE.
+# What a rank holds. A layout is a Namespace of lesson 05's flags, and of what
+# make_layout adds.
 
 
-def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, cp=1, **more):
-    """Lesson 05's flags for a model on pp × dp × cp × tp ranks.
+def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, cp=1, ep=1, **more):
+    """Lesson 05's flags for a model on pp × dp × cp × tp ranks, and more.
 
     With cp > 1 each sequence is split over cp ranks; attention is the zigzag ring of
-    beyond/11, of FlashAttention's blocks: no scores are saved.
+    beyond/11, of FlashAttention's blocks: no scores are saved. ep ranks share the
+    experts; they are ranks of tp, cp and dp, because each of these has tokens of its
+    own between the layers (SP). virtual: chunks of layers per stage (interleaving).
+    light_ends: the first and the last stage have one layer less. mlp_saves: tensors of
+    the MLP's width that are saved. grad_bytes: per gradient that is accumulated.
+    imbalance: rows of the busiest rank's experts over the mean. overlap_dp: gradients
+    are summed while backward computes. loss: see LOSSES.
     """
     layout = {name: sizes[name] for name in SIZES if name in sizes}
     layout.setdefault("ffn", 4 * sizes["hidden"])
-    for name, default in STYLE.items():
+    layout.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
+    for name, default in (STYLE | EXPERTS).items():
         layout[name] = sizes.get(name, default)
     layout.update(schedule="1f1b", zero=0, recompute="none", attention="math")
-    layout.update(pp=pp, dp=dp, tp=tp, micro_batch=micro_batch, cp=cp)
+    layout.update(virtual=1, light_ends=False, grad_bytes=2, imbalance=1.0)
+    layout.update(overlap_dp=False, mlp_saves=3 if layout["gated"] else 2)
+    layout.update(loss="plain")
+    layout.update(pp=pp, dp=dp, tp=tp, micro_batch=micro_batch, cp=cp, ep=ep)
     layout["microbatches"] = sizes["batch_size"] // (dp * micro_batch)
     layout.update(more)
     if cp > 1 and layout["attention"] != "flash":
@@ -158,38 +106,71 @@ def replicas(args) -> int:
     return args.dp * args.cp
 
 
+def expert_replicas(args) -> int:
+    """Ranks that hold the same experts."""
+    return args.tp * args.cp * args.dp // args.ep
+
+
+def has_light_ends(layers: int, pp: int, virtual: int = 1) -> bool:
+    """Whether the chunks are even if embedding and head count as a layer each: 126
+    layers on 16 stages are 7, 8, …, 8, 7 (2407.21783, sec. 3.3.2)."""
+    chunks = pp * virtual
+    return pp > 1 and layers % chunks > 0 and (layers + 2) % chunks == 0
+
+
 def layers_of(args, stage: int) -> int:
     """As slice_stage distributes them: the first stages may have one extra layer."""
+    if args.light_ends:
+        return (args.layers + 2) // args.pp - (stage in (0, args.pp - 1))
     if stage < args.layers % args.pp:
         return args.layers // args.pp + 1
     return args.layers // args.pp
 
 
+def q_width(args) -> int:
+    """Output features of q_proj."""
+    return args.head_dim * args.heads
+
+
 def kv_width(args) -> int:
     """Output features of k_proj; with T > K each head is replicated on T/K ranks."""
-    return args.hidden // args.heads * max(args.kv_heads, args.tp)
+    return args.head_dim * max(args.kv_heads, args.tp)
+
+
+def matrices(args) -> int:
+    """Of an MLP: gate, up, down; or up and down."""
+    return 3 if args.gated else 2
 
 
 def layer_weights(args) -> int:
-    """Elements of a layer's matrices: q and o, k and v, the MLP's two or three."""
-    attention = args.hidden * (2 * args.hidden + 2 * kv_width(args))
-    matrices = 3 if args.gated else 2
-    return attention + matrices * args.hidden * args.ffn
+    """Elements of a layer's matrices that tp shards: q and o, k and v, the MLP's."""
+    attention = args.hidden * (2 * q_width(args) + 2 * kv_width(args))
+    return attention + matrices(args) * args.hidden * args.ffn
 
 
 def layer_parameters(args) -> tuple[int, int]:
-    """Parameters of a layer: those that are sharded by T, and the replicated ones.
-
-    The biases of row-parallel linears (o, down) and the norms are replicated.
-    """
+    """Parameters of a layer without its experts: those that are sharded by T, and the
+    replicated ones: norms, biases of row-parallel linears (o, down), the router."""
     sharded = layer_weights(args)
     replicated = 2 * args.hidden  # weights of two norms
     if args.biases in ("all", "qkv"):
-        sharded += args.hidden + 2 * kv_width(args)
+        sharded += q_width(args) + 2 * kv_width(args)
     if args.biases == "all":
         sharded += args.ffn * (2 if args.gated else 1)
         replicated += 4 * args.hidden  # biases of two norms, of o and down
-    return sharded, replicated
+    if args.qk_norm:
+        replicated += 2 * args.head_dim
+    return sharded, replicated + args.hidden * args.experts
+
+
+def experts_of_layer(args) -> int:
+    """Elements of the experts that a rank holds, per layer: E/ep of them."""
+    each = matrices(args) * args.hidden * args.expert_ffn
+    return args.experts // args.ep * each
+
+
+def experts_of_stage(args, stage: int) -> int:
+    return layers_of(args, stage) * experts_of_layer(args)
 
 
 def vocab_rows(args) -> int:
@@ -220,6 +201,7 @@ def parameters(args, stage: int) -> tuple[int, int, int]:
         replicated += args.hidden
         vocabulary += vocab_rows(args)  # the head's bias
     held = layers * sharded // args.tp + replicated + vocabulary
+    held += experts_of_stage(args, stage)
     if args.tie and is_last and not is_first:  # stage 0 trains the tied weight
         return held, held - matrix, replicated
     return held, held, replicated
@@ -242,46 +224,112 @@ def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
     s = S // T if sp else S
     if args.recompute == "full":
         return e * b * s * D  # the layer's input
+    cheap = 0
+    if args.recompute == "selective" and args.attention == "flash":
+        cheap = 1  # tensors of the MLP that are computed again: the product
     norms = 2 * norm_stats(args) * stats
-    outside = b * s * (D * (4 * e + 2 * masks) + norms)  # inputs of norms, linears
-    # GELU's input and output; with a gate: SiLU's input and output, up, the product.
-    mlp = args.ffn * (4 if args.gated else 2)
-    inside = 2 * D + mlp  # q, the input of o_proj
+    inputs = 2 if cheap else 4  # of two norms, and of the linears behind them
+    outside = b * s * (D * (inputs * e + 2 * masks) + norms)
+    # GELU's input and output; with a gate: gate, up and their product (and SiLU's
+    # output, unless one kernel computes the product). q, and the input of o_proj.
+    mlp = (args.mlp_saves - cheap) * args.ffn
+    inside = 2 * q_width(args) + mlp
     # k and v as they are projected; attention written out repeats them for all heads.
     core_inputs = e * b * S * (inside + 2 * kv_width(args)) // T
-    if args.recompute == "selective":
-        return outside + core_inputs
+    routed = routed_bytes(args, b * s, e, args.mlp_saves - cheap)
+    if args.recompute == "selective" and args.attention == "math":
+        return outside + core_inputs + routed
     if args.attention == "flash":  # instead of scores one log-sum-exp (float32)
-        return outside + core_inputs + 4 * b * args.heads * S // T
+        return outside + core_inputs + 4 * b * args.heads * S // T + routed
     scores = b * args.heads * S * S // T * (e + masks * (1 + e))
-    return outside + e * b * S * (inside + 2 * D) // T + scores
+    q_k_v_o = inside + 2 * q_width(args)
+    return outside + e * b * S * q_k_v_o // T + scores + routed
 
 
-def saved_bytes(args, stage: int, e=2, stats=4) -> int:
-    """Bytes that a stage saves for backward per micro-batch, as lesson 05 counts."""
+def routed_rows(args, tokens: int) -> int:
+    """Rows that the experts of the busiest rank compute: top_k per token."""
+    return math.ceil(args.top_k * tokens * args.imbalance)
+
+
+def routed_bytes(args, tokens: int, e: int, mlp_saves: int) -> int:
+    """Bytes that the experts of a layer save: the router's softmax (float32), and per
+    row the input, what the MLP saves, and the output, which its weight multiplies."""
+    if not args.experts:
+        return 0
+    row = e * (2 * args.hidden + mlp_saves * args.expert_ffn)
+    return routed_rows(args, tokens) * row + 4 * args.experts * tokens
+
+
+def end_bytes(args, stage: int, e=2, stats=4) -> int:
+    """Bytes that embedding and loss save for backward per micro-batch."""
     tokens = args.micro_batch * args.seq_len // args.cp
-    saved = layers_of(args, stage) * layer_bytes(args, e, stats)
+    saved = 0
     if stage == 0:
         saved += tokens * (8 + 1)  # the rows of the embedding, and which are local
     if stage == args.pp - 1:
         norm = 2 * e * args.hidden + norm_stats(args) * stats  # its input, its output
         saved += tokens // args.tp * norm
+        if args.loss == "pieces":
+            return saved + tokens // args.tp * e * args.hidden
         # The loss: softmax, and per token an index and two masks; per column a mask.
-        saved += tokens * (max(4, e) * vocab_rows(args) + 8 + 1 + 1) + vocab_rows(args)
+        logit = max(4, e) if args.loss == "plain" else e
+        saved += tokens * (logit * vocab_rows(args) + 8 + 1 + 1) + vocab_rows(args)
     return saved
 
 
-@functools.cache
+def loss_at_peak(args, stage: int) -> int:
+    """Bytes that the loss needs for a moment and does not save for backward."""
+    if stage < args.pp - 1:
+        return 0
+    logits = args.micro_batch * args.seq_len // args.cp * vocab_rows(args)
+    if args.loss == "pieces":
+        logits = math.ceil(logits / PIECES)
+    return LOSSES[args.loss][1] * logits
+
+
+def saved_bytes(args, stage: int, e=2, stats=4) -> int:
+    """Bytes that a stage saves for backward per micro-batch, as lesson 05 counts."""
+    layers = layers_of(args, stage) * layer_bytes(args, e, stats)
+    return layers + end_bytes(args, stage, e, stats)
+
+
 def in_flight(kind: str, stage: int, P: int, M: int) -> int:
-    """Micro-batches that a stage has in flight at most, by lesson 05's schedule."""
-    if kind == "gpipe":
-        return M
-    current = 0
-    peak = 0
-    for phase, _ in lesson.schedule(kind, stage, P, min(M, P)):
-        current += 1 if phase == "forward" else -1
-        peak = max(peak, current)
-    return peak
+    """Micro-batches that a stage has in flight at most, by lesson 05's schedule.
+    ZB-H1 holds no more than 1F1B (2401.10241, sec. 2)."""
+    return M if kind == "gpipe" else min(P - stage, M)
+
+
+def layers_in_flight(args, stage: int) -> int:
+    """Forward passes of a layer that wait for their backward on a stage, at most.
+
+    A chunk goes P micro-batches at a time, so the warm-up has 2·(P − stage − 1) +
+    (v − 1)·P passes of a chunk; with the next one that is v·P·(1 + (P − 1)/(P·v)) on
+    stage 0 (2104.04473, sec. 2.2). With light ends a layer is missing: in the first
+    chunk, of which stage 0 has 2·P − 1 in flight; in the last one, which goes back at
+    once.
+    """
+    P, M, v = args.pp, args.microbatches, args.virtual
+    if v == 1:
+        return in_flight(args.schedule, stage, P, M) * layers_of(args, stage)
+    passes = min(2 * (P - stage - 1) + (v - 1) * P + 1, v * M)
+    if not args.light_ends:
+        return passes * (args.layers // (P * v))
+    layers = passes * ((args.layers + 2) // (P * v))
+    if stage == 0:
+        layers -= min(2 * P - 1, M)
+    if stage == P - 1:
+        layers -= 1
+    return layers
+
+
+def activations(args, stage: int) -> int:
+    """Bytes saved by all micro-batches in flight, and by a layer that is recomputed."""
+    flying = in_flight(args.schedule, stage, args.pp, args.microbatches)
+    total = flying * end_bytes(args, stage)
+    total += layers_in_flight(args, stage) * layer_bytes(args)
+    if args.recompute != "none":
+        total += layer_bytes(changed(args, recompute="none")) - layer_bytes(args)
+    return total
 
 
 def moments_bytes(args, n: int, e: int) -> int:
@@ -290,35 +338,42 @@ def moments_bytes(args, n: int, e: int) -> int:
 
 
 def memory(args, stage: int) -> dict[str, int]:
-    """Bytes of a rank in mixed precision, by what they are for.
+    """Bytes of a rank at the peak, in mixed precision, by what they are for.
 
-    Per parameter 2 + 2 + 12 bytes: weight, gradient, and AdamW's two moments and copy
-    of the weight in float32. ZeRO shards over dp × cp the 12 (stage 1), also the
-    gradient (2), also the weight (3) (1910.02054, sec. 5); then one layer at a time is
-    unsharded. Activations include those of one layer that is recomputed.
+    Per parameter 2 + 2 + 12 bytes: weight, gradient (4 if it is accumulated in
+    float32), and AdamW's two moments and copy of the weight in float32. ZeRO shards
+    over dp × cp the 12 (stage 1), also the gradient (2), also the weight (3)
+    (1910.02054, sec. 5); then one layer at a time is unsharded.
+
+    loss: what the loss needs for a moment and does not save. One layer that is
+    recomputed is part of the activations. Both are added, although they do not occur
+    at the same time: four published runs hold what the sum says (tests/test_plan.py).
     """
     held, trained, _ = parameters(args, stage)
-    shard = math.ceil(held / replicas(args))
-    micro_batches = in_flight(args.schedule, stage, args.pp, args.microbatches)
-    activations = micro_batches * saved_bytes(args, stage)
-    if args.recompute != "none":
-        plain = changed(args, recompute="none")
-        activations += layer_bytes(plain) - layer_bytes(args)
+    of_experts = experts_of_stage(args, stage)
     sharded, replicated = layer_parameters(args)
-    layer = sharded // args.tp + replicated
+    layer = sharded // args.tp + replicated + experts_of_layer(args)
     largest = max(layer, vocab_rows(args) * args.hidden)
-    unsharded = {2: 2 * largest, 3: 4 * largest}  # its gradient; also its weight
-    over_replicas = changed(args, dp=replicas(args))
+    unsharded = {2: args.grad_bytes * largest, 3: (2 + args.grad_bytes) * largest}
     if replicas(args) == 1:  # nothing is sharded
         unsharded = {}
+    kept = shard(args, held, of_experts)
+    # AdamW's two moments and the weights, in float32.
+    state = 12 * (shard(args, trained, of_experts) if args.zero else trained)
     return {
-        "parameters": 2 * (shard if args.zero >= 3 else held),
-        "gradients": 2 * (shard if args.zero >= 2 else held),
-        # The two moments in float32, and the weights: half as much again.
-        "optimizer": moments_bytes(over_replicas, trained, 4) * 3 // 2,
-        "activations": activations,
+        "parameters": 2 * (kept if args.zero >= 3 else held),
+        "gradients": args.grad_bytes * (kept if args.zero >= 2 else held),
+        "optimizer": state,
+        "activations": activations(args, stage),
         "unsharded": unsharded.get(args.zero, 0),
+        "loss": loss_at_peak(args, stage),
     }
+
+
+def shard(args, count: int, of_experts: int) -> int:
+    """Parameters of a ZeRO shard: experts have fewer replicas than the rest."""
+    rest = math.ceil((count - of_experts) / replicas(args))
+    return rest + math.ceil(of_experts / expert_replicas(args))
 
 
 # What it sends, and how long a step takes.
@@ -332,91 +387,141 @@ class Sent(NamedTuple):
     nbytes: int
 
 
-@functools.cache
-def compiled(formula: str):
-    """A formula as the lesson prints it: 2·L·B·S·D/T is 2 * L * B * S * D / T."""
-    return compile(formula.replace("·", "*"), formula, "eval")
+class Rows(list):
+    """Rows of `traffic`; a row without calls is left out."""
+
+    def add(self, phase: str, collective: str, axis: str, calls: int, nbytes) -> None:
+        if calls:
+            call = lesson.Call("mesh", phase, collective, axis)
+            self.append(Sent(call, calls, round(calls * nbytes)))
 
 
 def traffic(args, stage: int, e=2) -> list[Sent]:
-    """What lesson 05's ledger predicts, and what only the planner knows.
+    """Calls and payload of a rank per step: lesson 05's, and those of what it has not.
 
-    A layer that is recomputed repeats all its calls but the last reduce-scatter, whose
-    result is not needed (PyTorch's checkpoint stops before it). If T > K, ranks with
-    the same key/value head sum the gradients of its weights and biases.
+    Sources: arXiv:2205.05198, sec. 4.2 (layers); arXiv:2104.04473, sec. 3 (stages).
     """
+    rows = Rows()
     tokens = args.batch_size // args.dp * args.seq_len // args.cp
-    _, trained, replicated = parameters(args, stage)
-    size = lesson.traffic_size(args, stage, e, tokens, trained, replicated)
-    formulas = lesson.traffic(args, stage)
-    if args.zero:
-        size["n"] = trained + -trained % replicas(args)
-        formulas = with_sharded_states(formulas)
-    if args.zero >= 2:
-        formulas = with_sharded_gradients(args, formulas)
-    formulas = list(formulas.items())
-    backward = functools.partial(lesson.Call, "mesh", "backward")
-    if args.recompute == "full":
-        x = "e·b·S·D"
-        formulas.append((backward("all-gather", "tp"), [Calls("2·M·l", x)]))
-        formulas.append((backward("reduce-scatter", "tp"), [Calls("M·l", x)]))
-    if args.cp > 1:
-        size["C"] = args.cp
-        size["kv"] = 2 * e * tokens * kv_width(args) / (args.tp * args.microbatches)
-        formulas.extend(ring_of_keys(args))
-    if args.tp > args.kv_heads:
-        size["H"] = args.hidden // args.heads
-        formula = [Calls("4·M·l", "e·H·(D + 1)/2")]  # k and v, weights and biases
-        if args.biases == "none":
-            formula = [Calls("2·M·l", "e·H·D")]
-        formulas.append((backward("all-reduce", "copy"), formula))
-    rows = []
-    for call, terms in formulas:
-        for term in terms:
-            calls = eval(compiled(term.count), {}, size)
-            nbytes = eval(compiled(term.nbytes), {}, size)
-            if calls:
-                rows.append(Sent(call, calls, round(calls * nbytes)))
+    x = e * tokens * args.hidden / args.microbatches  # a micro-batch's activations
+    of_layers(args, stage, x, rows)
+    of_gradients(args, stage, e, rows)
+    of_stages(args, stage, x, e, rows)
+    of_attention(args, stage, e, rows)
+    of_experts(args, stage, e, rows)
     return rows
 
 
-def ring_of_keys(args) -> list:
+def of_layers(args, stage: int, x: float, rows: Rows) -> None:
+    """Lesson 04: per block (attention, MLP) an all-gather and a reduce-scatter forward,
+    the same in backward, and there one more all-gather. Embedding and head likewise.
+
+    A layer that is recomputed repeats all its calls but the last reduce-scatter, whose
+    result is not needed (PyTorch's checkpoint stops before it). Experts get rows by
+    another way, so a layer without a shared one has attention's block only.
+    """
+    M, l = args.microbatches, layers_of(args, stage)
+    blocks = l if args.experts and not args.ffn else 2 * l
+    first = int(stage == 0)  # embedding: a reduce-scatter; backward an all-gather
+    last = int(stage == args.pp - 1)  # head: an all-gather; backward one of each
+    rows.add("forward", "all-gather", "tp", M * (blocks + last), x)
+    rows.add("forward", "reduce-scatter", "tp", M * (blocks + first), x)
+    rows.add("backward", "all-gather", "tp", M * (2 * blocks + first + last), x)
+    rows.add("backward", "reduce-scatter", "tp", M * (blocks + last), x)
+    if args.recompute == "full":
+        rows.add("backward", "all-gather", "tp", M * blocks, x)
+        rows.add("backward", "reduce-scatter", "tp", M * l, x)
+
+
+def of_gradients(args, stage: int, e: int, rows: Rows) -> None:
+    """Sums over replicas, and the norm. ZeRO 2 and 3 sum in every micro-batch, because
+    no rank holds the gradients unsharded from one micro-batch to the next; 3 also
+    gathers the weights, forward and backward (1910.02054, sec. 7: 1.5 times the
+    traffic, with one micro-batch)."""
+    M = args.microbatches
+    g = max(e, args.grad_bytes)
+    _, trained, replicated = parameters(args, stage)
+    of_experts = experts_of_stage(args, stage)
+    counts = {"dp": trained - of_experts, "edp": of_experts}
+    if args.zero:  # shards of one size
+        counts["dp"] += -counts["dp"] % replicas(args)
+        counts["edp"] += -counts["edp"] % expert_replicas(args)
+    rows.add("tp sum", "all-reduce", "tp", 1, g * replicated)
+    for axis in ("tp", "pp", "dp")[: 3 if args.zero else 2]:
+        rows.add("norm", "all-reduce", axis, 1, 8)  # one float64
+    for axis, n in counts.items():
+        if not n:
+            continue
+        if args.zero == 0:
+            rows.add("dp sum", "all-reduce", axis, 1, g * n)
+        elif args.zero == 1:
+            rows.add("dp sum", "reduce-scatter", axis, 1, g * n)
+        else:
+            rows.add("backward", "reduce-scatter", axis, M, g * n)
+        if args.zero in (1, 2):
+            rows.add("update", "all-gather", axis, 1, e * n)
+        elif args.zero == 3:
+            rows.add("forward", "all-gather", axis, M, e * n)
+            rows.add("backward", "all-gather", axis, M, e * n)
+
+
+def of_stages(args, stage: int, x: float, e: int, rows: Rows) -> None:
+    """The batch, messages between stages (of all chunks), the loss, the tied weight."""
+    M, v = args.microbatches, args.virtual
+    is_first = stage == 0
+    is_last = stage == args.pp - 1
+    b = args.batch_size // args.dp // M
+    positions = b * args.seq_len // args.cp
+    if is_first or is_last:
+        rows.add("batch", "broadcast", "tp", M, 24)  # the shape, 3 int64
+        rows.add("batch", "broadcast", "tp", M, 2 * 8 * positions)  # tokens, targets
+        if args.tie:
+            matrix = vocab_rows(args) * args.hidden
+            g = max(e, args.grad_bytes)
+            rows.add("tied", "all-reduce", "embed", 1, g * matrix)
+            rows.add("update", "broadcast", "embed", 1, e * matrix)
+    out = v - 1 if is_last else v  # chunks whose output another stage needs
+    back = v - 1 if is_first else v
+    for phase, count in (("forward", M * out), ("backward", M * back)):
+        rows.add(phase, "send/recv", "pp", count, 40)  # header, then a slice of x
+        rows.add(phase, "send/recv", "pp", count, x / args.tp)
+    if is_last:
+        rows.add("batch", "all-reduce", "dp", 1, 8)  # count_targets
+        # Lesson 03; the loss is computed in float32 at least.
+        rows.add("loss", "all-reduce", "tp", 3 * M, max(4, e) * positions)
+
+
+def of_attention(args, stage: int, e: int, rows: Rows) -> None:
     """Keys and values of a rank's positions go around the cp ranks, and in backward
-    once more, with their gradients (beyond/11 counts these calls and bytes)."""
-    forward = lesson.Call("mesh", "forward", "send/recv", "cp")
-    backward = lesson.Call("mesh", "backward", "send/recv", "cp")
-    formulas = [(forward, [Calls("M·l·(C - 1)", "kv")])]
-    formulas.append((backward, [Calls("M·l·(2·C - 1)", "kv")]))
-    if args.recompute != "none":  # both kinds compute attention again
-        formulas.append((backward, [Calls("M·l·(C - 1)", "kv")]))
-    return formulas
+    once more, with their gradients (beyond/11 counts these calls and bytes). If T > K,
+    ranks with the same key/value head sum the gradients of its weights and biases."""
+    M, l = args.microbatches, layers_of(args, stage)
+    if args.cp > 1:
+        tokens = args.batch_size // args.dp * args.seq_len // args.cp
+        kv = 2 * e * tokens * kv_width(args) / (args.tp * M)
+        rows.add("forward", "send/recv", "cp", M * l * (args.cp - 1), kv)
+        rows.add("backward", "send/recv", "cp", M * l * (2 * args.cp - 1), kv)
+        if args.recompute == "full":
+            rows.add("backward", "send/recv", "cp", M * l * (args.cp - 1), kv)
+    if args.tp > args.kv_heads:
+        H, D = args.head_dim, args.hidden
+        if args.biases == "none":
+            rows.add("backward", "all-reduce", "copy", 2 * M * l, e * H * D)
+        else:  # k and v, weights and biases
+            rows.add("backward", "all-reduce", "copy", 4 * M * l, e * H * (D + 1) / 2)
 
 
-def with_sharded_states(formulas: dict) -> dict:
-    """ZeRO 1: each replica gets its slice of the sum, and after the update all slices;
-    the norm is a sum over replicas as well (1910.02054, sec. 7)."""
-    call = functools.partial(lesson.Call, "mesh")
-    formulas = dict(formulas)
-    del formulas[call("dp sum", "all-reduce", "dp")]
-    formulas[call("norm", "all-reduce", "dp")] = [Calls("1", "8")]
-    formulas[call("dp sum", "reduce-scatter", "dp")] = [Calls("1", "e·n")]
-    formulas[call("update", "all-gather", "dp")] = [Calls("1", "e·n")]
-    return formulas
-
-
-def with_sharded_gradients(args, formulas: dict) -> dict:
-    """ZeRO 2 and 3 sum gradients in every micro-batch, because no rank holds them
-    unsharded from one micro-batch to the next; 3 also gathers the weights, forward and
-    backward (1910.02054, sec. 7: 1.5 times the traffic, with one micro-batch)."""
-    call = functools.partial(lesson.Call, "mesh")
-    formulas = dict(formulas)
-    del formulas[call("dp sum", "reduce-scatter", "dp")]
-    formulas[call("backward", "reduce-scatter", "dp")] = [Calls("M", "e·n")]
-    if args.zero == 3:
-        del formulas[call("update", "all-gather", "dp")]
-        formulas[call("forward", "all-gather", "dp")] = [Calls("M", "e·n")]
-        formulas[call("backward", "all-gather", "dp")] = [Calls("M", "e·n")]
-    return formulas
+def of_experts(args, stage: int, e: int, rows: Rows) -> None:
+    """An all-to-all of top_k rows per token to the experts, and one back; the same in
+    backward, and once more if layers are recomputed. Payload: the busiest rank's."""
+    if not args.experts:
+        return
+    M, l = args.microbatches, layers_of(args, stage)
+    tokens = args.micro_batch * args.seq_len // args.cp // args.tp
+    nbytes = e * routed_rows(args, tokens) * args.hidden
+    again = 2 if args.recompute == "full" else 0
+    rows.add("forward", "all-to-all", "ep", 2 * M * l, nbytes)
+    rows.add("backward", "all-to-all", "ep", (2 + again) * M * l, nbytes)
 
 
 def counted(args, stage: int, e=2) -> dict[lesson.Call, list]:
@@ -430,15 +535,19 @@ def counted(args, stage: int, e=2) -> dict[lesson.Call, list]:
     return found
 
 
-LINKS = {"copy": "tp", "embed": "pp"}  # groups within a line of the mesh
+# Groups that a line of the mesh has besides: ranks of one key/value head; first and
+# last stage; replicas of the same experts.
+LINKS = {"copy": "tp", "embed": "pp", "edp": "dp"}
 
 
 def ranks_along(args, axis: str) -> int:
-    """Ranks of a group; copy: of one key/value head; embed: first and last stage."""
+    """Ranks of a group; see LINKS."""
     if axis == "copy":
         return max(1, args.tp // args.kv_heads)
     if axis == "embed":
         return min(2, args.pp)
+    if axis == "edp":
+        return expert_replicas(args)
     if axis == "dp":  # whoever has the same parameters
         return replicas(args)
     return getattr(args, axis)
@@ -451,6 +560,14 @@ def ring(collective: str, ranks: int) -> float:
     if collective == "all-reduce":  # a reduce-scatter and an all-gather
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks
+
+
+def ring_steps(collective: str, ranks: int) -> int:
+    """Messages that a rank sends one after the other in a call, each to be waited for.
+    In an all-to-all they leave at once."""
+    if collective in ("send/recv", "all-to-all"):
+        return 1
+    return (2 if collective == "all-reduce" else 1) * (ranks - 1)
 
 
 def all_reduce_ways(n: int, ranks: int, alpha: float, beta: float) -> dict[str, dict]:
@@ -484,27 +601,43 @@ def rates(args, machine) -> dict[str, float]:
     """Bytes/s that a group has along each axis, in one direction.
 
     Rank = (stage · DP + replica) · T + tp_rank (make_mesh); with cp, replica is
-    replica · CP + cp_rank. A group that fits into a node has the links inside. The ring
-    of a group that spans nodes leaves each node through the network cards of all its
-    ranks there (one card per GPU), so its rate grows with their number, up to the rate
-    inside. A message between stages, or of keys and values along cp, has one sender, so
-    it has one card.
+    replica · CP + cp_rank; experts are shared by neighbors. A group that fits into a
+    node has the links inside. The ring of a group that spans nodes leaves each node
+    through the network cards of all its ranks there (one card per GPU), so its rate
+    grows with their number, up to the rate inside. A message between stages, or of keys
+    and values along cp, has one sender, so it has one card. In an all-to-all each rank
+    sends through its own card what leaves the node.
     """
-    spans = {"tp": args.tp, "dp": args.tp * replicas(args)}  # ranks, innermost first
-    if args.cp > 1:
-        spans["cp"] = args.tp * args.cp
-    spans["pp"] = spans["dp"] * args.pp
     found = {}
-    for axis, span in spans.items():
-        if machine.node % span == 0 or machine.gpus <= machine.node:
+    for axis, span in spans(args).items():
+        ranks = ranks_along(args, axis)
+        if fits_in_a_node(span, machine):
             found[axis] = machine.inside
         elif axis in ("cp", "pp"):
             found[axis] = machine.between
+        elif axis == "ep":
+            outside = max(1, ranks - machine.node)
+            found[axis] = min(machine.inside, machine.between * (ranks - 1) / outside)
         else:
-            ranks = ranks_along(args, axis)
             cards = cards_of_a_group(ranks, span // ranks, machine.node)
             found[axis] = min(machine.inside, machine.between * cards)
     return found
+
+
+def spans(args) -> dict[str, int]:
+    """How many neighboring ranks a group of each axis lies among."""
+    found = {"tp": args.tp, "dp": args.tp * replicas(args)}
+    if args.cp > 1:
+        found["cp"] = args.tp * args.cp
+    if args.experts:
+        found["ep"] = args.ep
+        found["edp"] = found["dp"]
+    found["pp"] = found["dp"] * args.pp
+    return found
+
+
+def fits_in_a_node(span: int, machine) -> bool:
+    return machine.node % span == 0 or machine.gpus <= machine.node
 
 
 def cards_of_a_group(ranks: int, inner: int, node: int) -> int:
@@ -523,14 +656,19 @@ def flops(args, stage: int) -> int:
     scores; with what is recomputed (2104.04473, sec. 5.1 and appendix).
 
     FlashAttention's backward computes Q·Kᵀ again, half of the scores' forward. (It is
-    faster all the same, because it moves less memory; FLOPs do not show that.)
+    faster all the same, because it moves less memory; FLOPs do not show that.) Experts:
+    those that a token takes, on the busiest rank.
     """
     tokens = args.batch_size // args.dp * args.seq_len
     # Zigzag gives each of the cp ranks the same share of tokens and of scores.
     ranks = args.tp * args.cp
-    scores = 4 * args.seq_len * args.hidden
-    layer = 2 * layer_weights(args) + scores
-    again = {"none": 0, "selective": scores, "full": layer}[args.recompute]
+    scores = 4 * args.seq_len * q_width(args)
+    layer = 2 * (layer_weights(args) + active_weights(args)) + scores
+    again = 0
+    if args.recompute == "full":
+        again = layer
+    elif args.recompute == "selective" and args.attention == "math":
+        again = scores
     if args.attention == "flash":
         again += scores // 2
     work = layers_of(args, stage) * (3 * layer + again)
@@ -539,31 +677,24 @@ def flops(args, stage: int) -> int:
     return tokens * work // ranks
 
 
+def active_weights(args) -> int:
+    """Elements of the experts' matrices that a token uses, times the imbalance."""
+    each = matrices(args) * args.hidden * args.expert_ffn
+    router = args.hidden * args.experts
+    return math.ceil(args.top_k * args.imbalance * each) + router
+
+
 def model_flops(args) -> int:
     """FLOPs of the model per step, on all ranks together: nothing is recomputed, no
     head is counted twice."""
-    plain = changed(args, recompute="none", attention="math", pp=1, dp=1, tp=1, cp=1)
-    return flops(plain, 0)
+    one = dict(pp=1, dp=1, tp=1, cp=1, ep=1, light_ends=False, imbalance=1.0)
+    return flops(changed(args, recompute="none", attention="math", **one), 0)
 
 
 def hardware_flops(args) -> int:
     """FLOPs that all ranks together compute per step, with what is recomputed."""
     ranks = args.dp * args.cp * args.tp
     return sum(flops(args, stage) for stage in range(args.pp)) * ranks
-
-
-def mfu_of_table_1(sizes: dict, machine) -> tuple[float, float]:
-    """MFU of a published layout of 2104.04473, Table 1: predicted and measured.
-
-    The table counts recomputed FLOPs as work; MFU does not (2204.02311, sec. 4.1).
-    """
-    machine = changed(machine, gpus=sizes["gpus"])
-    dp, pp, tp = sizes["published"]
-    fixed = {"dp": dp, "pp": pp, "tp": tp, "recompute": "full"}
-    best = search(sizes, machine, fixed)[0][0]
-    layout = make_layout(sizes, micro_batch=best["micro_batch"], **fixed)
-    useful = model_flops(layout) / hardware_flops(layout)
-    return best["mfu"], sizes["measured"] / machine.gpu_flops * useful
 
 
 # Phases that come once per step; all others come with each micro-batch.
@@ -574,20 +705,33 @@ def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:
     """Seconds of a stage per step, and bytes that a rank sends along each axis.
 
     Seconds: arithmetic; messages along each axis that belong to micro-batches; "once":
-    messages that come once per step.
+    messages that come once per step. A call takes its bytes over the rate, and alpha
+    for each step of its ring.
     """
     took = {"arithmetic": flops(args, stage) / machine.gpu_flops, "once": 0.0}
     took.update(dict.fromkeys(rate, 0.0))
     sent = dict.fromkeys(rate, 0.0)
-    for call, _, payload in traffic(args, stage):
+    alpha = latencies(args, machine)
+    for call, calls, payload in traffic(args, stage):
         ranks = ranks_along(args, call.axis)
         if ranks == 1:  # nothing is sent
             continue
         nbytes = payload * ring(call.collective, ranks)
-        axis = LINKS.get(call.axis, call.axis)
+        axis = call.axis if call.axis in rate else LINKS[call.axis]
+        steps = calls * ring_steps(call.collective, ranks)
+        time = nbytes / rate[axis] + steps * alpha[axis]
         sent[axis] += nbytes
-        took["once" if call.phase in ONCE else axis] += nbytes / rate[axis]
+        took["once" if call.phase in ONCE else axis] += time
     return took, sent
+
+
+def latencies(args, machine) -> dict[str, float]:
+    """Seconds per step of a ring along each axis."""
+    found = {}
+    for axis, span in spans(args).items():
+        inside = fits_in_a_node(span, machine)
+        found[axis] = machine.alpha_inside if inside else machine.alpha_between
+    return found
 
 
 def in_micro_batches(took: dict) -> float:
@@ -595,11 +739,35 @@ def in_micro_batches(took: dict) -> float:
     return sum(took[name] for name in took if name != "once")
 
 
+def bubble(args) -> float:
+    """Waiting over computing of a stage, with F, B (dL/dx alone) and W (dL/dW) equally
+    long; recomputing full layers adds an F to B.
+
+    1F1B waits (P − 1)·(F + B + W) (2104.04473, sec. 2.2), with v chunks per stage one
+    v-th of that; ZB-H1 (P − 1)·(F + B − W) (2401.10241). Computing: M·(F + B + W).
+    """
+    F = W = 1
+    B = 2 if args.recompute == "full" else 1
+    waits = F + B - W if args.schedule == "zb-h1" else F + B + W
+    waits *= args.pp - 1
+    return waits / (args.virtual * args.microbatches * (F + B + W))
+
+
+def exposed_dp(args, once: float, each: float, arithmetic: float) -> float:
+    """Seconds of dp's messages that a step waits for: all of them, or with overlap_dp
+    what backward does not cover. Backward is two thirds of computing; messages that
+    come once per step have that of the last micro-batch only."""
+    if args.overlap_dp:
+        backward = arithmetic * 2 / 3
+        once = max(0.0, once - backward / args.microbatches)
+        each = max(0.0, each - arithmetic)
+    return once + each
+
+
 def predict(args, machine) -> dict:
     """A layout's row; all of it is predicted. Only the first, the second and the last
     stage are computed: no other stage holds, sends or computes more than these."""
     P = args.pp
-    M = args.microbatches
     rate = rates(args, machine)
     stages = sorted({0, min(1, P - 1), P - 1})
     memories = [memory(args, stage) for stage in stages]
@@ -607,23 +775,28 @@ def predict(args, machine) -> dict:
     found = [seconds(args, stage, machine, rate) for stage in stages]
     # The slowest stage sets the pace: M + P − 1 times (2104.04473, sec. 2.2).
     slowest = max((took for took, _ in found), key=in_micro_batches)
-    waiting = in_micro_batches(slowest) * (P - 1) / M
+    waiting = in_micro_batches(slowest) * bubble(args)
+    once = max(took["once"] for took, _ in found)
+    each = slowest["dp"] + slowest.get("edp", 0.0)
     parts = {
         "arithmetic": slowest["arithmetic"],
         "tp": slowest["tp"],
-        "dp": max(took["once"] for took, _ in found) + slowest["dp"],
+        "dp": exposed_dp(args, once, each, slowest["arithmetic"]),
         "pp": slowest["pp"] + waiting,  # messages and the bubble
     }
-    if args.cp > 1:
-        parts["cp"] = slowest["cp"]
+    for axis in ("cp", "ep"):
+        if axis in slowest:
+            parts[axis] = slowest[axis]
     total = sum(parts.values())
     row = {name: getattr(args, name) for name in LAYOUT}
-    if args.cp > 1:
-        row["cp"] = args.cp
     row["bytes"] = fullest
     row["memory"] = sum(fullest.values())
     row["sent"] = {axis: max(sent[axis] for _, sent in found) for axis in rate}
-    row["bubble"] = (P - 1) / M  # waiting over computing (2104.04473, sec. 2.2.1)
+    if "edp" in rate:
+        row["sent"]["dp"] += row["sent"].pop("edp")
+    row["bubble"] = bubble(args)
+    row["waiting"] = waiting
+    row["tp_leaves_node"] = not fits_in_a_node(args.tp, machine)
     row["seconds"] = total
     row["parts"] = parts
     row["mfu"] = model_flops(args) / (machine.gpu_flops * machine.gpus * total)
@@ -639,9 +812,10 @@ def divisors(n: int) -> list[int]:
     return small + large
 
 
-def why_not(sizes: dict, dp: int, pp: int, tp: int, cp: int = 1) -> str:
+def why_not(sizes: dict, dp=1, pp=1, tp=1, cp=1, ep=1, virtual=1) -> str:
     """Which size is not divisible, or "": the conditions of lesson 05, and T > K; with
-    cp > 1, two chunks of positions on each rank, and SP within its positions."""
+    cp > 1, two chunks of positions on each rank, and SP within its positions; even
+    chunks of layers; and experts that the ranks share evenly."""
     if cp > 1 and sizes["seq_len"] % (2 * cp):
         return "seq-len % (2 · cp) is not 0"
     if cp > 1 and sizes["seq_len"] % (cp * tp):
@@ -652,85 +826,141 @@ def why_not(sizes: dict, dp: int, pp: int, tp: int, cp: int = 1) -> str:
         ("ffn", "tp", tp),
         ("seq_len", "tp", tp),
         ("batch_size", "dp", dp),
+        ("experts", "ep", ep),
     ):
         if name == "kv_heads" and tp % sizes[name] == 0:
             continue  # each head is replicated on tp / kv_heads ranks
-        if sizes[name] % parts:
+        if sizes.get(name, 0) % parts:
             return f"{name.replace('_', '-')} % {axis} is not 0"
-    return "fewer layers than pp" if sizes["layers"] < pp else ""
+    if tp * cp * dp % ep:
+        return "tp · cp · dp % ep is not 0"
+    if ep > 1 and not sizes.get("experts"):
+        return "ep without experts"
+    layers = sizes["layers"]
+    if layers < pp:
+        return "fewer layers than pp"
+    if pp > 1 and virtual > 1 and layers % (pp * virtual):
+        if not has_light_ends(layers, pp, virtual):
+            return "layers % (pp · virtual) is not 0"
+    return ""
 
 
-def meshes(gpus: int, fixed: dict):
-    """All dp, pp, tp whose product is the number of GPUs, as far as `fixed` allows; cp
-    is 1, or what `fixed` says."""
-    cp = fixed.get("cp", 1)
-    if gpus % cp:
-        return
-    gpus //= cp
-    for tp in divisors(gpus):
-        for pp in divisors(gpus // tp):
-            found = {"dp": gpus // tp // pp, "pp": pp, "tp": tp}
-            if cp > 1:
-                found["cp"] = cp
-            if agrees(found, fixed):
-                yield found
+def meshes(gpus: int, fixed: dict, seq_len: int = 0):
+    """All dp, pp, tp, cp whose product is the number of GPUs, as far as `fixed` allows.
+
+    cp is 1, what `fixed` says, or more for a long sequence: powers of two that leave
+    SHORTEST_IN_A_RING positions on a rank.
+    """
+    rings = [1]
+    while seq_len >= 2 * rings[-1] * SHORTEST_IN_A_RING:
+        rings.append(2 * rings[-1])
+    for cp in [fixed["cp"]] if "cp" in fixed else rings:
+        if gpus % cp:
+            continue
+        for tp in divisors(gpus // cp):
+            for pp in divisors(gpus // cp // tp):
+                found = {"dp": gpus // cp // tp // pp, "pp": pp, "tp": tp, "cp": cp}
+                if agrees(found, fixed):
+                    yield found
 
 
 def agrees(found: dict, fixed: dict) -> bool:
     return all(fixed.get(name, value) == value for name, value in found.items())
 
 
-def choices(sizes: dict, mesh: dict, fixed: dict, attention: str):
-    """Micro-batch sizes and recomputation of a mesh. With FlashAttention no scores are
-    saved, so there is nothing to recompute selectively."""
+def most_gpus(sizes: dict, gpus: int, fixed: dict) -> int:
+    """The largest number of GPUs, at most `gpus`, that some mesh of the model has; 0 if
+    there is none. Along each axis only sizes that the model allows are tried."""
+    cp = fixed.get("cp", 1)
+    tps = [tp for tp in divisors(sizes["heads"]) if not why_not(sizes, tp=tp, cp=cp)]
+    dps = divisors(sizes["batch_size"])
+    pps = range(1, sizes["layers"] + 1)
+    tps, dps, pps = (
+        [n for n in found if fixed.get(axis, n) == n]
+        for axis, found in zip(("tp", "dp", "pp"), (tps, dps, pps))
+    )
+    v = fixed.get("virtual", 1)
+    pps = [pp for pp in pps if not why_not(sizes, pp=pp, virtual=v)]
+    products = {cp * tp * dp for tp in tps for dp in dps}
+    fitting = {n * pp for n in products for pp in pps if n * pp <= gpus}
+    return max(fitting, default=0)
+
+
+def choices(sizes: dict, mesh: dict, fixed: dict, options: dict):
+    """Micro-batch sizes and expert groups of a mesh."""
+    virtual = options.get("virtual", 1) if mesh["pp"] > 1 else 1
+    groups = [1]
+    if sizes.get("experts"):
+        groups = divisors(sizes["experts"])
     for b in divisors(sizes["batch_size"] // mesh["dp"]):
-        for recompute in RECOMPUTE:
-            if attention == "flash" and recompute == "selective":
-                continue
-            found = {"micro_batch": b, "recompute": recompute}
-            if agrees(found, fixed):
+        M = sizes["batch_size"] // mesh["dp"] // b
+        if virtual > 1 and M % mesh["pp"]:
+            continue  # interleaving goes through P micro-batches at a time
+        for ep in groups:
+            found = {"micro_batch": b, "ep": ep}
+            if agrees(found, fixed) and not why_not(sizes, **mesh, ep=ep):
                 yield found
+
+
+def layout_options(sizes: dict, mesh: dict, options: dict) -> dict:
+    """Options of a layout: without stages there are no chunks; ends are light if then
+    all chunks are even."""
+    virtual = options.get("virtual", 1) if mesh["pp"] > 1 else 1
+    light = has_light_ends(sizes["layers"], mesh["pp"], virtual)
+    return options | dict(virtual=virtual, light_ends=light)
 
 
 def search(sizes: dict, machine, fixed: dict | None = None, **options) -> tuple:
     """Rows that fit, the fastest first; rows that do not; why dp × pp × tp is refused.
 
     Args:
-        machine: gpus, node, gpu_memory, reserve, gpu_flops, inside, between.
+        machine: gpus, node, gpu_memory, reserve, gpu_flops, inside, between, alphas.
         fixed: required values, such as {"tp": 8}.
-        options: attention, zero, tie; see make_layout.
+        options: attention, zero, tie, virtual and others; see make_layout.
     """
     fixed = fixed or {}
     fits = []
     too_large = []
     refused = Counter()
-    for mesh in meshes(machine.gpus, fixed):
-        reason = why_not(sizes, **mesh)
+    flash = options.get("attention", "math") == "flash"
+    ways = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTE
+    for mesh in meshes(machine.gpus, fixed, flash * sizes["seq_len"]):
+        reason = why_not(sizes, **mesh, virtual=options.get("virtual", 1))
         if reason:
             refused[reason] += 1
             continue
-        attention = options.get("attention", "math")
-        for found in choices(sizes, mesh, fixed, attention):
-            row = predict(make_layout(sizes, **mesh, **found, **options), machine)
-            if row["memory"] <= usable(machine):
+        more = layout_options(sizes, mesh, options)
+        for found in choices(sizes, mesh, fixed, more):
+            for how in ways:
+                layout = make_layout(sizes, **mesh, **found, recompute=how, **more)
+                row = predict(layout, machine)
+                if row["memory"] > usable(machine):
+                    too_large.append(row)
+                    continue
                 fits.append(row)
-            else:
-                too_large.append(row)
+                if flash and how == "none":  # otherwise the cheap way ties with it
+                    break
     return sorted(fits, key=lambda row: row["seconds"]), too_large, refused
 
 
 def best_of_each(rows: list[dict]) -> list[dict]:
-    """The first row of each dp × pp × tp, in the order of the rows."""
+    """The first row of each dp × pp × tp × cp, in the order of the rows."""
     found = {}
     for row in rows:
-        found.setdefault((row["dp"], row["pp"], row["tp"]), row)
+        found.setdefault((row["dp"], row["pp"], row["tp"], row["cp"]), row)
     return list(found.values())
 
 
-def presets() -> str:
-    """Models and machines for the page with sliders."""
-    return json.dumps({"models": MODELS, "machines": MACHINES}, indent=1) + "\n"
+def page_data() -> str:
+    """Models, machines and how wrong the times are, for the page with sliders."""
+    from published import BANDS  # which compares with this file
+
+    bands = [
+        {"kind": kind, "low": low, "high": high} for kind, (low, high) in BANDS.items()
+    ]
+    data = {"models": MODELS, "machines": MACHINES, "bands": bands}
+    return json.dumps(data, indent=1) + "\n"
 
 
 if __name__ == "__main__":  # written to docs/_static/planner/presets.json
-    print(presets(), end="")
+    print(page_data(), end="")

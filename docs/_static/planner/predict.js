@@ -4,10 +4,15 @@
 
 export const RECOMPUTE = ["none", "selective", "full"];
 export const ATTENTION = ["flash", "math"];
+export const SCHEDULES = ["1f1b", "zb-h1"];
+// Bytes per logit that a loss saves, and that it needs on top of them at its peak.
+export const LOSSES = { plain: [4, 10], fused: [2, 2], pieces: [0, 14] };
+const PIECES = 16;
+const SHORTEST_IN_A_RING = 8192;
 const GB = 1e9;
 // Phases that come once per step; all others come with each micro-batch.
 const ONCE = ["tp sum", "dp sum", "tied", "norm", "update"];
-const LINKS = { copy: "tp", embed: "pp" }; // groups within a line of the mesh
+const LINKS = { copy: "tp", embed: "pp", edp: "dp" }; // groups within a line of the mesh
 
 // Python's a // b, and its round(): halves go to the even neighbor.
 const floorDiv = (a, b) => Math.floor(a / b);
@@ -22,11 +27,15 @@ function gcd(a, b) {
 
 export function makeLayout(sizes, more) {
   const layout = {
-    gated: false, biases: "all", tie: false, schedule: "1f1b", zero: 0,
-    recompute: "none", attention: "math", pp: 1, dp: 1, tp: 1, cp: 1, micro_batch: 1,
+    gated: false, biases: "all", tie: false, qk_norm: false, experts: 0, top_k: 0,
+    expert_ffn: 0, schedule: "1f1b", zero: 0, recompute: "none", attention: "math",
+    virtual: 1, light_ends: false, grad_bytes: 2, imbalance: 1, overlap_dp: false,
+    loss: "plain", pp: 1, dp: 1, tp: 1, cp: 1, ep: 1, micro_batch: 1,
     ...sizes, ...more,
   };
-  layout.ffn = layout.ffn || 4 * layout.hidden;
+  layout.ffn ??= 4 * layout.hidden;
+  layout.head_dim ??= floorDiv(layout.hidden, layout.heads);
+  layout.mlp_saves ??= layout.gated ? 3 : 2;
   layout.microbatches = floorDiv(layout.batch_size, layout.dp * layout.micro_batch);
   return layout;
 }
@@ -34,26 +43,40 @@ export function makeLayout(sizes, more) {
 // What a rank holds
 
 const replicas = (a) => a.dp * a.cp;
+const expertReplicas = (a) => floorDiv(a.tp * a.cp * a.dp, a.ep);
+
+export function hasLightEnds(layers, pp, virtual = 1) {
+  const chunks = pp * virtual;
+  return pp > 1 && layers % chunks > 0 && (layers + 2) % chunks === 0;
+}
 function layersOf(a, stage) {
+  if (a.light_ends) {
+    return floorDiv(a.layers + 2, a.pp) - (stage === 0 || stage === a.pp - 1 ? 1 : 0);
+  }
   return floorDiv(a.layers, a.pp) + (stage < a.layers % a.pp ? 1 : 0);
 }
-function kvWidth(a) {
-  return floorDiv(a.hidden, a.heads) * Math.max(a.kv_heads, a.tp);
-}
+const qWidth = (a) => a.head_dim * a.heads;
+const kvWidth = (a) => a.head_dim * Math.max(a.kv_heads, a.tp);
+const matrices = (a) => (a.gated ? 3 : 2);
+
 function layerWeights(a) {
-  const attention = a.hidden * (2 * a.hidden + 2 * kvWidth(a));
-  return attention + (a.gated ? 3 : 2) * a.hidden * a.ffn;
+  const attention = a.hidden * (2 * qWidth(a) + 2 * kvWidth(a));
+  return attention + matrices(a) * a.hidden * a.ffn;
 }
 function layerParameters(a) {
   let sharded = layerWeights(a);
   let replicated = 2 * a.hidden;
-  if (a.biases !== "none") sharded += a.hidden + 2 * kvWidth(a);
+  if (a.biases !== "none") sharded += qWidth(a) + 2 * kvWidth(a);
   if (a.biases === "all") {
     sharded += a.ffn * (a.gated ? 2 : 1);
     replicated += 4 * a.hidden;
   }
-  return { sharded, replicated };
+  if (a.qk_norm) replicated += 2 * a.head_dim;
+  return { sharded, replicated: replicated + a.hidden * a.experts };
 }
+const oneExpert = (a) => matrices(a) * a.hidden * a.expert_ffn;
+const expertsOfLayer = (a) => floorDiv(a.experts, a.ep) * oneExpert(a);
+const expertsOfStage = (a, stage) => layersOf(a, stage) * expertsOfLayer(a);
 const vocabRows = (a) => Math.ceil(a.vocab_size / a.tp);
 const normStats = (a) => (a.biases === "all" ? 2 : 1);
 
@@ -72,7 +95,8 @@ export function parameters(a, stage) {
     replicated += a.hidden;
     vocabulary += vocabRows(a);
   }
-  const held = floorDiv(layers * layer.sharded, a.tp) + replicated + vocabulary;
+  let held = floorDiv(layers * layer.sharded, a.tp) + replicated + vocabulary;
+  held += expertsOfStage(a, stage);
   const trained = a.tie && isLast && !isFirst ? held - matrix : held;
   return { held, trained, replicated };
 }
@@ -82,121 +106,178 @@ export function layerBytes(a, e = 2, stats = 4, masks = false, sp = true) {
   const S = floorDiv(a.seq_len, a.cp);
   const s = sp ? floorDiv(S, a.tp) : S;
   if (a.recompute === "full") return e * b * s * a.hidden;
+  const cheap = a.recompute === "selective" && a.attention === "flash" ? 1 : 0;
   const norms = 2 * normStats(a) * stats;
-  const outside = b * s * (a.hidden * (4 * e + (masks ? 2 : 0)) + norms);
-  const inside = 2 * a.hidden + a.ffn * (a.gated ? 4 : 2);
+  const inputs = cheap ? 2 : 4;
+  const outside = b * s * (a.hidden * (inputs * e + (masks ? 2 : 0)) + norms);
+  const inside = 2 * qWidth(a) + (a.mlp_saves - cheap) * a.ffn;
   const tokens = b * S;
   const coreInputs = floorDiv(e * tokens * (inside + 2 * kvWidth(a)), a.tp);
-  if (a.recompute === "selective") return outside + coreInputs;
+  const routed = routedBytes(a, b * s, e, a.mlp_saves - cheap);
+  if (a.recompute === "selective" && a.attention === "math") return outside + coreInputs + routed;
   if (a.attention === "flash") {
-    return outside + coreInputs + floorDiv(4 * tokens * a.heads, a.tp);
+    return outside + coreInputs + floorDiv(4 * tokens * a.heads, a.tp) + routed;
   }
   const scores = floorDiv(b * a.heads * S * S, a.tp) * (e + (masks ? 1 + e : 0));
-  return outside + floorDiv(e * tokens * (inside + 2 * a.hidden), a.tp) + scores;
+  return outside + floorDiv(e * tokens * (inside + 2 * qWidth(a)), a.tp) + scores + routed;
 }
 
-export function savedBytes(a, stage, e = 2, stats = 4) {
+const routedRows = (a, tokens) => Math.ceil(a.top_k * tokens * a.imbalance);
+function routedBytes(a, tokens, e, mlpSaves) {
+  if (!a.experts) return 0;
+  const row = e * (2 * a.hidden + mlpSaves * a.expert_ffn);
+  return routedRows(a, tokens) * row + 4 * a.experts * tokens;
+}
+
+function endBytes(a, stage, e = 2, stats = 4) {
   const tokens = floorDiv(a.micro_batch * a.seq_len, a.cp);
-  let saved = layersOf(a, stage) * layerBytes(a, e, stats);
+  let saved = 0;
   if (stage === 0) saved += tokens * (8 + 1);
   if (stage === a.pp - 1) {
     saved += floorDiv(tokens, a.tp) * (2 * e * a.hidden + normStats(a) * stats);
-    saved += tokens * (Math.max(4, e) * vocabRows(a) + 8 + 1 + 1) + vocabRows(a);
+    if (a.loss === "pieces") return saved + floorDiv(tokens, a.tp) * e * a.hidden;
+    const logit = a.loss === "plain" ? Math.max(4, e) : e;
+    saved += tokens * (logit * vocabRows(a) + 8 + 1 + 1) + vocabRows(a);
   }
   return saved;
+}
+
+function lossAtPeak(a, stage) {
+  if (stage < a.pp - 1) return 0;
+  let logits = floorDiv(a.micro_batch * a.seq_len, a.cp) * vocabRows(a);
+  if (a.loss === "pieces") logits = Math.ceil(logits / PIECES);
+  return LOSSES[a.loss][1] * logits;
+}
+
+export function savedBytes(a, stage, e = 2, stats = 4) {
+  return layersOf(a, stage) * layerBytes(a, e, stats) + endBytes(a, stage, e, stats);
 }
 
 export function inFlight(kind, stage, P, M) {
   return kind === "gpipe" ? M : Math.min(P - stage, M);
 }
 
+export function layersInFlight(a, stage) {
+  const [P, M, v] = [a.pp, a.microbatches, a.virtual];
+  if (v === 1) return inFlight(a.schedule, stage, P, M) * layersOf(a, stage);
+  const passes = Math.min(2 * (P - stage - 1) + (v - 1) * P + 1, v * M);
+  if (!a.light_ends) return passes * floorDiv(a.layers, P * v);
+  let layers = passes * floorDiv(a.layers + 2, P * v);
+  if (stage === 0) layers -= Math.min(2 * P - 1, M);
+  if (stage === P - 1) layers -= 1;
+  return layers;
+}
+
+function activations(a, stage) {
+  let total = inFlight(a.schedule, stage, a.pp, a.microbatches) * endBytes(a, stage);
+  total += layersInFlight(a, stage) * layerBytes(a);
+  if (a.recompute !== "none") {
+    total += layerBytes({ ...a, recompute: "none" }) - layerBytes(a);
+  }
+  return total;
+}
+
 export function memory(a, stage) {
   const { held, trained } = parameters(a, stage);
-  const shard = Math.ceil(held / replicas(a));
-  let activations = inFlight(a.schedule, stage, a.pp, a.microbatches);
-  activations *= savedBytes(a, stage);
-  if (a.recompute !== "none") {
-    activations += layerBytes({ ...a, recompute: "none" }) - layerBytes(a);
-  }
+  const ofExperts = expertsOfStage(a, stage);
   const { sharded, replicated } = layerParameters(a);
-  const layer = floorDiv(sharded, a.tp) + replicated;
+  const layer = floorDiv(sharded, a.tp) + replicated + expertsOfLayer(a);
   const largest = Math.max(layer, vocabRows(a) * a.hidden);
-  const part = Math.ceil(trained / replicas(a));
+  const [all, groups] = [replicas(a), expertReplicas(a)];
+  const shard = (count) => Math.ceil((count - ofExperts) / all) + Math.ceil(ofExperts / groups);
+  const unsharded = { 2: a.grad_bytes * largest, 3: (2 + a.grad_bytes) * largest };
   return {
-    parameters: 2 * (a.zero >= 3 ? shard : held),
-    gradients: 2 * (a.zero >= 2 ? shard : held),
-    optimizer: 12 * (a.zero ? part : part * replicas(a)),
-    activations,
-    unsharded: replicas(a) > 1 && a.zero >= 2 ? (a.zero === 3 ? 4 : 2) * largest : 0,
+    parameters: 2 * (a.zero >= 3 ? shard(held) : held),
+    gradients: a.grad_bytes * (a.zero >= 2 ? shard(held) : held),
+    optimizer: 12 * (a.zero ? shard(trained) : trained),
+    activations: activations(a, stage),
+    unsharded: (all > 1 && unsharded[a.zero]) || 0,
+    loss: lossAtPeak(a, stage),
   };
 }
 
 // What it sends, and how long a step takes
 
 export function traffic(a, stage, e = 2) {
-  const [M, T, D, dp] = [a.microbatches, a.tp, a.hidden, a.dp];
-  const tokens = floorDiv(floorDiv(a.batch_size, dp) * a.seq_len, a.cp);
+  const [M, T, D, v] = [a.microbatches, a.tp, a.hidden, a.virtual];
+  const tokens = floorDiv(floorDiv(a.batch_size, a.dp) * a.seq_len, a.cp);
   const { trained, replicated } = parameters(a, stage);
-  const rows = floorDiv(floorDiv(a.batch_size, dp), M);
-  const S = tokens / (rows * M);
+  const ofExperts = expertsOfStage(a, stage);
+  const rows = floorDiv(floorDiv(a.batch_size, a.dp), M);
+  const positions = floorDiv(rows * a.seq_len, a.cp);
   const l = layersOf(a, stage);
   const X = (e * tokens * D) / M;
-  const n = trained + ((replicas(a) - (trained % replicas(a))) % replicas(a));
+  const g = Math.max(e, a.grad_bytes);
   const isFirst = stage === 0;
   const isLast = stage === a.pp - 1;
-  const embedding = isFirst ? 1 : 0;
-  const head = isLast ? 1 : 0;
+  const first = isFirst ? 1 : 0;
+  const last = isLast ? 1 : 0;
   const found = [];
   const add = (phase, collective, axis, calls, nbytes) => {
     if (calls) found.push({ phase, collective, axis, calls, nbytes: round(calls * nbytes) });
   };
-  add("forward", "all-gather", "tp", M * (2 * l + head), X);
-  add("forward", "reduce-scatter", "tp", M * (2 * l + embedding), X);
-  add("backward", "all-gather", "tp", M * (4 * l + embedding + head), X);
-  add("backward", "reduce-scatter", "tp", M * (2 * l + head), X);
-  add("tp sum", "all-reduce", "tp", 1, e * replicated);
-  add("norm", "all-reduce", "tp", 1, 8);
-  add("norm", "all-reduce", "pp", 1, 8);
-  if (a.zero) add("norm", "all-reduce", "dp", 1, 8);
-  if (a.zero === 0) add("dp sum", "all-reduce", "dp", 1, e * n);
-  if (a.zero === 1) add("dp sum", "reduce-scatter", "dp", 1, e * n);
-  if (a.zero >= 2) add("backward", "reduce-scatter", "dp", M, e * n);
-  if (a.zero === 1 || a.zero === 2) add("update", "all-gather", "dp", 1, e * n);
-  if (a.zero === 3) {
-    add("forward", "all-gather", "dp", M, e * n);
-    add("backward", "all-gather", "dp", M, e * n);
+  // Layers
+  const blocks = a.experts && !a.ffn ? l : 2 * l;
+  add("forward", "all-gather", "tp", M * (blocks + last), X);
+  add("forward", "reduce-scatter", "tp", M * (blocks + first), X);
+  add("backward", "all-gather", "tp", M * (2 * blocks + first + last), X);
+  add("backward", "reduce-scatter", "tp", M * (blocks + last), X);
+  if (a.recompute === "full") {
+    add("backward", "all-gather", "tp", M * blocks, X);
+    add("backward", "reduce-scatter", "tp", M * l, X);
   }
+  // Gradients
+  add("tp sum", "all-reduce", "tp", 1, g * replicated);
+  for (const axis of a.zero ? ["tp", "pp", "dp"] : ["tp", "pp"]) add("norm", "all-reduce", axis, 1, 8);
+  const upTo = (n, parts) => (a.zero ? n + ((parts - (n % parts)) % parts) : n);
+  const counts = { dp: upTo(trained - ofExperts, replicas(a)), edp: upTo(ofExperts, expertReplicas(a)) };
+  for (const [axis, n] of Object.entries(counts)) {
+    if (!n) continue;
+    if (a.zero === 0) add("dp sum", "all-reduce", axis, 1, g * n);
+    else if (a.zero === 1) add("dp sum", "reduce-scatter", axis, 1, g * n);
+    else add("backward", "reduce-scatter", axis, M, g * n);
+    if (a.zero === 1 || a.zero === 2) add("update", "all-gather", axis, 1, e * n);
+    if (a.zero === 3) {
+      add("forward", "all-gather", axis, M, e * n);
+      add("backward", "all-gather", axis, M, e * n);
+    }
+  }
+  // Stages, and both ends
   if (isFirst || isLast) {
-    add("shapes", "broadcast", "tp", M, 24);
-    add("batch", "broadcast", "tp", M, 2 * 8 * rows * S);
+    add("batch", "broadcast", "tp", M, 24);
+    add("batch", "broadcast", "tp", M, 2 * 8 * positions);
     if (a.tie) {
-      add("tied", "all-reduce", "embed", 1, e * vocabRows(a) * D);
+      add("tied", "all-reduce", "embed", 1, g * vocabRows(a) * D);
       add("update", "broadcast", "embed", 1, e * vocabRows(a) * D);
     }
   }
-  if (!isLast) {
-    add("shapes", "send/recv", "pp", M, 24);
-    add("forward", "send/recv", "pp", M, X / T);
+  const messages = { forward: isLast ? v - 1 : v, backward: isFirst ? v - 1 : v };
+  for (const [phase, count] of Object.entries(messages)) {
+    add(phase, "send/recv", "pp", M * count, 40);
+    add(phase, "send/recv", "pp", M * count, X / T);
   }
-  if (!isFirst) add("backward", "send/recv", "pp", M, X / T);
   if (isLast) {
     add("batch", "all-reduce", "dp", 1, 8);
-    add("loss", "all-reduce", "tp", 3 * M, Math.max(4, e) * rows * S);
+    add("loss", "all-reduce", "tp", 3 * M, Math.max(4, e) * positions);
   }
-  if (a.recompute === "full") {
-    add("backward", "all-gather", "tp", 2 * M * l, X);
-    add("backward", "reduce-scatter", "tp", M * l, X);
-  }
+  // Attention
   if (a.cp > 1) {
     const kv = (2 * e * tokens * kvWidth(a)) / (T * M);
     add("forward", "send/recv", "cp", M * l * (a.cp - 1), kv);
     add("backward", "send/recv", "cp", M * l * (2 * a.cp - 1), kv);
-    if (a.recompute !== "none") add("backward", "send/recv", "cp", M * l * (a.cp - 1), kv);
+    if (a.recompute === "full") add("backward", "send/recv", "cp", M * l * (a.cp - 1), kv);
   }
   if (T > a.kv_heads) {
-    const H = floorDiv(D, a.heads);
+    const H = a.head_dim;
     if (a.biases === "none") add("backward", "all-reduce", "copy", 2 * M * l, e * H * D);
     else add("backward", "all-reduce", "copy", 4 * M * l, (e * H * (D + 1)) / 2);
+  }
+  // Experts
+  if (a.experts) {
+    const own = floorDiv(floorDiv(a.micro_batch * a.seq_len, a.cp), T);
+    const nbytes = e * routedRows(a, own) * D;
+    add("forward", "all-to-all", "ep", 2 * M * l, nbytes);
+    add("backward", "all-to-all", "ep", (a.recompute === "full" ? 4 : 2) * M * l, nbytes);
   }
   return found;
 }
@@ -204,6 +285,7 @@ export function traffic(a, stage, e = 2) {
 function ranksAlong(a, axis) {
   if (axis === "copy") return Math.max(1, floorDiv(a.tp, a.kv_heads));
   if (axis === "embed") return Math.min(2, a.pp);
+  if (axis === "edp") return expertReplicas(a);
   if (axis === "dp") return replicas(a);
   return a[axis];
 }
@@ -211,6 +293,11 @@ function ranksAlong(a, axis) {
 export function ring(collective, ranks) {
   if (collective === "send/recv") return 1;
   return ((collective === "all-reduce" ? 2 : 1) * (ranks - 1)) / ranks;
+}
+
+function ringSteps(collective, ranks) {
+  if (collective === "send/recv" || collective === "all-to-all") return 1;
+  return (collective === "all-reduce" ? 2 : 1) * (ranks - 1);
 }
 
 // Three ways to an all-reduce: rounds, bytes that a rank sends at most, seconds.
@@ -227,19 +314,31 @@ export function allReduceWays(n, ranks, alpha, beta) {
   };
 }
 
+function spans(a) {
+  const found = { tp: a.tp, dp: a.tp * replicas(a) };
+  if (a.cp > 1) found.cp = a.tp * a.cp;
+  if (a.experts) {
+    found.ep = a.ep;
+    found.edp = found.dp;
+  }
+  found.pp = found.dp * a.pp;
+  return found;
+}
+const fitsInANode = (span, machine) => machine.node % span === 0 || machine.gpus <= machine.node;
+
 export function rates(a, machine) {
-  const spans = { tp: a.tp, dp: a.tp * replicas(a) };
-  if (a.cp > 1) spans.cp = a.tp * a.cp;
-  spans.pp = spans.dp * a.pp;
   const found = {};
-  for (const [axis, span] of Object.entries(spans)) {
-    if (machine.node % span === 0 || machine.gpus <= machine.node) {
+  for (const [axis, span] of Object.entries(spans(a))) {
+    const ranks = ranksAlong(a, axis);
+    if (fitsInANode(span, machine)) {
       found[axis] = machine.inside;
     } else if (axis === "cp" || axis === "pp") {
       found[axis] = machine.between;
+    } else if (axis === "ep") {
+      const outside = Math.max(1, ranks - machine.node);
+      found[axis] = Math.min(machine.inside, (machine.between * (ranks - 1)) / outside);
     } else {
-      const ranks = ranksAlong(a, axis);
-      const inner = span / ranks;
+      const inner = floorDiv(span, ranks);
       const cards = machine.node % inner ? 1 : gcd(ranks, machine.node / inner);
       found[axis] = Math.min(machine.inside, machine.between * cards);
     }
@@ -249,9 +348,12 @@ export function rates(a, machine) {
 
 export function flops(a, stage) {
   const tokens = floorDiv(a.batch_size, a.dp) * a.seq_len;
-  const scores = 4 * a.seq_len * a.hidden;
-  const layer = 2 * layerWeights(a) + scores;
-  let again = { none: 0, selective: scores, full: layer }[a.recompute];
+  const scores = 4 * a.seq_len * qWidth(a);
+  const active = Math.ceil(a.top_k * a.imbalance * oneExpert(a)) + a.hidden * a.experts;
+  const layer = 2 * (layerWeights(a) + active) + scores;
+  let again = 0;
+  if (a.recompute === "full") again = layer;
+  else if (a.recompute === "selective" && a.attention === "math") again = scores;
   if (a.attention === "flash") again += floorDiv(scores, 2);
   let work = layersOf(a, stage) * (3 * layer + again);
   if (stage === a.pp - 1) work += 6 * a.hidden * a.vocab_size;
@@ -259,22 +361,38 @@ export function flops(a, stage) {
 }
 
 export function modelFlops(a) {
-  return flops({ ...a, recompute: "none", attention: "math", pp: 1, dp: 1, tp: 1, cp: 1 }, 0);
+  const one = { pp: 1, dp: 1, tp: 1, cp: 1, ep: 1, light_ends: false, imbalance: 1 };
+  return flops({ ...a, recompute: "none", attention: "math", ...one }, 0);
 }
 
 function seconds(a, stage, machine, rate) {
   const took = { arithmetic: flops(a, stage) / machine.gpu_flops, once: 0 };
   const sent = {};
   for (const axis of Object.keys(rate)) sent[axis] = took[axis] = 0;
+  const span = spans(a);
   for (const row of traffic(a, stage)) {
     const ranks = ranksAlong(a, row.axis);
     if (ranks === 1) continue; // nothing is sent
     const nbytes = row.nbytes * ring(row.collective, ranks);
-    const axis = LINKS[row.axis] || row.axis;
+    const axis = row.axis in rate ? row.axis : LINKS[row.axis];
+    const alpha = fitsInANode(span[axis], machine) ? machine.alpha_inside : machine.alpha_between;
+    const time = nbytes / rate[axis] + row.calls * ringSteps(row.collective, ranks) * alpha;
     sent[axis] += nbytes;
-    took[ONCE.includes(row.phase) ? "once" : axis] += nbytes / rate[axis];
+    took[ONCE.includes(row.phase) ? "once" : axis] += time;
   }
   return { took, sent };
+}
+
+export function bubble(a) {
+  const [F, B, W] = [1, a.recompute === "full" ? 2 : 1, 1];
+  const waits = (a.schedule === "zb-h1" ? F + B - W : F + B + W) * (a.pp - 1);
+  return waits / (a.virtual * a.microbatches * (F + B + W));
+}
+
+function exposedDp(a, once, each, arithmetic) {
+  if (!a.overlap_dp) return once + each;
+  const left = Math.max(0, once - (arithmetic * 2) / 3 / a.microbatches);
+  return left + Math.max(0, each - arithmetic);
 }
 
 const sum = (values) => Object.values(values).reduce((total, x) => total + x, 0);
@@ -285,28 +403,33 @@ function inMicroBatches(took) {
 const most = (rows, value) => rows.reduce((a, b) => (value(b) > value(a) ? b : a));
 
 export function predict(a, machine) {
-  const [P, M] = [a.pp, a.microbatches];
+  const P = a.pp;
   const rate = rates(a, machine);
   const stages = [...new Set([0, Math.min(1, P - 1), P - 1])];
   const bytes = most(stages.map((stage) => memory(a, stage)), sum);
   const found = stages.map((stage) => seconds(a, stage, machine, rate));
   const slowest = most(found.map((each) => each.took), inMicroBatches);
-  const waiting = (inMicroBatches(slowest) * (P - 1)) / M;
+  const waiting = inMicroBatches(slowest) * bubble(a);
+  const once = Math.max(...found.map((each) => each.took.once));
   const parts = {
     arithmetic: slowest.arithmetic,
     tp: slowest.tp,
-    dp: Math.max(...found.map((each) => each.took.once)) + slowest.dp,
+    dp: exposedDp(a, once, slowest.dp + (slowest.edp || 0), slowest.arithmetic),
     pp: slowest.pp + waiting,
   };
-  if (a.cp > 1) parts.cp = slowest.cp;
+  for (const axis of ["cp", "ep"]) if (axis in slowest) parts[axis] = slowest[axis];
   const sent = {};
   for (const axis of Object.keys(rate)) {
     sent[axis] = Math.max(...found.map((each) => each.sent[axis]));
   }
+  if ("edp" in sent) {
+    sent.dp += sent.edp;
+    delete sent.edp;
+  }
   const total = sum(parts);
   return {
-    ...a, bytes, memory: sum(bytes), sent, rate, parts, bubble: (P - 1) / M,
-    waiting, seconds: total,
+    ...a, bytes, memory: sum(bytes), sent, rate, parts, bubble: bubble(a), waiting,
+    tp_leaves_node: !fitsInANode(a.tp, machine), seconds: total,
     mfu: modelFlops(a) / (machine.gpu_flops * machine.gpus * total),
   };
 }
@@ -316,51 +439,84 @@ export function predict(a, machine) {
 export const usable = (machine) => machine.gpu_memory * GB * (1 - machine.reserve);
 
 export function divisors(n) {
-  const found = [];
-  for (let i = 1; i <= n; i += 1) if (n % i === 0) found.push(i);
-  return found;
+  const [small, large] = [[], []];
+  for (let i = 1; i * i <= n; i += 1) {
+    if (n % i) continue;
+    small.push(i);
+    if (i * i !== n) large.unshift(n / i);
+  }
+  return [...small, ...large];
 }
 
-export function whyNot(sizes, { dp, pp, tp, cp = 1 }) {
+export function whyNot(sizes, { dp = 1, pp = 1, tp = 1, cp = 1, ep = 1, virtual = 1 }) {
   for (const [text, parts] of [["2 · cp", 2 * cp], ["cp · tp", cp * tp]]) {
     if (cp > 1 && sizes.seq_len % parts) {
       return `seq-len % (${text}) is not 0: ${sizes.seq_len} % ${parts}`;
     }
   }
-  const parts = { heads: tp, kv_heads: tp, ffn: tp, seq_len: tp, batch_size: dp };
+  const parts = { heads: tp, kv_heads: tp, ffn: tp, seq_len: tp, batch_size: dp, experts: ep };
+  const axes = { batch_size: "dp", experts: "ep" };
   for (const [name, count] of Object.entries(parts)) {
-    if (name === "kv_heads" && tp % sizes.kv_heads === 0) continue;
-    if (sizes[name] % count) {
-      const axis = name === "batch_size" ? "dp" : "tp";
-      return `${name.replace("_", "-")} % ${axis} is not 0: ${sizes[name]} % ${count}`;
+    const size = sizes[name] ?? 0;
+    if (name === "kv_heads" && tp % size === 0) continue;
+    if (size % count) {
+      return `${name.replace("_", "-")} % ${axes[name] || "tp"} is not 0: ${size} % ${count}`;
     }
   }
-  return sizes.layers < pp ? `fewer layers than pp: ${sizes.layers} < ${pp}` : "";
+  if ((tp * cp * dp) % ep) return `tp · cp · dp % ep is not 0: ${tp * cp * dp} % ${ep}`;
+  if (ep > 1 && !sizes.experts) return "ep without experts";
+  if (sizes.layers < pp) return `fewer layers than pp: ${sizes.layers} < ${pp}`;
+  const { layers } = sizes;
+  if (pp > 1 && virtual > 1 && layers % (pp * virtual) && !hasLightEnds(layers, pp, virtual)) {
+    return `layers % (pp · virtual) is not 0: ${layers} % ${pp * virtual}`;
+  }
+  return "";
 }
 
-// The best row of each tp × pp that fits, as a Map of "tp,pp"; null if none fits.
-export function search(sizes, machine, options) {
+// Without stages there are no chunks; ends are light if then all chunks are even.
+export function layoutOptions(sizes, pp, options) {
+  const virtual = pp > 1 ? options.virtual || 1 : 1;
+  return { ...options, virtual, light_ends: hasLightEnds(sizes.layers, pp, virtual) };
+}
+
+// The best row of each tp × pp that fits, as a Map of "tp,pp"; null if none fits. cp is
+// given, or tried: powers of two that leave enough positions on a rank.
+export function search(sizes, machine, options, fixed = {}) {
   const best = new Map();
-  const cp = options.cp || 1;
-  const gpus = machine.gpus / cp;
-  for (const tp of divisors(gpus)) {
-    for (const pp of divisors(gpus / tp)) {
-      const mesh = { tp, pp, dp: gpus / tp / pp, cp };
-      if (whyNot(sizes, mesh)) continue;
-      best.set(`${tp},${pp}`, bestOfMesh(sizes, machine, { ...mesh, ...options }));
+  const rings = [1];
+  while (options.attention === "flash" && sizes.seq_len >= 2 * rings.at(-1) * SHORTEST_IN_A_RING) {
+    rings.push(2 * rings.at(-1));
+  }
+  for (const cp of fixed.cp ? [fixed.cp] : rings) {
+    if (machine.gpus % cp) continue;
+    const gpus = machine.gpus / cp;
+    for (const tp of divisors(gpus)) {
+      for (const pp of divisors(gpus / tp)) {
+        const mesh = { tp, pp, dp: gpus / tp / pp, cp };
+        if (whyNot(sizes, { ...mesh, virtual: options.virtual })) continue;
+        const found = bestOfMesh(sizes, machine, mesh, layoutOptions(sizes, pp, options));
+        const before = best.get(`${tp},${pp}`);
+        if (!before || (found && found.seconds < before.seconds)) best.set(`${tp},${pp}`, found);
+      }
     }
   }
   return best;
 }
 
-function bestOfMesh(sizes, machine, mesh) {
+function bestOfMesh(sizes, machine, mesh, options) {
   let best = null;
   for (const micro_batch of divisors(sizes.batch_size / mesh.dp)) {
-    for (const recompute of RECOMPUTE) {
-      if (mesh.attention === "flash" && recompute === "selective") continue;
-      const row = predict(makeLayout(sizes, { ...mesh, micro_batch, recompute }), machine);
-      const fits = row.memory <= usable(machine);
-      if (fits && (!best || row.seconds < best.seconds)) best = row;
+    const M = sizes.batch_size / mesh.dp / micro_batch;
+    if (options.virtual > 1 && M % mesh.pp) continue;
+    for (const ep of sizes.experts ? divisors(sizes.experts) : [1]) {
+      if (whyNot(sizes, { ...mesh, ep })) continue;
+      for (const recompute of RECOMPUTE) {
+        const layout = makeLayout(sizes, { ...mesh, ...options, micro_batch, ep, recompute });
+        const row = predict(layout, machine);
+        if (row.memory > usable(machine)) continue;
+        if (!best || row.seconds < best.seconds) best = row;
+        if (options.attention === "flash" && recompute === "none") break;
+      }
     }
   }
   return best;

@@ -1,6 +1,6 @@
 // <tp-widget kind="all-reduce">, "memory" or "bubble": small calculators next to a lesson.
 // Bytes and times come from predict.js. The address keeps the state.
-import { allReduceWays, divisors, inFlight, layerBytes, makeLayout } from "./predict.js";
+import { allReduceWays, bubble, divisors, layerBytes, layersInFlight, makeLayout } from "./predict.js";
 
 const here = new URL(".", import.meta.url);
 const powers = (first, last) => {
@@ -80,15 +80,23 @@ const KINDS = {
     fields: {
       P: { label: "stages P", list: [1, 2, 3, 4, 6, 8, 12, 16, 32, 64], first: 4 },
       M: { label: "micro-batches M", list: [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256], first: 8 },
+      v: { label: "chunks v", list: [1, 2, 3, 4, 6, 8], first: 2 },
     },
-    rows({ P, M }) {
+    rows({ P, M, v }) {
       const percent = (x) => `${(100 * x).toFixed(1)} %`;
-      return [["", "GPipe", "1F1B"],
-        ["waiting over computing, (P − 1)/M", percent((P - 1) / M), percent((P - 1) / M)],
-        ["share of the step, (P − 1)/(M + P − 1)", ...Array(2).fill(percent((P - 1) / (M + P - 1)))],
-        ["micro-batches in flight on stage 0", `${inFlight("gpipe", 0, P, M)}`, `${inFlight("1f1b", 0, P, M)}`]];
+      const layout = { pp: P, microbatches: M, recompute: "none", layers: P * v, light_ends: false };
+      const kinds = { GPipe: ["gpipe", 1], "1F1B": ["1f1b", 1], interleaved: ["1f1b", v], "ZB-H1": ["zb-h1", 1] };
+      const all = Object.values(kinds).map(([schedule, virtual]) => ({ ...layout, schedule, virtual }));
+      const held = (each) => +(layersInFlight(each, 0) / v).toPrecision(3);
+      const wholes = M % P === 0;
+      const show = (each, text) => (each.virtual > 1 && !wholes ? "–" : text);
+      return [["", ...Object.keys(kinds)],
+        ["waiting over computing", ...all.map((each) => show(each, percent(bubble(each))))],
+        ["micro-batches in flight on stage 0", ...all.map((each) => show(each, `${held(each)}`))]];
     },
-    says: () => "The bubble is the same. What differs is how many micro-batches' activations stage 0 holds.",
+    says: ({ P, M }) => "Waiting: GPipe and 1F1B (P − 1)·(F + B + W), interleaved one v-th of that, ZB-H1 (P − 1)·(F + B − W); "
+      + "computing: M·(F + B + W). F: forward; B: dL/dx alone; W: dL/dW; here equally long. "
+      + (M % P ? "Interleaving needs M to be a multiple of P." : ""),
   },
 };
 

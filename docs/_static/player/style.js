@@ -79,10 +79,12 @@ export const STYLE = `
   .cell.striped { font-size: clamp(11px, var(--cell) * .42, 24px); padding-bottom: 1.3em; }
   .cell.leaves { outline: 3px dotted #000; outline-offset: -3px; }
   .cell.marked { box-shadow: inset 0 0 0 3px #000; font-weight: 700; }
+  /* Bold digits are wider, and a border between two parts takes room as well. */
+  .cell:is(.marked, .moved, .beside) { font-size: clamp(9px, var(--cell) * .26, 22px); }
   .cell.pending { color: transparent; background: var(--soft) !important; }
   .column { font-size: .8em; text-align: center; background: #fff; }
   .cell.below { border-top: 3px solid #000; }
-  .cell.beside { border-left: 3px solid #000; }
+  .cell.beside { border-left: 3px solid #000; letter-spacing: -.02em; }
   .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
   .closed .cells { padding: 0 .5em; font-size: .8em; white-space: nowrap; }
   .closed figcaption { font-size: .72em; white-space: nowrap; width: auto; min-width: 0; }
@@ -128,6 +130,7 @@ export const STYLE = `
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
+  @media print { .player:has(.printed) { break-inside: auto; } .head { break-after: avoid; } }
   @media print {
     .controls { display: none; } .printed { display: block; }
     .player:has(.printed) > :is(.caption, .stage) { display: none; }

@@ -185,9 +185,12 @@ class TPPlayer extends HTMLElement {
     if (move && forward && !still()) fly(this);
   }
 
-  /** On a slide each step is a fragment: reveal.js shows them, the player follows. */
+  /** On a slide each step is a fragment: reveal.js shows them, the player follows.
+   * `steps`, such as "1,3,7", names the steps to stop at. */
   shownFragments() {
-    return this.slide.querySelectorAll(".fragment.visible").length;
+    const shown = this.slide.querySelectorAll(".fragment.visible").length;
+    const stops = this.getAttribute("steps")?.split(",");
+    return stops ? stops[Math.min(shown, stops.length - 1)] - 1 : shown;
   }
 
   /** What a rank holds after so many events: name → tensor. */
@@ -422,7 +425,7 @@ class TPPlayer extends HTMLElement {
         make("td", {}, `${formula}${predicted}`), make("td", {}, each(mine, "ring")));
     });
     const names = up_to(ranks).map((rank) => `rank ${rank}`);
-    const words = ["in total, by formula", "ring: one rank sends"];
+    const words = ["in total, by formula", "sent: mean per rank"];
     const heads = ["payload so far, bytes", ...names, ...words];
     const head_row = make("thead", {}, make("tr", {}, ...heads.map(head)));
     return make("table", {}, head_row, make("tbody", {}, ...rows));

@@ -1,0 +1,272 @@
+"""What other people measured, next to what tools/predict.py says of the same layout.
+
+    python tools/published.py
+
+A row is a run: model, machine, layout, and a step's time, in the unit that was
+published. `ratio` is measured over predicted seconds. Each row has a source that can be
+opened; a row of which only the result is known, and not the layout, is not here.
+"""
+
+import argparse
+from typing import NamedTuple
+
+import predict
+from presets import MACHINES, MODELS, llama, model
+
+MEGATRON = "arXiv:2104.04473, Table 1"
+RECOMPUTATION = "arXiv:2205.05198, Table 5"
+LLAMA = "arXiv:2407.21783, Table 4"
+TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+TITAN_A100 = "pytorch/torchtitan, docs/performance.md"
+FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+DGXC = "NVIDIA/dgxc-benchmarking, nemotron4-340b/README.md"
+# Kinds of runs, and how many times longer than predicted they took: what the command,
+# the page and notebook 07 say. A test compares these with the rows.
+PIPELINE_2021 = "pipelines of 2021, A100, full recomputation"
+SP_2022 = "TP + SP of 2022, A100, selective recomputation"
+FSDP = "FSDP, with and without tp"
+INTERLEAVED = "interleaved pipelines with tp 8, H100"
+BANDS = {
+    PIPELINE_2021: (1.5, 2.2),
+    SP_2022: (1.3, 1.8),
+    FSDP: (1.4, 2.5),
+    INTERLEAVED: (1.2, 1.7),
+}
+
+
+class Row(NamedTuple):
+    """unit of `measured`: "mfu"; "seconds" per step; "tokens" per second and GPU;
+    "hfu": FLOP/s per GPU, where what is recomputed counts as work."""
+
+    name: str
+    kind: str
+    source: str
+    sizes: dict
+    machine: argparse.Namespace
+    layout: dict
+    unit: str
+    measured: float
+
+
+def gpus_of(name: str, layout: dict, **more) -> argparse.Namespace:
+    """A machine of the run's size. It ran, so no part of the memory stays free."""
+    gpus = 1
+    for axis in ("dp", "pp", "tp", "cp"):
+        gpus *= layout.get(axis, 1)
+    return argparse.Namespace(**{**MACHINES[name], "gpus": gpus, "reserve": 0, **more})
+
+
+def gpt(layers, hidden, heads, batch_size, vocab_size=51200) -> dict:
+    sizes = (layers, hidden, heads, heads, vocab_size, 2048, batch_size)
+    return model(*sizes, tie=True)
+
+
+def megatron_2021() -> list[Row]:
+    measured = {
+        "gpt-1.7b": 137, "gpt-3.6b": 138, "gpt-7.5b": 142, "gpt-18.4b": 135,
+        "gpt-39.1b": 138, "gpt-76.1b": 140, "gpt-145.6b": 148, "gpt-310.1b": 155,
+        "gpt-529.6b": 163, "gpt-1008b": 163,
+    }  # fmt: skip
+    rows = []
+    for name, tera in measured.items():
+        sizes = MODELS[name]
+        dp, pp, tp = sizes["published"]
+        layout = dict(dp=dp, pp=pp, tp=tp, recompute="full", attention="math")
+        machine = gpus_of("dgx-a100", layout)
+        run = (sizes, machine, layout, "hfu", tera * 1e12)
+        rows.append(Row(name, PIPELINE_2021, MEGATRON, *run))
+    return rows
+
+
+def recomputation_2022() -> list[Row]:
+    rows = []
+    for name, sizes, pp, dp, mfu in (
+        ("22B", gpt(48, 6144, 64, 4), 1, 1, 0.415),
+        ("175B", gpt(96, 12288, 96, 64), 8, 1, 0.514),
+        ("530B", gpt(105, 20480, 128, 280), 35, 1, 0.560),
+        ("1T", gpt(128, 25600, 160, 512), 64, 1, 0.563),
+        ("530B, 8 replicas", gpt(105, 20480, 128, 2240), 35, 8, 0.542),
+    ):
+        layout = dict(dp=dp, pp=pp, tp=8, recompute="selective", attention="math")
+        machine = gpus_of("dgx-a100", layout)
+        run = (sizes, machine, layout, "mfu", mfu)
+        rows.append(Row(f"GPT {name}", SP_2022, RECOMPUTATION, *run))
+    return rows
+
+
+def llama_405b() -> list[Row]:
+    """tp 8, pp 16, interleaved, a layer less on the first and the last stage. How many
+    chunks a stage has is not in the table: 8, of one layer, is assumed. The planner may
+    recompute; the paper did not have to."""
+    rows = []
+    for dp, cp, seq_len, batch_size, mfu in (
+        (64, 1, 8192, 2048, 0.43),
+        (128, 1, 8192, 2048, 0.41),
+        (8, 16, 131072, 128, 0.38),
+    ):
+        sizes = MODELS["llama-3-405b"] | dict(seq_len=seq_len, batch_size=batch_size)
+        layout = dict(dp=dp, pp=16, tp=8, cp=cp, virtual=8, zero=1)
+        layout.update(micro_batch=1, attention="flash")
+        machine = gpus_of("dgx-h100", layout)
+        name = f"Llama 3 405B, {machine.gpus:,} GPUs, cp {cp}"
+        rows.append(Row(name, INTERLEAVED, LLAMA, sizes, machine, layout, "mfu", mfu))
+    return rows
+
+
+def nemotron() -> list[Row]:
+    sizes = model(96, 18432, 96, 8, 256000, 4096, 64, biases="none")
+    layout = dict(dp=4, pp=8, tp=8, virtual=12, zero=1, micro_batch=1)
+    layout.update(attention="flash")
+    machine = gpus_of("dgx-h100", layout)
+    run = (sizes, machine, layout, "seconds", 4.31)
+    return [Row("Nemotron-4 340B, 256 GPUs", INTERLEAVED, DGXC, *run)]
+
+
+def mpt(layers, hidden, heads, seq_len, batch_size) -> dict:
+    sizes = (layers, hidden, heads, heads, 50432, seq_len, batch_size)
+    return model(*sizes, tie=True)
+
+
+def foundry() -> list[Row]:
+    """ZeRO 3, a fused loss (llmfoundry/models/mpt/modeling_mpt.py). The table has
+    micro-batches, GPUs and tokens per second and GPU."""
+    rows = []
+    for name, sizes, gpus, b, recompute, tokens in (
+        ("MPT 7B", mpt(32, 4096, 32, 2048, 48), 8, 6, "none", 10643),
+        ("MPT 13B", mpt(40, 5120, 40, 2048, 128), 64, 2, "none", 4800),
+        ("MPT 30B", mpt(48, 7168, 56, 2048, 1344), 32, 14, "full", 2308),
+        ("MPT 70B", mpt(80, 8192, 64, 2048, 2048), 64, 8, "full", 1039),
+        ("MPT 7B, S 65,536", mpt(32, 4096, 32, 65536, 16), 8, 1, "full", 1956),
+    ):
+        layout = dict(dp=gpus, pp=1, tp=1, zero=3, micro_batch=b, attention="flash")
+        layout.update(recompute=recompute, loss="fused", overlap_dp=True)
+        machine = gpus_of("dgx-h100", layout)
+        run = (sizes, machine, layout, "tokens", tokens)
+        rows.append(Row(f"{name}, {gpus} H100", FSDP, FOUNDRY, *run))
+    return rows
+
+
+def titan() -> list[Row]:
+    """Rows without float8: with it a product has another peak. The peak of the H100s
+    of 500 W is not known exactly. Their selective recomputation drops more than the
+    planner's: every second product of the linears as well."""
+    rows = []
+    l8b, l70b, l405b = (MODELS[f"llama-3-{size}"] for size in ("8b", "70b", "405b"))
+    for name, sizes, machine, dp, tp, b, recompute, tokens in (
+        ("8B, 8 H100", l8b, "dgx-h100", 8, 1, 2, "selective", 6667),
+        ("8B, 128 H100", l8b, "dgx-h100", 128, 1, 2, "selective", 6514),
+        ("8B, 64 A100", l8b, "dgx-a100", 64, 1, 1, "selective", 2973),
+        ("70B, 64 A100", l70b, "dgx-a100", 64, 1, 1, "full", 331),
+        ("405B, 128 H100", l405b, "dgx-h100", 16, 8, 2, "full", 109),
+    ):
+        sizes = sizes | dict(batch_size=dp * b)
+        layout = dict(dp=dp, pp=1, tp=tp, zero=3, micro_batch=b, attention="flash")
+        layout.update(recompute=recompute, overlap_dp=True)
+        more = {}
+        if machine == "dgx-h100":  # of another make: 96 GB
+            more["gpu_memory"] = 96.0
+        machine = gpus_of(machine, layout, **more)
+        source = TITAN if "H100" in name and "405B" not in name else TITAN_A100
+        run = (sizes, machine, layout, "tokens", tokens)
+        rows.append(Row(f"Llama 3 {name}", FSDP, source, *run))
+    return rows
+
+
+def rows() -> list[Row]:
+    found = [*megatron_2021(), *recomputation_2022(), *llama_405b(), *nemotron()]
+    return [*found, *foundry(), *titan()]
+
+
+# Peak memory in GiB, without a time that this roofline is about (float8): Llama 3.1 8B,
+# one sequence per rank, full recomputation: sequence, FSDP × CP, measured.
+PEAKS = {
+    32768: (8, 1, 83.9),
+    65536: (4, 2, 84.2),
+    131072: (2, 4, 84.0),
+    262144: (1, 8, 84.5),
+}
+
+
+def peak_layout(seq_len: int) -> tuple:
+    """The layout of a row of PEAKS, and its measured bytes (TITAN, Table 2)."""
+    dp, cp, gib = PEAKS[seq_len]
+    sizes = llama(32, 4096, 32, 14336, dp) | dict(seq_len=seq_len)
+    options = dict(recompute="full", attention="flash", zero=3)
+    return predict.make_layout(sizes, dp=dp, cp=cp, **options), gib * 2**30
+
+
+# What the planner says of a row.
+
+FIXED = "dp", "pp", "tp", "cp", "micro_batch", "recompute"
+
+
+def predicted(row: Row) -> dict:
+    """The published layout; the fastest micro-batch size that fits if none is known."""
+    fixed = {name: row.layout[name] for name in FIXED if name in row.layout}
+    fixed.setdefault("cp", 1)
+    fits, too_large, _ = predict.search(row.sizes, row.machine, fixed, **options(row))
+    if fits:
+        return fits[0] | {"fits": True}
+    return min(too_large, key=lambda found: found["memory"]) | {"fits": False}
+
+
+def options(row: Row) -> dict:
+    return {name: row.layout[name] for name in row.layout if name not in FIXED}
+
+
+def seconds(row: Row, found: dict) -> float:
+    """Measured seconds per step."""
+    fixed = {name: found[name] for name in FIXED}
+    layout = predict.make_layout(row.sizes, **fixed, **options(row))
+    if row.unit == "seconds":
+        return row.measured
+    if row.unit == "tokens":
+        tokens = row.sizes["batch_size"] * row.sizes["seq_len"]
+        return tokens / (row.measured * row.machine.gpus)
+    if row.unit == "hfu":
+        return predict.hardware_flops(layout) / (row.measured * row.machine.gpus)
+    rate = row.measured * row.machine.gpu_flops * row.machine.gpus
+    return predict.model_flops(layout) / rate
+
+
+def compare(row: Row) -> dict:
+    """predicted: its row; ratio: measured over predicted seconds; mfu: measured; place:
+    of the published mesh among those that fit, the fastest first, and their number."""
+    found = predicted(row)
+    measured = seconds(row, found)
+    fits, _, _ = predict.search(row.sizes, row.machine, **options(row))
+    meshes = [tuple(x[a] for a in ("dp", "pp", "tp", "cp")) for x in fits]
+    meshes = list(dict.fromkeys(meshes))
+    mesh = tuple(found[axis] for axis in ("dp", "pp", "tp", "cp"))
+    place = meshes.index(mesh) + 1 if mesh in meshes else None
+    ratio = measured / found["seconds"]
+    mfu = found["mfu"] / ratio
+    return dict(predicted=found, ratio=ratio, mfu=mfu, place=place, of=len(meshes))
+
+
+def bands(compared: list[tuple[Row, dict]]) -> dict[str, tuple[int, float, float]]:
+    """Kind → number of rows, least and largest ratio."""
+    found = {}
+    for kind in BANDS:
+        ratios = [each["ratio"] for row, each in compared if row.kind == kind]
+        found[kind] = len(ratios), min(ratios), max(ratios)
+    return found
+
+
+def main() -> None:
+    compared = [(row, compare(row)) for row in rows()]
+    head = f"{'run':36} {'fits':>4} {'GB':>5} {'MFU':>5} {'measured':>8} {'ratio':>5}"
+    print(f"{head}  place")
+    for row, each in compared:
+        found = each["predicted"]
+        fits = "yes" if found["fits"] else "no"
+        numbers = f"{fits:>4} {found['memory'] / 1e9:5.1f} {found['mfu']:5.0%}"
+        numbers += f" {each['mfu']:8.0%} {each['ratio']:5.2f}"
+        print(f"{row.name:36} {numbers}  {each['place']} of {each['of']}")
+    print("\nmeasured over predicted seconds")
+    for kind, (count, low, high) in bands(compared).items():
+        print(f"{kind:46} {count:2} rows: {low:.2f} to {high:.2f}")
+
+
+if __name__ == "__main__":
+    main()
