@@ -464,7 +464,6 @@ def main(args, report: Report) -> None:
     runs = {}
     model = copy.deepcopy(full)
     runs["one process"] = train_transformer("one process", model, batches, args)
-    # If your edit raises an error on all ranks, the run's column says so.
     with report.column("mesh"):
         kind = TiedTraining if args.tie else MeshTraining
         training = kind(full, groups, args)
@@ -546,9 +545,8 @@ def show_stages(report: Report, training: MeshTraining) -> None:
     rank = (stage * args.dp + replica) * args.tp + tp_rank
     name = "rank = (stage · DP + replica) · T + tp_rank"
     report.check("mesh", name, abs(rank - dist.get_rank()))
-    layers = len(training.stage.layers)
-    name = f"layers of stage {stage}"
-    report.check("mesh", name, abs(layers - layers_of(args, stage)))
+    differ = abs(len(training.stage.layers) - layers_of(args, stage))
+    report.check("mesh", f"layers of stage {stage}", differ)
     modules = [part_of(name) for name in training.parameters]
     holds = gather_objects(f"{modules[0]} … {modules[-1]}")
     rows = []
@@ -560,10 +558,7 @@ def show_stages(report: Report, training: MeshTraining) -> None:
         row["holds"] = holds[first]
         rows.append(row)
     report.section("[pipeline] The mesh: rank = (stage · DP + replica) · T + tp_rank")
-    report.say(
-        "   [ ]: a TP group, on the fastest links. Row: a stage, whose replicas sum\n"
-        "   gradients. Column: a replica, T pipelines, one for each rank in a [ ]."
-    )
+    report.say("   [ ]: a TP group. Row: a stage. Column: a replica, T pipelines.")
     report.table("stages", rows)
 
 
@@ -700,13 +695,12 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     report.section(
         "[mesh] Communication of rank 0 in the last step; ring: bytes that it sends"
     )
-    mean = " (mean)" if args.ragged else ""
     report.say(
-        f"   b·S·D  elements of a micro-batch's activation{mean}, e bytes each\n"
+        "   X      elements of a micro-batch's activation, b·S·D (their mean)\n"
         "   l      layers of the stage; + 1: embedding or head, + 2: both\n"
         "   n, r   parameters of the rank; those of them that are replicated over tp"
     )
-    if args.verbose:  # the letters of rows that are only printed then
+    if args.tie or args.verbose or args.pp == 1:
         report.say("   v, w   ⌈V/T⌉ rows of the vocabulary; bytes of a loss")
     brief = ["norm", "batch"]
     report.ledger(traffic(args, stage), size, hide=["run"], brief=brief)
@@ -716,15 +710,12 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
 def traffic_size(
     args, stage: int, e: int, tokens: float, trained: int, replicated: int
 ) -> dict:
-    """The letters of traffic's formulas.
-
-    tokens: of this replica's rows. trained: parameters of this rank. replicated: those
-    that all ranks of its TP group hold.
-    """
+    """The letters of traffic's formulas. tokens: of this replica's rows."""
     rows = args.batch_size // args.dp // args.microbatches
     S = tokens / (rows * args.microbatches)  # the mean, if micro-batches are ragged
     size = dict(e=e, M=args.microbatches, T=args.tp, D=args.hidden, b=rows, S=S)
     size.update(l=layers_of(args, stage), n=trained, r=replicated)
+    size["X"] = rows * S * args.hidden  # as in lesson 04, of a micro-batch
     size["v"] = math.ceil(args.vocab_size / args.tp)
     size["w"] = max(4, e)  # the loss is computed in float32 at least
     return size
@@ -733,15 +724,14 @@ def traffic_size(
 def traffic(args, stage: int) -> dict[Call, list[Calls]]:
     """What a rank of a stage sends per step.
 
-    Calls that every stage makes come first. The table shows the rows of rank 0, and
-    marks a row if the row at the same place fails on another rank.
+    Calls that every stage makes come first, so that rows of all ranks match.
     Sources: arXiv:2205.05198, sec. 4.2 (layers); arXiv:2104.04473, sec. 3 (stages).
     """
     is_first = stage == 0
     is_last = stage == args.pp - 1
     embedding = int(is_first)  # it has a reduce-scatter; backward an all-gather
     head = int(is_last)  # it has an all-gather; backward one of each
-    x = "e·b·S·D"  # bytes of a micro-batch's activation
+    x = "e·X"  # bytes of a micro-batch's activation
     message = [Calls("M", "40"), Calls("M", f"{x}/T")]  # header, then a slice of x
     formulas = {}
 
@@ -821,9 +811,8 @@ def show_totals(report: Report) -> None:
 def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
     """This rank's part of the model by PyTorch's API, and its parameters' names.
 
-    The order matters: first tp (lesson 04's plan), then this stage of it, then
-    fully_shard over dp (ZeRO stage 3: parameters and gradients are sharded too), which
-    gathers the parameters of a module around its forward pass.
+    The order matters: tp (lesson 04's plan), then this stage, then fully_shard over dp
+    (ZeRO stage 3: parameters are gathered around a module's forward pass).
     """
     model = parallel.parallelize_module(copy.deepcopy(full), mesh["tp"], sp_plan())
     name_of = {p: name for name, p in model.named_parameters()}

@@ -348,7 +348,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("14", "InputGradient.backward", "dL/dx of a linear without its weight",
      "grad_y @ ctx.linear.weight", "grad_y @ ctx.linear.weight.abs()"),
     ("14", "SplitLinear.add_weight_gradient", "no gradient for biases",
-     "        add_gradient(self.bias, grad_y.sum(0))\n", ""),
+     "    add_gradient(self.bias, grad_y.sum(0))\n", ""),
     ("14", "add_gradient", "the last micro-batch's gradient only",
      "p.grad + grad", "grad"),
     ("14", "needed_by", "a backward pass needs no other stage",
@@ -468,8 +468,8 @@ def problem(lesson: str, by: str, text: str = "") -> str:
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(jobs.ROOT / "tests", Path(copy, "tests"))
         Path(copy, "beyond").mkdir()
-        more = jobs.ROOT / "pyproject.toml", jobs.ROOT / "beyond" / "course.py"
-        for path in (*PATHS.values(), *more):
+        helpers = (jobs.ROOT / "beyond").glob("[a-z]*.py")  # course.py, and others
+        for path in (*PATHS.values(), jobs.ROOT / "pyproject.toml", *helpers):
             shutil.copy(path, Path(copy, path.relative_to(jobs.ROOT)))
         script = Path(copy, PATHS[lesson].relative_to(jobs.ROOT))
         script.write_text(text or script.read_text("utf-8"), "utf-8")

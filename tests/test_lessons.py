@@ -70,6 +70,8 @@ def test_json(run):
     assert data["dtype"] == flag(run, "--dtype", "float32")
     assert data["verdict"] == "PASS"
     tables = {} if run[0] == COLLECTIVES else TABLES
+    if run[0] == MESH:  # what a rank holds: beyond/14 and 15
+        tables = {key: TABLES[key] for key in TABLES if key != "memory"}
     assert set(data) >= KEYS | set(tables) | (OF_05 if run[0] == MESH else set())
     for key, columns in tables.items():
         for row in data[key]:

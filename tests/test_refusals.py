@@ -20,6 +20,7 @@ from runs import (
     MESH_2D,
     MLP,
     SAME_BITS,
+    SCHEDULES,
     SEQUENCE,
     TRANSFORMER,
     VOCAB,
@@ -74,9 +75,15 @@ OF_05 = [
     ("--pp 2 --layers 1", "--layers 1", "--pp 2", "take --layers 2"),
     ("--tp 4 --kv-heads 2", "--kv-heads 2", "--tp 4", "beyond/09_shared_heads.py"),
     ("--tp 4 --heads 6", "--heads 6", "6 % 4", "--heads 8"),
-    ("--sleep -1", "--sleep -1", "at least 0"), ("--sleep nan", "--sleep nan"),
     ("--clip 0", "--clip 0", "above 0"), ("--schedule zb", "--schedule", "1f1b"),
     ("--save ck", "--save"),
+]  # fmt: skip
+OF_14 = [
+    (4, "--sleep -1", "--sleep -1", "at least 0"), (4, "--sleep nan", "--sleep nan"),
+    (4, "--microbatches 6", "--microbatches 6", "6 % 4", "take --microbatches 8"),
+    (4, "--chunks 3 --layers 8", "--layers 8", "v·P = 12", "take --layers 12"),
+    (4, "--batch-size 12", "--batch-size 12", "12 % 8", "take --batch-size 16"),
+    (1, "--chunks 2", "--chunks 2", "one rank"),
 ]  # fmt: skip
 REFUSED = [
     (COLLECTIVES, 1, "--break skip", "--break", "2 ranks"),
@@ -86,6 +93,7 @@ REFUSED = [
     *((TRANSFORMER, 4, *case) for case in OF_MODEL),
     *((lesson, 4, "--kv-heads 2", "beyond/09_shared") for lesson in (VOCAB, SEQUENCE)),
     *((MESH, 4, *case) for case in OF_05),
+    *((SCHEDULES, *case) for case in OF_14),
 ]
 
 
