@@ -426,7 +426,7 @@ def sgd_of_mlp(mlp: nn.Module, x: Tensor, args) -> torch.optim.SGD:
 
 
 def gradients_of_mlp(mlp: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """All gradients of a step, unsharded."""
+    """All gradients, unsharded."""
     gradients = {"dL/d x": unshard_gradient(x)}
     for name, p in mlp.named_parameters():
         gradients[f"dL/d {name}"] = unshard_gradient(p).clone()

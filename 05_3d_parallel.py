@@ -82,12 +82,11 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
     """
     groups = mesh_groups(sizes, timeout)
     pipelines = torch.arange(dist.get_world_size()).view(sizes["pp"], -1).T.tolist()
-    # Gradients go back in a group of their own with the same ranks. NCCL runs the
-    # messages of one group in order, so an activation whose receiver is busy would
-    # block the gradient queued behind it.
+    # Gradients go back in a group of their own: NCCL runs the messages of one group in
+    # order, so an activation whose receiver is busy would block a gradient behind it.
     groups["pp_backward"] = new_group_from(pipelines, "pp", timeout)
-    # For --tie only: a tied weight is on the first and the last stage. The stages
-    # between form another group, which sends nothing: so every rank has an entry here.
+    # For --tie only: first and last stage. The stages between form another group, which
+    # sends nothing, so that every rank has an entry here.
     first_and_last = [sorted({line[0], line[-1]}) for line in pipelines]
     between = [line[1:-1] for line in pipelines if len(line) > 2]
     groups["embedding"] = new_group_from(first_and_last + between, "embed", timeout)
@@ -97,8 +96,7 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
 def new_group_from(lists: list, axis: str, timeout: float) -> dist.ProcessGroup:
     """Create one group per list of ranks, on every rank; return this rank's group."""
     limit = timedelta(seconds=timeout)
-    group, _ = dist.new_subgroups_by_enumeration(lists, timeout=limit, group_desc=axis)
-    return group
+    return dist.new_subgroups_by_enumeration(lists, timeout=limit, group_desc=axis)[0]
 
 
 def slice_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
@@ -106,8 +104,7 @@ def slice_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
 
     Transformer.forward is lm_head(norm(layers(embed_tokens(x)))). With an Identity
     instead of the embedding, a stage takes the activations of the stage before it. The
-    first L mod P stages get one layer more. The slowest stage sets the pace, so large
-    systems give the stages with embedding and head fewer layers.
+    first L mod P stages get one layer more.
 
     Shapes: tokens [b, S] on the first stage, otherwise x [b, s, D] from the stage
         before → logits [b, S, v] on the last stage, otherwise x [b, s, D] for the next.
@@ -165,10 +162,9 @@ class Message(NamedTuple):
 def send(x: Tensor, label: Label, dst: int, group) -> Message:
     """Start sending x to rank `dst` of a group, and return at once; wait_for waits.
 
-    A header goes first: the micro-batch, the stage that gets it, and the shape of x
-    (5 int64). A receiver does not know how long rows are.
-    A send ends when its receiver has called receive. If two neighbors both waited for
-    their sends here, neither would get to its receive (--break order).
+    A header goes first, 5 int64: micro-batch, stage, shape. A send ends when its
+    receiver has called receive. If two neighbors both waited for their sends here,
+    neither would get to its receive (--break order).
     """
     header = torch.tensor([label.microbatch, label.stage, *x.shape], device=x.device)
     ranks = [dist.get_rank(), dist.get_global_rank(group, dst)]
@@ -189,8 +185,7 @@ def wait_for(message: Message) -> None:
 def receive(like: Tensor, label: Label, src: int, group) -> Tensor:
     """Wait for a message from rank `src` of a group: a tensor, of the dtype of `like`.
 
-    ValueError if it is another one than `label` says: the two stages disagree about the
-    order of their steps.
+    ValueError if it is another one than `label` says: the two lists of steps disagree.
     """
     ranks = [dist.get_global_rank(group, src), dist.get_rank()]
     with COMM.blocking(str(label), ranks):
@@ -209,8 +204,8 @@ def receive(like: Tensor, label: Label, src: int, group) -> Tensor:
 class Pipeline:
     """Runs a stage's schedule: receive, compute, send.
 
-    Communication per micro-batch: forward, a header and b·s·D elements to the next
-    stage; backward, a header and b·s·D elements to the stage before.
+    Communication per micro-batch: a header and b·s·D elements to the next stage; in
+    backward the same to the stage before.
     """
 
     def __init__(self, stage: nn.Module, loss_of, groups):
@@ -375,7 +370,6 @@ class MeshTraining:
         """
         pipeline = self.pipeline
         micro_batches = [(None, None)] * self.args.microbatches
-        # COMM.label does nothing but name the collectives inside, for section 5.
         with COMM.label("mesh", "batch"):
             if pipeline.first or pipeline.last:  # one needs tokens, the other targets
                 micro_batches = broadcast_batch(batch, self.groups, self.args)
@@ -419,11 +413,9 @@ TIED = "embed_tokens.weight"  # the name of the weight in the full model
 class TiedTraining(MeshTraining):
     """MeshTraining with a tied weight: the first stage owns it, the last has a copy.
 
-    The first stage gets the sum of both gradients and updates the weight, and the copy
-    is renewed after each update. (In Megatron-LM both stages own it and update it. Then
-    the sum over first and last stage must come after the sum over dp, because it gives
-    both owners bitwise identical gradients. Two sums over dp, one on each stage, may be
-    rounded differently: the owners would drift apart.)
+    The first stage gets the sum of both gradients and updates the weight; the copy is
+    renewed. (If both updated it, as in Megatron-LM, their gradients would have to be
+    bitwise identical, or the two would drift apart.)
 
     Communication: one all-reduce of the gradient and one broadcast of the weight, v·D
         elements each, between first and last stage.
@@ -511,7 +503,11 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
         COMM.bytes.clear()
         part_of_loss = training.gradients(batch)
         if step == 1:
-            gradients = gather_stages(training, gradients_of(training))
+            gradients = {}  # of a tied weight only the first stage has one
+            for name, p in training.parameters.items():
+                if p.grad is not None:
+                    gradients[name] = p.grad
+            gradients = gather_stages(training, gradients)
         norms[f"‖g‖, step {step}"] = training.update()
         # For the report: replicas have parts of the loss, other stages have 0.
         loss = all_reduce(part_of_loss, training.groups["dp"])
@@ -520,15 +516,6 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
     return TrainingRun(
         training.stage, training.optimizer, losses, norms, gradients, parameters
     )
-
-
-def gradients_of(training: MeshTraining) -> dict[str, Tensor]:
-    """By name; of a tied weight only the first stage has one."""
-    gradients = {}
-    for name, p in training.parameters.items():
-        if p.grad is not None:
-            gradients[name] = p.grad
-    return gradients
 
 
 def gather_stages(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
@@ -552,7 +539,6 @@ def show_stages(report: Report, training: MeshTraining) -> None:
     """Which rank is where, and what each stage holds."""
     args = report.args
     groups = training.groups
-    # The groups as they are, so that the table shows what make_mesh has made.
     members = {axis: dist.get_process_group_ranks(groups[axis]) for axis in AXES}
     all_members = gather_objects(members)
     report.data["groups"] = all_members
@@ -579,9 +565,6 @@ def show_stages(report: Report, training: MeshTraining) -> None:
         "   gradients. Column: a replica, T pipelines, one for each rank in a [ ]."
     )
     report.table("stages", rows)
-    idle = [f"--{axis}" for axis in AXES if getattr(args, axis) == 1]
-    if idle:
-        report.say(f"   One rank along {', '.join(idle)}: give 2 to see that axis.")
 
 
 def layers_of(args, stage: int) -> int:
@@ -639,33 +622,35 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
     args = report.args
     groups = training.groups
     rows = []
-    over_tp = {}
-    for name, p in training.parameters.items():
-        if not shardings_of(p):
-            over_tp[name] = p
+    parameters = training.parameters
+    over_tp = {name: p for name, p in parameters.items() if not shardings_of(p)}
     rows.append(replicas_row(report, "tp", over_tp, groups["tp"]))
-    rows.append(replicas_row(report, "dp", training.parameters, groups["dp"]))
+    rows.append(replicas_row(report, "dp", parameters, groups["dp"]))
     if args.tie:
-        tied = {}
-        if TIED in training.parameters:  # a stage between first and last has none
-            tied["tied weight"] = training.parameters[TIED]
+        tied = {name: p for name, p in parameters.items() if name == TIED}
         rows.append(replicas_row(report, "pp", tied, groups["embedding"]))
     replicas = sum(row["tensors"] for row in rows)
     report.table("replicas", rows, brief=f"{replicas} replicas of rank 0")
     report.agree("the same on all ranks that hold them")
     losses = gather_objects(run.losses)
     report.check("replicas", "losses", float(losses != [run.losses] * len(losses)))
+    show_batch(report, training, batch)
 
+
+def show_batch(report: Report, training: MeshTraining, batch) -> None:
+    """All ranks of a TP group work on the same rows; replicas on others."""
+    args = report.args
+    groups = training.groups
     # Each rank can load the batch itself, to compare with what it was sent.
     expected = make_microbatches(batch, groups, args.microbatches, args.ragged)
     if training.pipeline.first or training.pipeline.last:
         pairs = zip(training.pipeline.micro_batches, expected)
-        is_same = all(torch.equal(x, other) for x, other in pairs)
-        report.check("runs", "a TP group works on one batch", float(not is_same))
+        differ = sum(not torch.equal(x, other) for x, other in pairs)
+        report.check("runs", "a TP group works on one batch", differ)
     lengths = gather_objects([x.shape[2] for x in expected])
     lengths = lengths[: args.dp * args.tp : args.tp]  # of one rank per replica
     report.data["lengths"] = lengths
-    targets = [int((rows != IGNORE).sum()) for rows in split(batch[1], 0, args.dp)]
+    targets = [int((part != IGNORE).sum()) for part in split(batch[1], 0, args.dp)]
     targets = f"   Last batch, targets per replica: {targets}"
     report.say(wrap(f"{targets}; losses are divided by the sum"))
     if args.ragged:
@@ -719,7 +704,8 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     report.say(
         f"   b·S·D  elements of a micro-batch's activation{mean}, e bytes each\n"
         "   l      layers of the stage; + 1: embedding or head, + 2: both\n"
-        "   n, r   parameters of the rank; those of them that are replicated over tp"
+        "   n, r   parameters of the rank; those of them that are replicated over tp\n"
+        "   v, w   ⌈V/T⌉ rows of the vocabulary; bytes of a loss"
     )
     brief = ["norm", "batch"]
     report.ledger(traffic(args, stage), size, hide=["run"], brief=brief)
@@ -794,15 +780,14 @@ def show_totals(report: Report) -> None:
     """What only the last stage sends, the sum per axis, and a conclusion."""
     rows_of_ranks = gather_objects(report.data.get("communication", []))
     of_rank_0 = [call_of(row) for row in rows_of_ranks[0]]
-    others = [row for row in rows_of_ranks[-1] if call_of(row) not in of_rank_0]
     rows = []
-    for row in others:
-        also = {"last stage also": row["phase"]}
-        also.update(row)
-        rows.append(also)
-    brief = f"{len(rows)} rows that only the last stage has"
-    report.table("communication of the last stage", rows, ["run", "phase"], brief)
-    report.agree("as predicted")
+    for row in rows_of_ranks[-1]:
+        if call_of(row) not in of_rank_0:
+            rows.append(dict({"last stage also": row["phase"]}, **row))
+    if rows:
+        brief = f"{len(rows)} rows that only the last stage has"
+        report.table("communication of the last stage", rows, ["run", "phase"], brief)
+        report.agree("as predicted")
 
     # Stages differ in what they send, so the last column adds up all ranks.
     totals = {}
@@ -818,11 +803,7 @@ def show_totals(report: Report) -> None:
                 totals[axis]["ring"] += row["ring"]
             totals[axis]["ring, all ranks"] += row["ring"]
     order = sorted(totals, key=lambda axis: -totals[axis]["ring, all ranks"])
-    rows = []
-    for axis in order:
-        row = {"total of rank 0": axis}
-        row.update(totals[axis])
-        rows.append(row)
+    rows = [dict({"total of rank 0": axis}, **totals[axis]) for axis in order]
     report.table("totals", rows)
     if len(order) > 1:
         most = totals[order[0]]["ring, all ranks"]
@@ -852,10 +833,8 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
     return fully_shard(model, mesh=mesh["dp"]), names
 
 
-def pytorch_step(full: Transformer, batch: tuple, groups, args) -> dict[str, Tensor]:
+def pytorch_step(kind: type, full: Transformer, batch, groups, args) -> dict:
     """One step of PyTorch's pipeline: the loss, and the gradients of this stage."""
-    # PyTorch's 1F1B requires M ≥ P.
-    kind = SCHEDULES["gpipe" if args.microbatches < args.pp else args.schedule]
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no hints
     model, names = pytorch_stage(full, pytorch_mesh(groups, args), args)
     # fully_shard averages gradients over replicas. So each loss is multiplied by DP: it
@@ -895,34 +874,28 @@ def pytorch_mesh(groups: dict[str, dist.ProcessGroup], args) -> DeviceMesh:
     return DeviceMesh.from_group(axis_groups, device, mesh=ranks, mesh_dim_names=AXES)
 
 
-def one_process_step(model: Transformer, batch: tuple) -> dict[str, Tensor]:
-    """The loss and all gradients of a batch, by name."""
-    tokens_BS, target_BS = batch
-    loss = mean_loss(model(tokens_BS), target_BS)
-    loss.backward()
-    expected = {"loss": loss.detach()}
-    expected.update(unshard_model(model, "grad"))
-    return expected
-
-
 def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> None:
     """One step by PyTorch's API and in one process."""
     args = report.args
     model = copy.deepcopy(full)
     # PyTorch's stages cannot share a weight: with --tie, the two are independent here.
     model.lm_head.weight = nn.Parameter(full.lm_head.weight.detach().clone())
+    # PyTorch's 1F1B requires M ≥ P.
     kind = "gpipe" if args.microbatches < args.pp else args.schedule
     report.section(f"[mesh] By PyTorch (rank 0's stage): fully_shard, {kind}")
     if args.tie:
         report.say("   The weights of embedding and head are not tied here.")
     with report.column("PyTorch"):
+        schedule_type = SCHEDULES[kind]
         with COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
-            got = pytorch_step(model, batch, groups, args)
+            got = pytorch_step(schedule_type, model, batch, groups, args)
     if "PyTorch" in report.raised:
         return
-    expected = one_process_step(model, batch)
-    runs = {"one process": {}, "PyTorch": got}
-    runs["one process"].update({name: expected[name] for name in got})
+    tokens_BS, target_BS = batch
+    loss = mean_loss(model(tokens_BS), target_BS)
+    loss.backward()
+    expected = dict(unshard_model(model, "grad"), loss=loss.detach())
+    runs = {"one process": {name: expected[name] for name in got}, "PyTorch": got}
     losses = {run: {"loss": values.pop("loss")} for run, values in runs.items()}
     report.compare("PyTorch", losses, report.allowed_loss)
     report.compare("PyTorch", runs, fold=lambda name: "gradients", brief="gradients")
@@ -935,7 +908,9 @@ BREAKS = {
     "order": dict(
         target="send",
         old="    return message\n",
-        new="    wait_for(message)\n    return message\n",
+        new="    wait_for(message)\n"
+        "    message.works.clear()  # nothing is left to wait for\n"
+        "    return message\n",
         what="a stage waits for each of its messages to be received",
         symptom="two neighbors wait for each other until the timeout; not with gpipe",
         why="activation and gradient cross, and neither stage gets to its receive",

@@ -13,7 +13,7 @@ Run it on 4 ranks (1, 2 and 8 also work):
 What you will see: which layers each rank holds; four timelines, in which each step has
 a stated time (--sleep), so that they look as in a textbook; the bubble by formula, by
 the lists and as measured; micro-batches in flight and the bytes that they hold;
-gradients; messages; PyTorch's schedules beside them.
+gradients; messages; the same with PyTorch's schedules.
 
 Exercises; answers are in the sections of notebooks/14_schedules.ipynb in brackets:
     --microbatches 16     which bubbles become half as large, and what is held? [3]
@@ -54,7 +54,7 @@ from torch.distributed.pipelining import PipelineStage
 try:
     from course import lesson00, lesson01, lesson02, lesson05
     from held_bytes import HeldBytes, HeldTensor
-    from pytorch_schedules import PYTORCH, lists_of
+    from pytorch_schedules import PYTORCH, lists_by_pytorch
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -123,7 +123,10 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
 
 
 def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
-    """How long a rank waits; it computes for M·(t_F + t_B + t_W)."""
+    """How long a rank waits; it computes for M·(t_F + t_B + t_W).
+
+    Of zero bubble: if t_W is not larger than t_F and t_B.
+    """
     if kind == "interleaved":
         return (P - 1) * (t_F + t_B + t_W) / v
     if kind == "zero-bubble":
@@ -139,7 +142,7 @@ def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
         last: the number of the last virtual stage.
         cost: phase → how long it takes; a "full" backward pass is B and W in one.
     Returns: (phase, stage, micro-batch) → (begin, end).
-    Raises: ValueError if no rank can go on: the lists do not fit together.
+    Raises: ValueError if all ranks wait: the lists do not fit together.
     """
     times = {}
     clock = [0.0] * len(steps_of_ranks)
@@ -166,7 +169,7 @@ def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
             next_steps = []
             for steps, done in zip(steps_of_ranks, position):
                 next_steps.append(steps[done] if done < len(steps) else "the end")
-            raise ValueError(f"no rank can go on; their next steps: {next_steps}")
+            raise ValueError(f"all ranks wait; their next steps: {next_steps}")
     return times
 
 
@@ -307,11 +310,14 @@ def main(args, report: lesson00.Report) -> None:
     size.update(T=1, P=P, M=args.microbatches, v=args.chunks)
     size["b"] = args.batch_size // args.microbatches
     report.begin({"pp": P}, size)
+    # The same seed on every rank: all have the same model and batch.
     full = lesson02.make_transformer(args)
     batch = lesson02.make_batches(__doc__, args, 1)[0]
     micro_batches = lesson05.make_microbatches(batch, groups, args.microbatches, False)
+    # Each micro-batch's loss is divided by the targets of the batch (lesson 05).
     targets = int((batch[1] != lesson02.IGNORE).sum())
 
+    # Each section prints as soon as its numbers exist.
     show_chunks(report)
     runs = {}
     warm_up(full, micro_batches, targets, groups, args)
@@ -354,7 +360,9 @@ def chunks_of(kind: str, args) -> int:
 
 def cost_of(kind: str, args) -> dict[str, float]:
     """Seconds that a step of a chunk takes at least: t_F = t_B = t_W."""
+    # A chunk has 1/v of a stage's layers.
     unit = args.sleep / 1000 / chunks_of(kind, args)
+    # Without weight passes, a backward pass computes dL/dx and dL/dW.
     backward = unit if kind == "zero-bubble" else 2 * unit
     return {"forward": unit, "backward": backward, "weight": unit}
 
@@ -375,12 +383,15 @@ def make_pipeline(kind, full, targets, groups, cost, args) -> tuple:
     """This rank's chunks in a pipeline, and the names of their parameters."""
     P = args.ranks
     v = chunks_of(kind, args)
+    # One module per chunk, in the order of its virtual stages.
     chunks = []
     names = {}
     for chunk in range(v):
+        # Every rank cuts its chunks out of a copy of the full model.
         model = copy.deepcopy(full)
         if kind == "zero-bubble":
             split_linears(model)
+        # In a chunk, layer 0 may be layer 4 of the full model: so names come first.
         name_of = {p: name for name, p in model.named_parameters()}
         number = chunk * P + groups["pp"].rank()
         chunks.append(lesson05.slice_stage(model, number, v * P))
@@ -406,6 +417,7 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
 
 def warm_up(full, micro_batches, targets, groups, args) -> None:
     """The first passes of a process are slow: run them before anything is measured."""
+    # With this one schedule, all functions of the others have run as well.
     cost = dict.fromkeys(("forward", "backward", "weight"), 0.0)
     pipeline, _ = make_pipeline("zero-bubble", full, targets, groups, cost, args)
     steps = [(phase, (0, 0)) for phase in cost]
@@ -418,6 +430,7 @@ def rename_counts(run: str, new: str) -> None:
     """Calls that were counted for one run become those of another."""
     for counter in (lesson00.COMM.calls, lesson00.COMM.bytes):
         for call in list(counter):
+            # lesson 05's pipeline counts everything as "mesh".
             if call.run == run:
                 counter[call._replace(run=new)] = counter.pop(call)
 
@@ -428,6 +441,7 @@ def one_process(full, micro_batches, targets: int) -> dict[str, Tensor]:
     loss_of = loss_part(targets)
     total = 0.0
     for tokens_bS, target_bS in micro_batches:
+        # In the order in which each stage takes them: sums have the same rounding.
         loss = loss_of(model(tokens_bS), target_bS)
         loss.backward()
         total = total + loss.detach()
@@ -455,6 +469,7 @@ class MeasuredPipeline(VirtualPipeline):
         self.events = []
         self.for_weights = {}  # (chunk, micro-batch) → HeldTensors of its weight pass
         self.held.reset()
+        # Around all of it: a graph that is made between passes is seen as well.
         with self.held:
             return super().run(steps, micro_batches)
 
@@ -466,6 +481,7 @@ class MeasuredPipeline(VirtualPipeline):
     def compute_backward(self, i: int, y: Tensor, grad: Tensor | None) -> None:
         with self.record_event("backward", i):
             super().compute_backward(i, y, grad)
+            # These lists are not autograd's: hold them where the meter sees them.
             self.for_weights[self.chunk, i] = [
                 (HeldTensor(x, self.held), HeldTensor(grad_y, self.held))
                 for _, x, grad_y in SplitLinear.later
@@ -518,7 +534,9 @@ def show_chunks(report: lesson00.Report) -> None:
 
 def layers_in(args, number: int, v: int) -> str:
     """The layers of virtual stage `number`, with E and H at the ends."""
+    # Virtual stages of all ranks.
     count = v * args.ranks
+    # As slice_stage cuts.
     layers = torch.arange(args.layers).tensor_split(count)[number].tolist()
     ends = ("E " if number == 0 else "", " H" if number == count - 1 else "")
     return ends[0] + " ".join(str(layer) for layer in layers) + ends[1]
@@ -533,6 +551,7 @@ def show_timelines(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> Non
     )
     report.data["timeline"] = []
     longest = max((run.length for run in runs.values()), default=1.0)
+    # One scale, so that a shorter schedule has a shorter line.
     scale = longest / COLUMNS  # seconds per mark
     for kind, run in runs.items():
         report.say(f"   {kind}, {run.length:.2f} s")
@@ -543,6 +562,7 @@ def show_timelines(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> Non
 
 def draw_rank(events: list[dict], length: float, scale: float) -> str:
     """One line of a timeline; scale: seconds per mark."""
+    # It waits wherever no event is drawn.
     line = ["·"] * round(length / scale)
     for event in events:
         start = int(event["start"] / scale)
@@ -576,6 +596,7 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     }
     rows = []
     for kind, run in runs.items():
+        # Waiting and computing in units of t_F.
         computing = 3 * M  # if t_F = t_B = t_W = 1
         waits = run.planned - computing
         row = {"schedule": kind, "a rank waits": formulas[kind], "=": f"{waits:g}"}
@@ -590,6 +611,7 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         name = f"{kind} is not shorter than its lists"
         report.check("plan", name, max(0.0, shortest - run.length), 1e-3)
         bubble = run.length / mean_computing(run) - 1
+        # On a busy machine this is larger, never smaller.
         row["measured"] = f"{bubble:.3f}"
         report.data.setdefault("bubble", {})[kind] = bubble
         rows.append(row)
@@ -620,6 +642,7 @@ def mean_computing(run: ScheduleRun) -> float:
 def planned_length(kind: str, args) -> float:
     """A run's length by its lists, if t_F = t_B = t_W = 1 and messages take no time."""
     v = chunks_of(kind, args)
+    # --sleep 1000 is one unit per t_F.
     cost = cost_of(kind, argparse.Namespace(sleep=1000, chunks=args.chunks))
     lists = []
     for rank in range(args.ranks):
@@ -640,6 +663,7 @@ def in_flight_of(kind: str, rank: int, args) -> int:
     """Forward passes without a backward pass yet, at most: chunks × micro-batches."""
     P = args.ranks
     M = args.microbatches
+    # GPipe begins backward when all forward passes are done.
     if kind == "gpipe":
         return M
     if kind == "interleaved":
@@ -658,6 +682,7 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         held.append({"bytes at the peak": f"rank {rank}"})
     left = 0
     for kind, run in runs.items():
+        # Each rank measures itself; every rank gets all numbers.
         measured = {"peak": run.pipeline.held.peak, "expected": expected_peak(run)}
         measured["passes"] = run.pipeline.held.peak_passes
         measured["left"] = run.pipeline.held.now
@@ -676,6 +701,7 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
             name = f"{kind}, left in flight on rank {rank}"
             report.check("memory", name, of_rank["not done"])
             left += of_rank["left"]
+    # Rows are ranks, so that any number of ranks fits the screen.
     report.section("What each rank holds for backward, measured")
     report.say(
         "   in flight  forward passes whose backward pass is still to come\n"
@@ -706,10 +732,12 @@ def expected_peak(run: ScheduleRun) -> int:
         which = (event["chunk"], event["microbatch"])
         if event["what"] == "forward":
             saved[which] = event["bytes"]
+        # What a weight pass releases is what backward had left for it.
         elif event["what"] == "weight":
             saved["weight", which] = -event["bytes"]
     now = 0
     peak = 0
+    # In the order of the list, not of the clock.
     for phase, which in run.steps:
         if phase == "forward":
             now += saved[which]
@@ -725,6 +753,7 @@ def show_gradients(report, runs: dict[str, ScheduleRun], expected: dict) -> None
     """Loss and gradients of each schedule: bitwise those of one process."""
     rows = []
     for kind, run in runs.items():
+        # Only the rank of the last stage has a loss; the others add 0.
         loss = lesson00.all_reduce(run.loss, run.pipeline.pp)
         row = {"schedule": kind, "loss": loss.item(), "gradients": 0, "diff": 0.0}
         row["off"] = []
@@ -740,6 +769,7 @@ def show_gradients(report, runs: dict[str, ScheduleRun], expected: dict) -> None
                 row["gradients"] += 1
                 if not report.check("gradients", f"{name}, {kind}", diff):
                     row["off"].append("diff")
+        # One entry of `expected` is the loss.
         missing = len(expected) - 1 - row["gradients"]
         report.check("gradients", f"all parameters have one, {kind}", missing)
         rows.append(row)
@@ -782,6 +812,7 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
     if args.ranks == 1 or args.microbatches < 2 * args.ranks:
         report.say("   These schedules require 2 ranks and M = 2·P or more.")
         return
+    # It logs its plans.
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     rows = []
     is_other = True  # are its lists of interleaved 1F1B other than ours?
@@ -793,7 +824,7 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
                 lists = [
                     stage_numbers(name, rank, 2, args) for rank in range(args.ranks)
                 ]
-                is_other = lists != lists_of(schedule, full="backward")
+                is_other = lists != lists_by_pytorch(schedule, full="backward")
                 report.check("PyTorch", "interleaved: the same lists", float(is_other))
             if about.is_run:
                 diff = pytorch_gradients(schedule, names, micro_batches, expected, args)
@@ -815,6 +846,7 @@ def pytorch_schedule(about, full, targets: int, groups, args) -> tuple:
     rank = groups["pp"].rank()
     stages = []
     names = {}
+    # In a V, rank 0 has the first and the last stage.
     for number in (rank, 2 * P - 1 - rank if about.is_v else P + rank):
         model = copy.deepcopy(full)
         name_of = {p: name for name, p in model.named_parameters()}
@@ -823,6 +855,7 @@ def pytorch_schedule(about, full, targets: int, groups, args) -> tuple:
             names[p] = name_of[p]
         device = torch.device(args.device)
         stages.append(PipelineStage(module, number, 2 * P, device, group=groups["pp"]))
+    # scale_grads: a loss is divided by the batch's targets already, not by M.
     schedule = about.schedule(
         stages, args.microbatches, loss_fn=loss_part(targets), scale_grads=False
     )
@@ -832,7 +865,8 @@ def pytorch_schedule(about, full, targets: int, groups, args) -> tuple:
 def pytorch_row(name: str, schedule, args) -> dict:
     """A schedule's bubble by its lists, and what a rank has in flight."""
     cost = {"forward": 0.5, "backward": 0.5, "weight": 0.5, "full": 1.0}
-    lists = lists_of(schedule)
+    lists = lists_by_pytorch(schedule)
+    # A chunk is half of a stage here.
     times = plan(lists, 2 * args.ranks - 1, cost)
     waits = max(end for _, end in times.values()) - 3 * args.microbatches
     most = []
@@ -851,11 +885,13 @@ def pytorch_row(name: str, schedule, args) -> dict:
 
 def pytorch_gradients(schedule, names, micro_batches, expected: dict, args) -> float:
     """One step; the largest relative difference of a gradient of this rank."""
+    # PyTorch splits the batch itself: into the same micro-batches.
     tokens_BS = torch.cat([tokens for tokens, _ in micro_batches])
     target_BS = torch.cat([target for _, target in micro_batches])
+    # The first stage takes tokens; the rank of the last one uses the targets.
     inputs = [tokens_BS] if dist.get_rank() == 0 else []
     with lesson00.COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
-        schedule.step(*inputs, target=target_BS, losses=[], return_outputs=False)
+        schedule.step(*inputs, target=target_BS, losses=[])
     diffs = [lesson00.rel_diff(p.grad, expected[name]) for p, name in names.items()]
     return max(diffs)
 
@@ -884,10 +920,10 @@ BREAKS = {
     ),
     "chunks": dict(
         target="interleaved",
-        old="    order_back = [(v - 1 - chunk, i) for chunk, i in order]",
-        new="    if rank == P - 1:  # each micro-batch through all chunks first\n"
-        "        order.sort(key=lambda which: which[1])\n"
-        "    order_back = [(v - 1 - chunk, i) for chunk, i in order]",
+        old='    steps = [("forward", which) for which in order[:warm_up]]\n',
+        new="    if rank == P - 1:  # the next chunk's first one could be there\n"
+        "        order[P - 1 : P + 1] = [order[P], order[P - 1]]\n"
+        '    steps = [("forward", which) for which in order[:warm_up]]\n',
         what="the last rank takes chunks in another order than they are sent",
         symptom="an error that names two messages; without the check, wrong gradients",
         why="two ranks have one queue per direction, for the messages of all chunks",

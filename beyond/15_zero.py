@@ -26,7 +26,9 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks of a TP group, DP
     replicas, M micro-batches of b = B/(DP·M) rows. U units (parts of the model that are
     sharded as a whole), Ψ parameters of a rank, u of its largest unit, ψ = Ψ/DP of its
-    shards, R ranks. Bytes per element: e parameter, g gradient, c optimizer state.
+    shards, v of its longest vector (u with zeros), R ranks. Bytes per element: e of a
+    parameter, g of a gradient, c of optimizer states. "kept" is ZeRO-3 that gathers
+    once per step.
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277 (units, hybrid
     sharding); docs.pytorch.org, torch.distributed.fsdp.fully_shard.
@@ -66,10 +68,9 @@ COMM = lesson00.COMM
 
 # ==== NEW in 15: optimizer states, gradients and parameters in shards
 
-# From lesson 00: reduce_scatter sums over ranks and gives each a slice, all_gather
-# joins slices, an all-reduce is both. A group of one rank sends nothing. From 02:
-# tp_transformer shards the decoder over tp; shardings_of(p) is empty if replicated.
-# From 05: schedule, a list of ("forward", i) and ("backward", i). What a rank holds, in
+# From lesson 00: an all-reduce is a reduce_scatter and an all_gather; a group of one
+# rank sends nothing. From 01: shardings_of(p) is empty if p is replicated over tp. From
+# 05: schedule, a list of ("forward", i) and ("backward", i). What a rank holds, in
 # elements, and sends per step (RS reduce-scatter, AG all-gather, of Ψ elements each):
 #
 #              parameters   gradients   moments   sends
@@ -141,10 +142,7 @@ class ShardedStates:
         return flat.chunk(self.parts)[self.groups["shard"].rank()]
 
     def sum_gradients(self) -> Tensor:
-        """Sum p.grad over replicas. Return this one's shard of the sum; free p.grad.
-
-        Communication: one reduce-scatter of the unit's elements.
-        """
+        """One reduce-scatter: this replica's shard of Σ p.grad over replicas."""
         partial_flat = flatten([p.grad for p in self.parameters], self.parts)
         for p in self.parameters:
             p.grad = None
@@ -168,10 +166,9 @@ class ShardedStates:
     def norm_weights(self) -> Tensor:
         """How much the square of each element of the shard counts in a sum over tp.
 
-        Elements that all T ranks of a TP group hold count 1/T on each, as in lesson 02.
-        There each parameter has one weight. A shard begins and ends within a parameter,
-        so each element gets its weight, in a vector that is flattened and sliced by the
-        same two functions as the gradient: it fits wherever the cuts are.
+        What all T ranks of a TP group hold counts 1/T on each. In lesson 02 each
+        parameter has one weight. A shard begins and ends within a parameter, so each
+        element has its own: flattened and sliced as the gradient is, they always fit.
         """
         weights = []
         for p in self.parameters:
@@ -219,10 +216,7 @@ class ShardedGradients(ShardedStates):
 
 
 class UnshardInBackward(torch.autograd.Function):
-    """On a unit's output: identity forward; backward gathers the unit's parameters.
-
-    In backward this comes before all operations of the unit.
-    """
+    """On a unit's output: identity forward; in backward it gathers, before the unit."""
 
     @staticmethod
     def forward(ctx, y: Tensor, unit: ShardedParameters) -> Tensor:
@@ -288,11 +282,9 @@ class ShardedParameters(ShardedGradients):
 # ---- One step of training, the same for all three
 
 # Two levels (HSDP, hybrid sharding): ZeRO-3 over all ranks gathers each parameter over
-# all nodes, twice per micro-batch, and links between nodes are slow. HSDP shards within
-# a node ("shard") and replicates over nodes ("replicate"): gathers and reduce-scatters
-# stay in the node, and once per step the gradient of a shard is all-reduced over nodes.
-# The price is memory: a node's ranks share one vector, not all ranks. In the code it is
-# another choice of groups.
+# all nodes, twice per micro-batch, and links between nodes are slow. HSDP shards in a
+# node ("shard") and replicates over nodes ("replicate"): only the gradients of shards
+# cross, once per step. The price is memory: the ranks of a node share a vector.
 
 
 class ZeroTraining:
@@ -650,7 +642,8 @@ def with_shards(size: dict, training: ZeroTraining) -> dict:
         size["ψ"] = sum(len(unit.shard) for unit in training.units)
         size["v"] = max(len(unit.flat) for unit in training.units)
     else:  # fully_shard pads the shards of a parameter to the size of the largest
-        numels = torch.tensor([lesson01.local(p).numel() for p in training.trained])
+        numels = [lesson01.local(p).numel() for p in training.trained]
+        numels = torch.tensor(numels, device=training.args.device)
         group = training.groups["data"]
         largest = lesson00.all_reduce(numels, group, dist.ReduceOp.MAX)
         size["ψ"] = largest.sum().item()
@@ -804,6 +797,8 @@ class FullyShardTraining(ZeroTraining):
         for modules in units_of(model):
             fully_shard(modules, **options)
         super().__init__(name, fully_shard(model, **options), [], groups, args)
+        # Whatever --stages is. In 1F1B's order PyTorch gathers once more.
+        self.steps = lesson05.schedule("1f1b", 0, 1, args.microbatches)
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.args.dp
@@ -851,7 +846,7 @@ BREAKS = {
         new="        weight = 1.0\n",
         what="elements that all TP ranks hold count fully on each of them",
         symptom="gradients of step 1 are right, norms too large: clipping scales too "
-        "much, and losses part from step 2 on",
+        "much, and losses diverge from step 2 on",
         why="the sum over tp then has the squares of replicated elements T times",
         reported="github.com/ROCm/TransformerEngine/pull/715, NVIDIA-NeMo/RL pull 3788",
     ),

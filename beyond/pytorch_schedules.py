@@ -30,7 +30,7 @@ PHASES = {
 }
 
 
-def lists_of(schedule, full: str = "full") -> list[list]:
+def lists_by_pytorch(schedule, full: str = "full") -> list[list]:
     """A schedule's plan: of each rank (phase, virtual stage, micro-batch), in order.
 
     full: the name of a backward pass that is not split.

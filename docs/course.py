@@ -49,8 +49,8 @@ PLAYERS = {
     "vocab-loss": ("03", 3),
     "sp-layer": ("04", 3),
     "wrong-gradient": ("04", 4),
-    "schedules": ("05", 4),
-    "batch": ("05", 11),
+    "schedules": ("14", 3),
+    "batch": ("05", 8),
     "context-ring": ("11", 2),
     "context-zigzag": ("11", 2),
 }

@@ -641,8 +641,8 @@ def batch(lesson, _group, name: str) -> dict:
     recorder.compare({"all_targets": (target != lesson.IGNORE).sum()})
     formulas = {}
     for phase, collective, axis, formula in (
-        ("shapes", "broadcast", "tp", "M × 24"),
-        ("batch", "broadcast", "tp", "M × 2·8·n/M"),
+        # M shapes and M micro-batches: 2·M calls, half of them of either size.
+        ("batch", "broadcast", "tp", "2·M × (24 + 2·8·n/M)/2"),
         ("batch", "all-reduce", "dp", "1 × 8"),
     ):
         formulas[lesson.Call("mesh", phase, collective, axis)] = formula
@@ -821,7 +821,8 @@ class WatchRing:
 def schedules(lesson, group, name: str) -> dict:
     import record_schedules
 
-    return record_schedules.record(lesson, group, Recorder(lesson, name))
+    recorder = Recorder(lesson.lesson00, name)
+    return record_schedules.record(lesson, group, recorder)
 
 
 SCENES = {  # name → ranks, the lesson, the scene
@@ -834,7 +835,7 @@ SCENES = {  # name → ranks, the lesson, the scene
     "vocab-loss": (2, "03_vocab_parallel", vocab_loss),
     "sp-layer": (2, "04_sequence_parallel", sp_layer),
     "wrong-gradient": (2, "04_sequence_parallel", wrong_gradient),
-    "schedules": (4, "05_3d_parallel", schedules),
+    "schedules": (4, "14_schedules", schedules),
     "batch": (4, "05_3d_parallel", batch),
     "context-ring": (4, "11_context_parallel", context_ring),
     "context-zigzag": (4, "11_context_parallel", context_zigzag),

@@ -48,57 +48,60 @@ class SleepingStage(nn.Module):
         return Sleep.apply(x, self.unit, self.seconds, self.shape)
 
 
-def record(lesson, group, recorder) -> dict:
+def record(script, group, recorder) -> dict:
+    lesson = script.lesson00
     P = group.size()
     M = MICRO_BATCHES
     rank = group.rank()
-    groups = lesson.make_mesh(dict(pp=P, dp=1, tp=1), 60)
+    groups = script.lesson05.make_mesh(dict(pp=P, dp=1, tp=1), 60)
     runs = {}
     for kind in KINDS:
-        one_run(lesson, groups, kind, 1, 0.001)  # the first one warms up
-        tries = [one_run(lesson, groups, kind, M, FORWARD) for _ in range(3)]
+        one_run(script, groups, kind, 1, 0.001)  # the first one warms up
+        tries = [one_run(script, groups, kind, M, FORWARD) for _ in range(3)]
         runs[kind] = min(tries, key=duration)
     clear(lesson)
+    message = "2·M × (40 + b·S·D·e)/2"  # headers and activations: half of either size
     formulas = {}
     for kind, run in runs.items():
         for call, n in run[rank]["calls"].items():
             lesson.COMM.calls[call._replace(run=kind)] = n
             lesson.COMM.bytes[call._replace(run=kind)] = run[rank]["bytes"][call]
         if rank < P - 1:
-            formulas[lesson.Call(kind, "shapes", "send/recv", "pp")] = "M × 24"
-            formulas[lesson.Call(kind, "forward", "send/recv", "pp")] = "M × b·S·D·e"
+            formulas[lesson.Call(kind, "forward", "send/recv", "pp")] = message
         if rank > 0:
-            formulas[lesson.Call(kind, "backward", "send/recv", "pp")] = "M × b·S·D·e"
+            formulas[lesson.Call(kind, "backward", "send/recv", "pp")] = message
     about = recorder.recording(formulas, {"M": M, "b": 1, "S": 4, "D": 8, "e": 4})
     about["time"] = {"runs": list(KINDS.values()), "unit": "ms"}
     about["events"] = moments(runs, P, M, recorder.steps[0]["says"])
     return about
 
 
-def one_run(lesson, groups, kind: str, M: int, seconds: float) -> list[dict]:
+def one_run(script, groups, kind: str, M: int, seconds: float) -> list[dict]:
     """Of each stage: when it computed, what it sent when, and what was counted."""
+    lesson = script.lesson00
+    lesson05 = script.lesson05
     stage = groups["pp"].rank()
     sent = []
-    original = lesson.send
+    original = lesson05.send
 
     def counted():
         calls = lesson.COMM.bytes.items()
         return {row_of(call._replace(run=kind)): n for call, n in calls}
 
-    def send(x, dst, group, what="a message"):
+    def send(x, label, dst, group):
         before = counted()
-        message = original(x, dst, group, what)
+        message = original(x, label, dst, group)
         sent.append({"at": time.time(), "bytes": difference(counted(), before)})
         return message
 
     clear(lesson)
     model = SleepingStage(seconds, [1, 4, 8])
-    pipeline = lesson.Pipeline(model, lambda y, _: y.sum(), groups)
-    steps = lesson.schedule(kind, stage, groups["pp"].size(), M)
-    lesson.send = send
+    pipeline = script.MeasuredPipeline([model], lambda y, _: y.sum(), groups)
+    steps = script.steps_of(kind, stage, groups["pp"].size(), M, 1)
+    lesson05.send = send
     dist.barrier()
     pipeline.run(steps, [torch.zeros(2, 1, 4, dtype=torch.int64)] * M)
-    lesson.send = original
+    lesson05.send = original
     part = {"spans": pipeline.events, "sent": sent}
     part["calls"] = dict(lesson.COMM.calls)
     part["bytes"] = dict(lesson.COMM.bytes)
@@ -203,18 +206,18 @@ def state(now: float, spans: list, name: str, P: int) -> str:
 
 
 def the_end(spans: list, P: int, M: int) -> dict:
-    """Both runs as a whole: waiting as part of the time, and the most that was kept."""
-    waits = []
+    """Both runs as a whole: waiting/computing, and the most that was kept."""
+    waits = []  # waiting/computing, as everywhere
     most = {}
     for name in KINDS.values():
         of_run = [span for _, span in spans if span["run"] == name]
         took = max(s["end"] for s in of_run) - min(s["start"] for s in of_run)
         busy = sum(s["end"] - s["start"] for s in of_run)
-        waits.append(f"{name} waited {1 - busy / P / took:.3f} of {took:.0f} ms")
+        waits.append(f"{name}: {took * P / busy - 1:.3f} in {took:.0f} ms")
         kept = [kept_at(span["start"], spans, name, P) for span in of_run]
         most[name] = [max(of_stage) for of_stage in zip(*kept)]
-    rule = f"Predicted: (P − 1)/(M + P − 1) = {(P - 1) / (M + P - 1):.3f}."
-    says = f"{waits[0]}, {waits[1]}. {rule}"
+    rule = f"Predicted: (P − 1)/M = {(P - 1) / M:.3f}."
+    says = f"Waiting/computing: {waits[0]}, {waits[1]}. {rule}"
     end = max(span["end"] for _, span in spans)
     ranks = [{} for _ in range(P)]
     return dict(kind="check", time=end, says=says, kept=most, most=True, ranks=ranks)

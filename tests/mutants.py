@@ -31,6 +31,7 @@ TESTS["11"] = "tests/test_context_parallel.py"
 TESTS["13"] = "tests/test_mlp_equality.py"
 TESTS["14"] = "tests/test_schedules.py"
 TESTS["16"] = "tests/test_experts.py"
+TESTS["15"] = "tests/test_zero.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
 
@@ -358,7 +359,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("16", "sort_by_expert", "a row is of another token",
      "order // expert_tk.shape[1]", "order % len(x_tD)",
      "test_layers_of_random_shapes"),
-    ("16", "undo_sort", "sorted once more", "order.argsort()", "order",
+    ("16", "undo_sort", "sorted once more", "[order.argsort()]", "[order]",
      "test_layers_of_random_shapes"),
     ("16", "MoE.forward", "weights over all experts, so they do not sum to 1",
      "probs_tk / probs_tk.sum(-1, keepdim=True)", "probs_tk",
@@ -416,6 +417,34 @@ MUTANTS = [Mutant(*row) for row in [
      "torch.as_tensor(x, dtype=torch.float64)",
      "torch.zeros_like(torch.as_tensor(x, dtype=torch.float64))",
      "test_a_hash_sees_one_bit"),
+    # 15
+    ("15", "units_of", "the last norm is in no unit", "[[model.norm, model.lm_head]]",
+     "[[model.lm_head]]"),
+    ("15", "flatten", "no zeros at the end of a vector",
+     "F.pad(flat, (0, -len(flat) % parts))", "flat"),
+    ("15", "views_of", "parameters are copies of parts of the vector",
+     "x.numel()].view", "x.numel()].clone().view"),
+    ("15", "ShardedStates", "the shard is a copy in every dtype",
+     "copies_shard = False", "copies_shard = True",
+     "test_a_shard_is_a_part_of_the_vector"),
+    ("15", "ShardedStates.slice_of", "slices in the order of other ranks",
+     '[self.groups["shard"].rank()]', '[-1 - self.groups["shard"].rank()]'),
+    ("15", "ShardedStates.sum_gradients", "summed in the dtype of the parameters",
+     "partial_flat = partial_flat.to(self.shard.dtype)",
+     "partial_flat = partial_flat.to(self.flat.dtype)", "2 --bf16"),
+    ("15", "ShardedGradients.on_gradient", "one gradient too early",
+     "== len(self.parameters)", "== len(self.parameters) - 1"),
+    ("15", "ShardedParameters.unshard", "gathers what is there already",
+     "storage.nbytes() == 0", "storage.nbytes() >= 0"),
+    ("15", "ShardedParameters.after_forward", "not freed after forward",
+     "if self.keep", "if True"),
+    ("15", "ShardedParameters.sum_gradients", "not freed after backward",
+     "if not self.keep", "if self.keep"),
+    ("15", "ZeroTraining.gradients", "a replica divides by its own targets",
+     "lesson05.count_targets(micro_batches, data)",
+     "sum((y != -100).sum() for _, y in micro_batches) * data.size()"),
+    ("15", "ZeroTraining.update", "sums of gradients are kept for the next step",
+     "    self.adamw.zero_grad(set_to_none=False)\n", ""),
 ]]
 # fmt: on
 

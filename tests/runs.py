@@ -12,7 +12,7 @@ MESH_2D = "13_mesh_2d"
 SCHEDULES = "14_schedules"
 EXPERTS = "16_expert_parallel"
 ZERO = "15_zero"
-# What DESIGN 6 allows: of a loss, of any other tensor.
+# What CONTRIBUTING.md allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
 PROOF = ("--dtype", "float64")

@@ -14,6 +14,7 @@ of_02 = drawings("02_transformer_tp")
 of_03 = drawings("03_vocab_parallel")
 of_04 = drawings("04_sequence_parallel")
 of_05 = drawings("05_3d_parallel")
+of_14 = drawings("14_schedules")
 BLUE, ORANGE, GREEN, PINK = draw.COLORS[:4]
 WHITE, BLACK, EVERYONE, GREY = "#FFFFFF", "#000000", draw.EVERYONE, draw.PARTS[2]
 
@@ -423,45 +424,46 @@ def test_holdings_have_a_box_where_a_rank_holds_something():
         assert y == seen.at[row][1] and abs(x - seen.at[column][0]) < 0.1
 
 
-SPANS = [  # stage, what, micro-batch, start, end: two stages, two micro-batches
-    (0, "forward", 0, 10.0, 10.1), (0, "forward", 1, 10.1, 10.2),
-    (0, "backward", 0, 10.5, 10.7), (0, "backward", 1, 10.8, 11.0),
-    (1, "forward", 0, 10.1, 10.2), (1, "backward", 0, 10.2, 10.4),
-    (1, "forward", 1, 10.4, 10.5), (1, "backward", 1, 10.5, 10.7),
+SPANS = [  # rank, what, micro-batch, chunk, start, end: two ranks, two micro-batches
+    (0, "forward", 0, 0, 10.0, 10.1), (0, "forward", 1, 0, 10.1, 10.2),
+    (0, "backward", 0, 0, 10.5, 10.7), (0, "backward", 1, 0, 10.8, 11.0),
+    (1, "forward", 0, 0, 10.1, 10.2), (1, "backward", 0, 0, 10.2, 10.4),
+    (1, "forward", 1, 0, 10.4, 10.5), (1, "backward", 1, 0, 10.5, 10.7),
 ]  # fmt: skip
 
 
 def test_pipelines_show_each_micro_batch_and_the_bubble():
-    chunks = [(*span[:3], span[0], *span[3:]) for span in SPANS if span[2] == 0]
-    runs = of_05.with_waiting({"A": SPANS, "B": chunks})
-    said = "{}: waiting {} of the time, predicted (P−1)/(M+P−1) = {}".format
-    assert [*runs] == [said("A", "0.400", "0.333"), said("B", "0.571", "0.500")]
-    seen = panels(of_05.draw_pipelines, runs, unit=1e-3)
+    assert of_14.computing(SPANS) == (10.0, 11.0, pytest.approx(2 / 1.2 - 1))
+    # Of one micro-batch, with a weight pass; on rank 1 a second chunk, which is pale.
+    others = [(*span[:3], span[0], *span[4:]) for span in SPANS if span[2] == 0]
+    others.append((0, "weight", 0, 0, 10.7, 10.7 + 0.1))
+    runs = {"A": SPANS, "B": others}
+    seen = panels(of_14.draw_pipelines, runs, unit=1e-3)
     assert [panel.ax.get_title(loc="left") for panel in seen] == [*runs]
     assert [panel.ax.get_xlabel() for panel in seen] == ["", "ms"]
-    for panel, spans, ms in zip(seen, runs.values(), (1000, 700)):
-        assert panel.ticks == ["stage 0", "stage 1"]
+    for panel, spans, ms in zip(seen, runs.values(), (1000, 800)):
+        assert panel.ticks == ["rank 0", "rank 1"]
         wanted = [(0, ms, 0, GREY), (0, ms, 1, GREY)]
-        for stage, _, _, *chunk, start, end in spans:  # a second chunk is pale
-            fill = "#F7DFAA" if chunk == [1] else draw.color(stage)
-            wanted.append((1e3 * (start - 10), 1e3 * (end - start), stage, fill))
+        for rank, _, _, chunk, start, end in spans:
+            fill = "#F7DFAA" if chunk == 1 else draw.color(rank)
+            wanted.append((1e3 * (start - 10), 1e3 * (end - start), rank, fill))
         found = [(b.x, b.width, b.y + b.height / 2, b.color) for b in panel.boxes]
         for box, span in zip(found, wanted, strict=True):
             assert box == pytest.approx(span, abs=1e-6)
-        for word, (x, width, stage, _) in zip(panel.words, wanted[2:], strict=True):
-            assert word.get_position() == pytest.approx((x + width / 2, stage))
-        assert panel.texts == [str(span[2] + 1) for span in spans]
-        hatched = [bool(hatch) for hatch in panel.hatches[2:]]
-        assert hatched == [span[1] == "backward" for span in spans]
-    assert seen[0].legend == ["forward", "backward", "waiting: the bubble"]
-    patches = seen[0].figure.legends[0].get_patches()
-    assert [bool(p.get_hatch()) for p in patches] == [False, True, False]
+        named = [span for span in spans if span[1] != "weight"]
+        for word, (x, width, rank, _) in zip(panel.words, wanted[2:]):
+            assert word.get_position() == pytest.approx((x + width / 2, rank))
+        assert panel.texts == [str(span[2] + 1) for span in named]
+        kinds = {"": "forward", draw.HATCHES[1]: "backward", draw.HATCHES[2]: "weight"}
+        hatched = [kinds[hatch or ""] for hatch in panel.hatches[2:]]
+        assert hatched == [span[1] for span in spans]
+    assert seen[0].legend == ["forward", "backward", "weight", "waiting"]
 
 
 def test_in_flight_is_a_step_line_beside_the_prediction():
     """A stage holds from a forward's start to its backward's end."""
     runs, predicted = {"A": SPANS, "B": SPANS}, {"A": [2, 1], "B": [4, 4]}
-    seen = panels(of_05.draw_in_flight, runs, predicted)
+    seen = panels(of_14.draw_in_flight, runs, predicted)
     held = [  # corners of both stages' steps: ms, micro-batches
         [(0, 1), (100, 1), (100, 2), (700, 2), (700, 1), (1000, 1)],
         [(0, 0), (100, 0), (100, 1), (400, 1), (400, 0), (700, 1), (700, 0)],
@@ -476,7 +478,7 @@ def test_in_flight_is_a_step_line_beside_the_prediction():
         ((_, heights),) = panel.lines
         assert set(heights) == {limit} and panel.texts == [f"at most {most}"]
         assert panel.ax.get_ylim()[1] > 4
-    assert [p.ax.get_ylabel() for p in seen] == ["stage 0", "", "stage 1", ""]
+    assert [p.ax.get_ylabel() for p in seen] == ["rank 0", "", "rank 1", ""]
     assert [p.ax.get_title() for p in seen] == ["A", "B", "", ""]
 
 

@@ -1,7 +1,7 @@
 """Lessons under torchrun: verdicts, screens, and what --json says of every check.
 
 A lesson compares numbers and works out its own formulas: here is looked at whether what
-it checked was enough, and by bounds no wider than DESIGN 6 allows.
+it checked was enough, and by bounds no wider than CONTRIBUTING.md allows.
 """
 
 import json
@@ -63,7 +63,7 @@ def test_passes_and_fits_the_screen(run):
 
 @over(ALL_RUNS)
 def test_json(run):
-    """Its tables, and every check: none allows more than DESIGN does."""
+    """Its tables, and every check: none allows more than it should."""
     data = jobs.result(*run).data
     assert data["lesson"] == run[0] and data["world_size"] == run[1]
     assert math.prod(data["mesh"].values()) == run[1]

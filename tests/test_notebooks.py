@@ -38,7 +38,15 @@ ON_FOUR = (MESH, "10_checkpoints", "11_context_parallel", "13_mesh_2d")
 LESSON = {JAX: "01_naive_mlp_tp", "07_plan_a_run": MESH}
 LESSON["12_wrong_gradients"] = "01_naive_mlp_tp"
 # Ranks of the first run, elsewhere 2.
-RUN = {MESH: 8, "07_plan_a_run": 8, JAX: 4, "09_shared_heads": 4, "13_mesh_2d": 4}
+RUN = {
+    MESH: 8,
+    "14_schedules": 4,
+    "07_plan_a_run": 8,
+    JAX: 4,
+    "09_shared_heads": 4,
+    "13_mesh_2d": 4,
+    "15_zero": 4,
+}
 
 
 @pytest.mark.timeout(1500)

@@ -15,11 +15,11 @@ import plan
 import predict
 import pytest
 import torch
-from runs import CONTEXT_RUNS, MESH, PROOF, SHARED_HEADS, over
+from runs import CONTEXT_RUNS, PROOF, SHARED_HEADS, over
 from test_refusals import message
 from torch.utils.flop_counter import FlopCounterMode
 
-lesson = jobs.load(MESH)
+lesson = predict.lesson
 pytestmark = pytest.mark.timeout(900)  # the jobs of test_3d.py, if they are not done
 
 
@@ -515,10 +515,10 @@ def test_table_and_json(capsys, tmp_path):
 @pytest.mark.parametrize("bug", ["", "group", "replicas"])
 def test_dry_run_finds_a_bug(capsys, bug):
     small = "--layers 4 --hidden 16 --heads 4 --batch-size 8 --seq-len 8"
-    small, flat = f"{small} --dp 2 --pp 2 --tp 2", lesson.FlatAdamW
+    small, training = f"{small} --dp 2 --pp 2 --tp 2", lesson.MeshTraining
     with (  # what the bug edits is put back
         mock.patch.dict(vars(lesson)),
-        mock.patch.object(flat, "sum_over_replicas", flat.sum_over_replicas),
+        mock.patch.object(training, "sum_gradients", training.sum_gradients),
     ):
         if bug:
             lesson.apply_edit(lesson.BREAKS[bug], vars(lesson))

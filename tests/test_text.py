@@ -1,7 +1,7 @@
 """The text of the lessons and of beyond/: their anatomy, and code that is plain.
 
-DESIGN states the limits below; they are not today's counts. Where a limit is left unmet
-on purpose, UNMET says which and why.
+CONTRIBUTING.md states the limits below; they are not today's counts. Where a limit is
+left unmet on purpose, WAIVED says which and why.
 """
 
 import ast
@@ -17,8 +17,13 @@ import pytest
 PARTS = ["HEAD", "NEW", "RUN", "BREAK IT", "FLAGS", "CARRIED OVER", "HARNESS"]
 BANNER = re.compile(r"# ==== (NEW|RUN|BREAK IT|FLAGS|CARRIED OVER|HARNESS)\b ?(.*)")
 OWN = PARTS[1:5] + PARTS[6:]  # parts whose code is looked at; carried ones are copies
-LINES = {"to read": 750, "NEW": 290, "RUN": 340, "HARNESS": 600}
-LINES_05 = {"to read": 900, "NEW": 380, "RUN": 440, "HARNESS": 600}
+LINES = {"to read": 750, "NEW": 270, "RUN": 320, "HARNESS": 600}
+LINES_OF = {
+    "00": LINES | {"to read": 620},
+    "01": LINES | {"to read": 620},
+    "05": LINES | {"to read": 850, "NEW": 330, "RUN": 400},
+}
+CEILING = 7 / 6  # a limit that is waived may be exceeded by a sixth
 # At most, in one part of one file.
 IDIOMS = {
     "a, b = x, y": 3,
@@ -31,43 +36,49 @@ IDIOMS = {
 COMMENTS = 7  # at least, per 100 lines of RUN and HARNESS
 FUNCTION = {"lines": 50, "local names": 20, "comprehensions and lambdas": 4}
 LOOPS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
-# (file, part or function, what): limits that are left unmet, each with the reason. No
-# count stands in their place. A file that is not listed has to meet the limits, and a
-# test below fails for an entry that is no longer needed.
-UNMET = {
-    # Three messages that tell a hang from a crash, rows that are matched over ranks,
-    # and who_is_missing as a function of its own, which notebooks call as well.
-    ("", "HARNESS", "lines"),
+# (file, part): limits that are waived, up to the ceiling, each with its reason. A test
+# fails for an entry that is not needed any more. No count is stated here.
+WAIVED = {
+    # It tells a hang from a crash and an edit from a bug, in every lesson.
+    ("", "HARNESS"),
+    # Mistakes are shown in the lesson that they are about.
+    ("00_collectives", "to read"),
+    ("00_collectives", "NEW"),
+    # The two-number example is next to the table that it explains.
+    ("01_naive_mlp_tp", "to read"),
+    ("01_naive_mlp_tp", "NEW"),
     # What each saved tensor costs is a named term on a line of its own.
-    ("02_transformer_tp", "to read", "lines"),
-    ("02_transformer_tp", "NEW", "lines"),
-    ("02_transformer_tp", "RUN", "lines"),
-    # Hard batches and sampling are a table each: without them, padding is not tested.
-    ("03_vocab_parallel", "to read", "lines"),
-    ("03_vocab_parallel", "RUN", "lines"),
-    # The paper's table, term by term, and what padding does to lengths.
-    ("04_sequence_parallel", "to read", "lines"),
-    ("04_sequence_parallel", "RUN", "lines"),
-    # One step over three axes: a formula per axis and phase, and PyTorch's own step.
-    ("05_3d_parallel", "to read", "lines"),
-    ("05_3d_parallel", "NEW", "lines"),
-    ("05_3d_parallel", "RUN", "lines"),
-    # Three methods of attention over several ranks, and a backward written by hand.
-    ("11_context_parallel", "to read", "lines"),
-    ("11_context_parallel", "NEW", "lines"),
-    ("11_context_parallel", "RUN", "lines"),
-    ("10_checkpoints", "RUN", "lines"),
+    ("02_transformer_tp", "NEW"),
+    # The loss, its padding and its sampling.
+    ("03_vocab_parallel", "to read"),
+    ("03_vocab_parallel", "NEW"),
+    ("04_sequence_parallel", "NEW"),
+    ("05_3d_parallel", "NEW"),
+    ("05_3d_parallel", "RUN"),
+    ("10_checkpoints", "RUN"),
     # A model of its own, its exchange and whose gradients are summed; five routers.
-    ("16_expert_parallel", "to read", "lines"),
-    ("16_expert_parallel", "NEW", "lines"),
-    ("16_expert_parallel", "RUN", "lines"),
-    # Three units, each an edit of the one before it; six kinds of runs with two tables
-    # of formulas, a meter of memory, and PyTorch's own.
-    ("15_zero", "to read", "lines"),
-    ("15_zero", "NEW", "lines"),
-    ("15_zero", "RUN", "lines"),
+    ("16_expert_parallel", "to read"),
+    ("16_expert_parallel", "NEW"),
+    ("16_expert_parallel", "RUN"),
 }
-# Other people's code imports these (DESIGN 10).
+# Past the ceiling: they are too long, and are to be shortened. Nothing may join them.
+TOO_LONG = {
+    ("02_transformer_tp", "to read"),
+    ("02_transformer_tp", "RUN"),
+    ("03_vocab_parallel", "RUN"),
+    ("04_sequence_parallel", "to read"),
+    ("04_sequence_parallel", "RUN"),
+    ("05_3d_parallel", "to read"),
+    ("11_context_parallel", "to read"),
+    ("11_context_parallel", "NEW"),
+    ("11_context_parallel", "RUN"),
+    ("14_schedules", "to read"),
+    ("14_schedules", "RUN"),
+    ("15_zero", "to read"),
+    ("15_zero", "NEW"),
+    ("15_zero", "RUN"),
+}
+# Other people's code imports these (CONTRIBUTING.md).
 PUBLIC = {
     "00": "all_reduce all_gather reduce_scatter broadcast all_to_all shard "
     "ring_all_reduce",
@@ -105,10 +116,6 @@ class Text:
 
 TEXTS = {name: Text(name) for name in FILES}
 each_file = pytest.mark.parametrize("name", FILES)
-
-
-def is_known(name: str, where: str, what: str) -> bool:
-    return ("", where, what) in UNMET or (name, where, what) in UNMET
 
 
 @each_file
@@ -181,23 +188,30 @@ def test_a_renamed_definition_is_not_dropped(tmp_path, home, old, new, says):
     assert before == {path: path.read_text("utf-8") for path in before}
 
 
-def too_long(name: str) -> list[str]:
-    """Parts of a file that have more lines than DESIGN allows."""
+def too_long(name: str) -> dict[str, float]:
+    """Parts of a file with more lines than CONTRIBUTING.md allows: how many times."""
     text = TEXTS[name]
     count = Counter(text.part_of_line)
     count["to read"] = sum(count[part] for part in PARTS[:4])
-    limits = LINES_05 if text.number == "05" else LINES
-    return [part for part, limit in limits.items() if count[part] > limit]
+    limits = LINES_OF.get(text.number, LINES)
+    times = {part: count[part] / limit for part, limit in limits.items()}
+    return {part: share for part, share in times.items() if share > 1}
 
 
 @each_file
 def test_lines_of_parts(name):
-    assert [p for p in too_long(name) if not is_known(name, p, "lines")] == []
+    """Within the limits, or waived up to a sixth above them, or named as too long."""
+    for part, times in too_long(name).items():
+        if times > CEILING:
+            assert (name, part) in TOO_LONG, (part, times)
+        else:
+            waived = WAIVED | TOO_LONG
+            assert {(name, part), ("", part)} & waived, (part, times)
 
 
-def test_unmet_limits_are_unmet():
-    for name, part, _ in UNMET:
-        assert part in too_long(name or FILES[0]), "no longer needed in UNMET"
+def test_waivers_are_needed():
+    for name, part in WAIVED | TOO_LONG:
+        assert part in too_long(name or FILES[0]), f"{name}, {part}: no longer needed"
 
 
 def idioms(text: Text) -> dict[str, dict[str, list[int]]]:
@@ -245,11 +259,7 @@ def test_code_is_plain(name):
     for part in OWN:
         for idiom, most in IDIOMS.items():
             lines = found[part][idiom]
-            assert len(lines) <= most or is_known(name, part, idiom), (
-                part,
-                idiom,
-                lines,
-            )
+            assert len(lines) <= most, (part, idiom, lines)
     for part in ("RUN", "HARNESS") if name in jobs.LESSONS else ("RUN",):
         lines = text.lines_of(part)
         comments = [line for line in lines if re.search(r"^\s*#|\s\s# ", line)]
@@ -276,8 +286,7 @@ def test_functions_are_short(name):
     for node in ast.walk(text.tree):
         if isinstance(node, ast.FunctionDef) and text.part_of(node) in OWN:
             for what, count in measure(node).items():
-                if not is_known(name, node.name, what):
-                    assert count <= FUNCTION[what], (node.name, what, count)
+                assert count <= FUNCTION[what], (node.name, what, count)
 
 
 @each_file
@@ -297,7 +306,8 @@ def test_imports(name):
             module for module in modules if module.split(".")[0] not in known
         )
     optional = {"transformers", "importlib.util"} if text.number == "04" else set()
-    assert foreign <= ({"course"} if name in jobs.BEYOND else optional)
+    helpers = {path.stem for path in (jobs.ROOT / "beyond").glob("[a-z]*.py")}
+    assert foreign <= (helpers if name in jobs.BEYOND else optional)
     lines = [
         line.strip() for line in text.lines if re.search(r"\bcourse import\b", line)
     ]
@@ -311,7 +321,9 @@ def test_imports(name):
 def test_a_script_says_when_its_repository_is_missing(name):
     """In the same words; test_refusals.py tries one of them."""
     block = re.compile(
-        r"^    from course import lesson00.*\n(except (.*\n    )+.*\n)", re.M
+        r"^    from course import lesson00.*\n"
+        r"(?:    from \w+ import .*\n)*(except (.*\n    )+.*\n)",
+        re.M,
     )
     first, own = (block.search(TEXTS[n].text)[1] for n in (jobs.BEYOND[0], name))
     assert own == first and own.startswith("except ModuleNotFoundError")

@@ -136,7 +136,7 @@ def unit_of(kind, dtype=torch.float32, parts=1, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_shard_is_a_part_of_the_vector_unless_that_is_freed(dtype):
+def test_a_shard_is_a_part_of_the_vector(dtype):
     linear, unit = unit_of(lesson.ShardedStates, dtype)
     unit.shard.data[0] += 1
     assert linear.weight[0, 0] == unit.shard[0]
