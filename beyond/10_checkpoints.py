@@ -185,6 +185,7 @@ def save_checkpoint(folder: Path, step: int, training, about: dict):
         with lesson00.COMM.blocking(f"saving of step {step}", all_ranks):
             dcp.save(state, checkpoint_id=part)
     except CheckpointException as error:
+        lesson00.COMM.set_status("in no call")  # all ranks have left it, with an error
         reason = reason_not_written(error, part, state)
         raise OSError(f"step {step} is not saved: {reason}") from None
     if is_first:
@@ -246,6 +247,7 @@ def load_checkpoint(path: Path, step: int, training: FlatTraining) -> None:
         with lesson00.COMM.blocking(f"loading of step {step}", all_ranks):
             dcp.load(state, checkpoint_id=path)  # in place
     except CheckpointException as error:
+        lesson00.COMM.set_status("in no call")
         raise OSError(f"{path} cannot be read: {failure_in(error)}") from None
     # AdamW updates its own vector of the weights, so the vector must get them as well.
     optimizer.vector.data = optimizer.local_slice(training.parameters)

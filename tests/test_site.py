@@ -190,6 +190,10 @@ def test_lesson(looks, lesson):
     output = (jobs.ROOT / "docs" / "outputs" / f"{lesson}.txt").read_text("utf-8")
     assert [shown.split() for shown in look["output"]] == [output.split()]
     sections = re.findall(r"^\d+  .*", output, re.M)
+    # One title is printed by lesson 02's function, which these scripts import.
+    imported = "Losses; and after training, norms, parameters and replicas"
+    if lesson in jobs.BEYOND:
+        sections = [title for title in sections if imported not in title]
     assert [title.split() for title in look["titles"]] == [s.split() for s in sections]
 
 
@@ -284,7 +288,7 @@ def test_slides(page, address, deck):
     page.wait_for_selector(".pdf-page")
     fragments = page.locator(".fragment").count()
     assert fragments > total
-    assert page.locator(".pdf-page").count() > total + 40  # a page for each step
+    assert page.locator(".pdf-page").count() == keys  # a page for each step to stop at
     page.wait_for_function(LOADED)
     shown = page.evaluate("""[...document.querySelectorAll("tp-player")].map(
         player => player.shadowRoot.querySelector(".count").textContent)""")

@@ -104,5 +104,5 @@ def test_a_loss_that_dtensor_lacks_ends_its_column_only(tmp_path):
     raised = [line for line in lines if line.startswith("   DTensor raised ")]
     assert len(raised) == 1
     (failed,) = [line for line in lines if line.startswith("✗")]
-    assert failed.startswith("✗ runs: DTensor completes")
+    assert failed.startswith("✗ DTensor raised RuntimeError")
     assert lines[-1].startswith(f"FAIL  {VOCAB}  failed: runs 1/"), lines[-1]

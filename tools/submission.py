@@ -25,7 +25,8 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "notebooks"))
+for folder in ("tools", "notebooks"):
+    sys.path.insert(0, str(ROOT / folder))
 from check import Parser, output_path  # noqa: E402
 
 STATES = {"right": "+", "not yet": "o", "not tried": "·"}
@@ -65,7 +66,7 @@ def exercises(cells: list[dict]) -> dict[str, dict[str, int]]:
 def is_untouched(text: str) -> bool:
     """Is nothing filled in? Then all functions end in `...`, with nothing before it but
     a docstring or super().__init__(), and all names are None or {...}. Comments do not
-    count, nor does a class that the exercise gives in full."""
+    count, nor do imports and a class that the exercise gives in full."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -75,6 +76,8 @@ def is_untouched(text: str) -> bool:
 
 
 def is_given(node: ast.AST) -> bool:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return True
     return isinstance(node, ast.ClassDef) and "..." not in ast.unparse(node)
 
 
