@@ -51,6 +51,7 @@ from torch.distributed.tensor import DTensor, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 01: one MLP, split
+# Read lines 54 to 305, in about 25 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: all_reduce, all_gather and reduce_scatter return new tensors, and
 # autograd does not track them. shard(x, dim, group) is this rank's slice of a tensor
