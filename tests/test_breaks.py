@@ -84,6 +84,7 @@ EXPECTED = {
             loss("TP")),
         "split": (grad("layers.…"), grad("norm.weight, TP + SP"), norm("TP + SP"),
             "calls: TP + SP backward reduce-scatter tp", loss("TP + SP")),
+        "pieces": ("outputs: product in pieces", "bytes: gathered in pieces"),
         "keywords": ("runs: DTensor completes", loss("TP + SP")),
         "dtensor-loss": ("runs: DTensor completes", loss("TP + SP")),
         "tiled": ("runs: DTensor completes", loss("TP + SP")),
