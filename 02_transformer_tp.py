@@ -264,7 +264,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     layer.mlp = tp_mlp(layer.mlp, tp_group)
 
 
-# Which gradients are complete after backward?
+# Which gradients are complete after backward? (Lesson 01 has the table for an MLP.)
 # - Sharded weight: each rank has the gradient of its own slice. Complete.
 # - Replicated weight, replicated input (LayerNorm, o_proj.bias, lm_head): every rank
 #   does the same computation and gets the same gradient. Complete.

@@ -20,7 +20,7 @@ not divide. `--hf` adds a Hugging Face model.
 
 What to try (answers: notebooks/04_sequence_parallel.ipynb, the section in brackets):
 - In split_sequence, delete the line of layer.dropout. Gradients and losses of TP + SP
-  are wrong from step 1 on: all slices drop the same elements [12].
+  are wrong from step 1 on: all slices drop the same elements (see --break mask).
 - Use nn.RMSNorm in DecoderLayer and Transformer. All numbers agree, and what sums
   gradients of norms sends less. On a CPU a layer stores 12·B·S·D more bytes for
   backward, under TP as well, and 1/T of that where the sequence is split [6].
@@ -716,23 +716,24 @@ def show_padded_lengths(report: Report, tp_group) -> None:
 
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
+
+    def add_step_1(name: str, run: TrainingRun, label: str) -> None:
+        losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
+        for parameter, gradient in run.gradients.items():
+            gradients[name][f"{label}: dL/d {parameter}"] = gradient
+
     with report.column("padded lengths"):
         for length in sorted({1, max(1, S - 1), 2 * S + 1}):
             args.seq_len = length
             batch = make_batches(__doc__, args, 1)[0]
             padded = pad_batch(batch[0], batch[1], args.ranks)
             label = f"length {length}, padded to {padded[0].shape[1]}"
-            runs = {}
             model = copy.deepcopy(full)
-            runs["without TP"] = train_transformer(label, model, [batch], args)
+            run = train_transformer(label, model, [batch], args)
+            add_step_1("without TP", run, label)
             model = sp_transformer(full, tp_group)
-            runs["TP + SP"] = train_with_tp(
-                label, model, [padded], args, tp_group, sum_up
-            )
-            for name, run in runs.items():
-                losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
-                for parameter, gradient in run.gradients.items():
-                    gradients[name][f"{label}: dL/d {parameter}"] = gradient
+            run = train_with_tp(label, model, [padded], args, tp_group, sum_up)
+            add_step_1("TP + SP", run, label)
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     report.compare("lengths", losses, ALLOWED_LOSS["float64"], brief="losses")
     one_row = lambda name: "all gradients"
