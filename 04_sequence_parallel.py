@@ -60,14 +60,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
-# Read lines 59 to 263, in about 20 minutes. What follows is optional, up to RUN.
+# Read lines 63 to 264, in about 20 minutes. What follows is optional, up to RUN.
 
 # From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
 # g after row-parallel ones (all-reduce in forward). vocab_transformer is a copy of the
 # model with linears and vocabulary split. ShardedDropout(p, dim, group) is for a tensor
-# that is sharded along dim. shardings_of(p) is empty if p is replicated. This lesson
-# replaces Attention.project_qkv (f, then q_proj, k_proj, v_proj), and `reduce` (g) of
-# RowParallelLinear and of VocabParallelEmbedding.
+# that is sharded along dim. shardings_of(p) is empty if p is replicated. New here are
+# Attention.project_qkv (f, then q, k and v) and `reduce` (g) of row-parallel modules.
 
 
 def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
