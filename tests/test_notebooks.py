@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 import jobs
 import nbformat
 import pytest
+import torch.distributed as dist
 from jobs import ROOT
 from jupyter_client.manager import start_new_kernel
 from kernel import held_ports
@@ -556,6 +558,39 @@ def test_rms_norm_of_04_is_as_measured():
     more = dict(re.findall(r"RMSNorm, ([\w +]+): ([\d.]+)·X", text_of(name, "printed")))
     assert more == {"without TP": "12.0", "TP": "12.0", "TP + SP": "6.0"}
     assert "12·X bytes more without TP and with TP, and 12·X/T more" in text_of(name)
+
+
+# What docs/run.md says a rank needs; notebook 00 had it as cells.
+
+DEFINE = """
+import pickle, sys
+def hello(rank):
+    print("I am", rank)
+sys.stdout.buffer.write(pickle.dumps(hello))
+"""
+
+
+def test_a_function_of_a_cell_is_sent_by_name_only():
+    run_python = [sys.executable, "-c"]
+    sent = subprocess.run([*run_python, DEFINE], capture_output=True, check=True).stdout
+    assert b"hello" in sent and b"I am" not in sent
+    load = f"import pickle; pickle.loads({sent!r})"
+    child = subprocess.run([*run_python, load], capture_output=True, text=True)
+    said = child.stderr.splitlines()[-1].partition(" on ")[0]
+    assert said in " ".join((ROOT / "docs" / "run.md").read_text("utf-8").split())
+
+
+def test_what_gloo_says_of_an_address():
+    page = " ".join((ROOT / "docs" / "run.md").read_text("utf-8").split())
+    create = dist.ProcessGroupGloo.create_device
+    for where, pattern in (
+        ({"hostname": "192.0.2.1"}, r"Cannot resolve \S+ (to a \(local\) address)"),
+        ({"interface": "eth7"}, r"(Unable to find address for: eth7)"),
+    ):
+        with pytest.raises(RuntimeError, match=pattern) as error:
+            create(**where)
+        assert re.search(pattern, str(error.value))[1] in page
+    create(hostname="127.0.0.1")  # this machine itself: no error
 
 
 # Exercises in the docstrings of lessons: where they are answered, and by what.
