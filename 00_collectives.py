@@ -73,6 +73,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 # ==== NEW in 00: collectives
+# Read lines 76 to 350, in about 28 minutes. Stop at RUN.
 
 # Before main, every rank runs these lines (they are in `launch`, in HARNESS):
 #     dist.init_process_group("gloo")   # "nccl" on GPUs; waits for all ranks
@@ -839,6 +840,18 @@ def diagnosis_of(edit: dict) -> str:
     return "\n".join(lines)
 
 
+def add_bug(args, module: dict, diagnosis: str) -> None:
+    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
+
+    def on_sigterm(*_):
+        exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
+    apply_edit(module["BREAKS"][args.bug], module)
+    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
+
+
 # endregion
 
 
@@ -857,6 +870,7 @@ import shlex
 import signal
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections import Counter
@@ -1262,9 +1276,8 @@ class Report:
         self.data["checks"] = checks
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        print(
-            wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}"), flush=True
-        )
+        text = f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+        print(wrap(text), flush=True)
         return self.data["verdict"]
 
 
@@ -1362,9 +1375,8 @@ def where_raised(error: Exception) -> str:
         return ""
     names = {module: name for name, module in root.named_modules()}
     shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
-    lines = [
-        f"in {names.get(called) or 'the model'}: {type(called).__name__}, {shapes}"
-    ]
+    name = names.get(called) or "the model"
+    lines = [f"in {name}: {type(called).__name__}, {shapes}"]
     for name, layer in called.named_children():
         weights = [list(p.shape) for p in layer.parameters(recurse=False)]
         lines.append(f"{name}: {type(layer).__name__}, {weights}")
@@ -1405,8 +1417,14 @@ def describe_hang(error: Exception) -> str:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     silent = [rank for rank in ranks if not COMM.store.check([f"failed/{rank}"])]
     if silent:  # the others have waited 3 seconds for it
-        text = f"  no error was raised on ranks {silent} so far: they hang, "
-        lines.append(wrap(text + "are stopped, or are still computing"))
+        text = f"  ranks {silent} have reported no error so far: they hang, "
+        text += "are stopped, cannot be reached, or are still computing"
+        lines.append(wrap(text))
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))  # ranks per machine
+    for first in ranks[::size]:  # what a lost machine wrote last may be out of date
+        if set(silent).issuperset(ranks[first : first + size]):
+            text = f"error: no rank of machine {first // size} has reported an error: "
+            lines[0] = wrap(text + "they hang, or it is lost or cannot be reached")
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
     return "\n".join(lines)
 
@@ -1420,10 +1438,13 @@ def fail(error: Exception, diagnosis: str) -> None:
     if COMM.store is None:
         message = f"error: the ranks did not join one process group: {error}"
         exit_rank(1, wrap(message), is_reporter=True)
+    lost = f"error: rank {dist.get_rank()} got no answer from rank 0's machine: it is "
+    lost += f"lost or cannot be reached\n  rank {dist.get_rank()}: {COMM.status}"
+    # The store is on that machine, and its calls then never return.
+    timer = threading.Timer(20, exit_rank, [1, lost, True])
+    timer.start()
     COMM.store.set(f"failed/{dist.get_rank()}", text)
-    if (
-        COMM.is_inside()
-    ):  # let others write where they are; torchrun may name a dead one
+    if COMM.is_inside():  # others write where they are; torchrun may name a dead one
         time.sleep(3)
     is_reporter = COMM.store.add("reported", 1) == 1
     code = 0 if diagnosis else 1
@@ -1439,6 +1460,7 @@ def fail(error: Exception, diagnosis: str) -> None:
         message = wrap(f"error: rank {dist.get_rank()} raised {name}: {text}")
         if is_reporter and not isinstance(error, OSError):
             traceback.print_exception(error)
+    timer.cancel()
     exit_rank(code, f"{message}\n{diagnosis}".strip(), is_reporter)
 
 
@@ -1476,18 +1498,6 @@ def end_with_torchrun() -> None:
     if sys.platform == "linux":
         at_end_of_parent = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None).prctl(at_end_of_parent, signal.SIGKILL)
-
-
-def add_bug(args, module: dict, diagnosis: str) -> None:
-    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
-
-    def on_sigterm(*_):
-        exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
-
-    signal.signal(signal.SIGTERM, on_sigterm)
-    args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
-    apply_edit(module["BREAKS"][args.bug], module)
-    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
 
 
 def launch(main, parse_args, module: dict) -> None:

@@ -51,6 +51,7 @@ from torch.distributed.tensor import DTensor, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 01: one MLP, split
+# Read lines 54 to 305, in about 25 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: all_reduce, all_gather and reduce_scatter return new tensors, and
 # autograd does not track them. shard(x, dim, group) is this rank's slice of a tensor
@@ -451,6 +452,15 @@ def unshard_gradient(p: Tensor) -> Tensor:
 
 def show_placements_mlp(report: Report, full: MLP, tp: MLP) -> None:
     """The parameters' shapes, and how Megatron's split shards them."""
+    report.section("Who holds what under TP: Megatron's split")
+    report.table("holdings", placement_rows(full, tp))
+    report.conclude(
+        "torch stores a weight as (out, in): the paper's columns are dim 0."
+    )
+
+
+def placement_rows(full: nn.Module, tp: nn.Module) -> list[dict]:
+    """A row for each parameter: its shape, this rank's slice, how it was sharded."""
     on_rank = dict(tp.named_parameters())
     rows = []
     for name, p in full.named_parameters():
@@ -461,11 +471,7 @@ def show_placements_mlp(report: Report, full: MLP, tp: MLP) -> None:
         placements = [f"Shard({dim})" for dim, _ in shardings_of(slice_of_p)]
         row["placement"] = ", ".join(placements) or "Replicate()"
         rows.append(row)
-    report.section("Who holds what under TP: Megatron's split")
-    report.table("holdings", rows)
-    report.conclude(
-        "torch stores a weight as (out, in): the paper's columns are dim 0."
-    )
+    return rows
 
 
 def show_results_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
@@ -484,17 +490,26 @@ def show_results_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
 
 def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
     """What is replicated must be bitwise identical on all ranks after training."""
-    rows = []
+    replicas = {}
     for name, p in dict(run.mlp.named_parameters(), x=run.x).items():
         if not shardings_of(p):
-            replicas = all_gather(p[None], 0, tp_group)
-            diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
-            row = {"Megatron's replicas on all ranks": name, "diff": diff, "off": []}
-            if not report.check("replicas", name, diff):
-                row["off"].append("diff")
-            rows.append(row)
-    report.table("replicas", rows, brief=f"{len(rows)} replicas")
+            replicas[name] = p
+    row = replicas_row(report, "tp", replicas, tp_group)
+    report.table("replicas", [row], brief=f"{len(replicas)} replicas")
     report.agree("bitwise identical on all ranks after training, as they must be")
+
+
+def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
+    """Compare tensors with those of the group's first rank: the same on all ranks."""
+    row = {"identical over": axis, "tensors": len(tensors), "equal": 0, "off": []}
+    for name, x in tensors.items():
+        replicas = all_gather(x[None], 0, group)
+        diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    if row["equal"] < row["tensors"]:
+        row["off"].append("equal")
+    return row
 
 
 def show_dp_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
@@ -990,6 +1005,20 @@ def diagnosis_of(edit: dict) -> str:
     return "\n".join(lines)
 
 
+def add_bug(args, module: dict, diagnosis: str) -> None:
+    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis.
+
+    (lesson 00)"""
+
+    def on_sigterm(*_):
+        exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
+    apply_edit(module["BREAKS"][args.bug], module)
+    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
+
+
 # endregion
 
 
@@ -1008,6 +1037,7 @@ import shlex
 import signal
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections import Counter
@@ -1413,9 +1443,8 @@ class Report:
         self.data["checks"] = checks
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        print(
-            wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}"), flush=True
-        )
+        text = f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+        print(wrap(text), flush=True)
         return self.data["verdict"]
 
 
@@ -1513,9 +1542,8 @@ def where_raised(error: Exception) -> str:
         return ""
     names = {module: name for name, module in root.named_modules()}
     shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
-    lines = [
-        f"in {names.get(called) or 'the model'}: {type(called).__name__}, {shapes}"
-    ]
+    name = names.get(called) or "the model"
+    lines = [f"in {name}: {type(called).__name__}, {shapes}"]
     for name, layer in called.named_children():
         weights = [list(p.shape) for p in layer.parameters(recurse=False)]
         lines.append(f"{name}: {type(layer).__name__}, {weights}")
@@ -1556,8 +1584,14 @@ def describe_hang(error: Exception) -> str:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     silent = [rank for rank in ranks if not COMM.store.check([f"failed/{rank}"])]
     if silent:  # the others have waited 3 seconds for it
-        text = f"  no error was raised on ranks {silent} so far: they hang, "
-        lines.append(wrap(text + "are stopped, or are still computing"))
+        text = f"  ranks {silent} have reported no error so far: they hang, "
+        text += "are stopped, cannot be reached, or are still computing"
+        lines.append(wrap(text))
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))  # ranks per machine
+    for first in ranks[::size]:  # what a lost machine wrote last may be out of date
+        if set(silent).issuperset(ranks[first : first + size]):
+            text = f"error: no rank of machine {first // size} has reported an error: "
+            lines[0] = wrap(text + "they hang, or it is lost or cannot be reached")
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
     return "\n".join(lines)
 
@@ -1571,10 +1605,13 @@ def fail(error: Exception, diagnosis: str) -> None:
     if COMM.store is None:
         message = f"error: the ranks did not join one process group: {error}"
         exit_rank(1, wrap(message), is_reporter=True)
+    lost = f"error: rank {dist.get_rank()} got no answer from rank 0's machine: it is "
+    lost += f"lost or cannot be reached\n  rank {dist.get_rank()}: {COMM.status}"
+    # The store is on that machine, and its calls then never return.
+    timer = threading.Timer(20, exit_rank, [1, lost, True])
+    timer.start()
     COMM.store.set(f"failed/{dist.get_rank()}", text)
-    if (
-        COMM.is_inside()
-    ):  # let others write where they are; torchrun may name a dead one
+    if COMM.is_inside():  # others write where they are; torchrun may name a dead one
         time.sleep(3)
     is_reporter = COMM.store.add("reported", 1) == 1
     code = 0 if diagnosis else 1
@@ -1590,6 +1627,7 @@ def fail(error: Exception, diagnosis: str) -> None:
         message = wrap(f"error: rank {dist.get_rank()} raised {name}: {text}")
         if is_reporter and not isinstance(error, OSError):
             traceback.print_exception(error)
+    timer.cancel()
     exit_rank(code, f"{message}\n{diagnosis}".strip(), is_reporter)
 
 
@@ -1627,18 +1665,6 @@ def end_with_torchrun() -> None:
     if sys.platform == "linux":
         at_end_of_parent = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None).prctl(at_end_of_parent, signal.SIGKILL)
-
-
-def add_bug(args, module: dict, diagnosis: str) -> None:
-    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
-
-    def on_sigterm(*_):
-        exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
-
-    signal.signal(signal.SIGTERM, on_sigterm)
-    args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
-    apply_edit(module["BREAKS"][args.bug], module)
-    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
 
 
 def launch(main, parse_args, module: dict) -> None:

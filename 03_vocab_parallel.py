@@ -53,6 +53,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 # ==== NEW in 03: the vocabulary, split
+# Read lines 56 to 327, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward,
@@ -1017,6 +1018,20 @@ def diagnosis_of(edit: dict) -> str:
     return "\n".join(lines)
 
 
+def add_bug(args, module: dict, diagnosis: str) -> None:
+    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis.
+
+    (lesson 00)"""
+
+    def on_sigterm(*_):
+        exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
+    apply_edit(module["BREAKS"][args.bug], module)
+    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
+
+
 # endregion
 
 
@@ -1153,6 +1168,21 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
     return mlp
+
+
+def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
+    """Compare tensors with those of the group's first rank: the same on all ranks.
+
+    (lesson 01)"""
+    row = {"identical over": axis, "tensors": len(tensors), "equal": 0, "off": []}
+    for name, x in tensors.items():
+        replicas = all_gather(x[None], 0, group)
+        diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    if row["equal"] < row["tensors"]:
+        row["off"].append("equal")
+    return row
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
@@ -1448,7 +1478,9 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def tp_plan() -> dict:
-    """PyTorch's plan: which linear is split by column and which by row (lesson 02)."""
+    """PyTorch's plan: which linear is split by columns and which by rows.
+
+    (lesson 02)"""
     column = parallel.ColwiseParallel()
     row = parallel.RowwiseParallel()
     return {
@@ -1496,18 +1528,6 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
     for p in model.parameters():
         if p.grad is not None:
             p.grad.mul_(scale)
-
-
-def why_these_sizes(ranks: int, padding: int = 0) -> str:
-    """Say why sizes are larger on this number of ranks. padding: lesson 04's, of S.
-
-    (lesson 02)"""
-    note = ""
-    if 4 % ranks != 0:
-        note += f"K, N and D have larger defaults: {ranks} ranks must divide K. "
-    if padding > 0:
-        note += f"S has {padding} positions of padding, so that T divides it."
-    return note
 
 
 PAD = 256  # the one token that is not a byte
@@ -1565,6 +1585,7 @@ def train_transformer(
     """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
+    norm_of = norm_of or global_norm  # of (model, tp_group)
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
     # errors of gradients near 0 into full steps, different ones in each run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
@@ -1590,8 +1611,6 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
-            elif norm_of is None:
-                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1605,32 +1624,6 @@ def train_transformer(
 
     parameters = unshard_model(model, "data")
     return TrainingRun(model, optimizer, losses, norms, gradients, parameters)
-
-
-def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
-
-    (lesson 02)"""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients = [sum_partial(gradient.double()) for gradient in gradients]
-    norm = nn.utils.get_total_norm(gradients, foreach=False)
-    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
-    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
-
-
-def norm_bytes(tensors: str) -> str:
-    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
-    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
-
-
-def sum_partial(x: Tensor) -> Tensor:
-    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
-
-    (lesson 02)"""
-    if not isinstance(x, DTensor):
-        return x
-    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -1671,35 +1664,27 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     (lesson 02)"""
     if tp_group.size() == 1:
         return
-    diffs = {}
+    tensors = {}
     for name, p in run.model.named_parameters():
         if not shardings_of(p):
-            replicas = all_gather(p[None], 0, tp_group)
-            diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
+            tensors[name] = p
     # Each rank computed its losses and norms itself, from replicas and sums.
     for kind in ("losses", "norms"):
-        of_ranks = gather_objects(list(getattr(run, kind).values()))
-        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
-    row = {"": "replicas, losses and ‖g‖ on all ranks", "compared": len(diffs)}
-    row["equal"] = 0
-    for name, diff in diffs.items():
-        if report.check("replicas", name, diff):
-            row["equal"] += 1
-    row["off"] = [] if row["equal"] == row["compared"] else ["equal"]
-    report.table("replicas", [row], brief=f"{len(diffs)} replicas, losses and norms")
+        numbers = list(getattr(run, kind).values())
+        tensors[kind] = p.new_tensor(numbers, dtype=torch.float64)
+    row = replicas_row(report, "tp", tensors, tp_group)
+    report.table("replicas", [row], brief=f"{len(tensors)} replicas, losses and norms")
     report.agree("bitwise identical on all ranks")
 
 
-def parameter_terms(tie: bool = False) -> dict[str, str]:
-    """Bytes of the parameters on a rank: what is stored → formula (lesson 02)."""
-    return {
-        "embed_tokens, lm_head": "(D + 1)·V·e" if tie else "(2·D + 1)·V·e",
-        "LayerNorms": "(2·L + 1)·2·D·e",
-        "biases of o_proj, down_proj": "2·L·D·e",
-        "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",
-        "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
-        "up_proj": "L·F·(D + 1)·e/T",
-    }
+PARAMETERS = {
+    "embed_tokens, lm_head": "(2·D + 1)·V·e",
+    "LayerNorms": "(2·L + 1)·2·D·e",
+    "biases of o_proj, down_proj": "2·L·D·e",
+    "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",  # q has N heads, k, v K each
+    "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+    "up_proj": "L·F·(D + 1)·e/T",
+}
 
 
 def saved_terms(dropout: float) -> dict[str, str]:
@@ -1729,7 +1714,9 @@ def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None
     (lesson 02)"""
     alone = {"without TP": dict(size, T=1)}
     measured = bytes_stored(run, batch)
-    _, stored = add_up(parameter_terms(getattr(report.args, "tie", False)), alone)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
     _, saved = add_up(saved_terms(report.args.dropout), alone)
     report.check_model(
         parameters=(measured["parameters"], stored["without TP"]),
@@ -1750,7 +1737,7 @@ def show_terms(report: Report, rows: list[dict]) -> None:
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each formula, with its value in each run; and the sum of each run.
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
 
     (lesson 02)"""
     rows = []
@@ -1797,6 +1784,15 @@ def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, in
     }
 
 
+def why_these_sizes(ranks: int) -> str:
+    """Say it if the default sizes, in parse_sizes, are not those of 1, 2 or 4 ranks.
+
+    (lesson 02)"""
+    if 4 % ranks == 0:
+        return ""
+    return f"K, N and D have larger defaults: {ranks} ranks must divide K."
+
+
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
     """Parse the command line, with the flags of the model (lesson 02)."""
     kv_heads = ranks * math.ceil(4 / ranks)
@@ -1838,6 +1834,32 @@ def sizes_of(args) -> dict[str, int]:
     )  # fmt: skip
 
 
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
+
+    (lesson 02)"""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
+
+    (lesson 02)"""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
+
+
 # endregion
 
 
@@ -1856,6 +1878,7 @@ import shlex
 import signal
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections import Counter
@@ -2261,9 +2284,8 @@ class Report:
         self.data["checks"] = checks
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        print(
-            wrap(f"{self.data['verdict']}  {self.data['lesson']}  {text}"), flush=True
-        )
+        text = f"{self.data['verdict']}  {self.data['lesson']}  {text}"
+        print(wrap(text), flush=True)
         return self.data["verdict"]
 
 
@@ -2361,9 +2383,8 @@ def where_raised(error: Exception) -> str:
         return ""
     names = {module: name for name, module in root.named_modules()}
     shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
-    lines = [
-        f"in {names.get(called) or 'the model'}: {type(called).__name__}, {shapes}"
-    ]
+    name = names.get(called) or "the model"
+    lines = [f"in {name}: {type(called).__name__}, {shapes}"]
     for name, layer in called.named_children():
         weights = [list(p.shape) for p in layer.parameters(recurse=False)]
         lines.append(f"{name}: {type(layer).__name__}, {weights}")
@@ -2404,8 +2425,14 @@ def describe_hang(error: Exception) -> str:
         lines.append(f"  rank {rank}: {statuses[rank]}"[:88])
     silent = [rank for rank in ranks if not COMM.store.check([f"failed/{rank}"])]
     if silent:  # the others have waited 3 seconds for it
-        text = f"  no error was raised on ranks {silent} so far: they hang, "
-        lines.append(wrap(text + "are stopped, or are still computing"))
+        text = f"  ranks {silent} have reported no error so far: they hang, "
+        text += "are stopped, cannot be reached, or are still computing"
+        lines.append(wrap(text))
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))  # ranks per machine
+    for first in ranks[::size]:  # what a lost machine wrote last may be out of date
+        if set(silent).issuperset(ranks[first : first + size]):
+            text = f"error: no rank of machine {first // size} has reported an error: "
+            lines[0] = wrap(text + "they hang, or it is lost or cannot be reached")
     lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
     return "\n".join(lines)
 
@@ -2419,10 +2446,13 @@ def fail(error: Exception, diagnosis: str) -> None:
     if COMM.store is None:
         message = f"error: the ranks did not join one process group: {error}"
         exit_rank(1, wrap(message), is_reporter=True)
+    lost = f"error: rank {dist.get_rank()} got no answer from rank 0's machine: it is "
+    lost += f"lost or cannot be reached\n  rank {dist.get_rank()}: {COMM.status}"
+    # The store is on that machine, and its calls then never return.
+    timer = threading.Timer(20, exit_rank, [1, lost, True])
+    timer.start()
     COMM.store.set(f"failed/{dist.get_rank()}", text)
-    if (
-        COMM.is_inside()
-    ):  # let others write where they are; torchrun may name a dead one
+    if COMM.is_inside():  # others write where they are; torchrun may name a dead one
         time.sleep(3)
     is_reporter = COMM.store.add("reported", 1) == 1
     code = 0 if diagnosis else 1
@@ -2438,6 +2468,7 @@ def fail(error: Exception, diagnosis: str) -> None:
         message = wrap(f"error: rank {dist.get_rank()} raised {name}: {text}")
         if is_reporter and not isinstance(error, OSError):
             traceback.print_exception(error)
+    timer.cancel()
     exit_rank(code, f"{message}\n{diagnosis}".strip(), is_reporter)
 
 
@@ -2475,18 +2506,6 @@ def end_with_torchrun() -> None:
     if sys.platform == "linux":
         at_end_of_parent = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None).prctl(at_end_of_parent, signal.SIGKILL)
-
-
-def add_bug(args, module: dict, diagnosis: str) -> None:
-    """Edit the lesson for --break. If torchrun ends this rank, print the diagnosis."""
-
-    def on_sigterm(*_):
-        exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
-
-    signal.signal(signal.SIGTERM, on_sigterm)
-    args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
-    apply_edit(module["BREAKS"][args.bug], module)
-    print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
 
 
 def launch(main, parse_args, module: dict) -> None:

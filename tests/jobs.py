@@ -39,6 +39,7 @@ RANK_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 
 POOL = ThreadPoolExecutor(3)  # jobs at a time: while some wait, others compute
+STARTED = {}  # (lesson, ranks, *flags) → its future
 WAITING = ThreadPoolExecutor(1)  # and beside them one that mostly waits: of faulty.py
 RUNNING = {}  # mark → the torchrun process
 
@@ -192,14 +193,18 @@ def processes(mark: str) -> list:
     return found
 
 
-@functools.cache
 def ahead(what: str, ranks: int, *flags):
     """The future of a job: a lesson, a script of this folder, or a notebook. Asked for
     twice, it runs once."""
-    if what == "faulty.py":
-        return WAITING.submit(run_faulty, what, ranks, *flags)
-    run = {".py": run_driver, ".ipynb": run_notebook}.get(Path(what).suffix, run_lesson)
-    return POOL.submit(run, what, ranks, *flags)
+    job = (what, ranks, *flags)
+    if job not in STARTED:
+        kinds = {".py": run_driver, ".ipynb": run_notebook}
+        run = kinds.get(Path(what).suffix, run_lesson)
+        pool = POOL
+        if what == "faulty.py":
+            run, pool = run_faulty, WAITING
+        STARTED[job] = pool.submit(run, *job)
+    return STARTED[job]
 
 
 def result(what: str, ranks: int, *flags):
@@ -260,8 +265,26 @@ def answer(listener: Listener, launched: list[str]) -> None:
                 _, number, script, *flags = notebook.recv()  # after --standalone
                 launched.append(Path(script).stem)
                 ranks = int(number.removeprefix("--nproc_per_node="))
-                done = launch(ROOT / script, ranks, *flags)
+                done = run_of_a_test(script, ranks, *flags)
+                done = done or launch(ROOT / script, ranks, *flags)
                 notebook.send((done.text, done.code))
+
+
+def run_of_a_test(script: str, ranks: int, *flags) -> Done | None:
+    """The same run, if a test has asked for it: it is not run again for a notebook."""
+    flags = [*flags]
+    path = None
+    if "--json" in flags:
+        place = flags.index("--json")
+        path = ROOT / flags[place + 1]
+        del flags[place : place + 2]
+    future = STARTED.get((Path(script).stem, ranks, *flags))
+    if future is None:
+        return None
+    done = future.result()
+    if path:
+        path.write_text(json.dumps(done.data, indent=1))
+    return done
 
 
 class Exited(BaseException):

@@ -35,16 +35,9 @@ def lacks(script: str) -> list[str]:
     return missing
 
 
-# Scripts that are still being written: what they lack does not fail the suite.
-IN_WORK = "13_mesh_2d", "14_schedules", "15_zero", "16_expert_parallel"
-
-
 @pytest.mark.parametrize("script", jobs.BEYOND)
 def test_every_script_has_what_a_script_needs(script):
-    missing = lacks(script)
-    if missing and script in IN_WORK:
-        pytest.xfail(f"{script} lacks {', '.join(missing)}")
-    assert missing == []
+    assert lacks(script) == []
 
 
 def test_a_new_script_lacks_all_of_it():

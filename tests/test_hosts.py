@@ -57,6 +57,38 @@ def test_script_10_saves_on_two_machines_and_resumes(both, tmp_path):
     assert "step_000002" in out
 
 
+def test_a_cable_that_is_pulled(both, tmp_path):
+    """In the middle of a run: all ranks end in time, and say no more than they know.
+
+    Rank 0's machine has the store, which says where other ranks are. The other machine
+    gets no answer from it.
+    """
+    flags = (MLP, "command", 0, 20, "--timeout", 10)
+    env = {"FAULT_COMMAND": f"ip link set {both[0].interface} down"}
+    env["FAULT_TIME"] = str(tmp_path / "time")
+    try:
+        done = hosts.on_both(both, str(FOLDER / "faulty.py"), *flags, **env)
+    finally:
+        both[0].plug(True)
+    at_fault = float((tmp_path / "time").read_text())
+    for one in done:
+        start_up = at_fault - (one.ended - one.wall)  # a measure of how busy we are
+        assert one.ended - at_fault < 10 + 25 + 10 + 2 * start_up, one.text
+        assert one.code == 1 and one.left == [] and "PASS" not in one.out, one.text
+    first, second = (errors_of(one.err) for one in done)
+    said = "error: no rank of machine 1 has reported an error: "
+    assert first == [f"{said}they hang, or it is lost or cannot be reached"]
+    said = "error: rank {} got no answer from rank 0's machine: it is lost or cannot be"
+    assert sorted(second) == [f"{said.format(rank)} reached" for rank in (2, 3)]
+    assert "  rank 2: in call " in done[1].err, "where it waits"
+
+
+def errors_of(text: str) -> list[str]:
+    """The errors that a machine's ranks print, each in one line."""
+    found = re.findall(r"^error: .*(?:\n  (?!rank ).*)*", text, re.M)
+    return [re.sub(r"\n *", " ", error) for error in found]
+
+
 def test_check_names_the_interface_and_reaches_the_other_machine(both):
     """On one machine the interface is not named yet: make check says what to do."""
     command = [hosts.TORCHRUN.replace("torchrun", "python"), "tools/check.py"]

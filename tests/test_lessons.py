@@ -20,6 +20,7 @@ from runs import (
     DEFAULTS,
     MESH,
     MLP,
+    SEQUENCE,
     TRANSFORMER,
     flag,
     over,
@@ -191,6 +192,43 @@ def test_a_wrong_split_of_an_edited_model_fails(tmp_path):
     assert f"\nFAIL  {MLP}  failed: gradients " in done.out, done.text
     assert "✗ gradients: dL/d x, Megatron: off by " in done.out
     assert done.code == 1 and "the model was edited" in " ".join(done.out.split())
+
+
+RAISES = {  # a learner's own error: in which lesson, where, and what is said of it
+    "shape mismatch": (
+        MLP,
+        "def forward(self, x):\n"
+        "    torch.zeros(9)[torch.tensor([0, 1])] = torch.zeros(5)\n"
+        "RowParallelLinear.forward = forward\n",
+        "Megatron raised RuntimeError: shape mismatch: ",
+    ),
+    "one layer": (
+        SEQUENCE,
+        "def measure_layers(*args):\n    raise ValueError('connection closed')\n",
+        "one layer raised ValueError: connection closed",
+    ),
+}
+
+
+@pytest.mark.launches(MLP, 2)
+@pytest.mark.launches(SEQUENCE, 2)
+@pytest.mark.parametrize("name", RAISES)
+def test_an_error_on_every_rank_ends_one_run_only(name, tmp_path):
+    """Whatever its words are: the transport's is one that is raised in a collective."""
+    lesson, edit, says = RAISES[name]
+    text = jobs.PATHS[lesson].read_text("utf-8")
+    guard = "\nif __name__ =="
+    assert text.count(guard) == 1
+    script = tmp_path / f"{lesson}.py"
+    script.write_text(text.replace(guard, f"\n{edit}{guard}"), "utf-8")
+    done = jobs.launch(script, 2)
+    said = re.sub(r"\n +", " ", done.out)
+    assert says in said and f'File "{script}", line ' in done.err, done.text
+    assert f"\nFAIL  {lesson}  failed: runs 1/" in done.out and done.code == 1
+    sections = re.findall(r"^(\d)  ", done.out, re.M)
+    all_of_them = re.findall(r"^(\d)  ", jobs.result(lesson, 2).out, re.M)
+    assert len(sections) >= len(all_of_them) - 1 and "PyTorch" in done.out
+    assert done.left == []
 
 
 EMPTY = """
