@@ -603,7 +603,7 @@ ANSWERS = {
     "01_naive_mlp_tp": {6: "down_proj</code> is|naive_mlp", 2: "rmsnorm", 9: "gated"},
     "03_vocab_parallel": {10: "delete the line that replaces"},
     "04_sequence_parallel": {
-        12: "layer.dropout", 6: "rmsnorm", 5: "plain autograd saves", 7: "25 %",
+        6: "rmsnorm", 5: "plain autograd saves", 7: "25 %",
         8: "t does not divide",
     },
     MESH: {4: "one forward pass more", 9: "its own longest line", 7: "tied", 6: "1/dp"},
