@@ -227,7 +227,7 @@ def test_an_error_on_every_rank_ends_one_run_only(name, tmp_path):
     assert f"\nFAIL  {lesson}  failed: runs 1/" in done.out and done.code == 1
     sections = re.findall(r"^(\d)  ", done.out, re.M)
     all_of_them = re.findall(r"^(\d)  ", jobs.result(lesson, 2).out, re.M)
-    assert len(sections) >= len(all_of_them) - 1 and "PyTorch" in done.out
+    assert len(sections) >= len(all_of_them) - 1, "later ones are there"
     assert done.left == []
 
 
