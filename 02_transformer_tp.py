@@ -1,7 +1,7 @@
 """Lesson 02: a transformer under tensor parallelism.
 
-Attention is split by heads, as an MLP is split by columns: q, k and v by column, o by
-row. A layer then needs two all-reduces forward and two backward. Everything else
+Attention is split by heads, as an MLP is split by its width: q, k and v by columns, o
+by rows. A layer then needs two all-reduces forward and two backward. Everything else
 (LayerNorms, residuals with their dropout, embedding, head) is replicated on every rank.
 
 Run it on 1, 2 or 4 ranks (another number of ranks may need a larger model; it says so):
@@ -12,11 +12,11 @@ What you will see: the first steps of training a small decoder on this text, byt
 byte: in one process, with tensor parallelism, and with PyTorch's DTensor. Losses,
 gradients and parameters must agree; bytes sent and stored must equal formulas.
 
-Try one change at a time. The answers are in notebooks/02_transformer_tp.ipynb, section
-8 (for 1 and 2) and section 9, exercise 3 (for 3).
+Try one change at a time. The answers are in notebooks/02_transformer_tp.ipynb: for 1
+and 2 in its section 8, for 3 in its section 9, as exercise 3.
     1. Use nn.RMSNorm in DecoderLayer. All values still agree. Which bytes change?
-    2. Normalize q over each head, with a weight [H], in CoreAttention. Section 3 then
-       shows one gradient that is wrong. Which one, and why?
+    2. Normalize q over each head, with a weight [H], in CoreAttention. The lesson's
+       table of gradients then shows one that is wrong. Which one, and why?
     3. Gate the MLP: down(silu(gate(x)) * up(x)). Values agree, but backward calls more
        all-reduces than before. Which ones, and how can they be avoided?
 
@@ -46,6 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, parallel
 
 # ==== NEW in 02: a transformer under tensor parallelism
+# Read lines 49 to 355, in about 31 minutes. Stop at RUN.
 
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: f (CopyToTP) is the identity forward and an all-reduce backward, and g
@@ -71,6 +72,7 @@ class Config(NamedTuple):
 def rotary_table(seq_len: int, head_size: int) -> tuple[Tensor, Tensor]:
     """cos and sin [S, H] of the angles of a rotary embedding (arXiv:2104.09864).
 
+    TP does not touch it: skip this function and the next one on a first reading.
     Elements i and i + H/2 of each head of q and k are rotated, as a 2D vector, by the
     angle position · 10000^(−2i/H), i < H/2. So positions change q·k only through their
     difference: attention sees how far apart two tokens are.
@@ -234,9 +236,9 @@ def copy_then_apply_each(x_BSD: Tensor, *linears: nn.Module) -> list[Tensor]:
 def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     """Replace the linears of a layer by parallel ones: Megatron's split.
 
-    Attention is split by heads. q, k and v are split by column, each on its own, so
-    that a rank has the keys and values of its own queries. Then o is split by row. What
-    enters and leaves attention and MLP stays replicated: the rest does not change.
+    Attention is split by heads. q, k and v are split by columns, each on its own, so
+    that a rank has the keys and values of its own queries. Then o is split by rows. All
+    that enters and leaves attention and MLP stays replicated, as does the rest.
 
     Shapes:
         q_proj.weight          [D, D], on a rank [D/T, D]        Shard(0), N/T heads
@@ -263,7 +265,7 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
     layer.mlp = tp_mlp(layer.mlp, tp_group)
 
 
-# Which gradients are complete after backward?
+# Which gradients are complete after backward? (Lesson 01 has the table for an MLP.)
 # - Sharded weight: each rank has the gradient of its own slice. Complete.
 # - Replicated weight, replicated input (LayerNorm, o_proj.bias, lm_head): every rank
 #   does the same computation and gets the same gradient. Complete.
@@ -274,9 +276,8 @@ def parallelize_layer(layer: DecoderLayer, tp_group: dist.ProcessGroup) -> None:
 #     weight.register_hook(lambda partial_grad: all_reduce(partial_grad, tp_group))
 
 # Why do all ranks call the collectives of backward in the same order, as they must?
-# Of the graph's nodes that are ready to run on a device, autograd runs the one that
-# forward created last; only nodes that add to a parameter's .grad run earlier.
-# All ranks run the same forward code, so they create the same nodes in the same order.
+# Of the steps of backward that can run, autograd takes the one whose forward came last.
+# All ranks run the same forward code, so their steps come in the same order.
 # (An operation in an `if rank == 0:` in forward could change the order on that rank.)
 
 
@@ -293,7 +294,7 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def tp_plan() -> dict:
-    """PyTorch's plan: which linear is split by column and which by row.
+    """PyTorch's plan: which linear is split by columns and which by rows.
 
     Each of q, k and v has its own f here, so backward makes 4·L all-reduces, not 2·L.
     """
@@ -385,16 +386,6 @@ def main(args, report: Report) -> None:
     show_memory(report, runs, size, batches[0])
 
 
-def why_these_sizes(ranks: int, padding: int = 0) -> str:
-    """Say why sizes are larger on this number of ranks. padding: lesson 04's, of S."""
-    note = ""
-    if 4 % ranks != 0:
-        note += f"K, N and D have larger defaults: {ranks} ranks must divide K. "
-    if padding > 0:
-        note += f"S has {padding} positions of padding, so that T divides it."
-    return note
-
-
 PAD = 256  # the one token that is not a byte
 IGNORE = -100  # the target of a position without a next byte; cross_entropy skips it
 
@@ -452,15 +443,12 @@ def train_transformer(
 ) -> TrainingRun:  # fmt: skip
     """Train one step on each batch.
 
-    Args:
-        tp_group: None for one process and for DTensor.
-        loss_of, after_backward, norm_of: later lessons replace these parts.
-        loss_of: (logits, targets) → the loss.
-        after_backward: called with the model, before gradients are read.
-        norm_of: (model, tp_group) → the norm of the gradient; None is global_norm.
+    tp_group: None for one process and for DTensor, whose norm PyTorch computes.
+    The rest is for later lessons: another loss, sums of gradients, another norm.
     """
     losses = {}
     norms = {}
+    norm_of = norm_of or global_norm  # of (model, tp_group)
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
     # errors of gradients near 0 into full steps, different ones in each run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
@@ -486,8 +474,6 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
-            elif norm_of is None:
-                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -501,31 +487,6 @@ def train_transformer(
 
     parameters = unshard_model(model, "data")
     return TrainingRun(model, optimizer, losses, norms, gradients, parameters)
-
-
-def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which also handles DTensors; in float64."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients = [sum_partial(gradient.double()) for gradient in gradients]
-    norm = nn.utils.get_total_norm(gradients, foreach=False)
-    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
-    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
-
-
-def norm_bytes(tensors: str) -> str:
-    """Bytes that PyTorch sums for its norm: one float64 per tensor.
-
-    Before torch 2.11 it is one in total.
-    """
-    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
-
-
-def sum_partial(x: Tensor) -> Tensor:
-    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part."""
-    if not isinstance(x, DTensor):
-        return x
-    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -548,18 +509,10 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
 
 def show_placements(report: Report, full: Transformer, tp_model, size) -> None:
     """The shapes of a layer's attention weights, and how they are sharded."""
-    on_rank = dict(tp_model.layers[0].self_attn.named_parameters())
-    rows = []
-    for name, p in full.layers[0].self_attn.named_parameters():
-        local_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
-        row = {"self_attn": name, "global": list(p.shape)}
-        row["on a rank"] = list(local_p.shape)
-        # The placement is what the parameter remembers, not what it should be.
-        placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
-        row["placement"] = ", ".join(placements) or "Replicate()"
-        rows.append(row)
+    rows = placement_rows(full.layers[0].self_attn, tp_model.layers[0].self_attn)
     if not report.args.verbose:  # the biases of q, k and v are split as their weights
-        rows = [row for row in rows if row["self_attn"] not in BIASES_LIKE_WEIGHTS]
+        alike = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
+        rows = [row for row in rows if row["parameter"] not in alike]
     report.table("holdings", rows)
     heads = f"{size['N'] // size['T']} of {size['N']} query heads"
     shared = f"{size['K'] // size['T']} of {size['K']} key/value heads"
@@ -567,9 +520,6 @@ def show_placements(report: Report, full: Transformer, tp_model, size) -> None:
         f"A rank has {heads} and {shared}. The MLP is split as in lesson 01; all else "
         "is Replicate()."
     )
-
-
-BIASES_LIKE_WEIGHTS = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
 
 
 def show_training(report: Report, runs: dict[str, TrainingRun]) -> None:
@@ -589,22 +539,16 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     """After training, replicated tensors must be bitwise identical on all ranks."""
     if tp_group.size() == 1:
         return
-    diffs = {}
+    tensors = {}
     for name, p in run.model.named_parameters():
         if not shardings_of(p):
-            replicas = all_gather(p[None], 0, tp_group)
-            diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
+            tensors[name] = p
     # Each rank computed its losses and norms itself, from replicas and sums.
     for kind in ("losses", "norms"):
-        of_ranks = gather_objects(list(getattr(run, kind).values()))
-        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
-    row = {"": "replicas, losses and ‖g‖ on all ranks", "compared": len(diffs)}
-    row["equal"] = 0
-    for name, diff in diffs.items():
-        if report.check("replicas", name, diff):
-            row["equal"] += 1
-    row["off"] = [] if row["equal"] == row["compared"] else ["equal"]
-    report.table("replicas", [row], brief=f"{len(diffs)} replicas, losses and norms")
+        numbers = list(getattr(run, kind).values())
+        tensors[kind] = p.new_tensor(numbers, dtype=torch.float64)
+    row = replicas_row(report, "tp", tensors, tp_group)
+    report.table("replicas", [row], brief=f"{len(tensors)} replicas, losses and norms")
     report.agree("bitwise identical on all ranks")
 
 
@@ -613,13 +557,6 @@ def show_gradients(report: Report, runs: dict[str, TrainingRun]) -> None:
     gradients = values_of(runs, "gradients")
     report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
     report.compare("gradients", gradients, fold=module_of)
-    if not report.args.verbose:
-        return
-    first = next(p for p in gradients["without TP"] if "self_attn" in p)
-    report.say(f"   The first elements of dL/d {first}:")
-    for name, run in runs.items():
-        numbers = run.gradients.get(first, torch.empty(0)).flatten()[:4].tolist()
-        report.say(f"   {name:<12}" + " ".join(f"{x:11.8f}" for x in numbers))
 
 
 def module_of(name: str) -> str:
@@ -657,19 +594,15 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         )
 
 
-def parameter_terms(tie: bool = False) -> dict[str, str]:
-    """Bytes of the parameters on a rank: what is stored → formula.
-
-    tie: embedding and head share one weight (lesson 03).
-    """
-    return {
-        "embed_tokens, lm_head": "(D + 1)·V·e" if tie else "(2·D + 1)·V·e",
-        "LayerNorms": "(2·L + 1)·2·D·e",
-        "biases of o_proj, down_proj": "2·L·D·e",
-        "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",
-        "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
-        "up_proj": "L·F·(D + 1)·e/T",
-    }
+# Bytes of the parameters on a rank: what is stored → formula.
+PARAMETERS = {
+    "embed_tokens, lm_head": "(2·D + 1)·V·e",
+    "LayerNorms": "(2·L + 1)·2·D·e",
+    "biases of o_proj, down_proj": "2·L·D·e",
+    "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",  # q has N heads, k, v K each
+    "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+    "up_proj": "L·F·(D + 1)·e/T",
+}
 
 
 def saved_terms(dropout: float) -> dict[str, str]:
@@ -699,7 +632,9 @@ def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None
     """Find out whether the model without TP fits its formulas, or has been edited."""
     alone = {"without TP": dict(size, T=1)}
     measured = bytes_stored(run, batch)
-    _, stored = add_up(parameter_terms(getattr(report.args, "tie", False)), alone)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
     _, saved = add_up(saved_terms(report.args.dropout), alone)
     report.check_model(
         parameters=(measured["parameters"], stored["without TP"]),
@@ -712,25 +647,26 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
     sizes = {"without TP": dict(size, T=1), "with TP": size}
     measured = {run: bytes_stored(runs[run], batch) for run in sizes if run in runs}
     report.section("Memory per rank in bytes, measured and predicted")
-    terms, sums = add_up(parameter_terms(), sizes)
-    rows = [measured_row(report, "parameters", "sum", sums, measured)]
-    rows.append(measured_row(report, "gradients", "sum", sums, measured))
+    rows, stored = add_up(PARAMETERS, sizes)
+    rows.append(measured_row(report, "parameters", "sum", stored, measured))
+    rows.append(measured_row(report, "gradients", "sum", stored, measured))
     # AdamW stores two moments per parameter, and a 4-byte step count per tensor.
     tensors = len(runs["without TP"].parameters)
-    sums = {run: 2 * sums[run] + 4 * tensors for run in sizes}
+    moments = {run: 2 * stored[run] + 4 * tensors for run in sizes}
     formula = f"2·sum + 4·{tensors} step counts"
-    rows.append(measured_row(report, "optimizer state", formula, sums, measured))
-    more_terms, sums = add_up(saved_terms(report.args.dropout), sizes)
-    saved = measured_row(report, "saved for backward", "sum", sums, measured)
-    show_terms(report, terms + rows + more_terms + [saved])
-    if len(measured) == 2:
-        before = measured["without TP"]
-        after = measured["with TP"]
-        parameters = 100 * after["parameters"] / before["parameters"]
-        saved = 100 * after["saved for backward"] / before["saved for backward"]
+    rows.append(measured_row(report, "optimizer state", formula, moments, measured))
+    terms, saved = add_up(saved_terms(report.args.dropout), sizes)
+    rows.extend(terms)
+    rows.append(measured_row(report, "saved for backward", "sum", saved, measured))
+    show_terms(report, rows)
+    if "with TP" in measured:
+        percent = {}
+        for kind, of_one in measured["without TP"].items():
+            percent[kind] = f"{100 * measured['with TP'][kind] / of_one:.0f} %"
         report.conclude(
-            f"A rank stores {parameters:.0f} % of the parameters and {saved:.0f} % of "
-            "the activations. --verbose shows each term: some are replicated."
+            f"A rank stores {percent['parameters']} of the parameters and "
+            f"{percent['saved for backward']} of the activations. --verbose shows each "
+            "term: some are replicated."
         )
 
 
@@ -745,9 +681,8 @@ def show_terms(report: Report, rows: list[dict]) -> None:
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each formula, with its value in each run; and the sum of each run.
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
 
-    formulas: what is stored → bytes as a formula, such as "2·D·F·e/T".
     sizes: run → letter → number.
     """
     rows = []
@@ -885,6 +820,13 @@ def parse_args(ranks: int) -> argparse.Namespace:
     return parse_sizes(lesson_parser(__doc__, BREAKS, sections=5, **sizes), ranks)
 
 
+def why_these_sizes(ranks: int) -> str:
+    """Say it if the default sizes, in parse_sizes, are not those of 1, 2 or 4 ranks."""
+    if 4 % ranks == 0:
+        return ""
+    return f"K, N and D have larger defaults: {ranks} ranks must divide K."
+
+
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
     """Parse the command line, with the flags of the model.
 
@@ -930,6 +872,34 @@ def sizes_of(args) -> dict[str, int]:
         K=args.kv_heads, H=args.hidden // args.heads, F=4 * args.hidden,
         V=args.vocab_size, L=args.layers, T=args.ranks, e=e,
     )  # fmt: skip
+
+
+# ---- The norm by PyTorch, with what its versions differ in
+
+
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor.
+
+    Before torch 2.11 it is one in total.
+    """
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part."""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 # endregion
@@ -1271,6 +1241,38 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
     return mlp
+
+
+def placement_rows(full: nn.Module, tp: nn.Module) -> list[dict]:
+    """A row for each parameter: its shape, this rank's slice, how it was sharded.
+
+    (lesson 01)"""
+    on_rank = dict(tp.named_parameters())
+    rows = []
+    for name, p in full.named_parameters():
+        slice_of_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        row = {"parameter": name, "global": list(p.shape)}
+        row["on a rank"] = list(slice_of_p.shape)
+        # The placement is what the parameter remembers, not what it should be.
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(slice_of_p)]
+        row["placement"] = ", ".join(placements) or "Replicate()"
+        rows.append(row)
+    return rows
+
+
+def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
+    """Compare tensors with those of the group's first rank: the same on all ranks.
+
+    (lesson 01)"""
+    row = {"identical over": axis, "tensors": len(tensors), "equal": 0, "off": []}
+    for name, x in tensors.items():
+        replicas = all_gather(x[None], 0, group)
+        diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    if row["equal"] < row["tensors"]:
+        row["off"].append("equal")
+    return row
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:

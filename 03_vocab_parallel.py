@@ -53,6 +53,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 # ==== NEW in 03: the vocabulary, split
+# Read lines 56 to 327, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward,
@@ -1169,6 +1170,21 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     return mlp
 
 
+def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
+    """Compare tensors with those of the group's first rank: the same on all ranks.
+
+    (lesson 01)"""
+    row = {"identical over": axis, "tensors": len(tensors), "equal": 0, "off": []}
+    for name, x in tensors.items():
+        replicas = all_gather(x[None], 0, group)
+        diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    if row["equal"] < row["tensors"]:
+        row["off"].append("equal")
+    return row
+
+
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """Refuse a flag's value that is no multiple of parts, with the arithmetic.
 
@@ -1462,7 +1478,9 @@ def tp_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transforme
 
 
 def tp_plan() -> dict:
-    """PyTorch's plan: which linear is split by column and which by row (lesson 02)."""
+    """PyTorch's plan: which linear is split by columns and which by rows.
+
+    (lesson 02)"""
     column = parallel.ColwiseParallel()
     row = parallel.RowwiseParallel()
     return {
@@ -1510,18 +1528,6 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
     for p in model.parameters():
         if p.grad is not None:
             p.grad.mul_(scale)
-
-
-def why_these_sizes(ranks: int, padding: int = 0) -> str:
-    """Say why sizes are larger on this number of ranks. padding: lesson 04's, of S.
-
-    (lesson 02)"""
-    note = ""
-    if 4 % ranks != 0:
-        note += f"K, N and D have larger defaults: {ranks} ranks must divide K. "
-    if padding > 0:
-        note += f"S has {padding} positions of padding, so that T divides it."
-    return note
 
 
 PAD = 256  # the one token that is not a byte
@@ -1579,6 +1585,7 @@ def train_transformer(
     """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
+    norm_of = norm_of or global_norm  # of (model, tp_group)
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
     # errors of gradients near 0 into full steps, different ones in each run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
@@ -1604,8 +1611,6 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
-            elif norm_of is None:
-                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1619,32 +1624,6 @@ def train_transformer(
 
     parameters = unshard_model(model, "data")
     return TrainingRun(model, optimizer, losses, norms, gradients, parameters)
-
-
-def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
-
-    (lesson 02)"""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients = [sum_partial(gradient.double()) for gradient in gradients]
-    norm = nn.utils.get_total_norm(gradients, foreach=False)
-    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
-    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
-
-
-def norm_bytes(tensors: str) -> str:
-    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
-    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
-
-
-def sum_partial(x: Tensor) -> Tensor:
-    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
-
-    (lesson 02)"""
-    if not isinstance(x, DTensor):
-        return x
-    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -1685,35 +1664,27 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     (lesson 02)"""
     if tp_group.size() == 1:
         return
-    diffs = {}
+    tensors = {}
     for name, p in run.model.named_parameters():
         if not shardings_of(p):
-            replicas = all_gather(p[None], 0, tp_group)
-            diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
+            tensors[name] = p
     # Each rank computed its losses and norms itself, from replicas and sums.
     for kind in ("losses", "norms"):
-        of_ranks = gather_objects(list(getattr(run, kind).values()))
-        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
-    row = {"": "replicas, losses and ‖g‖ on all ranks", "compared": len(diffs)}
-    row["equal"] = 0
-    for name, diff in diffs.items():
-        if report.check("replicas", name, diff):
-            row["equal"] += 1
-    row["off"] = [] if row["equal"] == row["compared"] else ["equal"]
-    report.table("replicas", [row], brief=f"{len(diffs)} replicas, losses and norms")
+        numbers = list(getattr(run, kind).values())
+        tensors[kind] = p.new_tensor(numbers, dtype=torch.float64)
+    row = replicas_row(report, "tp", tensors, tp_group)
+    report.table("replicas", [row], brief=f"{len(tensors)} replicas, losses and norms")
     report.agree("bitwise identical on all ranks")
 
 
-def parameter_terms(tie: bool = False) -> dict[str, str]:
-    """Bytes of the parameters on a rank: what is stored → formula (lesson 02)."""
-    return {
-        "embed_tokens, lm_head": "(D + 1)·V·e" if tie else "(2·D + 1)·V·e",
-        "LayerNorms": "(2·L + 1)·2·D·e",
-        "biases of o_proj, down_proj": "2·L·D·e",
-        "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",
-        "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
-        "up_proj": "L·F·(D + 1)·e/T",
-    }
+PARAMETERS = {
+    "embed_tokens, lm_head": "(2·D + 1)·V·e",
+    "LayerNorms": "(2·L + 1)·2·D·e",
+    "biases of o_proj, down_proj": "2·L·D·e",
+    "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",  # q has N heads, k, v K each
+    "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+    "up_proj": "L·F·(D + 1)·e/T",
+}
 
 
 def saved_terms(dropout: float) -> dict[str, str]:
@@ -1743,7 +1714,9 @@ def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None
     (lesson 02)"""
     alone = {"without TP": dict(size, T=1)}
     measured = bytes_stored(run, batch)
-    _, stored = add_up(parameter_terms(getattr(report.args, "tie", False)), alone)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
     _, saved = add_up(saved_terms(report.args.dropout), alone)
     report.check_model(
         parameters=(measured["parameters"], stored["without TP"]),
@@ -1764,7 +1737,7 @@ def show_terms(report: Report, rows: list[dict]) -> None:
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each formula, with its value in each run; and the sum of each run.
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
 
     (lesson 02)"""
     rows = []
@@ -1811,6 +1784,15 @@ def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, in
     }
 
 
+def why_these_sizes(ranks: int) -> str:
+    """Say it if the default sizes, in parse_sizes, are not those of 1, 2 or 4 ranks.
+
+    (lesson 02)"""
+    if 4 % ranks == 0:
+        return ""
+    return f"K, N and D have larger defaults: {ranks} ranks must divide K."
+
+
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
     """Parse the command line, with the flags of the model (lesson 02)."""
     kv_heads = ranks * math.ceil(4 / ranks)
@@ -1850,6 +1832,32 @@ def sizes_of(args) -> dict[str, int]:
         K=args.kv_heads, H=args.hidden // args.heads, F=4 * args.hidden,
         V=args.vocab_size, L=args.layers, T=args.ranks, e=e,
     )  # fmt: skip
+
+
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
+
+    (lesson 02)"""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
+
+    (lesson 02)"""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 # endregion

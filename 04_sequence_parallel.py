@@ -3,24 +3,27 @@
 Under tensor parallelism (TP) every rank computes LayerNorm, dropout and residual of all
 positions: the same work and the same memory, T times. Sequence parallelism (SP) gives
 each rank a slice of the sequence there. Each all-reduce becomes a reduce-scatter and an
-all-gather, for which a ring sends the same bytes. By default this lesson also gathers
-inputs again in backward instead of saving them gathered: then a layer saves 1/T of the
-bytes that it saves in one process, and a ring sends 25 % more than under TP.
+all-gather: an all-reduce goes around a ring of ranks twice, each of these once, so the
+ring sends the same bytes. By default this lesson also gathers inputs again in backward
+instead of saving them gathered. Then a layer saves 1/T of the bytes that it saves in
+one process, and the ring makes 5 rounds where TP makes 4: 25 % more bytes.
 
 Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another model):
 
     torchrun --standalone --nproc_per_node=2 04_sequence_parallel.py
 
 What you will see: the model of lesson 03 trained on this text in one process, with TP,
-with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent;
-the 34 bytes that a layer saves for backward per element of its input, term by term;
-lengths that T does not divide. `--hf` adds a Hugging Face model.
+with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent, and
+a product that begins before all of its input has arrived (async TP); the 34 bytes that
+a layer saves for backward per element of its input, term by term; lengths that T does
+not divide. `--hf` adds a Hugging Face model.
 
 What to try (answers: notebooks/04_sequence_parallel.ipynb, the section in brackets):
 - In split_sequence, delete the line of layer.dropout. Gradients and losses of TP + SP
-  are wrong from step 1 on: all slices drop the same elements [12].
-- Use nn.RMSNorm in DecoderLayer and Transformer. All numbers agree, "summing" sends
-  less, and on a CPU a layer stores 12·B·S·D/T more bytes for backward [6].
+  are wrong from step 1 on: all slices drop the same elements (see --break mask).
+- Use nn.RMSNorm in DecoderLayer and Transformer. All numbers agree, and what sums
+  gradients of norms sends less. On a CPU a layer stores 12·B·S·D more bytes for
+  backward, under TP as well, and 1/T of that where the sequence is split [6].
 - --save-gathered: 5 all-gathers in backward, not 10, but more bytes stored [5, 7].
 - --seq-len 33: S becomes 34 on 2 ranks, and the losses still agree [8].
 
@@ -43,6 +46,7 @@ Sources: Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism, memory
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -56,13 +60,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
+# Read lines 63 to 264, in about 20 minutes. What follows is optional, up to RUN.
 
 # From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
 # g after row-parallel ones (all-reduce in forward). vocab_transformer is a copy of the
 # model with linears and vocabulary split. ShardedDropout(p, dim, group) is for a tensor
-# that is sharded along dim. shardings_of(p) is empty if p is replicated. This lesson
-# replaces Attention.project_qkv (f, then q_proj, k_proj, v_proj), and `reduce` (g) of
-# RowParallelLinear and of VocabParallelEmbedding.
+# that is sharded along dim. shardings_of(p) is empty if p is replicated. New here are
+# Attention.project_qkv (f, then q, k and v) and `reduce` (g) of row-parallel modules.
 
 
 def pad_batch(tokens_BS: Tensor, target_BS: Tensor, ranks: int) -> tuple:
@@ -119,7 +123,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # one read: Checkpointed (below) forbids a second
+        saved = ctx.saved_tensors  # read once: checkpointing allows no second read
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
@@ -146,8 +150,7 @@ def gather_then_apply_each(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
     """
     parameters = []
     for linear in linears:
-        parameters.append(linear.weight)
-        parameters.append(linear.bias)
+        parameters += [linear.weight, linear.bias]
     return list(GatherThenLinear.apply(x_BsD, linears[0].tp_group, *parameters))
 
 
@@ -161,9 +164,10 @@ def gather_and_save(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 
 class LinearWithInputComm(nn.Module):
-    """A column-parallel linear that one of the two functions above computes.
+    """A column-parallel linear that first gathers its input, by a function from above.
 
-    Attention has a hook for this, project_qkv; up_proj and lm_head get one here.
+    Attention has project_qkv for this. up_proj and lm_head become such a module, which
+    has their weight and bias and hands itself to the function, as the only linear.
     """
 
     def __init__(self, linear: ColumnParallelLinear, gather_and_apply):
@@ -218,9 +222,7 @@ def sp_transformer(
 ) -> Transformer:
     """A copy of the decoder under TP, with the sequence split between its linears.
 
-    Args:
-        full: the single-process model, identical on every rank.
-        save_gathered: save gathered inputs for backward, as plain autograd does.
+    save_gathered: save gathered inputs for backward, as plain autograd does.
     Shapes: tokens [B, S], T divides S (pad_batch) → logits [B, S, ⌈V/T⌉] Shard(2).
     Communication: split_sequence in each of L layers; one more reduce-scatter after the
         embedding; one more gather before lm_head. all_reduce_replicated_gradients must
@@ -298,7 +300,7 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     gather = parallel.PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate()
     )
-    # A layer calls its attention with keyword arguments only.
+    # A layer calls its attention by keyword, so there is nothing for input_layouts.
     gather_by_keyword = parallel.PrepareModuleInput(
         input_kwarg_layouts={keyword: Shard(1)},
         desired_input_kwarg_layouts={keyword: Replicate()},
@@ -345,6 +347,33 @@ def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
     return mean_loss(logits, target_BS).full_tensor()
 
 
+# ---- Optional: multiply one piece while the next one travels (async TP)
+
+
+def gather_in_pieces(x_BsD: Tensor, weight: Tensor, tp_group, pieces: int) -> Tensor:
+    """The product of the gathered sequence with a weight [f, D], piece by piece.
+
+    Communication: one all-gather per piece, of B·S·D elements in total.
+    Source: github.com/pytorch/pytorch/pull/124003.
+    """
+    B, s, _ = x_BsD.shape
+    T = tp_group.size()
+    length = s // pieces
+    y_BSf = x_BsD.new_empty(B, T * s, len(weight))
+    started = []
+    for piece in split(x_BsD, 1, pieces):
+        slices = [torch.empty_like(piece) for _ in range(T)]
+        COMM.count("all-gather", T * piece.nbytes, "tp")
+        work = dist.all_gather(slices, piece, group=tp_group, async_op=True)
+        started.append((slices, work))
+    for i, (slices, work) in enumerate(started):
+        work.wait()  # for piece i; the next ones travel while it is multiplied
+        for rank, x in enumerate(slices):
+            first = rank * s + i * length  # position in the sequence
+            y_BSf[:, first : first + length] = F.linear(x, weight)
+    return y_BSf
+
+
 # ==== RUN
 
 
@@ -355,15 +384,17 @@ def main(args, report: Report) -> None:
     for tokens_BS, target_BS in make_batches(__doc__, args, args.steps):
         batches.append(pad_batch(tokens_BS, target_BS, args.ranks))
     padding = batches[0][0].shape[1] - args.seq_len
-    args.seq_len += padding  # S: from here on T divides it
+    # From here on T divides S, also without TP: section 6 compares with no padding.
+    args.seq_len += padding
     full = make_tied(args)
     size = sizes_of(args)
     size["X"] = args.batch_size * args.seq_len * args.hidden
     size["C"] = 2 * args.layers + 1
     size["p"] = len(list(full.parameters()))
-    report.begin({"tp": args.ranks}, size, note=why_these_sizes(args.ranks, padding))
-    loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
-    sum_gradients = partial(all_reduce_replicated_gradients, tp_group=tp_group)
+    note = why_these_sizes(args.ranks)
+    if padding > 0:
+        note += f" S includes padding of {padding}, so that T divides it."
+    report.begin({"tp": args.ranks}, size, note)
 
     runs = {}
     model = copy.deepcopy(full)
@@ -372,14 +403,12 @@ def main(args, report: Report) -> None:
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("TP"):
         model = vocab_transformer(full, tp_group)
-        runs["TP"] = train_transformer("TP", model, batches, args, tp_group, loss_of)
-        trim_padding(runs["TP"])
+        runs["TP"] = train_with_tp("TP", model, batches, args, tp_group)
     with report.column("TP + SP"):
         model = sp_transformer(full, tp_group, args.save_gathered)
-        runs["TP + SP"] = train_transformer(
-            "TP + SP", model, batches, args, tp_group, loss_of, sum_gradients
-        )
-        trim_padding(runs["TP + SP"])
+        sum_up = partial(all_reduce_replicated_gradients, tp_group=tp_group)
+        run = train_with_tp("TP + SP", model, batches, args, tp_group, sum_up)
+        runs["TP + SP"] = run
     with report.column("DTensor"), CountDTensor("tp"), parallel.loss_parallel():
         model = planned_transformer(full, tp_group)
         runs["DTensor"] = train_transformer(
@@ -392,11 +421,25 @@ def main(args, report: Report) -> None:
     show_gradients_sp(report, runs)
     show_partial_gradients(report, runs, full, batches[0], tp_group)
     show_communication_sp(report, size)
+    with report.column("in pieces"):
+        show_pieces(report, size, tp_group)
     with report.column("one layer"):
         show_memory_sp(report, size, tp_group)
     show_padded_lengths(report, tp_group)
     if args.hf:
         show_hugging_face(report, batches[0], tp_group)
+
+
+def train_with_tp(
+    name, model, batches, args, tp_group, after_backward=None
+) -> TrainingRun:
+    """Train a model whose vocabulary is split; padding is trimmed afterwards."""
+    loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
+    run = train_transformer(
+        name, model, batches, args, tp_group, loss_of, after_backward
+    )
+    trim_padding(run)
+    return run
 
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
@@ -417,7 +460,7 @@ def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
     gradients.pop("TP", None)  # lesson 03 compares them
     report.compare("gradients", gradients, fold=row_of)
     report.conclude(
-        "TP + SP sums all rows but the first: a rank has seen only its own positions."
+        "All rows but the first are replicated parameters: TP + SP sums over the ranks."
     )
 
 
@@ -443,18 +486,16 @@ def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
         report.check("partial", f"{name} before the sum", int(is_complete))
 
     rows = []
-    for texts in gather_objects(first_numbers(before, names)):
-        s = args.seq_len // args.ranks
-        first = s * len(rows)
-        row = {"": f"rank {len(rows)}", "positions": f"{first} to {first + s - 1}"}
-        row.update(texts)
-        rows.append(row)
+    s = args.seq_len // args.ranks
+    for rank, numbers in enumerate(gather_objects(first_numbers(before, names))):
+        positions = f"{rank * s} to {rank * s + s - 1}"
+        rows.append(dict({"": f"rank {rank}", "positions": positions}, **numbers))
     for run in ("TP + SP", "without TP"):  # summed over ranks, and the reference
-        row = {"": run, "positions": "all"}
-        row.update(first_numbers(runs[run].gradients, names))
-        rows.append(row)
+        numbers = first_numbers(runs[run].gradients, names)
+        rows.append(dict({"": run, "positions": "all"}, **numbers))
     report.table("parts", rows)
-    report.conclude("Neither rank's gradient is right before the sum; then it is.")
+    if args.ranks > 1:
+        report.conclude("No rank's gradient is right before the sum; then it is.")
 
 
 def first_numbers(tensors: dict[str, Tensor], names: list[str]) -> dict[str, str]:
@@ -505,14 +546,18 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     brief = ["DTensor", "loss", "clipping"]
     report.ledger(formulas, size, report.args.steps, brief=brief)
     totals = ring_totals(report, size)
-    report.table("ring", totals)
+    report.table("ring", totals, brief=f"{len(totals)} totals of a ring")
+    report.agree("as predicted")
     sent = {row["run"]: row["forward + backward"] for row in totals}
     if sent.get("TP") and "TP + SP" in sent:
         times = sent["TP + SP"] / sent["TP"]
-        text = "because it gathers inputs again in backward"
+        how = "gathers inputs again in backward"
         if report.args.save_gathered:
-            text = "because it saves gathered inputs"
-        report.conclude(f"TP + SP sends {times:.2f} times as much as TP, {text}.")
+            how = "saves gathered inputs"
+        report.conclude(
+            f"A rank of a ring sends {sent['TP']:,} bytes under TP. Under TP + SP, "
+            f"which {how}, it sends {times:.2f} times as many."
+        )
 
 
 def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
@@ -528,11 +573,9 @@ def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
         row["calls after"] = 0
         row["ring after"] = 0
         for sent in report.data["communication"]:
-            if sent["run"] != run:
-                continue
-            if sent["phase"] in ("forward", "backward"):
+            if sent["run"] == run and sent["phase"] in ("forward", "backward"):
                 row["forward + backward"] += sent["ring"]
-            if sent["phase"] in ("summing", "clipping", "update"):
+            elif sent["run"] == run and sent["phase"] != "loss":
                 row["calls after"] += sent["calls"]
                 row["ring after"] += sent["ring"]
         predicted = evaluate(row["formula"], size)
@@ -540,6 +583,31 @@ def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
         report.expect(row, "forward + backward", "bytes", name, predicted)
         rows.append(row)
     return rows
+
+
+def show_pieces(report: Report, size: dict[str, int], tp_group) -> None:
+    """The product of up_proj, with its input gathered in pieces and in one piece."""
+    args = report.args
+    if args.ranks == 1:
+        return  # there is nothing to gather
+    s = size["S"] // size["T"]
+    pieces = math.gcd(4, s)
+    # Integers, so that no sum is rounded: a matmul may add up in any order.
+    x_BsD = torch.randint(-4, 5, (size["B"], s, size["D"]), device=args.device)
+    x_BsD = x_BsD.to(getattr(torch, args.dtype))
+    weight = torch.randint(-4, 5, (size["F"] // size["T"], size["D"])).to(x_BsD)
+    with COMM.label("in pieces", "forward"):
+        y_BSf = gather_in_pieces(x_BsD, weight, tp_group, pieces)
+    expected = F.linear(all_gather(x_BsD, 1, tp_group), weight)
+
+    row = {"async TP": f"{pieces} pieces", "off": []}
+    row["bytes"] = COMM.bytes[Call("in pieces", "forward", "all-gather", "tp")]
+    report.expect(row, "bytes", "bytes", "gathered in pieces", size["X"] * size["e"])
+    if not report.check_tensor("outputs", "product in pieces", y_BSf, expected):
+        row["off"].append("async TP")
+    brief = f"x @ W, gathered in {pieces} pieces (async TP), {row['bytes']:,} bytes"
+    report.table("pieces", [row], brief=brief)
+    report.agree("bitwise as in one piece")
 
 
 # ---- What a layer saves for backward
@@ -574,56 +642,6 @@ CALLS_IN_BACKWARD = {
 }  # fmt: skip
 
 
-def layer_variants(full: DecoderLayer, tp_group) -> dict[str, nn.Module]:
-    """One layer under TP and under SP, without and with recomputation."""
-    variants = {}
-    for recompute in ("", ", selective", ", full"):
-        tp_layer = copy.deepcopy(full)
-        parallelize_layer(tp_layer, tp_group)
-        sp_layer = copy.deepcopy(full)
-        parallelize_layer(sp_layer, tp_group)
-        split_sequence(sp_layer, tp_group)
-        variants[f"TP{recompute}"] = tp_layer
-        variants[f"TP + SP{recompute}"] = sp_layer
-    for run in ("TP", "TP + SP"):
-        attention = variants[f"{run}, selective"].self_attn
-        attention.core = Checkpointed(attention.core)
-        variants[f"{run}, full"] = Checkpointed(variants[f"{run}, full"])
-    return variants
-
-
-def measure_layers(report: Report, tp_group) -> dict[str, dict[str, int]]:
-    """Bytes that each variant saves in forward, and its collectives in backward."""
-    args = report.args
-    # As in the paper: bfloat16, dropout, and as many key/value heads as heads.
-    config = Config(args.vocab_size, args.hidden, args.heads, args.heads, layers=1,
-                    seq_len=args.seq_len, dropout=0.1)  # fmt: skip
-    model = Transformer(config).to(args.device, torch.bfloat16)
-    layers = {"without TP": model.layers[0]}
-    layers.update(layer_variants(model.layers[0], tp_group))
-    if args.save_gathered:
-        split_sequence(layers["TP + SP"], tp_group, gather_and_save)  # edit it again
-    if "DTensor" not in report.raised:
-        layers["DTensor"] = planned_transformer(model, tp_group).layers[0]
-
-    tables = (model.cos, model.sin, model.future)
-    x_BSD = torch.randn(args.batch_size, args.seq_len, args.hidden)
-    x_BSD = x_BSD.to(args.device, torch.bfloat16)
-    measured = {}
-    for name, layer in layers.items():
-        is_split = "SP" in name or name == "DTensor"
-        x = shard(x_BSD, 1, tp_group) if is_split else x_BSD.clone()
-        saved = SavedBytes([*layer.parameters(), *tables])
-        with saved:
-            y = layer(x.requires_grad_(), tables)
-        before = COMM.calls.total()
-        with CountDTensor("tp"):
-            y.backward(torch.ones_like(y))
-        measured[name] = {"saved": saved.total()}
-        measured[name]["calls in backward"] = COMM.calls.total() - before
-    return measured
-
-
 def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     """What a layer saves for backward: term by term, then with recomputation."""
     args = report.args
@@ -647,10 +665,11 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     rows, sums = add_up(SAVED_BY_A_LAYER, sizes)
     if args.verbose:
         report.say(
-            f"   A = B·N·S·S = {size['A']:,} attention weights; "
-            f"c = {size['c']} bytes per mean or 1/σ\n"
-            "   T, R, G: numbers of shards: T by heads or columns, R by positions,\n"
-            "   G of LayerNorm outputs (R, or 1 if they are saved gathered)"
+            f"   A   attention weights, B·N·S·S = {size['A']:,}\n"
+            f"   c   bytes of a mean or of 1/σ: {size['c']}\n"
+            "   T   shards of what is split by heads or columns\n"
+            "   R   shards of what is split by positions: T under SP, otherwise 1\n"
+            "   G   the same for outputs of LayerNorms: 1 if they are saved gathered"
         )
     rows.append(measured_row(report, "saved", "sum", sums, measured))
     of_runs = {run: calls[run] for run in sizes}
@@ -682,7 +701,7 @@ def show_recomputation(report: Report, measured: dict, calls: dict, size) -> Non
     report.agree("bytes and calls as predicted")
 
 
-# ---- Lengths that T does not divide, and a model of another library
+# ---- Lengths that T does not divide
 
 
 def show_padded_lengths(report: Report, tp_group) -> None:
@@ -693,8 +712,7 @@ def show_padded_lengths(report: Report, tp_group) -> None:
     S = args.seq_len
     args.seq_len = 2 * S + 1 + args.ranks  # room for the longest one and its padding
     full = make_tied(args)
-    loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
-    sum_gradients = partial(all_reduce_replicated_gradients, tp_group=tp_group)
+    sum_up = partial(all_reduce_replicated_gradients, tp_group=tp_group)
 
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
@@ -714,10 +732,7 @@ def show_padded_lengths(report: Report, tp_group) -> None:
             run = train_transformer(label, model, [batch], args)
             add_step_1("without TP", run, label)
             model = sp_transformer(full, tp_group)
-            run = train_transformer(
-                label, model, [padded], args, tp_group, loss_of, sum_gradients
-            )
-            trim_padding(run)
+            run = train_with_tp(label, model, [padded], args, tp_group, sum_up)
             add_step_1("TP + SP", run, label)
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     report.compare("lengths", losses, ALLOWED_LOSS["float64"], brief="losses")
@@ -726,51 +741,6 @@ def show_padded_lengths(report: Report, tp_group) -> None:
         "length gradients", gradients, ALLOWED["float64"], one_row, brief="gradients"
     )
     report.agree("as without TP")
-
-
-def make_qwen2(args) -> nn.Module:
-    """Hugging Face's Qwen2, random weights, in float32: its norms compute in it."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=args.vocab_size, hidden_size=args.hidden,
-        intermediate_size=4 * args.hidden, num_hidden_layers=args.layers,
-        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
-        max_position_embeddings=args.seq_len, tie_word_embeddings=args.tie,
-        attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(args.seed)
-    return Qwen2ForCausalLM(config).to(args.device).eval()
-
-
-def show_hugging_face(report: Report, batch, tp_group) -> None:
-    """With --hf: the same plan on a model that was not written for this course."""
-    # x stays a DTensor between modules: Qwen2 derives positions and the causal mask
-    # from the shape of x, which must be S there and not s.
-    plan = {}
-    for name, style in sp_plan("hidden_states", local=False).items():
-        plan[f"model.{name}"] = style
-    plan["model.layers.*.mlp.gate_proj"] = parallel.ColwiseParallel()
-    plan["lm_head"] = plan.pop("model.lm_head")
-
-    args = report.args
-    train = partial(train_transformer, "Qwen2", batches=[batch], args=args)
-    runs = {}
-    model = make_qwen2(args)
-    loss_of = lambda output, target_BS: mean_loss(output.logits, target_BS)
-    runs["without TP"] = train(model, loss_of=loss_of)
-    with report.column("Qwen2, DTensor"), parallel.loss_parallel():
-        device = model.device.type
-        mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-        model = parallel.parallelize_module(make_qwen2(args), mesh, plan)
-        if args.tie:  # the plan sharded one weight twice
-            model.lm_head.weight = model.model.embed_tokens.weight
-        loss_of = lambda output, target_BS: planned_loss(output.logits, target_BS)
-        runs["DTensor"] = train(model, loss_of=loss_of)
-    report.section("The same plan on Hugging Face's Qwen2, in float32, random weights")
-    report.compare("Qwen2 loss", values_of(runs, "losses"), ALLOWED_LOSS["float32"])
-    gradients = values_of(runs, "gradients")
-    report.compare("Qwen2", gradients, ALLOWED["float32"], module_of)
 
 
 # ==== BREAK IT
@@ -843,6 +813,16 @@ BREAKS = {
         reported="github.com/NVIDIA/Megatron-LM/issues/1635, pytorch issue 153016",
         audit="backward slice",
     ),
+    "pieces": dict(
+        target="gather_in_pieces",
+        old="            first = rank * s + i * length  # position in the sequence\n",
+        new="            first = (i * T + rank) * length\n",
+        what="pieces are put next to each other in the order in which they arrive",
+        symptom="all shapes are right; rows of the product belong to other positions",
+        why="a gathered piece has some positions of every rank, and they are not "
+        "neighbors in the sequence: a rank's own pieces are",
+        reported="github.com/THUDM/slime/issues/1871 (of context parallelism)",
+    ),
     "keywords": dict(
         target="sp_plan",
         old="        input_kwarg_layouts={keyword: Shard(1)},\n"
@@ -898,6 +878,107 @@ def parse_args(ranks: int) -> argparse.Namespace:
     return args
 
 
+# ---- How bytes of a layer are measured
+
+
+def layer_variants(full: DecoderLayer, tp_group) -> dict[str, nn.Module]:
+    """One layer under TP and under SP, without and with recomputation."""
+    variants = {}
+    for recompute in ("", ", selective", ", full"):
+        tp_layer = copy.deepcopy(full)
+        parallelize_layer(tp_layer, tp_group)
+        sp_layer = copy.deepcopy(full)
+        parallelize_layer(sp_layer, tp_group)
+        split_sequence(sp_layer, tp_group)
+        variants[f"TP{recompute}"] = tp_layer
+        variants[f"TP + SP{recompute}"] = sp_layer
+    for run in ("TP", "TP + SP"):
+        attention = variants[f"{run}, selective"].self_attn
+        attention.core = Checkpointed(attention.core)
+        variants[f"{run}, full"] = Checkpointed(variants[f"{run}, full"])
+    return variants
+
+
+def measure_layers(report: Report, tp_group) -> dict[str, dict[str, int]]:
+    """Bytes that each variant saves in forward, and its collectives in backward."""
+    args = report.args
+    # As in the paper: bfloat16, dropout, and as many key/value heads as heads.
+    config = Config(args.vocab_size, args.hidden, args.heads, args.heads, layers=1,
+                    seq_len=args.seq_len, dropout=0.1)  # fmt: skip
+    model = Transformer(config).to(args.device, torch.bfloat16)
+    layers = {"without TP": model.layers[0]}
+    layers.update(layer_variants(model.layers[0], tp_group))
+    if args.save_gathered:
+        split_sequence(layers["TP + SP"], tp_group, gather_and_save)  # edit it again
+    if "DTensor" not in report.raised:
+        layers["DTensor"] = planned_transformer(model, tp_group).layers[0]
+
+    tables = (model.cos, model.sin, model.future)
+    x_BSD = torch.randn(args.batch_size, args.seq_len, args.hidden)
+    x_BSD = x_BSD.to(args.device, torch.bfloat16)
+    measured = {}
+    for name, layer in layers.items():
+        is_split = "SP" in name or name == "DTensor"
+        x = shard(x_BSD, 1, tp_group) if is_split else x_BSD.clone()
+        saved = SavedBytes([*layer.parameters(), *tables])
+        with saved:
+            y = layer(x.requires_grad_(), tables)
+        before = COMM.calls.total()
+        with CountDTensor("tp"):
+            y.backward(torch.ones_like(y))
+        measured[name] = {"saved": saved.total()}
+        measured[name]["calls in backward"] = COMM.calls.total() - before
+    return measured
+
+
+# ---- With --hf: the same plan on a model of another library
+
+
+def make_qwen2(args) -> nn.Module:
+    """Hugging Face's Qwen2, random weights, in float32: its norms compute in it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=args.vocab_size, hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden, num_hidden_layers=args.layers,
+        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
+        max_position_embeddings=args.seq_len, tie_word_embeddings=args.tie,
+        attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(args.seed)
+    return Qwen2ForCausalLM(config).to(args.device).eval()
+
+
+def show_hugging_face(report: Report, batch, tp_group) -> None:
+    """With --hf: the same plan on a model that was not written for this course."""
+    # x stays a DTensor between modules: Qwen2 derives positions and the causal mask
+    # from the shape of x, which must be S there and not s.
+    plan = {}
+    for name, style in sp_plan("hidden_states", local=False).items():
+        plan[f"model.{name}"] = style
+    plan["model.layers.*.mlp.gate_proj"] = parallel.ColwiseParallel()
+    plan["lm_head"] = plan.pop("model.lm_head")
+
+    args = report.args
+    train = partial(train_transformer, "Qwen2", batches=[batch], args=args)
+    runs = {}
+    model = make_qwen2(args)
+    loss_of = lambda output, target_BS: mean_loss(output.logits, target_BS)
+    runs["without TP"] = train(model, loss_of=loss_of)
+    with report.column("Qwen2, DTensor"), parallel.loss_parallel():
+        device = model.device.type
+        mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
+        model = parallel.parallelize_module(make_qwen2(args), mesh, plan)
+        if args.tie:  # the plan sharded one weight twice
+            model.lm_head.weight = model.model.embed_tokens.weight
+        loss_of = lambda output, target_BS: planned_loss(output.logits, target_BS)
+        runs["DTensor"] = train(model, loss_of=loss_of)
+    report.section("The same plan on Hugging Face's Qwen2, in float32, random weights")
+    report.compare("Qwen2 loss", values_of(runs, "losses"), ALLOWED_LOSS["float32"])
+    gradients = values_of(runs, "gradients")
+    report.compare("Qwen2", gradients, ALLOWED["float32"], module_of)
+
+
 # endregion
 
 
@@ -906,7 +987,6 @@ def parse_args(ranks: int) -> argparse.Namespace:
 
 # Imports that only the parts below use.
 import argparse
-import math
 from datetime import timedelta
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1276,6 +1356,21 @@ class ReduceScatterWithGrad(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
+def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
+    """Compare tensors with those of the group's first rank: the same on all ranks.
+
+    (lesson 01)"""
+    row = {"identical over": axis, "tensors": len(tensors), "equal": 0, "off": []}
+    for name, x in tensors.items():
+        replicas = all_gather(x[None], 0, group)
+        diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    if row["equal"] < row["tensors"]:
+        row["off"].append("equal")
+    return row
+
+
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """Refuse a flag's value that is no multiple of parts, with the arithmetic.
 
@@ -1605,18 +1700,6 @@ def clip_gradients(model: nn.Module, max_norm: float, norm: float) -> None:
             p.grad.mul_(scale)
 
 
-def why_these_sizes(ranks: int, padding: int = 0) -> str:
-    """Say why sizes are larger on this number of ranks. padding: lesson 04's, of S.
-
-    (lesson 02)"""
-    note = ""
-    if 4 % ranks != 0:
-        note += f"K, N and D have larger defaults: {ranks} ranks must divide K. "
-    if padding > 0:
-        note += f"S has {padding} positions of padding, so that T divides it."
-    return note
-
-
 PAD = 256  # the one token that is not a byte
 
 
@@ -1672,6 +1755,7 @@ def train_transformer(
     """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
+    norm_of = norm_of or global_norm  # of (model, tp_group)
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
     # errors of gradients near 0 into full steps, different ones in each run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
@@ -1697,8 +1781,6 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
-            elif norm_of is None:
-                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1712,32 +1794,6 @@ def train_transformer(
 
     parameters = unshard_model(model, "data")
     return TrainingRun(model, optimizer, losses, norms, gradients, parameters)
-
-
-def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
-
-    (lesson 02)"""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients = [sum_partial(gradient.double()) for gradient in gradients]
-    norm = nn.utils.get_total_norm(gradients, foreach=False)
-    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
-    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
-
-
-def norm_bytes(tensors: str) -> str:
-    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
-    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
-
-
-def sum_partial(x: Tensor) -> Tensor:
-    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
-
-    (lesson 02)"""
-    if not isinstance(x, DTensor):
-        return x
-    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -1778,22 +1834,16 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     (lesson 02)"""
     if tp_group.size() == 1:
         return
-    diffs = {}
+    tensors = {}
     for name, p in run.model.named_parameters():
         if not shardings_of(p):
-            replicas = all_gather(p[None], 0, tp_group)
-            diffs[name] = max(rel_diff(replica, replicas[0]) for replica in replicas)
+            tensors[name] = p
     # Each rank computed its losses and norms itself, from replicas and sums.
     for kind in ("losses", "norms"):
-        of_ranks = gather_objects(list(getattr(run, kind).values()))
-        diffs[kind] = max(rel_diff(values, of_ranks[0]) for values in of_ranks)
-    row = {"": "replicas, losses and ‖g‖ on all ranks", "compared": len(diffs)}
-    row["equal"] = 0
-    for name, diff in diffs.items():
-        if report.check("replicas", name, diff):
-            row["equal"] += 1
-    row["off"] = [] if row["equal"] == row["compared"] else ["equal"]
-    report.table("replicas", [row], brief=f"{len(diffs)} replicas, losses and norms")
+        numbers = list(getattr(run, kind).values())
+        tensors[kind] = p.new_tensor(numbers, dtype=torch.float64)
+    row = replicas_row(report, "tp", tensors, tp_group)
+    report.table("replicas", [row], brief=f"{len(tensors)} replicas, losses and norms")
     report.agree("bitwise identical on all ranks")
 
 
@@ -1803,16 +1853,14 @@ def module_of(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-def parameter_terms(tie: bool = False) -> dict[str, str]:
-    """Bytes of the parameters on a rank: what is stored → formula (lesson 02)."""
-    return {
-        "embed_tokens, lm_head": "(D + 1)·V·e" if tie else "(2·D + 1)·V·e",
-        "LayerNorms": "(2·L + 1)·2·D·e",
-        "biases of o_proj, down_proj": "2·L·D·e",
-        "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",
-        "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
-        "up_proj": "L·F·(D + 1)·e/T",
-    }
+PARAMETERS = {
+    "embed_tokens, lm_head": "(2·D + 1)·V·e",
+    "LayerNorms": "(2·L + 1)·2·D·e",
+    "biases of o_proj, down_proj": "2·L·D·e",
+    "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",  # q has N heads, k, v K each
+    "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+    "up_proj": "L·F·(D + 1)·e/T",
+}
 
 
 def saved_terms(dropout: float) -> dict[str, str]:
@@ -1842,7 +1890,9 @@ def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None
     (lesson 02)"""
     alone = {"without TP": dict(size, T=1)}
     measured = bytes_stored(run, batch)
-    _, stored = add_up(parameter_terms(getattr(report.args, "tie", False)), alone)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
     _, saved = add_up(saved_terms(report.args.dropout), alone)
     report.check_model(
         parameters=(measured["parameters"], stored["without TP"]),
@@ -1863,7 +1913,7 @@ def show_terms(report: Report, rows: list[dict]) -> None:
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each formula, with its value in each run; and the sum of each run.
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
 
     (lesson 02)"""
     rows = []
@@ -1910,6 +1960,15 @@ def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, in
     }
 
 
+def why_these_sizes(ranks: int) -> str:
+    """Say it if the default sizes, in parse_sizes, are not those of 1, 2 or 4 ranks.
+
+    (lesson 02)"""
+    if 4 % ranks == 0:
+        return ""
+    return f"K, N and D have larger defaults: {ranks} ranks must divide K."
+
+
 def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespace:
     """Parse the command line, with the flags of the model (lesson 02)."""
     kv_heads = ranks * math.ceil(4 / ranks)
@@ -1949,6 +2008,32 @@ def sizes_of(args) -> dict[str, int]:
         K=args.kv_heads, H=args.hidden // args.heads, F=4 * args.hidden,
         V=args.vocab_size, L=args.layers, T=args.ranks, e=e,
     )  # fmt: skip
+
+
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
+
+    (lesson 02)"""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def norm_bytes(tensors: str) -> str:
+    """Bytes that PyTorch sums for its norm: one float64 per tensor (lesson 02)."""
+    return f"8·{tensors}" if torch.__version__ >= (2, 11) else "8"
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
+
+    (lesson 02)"""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 # endregion

@@ -57,6 +57,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, parallel
 
 # ==== NEW in 05: data × pipeline × tensor parallelism
+# Read lines 60 to 406, in about 35 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: COMM counts collectives, and records in which call this rank waits.
 # From 01: shardings_of(p) is ((dim, group), …), empty if p is replicated. From 02: PAD
@@ -85,8 +86,7 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
     # Gradients go back in a group of their own: NCCL runs the messages of one group in
     # order, so an activation whose receiver is busy would block a gradient behind it.
     groups["pp_backward"] = new_group_from(pipelines, "pp", timeout)
-    # For --tie only: first and last stage. The stages between form another group, which
-    # sends nothing, so that every rank has an entry here.
+    # For --tie: first and last stage. Those between get a group that sends nothing.
     first_and_last = [sorted({line[0], line[-1]}) for line in pipelines]
     between = [line[1:-1] for line in pipelines if len(line) > 2]
     groups["embedding"] = new_group_from(first_and_last + between, "embed", timeout)
@@ -225,7 +225,7 @@ class Pipeline:
         self.micro_batches = micro_batches
         self.loss = self.like.new_zeros(())
         self.in_flight = {}  # micro-batch → input, output, the message with the output
-        self.sent_back = []  # messages with gradients: they stay until the end
+        self.sent_back = []  # messages with gradients: no answer says they have arrived
         for phase, i in steps:
             with COMM.label("mesh", phase):
                 getattr(self, phase)(i)  # forward or backward, of micro-batch i
@@ -262,7 +262,7 @@ class Pipeline:
         if not self.last:
             label = Label("gradient", i, self.number)
             grad = receive(self.like, label, self.rank_after, self.pp_backward)
-            wait_for(sent)  # received long ago: the receiver has sent its gradient
+            wait_for(sent)  # received long ago: this gradient is the answer to it
         self.compute_backward(i, y, grad)
         if not self.first:
             label = Label("gradient", i, self.number - 1)
@@ -616,13 +616,18 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
     """What several ranks hold must be bitwise identical on all of them."""
     args = report.args
     groups = training.groups
-    rows = []
-    parameters = training.parameters
-    over_tp = {name: p for name, p in parameters.items() if not shardings_of(p)}
-    rows.append(replicas_row(report, "tp", over_tp, groups["tp"]))
-    rows.append(replicas_row(report, "dp", parameters, groups["dp"]))
+    over_tp = {}
+    over_dp = {}
+    for name, p in training.parameters.items():
+        over_dp[f"{name} over dp"] = p
+        if not shardings_of(p):
+            over_tp[f"{name} over tp"] = p
+    rows = [replicas_row(report, "tp", over_tp, groups["tp"])]
+    rows.append(replicas_row(report, "dp", over_dp, groups["dp"]))
     if args.tie:
-        tied = {name: p for name, p in parameters.items() if name == TIED}
+        tied = {}
+        if TIED in training.parameters:
+            tied[f"{TIED} over pp"] = training.parameters[TIED]
         rows.append(replicas_row(report, "pp", tied, groups["embedding"]))
     replicas = sum(row["tensors"] for row in rows)
     report.table("replicas", rows, brief=f"{replicas} replicas of rank 0")
@@ -652,19 +657,6 @@ def show_batch(report: Report, training: MeshTraining, batch) -> None:
         report.say(wrap(f"   lengths of their micro-batches: {lengths}"))
 
 
-def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
-    """Compare tensors with those of the group's first rank: the same on all ranks."""
-    row = {"identical over": axis, "tensors": len(tensors), "equal": 0, "off": []}
-    for name, x in tensors.items():
-        replicas = all_gather(x[None], 0, group)
-        diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
-        if report.check("replicas", f"{name} over {axis}", diff):
-            row["equal"] += 1
-    if row["equal"] < row["tensors"]:
-        row["off"].append("equal")
-    return row
-
-
 def show_gradients_mesh(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Gradients of step 1. A row: all parameters of a layer, so of one stage."""
     report.section("[mesh] Gradients of step 1: norms, largest relative difference")
@@ -690,8 +682,11 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
         trained += p.numel()
         if not shardings_of(p):
             replicated += p.numel()
-    size = dict(size)
-    size.update(traffic_size(args, stage, size["e"], tokens, trained, replicated))
+    size = dict(size, l=layers_of(args, stage), n=trained, r=replicated)
+    size["S"] = tokens / (size["b"] * size["M"])  # the mean, if they are ragged
+    size["X"] = size["b"] * size["S"] * size["D"]
+    size["v"] = math.ceil(size["V"] / size["T"])
+    size["w"] = max(4, size["e"])  # the loss is computed in float32 at least
     report.section(
         "[mesh] Communication of rank 0 in the last step; ring: bytes that it sends"
     )
@@ -705,20 +700,6 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     brief = ["norm", "batch"]
     report.ledger(traffic(args, stage), size, hide=["run"], brief=brief)
     show_totals(report)
-
-
-def traffic_size(
-    args, stage: int, e: int, tokens: float, trained: int, replicated: int
-) -> dict:
-    """The letters of traffic's formulas. tokens: of this replica's rows."""
-    rows = args.batch_size // args.dp // args.microbatches
-    S = tokens / (rows * args.microbatches)  # the mean, if micro-batches are ragged
-    size = dict(e=e, M=args.microbatches, T=args.tp, D=args.hidden, b=rows, S=S)
-    size.update(l=layers_of(args, stage), n=trained, r=replicated)
-    size["X"] = rows * S * args.hidden  # as in lesson 04, of a micro-batch
-    size["v"] = math.ceil(args.vocab_size / args.tp)
-    size["w"] = max(4, e)  # the loss is computed in float32 at least
-    return size
 
 
 def traffic(args, stage: int) -> dict[Call, list[Calls]]:
@@ -1471,6 +1452,21 @@ class ReduceScatterWithGrad(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
+def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:
+    """Compare tensors with those of the group's first rank: the same on all ranks.
+
+    (lesson 01)"""
+    row = {"identical over": axis, "tensors": len(tensors), "equal": 0, "off": []}
+    for name, x in tensors.items():
+        replicas = all_gather(x[None], 0, group)
+        diff = max(rel_diff(replica, replicas[0]) for replica in replicas)
+        if report.check("replicas", name, diff):
+            row["equal"] += 1
+    if row["equal"] < row["tensors"]:
+        row["off"].append("equal")
+    return row
+
+
 def must_divide(args, name: str, parts: int, what: str) -> None:
     """Refuse a flag's value that is no multiple of parts, with the arithmetic.
 
@@ -1784,6 +1780,7 @@ def train_transformer(
     """Train one step on each batch (lesson 02)."""
     losses = {}
     norms = {}
+    norm_of = norm_of or global_norm  # of (model, tp_group)
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
     # errors of gradients near 0 into full steps, different ones in each run.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
@@ -1809,8 +1806,6 @@ def train_transformer(
         with COMM.label(name, "clipping"):
             if tp_group is None:
                 norm = norm_by_pytorch(model)
-            elif norm_of is None:
-                norm = global_norm(model, tp_group)
             else:
                 norm = norm_of(model, tp_group)
             clip_gradients(model, args.clip, norm)
@@ -1824,27 +1819,6 @@ def train_transformer(
 
     parameters = unshard_model(model, "data")
     return TrainingRun(model, optimizer, losses, norms, gradients, parameters)
-
-
-def norm_by_pytorch(model: nn.Module) -> float:
-    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
-
-    (lesson 02)"""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients = [sum_partial(gradient.double()) for gradient in gradients]
-    norm = nn.utils.get_total_norm(gradients, foreach=False)
-    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
-    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
-
-
-def sum_partial(x: Tensor) -> Tensor:
-    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
-
-    (lesson 02)"""
-    if not isinstance(x, DTensor):
-        return x
-    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.redistribute(placements=placements)
 
 
 def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
@@ -1872,6 +1846,27 @@ def sizes_of(args) -> dict[str, int]:
         K=args.kv_heads, H=args.hidden // args.heads, F=4 * args.hidden,
         V=args.vocab_size, L=args.layers, T=args.ranks, e=e,
     )  # fmt: skip
+
+
+def norm_by_pytorch(model: nn.Module) -> float:
+    """PyTorch's own norm of the gradient, which also handles DTensors; in float64.
+
+    (lesson 02)"""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [sum_partial(gradient.double()) for gradient in gradients]
+    norm = nn.utils.get_total_norm(gradients, foreach=False)
+    # Before torch 2.11 a DTensor's .item() is this rank's part of it (pytorch#166638).
+    return norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+
+
+def sum_partial(x: Tensor) -> Tensor:
+    """Sum a Partial() DTensor. Before torch 2.11 its norm was that of a rank's part.
+
+    (lesson 02)"""
+    if not isinstance(x, DTensor):
+        return x
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
 
 
 # endregion
@@ -2075,7 +2070,7 @@ class GatherThenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_BSf: Tensor):
-        saved = ctx.saved_tensors  # one read: Checkpointed (below) forbids a second
+        saved = ctx.saved_tensors  # read once: checkpointing allows no second read
         x_BsD = saved[0]
         weights = saved[1:]
         x_BSD = all_gather(x_BsD, 1, ctx.tp_group)  # the second all-gather
@@ -2099,8 +2094,7 @@ def gather_then_apply_each(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
     (lesson 04)"""
     parameters = []
     for linear in linears:
-        parameters.append(linear.weight)
-        parameters.append(linear.bias)
+        parameters += [linear.weight, linear.bias]
     return list(GatherThenLinear.apply(x_BsD, linears[0].tp_group, *parameters))
 
 
@@ -2113,7 +2107,7 @@ def gather_and_save(x_BsD: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 
 class LinearWithInputComm(nn.Module):
-    """A column-parallel linear that one of the two functions above computes.
+    """A column-parallel linear that first gathers its input, by a function from above.
 
     (lesson 04)"""
 
@@ -2182,7 +2176,7 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     gather = parallel.PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate()
     )
-    # A layer calls its attention with keyword arguments only.
+    # A layer calls its attention by keyword, so there is nothing for input_layouts.
     gather_by_keyword = parallel.PrepareModuleInput(
         input_kwarg_layouts={keyword: Shard(1)},
         desired_input_kwarg_layouts={keyword: Replicate()},

@@ -74,8 +74,8 @@ EXPECTED = {
     "04_sequence_parallel": {
         "norms": (grad("layers.…"), grad("norm.weight, TP + SP"),
             "replicas: norm.weight", norm("TP + SP"), loss("TP + SP")),
-        "row-bias": (grad("layers.1.mlp.down_proj.bias, TP + SP"), loss("TP + SP"),
-            loss("TP"), loss("DTensor")),
+        "row-bias": (grad("layers.…"), grad("layers.1.mlp.down_proj.bias, TP + SP"),
+            loss("TP + SP"), loss("TP"), loss("DTensor")),
         "length": ("runs: padded lengths completes",
             "lengths: loss, length 1, padded to 1, TP + SP", loss("TP + SP")),
         "rotary": (grad("layers.…"), grad("layers.0.self_attn.k_proj.weight, TP + SP"),
@@ -84,6 +84,7 @@ EXPECTED = {
             loss("TP")),
         "split": (grad("layers.…"), grad("norm.weight, TP + SP"), norm("TP + SP"),
             "calls: TP + SP backward reduce-scatter tp", loss("TP + SP")),
+        "pieces": ("outputs: product in pieces", "bytes: gathered in pieces"),
         "keywords": ("runs: DTensor completes", loss("TP + SP")),
         "dtensor-loss": ("runs: DTensor completes", loss("TP + SP")),
         "tiled": ("runs: DTensor completes", loss("TP + SP")),

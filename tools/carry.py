@@ -1,4 +1,4 @@
-"""Write what each lesson carries over from earlier ones, and the harness.
+"""Write what lessons carry over from earlier ones, the harness, and where to read.
 
     python tools/carry.py            rewrite the folded parts of all lessons
     python tools/carry.py --check    exit with 1 if a file would change
@@ -9,6 +9,8 @@ what that uses, below its FLAGS. Of a docstring it keeps the first line, which h
 a sentence. Imports that only copies need are copied as well. Before it writes any file
 it checks all of them: every name that a lesson reads must be defined, there or in an
 earlier lesson. (Scripts in beyond/ import the lessons: nothing is copied there.)
+The line below the banner NEW says which lines to read. It is written here as well, in
+the lessons and in beyond/.
 """
 
 import ast
@@ -20,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDED = re.compile(r"^# ==== (?:CARRIED OVER|HARNESS)", re.M)
+READ = re.compile(r"^(# ==== NEW in .*\n)(?:# Read lines .*\n)?", re.M)
+LINES_PER_MINUTE = 10  # of code that one reads for the first time
 FREE = {"main", "parse_args", "BREAKS"}  # each lesson has its own
 DEFINITIONS = ast.FunctionDef, ast.ClassDef
 
@@ -120,6 +124,22 @@ def imports_of(tree: ast.Module) -> dict[str, str]:
                     single = ast.ImportFrom(node.module, [alias], node.level)
                 statements[name] = ast.unparse(single)
     return statements
+
+
+def with_lines_to_read(text: str) -> str:
+    """The text, with the line below NEW that says where the idea begins and ends."""
+    text = READ.sub(r"\1# Read lines\n", text, count=1)
+    lines = text.splitlines()
+    first = lines.index("# Read lines")
+    run = lines.index("# ==== RUN")
+    last = run
+    for i in range(first, run):
+        if lines[i].startswith("# ---- Optional") and last == run:
+            last = i
+    ends = "Stop at RUN." if last == run else "What follows is optional, up to RUN."
+    minutes = round((last - first) / LINES_PER_MINUTE)
+    here = f"# Read lines {first + 1} to {last}, in about {minutes} minutes. {ends}"
+    return text.replace("# Read lines", here, 1)
 
 
 class Lesson:
@@ -273,17 +293,21 @@ def main() -> int:
     lessons = [Lesson(path) for path in sorted(ROOT.glob("0?_*.py"))]
     texts = {}
     for i, lesson in enumerate(lessons):
-        texts[lesson] = lesson.own + folded_part(lesson, lessons[:i], lessons[0])
+        own = with_lines_to_read(lesson.own)
+        texts[lesson] = own + folded_part(lesson, lessons[:i], lessons[0])
     problems = find_problems(texts)
     if problems:
         print("\n".join(problems))
         return 2
+    files = {lesson.path: text for lesson, text in texts.items()}
+    for path in sorted(ROOT.glob("beyond/[0-9]*.py")):
+        files[path] = with_lines_to_read(path.read_text("utf-8"))
     stale = []
-    for lesson, text in texts.items():
-        if text != lesson.text:
-            stale.append(lesson.path.name)
+    for path, text in files.items():
+        if text != path.read_text("utf-8"):
+            stale.append(path.name)
             if "--check" not in sys.argv:
-                lesson.path.write_text(text, "utf-8")
+                path.write_text(text, "utf-8")
     word = "would change" if "--check" in sys.argv else "rewritten"
     print(f"{word}: {', '.join(stale) or 'nothing'}")
     return int(bool(stale) and "--check" in sys.argv)
