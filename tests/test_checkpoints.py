@@ -4,7 +4,9 @@ The script's own runs; a chain of starts on 8, 4 and 1 ranks by --save and --loa
 that are damaged; a disk that is full; a rank that is killed while it saves.
 """
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import zlib
@@ -187,6 +189,14 @@ def refused(flags: str, words: str) -> None:
 def test_a_file_in_the_way_is_found_before_training(tmp_path):
     (tmp_path / "part_000003").write_text("not a folder")
     refused(f"--save {tmp_path}", "part_000003 is a file, .*; remove it")
+
+
+def test_a_folder_into_which_another_run_saves(tmp_path):
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    refused(f"--save {tmp_path}", "--save .*: another run saves into this folder; take")
+    os.close(other)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sizes_that_other_meshes_do_not_divide(saved):

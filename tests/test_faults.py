@@ -84,6 +84,17 @@ def test_ends_and_accuses_nobody_else(run):
         assert re.match(SAYS[fault].format(rank=rank), said), done.err
 
 
+def test_a_rank_that_hangs_while_groups_are_created_is_named(tmp_path):
+    """new_group waits for all ranks. PyTorch's error names none."""
+    script = jobs.ROOT / "tests" / "faulty.py"
+    flags = (MESH, "sleep", 1, 1, "--timeout", TIMEOUT)
+    at_fault = str(tmp_path / "time")
+    done = jobs.launch(script, 2, *flags, FAULT_AT="make_mesh", FAULT_TIME=at_fault)
+    assert done.code == 1 and done.left == [], done.text
+    assert "\nerror: rank 1 is not in a collective, while ranks [0] " in done.err
+    assert "  rank 0: in call dist.new_group([0" in done.err, done.err
+
+
 def test_refused_under_torchrun():
     # A rank that waited until --timeout would be killed, with another exit code.
     done = jobs.torchrun(jobs.PATHS[MLP], 2, "--hidden", "65", "--timeout", "3000")

@@ -202,6 +202,13 @@ RAISES = {  # a learner's own error: in which lesson, where, and what is said of
         "RowParallelLinear.forward = forward\n",
         "Megatron raised RuntimeError: shape mismatch: ",
     ),
+    "a call of dist": (
+        MLP,
+        "def forward(self, x):\n"
+        "    dist.all_reduce(x, group=self.tp_group)\n"
+        "RowParallelLinear.forward = forward\n",
+        "Megatron raised RuntimeError: dist.all_reduce is called directly, so no table",
+    ),
     "one layer": (
         SEQUENCE,
         "def measure_layers(*args):\n    raise ValueError('connection closed')\n",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from urllib.parse import urlsplit
 
@@ -11,7 +12,8 @@ import torch
 from pictures import contrast, draw
 
 lesson_00 = jobs.load("00_collectives")
-record = jobs.load("docs.record")
+sys.path.append(str(jobs.ROOT / "docs"))
+record = jobs.load("record")
 PATHS = record.FOLDER.glob("*.json")
 RECORDED = {path.stem: json.loads(path.read_text("utf-8")) for path in PATHS}
 
