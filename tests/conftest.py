@@ -34,6 +34,9 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "launches(lesson, ranks, *flags): a lesson's run"
     )
+    config.addinivalue_line(
+        "markers", "ahead(function, *args): called ahead of its test"
+    )
     config.addinivalue_line("markers", "alone: runs last, when nothing else does")
     config.addinivalue_line("markers", "essential: for `make quick`; set below")
 
@@ -74,6 +77,8 @@ def pytest_collection_finish(session):
     for item in session.items:
         for marker in item.iter_markers("launches"):
             jobs.ahead(*marker.args)
+        for marker in item.iter_markers("ahead"):
+            jobs.begin(*marker.args)
 
 
 def pytest_sessionfinish():

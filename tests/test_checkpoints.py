@@ -9,7 +9,9 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
+from pathlib import Path
 
 import jobs
 import pytest
@@ -96,10 +98,9 @@ SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
 SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def save_a_chain() -> tuple:
     """A folder of checkpoints, and the runs that wrote them."""
-    folder = tmp_path_factory.mktemp("saved") / "here"
+    folder = Path(tempfile.mkdtemp()) / "here"
     save = (*SMALL, "--save", folder)
     load = ("--load", folder)
     first = jobs.run_lesson(CHECKPOINTS, 8, *save, "--steps", "2", "--dp", "2")
@@ -109,6 +110,14 @@ def saved(tmp_path_factory):
     return folder, (first, second, third)
 
 
+@pytest.fixture(scope="module")
+def saved():
+    folder, runs = jobs.begin(save_a_chain).result()
+    yield folder, runs
+    shutil.rmtree(folder.parent)
+
+
+@pytest.mark.ahead(save_a_chain)
 def test_losses_continue_as_if_nothing_had_happened(saved):
     for done in saved[1]:
         assert done.code == 0 and done.data["verdict"] == "PASS", done.text
