@@ -117,7 +117,7 @@ def saved():
     shutil.rmtree(folder.parent)
 
 
-@pytest.mark.ahead(save_a_chain)
+@pytest.mark.ahead.with_args(save_a_chain)
 def test_losses_continue_as_if_nothing_had_happened(saved):
     for done in saved[1]:
         assert done.code == 0 and done.data["verdict"] == "PASS", done.text

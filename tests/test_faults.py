@@ -91,7 +91,7 @@ def hang_while_groups_are_created():
     return jobs.launch(script, 2, *flags, **at)
 
 
-@pytest.mark.ahead(hang_while_groups_are_created)
+@pytest.mark.ahead.with_args(hang_while_groups_are_created)
 def test_a_rank_that_hangs_while_groups_are_created_is_named():
     """new_group waits for all ranks. PyTorch's error names none."""
     done = jobs.begin(hang_while_groups_are_created).result()
@@ -105,7 +105,7 @@ def refused():
     return jobs.torchrun(jobs.PATHS[MLP], 2, "--hidden", "65", "--timeout", "3000")
 
 
-@pytest.mark.ahead(refused)
+@pytest.mark.ahead.with_args(refused)
 def test_refused_under_torchrun():
     done = jobs.begin(refused).result()
     assert done.code == 1 and done.out == ""
@@ -165,7 +165,7 @@ def with_output(to: str):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("to, wanted", [
-    pytest.param(to, wanted, marks=pytest.mark.ahead(with_output, to))
+    pytest.param(to, wanted, marks=pytest.mark.ahead.with_args(with_output, to))
     for to, wanted in (
         ("> /dev/full", "raised OSError: No space left on device"),
         ("| head -1", "raised BrokenPipeError: Broken pipe"),
@@ -184,7 +184,7 @@ def skip_in_detail():
     return jobs.launch(path, 4, *flags, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
-@pytest.mark.ahead(skip_in_detail)
+@pytest.mark.ahead.with_args(skip_in_detail)
 def test_detail_accuses_nobody():
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL another part of torch notices first."""
     done = jobs.begin(skip_in_detail).result()

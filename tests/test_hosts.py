@@ -84,7 +84,7 @@ def run_all() -> dict:
     return found
 
 
-pytestmark = pytest.mark.ahead(run_all)
+pytestmark = pytest.mark.ahead.with_args(run_all)
 
 
 def found(run):
