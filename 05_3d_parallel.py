@@ -1072,6 +1072,7 @@ def fill_sizes(args) -> None:
 
 # Imports that only the parts below use.
 import argparse
+from collections.abc import Callable
 
 from torch.distributed.tensor import Replicate, Shard
 
@@ -1236,14 +1237,60 @@ def read_flags(parse_args, module: dict) -> argparse.Namespace:
     return args
 
 
+COLLECTIVES = (
+    "all_reduce all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor "
+    "broadcast all_to_all all_to_all_single reduce gather scatter"
+).split()
+
+
+def watch_calls() -> None:
+    """From here on, calls of dist are checked; groups are created in a named call.
+
+    (lesson 00)"""
+    for name in COLLECTIVES + ["new_group", "new_subgroups_by_enumeration"]:
+        watch = watch_new_groups if name.startswith("new_") else refuse_direct_calls
+        setattr(dist, name, watch(getattr(dist, name)))
+
+
+def refuse_direct_calls(call: Callable) -> Callable:
+    """A lesson's own call of a collective raises, unless COMM records it.
+
+    (lesson 00)"""
+
+    def checked(*args, **kwargs):
+        is_torch = {"COMM", "lesson00"}.isdisjoint(sys._getframe(1).f_globals)
+        is_dtensor = args and type(args[0]).__name__ == "DTensor"
+        if not (is_torch or is_dtensor or COMM.is_inside() or "async_op" in kwargs):
+            text = f"dist.{call.__name__} is called directly, so no table counts it; "
+            raise RuntimeError(text + "use all_reduce(x, group) … of lesson 00")
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def watch_new_groups(call: Callable) -> Callable:
+    """It waits for all ranks: note that this rank is in it, in case one hangs.
+
+    (lesson 00)"""
+
+    def watched(*args, **kwargs):
+        before = COMM.status
+        COMM.set_status(f"in call dist.{call.__name__}({args[0] if args else ''})")
+        group = call(*args, **kwargs)
+        COMM.set_status(before)
+        return group
+
+    return watched
+
+
 def apply_edit(edit: dict, module: dict) -> None:
     """Replace the target of a bug, a name or Class.name, by its edited copy.
 
     (lesson 00)"""
     owner, _, name = edit["target"].rpartition(".")
     modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]
-    modules = [other for other in modules if other.get("COMM") is COMM]
-    home = next(other for other in [module, *modules] if (owner or name) in other)
+    modules = [module] + [other for other in modules if other.get("COMM") is COMM]
+    home = next(other for other in modules if (owner or name) in other)
     definition = getattr(home[owner], name) if owner else home[name]
     source = textwrap.dedent(inspect.getsource(definition))
     if source.count(edit["old"]) != 1:
@@ -1254,7 +1301,7 @@ def apply_edit(edit: dict, module: dict) -> None:
     if owner:
         setattr(home[owner], name, scope[name])
         return
-    for other in [module, *modules]:
+    for other in modules:
         if other.get(name) is definition:
             other[name] = scope[name]
 
@@ -2876,6 +2923,7 @@ def launch(main, parse_args, module: dict) -> None:
     try:
         COMM.store = join_group(args.backend, timedelta(seconds=args.timeout))
         COMM.set_status("in no call")
+        watch_calls()
         if args.bug:
             add_bug(args, module, diagnosis)
         report = Report(Path(module["__file__"]).stem, args)

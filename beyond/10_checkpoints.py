@@ -751,6 +751,9 @@ BREAKS = {
 # ==== FLAGS
 # region
 
+# The import is here, so that the script begins with its subject.
+import fcntl
+
 
 def parse_args(ranks: int) -> argparse.Namespace:
     parser = lesson00.lesson_parser(
@@ -885,6 +888,25 @@ def check_folder(args) -> None:
             text = f"{path.name} is already there"
             other = f"take --load {args.save}, or another folder"
             raise ValueError(f"--save {args.save}: {text}; {other}")
+    if os.environ["RANK"] == "0":
+        args.lock = lock_folder(args.save)
+
+
+def lock_folder(folder: Path) -> int:
+    """Two runs would remove each other's files. A lock ends with its process.
+
+    Returns: the number of the open folder.
+    Raises: ValueError if another run has the lock.
+    """
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX + fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = "another run saves into this folder; take another one"
+        raise ValueError(f"--save {folder}: {text}") from None
+    except OSError:  # a file system without locks
+        pass
+    return opened
 
 
 # endregion

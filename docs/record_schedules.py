@@ -10,7 +10,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from record import clear, difference, row_of
+from recorder import clear, difference, row_of
 from torch import nn
 
 KINDS = {"gpipe": "GPipe", "1f1b": "1F1B"}

@@ -7,7 +7,8 @@ Launching ranks is most of what the suite costs. A test names what it launches,
 and jobs start in the order of the tests, three at a time, before the tests ask. First
 run the modules that wait for none of them, and the tests of live ranks; notebooks come
 last, and when nothing else runs, tests marked `alone`. What is launched twice with the
-same flags runs once.
+same flags runs once, also for a notebook. What mostly waits for a timeout is a function
+that a test names by the mark `ahead`: two of these run next to the rest.
 """
 
 import os
@@ -33,6 +34,9 @@ pytest.register_assert_rewrite("runs")  # its asserts too say what differs
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "launches(lesson, ranks, *flags): a lesson's run"
+    )
+    config.addinivalue_line(
+        "markers", "ahead(function, *args): called ahead of its test"
     )
     config.addinivalue_line("markers", "alone: runs last, when nothing else does")
     config.addinivalue_line("markers", "essential: for `make quick`; set below")
@@ -74,6 +78,8 @@ def pytest_collection_finish(session):
     for item in session.items:
         for marker in item.iter_markers("launches"):
             jobs.ahead(*marker.args)
+        for marker in item.iter_markers("ahead"):
+            jobs.begin(*marker.args)
 
 
 def pytest_sessionfinish():

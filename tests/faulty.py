@@ -6,7 +6,8 @@ At its collective NUMBER (1 is the first one; those of a group of one do not cou
 rank RANK is killed (before the call, or inside it), is stopped, sleeps, skips the call,
 raises, finds the disk full, or runs the shell command in $FAULT_COMMAND. It writes the
 time into $FAULT_TIME. With $FAULT_SAVE it does so when it saves its checkpoint of that
-number. Ranks that torchrun starts again do nothing.
+number, with $FAULT_AT when it calls the function of that name. Ranks that torchrun
+starts again do nothing.
 """
 
 import os
@@ -97,6 +98,7 @@ if __name__ == "__main__":
     number, names = NUMBER, ("all_reduce", "all_gather", "reduce_scatter")
     if "FAULT_SAVE" in os.environ:
         number, names = int(os.environ["FAULT_SAVE"]), ("state_to_save",)
+    names = os.environ.get("FAULT_AT", " ".join(names)).split()
     for name in names:
         if hasattr(lesson, name):
             setattr(lesson, name, watched(name, getattr(lesson, name), number))

@@ -40,7 +40,7 @@ CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 
 POOL = ThreadPoolExecutor(3)  # jobs at a time: while some wait, others compute
 STARTED = {}  # (lesson, ranks, *flags) → its future
-WAITING = ThreadPoolExecutor(1)  # and beside them one that mostly waits: of faulty.py
+WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
 RUNNING = {}  # mark → the torchrun process
 
 
@@ -204,6 +204,14 @@ def ahead(what: str, ranks: int, *flags):
         if what == "faulty.py":
             run, pool = run_faulty, WAITING
         STARTED[job] = pool.submit(run, *job)
+    return STARTED[job]
+
+
+def begin(function, *args):
+    """The future of a function that mostly waits. Asked for twice, it runs once."""
+    job = (function, *args)
+    if job not in STARTED:
+        STARTED[job] = WAITING.submit(*job)
     return STARTED[job]
 
 

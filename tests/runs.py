@@ -45,8 +45,7 @@ WITH_FLAGS = [
     (MESH, 2, "--ragged", "--microbatches", "3", "--batch-size", "6", "--steps", "2"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
     (MESH, 6, "--dp", "3", "--pp", "2", "--tie"),  # copies stay equal
-    *((MESH, 8, f"--{axis}", "8", *SHORT, "--layers", "8" if axis == "pp" else "1")
-      for axis in ("dp", "pp", "tp")),
+    *((MESH, 4, f"--{axis}", "4", *SHORT, "--layers", "1") for axis in ("dp", "tp")),
     *((SHARED_HEADS, ranks) for ranks in (1, 2, 4)),
     (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
     (SHARED_HEADS, 4, *PROOF, "--kv-heads", "1"),
@@ -61,24 +60,13 @@ CHECKPOINT_RUNS = [
     (CHECKPOINTS, 2),
     (CHECKPOINTS, 3, "--steps", "2"),
     (CHECKPOINTS, 4, *PROOF, "--tie", "--zero"),
-    (CHECKPOINTS, 8, *PROOF, "--steps", "2"),
 ]
+ONE_KV_HEAD = ("--heads", "4", "--kv-heads", "1")
 CONTEXT_RUNS = [(CONTEXT, ranks) for ranks in (1, 2, 3)]
 CONTEXT_RUNS += [
     (CONTEXT, 2, *PROOF, "--heads", "8", "--kv-heads", "8", "--layers", "1"),
     (CONTEXT, 4, *PROOF, "--tp", "2", "--steps", "2"),
-    (
-        CONTEXT,
-        4,
-        *PROOF,
-        "--kv-heads",
-        "1",
-        "--heads",
-        "4",
-        "--no-ulysses",
-        "--steps",
-        "2",
-    ),
+    (CONTEXT, 4, *PROOF, *ONE_KV_HEAD, "--no-ulysses", "--steps", "2"),
     # Lines of the text end before most positions: ranks without any target.
     (CONTEXT, 8, *PROOF, "--seq-len", "160", "--batch-size", "1", "--layers", "1"),
 ]
@@ -87,7 +75,6 @@ SCHEDULE_RUNS = [
     (SCHEDULES, 2, *PROOF, "--sleep", "0", "--microbatches", "6"),
     (SCHEDULES, 4),
     (SCHEDULES, 4, *PROOF, "--sleep", "5", "--chunks", "4", "--layers", "18"),
-    (SCHEDULES, 8, "--sleep", "5"),
 ]
 EXPERT_RUNS = [(EXPERTS, ranks) for ranks in (1, 2, 3)]
 EXPERT_RUNS += [
@@ -95,7 +82,7 @@ EXPERT_RUNS += [
     (EXPERTS, 4, *PROOF, "--ep", "2", "--layers", "4", "--steps", "2"),
     (EXPERTS, 8, *PROOF, "--ep", "2", "--tp", "2", "--top-k", "1", "--steps", "2"),
     # More experts than rows: most get none.
-    (EXPERTS, 8, *PROOF, "--experts", "64", "--seq-len", "2", "--steps", "2"),
+    (EXPERTS, 4, *PROOF, "--experts", "32", "--seq-len", "2", "--steps", "2"),
 ]
 SAME_BITS_RUNS = [(SAME_BITS, ranks) for ranks in (1, 2, 4, 8)]
 SAME_BITS_RUNS += [(SAME_BITS, 4, *PROOF, "--layers", "1", "--seed", "5")]
@@ -105,7 +92,6 @@ ZERO_RUNS += [
     (ZERO, 4, *PROOF, "--stages", "4", "--microbatches", "3", "--batch-size", "12"),
     (ZERO, 2, *PROOF, "--tp", "2", "--microbatches", "1"),
     (ZERO, 2, "--bf16", "--steps", "2"),
-    (ZERO, 8, *PROOF, "--steps", "2", "--layers", "1"),
 ]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 

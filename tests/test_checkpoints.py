@@ -4,10 +4,14 @@ The script's own runs; a chain of starts on 8, 4 and 1 ranks by --save and --loa
 that are damaged; a disk that is full; a rank that is killed while it saves.
 """
 
+import fcntl
 import json
+import os
 import re
 import shutil
+import tempfile
 import zlib
+from pathlib import Path
 
 import jobs
 import pytest
@@ -94,10 +98,9 @@ SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
 SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def save_a_chain() -> tuple:
     """A folder of checkpoints, and the runs that wrote them."""
-    folder = tmp_path_factory.mktemp("saved") / "here"
+    folder = Path(tempfile.mkdtemp()) / "here"
     save = (*SMALL, "--save", folder)
     load = ("--load", folder)
     first = jobs.run_lesson(CHECKPOINTS, 8, *save, "--steps", "2", "--dp", "2")
@@ -107,6 +110,14 @@ def saved(tmp_path_factory):
     return folder, (first, second, third)
 
 
+@pytest.fixture(scope="module")
+def saved():
+    folder, runs = jobs.begin(save_a_chain).result()
+    yield folder, runs
+    shutil.rmtree(folder.parent)
+
+
+@pytest.mark.ahead.with_args(save_a_chain)
 def test_losses_continue_as_if_nothing_had_happened(saved):
     for done in saved[1]:
         assert done.code == 0 and done.data["verdict"] == "PASS", done.text
@@ -187,6 +198,14 @@ def refused(flags: str, words: str) -> None:
 def test_a_file_in_the_way_is_found_before_training(tmp_path):
     (tmp_path / "part_000003").write_text("not a folder")
     refused(f"--save {tmp_path}", "part_000003 is a file, .*; remove it")
+
+
+def test_a_folder_into_which_another_run_saves(tmp_path):
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    refused(f"--save {tmp_path}", "--save .*: another run saves into this folder; take")
+    os.close(other)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sizes_that_other_meshes_do_not_divide(saved):

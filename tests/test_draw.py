@@ -52,45 +52,30 @@ def test_places_are_found_by_value():
 def test_rows_show_every_value_in_its_colour():
     values = [torch.tensor([7.0, 8.5]), None, torch.tensor([-3.0, 126.0])]
     who = [torch.tensor([1, 2]), None, torch.tensor([5, 7])]
-    lines = [[("x", values, who), ("y", values, who)], [("z", values, who)]]
-    seen = drawn(draw.rows, lines)
-    ranks, shown = ["rank 0", "rank 1", "rank 2"], ["7", "8.50", "–", "-3", "126"]
-    first = [*ranks, "x", *shown, "→", "y", *shown]  # time passes between moments
-    assert seen.texts == [*first, *ranks, "z", *shown]
-    for text, row, fills in (
-        ("7", 0, [BLUE]), ("8.50", 0, [ORANGE]),
-        ("-3", 2, [BLUE, GREEN]), ("126", 2, [BLUE, ORANGE, GREEN]),
+    seen = drawn(draw.rows, [[("x", values, who), ("y", values, who)]])
+    shown = ["7", "8.50", "–", "-3", "126"]
+    assert seen.texts == ["rank 0", "rank 1", "rank 2", "x", *shown, "→", "y", *shown]
+    for text, fills in (
+        ("7", [BLUE]), ("8.50", [ORANGE]), ("-3", [BLUE, GREEN]),
+        ("126", [BLUE, ORANGE, GREEN]),
     ):  # fmt: skip
         x, y = seen.at[text]
-        assert abs(y - seen.at[f"rank {row}"][1]) < 0.5
         assert seen.across(x - 0.5, y + 0.4, 1, 0, len(fills)) == fills, text
-        assert seen.under(x, y) == (BLUE if text == "7" else WHITE)  # its own, or not
-    assert "→" not in drawn(draw.rows, lines, arrow=False).texts
 
 
 def test_matrices_are_coloured_by_holder_and_blocks_name_them():
     held = torch.tensor([[1, 1, 3], [1, 1, 3], [15, 15, 2], [15, 2, 2], [13, 3, 0]])
-    tall, heads = torch.tensor([[1], [1]]), [(1, 2), (0, 1)]  # of 2 columns, of 1 row
-    items = [("A[I, J]", held, "a note", heads[0]), "=", ("B", tall, "", heads[1])]
+    items = [("A[I, J]", held, "a note", (1, 2)), "=", ("B", held[:2, :1], "", (0, 1))]
     seen = drawn(draw.matrices, items, 4)
-    middles = (1, 1), (2.5, 1), (1, 2.5), (2.5, 3), (0.5, 3.5), (1.5, 3.5)
-    middles += (0.5, 4.5), (1.5, 4.5)
     blocks = ["0", "0,1", "all", "1", "all", "1", "0,2,3", "0,1"]
     assert seen.texts == [*blocks, "A[I, J]", "a note", "=", "0", "B"]
-    fills = {0: WHITE, 1: BLUE, 2: ORANGE}  # several ranks: gray, and stripes
-    stripes = {3: [BLUE, ORANGE], 13: [BLUE, GREEN, PINK]}
+    fills = {0: [WHITE], 1: [BLUE], 2: [ORANGE], 15: [EVERYONE]}
+    fills |= {3: [BLUE, ORANGE], 13: [BLUE, GREEN, PINK]}  # several ranks: stripes
     left, top = min(b.x for b in seen.boxes), min(b.y for b in seen.boxes)
     for i, j in product(range(5), range(3)):
-        ranks = held[i, j].item()
-        assert seen.under(left + j + 0.6, top + i + 0.9) == fills.get(ranks, EVERYONE)
-        wanted = stripes.get(ranks, 3 * [fills.get(ranks, EVERYONE)])
-        found = seen.across(left + j, top + i + 0.1, 0.25, 0, len(wanted))
-        assert found == wanted, (i, j)
-    for word, (x, y) in zip(seen.words, middles):
-        assert word.get_position() == pytest.approx((left + x, top + y)), word
-    lower = seen.boxes[-1]
-    down = [[left + 2] * 2, [top, top + 5]]
-    assert seen.lines == [down, [[lower.x, lower.x + 1], [lower.y] * 2]]
+        expected = fills[held[i, j].item()]
+        found = seen.across(left + j, top + i + 0.1, 0.25, 0, len(expected))
+        assert found == expected, (i, j)
 
 
 def test_a_tree_of_sums_has_the_colours_of_who_adds():
@@ -102,9 +87,6 @@ def test_a_tree_of_sums_has_the_colours_of_who_adds():
         ("0 … 1", BLUE), ("2 … 3", BLUE), ("0 … 3", BLUE), ("0 … 7", BLUE),
         ("4 … 5", ORANGE), ("6 … 7", ORANGE),
     ]  # fmt: skip
-    for name in seen.texts[9:]:  # above the middle of its terms
-        ends = [seen.at[term][0] for term in name.split(" … ")]
-        assert seen.at[name][0] == pytest.approx(sum(ends) / 2)
     rank_1.append((15, 240))  # what all ranks compute is gray
     seen = drawn(of_08.draw_tree, 2, [rank_0, rank_1])
     assert ("0 … 7", EVERYONE) in seen.on() and ("0 … 3", BLUE) in seen.on()
@@ -123,11 +105,6 @@ def test_lookup_joins_tokens_to_rows_and_shows_the_terms():
         ("rank 1", ""), ("+", ""), ("-3", ORANGE), ("4", ORANGE), *zeros,
         ("sum", ""), ("→", ""), *((text, EVERYONE) for text in ("-3", "4", "7", "0")),
     ]  # fmt: skip
-    for word, fill in zip(seen.words[-4:], (ORANGE, ORANGE, BLUE, BLUE)):
-        x, y = word.get_position()
-        assert seen.under(x, y + 0.4) == fill  # the strip: who brought it
-    height = {t.get_text(): t.get_position()[1] for t in seen.words[2:6]}
-    assert [ys for _, ys in seen.lines] == [[height["c"], 1.5], [height["a"], 2.5]]
 
 
 # Large tensors
@@ -146,10 +123,6 @@ def test_heat_maps_hold_the_tensors():
     assert limits == [(-1, 1), (-1, 1), (-0.5, 0.5)]  # so nothing is clipped
     titles = [ax.get_title() for ax in maps]
     assert titles[2] == f"difference ≤ {0.5 / 0.75:.2g} · max" and "≤ 0 ·" in titles[5]
-    assert [ax.get_ylabel() for ax in maps[:3]] == ["up\ndim 0: 3", "", ""]
-    bar = next(p for p in seen if p.ax.get_ylabel() == "difference")
-    ticks = [float(text) for text in bar.ticks]
-    assert ticks == pytest.approx(bar.ax.get_yticks(), abs=1e-12)
 
 
 def test_terms_share_a_scale():
@@ -167,23 +140,19 @@ def test_terms_share_a_scale():
 # Graphs
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_flow_shows_who_sends(backward):
+def test_flow_shows_who_sends():
     stages = [
         {"name": "x", "boxes": ["[2, 4]", "[3, 4]"]},
         {"name": "f", "does": "identity", "moved": 0},
         {"name": "g", "does": "all-reduce", "moved": 1234},
     ]
-    seen = drawn(draw.flow, stages, 2, "way", backward)
-    assert {("[2, 4]", BLUE), ("[3, 4]", ORANGE)} <= set(seen.on())
-    said = {"way", "x", "g", "all-reduce\npayload\n1,234 bytes"}
-    assert said <= set(seen.texts)
-    assert seen.styles == [":", "-"]
-    arrows = [t for t in seen.ax.texts if hasattr(t, "arrow_patch")]
-    assert [a.xy[0] < a.xyann[0] for a in arrows] == [backward] * 2
-    stages[0]["same"] = True  # what all ranks hold is gray
-    seen = drawn(draw.flow, stages, 2, "way", backward)
-    assert {("[2, 4]", EVERYONE), ("[3, 4]", EVERYONE)} <= set(seen.on())
+    for backward in (False, True):
+        seen = drawn(draw.flow, stages, 2, "way", backward)
+        assert {("[2, 4]", BLUE), ("[3, 4]", ORANGE)} <= set(seen.on())
+        assert {"way", "x", "g", "all-reduce\npayload\n1,234 bytes"} <= set(seen.texts)
+        arrows = [t for t in seen.ax.texts if hasattr(t, "arrow_patch")]
+        assert [a.xy[0] < a.xyann[0] for a in arrows] == [backward] * 2
+        draw.plt.close("all")
 
 
 def test_heads_stand_on_their_rank_and_lines_join_what_meets():
@@ -198,41 +167,27 @@ def test_heads_stand_on_their_rank_and_lines_join_what_meets():
     joins += ["q4 k2", "q5 k2", "q6 k3", "q7 k3", "k2 v2", "k3 v3"]
     ends = [[at[name][0] for name in join.split()] for join in joins]
     np.testing.assert_allclose([xs for xs, _ in seen.lines], ends)
-    assert at["q0"][1] < at["k0"][1] and at["q0"][0] < at["q1"][0] < at["q4"][0]
 
 
 # Bytes, seconds, numbers
 
 
-def test_bars_have_their_lengths_colours_and_marks():
+def test_bars_and_sums_have_their_lengths_and_colours():
     values = {"one": [10.0, 20.0], "two": [5.0, 1.0]}
     seen = drawn(draw.bars, values, ["a", "b"], {"one": 30, "two": 7}, "bytes")
     assert [(b.x, b.width) for b in seen.boxes] == [(0, 10), (10, 20), (0, 5), (5, 1)]
-    assert [xs[0] for xs, _ in seen.lines] == [30, 7]
-    assert seen.texts == ["30", "6"] and seen.ticks == ["one", "two"]
-    assert sorted(seen.legend) == ["a", "b", "predicted"]
-
-
-def test_sums_have_the_lengths_and_colours_of_what_is_added():
+    assert [xs[0] for xs, _ in seen.lines] == [30, 7]  # predicted
+    draw.plt.close("all")
     line = [(1.0, 1, "mine"), (2.0, 2, "yours"), (4.0, 3, "ours")]
     seen = drawn(draw.sums, {"one": [(7.5, 0, "all")], "two": line}, 2, "squares")
     parts = [(0, 1, BLUE), (1, 2, ORANGE), (3, 4, EVERYONE)]
     assert seen.spans == [(0, 7.5, WHITE), *parts] and seen.ticks == ["one", "two"]
-    assert seen.on() == [
-        ("all", WHITE), ("7.5", ""),
-        ("mine", BLUE), ("yours", ORANGE), ("ours", EVERYONE), ("7", ""),
-    ]  # fmt: skip
-
-
-def test_a_weighted_mean_is_as_wide_as_what_it_counts():
+    draw.plt.close("all")
     parts, ways = [(0, 3, 5.0), (1, 9, 2.0), (1, 8, 2.5)], {"all": 2.65, "means": 3.1}
     seen = drawn(of_05.draw_weighted, parts, ways, "tokens", "loss")
     assert seen.spans == [(0, 3, BLUE), (3, 9, ORANGE), (12, 8, ORANGE)]
     assert [b.height for b in seen.boxes] == [5, 2, 2.5]
-    assert seen.texts == ["0", "rank 1", "rank 1"]
     assert [ys[0] for _, ys in seen.lines] == [2.65, 3.1]
-    assert len(set(seen.styles)) == 2
-    assert seen.legend == ["all: 2.6500", "means: 3.1000"]
 
 
 def test_lines_go_through_their_points():
@@ -243,10 +198,10 @@ def test_lines_go_through_their_points():
     assert ys == pytest.approx([1 + 2 * x for x in xs])
     assert min(xs) == 10 and max(xs) == pytest.approx(1000)
 
+    draw.plt.close("all")
     series = {"right": [0.0, 0.0, 0.0], "broken": [1.0, 3.0, 2.0]}
     seen = drawn(draw.curves, series, "step", "apart")
     assert seen.lines == [[[1, 2, 3], values] for values in series.values()]
-    assert len(set(seen.styles)) == 2 and seen.legend == list(series)
 
 
 def test_shares_are_the_numbers():
@@ -257,9 +212,8 @@ def test_shares_are_the_numbers():
     assert bars == [
         (0, 0, 1, BLUE), (1, -2, 2, BLUE), (0, 0, 0.5, ORANGE), (1, 0, 3, ORANGE),
     ]  # fmt: skip
-    marks = {line.get_label(): list(line.get_ydata()) for line in seen.ax.lines[:2]}
-    assert marks == {"all-reduced": [1.5, 1.0], "one process": [1.5, 1.25]}
-    assert set(seen.legend) == {"rank 0's part", "rank 1's part", *marks}
+    marks = [list(line.get_ydata()) for line in seen.ax.lines[:2]]
+    assert marks == [[1.5, 1.0], [1.5, 1.25]]
 
 
 def test_columns_show_each_ranks_part_and_what_it_brings():
@@ -269,18 +223,10 @@ def test_columns_show_each_ranks_part_and_what_it_brings():
     left, right = panels(of_03.draw_columns, brought, names, 2)
     bars = [(b.y, b.height, b.color) for b in left.boxes]
     assert bars == [(0, 1, BLUE), (-2, 2, BLUE), (0, 4, ORANGE), (0, 0, ORANGE)]
-    edges = [p.get_linewidth() for p in left.filled]
-    assert edges[2] == max(edges) and len(set(edges)) == 2, "the target stands out"
     assert left.texts == ["1.00", "-2.00", "4.00", "−∞"]
-    assert [t.get_text() for t in left.ax.get_xticklabels()] == names
-    frame = left.ax.get_window_extent()
-    for around in (word.get_window_extent() for word in left.words):
-        assert frame.y0 < around.y0 and around.y1 < frame.y1
     assert right.texts == ["rank 0: 1.0000", "rank 1: 4.0000", "max 4.0000"]
     fills = [shade(t.get_bbox_patch().get_facecolor()) for t in right.words]
     assert fills == [BLUE, ORANGE, WHITE]
-    (alone,) = panels(of_03.draw_columns, [("x", parts)], names, 2)
-    assert alone.boxes == left.boxes and alone.texts == left.texts
 
 
 # Spans of time
@@ -298,19 +244,6 @@ def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     assert ranks == [0, 1, 1, 0, 1] and seen.at["g"][0] == 3.5
     _, one, again, other, *_ = seen.hatches
     assert one == again != other
-    assert seen.legend == [
-        "attention",
-        "MLP",
-        "all-reduce",
-        "all ranks are in the call",
-    ]
-    patches = seen.figure.legends[0].get_patches()
-    assert [p.get_hatch() for p in patches[:2]] == [one, other]
-    assert [shade(p.get_facecolor()) for p in patches[2:]] == [BLACK, GREY]
-    words = [(t.get_text().strip(), t.get_ha()) for t in seen.words[1:]]
-    assert words == [("forward", "right"), ("backward", "left")]
-    places = [t.get_position()[0] for t in seen.words[1:]]
-    assert [*seen.lines[0][0], *places] == pytest.approx([4.8] * 4)
 
 
 def test_memory_is_stacked_run_after_run():
@@ -320,14 +253,9 @@ def test_memory_is_stacked_run_after_run():
         events = [{"seconds": t, "a": a, "b": b} for t, (a, b) in zip(times, held)]
         runs[f"run {i}, without tensor parallelism"] = events
     seen = drawn(of_02.draw_memory, runs, ["a", "b"])
-    peaks, frame = (40, 7, 2), seen.ax.get_window_extent()
+    peaks = (40, 7, 2)
     assert seen.texts == [f"{name}: {at} at the peak" for name, at in zip(runs, peaks)]
-    for i, (word, (xs, ys), peak) in enumerate(zip(seen.words, seen.lines, peaks)):
-        assert xs == pytest.approx([5.6 * i, 5.6 * i + 5]) and ys == [peak] * 2
-        at = word.get_window_extent()
-        assert frame.x0 <= at.x0 and at.x1 <= frame.x1, "longer than its run"
-    fills = [shade(area.get_facecolor()[0]) for area in seen.ax.collections]
-    assert fills == fills[:2] * 3 and fills[0] != fills[1]
+    assert [ys for _, ys in seen.lines] == [[peak] * 2 for peak in peaks]
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in seen.ax.collections]
     assert tops == [10, 40, 5, 7, 1, 2]
 
@@ -341,14 +269,14 @@ TERMS = torch.stack([torch.full((4, 2), 1), torch.full((4, 2), 2)])
 CALL = {"does": "reduce-scatter", "moved": 1234}
 
 
-@pytest.mark.parametrize("held, ranks, wrong", [
-    ([[1, 2], [2, 1]], 2, "sharded both"),
-    ([[3, 3], [5, 5]], 3, "some ranks only"),
-    ([[0, 1], [0, 1]], 2, "some ranks only"),  # held by no one
-])  # fmt: skip
-def test_a_layout_that_has_no_name_is_refused(held, ranks, wrong):
-    with pytest.raises(ValueError, match=wrong):
-        of_04.layout_of(torch.tensor(held), ranks)
+def test_a_layout_that_has_no_name_is_refused():
+    for held, ranks, wrong in (
+        ([[1, 2], [2, 1]], 2, "sharded both"),
+        ([[3, 3], [5, 5]], 3, "some ranks only"),
+        ([[0, 1], [0, 1]], 2, "some ranks only"),  # held by no one
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            of_04.layout_of(torch.tensor(held), ranks)
 
 
 def test_regions_name_runs_and_colour_elements():
@@ -366,26 +294,6 @@ def test_regions_name_runs_and_colour_elements():
     pages = [ORANGE] * 8 + [BLUE] * 8  # rank 0's lies in front
     wanted = [*rows, *rows, *columns, *columns, *columns, *[EVERYONE] * 8, *pages]
     assert [b.color for b in elements] == wanted
-    x, norm, q, *_, terms, _ = elements[::8]
-    assert x.x < norm.x < q.x and x.y < terms.y
-    seen = drawn(of_04.draw_layer, lines, 2)  # no letters, no shapes: q and up alike
-    assert seen.texts[6:9] == ["columns", "q", "up"]
-
-
-@pytest.mark.parametrize("dims", [None, {12: "D", 2: "F"}])
-def test_regions_fit_and_words_do_not_cover_elements(dims):
-    wide, name = COLUMNS.repeat(1, 6), "tensor of\ntwo lines"  # below the title
-    items = [(name, wide), *((f"tensor {i}", wide) for i in range(6)), CALL]
-    below = [(name, TERMS), ("wider than it", POSITIONS), ("as is this", POSITIONS)]
-    lines = [("a long line", items), ("another", below)]
-    seen = drawn(of_04.draw_layer, lines, 2, dims)
-    held = [p for p in seen.filled if shade(p.get_facecolor()) in draw.COLORS]
-    squares = [p.get_window_extent() for p in held]
-    words = [(word, word.get_window_extent()) for word in seen.words]
-    for square, (word, at) in product(squares, words):
-        beside = square.x1 <= at.x0 or at.x1 <= square.x0
-        above_or_below = square.y1 <= at.y0 + 1 or at.y1 <= square.y0 + 1
-        assert beside or above_or_below, word
 
 
 # The mesh as a cube, stages, schedules, micro-batches in flight, batches
@@ -416,12 +324,6 @@ def test_holdings_have_a_box_where_a_rank_holds_something():
         *((head, "") for head in heads), ("embed", ""), ("2,048", WHITE),
         ("1,024", BLUE), ("head", ""), ("300", WHITE), ("1,500", ORANGE),
     ]  # fmt: skip
-    for number, row, column in (
-        ("2,048", "embed", heads[0]), ("1,024", "embed", heads[1]),
-        ("300", "head", heads[0]), ("1,500", "head", heads[2]),
-    ):  # fmt: skip
-        x, y = seen.at[number]
-        assert y == seen.at[row][1] and abs(x - seen.at[column][0]) < 0.1
 
 
 SPANS = [  # rank, what, micro-batch, chunk, start, end: two ranks, two micro-batches
@@ -434,30 +336,20 @@ SPANS = [  # rank, what, micro-batch, chunk, start, end: two ranks, two micro-ba
 
 def test_pipelines_show_each_micro_batch_and_the_bubble():
     assert of_14.computing(SPANS) == (10.0, 11.0, pytest.approx(2 / 1.2 - 1))
-    # Of one micro-batch, with a weight pass; on rank 1 a second chunk, which is pale.
-    others = [(*span[:3], span[0], *span[4:]) for span in SPANS if span[2] == 0]
-    others.append((0, "weight", 0, 0, 10.7, 10.7 + 0.1))
-    runs = {"A": SPANS, "B": others}
-    seen = panels(of_14.draw_pipelines, runs, unit=1e-3)
-    assert [panel.ax.get_title(loc="left") for panel in seen] == [*runs]
-    assert [panel.ax.get_xlabel() for panel in seen] == ["", "ms"]
-    for panel, spans, ms in zip(seen, runs.values(), (1000, 800)):
-        assert panel.ticks == ["rank 0", "rank 1"]
-        wanted = [(0, ms, 0, GREY), (0, ms, 1, GREY)]
-        for rank, _, _, chunk, start, end in spans:
-            fill = "#F7DFAA" if chunk == 1 else draw.color(rank)
-            wanted.append((1e3 * (start - 10), 1e3 * (end - start), rank, fill))
-        found = [(b.x, b.width, b.y + b.height / 2, b.color) for b in panel.boxes]
-        for box, span in zip(found, wanted, strict=True):
-            assert box == pytest.approx(span, abs=1e-6)
-        named = [span for span in spans if span[1] != "weight"]
-        for word, (x, width, rank, _) in zip(panel.words, wanted[2:]):
-            assert word.get_position() == pytest.approx((x + width / 2, rank))
-        assert panel.texts == [str(span[2] + 1) for span in named]
-        kinds = {"": "forward", draw.HATCHES[1]: "backward", draw.HATCHES[2]: "weight"}
-        hatched = [kinds[hatch or ""] for hatch in panel.hatches[2:]]
-        assert hatched == [span[1] for span in spans]
-    assert seen[0].legend == ["forward", "backward", "weight", "waiting"]
+    seen = panels(of_14.draw_pipelines, {"A": SPANS}, unit=1e-3)
+    (panel,) = seen
+    expected = [(0, 1000, 0, GREY), (0, 1000, 1, GREY)]
+    for rank, _, _, _, start, end in SPANS:
+        expected.append(
+            (1e3 * (start - 10), 1e3 * (end - start), rank, [BLUE, ORANGE][rank])
+        )
+    found = [(b.x, b.width, b.y + b.height / 2, b.color) for b in panel.boxes]
+    for box, span in zip(found, expected, strict=True):
+        assert box == pytest.approx(span, abs=1e-6)
+    assert panel.texts == [str(span[2] + 1) for span in SPANS]
+    kinds = {"": "forward", draw.HATCHES[1]: "backward", draw.HATCHES[2]: "weight"}
+    hatched = [kinds[hatch or ""] for hatch in panel.hatches[2:]]
+    assert hatched == [span[1] for span in SPANS]
 
 
 def test_in_flight_is_a_step_line_beside_the_prediction():
@@ -477,9 +369,6 @@ def test_in_flight_is_a_step_line_beside_the_prediction():
         assert tuple(corners.max(0)) == (1000, most)
         ((_, heights),) = panel.lines
         assert set(heights) == {limit} and panel.texts == [f"at most {most}"]
-        assert panel.ax.get_ylim()[1] > 4
-    assert [p.ax.get_ylabel() for p in seen] == ["rank 0", "", "rank 1", ""]
-    assert [p.ax.get_title() for p in seen] == ["A", "B", "", ""]
 
 
 def test_ragged_batches_show_text_padding_and_what_was_cut_off():
@@ -494,12 +383,3 @@ def test_ragged_batches_show_text_padding_and_what_was_cut_off():
         wanted += [(letter, GREY) for letter in ("abc", "defg")[i]]
         wanted += [("0", BLUE), ("1", ORANGE), ("→", ""), (said[i], "")]
     assert seen.on() == wanted
-    edges = [p.get_linestyle() for p in seen.filled]
-    boxes = zip(seen.boxes, edges)
-    tokens = [(box, edge) for box, edge in boxes if box.color in (WHITE, GREY)]
-    text, pad, cut = (GREY, "solid"), (WHITE, "solid"), (WHITE, ":")
-    batch = [text] * 2 + [cut] * 10 + [text, pad] + [cut] * 10
-    batch += [text] * 3 + [cut] * 9 + [text, pad, pad] + [cut] * 9
-    assert [(box.color, edge) for box, edge in tokens] == batch * 2
-    xs = [box.x for box, _ in tokens[:12]]
-    assert xs == sorted(xs)

@@ -84,9 +84,30 @@ def test_ends_and_accuses_nobody_else(run):
         assert re.match(SAYS[fault].format(rank=rank), said), done.err
 
 
-def test_refused_under_torchrun():
+def hang_while_groups_are_created():
+    script = jobs.ROOT / "tests" / "faulty.py"
+    flags = (MESH, "sleep", 1, 1, "--timeout", TIMEOUT)
+    at = {"FAULT_AT": "make_mesh", "FAULT_TIME": os.devnull}
+    return jobs.launch(script, 2, *flags, **at)
+
+
+@pytest.mark.ahead.with_args(hang_while_groups_are_created)
+def test_a_rank_that_hangs_while_groups_are_created_is_named():
+    """new_group waits for all ranks. PyTorch's error names none."""
+    done = jobs.begin(hang_while_groups_are_created).result()
+    assert done.code == 1 and done.left == [], done.text
+    assert "\nerror: rank 1 is not in a collective, while ranks [0] " in done.err
+    assert "  rank 0: in call dist.new_group([0" in done.err, done.err
+
+
+def refused():
     # A rank that waited until --timeout would be killed, with another exit code.
-    done = jobs.torchrun(jobs.PATHS[MLP], 2, "--hidden", "65", "--timeout", "3000")
+    return jobs.torchrun(jobs.PATHS[MLP], 2, "--hidden", "65", "--timeout", "3000")
+
+
+@pytest.mark.ahead.with_args(refused)
+def test_refused_under_torchrun():
+    done = jobs.begin(refused).result()
     assert done.code == 1 and done.out == ""
     assert len(re.findall(r"^error: ", done.err, re.M)) == 1, done.err
     exits = re.findall(r"exitcode +: (\S+)", done.err)
@@ -136,25 +157,37 @@ def test_torchrun_is_killed_while_a_rank_sleeps(tmp_path):
     assert left == [] and "Traceback" not in said.read_text()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("to, wanted", [
-    ("> /dev/full", "raised OSError: No space left on device"),
-    ("| head -1", "raised BrokenPipeError: Broken pipe"),
-])  # fmt: skip
-def test_a_full_disk_or_a_closed_pipe_is_one_error(to, wanted):
+def with_output(to: str):
     command = [*jobs.TORCHRUN, "--nproc_per_node=2", str(jobs.PATHS[COLLECTIVES])]
     command = ["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} {to}"]
-    done = subprocess.run(command, env=jobs.CLEAN_ENV, capture_output=True, text=True)
+    return subprocess.run(command, env=jobs.CLEAN_ENV, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("to, wanted", [
+    pytest.param(to, wanted, marks=pytest.mark.ahead.with_args(with_output, to))
+    for to, wanted in (
+        ("> /dev/full", "raised OSError: No space left on device"),
+        ("| head -1", "raised BrokenPipeError: Broken pipe"),
+    )
+])  # fmt: skip
+def test_a_full_disk_or_a_closed_pipe_is_one_error(to, wanted):
+    done = jobs.begin(with_output, to).result()
     (said,) = re.findall(r"^error: .*", done.stderr, re.M)
     assert done.returncode == 1 and wanted in said, done.stderr
     assert not re.search(r'File ".*/00_\w+\.py"', done.stderr), "a traceback of ours"
 
 
-def test_detail_accuses_nobody():
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL another part of torch notices first."""
+def skip_in_detail():
     flags = ("--break", "skip", "--timeout", TIMEOUT)
     path = jobs.PATHS[COLLECTIVES]
-    done = jobs.launch(path, 4, *flags, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    return jobs.launch(path, 4, *flags, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+
+
+@pytest.mark.ahead.with_args(skip_in_detail)
+def test_detail_accuses_nobody():
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL another part of torch notices first."""
+    done = jobs.begin(skip_in_detail).result()
     said = re.findall(r"^error: .*", done.err, re.M)
     assert len(said) == 1 and "ranks [0, 1, 2, 3] are waiting in different" in said[0]
     assert not re.search(r'File "[^"]*/00_\w+\.py"', done.err), done.err

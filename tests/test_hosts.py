@@ -1,6 +1,8 @@
 """Two machines: docs/run.md's command, word for word, in two network namespaces."""
 
 import re
+import tempfile
+from pathlib import Path
 
 import hosts
 import jobs
@@ -12,10 +14,84 @@ SMALL = ("--hidden", "16", "--heads", "2", "--layers", "2", "--batch-size", "8")
 SMALL += ("--seq-len", "8", "--microbatches", "2", "--timeout", "300")
 
 
-@pytest.fixture(scope="module")
-def both():
-    with hosts.two_hosts() as pair:
-        yield pair
+# What is run on the two machines, one after the other, ahead of the tests: for most of
+# the time the ranks wait.
+
+
+def lesson_01_with_an_address(both, folder):
+    return hosts.on_both(both, MLP, "--steps", 1, "--timeout", 300)
+
+
+def lesson_05_with_a_name(both, folder):
+    flags = ("--pp", 2, "--tp", 2, "--steps", 4, "--timeout", 300)
+    sizes = ("--batch-size", 16, "--seq-len", 32, "--hidden", 64)
+    cable = str(FOLDER / "cable.py")
+    name = both[0].name
+    done = hosts.on_both(both, cable, folder, *flags, *sizes, master=name)
+    files = [folder / f"sent-{rank}" for rank in (0, 2)]
+    return done, [float(file.read_text()) for file in files if file.exists()]
+
+
+def script_10_saves_and_resumes(both, folder):
+    saved = folder / "saved"
+    saves = (*SMALL, "--steps", 2, "--save", saved)
+    first = hosts.on_both(both, CHECKPOINTS, *saves, ranks=1)
+    names = sorted(path.name for path in saved.iterdir())
+    loads = (*SMALL, "--steps", 3, "--load", saved)
+    return first, names, hosts.on_both(both, CHECKPOINTS, *loads, ranks=1)
+
+
+def make_check(both, folder):
+    """On one machine the interface is not named yet."""
+    command = [hosts.TORCHRUN.replace("torchrun", "python"), "tools/check.py"]
+    command += ["--host", both[0].address]
+
+    def run(host):
+        named = {} if host.number else {"GLOO_SOCKET_IFNAME": ""}
+        return host.run(command, **named)
+
+    return hosts.at_once(both, run), both[0].interface
+
+
+def a_cable_is_pulled(both, folder):
+    """At collective 20 of rank 0."""
+    flags = (MLP, "command", 0, 20, "--timeout", 10)
+    env = {"FAULT_COMMAND": f"ip link set {both[0].interface} down"}
+    env["FAULT_TIME"] = str(folder / "time")
+    try:
+        done = hosts.on_both(both, str(FOLDER / "faulty.py"), *flags, **env)
+    finally:
+        both[0].plug(True)
+    return done, float((folder / "time").read_text())
+
+
+RUNS = [
+    lesson_01_with_an_address, lesson_05_with_a_name, script_10_saves_and_resumes,
+    make_check, a_cable_is_pulled,
+]  # fmt: skip
+
+
+def run_all() -> dict:
+    """What each of them returned, or raised."""
+    found = {}
+    with hosts.two_hosts() as both:
+        for run in RUNS:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found[run] = run(both, Path(folder))
+                except Exception as error:
+                    found[run] = error
+    return found
+
+
+pytestmark = pytest.mark.ahead.with_args(run_all)
+
+
+def found(run):
+    result = jobs.begin(run_all).result()[run]
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def passed(done: list) -> str:
@@ -27,50 +103,36 @@ def passed(done: list) -> str:
     return first.out
 
 
-def test_lesson_01_with_an_address(both):
-    out = passed(hosts.on_both(both, MLP, "--steps", 1, "--timeout", 300))
+def test_lesson_01_with_an_address():
+    out = passed(found(lesson_01_with_an_address))
     assert "ranks 4, mesh tp 4" in out
 
 
-def test_lesson_05_with_a_name_and_bytes_as_the_kernel_counts_them(both, tmp_path):
+def test_lesson_05_with_a_name_and_bytes_as_the_kernel_counts_them():
     """What crosses: a batch's activations one way, their gradients the other."""
-    flags = ("--pp", 2, "--tp", 2, "--steps", 4, "--timeout", 300)
-    sizes = ("--batch-size", 16, "--seq-len", 32, "--hidden", 64)
-    cable = str(FOLDER / "cable.py")
-    name = both[0].name
-    out = passed(hosts.on_both(both, cable, tmp_path, *flags, *sizes, master=name))
-    assert "mesh pp 2 × dp 1 × tp 2" in out
+    done, both_sent = found(lesson_05_with_a_name)
+    assert "mesh pp 2 × dp 1 × tp 2" in passed(done)
     predicted = 4 * 16 * 32 * 64  # e·B·S·D; the two ranks of a stage send half each
-    for rank in (0, 2):
-        sent = float((tmp_path / f"sent-{rank}").read_text())
+    assert len(both_sent) == 2
+    for sent in both_sent:
         # TCP's headers and acknowledgments come on top, and a norm of 8 bytes.
         assert predicted < sent < 1.15 * predicted, (predicted, sent)
 
 
-def test_script_10_saves_on_two_machines_and_resumes(both, tmp_path):
-    folder, flags = tmp_path / "saved", dict(ranks=1)
-    saves = (*SMALL, "--steps", 2, "--save", folder)
-    passed(hosts.on_both(both, CHECKPOINTS, *saves, **flags))
-    assert (folder / "step_000002").exists()
-    loads = (*SMALL, "--steps", 3, "--load", folder)
-    out = passed(hosts.on_both(both, CHECKPOINTS, *loads, **flags))
-    assert "step_000002" in out
+def test_script_10_saves_on_two_machines_and_resumes():
+    first, names, second = found(script_10_saves_and_resumes)
+    passed(first)
+    assert "step_000002" in names
+    assert "step_000002" in passed(second)
 
 
-def test_a_cable_that_is_pulled(both, tmp_path):
+def test_a_cable_that_is_pulled():
     """In the middle of a run: all ranks end in time, and say no more than they know.
 
     Rank 0's machine has the store, which says where other ranks are. The other machine
     gets no answer from it.
     """
-    flags = (MLP, "command", 0, 20, "--timeout", 10)
-    env = {"FAULT_COMMAND": f"ip link set {both[0].interface} down"}
-    env["FAULT_TIME"] = str(tmp_path / "time")
-    try:
-        done = hosts.on_both(both, str(FOLDER / "faulty.py"), *flags, **env)
-    finally:
-        both[0].plug(True)
-    at_fault = float((tmp_path / "time").read_text())
+    done, at_fault = found(a_cable_is_pulled)
     for one in done:
         start_up = at_fault - (one.ended - one.wall)  # a measure of how busy we are
         assert one.ended - at_fault < 10 + 25 + 10 + 2 * start_up, one.text
@@ -89,18 +151,11 @@ def errors_of(text: str) -> list[str]:
     return [re.sub(r"\n *", " ", error) for error in found]
 
 
-def test_check_names_the_interface_and_reaches_the_other_machine(both):
-    """On one machine the interface is not named yet: make check says what to do."""
-    command = [hosts.TORCHRUN.replace("torchrun", "python"), "tools/check.py"]
-    command += ["--host", both[0].address]
-
-    def run(host):
-        named = {} if host.number else {"GLOO_SOCKET_IFNAME": ""}
-        return host.run(command, **named)
-
-    first, second = hosts.at_once(both, run)
+def test_check_names_the_interface_and_reaches_the_other_machine():
+    """make check says what to do where the interface is not named."""
+    (first, second), interface = found(make_check)
     assert second.code == 0 and "--node_rank=1" in second.out, second.text
     assert "--node_rank=0" in first.out and first.code == 1, first.text
-    assert f"export GLOO_SOCKET_IFNAME={both[0].interface}" in first.out
+    assert f"export GLOO_SOCKET_IFNAME={interface}" in first.out
     for done in (first, second):
         assert re.search(r"^ok  two machines .*\[11.0, 22.0, 33.0\]", done.out, re.M)

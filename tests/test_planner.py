@@ -125,6 +125,7 @@ def in_python(case: dict) -> dict:
 def open_page(browser):
     """Opens the page with a query; no errors, and no requests to elsewhere."""
     wrong = []
+    pages = []
 
     def serve(route):
         path = urlsplit(route.request.url).path
@@ -133,6 +134,7 @@ def open_page(browser):
     def open_page(query="", width=390, scheme="light", refused=False):
         size = {"width": width, "height": 800}
         page = browser.new_page(viewport=size, color_scheme=scheme)
+        pages.append(page)
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.route("**/*", lambda route: route.abort())  # the console reports it
@@ -143,6 +145,8 @@ def open_page(browser):
         return page
 
     yield open_page
+    for page in pages:
+        page.close()
     assert wrong == []
 
 
@@ -305,31 +309,36 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("query", REFUSED)
-def test_it_refuses_what_the_tool_refuses(open_page, query):
-    page = open_page(query, refused=True)
-    shown = page.evaluate(SHOWN)
-    assert shown["fits"].startswith("Not possible: "), shown
-    assert REFUSED[query] in shown["fits"]
-    assert shown["command"] == "" and "NaN" not in page.content()
-    assert page.locator("#map button").count() == 0
-    words = []
+def test_it_refuses_what_the_tool_refuses(open_page):
+    for query, words in REFUSED.items():
+        page = open_page(query, refused=True)
+        shown = page.evaluate(SHOWN)
+        assert shown["fits"].startswith("Not possible: "), shown
+        assert words in shown["fits"]
+        assert shown["command"] == "" and "NaN" not in page.content()
+        assert page.locator("#map button").count() == 0
+        with pytest.raises((ValueError, SystemExit)):
+            plan.find(plan.read_flags(command_of(query)))
+
+
+def command_of(query: str) -> list[str]:
+    """The address of a page as arguments of the tool."""
+    words = ["--model", "gpt-18.4b", "--gpus", "256"]
     for pair in query.removeprefix("?").split("&"):
         name, _, value = pair.partition("=")
         if name == "reserve":  # a share there
             value = f"{int(value) / 100}"
         words += [f"--{name.replace('_', '-')}", value]
-    command = ["--model", "gpt-18.4b", "--gpus", "256", *words]
-    with pytest.raises((ValueError, SystemExit)):
-        plan.find(plan.read_flags(command))
+    return words
 
 
-@pytest.mark.parametrize("query", ["?model=__proto__", "?machine=constructor",
-                                   "?nodes=0", "?nodes=x&node=0&tp=nine"])  # fmt: skip
-def test_names_and_sliders_in_the_address_are_known_ones(open_page, query):
-    shown = open_page(query).evaluate(SHOWN)
-    assert "fit" in shown["fits"] and "NaN" not in shown["fits"]
-    assert "--model gpt-18.4b" in shown["command"]
+def test_names_and_sliders_in_the_address_are_known_ones(open_page):
+    wrong = "?model=__proto__", "?machine=constructor"
+    for query in (*wrong, "?nodes=0", "?nodes=x&node=0&tp=nine"):
+        page = open_page(query)
+        shown = page.evaluate(SHOWN)
+        assert "fit" in shown["fits"] and "NaN" not in shown["fits"], query
+        assert "--model gpt-18.4b" in shown["command"], query
 
 
 def test_an_empty_field_is_no_result(open_page):
