@@ -18,6 +18,7 @@ from .compare import (
     piece_of,
     pieces_of,
     sorted_of,
+    wrong_share,
 )
 from .record import Facts, Point, Trace
 
@@ -440,21 +441,20 @@ class Case:
         vector = self.vector(self.full.grads)
         right = [self.expected(rank, name, vector) for rank in ranks]
         limit = self.ruler.allowed * self.grad_scale(right)
-        shares = []
-        rows = []
-        for rank, e in zip(ranks, right):
-            grad = self.own[rank].grads.get(name)
+        grads = [self.own[rank].grads.get(name) for rank in ranks]
+        for grad, e in zip(grads, right):
             if grad is None or grad.shape != e.shape or not grad.numel():
                 return "this gradient cannot be compared element by element"
+        rows = []
+        for rank, grad, e in zip(ranks, grads, right):
             off = (grad - e).abs() > limit
-            shares.append(f"{off.double().mean().item():.0%}")
             if e.dim() and off.any():
                 wrong = off.flatten(1).any(1) if e.dim() > 1 else off
                 found = wrong.nonzero().flatten().tolist()
                 if len(found) <= min(8, len(e) // 2):
                     word = "rows" if e.dim() > 1 else "elements"
                     rows.append(f"{word} {found} of {len(e)} on rank {rank}")
-        text = f"wrong elements by rank: {' '.join(shares)}"
+        text = wrong_share(grads, right, limit)
         return text + (f", in {' and '.join(rows)}" if rows else "")
 
     def column_partial(self, reader: str, rank: int) -> Tensor | None:
