@@ -465,7 +465,15 @@ def experts_subject(bug: str):
         moe.bug = bug
         return model
 
-    return SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
+    subject = SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
+    if bug == "experts summed":  # as DistributedDataParallel does
+
+        def after_backward(model):
+            for p in model[1].experts.parameters():
+                dist.all_reduce(p.grad)
+
+        subject.after_backward = after_backward
+    return subject
 
 
 # ---- LoRA: the weights are frozen, two factors are trained.
@@ -1004,6 +1012,7 @@ MODELS = {
     experts_subject: {
         "router": "gradient sum",
         "wrong expert": "wrong parameter",
+        "experts summed": "gradient of several pieces",
         "scale": "forward wrong",
     },
     lora_subject: {"A": "gradient sum", "B": "gradient sum"},

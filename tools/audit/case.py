@@ -54,8 +54,19 @@ class Case:
         self.names = self.match_modules()
         for trace in self.own:
             self.rename(trace)
+        self.order = self.tensors_in_order()
         self.unknown = {name: self.unknown_share(name) for name in self.owners}
         self.relations = {}  # of outputs and inputs, and of their gradients
+
+    def tensors_in_order(self) -> list[Point]:
+        """In the order of forward. Here a module may get a tensor of its own (gathered
+        in front of it) that is another module's output in the full model."""
+        own = self.own[0]
+        after = {}  # point → such tensors
+        for point in own.values:
+            if point.slot and point in self.full.same:
+                after.setdefault(self.full.point(point), []).append(point)
+        return [p for first in self.full.order for p in (first, *after.get(first, []))]
 
     def vector(self, parts: dict) -> Tensor:
         return self.model.vector(parts)
@@ -317,7 +328,11 @@ class Case:
         found = self.over_replicas(grads, right, sets, scale)
         if found is None and self.is_tied_apart(name, grads, right, scale, held):
             found = Relation(Kind.TIED)
-        found = found or self.over_all_ranks(grads, right, scale)
+        if len(ranks) == self.ranks:
+            found = found or self.over_all_ranks(grads, right, scale)
+        else:
+            others = self.in_its_place(name, vector)
+            found = found or self.over_all_ranks(grads, others, scale)
         if found is None and all(self.ruler.near(g, 0 * g, scale) for g in grads):
             found = Relation(Kind.ZERO)
         if held == "grads":
@@ -364,13 +379,23 @@ class Case:
             return Relation(Kind.SCALED_SUM, f"scaled sum, {k:.6g} times", k)
         return None
 
+    def in_its_place(self, name: str, vector: Tensor) -> list[Tensor]:
+        """The right gradients of what each rank has in the place of this parameter, if
+        the ranks have different ones (experts)."""
+        place = list(self.own[self.holders(name)[0]].parts).index(name)
+        found = []
+        for rank, trace in enumerate(self.own):
+            if place < len(trace.parts):
+                found.append(self.expected(rank, list(trace.parts)[place], vector))
+        return found
+
     def over_all_ranks(self, grads, right, scale: float) -> Relation | None:
         """Were gradients of different pieces summed or averaged over the ranks?"""
-        if any(e.shape != right[0].shape for e in right):
+        if any(e.shape != grads[0].shape for e in right):
             return None
         if all(torch.equal(e, right[0]) for e in right):
             return None
-        mixed = [sum(right)] * len(right)
+        mixed = [sum(right)] * len(grads)
         k = multiple_of(grads, mixed)
         if abs(k) > 1e-6 and self.ruler.all_near(grads, mixed, scale, k):
             words = f"of several pieces ({self.ruler.factor(k)} their sum)"

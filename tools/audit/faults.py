@@ -247,8 +247,8 @@ FAULTS = [
       "DistributedDataParallel must get that group as process_group.",
       "notebook 12, fault 3"),
     F(Gradient, "gradient of several pieces", kind(Kind.MIXED),
-      "The ranks hold different pieces of this parameter, and each has the sum of "
-      "their gradients.",
+      "The ranks hold different pieces of this parameter (or different experts), and "
+      "each has the sum of their gradients.",
       "If its module's output is gathered: all ranks compute the same with it, so the "
       "gather's backward takes the rank's slice and sums nothing. Otherwise a sum "
       "after backward includes this sharded parameter.",
@@ -332,7 +332,7 @@ FAULTS = [
       "Look at what runs in train mode only: recomputation (is f inside of what is "
       "computed again?), fused functions, if self.training.",
       "lesson 04, recomputation",
-      ("dropout",)),
+      ("dropout loss",)),
     F(Dropped, "dropout differs",
       lambda d: d.relation.kind is Kind.SAME and (not d.is_same),
       "The input of this dropout is replicated, and the ranks drop different elements "

@@ -133,7 +133,7 @@ class Search:
             notes = [f"the loss is {case.own[0].loss:.6g}, not {case.full.loss:.6g}"]
         reordered = []
         others = []
-        for point in case.full.order:
+        for point in case.order:
             relation = case.relation_of(point)
             is_batch = point.slot and not point.module
             if relation is None or relation.is_right or is_batch:

@@ -213,7 +213,7 @@ class Output(Subject):
             found.append(f"its calls before are right: {self.point}")
         if self.point.slot:
             found.append(f"{self.point} is the first wrong tensor: {self.relation}")
-            before = case.full.order[: case.full.order.index(self.point)]
+            before = case.order[: case.order.index(self.point)]
             right = [p for p in before if case.relation_of(p) is not None]
             right = [p for p in right if case.relation_of(p).is_right]
             if right:
@@ -344,8 +344,10 @@ class Flow(Subject):
     def __init__(self, case: Case, point: Point, wrong: list[str]):
         self.case = case
         inner = case.full.point(point)  # a module that returns this tensor unchanged
+        own = case.own[0]
         is_known = all(trace.flow(inner) is not None for trace in case.own)
-        self.point = inner if is_known else point
+        is_same = is_known and own.point(inner) == own.point(point)  # on ranks as well
+        self.point = inner if is_same else point
         self.relation = case.relation_of(point, "flow")
         self.kind = self.relation.kind
         self.where = self.module = self.point.module
@@ -443,7 +445,8 @@ class Flow(Subject):
                 around = case.around(self.point)
                 place = around[0].module or "the model" if around else "the model"
                 return place, self.sliced(str(point), f"in the forward of {place}")
-        for reader in case.full.readers(self.point):
+        readers = case.full.readers(self.point)
+        for reader in sorted(readers, key=lambda r: -r.module.count(".")):
             got = [trace.returned.get(reader) for trace in case.own]
             ranks = range(case.ranks)
             partial = [case.column_partial(reader.module, rank) for rank in ranks]
