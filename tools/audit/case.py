@@ -325,14 +325,14 @@ class Case:
         if self.ruler.all_near(grads, right, scale):
             return Relation(Kind.RIGHT)
         sets = self.replica_sets(name)
-        found = self.over_replicas(grads, right, sets, scale)
+        found = None
+        if len(ranks) < self.ranks:
+            others = self.in_its_place(name, vector)
+            found = self.over_all_ranks(grads, others, scale)
+        found = found or self.over_replicas(grads, right, sets, scale)
         if found is None and self.is_tied_apart(name, grads, right, scale, held):
             found = Relation(Kind.TIED)
-        if len(ranks) == self.ranks:
-            found = found or self.over_all_ranks(grads, right, scale)
-        else:
-            others = self.in_its_place(name, vector)
-            found = found or self.over_all_ranks(grads, others, scale)
+        found = found or self.over_all_ranks(grads, right, scale)
         if found is None and all(self.ruler.near(g, 0 * g, scale) for g in grads):
             found = Relation(Kind.ZERO)
         if held == "grads":
