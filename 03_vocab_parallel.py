@@ -56,12 +56,11 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 03: the vocabulary, split
-# Read lines 56 to 327, in about 27 minutes. Stop at RUN.
+# Read lines 59 to 332, in about 27 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward,
-# f (CopyToTP, inside ColumnParallelLinear) the reverse. ColumnParallelLinear holds a
-# slice of the outputs, here of the vocabulary. shardings_of(p) is ((dim, group), …).
+# f (CopyToTP, inside ColumnParallelLinear) the reverse. shardings_of(p) is how p is split.
 # From lesson 02: tp_transformer copies the model and replaces the linears of its
 # layers. Here embedding and head of this copy are replaced as well.
 
