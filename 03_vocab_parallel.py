@@ -60,7 +60,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward,
-# f (CopyToTP, inside ColumnParallelLinear) the reverse. shardings_of(p) is how p is split.
+# f (CopyToTP, inside ColumnParallelLinear) the reverse. shardings_of(p): its split.
 # From lesson 02: tp_transformer copies the model and replaces the linears of its
 # layers. Here embedding and head of this copy are replaced as well.
 
