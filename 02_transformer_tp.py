@@ -570,30 +570,28 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
     formulas = {
         Call("with TP", "forward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
         Call("with TP", "backward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
-        # One float64: the sum of all squares.
+        # global_norm adds squares first: one float64. PyTorch sends one per parameter.
         Call("with TP", "clipping", "all-reduce", "tp"): [Calls("1", "8")],
         Call("DTensor", "forward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
-        # In tp_plan each of q, k and v has its own f; by hand they share one.
         Call("DTensor", "backward", "all-reduce", "tp"): [Calls("4·L", "B·S·D·e")],
-        # One float64 for each of the 16·L + 5 parameters; global_norm adds them first.
         Call("DTensor", "clipping", "all-reduce", "tp"): [
             Calls("1", norm_bytes("(16·L + 5)"))
         ],
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps, brief=["clipping"])
-    totals = Counter()
-    of_layer = Counter()  # all-reduces per layer
+    sent = Counter()
+    backward = {}  # run → calls
     for row in report.data["communication"]:
-        totals[row["run"]] += row["bytes"]
-        of_layer[row["run"], row["phase"]] += row["calls"] / size["L"]
-    if len(totals) == 2:  # both runs have completed, and there is more than one rank
-        times = totals["DTensor"] / totals["with TP"]
+        sent[row["run"]] += row["bytes"]
+        if row["phase"] == "backward":
+            backward[row["run"]] = row["calls"]
+    if len(sent) == 2:  # both runs have completed, and there is more than one rank
+        times = sent["DTensor"] / sent["with TP"]
         report.conclude(
-            f"With TP a layer makes {of_layer['with TP', 'forward']:g} all-reduces "
-            f"forward and {of_layer['with TP', 'backward']:g} backward. PyTorch's plan "
-            f"makes {of_layer['DTensor', 'backward']:g} backward, because q, k and v "
-            f"have an f each: {times:.2f} times as many bytes in total."
+            f"Backward has {backward['with TP']} all-reduces with TP, and by PyTorch's "
+            f"plan {backward['DTensor']}, because q, k and v have an f each: "
+            f"{times:.2f} times as many bytes in total."
         )
 
 
@@ -1831,7 +1829,7 @@ class Report:
         return list(merged.values())
 
     def verdict(self) -> str:
-        """Print PASS or FAIL; above it, one failed check of each kind, causes first."""
+        """Print PASS or FAIL, and above it what failed and what an edit changed."""
         checks = self.merge_checks()
         kinds = {kind: [] for kind in CAUSES_FIRST}
         for check in checks:
@@ -1839,33 +1837,16 @@ class Report:
         edits = []  # formulas that do not describe an edited model
         for kind in FORMULAS if self.is_edited else []:
             edits.extend(check for check in kinds.pop(kind, []) if not check["ok"])
-        counts = []
-        lines = []
-        for kind, of_kind in kinds.items():
-            failed = [check for check in of_kind if not check["ok"]]
-            if failed:
-                cause = likely_cause(kind, failed)
-                # If the loss of step 1 is wrong, then forward is: that comes first.
-                place = 0 if "losses: loss, step 1," in cause["name"] else len(lines)
-                lines.insert(place, wrap(f"✗ {in_words(cause)}"))
-                counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
-        print("\n".join(["", *lines]))
+        print()
+        counts = self.name_failures(kinds)
         worst = max(checks, key=lambda check: check["ok"] and check["diff"])
         text = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
         text = f"{len(checks) - len(edits)} checks, {text}"
         if counts:
-            text = f"failed: {', '.join(counts)}"
-            if not {text.split()[0] for text in counts}.difference(FORMULAS):
-                text += "; all values agree"
+            text = f"failed: {', '.join(counts.values())}"
+            text += "; all values agree" if set(counts).issubset(FORMULAS) else ""
         if edits:
-            shown = edits if self.args.verbose else edits[:8]
-            number = f"{len(shown)} of {len(edits)}"
-            if len(shown) < len(edits):
-                number += ", all with --verbose"
-            print("The model without TP was edited. Formulas that do not describe it")
-            print(f"({number}):")
-            for check in shown:
-                print(wrap(f"≠ {check['text']}"))  # communication first
+            self.name_edits(edits)
             text = text if counts else f"values agree: {text}"
             text += f"; the model was edited: {len(edits)} formulas do not describe it"
         self.data["verdict"] = "FAIL" if counts else "PASS"
@@ -1876,6 +1857,31 @@ class Report:
         text = f"{self.data['verdict']}  {self.data['lesson']}  {text}"
         print(wrap(text), flush=True)
         return self.data["verdict"]
+
+    def name_failures(self, kinds: dict[str, list]) -> dict[str, str]:
+        """Print one failed check of each kind, causes first; count them by kind."""
+        counts = {}
+        lines = []
+        for kind, checks in kinds.items():
+            failed = [check for check in checks if not check["ok"]]
+            if failed:
+                cause = likely_cause(kind, failed)
+                # If the loss of step 1 is wrong, then forward is: that comes first.
+                place = 0 if "losses: loss, step 1," in cause["name"] else len(lines)
+                lines.insert(place, wrap(f"✗ {in_words(cause)}"))
+                counts[kind] = f"{kind} {len(failed)}/{len(checks)}"
+        print("".join(f"{line}\n" for line in lines), end="")
+        return counts
+
+    def name_edits(self, edits: list[dict]) -> None:
+        """Print formulas that do not describe an edited model, communication first."""
+        shown = edits if self.args.verbose else edits[:8]
+        some = ""
+        if len(shown) < len(edits):
+            some = f"; {len(shown)} of {len(edits)}, all with --verbose"
+        print(f"The model without TP was edited. Formulas that do not fit it{some}:")
+        for check in shown:
+            print(wrap(f"≠ {check['text']}"))
 
 
 def formula_text(terms: list[Calls]) -> str:

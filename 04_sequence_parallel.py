@@ -2682,7 +2682,7 @@ class Report:
         return list(merged.values())
 
     def verdict(self) -> str:
-        """Print PASS or FAIL; above it, one failed check of each kind, causes first."""
+        """Print PASS or FAIL, and above it what failed and what an edit changed."""
         checks = self.merge_checks()
         kinds = {kind: [] for kind in CAUSES_FIRST}
         for check in checks:
@@ -2690,33 +2690,16 @@ class Report:
         edits = []  # formulas that do not describe an edited model
         for kind in FORMULAS if self.is_edited else []:
             edits.extend(check for check in kinds.pop(kind, []) if not check["ok"])
-        counts = []
-        lines = []
-        for kind, of_kind in kinds.items():
-            failed = [check for check in of_kind if not check["ok"]]
-            if failed:
-                cause = likely_cause(kind, failed)
-                # If the loss of step 1 is wrong, then forward is: that comes first.
-                place = 0 if "losses: loss, step 1," in cause["name"] else len(lines)
-                lines.insert(place, wrap(f"✗ {in_words(cause)}"))
-                counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
-        print("\n".join(["", *lines]))
+        print()
+        counts = self.name_failures(kinds)
         worst = max(checks, key=lambda check: check["ok"] and check["diff"])
         text = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
         text = f"{len(checks) - len(edits)} checks, {text}"
         if counts:
-            text = f"failed: {', '.join(counts)}"
-            if not {text.split()[0] for text in counts}.difference(FORMULAS):
-                text += "; all values agree"
+            text = f"failed: {', '.join(counts.values())}"
+            text += "; all values agree" if set(counts).issubset(FORMULAS) else ""
         if edits:
-            shown = edits if self.args.verbose else edits[:8]
-            number = f"{len(shown)} of {len(edits)}"
-            if len(shown) < len(edits):
-                number += ", all with --verbose"
-            print("The model without TP was edited. Formulas that do not describe it")
-            print(f"({number}):")
-            for check in shown:
-                print(wrap(f"≠ {check['text']}"))  # communication first
+            self.name_edits(edits)
             text = text if counts else f"values agree: {text}"
             text += f"; the model was edited: {len(edits)} formulas do not describe it"
         self.data["verdict"] = "FAIL" if counts else "PASS"
@@ -2727,6 +2710,31 @@ class Report:
         text = f"{self.data['verdict']}  {self.data['lesson']}  {text}"
         print(wrap(text), flush=True)
         return self.data["verdict"]
+
+    def name_failures(self, kinds: dict[str, list]) -> dict[str, str]:
+        """Print one failed check of each kind, causes first; count them by kind."""
+        counts = {}
+        lines = []
+        for kind, checks in kinds.items():
+            failed = [check for check in checks if not check["ok"]]
+            if failed:
+                cause = likely_cause(kind, failed)
+                # If the loss of step 1 is wrong, then forward is: that comes first.
+                place = 0 if "losses: loss, step 1," in cause["name"] else len(lines)
+                lines.insert(place, wrap(f"✗ {in_words(cause)}"))
+                counts[kind] = f"{kind} {len(failed)}/{len(checks)}"
+        print("".join(f"{line}\n" for line in lines), end="")
+        return counts
+
+    def name_edits(self, edits: list[dict]) -> None:
+        """Print formulas that do not describe an edited model, communication first."""
+        shown = edits if self.args.verbose else edits[:8]
+        some = ""
+        if len(shown) < len(edits):
+            some = f"; {len(shown)} of {len(edits)}, all with --verbose"
+        print(f"The model without TP was edited. Formulas that do not fit it{some}:")
+        for check in shown:
+            print(wrap(f"≠ {check['text']}"))
 
 
 def formula_text(terms: list[Calls]) -> str:
