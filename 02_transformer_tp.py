@@ -1066,16 +1066,15 @@ def difference(got, expected) -> str:
     return ""
 
 
-def likely_cause(kind: str, failed: list[dict]) -> dict:
+def likely_cause(kind: str, failed: list[dict], forward_is_wrong: bool) -> dict:
     """The failed check that is named of those of one kind: in general the worst.
 
     (lesson 00)"""
     if kind in ("losses", "norms"):
         return failed[0]
-    if kind == "gradients":
+    if kind == "gradients" and not forward_is_wrong:
         parameter = failed[-1]["name"].rpartition(",")[0]
-        failed = [check for check in failed if check["name"].startswith(parameter)]
-        return failed[0]
+        return next(c for c in failed if c["name"].startswith(parameter))
     return max(failed, key=lambda check: check["diff"])
 
 
@@ -1860,17 +1859,19 @@ class Report:
 
     def name_failures(self, kinds: dict[str, list]) -> dict[str, str]:
         """Print one failed check of each kind, causes first; count them by kind."""
+        failed = {}
         counts = {}
-        lines = []
         for kind, checks in kinds.items():
-            failed = [check for check in checks if not check["ok"]]
-            if failed:
-                cause = likely_cause(kind, failed)
-                # If the loss of step 1 is wrong, then forward is: that comes first.
-                place = 0 if "losses: loss, step 1," in cause["name"] else len(lines)
-                lines.insert(place, wrap(f"✗ {in_words(cause)}"))
-                counts[kind] = f"{kind} {len(failed)}/{len(checks)}"
-        print("".join(f"{line}\n" for line in lines), end="")
+            wrong = [check for check in checks if not check["ok"]]
+            if wrong:
+                failed[kind] = wrong
+                counts[kind] = f"{kind} {len(wrong)}/{len(checks)}"
+        # If the loss of step 1 is wrong, forward is: this comes before gradients.
+        forward = [c for c in failed.get("losses", []) if "step 1," in c["name"]]
+        early = ("runs", "outputs", "losses") if forward else ()
+        for kind in sorted(failed, key=lambda kind: kind not in early):
+            cause = likely_cause(kind, failed[kind], bool(forward))
+            print(wrap(f"✗ {in_words(cause)}"))
         return counts
 
     def name_edits(self, edits: list[dict]) -> None:
