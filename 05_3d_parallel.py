@@ -464,6 +464,7 @@ def main(args, report: Report) -> None:
     runs = {}
     model = copy.deepcopy(full)
     runs["one process"] = train_transformer("one process", model, batches, args)
+    check_reference(report, runs["one process"], batches[0], size)
     with report.column("mesh"):
         kind = TiedTraining if args.tie else MeshTraining
         training = kind(full, groups, args)
@@ -545,10 +546,13 @@ def show_stages(report: Report, training: MeshTraining) -> None:
     rank = (stage * args.dp + replica) * args.tp + tp_rank
     name = "rank = (stage · DP + replica) · T + tp_rank"
     report.check("mesh", name, abs(rank - dist.get_rank()))
-    differ = abs(len(training.stage.layers) - layers_of(args, stage))
-    report.check("mesh", f"layers of stage {stage}", differ)
+    layers = len(training.stage.layers)
+    predicted = layers_of(args, stage)
+    text = f"stage {stage} has {layers} layers, predicted {predicted}"
+    name = f"layers of stage {stage}"
+    report.check("memory", name, abs(layers - predicted), text=text)
     modules = [part_of(name) for name in training.parameters]
-    holds = gather_objects(f"{modules[0]} … {modules[-1]}")
+    holds = gather_objects(f"{modules[0]} … {modules[-1]}, {layers} layers")
     rows = []
     for stage in range(args.pp):
         row = {"": f"stage {stage}"}
@@ -1613,6 +1617,39 @@ def raise_refused(args) -> None:
         raise ValueError(f"{refused[0][1]}; take {flags}")
 
 
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Within `with`: bytes saved for backward, each storage once, `skip` left out.
+
+    (lesson 01)"""
+
+    def __init__(self, skip):
+        self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
+        self.storages = {}
+        super().__init__(self.pack, lambda x: x)
+
+    def pack(self, x: Tensor) -> Tensor:
+        storage = local(x).untyped_storage()
+        if storage.data_ptr() not in self.skip:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    def total(self) -> int:
+        return sum(self.storages.values())
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's slice of a DTensor, waited for; any other tensor as it is.
+
+    (lesson 01)"""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
+
+
+def nbytes(tensors) -> int:
+    """Bytes of these tensors on this rank (lesson 01)."""
+    return sum(local(x).nbytes for x in tensors if x is not None)
+
+
 def values_of(runs: dict, field: str) -> dict:
     """run → its losses, gradients, … (whatever `field` names) (lesson 01)."""
     return {name: getattr(run, field) for name, run in runs.items()}
@@ -1948,6 +1985,88 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
             x = unshard(x, shardings_of(p))
         tensors[name] = x.clone()
     return tensors
+
+
+PARAMETERS = {
+    "embed_tokens, lm_head": "(2·D + 1)·V·e",
+    "LayerNorms": "(2·L + 1)·2·D·e",
+    "biases of o_proj, down_proj": "2·L·D·e",
+    "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",  # q has N heads, k, v K each
+    "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+    "up_proj": "L·F·(D + 1)·e/T",
+}
+
+
+def saved_terms(dropout: float) -> dict[str, str]:
+    """Bytes that the model, without the loss, saves for backward on a rank.
+
+    (lesson 02)"""
+    saved = {
+        "tokens (int64)": "8·B·S",
+        "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "mean and 1/σ of LayerNorms": "(2·L + 1)·2·B·S·e",
+        "outputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "q, k, v in CoreAttention (N heads)": "3·L·B·S·D·e/T",
+        "softmax output": "L·B·N·S·S·e/T",
+        "input of o_proj": "L·B·S·D·e/T",
+        "inputs of GELU and down_proj": "2·L·B·S·F·e/T",
+    }
+    if dropout > 0:
+        saved["dropout masks of outputs (1 byte)"] = "2·L·B·S·D"
+        saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
+        saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
+    return saved
+
+
+def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
+    """Find out whether the model without TP fits its formulas, or has been edited.
+
+    (lesson 02)"""
+    alone = {"without TP": dict(size, T=1)}
+    measured = bytes_stored(run, batch)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
+    _, saved = add_up(saved_terms(report.args.dropout), alone)
+    report.check_model(
+        parameters=(measured["parameters"], stored["without TP"]),
+        activations=(measured["saved for backward"], saved["without TP"]),
+    )
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+    """Measured on this rank, after training and in one more forward pass.
+
+    (lesson 02)"""
+    parameters = list(run.model.parameters())
+    saved = SavedBytes([*parameters, *run.model.buffers()])
+    with saved:
+        run.model(batch[0])  # without a label: these calls are in no table
+    moments = []  # and step counts: all that AdamW stores
+    for state in run.optimizer.state.values():
+        moments.extend(state.values())
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(p.grad for p in parameters),
+        "optimizer state": nbytes(moments),
+        "saved for backward": saved.total(),
+    }
 
 
 def sizes_of(args) -> dict[str, int]:
