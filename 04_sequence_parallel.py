@@ -422,7 +422,7 @@ def main(args, report: Report) -> None:
     show_partial_gradients(report, runs, full, batches[0], tp_group)
     show_communication_sp(report, size)
     with report.column("in pieces"):
-        show_product_in_pieces(report, size, tp_group)
+        show_async_tp(report, size, tp_group)
     with report.column("one layer"):
         show_memory_sp(report, size, tp_group)
     show_padded_lengths(report, tp_group)
@@ -585,7 +585,7 @@ def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
     return rows
 
 
-def show_product_in_pieces(report: Report, size: dict[str, int], tp_group) -> None:
+def show_async_tp(report: Report, size: dict[str, int], tp_group) -> None:
     """The product of up_proj, with its input gathered in pieces and in one piece."""
     args = report.args
     if args.ranks == 1:
