@@ -15,7 +15,7 @@ import pytest
 import torch
 from audit import command, faults, from_full, rank, subjects
 from audit.compare import FullModel, Kind, Ruler, piece_of
-from audit.record import Point, Trace
+from audit.record import Dropouts, Point, Trace
 from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
@@ -468,6 +468,21 @@ def test_from_full():
     assert torch.equal(fused["qk"].weight, torch.cat(slices))
     with pytest.raises(ValueError, match="the full model has no fc"):
         from_full(nn.ModuleDict({"fc": nn.Linear(4, 3)}), full, group)
+
+
+@pytest.mark.parametrize("drop", [
+    lambda x: nn.functional.dropout(x, 0.3),
+    lambda x: torch.native_dropout(x, 0.3, True)[0],
+], ids=["function", "operator"])  # fmt: skip
+def test_nothing_is_dropped_in_the_pass_that_is_compared(drop):
+    """Forward and backward are the identity, whichever operator drops."""
+    trace = Trace()
+    x = torch.ones(8, requires_grad=True)
+    with Dropouts(nn.Linear(2, 2), {}, trace, True):
+        y = drop(x)
+        y.sum().backward()
+    assert torch.equal(y, x) and torch.equal(x.grad, torch.ones(8))
+    assert len(trace.drop_inputs[""]) == 1 and not trace.other_random
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
