@@ -11,7 +11,8 @@ Run it on 1, 2 or 4 ranks (on others the model may be larger; the output says so
 What you will see: which rank holds which tokens; the model of lesson 02, trained four
 times for a few steps: with plain PyTorch, with the loss written by hand, with a sharded
 vocabulary, and with PyTorch's loss_parallel; inputs on which a loss easily goes wrong;
-bytes sent and saved, compared with gathered logits; tokens sampled from sharded logits.
+bytes sent and saved, compared with gathered logits; head and loss in pieces; tokens
+sampled from sharded logits.
 
 Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
 - In vocab_transformer, delete the line that replaces embed_tokens. All losses, norms
@@ -24,7 +25,7 @@ Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
 `--break NAME`. Short of time? Read VocabParallelEmbedding, vocab_transformer and
-VocabParallelCrossEntropy.forward.
+simplest_cross_entropy. Values in tables 2 and 3: norms, next to the largest difference.
 
 Tokens: a token is a byte (0 to 255) or PAD (256), which fills the end of short lines.
     So V = 257, a prime: two or more ranks do not divide it, and the last ranks' rows
@@ -43,6 +44,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from functools import partial
 from typing import NamedTuple
 
@@ -51,15 +53,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, parallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 03: the vocabulary, split
-# Read lines 56 to 327, in about 27 minutes. Stop at RUN.
+# Read lines 59 to 332, in about 27 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward,
-# f (CopyToTP, inside ColumnParallelLinear) the reverse.
-# ColumnParallelLinear holds a slice of the outputs, here of the vocabulary.
-# A parameter remembers how it is sharded: shardings_of(p) is ((dim, group), …).
+# f (CopyToTP, inside ColumnParallelLinear) the reverse. shardings_of(p): its split.
 # From lesson 02: tp_transformer copies the model and replaces the linears of its
 # layers. Here embedding and head of this copy are replaced as well.
 
@@ -83,10 +84,8 @@ def pad_vocab(full: nn.Module, ranks: int) -> nn.Module:
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """Raise ValueError for a token outside the vocabulary: no rank has its row."""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        low = tokens.min().item()
-        high = tokens.max().item()
-        text = f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
-        raise ValueError(text)
+        text = f"tokens {tokens.min()} to {tokens.max()}: the vocabulary is 0 to "
+        raise ValueError(text + str(vocab_size - 1))
 
 
 def find_local_rows(tokens: Tensor, v: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -153,15 +152,29 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
 
 # ---- The loss, without gathering the logits
 
+# −log softmax(x)[target] = log z − (x[target] − m); m = max x, z = Σ exp(x − m). A rank
+# has some columns of x, so m, z and x[target] take one all-reduce each.
+
+
+def simplest_cross_entropy(logits_BSv: Tensor, target_BS: Tensor, tp_group) -> Tensor:
+    """The loss of every token if all have a target and no column is padding."""
+    max_BS = all_reduce(logits_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
+    x_BSv = logits_BSv - max_BS.unsqueeze(-1)  # so that no exp overflows
+    sum_BS = all_reduce(x_BSv.exp().sum(-1), tp_group)
+    # Only the rank with the target's row of the head has this column; others add 0.
+    v = logits_BSv.shape[-1]
+    column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
+    picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
+    target_x_BS = all_reduce(picked_BS.where(is_local_BS, 0), tp_group)
+    return sum_BS.log() - target_x_BS
+
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """−log softmax(x)[target] of sharded logits x; see vocab_parallel_cross_entropy.
-
-    With m = max x and z = Σ exp(x − m), the loss is log z − (x[target] − m). Each of
-    m, z and x[target] takes one all-reduce of B·S values.
+    """The full loss: with padding, ignored positions, label smoothing, and backward.
 
     Label smoothing ε replaces onehot(target) by q = (1 − ε)·onehot(target) + ε/V. Then
     the loss is log z − Σ q·(x − m), and its gradient is softmax(x) − q.
+    To try another loss, edit forward, backward, and reference_loss (below) as well.
     """
 
     @staticmethod
@@ -171,47 +184,36 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         padding_v = token_v >= vocab_size  # columns that are no token
         x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
         x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
-        # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
-        # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. Only the rank with the target's row of the head has
-        # this column; the others add 0. IGNORE is in no rank's range.
+        # IGNORE is in no rank's range, so all ranks add 0 for it.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
-        picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
-        picked_BS = picked_BS.where(is_local_BS, 0)
-        if smoothing:  # Σ q·(x − m) instead; padding (−∞) is left out
-            picked_BS = (1 - smoothing) * picked_BS
-            picked_BS += (
-                smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
-            )
-        loss_BS = sum_BS.log() - all_reduce(picked_BS, tp_group)
+        q_x_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
+        q_x_BS = (1 - smoothing) * q_x_BS.where(is_local_BS, 0)
+        if smoothing:  # every token counts; padding (−∞) is left out
+            q_x_BS += smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
+        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)
         softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
-        has_target_BS = target_BS != ignore
-        ctx.save_for_backward(
-            softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v
-        )
-        ctx.vocab_size = vocab_size
+        counts_BS = target_BS != ignore  # does this position have a target?
+        ctx.save_for_backward(softmax_BSv, column_BS, is_local_BS, counts_BS, padding_v)
         ctx.smoothing = smoothing
+        ctx.smooth_target = smoothing / vocab_size  # ε/V, for every token
         ctx.dtype = logits_BSv.dtype
-        return loss_BS.where(has_target_BS, 0)
+        return loss_BS.where(counts_BS, 0)
 
     @staticmethod
     def backward(ctx, upstream_BS):
         # Nothing is sent: upstream_BS is equal on all ranks, because they all computed
         # the same loss, and softmax − q needs this rank's columns only.
-        softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v = (
-            ctx.saved_tensors
-        )
-        smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
-        grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
+        softmax_BSv, column_BS, is_local_BS, counts_BS, padding_v = ctx.saved_tensors
+        grad_BSv = (softmax_BSv - ctx.smooth_target).masked_fill(padding_v, 0)
         extra_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)  # at the target
         grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -extra_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
         # The loss of an ignored position is 0, but its softmax − q is not.
-        grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
+        grad_BSv = grad_BSv.where(counts_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
 
@@ -248,31 +250,36 @@ def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
     return loss_BS.sum() / (target_BS != IGNORE).sum()
 
 
-def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size) -> Tensor:
+def sharded_loss(logits_BSv, target_BS, tp_group, vocab_size, smoothing=0.0) -> Tensor:
     """Return the mean loss, from sharded logits."""
-    loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, vocab_size)
+    loss_BS = vocab_parallel_cross_entropy(
+        logits_BSv, target_BS, tp_group, vocab_size, label_smoothing=smoothing
+    )
     return mean_over_targets(loss_BS, target_BS)
 
 
-def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size):
+def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size: int):
     """For comparison: gather all columns on every rank, then use F.cross_entropy."""
     logits_BSV = GatherFromTP.apply(logits_BSv, 2, tp_group)[..., :vocab_size]
-    return mean_loss(logits_BSV, target_BS)
+    return reference_loss(logits_BSV, target_BS)
+
+
+def reference_loss(logits_BSV: Tensor, target_BS: Tensor, smoothing=0.0) -> Tensor:
+    """The mean loss in one process. An edit of the sharded loss belongs here, too."""
+    logits = logits_BSV.flatten(0, 1)
+    return F.cross_entropy(logits, target_BS.flatten(), label_smoothing=smoothing)
 
 
 # ---- The same with PyTorch's API
 
 
 def vocab_plan() -> dict:
-    """Return lesson 02's plan, plus a sharded embedding and a head with sharded logits.
-
-    DTensor needs no padding: it allows shards of different sizes.
-    """
+    """Return lesson 02's plan, with a sharded embedding and sharded logits."""
     plan = tp_plan()
     # RowwiseParallel shards an embedding [V, D] along dim 0, a linear's weight along 1.
+    # DTensor needs no padding: it allows shards of different sizes.
     plan["embed_tokens"] = parallel.RowwiseParallel(input_layouts=Replicate())
-    # use_local_output=False: the logits stay a DTensor, from which loss_parallel sees
-    # that they are sharded.
+    # The logits stay a DTensor, so that loss_parallel sees that they are sharded.
     plan["lm_head"] = parallel.ColwiseParallel(
         output_layouts=Shard(-1), use_local_output=False
     )
@@ -288,9 +295,7 @@ def dtensor_vocab_transformer(full: Transformer, tp_group) -> Transformer:
     return model
 
 
-def train_with_loss_parallel(
-    name: str, model: Transformer, batches: list, args, loss_of
-) -> TrainingRun:
+def train_with_loss_parallel(name, model, batches, args, loss_of) -> TrainingRun:
     """Train a model whose logits are a sharded DTensor.
 
     Within loss_parallel, F.cross_entropy of such logits makes the same three
@@ -308,8 +313,8 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
 
     The Gumbel-max trick: argmax(logits + noise) is a sample from softmax(logits), if
     noise = −log(−log u) and u is uniform in (0, 1).
-    So a rank needs to pass in its best column only. All ranks generate the full noise
-    from one seed, so the sample is the same as in a single process.
+    So a rank passes in its best column only. All ranks generate the full noise from one
+    seed, so the sample is that of a single process.
 
     Communication: two all-reduces of one value each: the best score, and its token.
     """
@@ -325,27 +330,68 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
     return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # if equal, the first
 
 
+# ---- Optional: head and loss in pieces
+
+# The loss needs four tensors as large as the logits. In pieces of the sequence these
+# are that much smaller: each piece runs its backward at once, which frees them.
+
+
+def chunked_cross_entropy(h_BSD, target_BS, head, tp_group, vocab_size, pieces):
+    """Return the mean loss from hidden states: sharded_loss of head(h_BSD).
+
+    The head's gradients exist when it returns, so nothing may scale this loss.
+    Communication: forward three all-reduces per piece, together of 3·B·S values, and
+        one of B·S·D elements (f of the head); backward none.
+    """
+    count = (target_BS != IGNORE).sum()
+    total = 0.0
+    leaf_BSD = h_BSD.detach().requires_grad_()  # the pieces' dL/dh add up here
+    targets = target_BS.tensor_split(pieces, 1)
+    for h, target in zip(leaf_BSD.tensor_split(pieces, 1), targets):
+        logits = F.linear(h, head.weight, head.bias)
+        loss = vocab_parallel_cross_entropy(logits, target, tp_group, vocab_size).sum()
+        (loss / count).backward()
+        total = total + loss.detach() / count
+    # A rank used its columns of the head: its dL/dh is one of T partial sums.
+    grad_BSD = all_reduce(leaf_BSD.grad, tp_group)
+    return WithGradient.apply(h_BSD, grad_BSD, total)
+
+
+class WithGradient(torch.autograd.Function):
+    """A loss whose gradient dL/dh is known already."""
+
+    @staticmethod
+    def forward(ctx, h_BSD, grad_BSD, loss):
+        ctx.save_for_backward(grad_BSD)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * ctx.saved_tensors[0], None, None
+
+
 # ==== RUN
 
 
 def main(args, report: Report) -> None:
     """Train the same model four times, then look at the loss on its own."""
     tp_group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
-    # The groups of an axis of size 1 have one rank each. The run "loss by hand" uses
-    # such a group: it tests the loss's formula without any communication.
-    axes = {"all": args.ranks, "single": 1}
-    single_group = mesh_groups(axes, args.timeout)["single"]
+    # The groups of an axis of size 1 have one rank each. In such a group "loss by hand"
+    # tests the loss's formula without any communication.
+    single_group = mesh_groups({"all": args.ranks, "one": 1}, args.timeout)["one"]
     size = sizes_of(args)
     size["v"] = math.ceil(args.vocab_size / args.ranks)
     report.begin({"tp": args.ranks}, size, note=why_these_sizes(args.ranks))
     full = make_tied(args)
     batches = make_batches(__doc__, args, args.steps)
-    by_hand = partial(sharded_loss, tp_group=single_group, vocab_size=args.vocab_size)
-    with_tp = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
+    options = dict(vocab_size=args.vocab_size, smoothing=args.smoothing)
+    by_hand = partial(sharded_loss, tp_group=single_group, **options)
+    with_tp = partial(sharded_loss, tp_group=tp_group, **options)
+    reference = partial(reference_loss, smoothing=args.smoothing)
 
     runs = {}
     train = partial(train_transformer, batches=batches, args=args)
-    runs["without TP"] = train("without TP", copy.deepcopy(full))
+    runs["without TP"] = train("without TP", copy.deepcopy(full), loss_of=reference)
     check_reference(report, runs["without TP"], batches[0], size)
     report.section("Who holds what: each rank has v rows of the vocabulary")
     # If your edit raises an error in one run, its column says so; the others continue.
@@ -356,26 +402,27 @@ def main(args, report: Report) -> None:
         model = vocab_transformer(full, tp_group)
         show_placements_vocab(report, full, model)
         show_token_ranges(report, batches[0], size)
-        run = train("with TP", model, loss_of=with_tp, tp_group=tp_group)
-        padding = trim_padding(run)
-        runs["with TP"] = run
-    with report.column("DTensor"), CountDTensor("tp"):
-        model = dtensor_vocab_transformer(full, tp_group)
-        runs["DTensor"] = train_with_loss_parallel(
-            "DTensor", model, batches, args, mean_loss
-        )
+        runs["with TP"] = train("with TP", model, loss_of=with_tp, tp_group=tp_group)
+        padding = trim_padding(runs["with TP"])
+    if not args.smoothing:  # loss_parallel has none, if positions are ignored
+        with report.column("DTensor"), CountDTensor("tp"):
+            model = dtensor_vocab_transformer(full, tp_group)
+            run = train_with_loss_parallel("DTensor", model, batches, args, reference)
+            runs["DTensor"] = run
 
     show_training(report, runs)
     if "with TP" in runs:
         show_replicas(report, runs["with TP"], tp_group)
         show_padding(report, padding)
-    show_gradients_vocab(report, runs)
+    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
+    report.compare("gradients", values_of(runs, "gradients"), fold=fold_layers)
     with report.column("hard cases"):
         show_hard_cases(report, tp_group)
-    show_communication_vocab(report, size)
+    show_communication_vocab(report, runs, size)
     with report.column("loss alone"):
         show_loss_alone(report, size, tp_group)
     if "with TP" in runs:
+        show_pieces(report, runs["with TP"].model, batches[0], size, tp_group)
         show_sampling(report, runs, batches[0], tp_group)
 
 
@@ -411,7 +458,7 @@ def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
 def fold_layers(name: str) -> str:
     """The row of a parameter: embedding and head have their own, all others one."""
     is_new = name.startswith(("embed_tokens", "lm_head"))
-    return name if is_new else "all others, as in 02"
+    return name.partition(".")[0] if is_new else "all others, as in 02"
 
 
 def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
@@ -419,7 +466,7 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
     on_rank = dict(tp_model.named_parameters())
     rows = []
     for name, p in full.named_parameters():
-        if fold_layers(name) != name:
+        if not name.startswith(fold_layers(name)):
             continue
         local_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
         row = {"parameter": name, "global": list(p.shape)}
@@ -434,53 +481,37 @@ def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
 def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> None:
     """Print each rank's tokens, and how often they occur in the first batch."""
     tokens_BS, target_BS = batch
-    V = size["V"]
     v = size["v"]
+    ignored = (target_BS == IGNORE).sum().item()
+    found = {"inputs": 0, "targets": ignored}  # on any rank
     rows = []
     for rank in range(size["T"]):
-        held = range(min(V, rank * v), min(V, rank * v + v))  # empty if V is too small
+        held = range(size["V"])[rank * v : rank * v + v]  # empty if V is too small
         row = {"held by": f"rank {rank}", "tokens": "none"}
         if held:
             row["tokens"] = f"{held[0]} to {held[-1]}"
-        row["inputs"] = count_tokens(tokens_BS, held)
-        row["targets"] = count_tokens(target_BS, held)
+        for name, tokens in (("inputs", tokens_BS), ("targets", target_BS)):
+            row[name] = find_local_rows(tokens, v, rank)[1].sum().item()
+            found[name] += row[name]
         row["padding"] = v - len(held)
         rows.append(row)
-    ignored = count_tokens(target_BS, range(IGNORE, IGNORE + 1))
-    row = {"held by": "no rank", "tokens": "no target", "inputs": 0}
-    row["targets"] = ignored
-    row["padding"] = 0
-    rows.append(row)
-    sums = {"held by": "sum", "tokens": ""}
-    for name in ("inputs", "targets", "padding"):
-        sums[name] = sum(row[name] for row in rows)
     # Every position has one input token, and one target or none.
+    positions = size["B"] * size["S"]
     for name in ("inputs", "targets"):
-        report.expect(sums, name, "positions", name, size["B"] * size["S"])
-    if report.args.verbose or sums["off"]:
-        rows.append(sums)
+        report.expect(found, name, "positions", name, positions)
     report.table("tokens", rows)
-    padding = sums["padding"]
     report.conclude(
-        f"Of T·v = {size['T'] * v} rows, {padding} is padding; no rank holds IGNORE, "
-        "the target that is none."
+        f"Of T·v = {size['T'] * v} rows, {size['T'] * v - size['V']} is padding; no "
+        f"rank holds IGNORE, {ignored} of the {positions} targets."
     )
-
-
-def count_tokens(tokens: Tensor, held: range) -> int:
-    return ((tokens >= held.start) & (tokens < held.stop)).sum().item()
 
 
 def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
     """Check that padded rows got no gradient in step 1 and stayed zero to the end."""
-    row = {
-        "with TP": "rows of padding in gradients, parameters",
-        "tensors": len(padding),
-        "zero": 0,
-    }
+    row = {"with TP": "rows of padding", "tensors": len(padding), "zero": 0}
     for name, x in padding.items():
         kind, _, parameter = name.partition(" of ")
-        diff = rel_diff(x, torch.zeros_like(x))  # inf if it is not zero
+        diff = math.inf if x.any() else 0.0
         if report.check(kind, f"{parameter}, rows of padding", diff):
             row["zero"] += 1
     row["off"] = [] if row["zero"] == row["tensors"] else ["zero"]
@@ -489,111 +520,110 @@ def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
     report.agree("zero")
 
 
-def show_gradients_vocab(report: Report, runs: dict[str, TrainingRun]) -> None:
-    """Compare the gradients of step 1; all but embedding and head share one row."""
-    gradients = values_of(runs, "gradients")
-    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
-    report.compare("gradients", gradients, fold=fold_layers)
-
-
 # ---- Hard cases
 
 
-class Case(NamedTuple):
-    """Random logits and targets, and the line of the loss that they test."""
-
-    name: str
-    tests: str
-    vocab_size: int = 257
-    scale: float = 1.0  # of the logits
-    ignored: float = 0.0  # share of the positions
-    smoothing: float = 0.0
-
-
-HARD_CASES = [
-    Case("logits × 10,000", "exp stays finite", scale=10000.0),
-    Case("label smoothing 0.1", "Σ q·(x − m)", smoothing=0.1),
-    Case("20% have no target", "mean over targets", ignored=0.2),
-    Case("none has a target", "0 / 0 is nan", ignored=1.0),
-    Case("V = 1", "padding-only rank", vocab_size=1),
-    Case("V = 50,257, as GPT-2", "padding, long sums", vocab_size=50257),
-]
+# Random logits and targets, and the line of the loss that they test.
+HARD_CASES = {
+    "logits × 10,000": dict(scale=10000.0),  # exp stays finite
+    "label smoothing 0.1": dict(smoothing=0.1),  # Σ q·(x − m)
+    "20% have no target": dict(ignored=0.2),  # the mean over targets
+    "none has a target": dict(ignored=1.0),  # 0 / 0 is nan
+    "V = 1": dict(V=1),  # ranks with padding only
+    "V = 50,257, as GPT-2": dict(V=50257),  # padding, long sums
+}
 
 
 def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
     report.section("Where a loss easily goes wrong")
-    rows = [try_case(report, case, tp_group) for case in HARD_CASES]
-    first = rows[0]["case"]
-    brief = f"{len(rows)} cases, from {first} to {rows[-1]['case']}"
+    rows = [try_case(report, name, tp_group, **HARD_CASES[name]) for name in HARD_CASES]
+    brief = f"{len(rows)} cases, as logits × 10,000 and V = 50,257"
     report.table("hard cases", rows, brief=brief)
     report.agree("as F.cross_entropy")
+    check_slope(report, tp_group)
 
 
-def try_case(report: Report, case: Case, tp_group) -> dict:
-    """Return the row of a case: random logits and targets, in both losses."""
-    V = case.vocab_size
+def try_case(
+    report: Report, name: str, tp_group, V=257, scale=1.0, ignored=0.0, smoothing=0.0
+) -> dict:
+    """Return the row of a case. ignored: the share of positions without a target."""
     generator = torch.Generator().manual_seed(report.args.seed)
-    x_BSV = torch.randn(3, 5, V, generator=generator) * case.scale
+    x_BSV = torch.randn(3, 5, V, generator=generator) * scale
     x_BSV = x_BSV.to(report.args.device, getattr(torch, report.args.dtype))
     x_BSV.requires_grad_()
     target_BS = torch.randint(V, (3, 5), generator=generator)
-    ignored = round(case.ignored * target_BS.numel())
-    target_BS.view(-1)[:ignored] = IGNORE
+    target_BS.view(-1)[: round(ignored * 15)] = IGNORE
     target_BS = target_BS.to(report.args.device)
-    expected = F.cross_entropy(
-        x_BSV.flatten(0, 1), target_BS.flatten(), label_smoothing=case.smoothing
-    )
+    expected = reference_loss(x_BSV, target_BS, smoothing)
     expected.backward()
 
     # Columns of padding may hold anything; here a large logit, which must not matter.
     padding = (0, -V % tp_group.size())
-    padded = F.pad(x_BSV, padding, value=9.0)
-    x_BSv = shard(padded, 2, tp_group).requires_grad_()
-    loss_BS = vocab_parallel_cross_entropy(
-        x_BSv, target_BS, tp_group, V, label_smoothing=case.smoothing
-    )
-    loss = mean_over_targets(loss_BS, target_BS)
+    x_BSv = shard(F.pad(x_BSV, padding, value=9.0), 2, tp_group).requires_grad_()
+    loss = sharded_loss(x_BSv, target_BS, tp_group, V, smoothing)
     loss.backward()
-
     gradient = all_gather(x_BSv.grad, 2, tp_group)
-    loss_diff = diff_or_nan(loss, expected)
-    gradient_diff = diff_or_nan(gradient, F.pad(x_BSV.grad, padding))
-    row = {"case": case.name, "tests": case.tests}
-    row["F.cross_entropy"] = expected.item()
-    row["with TP"] = loss.item()
-    row["diff"] = max(loss_diff, gradient_diff)
-    row["off"] = []
+
+    # nan (no position has a target) has to be nan in both.
+    loss_diff = rel_diff(loss.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+    expected_gradient = F.pad(x_BSV.grad, padding).nan_to_num(nan=1e9)
+    gradient_diff = rel_diff(gradient.nan_to_num(nan=1e9), expected_gradient)
+    row = {"case": name}
+    row.update({"F.cross_entropy": expected.item(), "with TP": loss.item()})
+    row.update(diff=max(loss_diff, gradient_diff), off=[])
     # Kinds of their own: the verdict names the trained run's gradients first.
-    if not report.check("hard losses", case.name, loss_diff, report.allowed_loss):
+    if not report.check("hard losses", name, loss_diff, report.allowed_loss):
         row["off"].append("with TP")
-    if not report.check("hard gradients", case.name, gradient_diff, report.allowed):
+    if not report.check("hard gradients", name, gradient_diff, report.allowed):
         row["off"].append("diff")
     return row
 
 
-def diff_or_nan(got: Tensor, expected: Tensor) -> float:
-    """rel_diff, where nan equals nan; inf if only one of the two is nan."""
-    if not torch.equal(got.isnan(), expected.isnan()):
-        return math.inf
-    return rel_diff(got.where(~got.isnan(), 0), expected.where(~expected.isnan(), 0))
+def check_slope(report: Report, tp_group) -> None:
+    """Is the gradient that of this loss? It is not if only forward was edited.
+
+    Along a direction d a loss changes by (loss(x + h·d) − loss(x − h·d))/2h, and its
+    gradient says Σ gradient·d. Here for 15 tokens, each with a random d, in float64.
+    """
+    V = 4 * tp_group.size()  # no padding, so that the simplest form can be compared
+    generator = torch.Generator().manual_seed(report.args.seed)
+    x_and_d = torch.randn(2, 3, 5, V, generator=generator, dtype=torch.float64)
+    x_BSv, d_BSv = shard(x_and_d, 3, tp_group).to(report.args.device)
+    x_BSv.requires_grad_()
+    target_BS = torch.randint(V, (3, 5), generator=generator).to(report.args.device)
+    ε = report.args.smoothing
+    loss_of = lambda x: vocab_parallel_cross_entropy(
+        x, target_BS, tp_group, V, IGNORE, ε
+    )
+    (grad_BSv,) = torch.autograd.grad(loss_of(x_BSv).sum(), x_BSv)
+    slope_BS = all_reduce((grad_BSv * d_BSv).sum(-1), tp_group)
+    h = 1e-5  # the difference is off by about h², and by 1e-16/h
+    change_BS = loss_of(x_BSv + h * d_BSv) - loss_of(x_BSv - h * d_BSv)
+    diff = rel_diff(slope_BS, change_BS / (2 * h))
+    report.check("gradients", "of the loss, by a finite difference", diff, 1e-6)
+    report.conclude(
+        f"In 15 directions the gradient differs from a finite difference by {diff:.1e}."
+    )
+    simplest_BS = simplest_cross_entropy(x_BSv, target_BS, tp_group)
+    full_BS = vocab_parallel_cross_entropy(x_BSv, target_BS, tp_group, V)
+    report.check_tensor("hard losses", "simplest form", simplest_BS, full_BS, 1e-12)
 
 
 # ---- Communication and memory
 
 
-def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
+def show_communication_vocab(report: Report, runs, size: dict[str, int]) -> None:
     """Compare the collectives per step, by hand and by PyTorch, with formulas."""
     tensors = "16·L + 4" if report.args.tie else "16·L + 5"  # parameters of the model
+    # Lesson 02's 2·L, plus g of the embedding forward and f of the head backward.
+    activations = [Calls("(2·L + 1)", "B·S·D·e")]
     formulas = {
-        # Lesson 02's 2·L, plus g of the embedding forward and f of the head backward.
-        Call("with TP", "forward", "all-reduce", "tp"): [Calls("(2·L + 1)", "B·S·D·e")],
+        Call("with TP", "forward", "all-reduce", "tp"): activations,
         Call("with TP", "loss", "all-reduce", "tp"): [Calls("3", "B·S·e")],
-        Call("with TP", "backward", "all-reduce", "tp"): [
-            Calls("(2·L + 1)", "B·S·D·e")
-        ],
+        Call("with TP", "backward", "all-reduce", "tp"): activations,
         Call("with TP", "clipping", "all-reduce", "tp"): [Calls("1", "8")],  # a float64
-        Call("DTensor", "forward", "all-reduce", "tp"): [Calls("(2·L + 1)", "B·S·D·e")],
+        Call("DTensor", "forward", "all-reduce", "tp"): activations,
         Call("DTensor", "loss", "all-reduce", "tp"): [Calls("3", "B·S·e")],
         # In PyTorch's plan each of q, k and v has its own f; by hand they share one.
         Call("DTensor", "backward", "all-reduce", "tp"): [
@@ -604,17 +634,14 @@ def show_communication_vocab(report: Report, size: dict[str, int]) -> None:
         ],
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
+    formulas = {call: formulas[call] for call in formulas if call.run in runs}
     report.ledger(formulas, size, report.args.steps, brief=["DTensor", "clipping"])
-    sent = {"forward": 0, "loss": 0}
-    for row in report.data["communication"]:
-        if row["run"] == "with TP" and row["phase"] in sent:
-            sent[row["phase"]] += row["bytes"]
-    if sent["loss"]:
-        logits = evaluate("B·S·V·e", size)
-        report.conclude(
-            f"The loss all-reduces 3 values per token, {sent['loss']:,} bytes; all "
-            f"logits have {logits:,}."
+    sent = COMM.bytes[Call("with TP", "loss", "all-reduce", "tp")] // report.args.steps
+    if sent:
+        text = (
+            f"The loss all-reduces 3 values per token, {sent:,} bytes; all logits have "
         )
+        report.conclude(f"{text}{evaluate('B·S·V·e', size):,}.")
 
 
 def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
@@ -635,77 +662,83 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     report.ledger(formulas, size, brief=["loss"])
 
     # What autograd saves for backward, in bytes per rank.
-    gathered = {
-        "gathered: log-softmax": "B·S·V·e",
-        "gathered: number of targets (a float)": "e",
+    saved = {
+        # log-softmax; the number of targets, a float
+        "gathered: saved": "B·S·V·e + e",
+        # softmax; target columns and count, int64; three masks
+        "sharded: saved": "B·S·v·e + 8·(B·S + 1) + 2·B·S + v",
     }
-    sharded = {
-        "sharded: softmax": "B·S·v·e",
-        "sharded: target columns and count (int64)": "8·(B·S + 1)",
-        "sharded: is_local, has_target, padding (bool)": "2·B·S + v",
-    }
-    rows, sums = add_up(gathered, sizes)
-    rows.append(measured_row(report, "gathered: saved", "sum", sums, measured))
-    sharded_rows, sums = add_up(sharded, sizes)
-    rows.extend(sharded_rows)
-    rows.append(measured_row(report, "sharded: saved", "sum", sums, measured))
-    show_terms(report, rows)
+    rows = []
+    for what, formula in saved.items():
+        sums = {run: evaluate(formula, sizes[run]) for run in sizes}
+        rows.append(measured_row(report, what, formula, sums, measured))
+    report.table("memory", rows)
     if size["T"] > 1:
         gathered = COMM.bytes[gathered_call]
         sharded = COMM.bytes[sharded_call]
         report.conclude(
             f"For V = {V:,} a gathered loss sends {gathered:,} bytes, a sharded one "
-            f"{sharded:,}, as for any V; a rank saves 1/T of the softmax."
+            f"{sharded:,}."
         )
 
 
-def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str, int]:
-    """Return the bytes that each loss saves; count its calls under its own label."""
-    dtype = getattr(torch, args.dtype)
-    shape = (size["B"], size["S"])
-    target_BS = torch.zeros(shape, dtype=torch.int64, device=args.device)
-    saved_bytes = {}
-    for logits, loss_of in {"gathered": gathered_loss, "sharded": sharded_loss}.items():
-        x_BSv = torch.zeros(*shape, size["v"], dtype=dtype, device=args.device)
-        x_BSv.requires_grad_()
-        saved = SavedBytes([x_BSv, target_BS])  # the logits and targets do not count
-        with COMM.label(f"{logits}, {name}", "loss"):
-            with saved:
-                loss = loss_of(x_BSv, target_BS, tp_group, size["V"])
-            loss.backward()
-        saved_bytes[f"{logits}: saved"] = saved.total()
-    return saved_bytes
+def show_pieces(report: Report, model, batch: tuple, size: dict, tp_group) -> None:
+    """Head and loss of the trained model, at once and in pieces: is all the same?"""
+    pieces = min(4, size["S"])
+    longest = math.ceil(size["S"] / pieces)  # positions
+    runs = {  # pieces, all-reduces (f of the head is one), the peak
+        # In forward logits, x − m, exp and softmax; in backward also four.
+        "at once": (1, 4, "4·B·S·v·e"),
+        "in pieces": (pieces, 3 * pieces + 1, f"4·B·{longest}·v·e"),
+    }
+    results = {}
+    rows = []
+    for run, (parts, calls, formula) in runs.items():
+        row = {"head and loss": run}
+        results[run] = measure_head(row, model, batch, report.args, tp_group, parts)
+        row.update({"formula": formula, "diff": 0.0, "off": []})
+        what = f"head and loss {run}"
+        if size["T"] > 1:
+            sent = evaluate("3·B·S·e + B·S·D·e", size)
+            report.expect(row, "calls", "calls", what, calls)
+            report.expect(row, "bytes", "bytes", what, sent)
+        if size["v"] != size["D"] and longest > 1:  # the meter tells logits by shape
+            report.expect(
+                row, "peak of logits", "memory", what, evaluate(formula, size)
+            )
+        for name, expected in results["at once"].items():
+            diff = rel_diff(results[run][name], expected)
+            row["diff"] = max(row["diff"], diff)
+            if not report.check("gradients", f"{name}, {what}", diff, report.allowed):
+                row["off"].append("diff")
+        rows.append(row)
+    report.table("pieces", rows)
+    report.conclude(f"In {pieces} pieces the peak is 1/{pieces}; all gradients agree.")
 
 
 def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     """Sample the next token at each of the first positions of a line."""
-    report.section(
-        "Tokens sampled; sent for each: a score (4 bytes), its token (8), not V logits"
-    )
+    report.section("Tokens sampled; sent for each: a score and its token, not V logits")
     args = report.args
     generator = torch.Generator().manual_seed(args.seed)  # the same on every rank
     tokens_BS = batch[0][:1, :5]
     with torch.no_grad():
         logits_SV = runs["without TP"].model.eval()(tokens_BS)[0]
         logits_Sv = runs["with TP"].model.eval()(tokens_BS)[0]
-    expected = []
-    sampled = []
+    row = {"sampled": "tokens", "without TP": [], "with TP": []}
     for logits_V, logits_v in zip(logits_SV, logits_Sv):
         uniform_V = torch.rand(args.vocab_size, generator=generator)
-        noise_V = -(-uniform_V.log()).log()  # Gumbel
-        noise_V = noise_V.to(args.device)
-        expected.append(int((logits_V + noise_V).argmax()))
+        noise_V = (-(-uniform_V.log()).log()).to(args.device)  # Gumbel
+        row["without TP"].append(int((logits_V + noise_V).argmax()))
         with COMM.label("sampling", ""):
             token = sample_sharded(logits_v, noise_V, tp_group, args.vocab_size)
-        sampled.append(token)
-
-    row = {"sampled": "tokens", "without TP": expected, "with TP": sampled}
+        row["with TP"].append(token)
     row["bytes"] = COMM.bytes[Call("sampling", "", "all-reduce", "tp")]
     # Per token the best score (float32) and its token (int64); with T = 1 nothing.
-    predicted = len(sampled) * (4 + 8) if args.ranks > 1 else 0
+    predicted = len(row["with TP"]) * (4 + 8) if args.ranks > 1 else 0
     report.expect(row, "bytes", "bytes", "sampling", predicted)
-    wrong = [i for i, token in enumerate(sampled) if token != expected[i]]
-    if not report.check("sampling", "tokens", len(wrong)):
+    diff = rel_diff(row["with TP"], row["without TP"])
+    if not report.check("sampling", "tokens", diff):
         row["off"].append("with TP")
     report.table("sampling", [row])
 
@@ -716,7 +749,7 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
 BREAKS = {
     "ignored": dict(
         target="VocabParallelCrossEntropy.backward",
-        old="    grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)\n",
+        old="    grad_BSv = grad_BSv.where(counts_BS.unsqueeze(-1), 0)\n",
         new="",
         what="the gradient rows of ignored positions are not set to zero",
         symptom="the loss of step 1 is correct, because an ignored position has loss "
@@ -772,6 +805,17 @@ BREAKS = {
         why="exp(x) overflows float32 above x = 88; exp(x − max) is at most 1",
         reported="Megatron-LM, arXiv:1909.08053, sec. 3: the first of its all-reduces",
     ),
+    "partial": dict(
+        target="chunked_cross_entropy",
+        old="    grad_BSD = all_reduce(leaf_BSD.grad, tp_group)\n",
+        new="    grad_BSD = leaf_BSD.grad\n",
+        what="head and loss in pieces: a partial dL/dh is passed on as complete",
+        symptom="the loss and the head's gradients are right; all other gradients lack "
+        "what the other ranks' columns contribute",
+        why="the pieces' gradients were collected in a buffer that was taken to be "
+        "replicated, as h is; each rank's is one of T partial sums",
+        reported="github.com/pytorch/torchtitan/pull/3412",
+    ),
     "exponentials": dict(
         target="VocabParallelCrossEntropy.forward",
         old="    softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
@@ -822,9 +866,81 @@ def parse_args(ranks: int) -> argparse.Namespace:
     parser = lesson_parser(__doc__, BREAKS, sections=7, **sizes)
     text = "embedding and head share one weight"
     parser.add_argument("--tie", action="store_true", help=text)
+    text = "ε of label smoothing, 0 to 1 (0); DTensor's column is left out"
+    parser.add_argument("--smoothing", type=float, default=0.0, metavar="ε", help=text)
     args = parse_sizes(parser, ranks)
     args.tie = args.tie or args.bug == "tie"
+    if not 0 <= args.smoothing <= 1:
+        raise ValueError(f"--smoothing {args.smoothing}: must be from 0 to 1; take 0.1")
     return args
+
+
+# ---- How bytes are measured
+
+
+def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str, int]:
+    """Return the bytes that each loss saves; count its calls under its own label."""
+    dtype = getattr(torch, args.dtype)
+    shape = (size["B"], size["S"])
+    target_BS = torch.zeros(shape, dtype=torch.int64, device=args.device)
+    saved_bytes = {}
+    for logits, loss_of in {"gathered": gathered_loss, "sharded": sharded_loss}.items():
+        x_BSv = torch.zeros(*shape, size["v"], dtype=dtype, device=args.device)
+        x_BSv.requires_grad_()
+        saved = SavedBytes([x_BSv, target_BS])  # the logits and targets do not count
+        with COMM.label(f"{logits}, {name}", "loss"):
+            with saved:
+                loss = loss_of(x_BSv, target_BS, tp_group, size["V"])
+            loss.backward()
+        saved_bytes[f"{logits}: saved"] = saved.total()
+    return saved_bytes
+
+
+class PeakBytes(TorchDispatchMode):
+    """Within `with`: the most bytes at one time in floats [B, S, columns]."""
+
+    def __init__(self, columns: int):
+        super().__init__()
+        self.columns = columns
+        self.alive = weakref.WeakSet()  # a storage leaves it when it is freed
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and out.dim() == 3:
+            # Larger than the bias and its gradient.
+            if out.shape[-1] == self.columns and out.numel() > self.columns:
+                self.alive.add(out.untyped_storage())
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
+        return out
+
+
+def measure_head(row: dict, model, batch: tuple, args, tp_group, pieces: int) -> dict:
+    """Loss and gradients of a batch; in row calls, bytes and peak of head and loss."""
+    model.zero_grad()
+    torch.manual_seed(args.seed)  # the same dropout masks
+    head = model.lm_head
+    model.lm_head = nn.Identity()  # so that the model returns hidden states
+    h_BSD = model(batch[0])
+    model.lm_head = head
+    leaf_BSD = h_BSD.detach().requires_grad_()
+    run = f"{pieces} pieces"
+    with COMM.label(run, "loss"), PeakBytes(len(head.weight)) as meter:
+        if pieces == 1:
+            logits_BSv = head(leaf_BSD)
+            loss = sharded_loss(logits_BSv, batch[1], tp_group, args.vocab_size)
+        else:
+            loss = chunked_cross_entropy(
+                leaf_BSD, batch[1], head, tp_group, args.vocab_size, pieces
+            )
+        loss.backward()
+    h_BSD.backward(leaf_BSD.grad)
+    results = {name: p.grad for name, p in model.named_parameters()}
+    results["loss"] = loss.detach()
+    call = Call(run, "loss", "all-reduce", "tp")
+    row.update({"calls": COMM.calls[call], "bytes": COMM.bytes[call]})
+    row["peak of logits"] = meter.peak
+    return results
 
 
 # endregion
@@ -840,7 +956,6 @@ from datetime import timedelta
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -1769,18 +1884,6 @@ def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None
         parameters=(measured["parameters"], stored["without TP"]),
         activations=(measured["saved for backward"], saved["without TP"]),
     )
-
-
-def show_terms(report: Report, rows: list[dict]) -> None:
-    """A table of terms and measured sums; without --verbose, of the sums only.
-
-    (lesson 02)"""
-    if report.args.verbose:
-        report.table("memory", rows)
-        return
-    sums = [row for row in rows if "off" in row]
-    report.table("memory sums", sums, hide=["formula"])
-    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
 
 
 def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:

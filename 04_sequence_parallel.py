@@ -422,7 +422,7 @@ def main(args, report: Report) -> None:
     show_partial_gradients(report, runs, full, batches[0], tp_group)
     show_communication_sp(report, size)
     with report.column("in pieces"):
-        show_pieces(report, size, tp_group)
+        show_product_in_pieces(report, size, tp_group)
     with report.column("one layer"):
         show_memory_sp(report, size, tp_group)
     show_padded_lengths(report, tp_group)
@@ -585,7 +585,7 @@ def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
     return rows
 
 
-def show_pieces(report: Report, size: dict[str, int], tp_group) -> None:
+def show_product_in_pieces(report: Report, size: dict[str, int], tp_group) -> None:
     """The product of up_proj, with its input gathered in pieces and in one piece."""
     args = report.args
     if args.ranks == 1:
@@ -2107,10 +2107,8 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
 
     (lesson 03)"""
     if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        low = tokens.min().item()
-        high = tokens.max().item()
-        text = f"tokens {low} to {high}: the vocabulary is 0 to {vocab_size - 1}"
-        raise ValueError(text)
+        text = f"tokens {tokens.min()} to {tokens.max()}: the vocabulary is 0 to "
+        raise ValueError(text + str(vocab_size - 1))
 
 
 def find_local_rows(tokens: Tensor, v: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -2160,7 +2158,7 @@ def vocab_transformer(full: Transformer, tp_group: dist.ProcessGroup) -> Transfo
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """−log softmax(x)[target] of sharded logits x; see vocab_parallel_cross_entropy.
+    """The full loss: with padding, ignored positions, label smoothing, and backward.
 
     (lesson 03)"""
 
@@ -2171,47 +2169,36 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         padding_v = token_v >= vocab_size  # columns that are no token
         x_BSv = logits_BSv.masked_fill(padding_v, float("-inf"))  # exp(−∞) = 0
         x_BSv = x_BSv.to(torch.promote_types(x_BSv.dtype, torch.float32))
-        # First all-reduce: the largest logit, so that no exp overflows.
         max_BS = all_reduce(x_BSv.amax(-1), tp_group, dist.ReduceOp.MAX)
         x_BSv = x_BSv - max_BS.unsqueeze(-1)
-        # Second: the sum of the exponentials.
         exp_BSv = x_BSv.exp()
         sum_BS = all_reduce(exp_BSv.sum(-1), tp_group)
-        # Third: the target's logit. Only the rank with the target's row of the head has
-        # this column; the others add 0. IGNORE is in no rank's range.
+        # IGNORE is in no rank's range, so all ranks add 0 for it.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
-        picked_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
-        picked_BS = picked_BS.where(is_local_BS, 0)
-        if smoothing:  # Σ q·(x − m) instead; padding (−∞) is left out
-            picked_BS = (1 - smoothing) * picked_BS
-            picked_BS += (
-                smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
-            )
-        loss_BS = sum_BS.log() - all_reduce(picked_BS, tp_group)
+        q_x_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
+        q_x_BS = (1 - smoothing) * q_x_BS.where(is_local_BS, 0)
+        if smoothing:  # every token counts; padding (−∞) is left out
+            q_x_BS += smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
+        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)
         softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)
-        has_target_BS = target_BS != ignore
-        ctx.save_for_backward(
-            softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v
-        )
-        ctx.vocab_size = vocab_size
+        counts_BS = target_BS != ignore  # does this position have a target?
+        ctx.save_for_backward(softmax_BSv, column_BS, is_local_BS, counts_BS, padding_v)
         ctx.smoothing = smoothing
+        ctx.smooth_target = smoothing / vocab_size  # ε/V, for every token
         ctx.dtype = logits_BSv.dtype
-        return loss_BS.where(has_target_BS, 0)
+        return loss_BS.where(counts_BS, 0)
 
     @staticmethod
     def backward(ctx, upstream_BS):
         # Nothing is sent: upstream_BS is equal on all ranks, because they all computed
         # the same loss, and softmax − q needs this rank's columns only.
-        softmax_BSv, column_BS, is_local_BS, has_target_BS, padding_v = (
-            ctx.saved_tensors
-        )
-        smooth_target = ctx.smoothing / ctx.vocab_size  # ε/V, for every token
-        grad_BSv = (softmax_BSv - smooth_target).masked_fill(padding_v, 0)
+        softmax_BSv, column_BS, is_local_BS, counts_BS, padding_v = ctx.saved_tensors
+        grad_BSv = (softmax_BSv - ctx.smooth_target).masked_fill(padding_v, 0)
         extra_BS = (1 - ctx.smoothing) * is_local_BS.to(softmax_BSv)  # at the target
         grad_BSv.scatter_add_(-1, column_BS.unsqueeze(-1), -extra_BS.unsqueeze(-1))
         grad_BSv = grad_BSv * upstream_BS.unsqueeze(-1)
         # The loss of an ignored position is 0, but its softmax − q is not.
-        grad_BSv = grad_BSv.where(has_target_BS.unsqueeze(-1), 0)
+        grad_BSv = grad_BSv.where(counts_BS.unsqueeze(-1), 0)
         return grad_BSv.to(ctx.dtype), None, None, None, None, None
 
 
@@ -2239,9 +2226,11 @@ def mean_over_targets(loss_BS: Tensor, target_BS: Tensor) -> Tensor:
     return loss_BS.sum() / (target_BS != IGNORE).sum()
 
 
-def sharded_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size) -> Tensor:
+def sharded_loss(logits_BSv, target_BS, tp_group, vocab_size, smoothing=0.0) -> Tensor:
     """Return the mean loss, from sharded logits (lesson 03)."""
-    loss_BS = vocab_parallel_cross_entropy(logits_BSv, target_BS, tp_group, vocab_size)
+    loss_BS = vocab_parallel_cross_entropy(
+        logits_BSv, target_BS, tp_group, vocab_size, label_smoothing=smoothing
+    )
     return mean_over_targets(loss_BS, target_BS)
 
 

@@ -39,22 +39,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
+import math
 import os
 import sys
 import time
-from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
-    from held_bytes import HeldBytes, HeldTensor
-    from pytorch_schedules import PYTORCH, lists_by_pytorch
+    from held_bytes import HeldBytes, PipelineMeters  # noqa: F401 (for notebooks)
+    from pytorch_schedules import PYTORCH, lists_by_pytorch, most_in_flight
+    from timeline import draw_rank
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -62,7 +62,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 65 to 299, in about 24 minutes. Stop at RUN.
+# Read lines 65 to 328, in about 26 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -133,6 +133,15 @@ def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
     if kind == "zero-bubble":
         return (P - 1) * (t_F + t_B - t_W)
     return (P - 1) * (t_F + t_B + t_W)
+
+
+def in_flight_of(kind: str, rank: int, P: int, M: int, v: int) -> int:
+    """Forward passes without a backward pass yet, at most: chunks × micro-batches."""
+    if kind == "gpipe":  # backward begins when all forward passes are done
+        return M
+    if kind == "interleaved":
+        return min((v - 1) * P + 2 * (P - rank - 1) + 1, M * v)
+    return min(P - rank, M)
 
 
 def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
@@ -239,6 +248,26 @@ class VirtualPipeline(lesson05.Pipeline):
             linear.add_weight_gradient(x, grad_y)
 
 
+def chunks_of_model(full: nn.Module, v: int, pp, split: bool) -> tuple[list, dict]:
+    """This rank's v chunks of layers, and the names of their parameters.
+
+    split: with SplitLinears (below), for weight passes.
+    """
+    chunks = []
+    names = {}
+    for chunk in range(v):
+        model = copy.deepcopy(full)
+        if split:
+            split_linears(model)
+        # In a chunk, layer 0 may be layer 4 of the full model: so names come first.
+        name_of = {p: name for name, p in model.named_parameters()}
+        number = chunk * pp.size() + pp.rank()
+        chunks.append(lesson05.slice_stage(model, number, v * pp.size()))
+        for p in chunks[-1].parameters():
+            names[p] = name_of[p]
+    return chunks, names
+
+
 # ---- Backward in two parts
 
 
@@ -300,7 +329,6 @@ def split_linears(module: nn.Module) -> None:
 # ==== RUN
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-COLUMNS = 72  # of a timeline
 
 
 def main(args, report: lesson00.Report) -> None:
@@ -321,7 +349,7 @@ def main(args, report: lesson00.Report) -> None:
     # Each section prints as soon as its numbers exist.
     show_chunks(report)
     runs = {}
-    warm_up(full, micro_batches, targets, groups, args)
+    warm_up(full, micro_batches, targets, groups)
     for kind in KINDS:
         with report.column(kind):
             runs[kind] = run_schedule(kind, full, micro_batches, targets, groups, args)
@@ -346,9 +374,11 @@ class ScheduleRun:
         # All ranks share one clock if they are on one host: times from the first start.
         self.events = lesson00.gather_objects(pipeline.events)
         begin = min(of_rank[0]["start"] for of_rank in self.events)
+        self.computing = 0.0  # seconds, mean over ranks
         for rank, of_rank in enumerate(self.events):
             for event in of_rank:
                 event.update(run=kind, rank=rank)
+                self.computing += (event["end"] - event["start"]) / len(self.events)
                 event["start"] -= begin
                 event["end"] -= begin
         self.length = max(of_rank[-1]["end"] for of_rank in self.events)
@@ -359,153 +389,76 @@ def chunks_of(kind: str, args) -> int:
     return args.chunks if kind == "interleaved" else 1
 
 
-def cost_of(kind: str, args) -> dict[str, float]:
-    """Seconds that a step of a chunk takes at least: t_F = t_B = t_W."""
-    # A chunk has 1/v of a stage's layers.
-    unit = args.sleep / 1000 / chunks_of(kind, args)
+def cost_of(kind: str, unit: float, v: int) -> dict[str, float]:
+    """How long a step of a chunk takes if t_F = t_B = t_W = unit in a stage."""
     # Without weight passes, a backward pass computes dL/dx and dL/dW.
-    backward = unit if kind == "zero-bubble" else 2 * unit
-    return {"forward": unit, "backward": backward, "weight": unit}
+    backward = 1 if kind == "zero-bubble" else 2
+    return {"forward": unit / v, "backward": backward * unit / v, "weight": unit / v}
 
 
-def loss_part(targets: int):
-    """(logits, targets of a micro-batch) → its part of the mean loss (lesson 05)."""
-
-    def loss_of(logits_bSV: Tensor, target_bS: Tensor) -> Tensor:
-        loss_bS = F.cross_entropy(
-            logits_bSV.transpose(1, 2), target_bS, reduction="none"
-        )
-        return lesson05.part_of_mean(loss_bS, targets)
-
-    return loss_of
-
-
-def make_pipeline(kind, full, targets, groups, cost, args) -> tuple:
-    """This rank's chunks in a pipeline, and the names of their parameters."""
+def lists_of(kind: str, v: int, args) -> list[list]:
+    """Of each rank: (phase, virtual stage, micro-batch), as `plan` takes them."""
     P = args.ranks
-    v = chunks_of(kind, args)
-    # One module per chunk, in the order of its virtual stages.
-    chunks = []
-    names = {}
-    for chunk in range(v):
-        # Every rank cuts its chunks out of a copy of the full model.
-        model = copy.deepcopy(full)
-        if kind == "zero-bubble":
-            split_linears(model)
-        # In a chunk, layer 0 may be layer 4 of the full model: so names come first.
-        name_of = {p: name for name, p in model.named_parameters()}
-        number = chunk * P + groups["pp"].rank()
-        chunks.append(lesson05.slice_stage(model, number, v * P))
-        for p in chunks[-1].parameters():
-            names[p] = name_of[p]
-    return MeasuredPipeline(chunks, loss_part(targets), groups, cost), names
+    lists = []
+    for rank in range(P):
+        steps = steps_of(kind, rank, P, args.microbatches, v)
+        lists.append([(phase, chunk * P + rank, i) for phase, (chunk, i) in steps])
+    return lists
+
+
+def loss_part(targets: int, logits_bSV: Tensor, target_bS: Tensor) -> Tensor:
+    """What a micro-batch adds to the mean loss of the batch (lesson 05)."""
+    logits = logits_bSV.transpose(1, 2)
+    loss_bS = F.cross_entropy(logits, target_bS, reduction="none")
+    return lesson05.part_of_mean(loss_bS, targets)
 
 
 def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRun:
     """One batch through a pipeline; the counters get the schedule's name."""
-    cost = cost_of(kind, args)
-    pipeline, names = make_pipeline(kind, full, targets, groups, cost, args)
-    rank = groups["pp"].rank()
+    v = chunks_of(kind, args)
+    chunks, names = chunks_of_model(full, v, groups["pp"], kind == "zero-bubble")
+    cost = cost_of(kind, args.sleep / 1000, v)
+    pipeline = MeasuredPipeline(chunks, partial(loss_part, targets), groups, cost)
     # Lists that do not fit together are found here, by all ranks, before any waits.
-    planned = planned_length(kind, args)
-    steps = steps_of(kind, rank, args.ranks, args.microbatches, chunks_of(kind, args))
+    times = plan(lists_of(kind, v, args), v * args.ranks - 1, cost_of(kind, 1.0, v))
+    planned = max(end for _, end in times.values())
+    steps = steps_of(kind, groups["pp"].rank(), args.ranks, args.microbatches, v)
     with lesson00.COMM.blocking("the barrier before a run", list(range(args.ranks))):
         dist.barrier()  # one start for the timeline
     loss = pipeline.run(steps, micro_batches)
-    rename_counts("mesh", kind)
+    for counter in (lesson00.COMM.calls, lesson00.COMM.bytes):
+        for call in list(counter):
+            if call.run == "mesh":  # as which lesson 05's pipeline counts everything
+                counter[call._replace(run=kind)] = counter.pop(call)
     return ScheduleRun(kind, steps, planned, pipeline, names, loss)
 
 
-def warm_up(full, micro_batches, targets, groups, args) -> None:
+def warm_up(full, micro_batches, targets, groups) -> None:
     """The first passes of a process are slow: run them before anything is measured."""
     # With this one schedule, all functions of the others have run as well.
-    cost = dict.fromkeys(("forward", "backward", "weight"), 0.0)
-    pipeline, _ = make_pipeline("zero-bubble", full, targets, groups, cost, args)
-    steps = [(phase, (0, 0)) for phase in cost]
+    chunks, _ = chunks_of_model(full, 1, groups["pp"], split=True)
+    steps = [("forward", (0, 0)), ("backward", (0, 0)), ("weight", (0, 0))]
+    pipeline = MeasuredPipeline(chunks, partial(loss_part, targets), groups)
     pipeline.run(steps, micro_batches[:1])
     lesson00.COMM.calls.clear()
     lesson00.COMM.bytes.clear()
 
 
-def rename_counts(run: str, new: str) -> None:
-    """Calls that were counted for one run become those of another."""
-    for counter in (lesson00.COMM.calls, lesson00.COMM.bytes):
-        for call in list(counter):
-            # lesson 05's pipeline counts everything as "mesh".
-            if call.run == run:
-                counter[call._replace(run=new)] = counter.pop(call)
-
-
 def one_process(full, micro_batches, targets: int) -> dict[str, Tensor]:
     """The loss and all gradients of the same micro-batches, one after the other."""
     model = copy.deepcopy(full)
-    loss_of = loss_part(targets)
     total = 0.0
     for tokens_bS, target_bS in micro_batches:
         # In the order in which each stage takes them: sums have the same rounding.
-        loss = loss_of(model(tokens_bS), target_bS)
+        loss = loss_part(targets, model(tokens_bS), target_bS)
         loss.backward()
         total = total + loss.detach()
-    expected = {"loss": total}
-    for name, p in model.named_parameters():
-        expected[name] = p.grad
-    return expected
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    return dict(expected, loss=total)
 
 
-# ---- A pipeline that records when it computed, and what it held
-
-
-class MeasuredPipeline(VirtualPipeline):
-    """A pipeline that also records events, and the bytes that it holds.
-
-    cost: phase → seconds that a step takes at least; it sleeps for the rest.
-    """
-
-    def __init__(self, chunks: list[nn.Module], loss_of, groups, cost=None):
-        super().__init__(chunks, loss_of, groups)
-        self.cost = cost or dict.fromkeys(("forward", "backward", "weight"), 0.0)
-        self.held = HeldBytes(nn.ModuleList(chunks))
-
-    def run(self, steps: list[tuple], micro_batches: list) -> Tensor:
-        self.events = []
-        self.for_weights = {}  # (chunk, micro-batch) → HeldTensors of its weight pass
-        self.held.reset()
-        # Around all of it: a graph that is made between passes is seen as well.
-        with self.held:
-            return super().run(steps, micro_batches)
-
-    def compute_forward(self, i: int, x: Tensor, target: Tensor) -> Tensor:
-        self.held.forward_pass += 1
-        with self.record_event("forward", i):
-            return super().compute_forward(i, x, target)
-
-    def compute_backward(self, i: int, y: Tensor, grad: Tensor | None) -> None:
-        with self.record_event("backward", i):
-            super().compute_backward(i, y, grad)
-            # These lists are not autograd's: hold them where the meter sees them.
-            self.for_weights[self.chunk, i] = [
-                (HeldTensor(x, self.held), HeldTensor(grad_y, self.held))
-                for _, x, grad_y in SplitLinear.later
-            ]
-
-    def weight(self, which: tuple[int, int]) -> None:
-        self.chunk = which[0]
-        with self.record_event("weight", which[1]):
-            super().weight(which)
-            del self.for_weights[which]
-
-    @contextmanager
-    def record_event(self, phase: str, i: int):
-        """Record when this rank computed, and by how much the bytes held changed."""
-        before = self.held.now
-        start = time.time()
-        yield
-        if self.like.is_cuda:
-            torch.cuda.synchronize()
-        time.sleep(max(0.0, start + self.cost[phase] - time.time()))
-        event = {"what": phase, "chunk": self.chunk, "microbatch": i}
-        event.update(start=start, end=time.time(), bytes=self.held.now - before)
-        self.events.append(event)
+class MeasuredPipeline(PipelineMeters, VirtualPipeline):
+    """A pipeline that also records events and the bytes that it holds."""
 
 
 def add_meters(training: lesson05.MeshTraining) -> None:
@@ -534,13 +487,11 @@ def show_chunks(report: lesson00.Report) -> None:
 
 
 def layers_in(args, number: int, v: int) -> str:
-    """The layers of virtual stage `number`, with E and H at the ends."""
-    # Virtual stages of all ranks.
-    count = v * args.ranks
-    # As slice_stage cuts.
-    layers = torch.arange(args.layers).tensor_split(count)[number].tolist()
-    ends = ("E " if number == 0 else "", " H" if number == count - 1 else "")
-    return ends[0] + " ".join(str(layer) for layer in layers) + ends[1]
+    """The layers of virtual stage `number`, as slice_stage cuts; with E and H."""
+    last = v * args.ranks - 1
+    layers = torch.arange(args.layers).tensor_split(last + 1)[number].tolist()
+    text = " ".join(str(layer) for layer in layers)
+    return ("E " if number == 0 else "") + text + (" H" if number == last else "")
 
 
 def show_timelines(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
@@ -551,9 +502,8 @@ def show_timelines(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> Non
         "   backward (a later chunk: A B …); =: a weight pass; ·: it waits"
     )
     report.data["timeline"] = []
-    longest = max((run.length for run in runs.values()), default=1.0)
-    # One scale, so that a shorter schedule has a shorter line.
-    scale = longest / COLUMNS  # seconds per mark
+    # One scale, so that a shorter schedule has a shorter line: seconds per mark.
+    scale = max((run.length for run in runs.values()), default=1.0) / 72
     for kind, run in runs.items():
         report.say(f"   {kind}, {run.length:.2f} s")
         for rank, of_rank in enumerate(run.events):
@@ -561,34 +511,10 @@ def show_timelines(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> Non
             report.say(f"   rank {rank}  {draw_rank(of_rank, run.length, scale)}")
 
 
-def draw_rank(events: list[dict], length: float, scale: float) -> str:
-    """One line of a timeline; scale: seconds per mark."""
-    # It waits wherever no event is drawn.
-    line = ["·"] * round(length / scale)
-    for event in events:
-        start = int(event["start"] / scale)
-        # At least one mark, however short the step was.
-        end = max(start + 1, round(event["end"] / scale))
-        line[start:end] = mark_of(event) * (end - start)
-    return "".join(line[: round(length / scale)])
-
-
-def mark_of(event: dict) -> str:
-    """The mark of a step in a timeline."""
-    i = event["microbatch"]
-    if event["what"] == "weight":
-        return "="
-    if event["what"] == "forward":
-        digits = "⁰¹²³⁴⁵⁶⁷⁸⁹" if event["chunk"] else "0123456789"
-        return digits[(i + 1) % 10]
-    return chr(ord("A" if event["chunk"] else "a") + i % 26)
-
-
 def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     """The bubble, waiting/computing: by formula, from the lists, and as measured."""
     args = report.args
-    P = args.ranks
-    M = args.microbatches
+    computing = 3 * args.microbatches  # of a rank, in units of t_F = t_B = t_W
     formulas = {
         "gpipe": "(P − 1)(t_F + t_B + t_W)",
         "1f1b": "(P − 1)(t_F + t_B + t_W)",
@@ -596,113 +522,55 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         "zero-bubble": "(P − 1)(t_F + t_B − t_W)",
     }
     rows = []
+    report.data["bubble"] = {}
     for kind, run in runs.items():
-        # Waiting and computing in units of t_F.
-        computing = 3 * M  # if t_F = t_B = t_W = 1
         waits = run.planned - computing
         row = {"schedule": kind, "a rank waits": formulas[kind], "=": f"{waits:g}"}
-        row["/computing"] = f"{waits / computing:.3f}"
-        row["off"] = []
-        predicted = bubble_of(kind, P, chunks_of(kind, args))
-        name = f"bubble of {kind}, by its lists"
-        if not report.check("plan", name, abs(waits - predicted), 1e-9):
+        row.update({"/computing": f"{waits / computing:.3f}", "off": []})
+        off = abs(waits - bubble_of(kind, args.ranks, chunks_of(kind, args)))
+        if not report.check("plan", f"bubble of {kind}, by its lists", off, 1e-9):
             row["off"].append("=")
         # No step is shorter than stated, so a run cannot be shorter than its plan.
-        shortest = (computing + waits) * args.sleep / 1000
-        name = f"{kind} is not shorter than its lists"
-        report.check("plan", name, max(0.0, shortest - run.length), 1e-3)
-        bubble = run.length / mean_computing(run) - 1
-        # On a busy machine this is larger, never smaller.
+        early = max(0.0, run.planned * args.sleep / 1000 - run.length)
+        report.check("plan", f"{kind} is not shorter than its lists", early, 1e-3)
+        # On a busy machine the measured bubble is larger, never smaller.
+        bubble = run.length / run.computing - 1
         row["measured"] = f"{bubble:.3f}"
-        report.data.setdefault("bubble", {})[kind] = bubble
+        report.data["bubble"][kind] = bubble
         rows.append(row)
     report.section("The bubble: waiting/computing")
     report.table("bubbles", rows)
-    text = "What is more than planned comes from messages and from shared cores."
-    if args.sleep:
-        text = f"t_F = t_B = t_W = {args.sleep:g} ms at least. {text}"
-    report.conclude(text)
-    waits = {kind: run.planned - 3 * M for kind, run in runs.items()}
-    if waits.get("1f1b") and len(waits) == len(KINDS):
-        shares = [100 * waits[kind] / waits["1f1b"] for kind in KINDS[2:]]
-        text = (
-            "By their lists, interleaved waits {:.0f} % as long as 1F1B, zero bubble "
-        )
-        report.conclude(f"{text}{{:.0f}} %.".format(*shares))
-
-
-def mean_computing(run: ScheduleRun) -> float:
-    """Seconds that a rank computed, mean over ranks."""
-    total = 0.0
-    for of_rank in run.events:
-        for event in of_rank:
-            total += event["end"] - event["start"]
-    return total / len(run.events)
-
-
-def planned_length(kind: str, args) -> float:
-    """A run's length by its lists, if t_F = t_B = t_W = 1 and messages take no time."""
-    v = chunks_of(kind, args)
-    # --sleep 1000 is one unit per t_F.
-    cost = cost_of(kind, argparse.Namespace(sleep=1000, chunks=args.chunks))
-    lists = []
-    for rank in range(args.ranks):
-        lists.append(stage_numbers(kind, rank, v, args))
-    times = plan(lists, v * args.ranks - 1, cost)
-    return max(end for _, end in times.values())
-
-
-def stage_numbers(kind: str, rank: int, v: int, args) -> list[tuple]:
-    """A rank's steps with virtual stages instead of chunks: as `plan` takes them."""
-    steps = []
-    for phase, (chunk, i) in steps_of(kind, rank, args.ranks, args.microbatches, v):
-        steps.append((phase, chunk * args.ranks + rank, i))
-    return steps
-
-
-def in_flight_of(kind: str, rank: int, args) -> int:
-    """Forward passes without a backward pass yet, at most: chunks × micro-batches."""
-    P = args.ranks
-    M = args.microbatches
-    # GPipe begins backward when all forward passes are done.
-    if kind == "gpipe":
-        return M
-    if kind == "interleaved":
-        v = args.chunks
-        return min((v - 1) * P + 2 * (P - rank - 1) + 1, M * v)
-    return min(P - rank, M)
+    text = f"t_F = t_B = t_W = {args.sleep:g} ms at least. " if args.sleep else ""
+    if args.ranks > 1 and len(runs) == len(KINDS):
+        waits = [runs[kind].planned - computing for kind in KINDS]
+        text += f"By their lists interleaved waits {100 * waits[2] / waits[1]:.0f} %, "
+        text += f"zero bubble {100 * waits[3] / waits[1]:.0f} % of 1F1B's time. "
+    report.conclude(f"{text}More than that comes from messages and shared cores.")
 
 
 def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     """Micro-batches in flight, and the bytes held for backward, at the peak."""
     args = report.args
-    flight = []
-    held = []
-    for rank in range(args.ranks):
-        flight.append({"in flight, at most": f"rank {rank}"})
-        held.append({"bytes at the peak": f"rank {rank}"})
-    left = 0
+    # Rows are ranks, so that any number of ranks fits the screen.
+    flight = [{"in flight, at most": f"rank {rank}"} for rank in range(args.ranks)]
+    held = [{"bytes at the peak": f"rank {rank}"} for rank in range(args.ranks)]
     for kind, run in runs.items():
         # Each rank measures itself; every rank gets all numbers.
-        measured = {"peak": run.pipeline.held.peak, "expected": expected_peak(run)}
-        measured["passes"] = run.pipeline.held.peak_passes
-        measured["left"] = run.pipeline.held.now
-        measured["not done"] = sum(len(x) for x in run.pipeline.in_flight_of)
-        for rank, of_rank in enumerate(lesson00.gather_objects(measured)):
+        measured = {"passes": run.pipeline.held.peak_passes}
+        measured.update(peak=run.pipeline.held.peak, expected=expected_peak(run))
+        done = {"bytes left": run.pipeline.held.now}
+        done["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_of)
+        v = chunks_of(kind, args)
+        for rank, of_rank in enumerate(lesson00.gather_objects(dict(measured, **done))):
+            predicted = in_flight_of(kind, rank, args.ranks, args.microbatches, v)
             flight[rank][kind] = of_rank["passes"]
             held[rank][kind] = of_rank["peak"]
             name = f"{kind}, in flight on rank {rank}"
-            predicted = in_flight_of(kind, rank, args)
             report.expect(flight[rank], kind, "memory", name, predicted)
             name = f"{kind}, bytes at the peak on rank {rank}"
             report.expect(held[rank], kind, "memory", name, of_rank["expected"])
-            report.check(
-                "memory", f"{kind}, bytes left on rank {rank}", of_rank["left"]
-            )
-            name = f"{kind}, left in flight on rank {rank}"
-            report.check("memory", name, of_rank["not done"])
-            left += of_rank["left"]
-    # Rows are ranks, so that any number of ranks fits the screen.
+            for what in done:
+                report.check("memory", f"{kind}, {what} on rank {rank}", of_rank[what])
     report.section("What each rank holds for backward, measured")
     report.say(
         "   in flight  forward passes whose backward pass is still to come\n"
@@ -711,14 +579,12 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     )
     report.table("in flight", flight)
     report.table("memory", held)
-    report.say(f"   Held at the end: {left:,} bytes.")
     if args.ranks > 1 and len(runs) == len(KINDS):
-        first = held[0]["1f1b"] / held[0]["gpipe"]
+        first = 100 * held[0]["1f1b"] / held[0]["gpipe"]
         last = held[-1]["zero-bubble"] / held[-1]["1f1b"]
         report.conclude(
-            f"On rank 0, 1F1B holds {100 * first:.0f} % of GPipe. On the last rank, "
-            f"zero bubble holds {last:.1f} times as much as 1F1B, because its weight "
-            "passes come later."
+            f"On rank 0, 1F1B holds {first:.0f} % of GPipe. On the last rank, zero "
+            f"bubble holds {last:.1f} times 1F1B: its weight passes come later."
         )
 
 
@@ -728,24 +594,18 @@ def expected_peak(run: ScheduleRun) -> int:
     A backward pass releases what its forward pass saved. With weight passes it leaves
     inputs and gradients of all linears, until the weight pass releases them.
     """
-    saved = {}
+    changes = {}
     for event in run.pipeline.events:
         which = (event["chunk"], event["microbatch"])
-        if event["what"] == "forward":
-            saved[which] = event["bytes"]
-        # What a weight pass releases is what backward had left for it.
-        elif event["what"] == "weight":
-            saved["weight", which] = -event["bytes"]
+        changes[event["what"], which] = event["bytes"]
     now = 0
     peak = 0
     # In the order of the list, not of the clock.
     for phase, which in run.steps:
-        if phase == "forward":
-            now += saved[which]
-        elif phase == "backward":
-            now -= saved[which] - saved.get(("weight", which), 0)
-        else:
-            now -= saved["weight", which]
+        change = changes[phase, which]
+        if phase == "backward":
+            change = -changes["forward", which] - changes.get(("weight", which), 0)
+        now += change
         peak = max(peak, now)
     return peak
 
@@ -755,50 +615,38 @@ def show_gradients(report, runs: dict[str, ScheduleRun], expected: dict) -> None
     rows = []
     for kind, run in runs.items():
         # Only the rank of the last stage has a loss; the others add 0.
-        loss = lesson00.all_reduce(run.loss, run.pipeline.pp)
-        row = {"schedule": kind, "loss": loss.item(), "gradients": 0, "diff": 0.0}
-        row["off"] = []
-        if not report.check(
-            "gradients", f"loss, {kind}", off_by(loss, expected["loss"])
-        ):
-            row["off"].append("loss")
-        of_ranks = lesson00.gather_objects(run.gradients)
-        for of_rank in of_ranks:
-            for name, grad in of_rank.items():
-                diff = off_by(grad, expected[name])
-                row["diff"] = max(row["diff"], diff)
-                row["gradients"] += 1
-                if not report.check("gradients", f"{name}, {kind}", diff):
-                    row["off"].append("diff")
-        # One entry of `expected` is the loss.
-        missing = len(expected) - 1 - row["gradients"]
+        found = {"loss": lesson00.all_reduce(run.loss, run.pipeline.pp)}
+        for of_rank in lesson00.gather_objects(run.gradients):
+            found.update(of_rank)
+        row = {"schedule": kind, "loss": found["loss"].item()}
+        row.update({"gradients": len(found) - 1, "diff": 0.0, "off": []})
+        for name, x in found.items():
+            diff = lesson00.rel_diff(x, expected[name])
+            if not torch.equal(x, expected[name]):
+                diff = diff or math.inf  # another dtype
+            row["diff"] = max(row["diff"], diff)
+            if not report.check("gradients", f"{name}, {kind}", diff):
+                row["off"].append("loss" if name == "loss" else "diff")
+        missing = len(expected) - len(found)
         report.check("gradients", f"all parameters have one, {kind}", missing)
         rows.append(row)
     report.section("Gradients: bitwise those of one process")
     report.table("gradients", rows)
 
 
-def off_by(x: Tensor, expected: Tensor) -> float:
-    """0 if all bits are the same."""
-    return 0.0 if torch.equal(x, expected) else lesson00.rel_diff(x, expected) or 1e-30
-
-
 def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
     """Messages of rank 0: with v chunks v times as many."""
     formulas = {}
-    P = report.args.ranks
     for kind, run in runs.items():
         v = chunks_of(kind, report.args)
         rank = run.pipeline.pp.rank()
         # The last virtual stage has none after it, the first one none before it.
-        for phase, chunks in (
-            ("forward", v - 1 if rank == P - 1 else v),
-            ("backward", v - 1 if rank == 0 else v),
-        ):
-            call = lesson00.Call(kind, phase, "send/recv", "pp")
+        forward = v - 1 if rank == report.args.ranks - 1 else v
+        backward = v - 1 if rank == 0 else v
+        for phase, chunks in (("forward", forward), ("backward", backward)):
             count = f"{chunks}·M" if chunks != 1 else "M"
-            header = lesson00.Calls(count, "40")
-            formulas[call] = [header, lesson00.Calls(count, "e·b·S·D")]
+            terms = [lesson00.Calls(count, "40"), lesson00.Calls(count, "e·b·S·D")]
+            formulas[lesson00.Call(kind, phase, "send/recv", "pp")] = terms
     report.section("Messages of rank 0: a header of 5 int64, and b·S·D elements each")
     report.ledger(formulas, size, hide=["collective"])
 
@@ -813,88 +661,42 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
     if args.ranks == 1 or args.microbatches < 2 * args.ranks:
         report.say("   These schedules require 2 ranks and M = 2·P or more.")
         return
-    # It logs its plans.
-    logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     rows = []
-    is_other = True  # are its lists of interleaved 1F1B other than ours?
     for name, about in PYTORCH.items():
         with report.column(f"PyTorch's {name}"):
-            schedule, names = pytorch_schedule(about, full, targets, groups, args)
-            row = pytorch_row(name, schedule, args)
-            if name == "interleaved":
-                lists = [
-                    stage_numbers(name, rank, 2, args) for rank in range(args.ranks)
-                ]
-                is_other = lists != lists_by_pytorch(schedule, full="backward")
-                report.check("PyTorch", "interleaved: the same lists", float(is_other))
+            loss_of = partial(loss_part, targets)
+            made = about.make(full, loss_of, groups["pp"], args.microbatches)
+            row = pytorch_row(report, name, made[0])
             if about.is_run:
-                diff = pytorch_gradients(schedule, names, micro_batches, expected, args)
+                found = about.gradients(*made, micro_batches)
+                diff = max(lesson00.rel_diff(found[x], expected[x]) for x in found)
                 row["gradients"] = f"{diff:.1e}"
                 allowed = report.allowed
                 if not report.check("PyTorch", f"gradients, {name}", diff, allowed):
-                    row["off"] = ["gradients"]
+                    row["off"].append("gradients")
             rows.append(row)
     report.table("PyTorch", rows)
-    if not is_other:
-        report.say(
-            "   Its interleaved schedule has the lists of this script, step by step."
-        )
 
 
-def pytorch_schedule(about, full, targets: int, groups, args) -> tuple:
-    """A schedule of PyTorch with this rank's two stages, and their parameters."""
-    P = args.ranks
-    rank = groups["pp"].rank()
-    stages = []
-    names = {}
-    # In a V, rank 0 has the first and the last stage.
-    for number in (rank, 2 * P - 1 - rank if about.is_v else P + rank):
-        model = copy.deepcopy(full)
-        name_of = {p: name for name, p in model.named_parameters()}
-        module = lesson05.slice_stage(model, number, 2 * P)
-        for p in module.parameters():
-            names[p] = name_of[p]
-        device = torch.device(args.device)
-        stages.append(PipelineStage(module, number, 2 * P, device, group=groups["pp"]))
-    # scale_grads: a loss is divided by the batch's targets already, not by M.
-    schedule = about.schedule(
-        stages, args.microbatches, loss_fn=loss_part(targets), scale_grads=False
-    )
-    return schedule, names
-
-
-def pytorch_row(name: str, schedule, args) -> dict:
+def pytorch_row(report, name: str, schedule) -> dict:
     """A schedule's bubble by its lists, and what a rank has in flight."""
-    cost = {"forward": 0.5, "backward": 0.5, "weight": 0.5, "full": 1.0}
+    args = report.args
+    computing = 3 * args.microbatches
     lists = lists_by_pytorch(schedule)
-    # A chunk is half of a stage here.
+    # A chunk is half of a stage here; a full backward pass is B and W in one.
+    cost = {"forward": 0.5, "backward": 0.5, "weight": 0.5, "full": 1.0}
     times = plan(lists, 2 * args.ranks - 1, cost)
-    waits = max(end for _, end in times.values()) - 3 * args.microbatches
-    most = []
-    for steps in lists:
-        in_flight = [0]
-        for phase, _, _ in steps:
-            change = {"forward": 1, "weight": 0}.get(phase, -1)
-            in_flight.append(in_flight[-1] + change)
-        most.append(str(max(in_flight)))
+    waits = max(end for _, end in times.values()) - computing
     row = {"PyTorch's": name, "waits": f"{waits:g}"}
-    row["/computing"] = f"{waits / (3 * args.microbatches):.3f}"
-    row["in flight"] = " ".join(most)
+    row["/computing"] = f"{waits / computing:.3f}"
+    row["in flight"] = " ".join(most_in_flight(steps) for steps in lists)
     row["gradients"] = ""  # largest relative difference
+    row["off"] = []
+    if name == "interleaved":  # the lists of this script, step by step
+        is_other = lists_of(name, 2, args) != lists_by_pytorch(schedule, "backward")
+        if not report.check("PyTorch", "interleaved: the same lists", float(is_other)):
+            row["off"].append("waits")
     return row
-
-
-def pytorch_gradients(schedule, names, micro_batches, expected: dict, args) -> float:
-    """One step; the largest relative difference of a gradient of this rank."""
-    # PyTorch splits the batch itself: into the same micro-batches.
-    tokens_BS = torch.cat([tokens for tokens, _ in micro_batches])
-    target_BS = torch.cat([target for _, target in micro_batches])
-    # The first stage takes tokens; the rank of the last one uses the targets.
-    inputs = [tokens_BS] if dist.get_rank() == 0 else []
-    with lesson00.COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
-        schedule.step(*inputs, target=target_BS, losses=[])
-    diffs = [lesson00.rel_diff(p.grad, expected[name]) for p, name in names.items()]
-    return max(diffs)
 
 
 # ==== BREAK IT

@@ -1,11 +1,13 @@
-"""A meter of the bytes that autograd holds for backward, in one process.
+"""Meters of a pipeline: when it computed, and the bytes that are held for backward.
 
 A helper of beyond/14_schedules.py and tools/dry_run.py, no script.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -73,3 +75,56 @@ class HeldBytes(torch.autograd.graph.saved_tensors_hooks):
             if self.of_pass[held.forward_pass] == 0:
                 del self.of_pass[held.forward_pass]
             self.peak_passes = max(self.peak_passes, len(self.of_pass))
+
+
+class PipelineMeters:
+    """What beyond/14's VirtualPipeline gets, to record events and bytes held.
+
+    cost: phase → seconds that a step takes at least; it sleeps for the rest.
+    """
+
+    def __init__(self, chunks: list[nn.Module], loss_of, groups, cost=None):
+        super().__init__(chunks, loss_of, groups)
+        self.cost = cost or dict.fromkeys(("forward", "backward", "weight"), 0.0)
+        self.held = HeldBytes(nn.ModuleList(chunks))
+
+    def run(self, steps: list[tuple], micro_batches: list) -> Tensor:
+        self.events = []
+        self.for_weights = {}  # (chunk, micro-batch) → HeldTensors of its weight pass
+        self.held.reset()
+        # Around all of it: a graph that is made between passes is seen as well.
+        with self.held:
+            return super().run(steps, micro_batches)
+
+    def compute_forward(self, i: int, x: Tensor, target: Tensor) -> Tensor:
+        self.held.forward_pass += 1
+        with self.record_event("forward", i):
+            return super().compute_forward(i, x, target)
+
+    def compute_backward(self, i: int, y: Tensor, grad: Tensor | None) -> None:
+        with self.record_event("backward", i):
+            super().compute_backward(i, y, grad)
+            # These lists are not autograd's: hold them where the meter sees them.
+            self.for_weights[self.chunk, i] = [
+                (HeldTensor(x, self.held), HeldTensor(grad_y, self.held))
+                for _, x, grad_y in self.later[self.chunk, i]
+            ]
+
+    def weight(self, which: tuple[int, int]) -> None:
+        self.chunk = which[0]
+        with self.record_event("weight", which[1]):
+            super().weight(which)
+            del self.for_weights[which]
+
+    @contextmanager
+    def record_event(self, phase: str, i: int):
+        """Record when this rank computed, and by how much the bytes held changed."""
+        before = self.held.now
+        start = time.time()
+        yield
+        if self.like.is_cuda:
+            torch.cuda.synchronize()
+        time.sleep(max(0.0, start + self.cost[phase] - time.time()))
+        event = {"what": phase, "chunk": self.chunk, "microbatch": i}
+        event.update(start=start, end=time.time(), bytes=self.held.now - before)
+        self.events.append(event)

@@ -1,18 +1,61 @@
-"""PyTorch's schedules of pipelines, and their plans as lists of steps.
+"""PyTorch's schedules of pipelines: made, run, and their plans as lists of steps.
 
 A helper of beyond/14_schedules.py, no script. Some of these names are PyTorch's own and
 not documented.
 """
 
+import copy
+import logging
 from typing import NamedTuple
 
-from torch.distributed.pipelining import schedules
+import torch
+import torch.distributed as dist
+from course import lesson00, lesson05
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
 
 
 class PyTorchSchedule(NamedTuple):
     schedule: type
     is_v: bool  # the second chunk of rank r is stage 2·P − 1 − r, not P + r
     is_run: bool  # otherwise only its lists are looked at
+
+    def make(self, full: nn.Module, loss_of, pp, M: int) -> tuple:
+        """This rank's two stages in a schedule, and the names of their parameters.
+
+        loss_of: a micro-batch's part of the loss. pp: the group of the pipeline.
+        """
+        # It logs its plans.
+        logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
+        P = pp.size()
+        device = next(full.parameters()).device
+        second = 2 * P - 1 - pp.rank() if self.is_v else P + pp.rank()
+        stages = []
+        names = {}
+        for number in (pp.rank(), second):
+            model = copy.deepcopy(full)
+            name_of = {p: name for name, p in model.named_parameters()}
+            module = lesson05.slice_stage(model, number, 2 * P)
+            for p in module.parameters():
+                names[p] = name_of[p]
+            stage = PipelineStage(module, number, 2 * P, device, group=pp)
+            if torch.__version__ < (2, 10):  # as in lesson 05
+                stage._get_init_p2p_neighbors_ops = list
+            stages.append(stage)
+        # scale_grads: a loss is divided by the batch's targets already, not by M.
+        return self.schedule(stages, M, loss_fn=loss_of, scale_grads=False), names
+
+    def gradients(self, schedule, names: dict, micro_batches: list) -> dict:
+        """One step; the gradients of this rank."""
+        # PyTorch splits the batch itself: into the same micro-batches.
+        tokens_BS = torch.cat([tokens for tokens, _ in micro_batches])
+        target_BS = torch.cat([target for _, target in micro_batches])
+        # The first stage takes tokens; the rank of the last one uses the targets.
+        inputs = [tokens_BS] if dist.get_rank() == 0 else []
+        ranks = list(range(dist.get_world_size()))
+        with lesson00.COMM.blocking("PyTorch's pipeline", ranks):
+            schedule.step(*inputs, target=target_BS, losses=[])
+        return {name: p.grad for p, name in names.items()}
 
 
 PYTORCH = {
@@ -47,3 +90,12 @@ def lists_by_pytorch(schedule, full: str = "full") -> list[list]:
                 steps.append((phase, part.stage_index, part.microbatch_index))
         lists.append(steps)
     return lists
+
+
+def most_in_flight(steps: list[tuple]) -> str:
+    """Forward passes of a rank without a backward pass yet, at most."""
+    in_flight = [0]
+    for phase, _, _ in steps:
+        change = {"forward": 1, "weight": 0}.get(phase, -1)
+        in_flight.append(in_flight[-1] + change)
+    return str(max(in_flight))

@@ -51,7 +51,7 @@ PLAYERS = {
     "sp-layer": ("04", 3),
     "wrong-gradient": ("04", 4),
     "schedules": ("14", 3),
-    "batch": ("05", 8),
+    "batch": ("05", 9),
     "context-ring": ("11", 2),
     "context-zigzag": ("11", 2),
 }

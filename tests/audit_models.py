@@ -326,12 +326,15 @@ class Odd(nn.Module):
         self.batch_norm = nn.BatchNorm1d(D)
         self.last = nn.Linear(D, D, bias=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("table", 3.0 ** -torch.arange(D).float())
         self.group = None
         self.bug = ""
         self.length = None
 
     def forward(self, x, memory):
         x = x + 0.1 * torch.randn(x.shape)
+        positions = torch.arange(S).to(self.table)
+        x = x + (positions[:, None] * self.table).cos()
         memory = self.norm(memory)
         queried = x
         if self.group is not None:
@@ -359,6 +362,7 @@ def odd_subject(bug: str):
             linear.bias = piece(linear.bias, group)
         model.o.weight = piece(model.o.weight, group, 1)
         model.length = model.last.weight.detach().norm()
+        model.table = model.table.float()  # a constructor that names a dtype
         model.group = group
         model.bug = bug
         return model
@@ -390,14 +394,18 @@ class Pair(nn.Module):
         return Sum.apply(y, self.group) + self.down.bias
 
 
+def split_pair(pair, group, bug: str) -> None:
+    pair.up.weight = piece(pair.up.weight, group)
+    pair.up.bias = piece(pair.up.bias, group)
+    pair.down.weight = piece(pair.down.weight, group, 1)
+    pair.group = group
+    pair.bug = bug
+
+
 def pairs_subject(bug: str):
     def parallelize(model, group):
         for pair in model:
-            pair.up.weight = piece(pair.up.weight, group)
-            pair.up.bias = piece(pair.up.bias, group)
-            pair.down.weight = piece(pair.down.weight, group, 1)
-            pair.group = group
-            pair.bug = bug
+            split_pair(pair, group, bug)
         return model
 
     subject = renamed_subject(bug)
@@ -457,7 +465,15 @@ def experts_subject(bug: str):
         moe.bug = bug
         return model
 
-    return SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
+    subject = SimpleNamespace(build=build, parallelize=parallelize, batch=tokens_batch)
+    if bug == "experts summed":  # as DistributedDataParallel does
+
+        def after_backward(model):
+            for p in model[1].experts.parameters():
+                dist.all_reduce(p.grad)
+
+        subject.after_backward = after_backward
+    return subject
 
 
 # ---- LoRA: the weights are frozen, two factors are trained.
@@ -576,7 +592,9 @@ class Block(nn.Module):
 
     def parallel(self, x, h):
         self.calls += 1
-        z = self.middle(Copy.apply(h, self.group))
+        if self.bug != "train only" or not self.training:  # f is only in eval mode
+            h = Copy.apply(h, self.group)
+        z = self.middle(h)
         if self.bug == "leaky":
             z = Leaky.apply(z)
         state = torch.get_rng_state()
@@ -660,12 +678,15 @@ def block_subject(bug: str):
         up = model[1].up.weight
         if bug == "rounded":
             up.data = up.data.bfloat16().to(up.dtype)
+        if bug == "flat":  # a wrong output in another shape than the full model's
+            model[0].register_forward_hook(lambda m, inputs, y: 1.5 * y.flatten(0, 1))
+            model[1].register_forward_pre_hook(lambda m, x: x[0].view(3, S, D))
         if bug == "rows":
             factors = torch.ones(len(up), 1)
             factors[3:5] = 2
             up.register_hook(lambda grad: grad * factors.to(grad))
         # A library may store weights in float32, and add parameters of its own.
-        model[0].up.weight.data = model[0].up.weight.data.float().to(up.dtype)
+        model[0].up.weight.data = model[0].up.weight.data.float()
         model[2].extra = nn.Parameter(torch.zeros(D))
         model[2].register_forward_hook(lambda m, inputs, output: output + 0 * m.extra)
         return model
@@ -871,17 +892,51 @@ class Head(nn.Module):
 
 def stack_subject(bug: str):
     def parallelize(model, group):
-        pair = model[1].pair
-        pair.up.weight = piece(pair.up.weight, group)
-        pair.up.bias = piece(pair.up.bias, group)
-        pair.down.weight = piece(pair.down.weight, group, 1)
-        pair.group = group
-        pair.bug = bug
+        split_pair(model[1].pair, group, bug)
         return model
 
     subject = renamed_subject(bug)
     subject.build = lambda: nn.Sequential(Stack(), Head())
     subject.parallelize = parallelize
+    return subject
+
+
+# ---- A gather that stands between two modules, in the forward around them.
+
+
+class Rejoined(nn.Module):
+    """On ranks, the norm gets this rank's rows, and the pair all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D)
+        self.pair = Pair()
+        self.group = None
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.group is None:
+            return self.pair(self.norm(x))
+        x = self.norm(Rows.apply(x, self.group))
+        return self.pair(Gather.apply(x, self.group, False))
+
+
+def rejoined_subject(bug: str):
+    subject = stack_subject("")
+
+    def parallelize(model, group):
+        split_pair(model.pair, group, bug)
+        model.group = group
+        return model
+
+    def after_backward(model):
+        for p in model.norm.parameters():
+            dist.all_reduce(p.grad)
+
+    subject.build = Rejoined
+    subject.parallelize = parallelize
+    subject.after_backward = after_backward
     return subject
 
 
@@ -941,7 +996,7 @@ MODELS = {
         "contiguous": "fused",
         "detached": "gradient of its uses: 0 × head + 1 × wte",
         "broadcast": "wrong piece",
-        "float32": "forward wrong",
+        "float32": "forward right but for rounding",
         "norm on rank 0": "norm",
         "wrong slice": "gradient another rank's piece",
         "own rate": "update differs between replicas",
@@ -957,6 +1012,7 @@ MODELS = {
     experts_subject: {
         "router": "gradient sum",
         "wrong expert": "wrong parameter",
+        "experts summed": "gradient of several pieces",
         "scale": "forward wrong",
     },
     lora_subject: {"A": "gradient sum", "B": "gradient sum"},
@@ -964,7 +1020,9 @@ MODELS = {
     block_subject: {
         "local width": ["forward", "1"],
         "bias on rank 0": ["forward right on", "1"],
+        "flat": ["forward", "the model"],
         "leaky": ["backward of a module", "1"],
+        "train only": ["train mode", "1.norm.weight"],
         "same masks": ["dropout same", "1"],
         "recomputed": ["dropout recomputed", "1"],
         "rounded": ["rounded", "1.up.weight"],
@@ -982,6 +1040,7 @@ MODELS = {
     columns_subject: {"pieces summed": ["gradient of several pieces", "1.weight"]},
     convolution_subject: {"bias": ["forward bias", "1"]},
     stack_subject: {"no f": ["gradient sum", "0.norm.weight"]},
+    rejoined_subject: {"no f": ["backward slice", "the model"]},
     doubled_subject: {
         "idle": ["update without gradient", "1.idle"],
         "rate": ["later loss", "loss"],

@@ -73,6 +73,9 @@ def test_a_text_says_where_it_was_seen(ranks):
     """Rows of a gradient, the call of a module, and who returns a wrong gradient."""
     assert "in rows [3, 4] of 16 on rank 0" in of_models(ranks, "rows")["texts"][0]
     assert "call 2" in of_models(ranks, "second call")["texts"][0]
+    assert "0 before it is of shape [18, 16]" in of_models(ranks, "flat")["texts"][0]
+    rounded = of_models(ranks, "float32")["texts"][0]
+    assert re.search(r"by \de-0[789] of the largest", rounded)
     said = of_models(ranks, "reduced again")["texts"][0]
     assert re.match(r"after two backward passes off by 0\.\d+", said)
     stacks = [b for b in ranks[0]["models"] if b["model"] == "stack_subject"]
@@ -80,10 +83,14 @@ def test_a_text_says_where_it_was_seen(ranks):
 
 
 def test_what_follows_has_no_advice_of_its_own(ranks):
-    """A wrong gradient that arrives makes all gradients behind it wrong."""
+    """A wrong gradient that arrives makes all gradients behind it wrong, and a module's
+    wrong parameter its output."""
     bugs = [b for b in ranks[0]["models"] if b["model"] == "pairs_subject"]
     assert bugs[0]["own"] == ["backward partial"]
     assert len(bugs[0]["categories"]) > 4
+    wrong_piece = of_models(ranks, "broadcast")
+    assert wrong_piece["own"] == ["wrong piece"]
+    assert ["forward wrong", "attn"] in wrong_piece["categories"]
 
 
 def test_what_was_not_compared_is_listed(ranks):
@@ -93,7 +100,8 @@ def test_what_was_not_compared_is_listed(ranks):
     own = "parameters that are not the full model's: "
     assert said["block_subject"] == [f"{own}2.extra", clip]
     assert said["doubled_subject"] == [f"{own}1.weight", clip]
-    buffers, numbers, last = said["odd_subject"]
+    train, buffers, numbers, last = said["odd_subject"]
+    assert train == "gradients in train mode"
     assert "batch_norm.running_mean" in buffers and "random numbers" in numbers
     assert last == clip
 
@@ -327,7 +335,8 @@ def test_the_verdict_on_a_run_that_did_not_end():
     raised = ended({**slow, "error/1": error("forward", "ValueError: no")})
     assert raised["verdict"] == "WRONG"
     sizes = "RuntimeError: gloo EnforceNotMet: preamble.length"
-    assert ended({**slow, "error/1": error("forward", sizes)})["verdict"] == "WRONG"
+    other = ended({**slow, "error/1": error("forward", sizes)})
+    assert other["verdict"] == "WRONG" and "--dtype float32" in other["failed"][-1]
     text = "RuntimeError: gloo: timed out"
     lost = ended({**slow, "error/1": error("forward", text)})
     assert lost["verdict"] == "NOT KNOWN"
@@ -345,6 +354,50 @@ def test_a_rank_has_the_variables_of_torchrun_and_of_the_user(monkeypatch):
     found = [env[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     assert found == ["1", "1", "4"]
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "1234")
+
+
+def test_a_users_file_hides_no_package(tmp_path):
+    """It is imported under a private name, so `import chess` in it finds a package."""
+    path = tmp_path / "chess.py"
+    path.write_text("here = __name__")
+    before = list(sys.path)
+    found = rank.load_subject(path)
+    sys.path[:] = before
+    assert "chess" not in sys.modules and sys.modules[found.here] is found
+
+
+def test_a_python_without_torch_is_told():
+    ended = subprocess.run(
+        [sys.executable, "-S", "-E", "tools/audit.py", "--example", "tp"],
+        cwd=jobs.ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr == "error: this Python has no torch; see README.md, Start\n"
+
+
+def test_the_page_names_what_is_not_seen():
+    page = (jobs.ROOT / "docs" / "audit.md").read_text("utf-8")
+    said = page.partition("## What it cannot see")[2].partition("\n## ")[0]
+    said = " ".join(said.split())
+    for words in ("any buffer that training changes", "no pieces of the full model's",
+                  "called another number of times", "`dropout_p`", "`main_grad`",
+                  "random numbers of your own"):  # fmt: skip
+        assert words in said, words
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_plans_of_transformers(model, monkeypatch, capsys):
+    """The file for all plans; the page shows what is said of Qwen3's hook."""
+    pytest.importorskip("transformers", "5.20")
+    monkeypatch.setenv("MODEL", model)
+    monkeypatch.setenv("LAYERS", "1")
+    code = command.main(["--example", "hf", "--timeout", "200"])
+    said = capsys.readouterr().out
+    assert code == (1 if model == "qwen3" else 0), said
+    if model == "qwen3":
+        page = (jobs.ROOT / "docs" / "audit.md").read_text("utf-8")
+        for line in said.splitlines()[1:]:  # the first one is the path here
+            assert line in page.splitlines(), line
 
 
 def test_an_error_has_its_module_and_a_hint():

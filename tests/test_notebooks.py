@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 import jobs
 import nbformat
 import pytest
+import torch.distributed as dist
 from jobs import ROOT
 from jupyter_client.manager import start_new_kernel
 from kernel import held_ports
@@ -37,6 +39,7 @@ ON_FOUR = (MESH, "10_checkpoints", "11_context_parallel", "13_mesh_2d")
 # Whose code a notebook shows that has no lesson of its own.
 LESSON = {JAX: "01_naive_mlp_tp", "07_plan_a_run": MESH}
 LESSON["12_wrong_gradients"] = "01_naive_mlp_tp"
+LESSON["17_generate"] = "03_vocab_parallel"
 # Ranks of the first run, elsewhere 2.
 RUN = {
     MESH: 8,
@@ -385,6 +388,247 @@ def test_cells_that_only_draw_are_folded_and_neighbors_are_one(name):
         kind = f"folded, %%px {where}" if folded else ""
         assert not kind or kind != above, cell["source"]
         above = kind
+
+
+# How long a reader takes. Rates were chosen so that their sum is near what authors had
+# estimated for sections before: 200 words and 12 lines of code per minute.
+LIMIT = 90
+
+
+def minutes(cells) -> float:
+    """A minute per picture and half of one per quiz, for thinking; 8 per exercise.
+
+    Folded cells, checks and solutions are not read. Code that a cell shows is.
+    """
+    total = 0.0
+    for cell in cells:
+        source = "".join(cell["source"])
+        tags = " ".join(cell["metadata"].get("tags", []))
+        if cell["cell_type"] == "markdown":
+            total += source.count("<summary><b>Quiz") / 2
+            solution = r"<details><summary>Solution.*?</details>|```.*?```"
+            total += len(re.sub(solution, "", source, flags=re.S).split()) / 200
+            continue
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            shown = "".join(data.get("text/markdown", "")).splitlines()
+            total += sum(bool(line.strip()) for line in shown[1:-1]) / 12
+            total += "image/png" in data
+        if "exercise-" in tags:
+            total += 8
+        elif "check-" not in tags and "hide-input" not in tags:
+            total += sum(bool(line.strip()) for line in source.splitlines()) / 12
+    return total
+
+
+def sections(book) -> dict[str, list]:
+    """The line that says how long it takes → the cells of that section."""
+    found, cells = {}, []
+    for cell in book["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown" and source.startswith("## "):
+            cells = found.setdefault(source.splitlines()[2], [])
+        cells.append(cell)
+    return found
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_takes_ninety_minutes_and_says_how_long_each_section_takes(name):
+    book = NOTEBOOKS[name]
+    assert minutes(book["cells"]) <= LIMIT
+    for line, cells in sections(book).items():
+        stated, estimate = int(re.search(r"\((\d+) minutes\)", line)[1]), minutes(cells)
+        text = f"{line} Its text, code and exercises take {estimate:.0f}"
+        assert abs(stated - estimate) <= 2 + estimate / 5, text
+
+
+def test_minutes_count_what_is_read():
+    def cell(source, tags=(), outputs=(), kind="code"):
+        metadata = {"tags": list(tags)}
+        made = {"source": source, "metadata": metadata, "outputs": list(outputs)}
+        return made | {"cell_type": kind}
+
+    code = "x = 1\n\n" * 24  # 24 lines, and empty ones
+    png = {"data": {"image/png": ""}}
+    shown = {"data": {"text/markdown": "```python\n" + "y\n" * 36 + "```"}}
+    assert minutes([cell(code)]) == 2
+    assert minutes([cell(code, ["hide-input"], [png])]) == 1
+    assert minutes([cell(code, ["check-1"])]) == 0
+    assert minutes([cell("...", ["exercise-1"])]) == 8
+    assert minutes([cell("", [], [shown])]) == 3
+    assert minutes([cell("word " * 400, kind="markdown")]) == 2
+    hidden = "<details><summary>Solution</summary>\n" + "word " * 400 + "</details>"
+    assert minutes([cell(hidden, kind="markdown")]) == 0
+
+
+# Sentences about numbers, compared with the output beside them, or with the formula.
+
+
+def text_of(name: str, kind: str = "markdown") -> str:
+    """All of a notebook's prose; or of what its cells printed."""
+    found = []
+    for cell in NOTEBOOKS[name]["cells"]:
+        if kind == "markdown" and cell["cell_type"] == "markdown":
+            found.append("".join(cell["source"]))
+        for output in cell.get("outputs", []) if kind == "printed" else []:
+            found.append("".join(output.get("text", "")))
+    return "\n".join(found)
+
+
+def numbers(name: str, pattern: str, kind: str = "markdown") -> list[float]:
+    """What the groups of a pattern match in the one place where it does."""
+    found = re.findall(pattern, text_of(name, kind), re.S)
+    assert len(found) == 1, f"{pattern!r} is {len(found)} times in {name}"
+    groups = (found[0],) if isinstance(found[0], str) else found[0]
+    return [float(group.replace(",", "")) for group in groups]
+
+
+def test_times_of_01_are_as_its_table_says():
+    """TP does not pay at the smallest width, and does at the one that is named."""
+    name = "01_naive_mlp_tp"
+    rows = re.findall(
+        r"^ *(\d+) +[\d.]+ +[\d.]+ +[\d.]+ +([\d.]+)$", text_of(name, "printed"), re.M
+    )
+    speedup = {int(width): float(ratio) for width, ratio in rows}
+    (named,) = numbers(name, r"from some width on TP wins, as at (\d+) here")
+    assert speedup[int(named)] > 1 > speedup[min(speedup)]
+    assert "milliseconds per step" not in text_of(name), "of DTensor: within the noise"
+
+
+def test_limits_of_01_are_those_of_its_formulas():
+    name = "01_naive_mlp_tp"
+    T, tokens = 1 + 4 * 8192 * 450e9 / 989e12, 989e12 / 450e9
+    assert numbers(name, r"In a node TP pays up to T = ([\d.]+),") == [round(T, 1)]
+    assert numbers(name, r"over ([\d,]+) tokens per rank are (\d+) GPUs") == [
+        round(tokens), round(2**20 / tokens)
+    ]  # fmt: skip
+
+
+def test_00_names_no_distance_from_its_line():
+    """How far points are from the fitted line is printed, and nowhere claimed."""
+    prose = text_of("00_collectives")
+    assert "twice off" not in prose and "times off" not in prose
+    printed = text_of("00_collectives", "printed")
+    assert len(re.findall(r"points are [\d.]+ to [\d.]+ times the line", printed)) == 3
+
+
+def test_ring_and_ulysses_of_11():
+    """Per training step and layer, in slices of keys and values."""
+    name, per_kv = "11_context_parallel", 8
+    ulysses = {C: 2 * (C - 1) / C * (per_kv + 1) for C in (2, 4, 5, 6, 8)}
+    for C, whole in ulysses.items():
+        ring, gather = (3 * C - 2) / whole, 2 * (C - 1) / whole
+        row = rf"\n +{C} +([\d.]+) +([\d.]+)(?=\n)"
+        assert numbers(name, row, "printed") == [round(ring, 2), round(gather, 2)]
+    (most,) = numbers(name, r"Up to C = (\d) the ring sends less")
+    less = [C for C in range(2, 9) if C * (3 * C - 2) / (2 * (C - 1)) < per_kv + 1]
+    assert max(less) == most
+    said = numbers(
+        name, r"At C = 8 it sends ([\d.]+) times .+?, and gather ([\d.]+) times\."
+    )
+    assert said == [round(22 / ulysses[8], 2), round(14 / ulysses[8], 2)]
+
+
+def test_initializers_of_12():
+    name, T = "12_wrong_gradients", 8
+    (said,) = numbers(name, r"the factor is √\(5/1\.5\) = ([\d.]+), for both")
+    assert said == round(((1 + 4) / (1 + 4 / T)) ** 0.5, 2)
+    pattern = r"{}, T = 8: rows ([\d.]+), columns ([\d.]+) times"
+    rows, columns = numbers(name, pattern.format("Kaiming"), "printed")
+    assert abs(rows - T**0.5) < 0.03 and columns == 1
+    both = numbers(name, pattern.format("Xavier"), "printed")
+    assert all(abs(found - said) < 0.03 for found in both)
+
+
+def test_one_definition_of_the_bubble():
+    """Waiting/computing, in every notebook that has the word's formula."""
+    said = numbers(
+        MESH, r"at most 10 % take M ≥ 10·\(P − 1\): (\d+) micro-batches for 8"
+    )
+    assert said == [10 * (8 - 1)]
+    for name in (MESH, "07_plan_a_run", "14_schedules"):
+        prose = text_of(name)
+        assert re.search(r"waiting(/| over )computing", prose), name
+        quizzes = re.sub(r"<details>.*?</details>", "", prose, flags=re.S)
+        assert "(M + P − 1)" not in quizzes, f"{name}: another definition"
+
+
+def test_rms_norm_of_04_is_as_measured():
+    name = "04_sequence_parallel"
+    more = dict(re.findall(r"RMSNorm, ([\w +]+): ([\d.]+)·X", text_of(name, "printed")))
+    assert more == {"without TP": "12.0", "TP": "12.0", "TP + SP": "6.0"}
+    assert "12·X bytes more without TP and with TP, and 12·X/T more" in text_of(name)
+
+
+# What docs/run.md says a rank needs; notebook 00 had it as cells.
+
+DEFINE = """
+import pickle, sys
+def hello(rank):
+    print("I am", rank)
+sys.stdout.buffer.write(pickle.dumps(hello))
+"""
+
+
+def test_a_function_of_a_cell_is_sent_by_name_only():
+    run_python = [sys.executable, "-c"]
+    sent = subprocess.run([*run_python, DEFINE], capture_output=True, check=True).stdout
+    assert b"hello" in sent and b"I am" not in sent
+    load = f"import pickle; pickle.loads({sent!r})"
+    child = subprocess.run([*run_python, load], capture_output=True, text=True)
+    said = child.stderr.splitlines()[-1].partition(" on ")[0]
+    assert said in " ".join((ROOT / "docs" / "run.md").read_text("utf-8").split())
+
+
+def test_what_gloo_says_of_an_address():
+    page = " ".join((ROOT / "docs" / "run.md").read_text("utf-8").split())
+    create = dist.ProcessGroupGloo.create_device
+    for where, pattern in (
+        ({"hostname": "192.0.2.1"}, r"Cannot resolve \S+ (to a \(local\) address)"),
+        ({"interface": "eth7"}, r"(Unable to find address for: eth7)"),
+    ):
+        with pytest.raises(RuntimeError, match=pattern) as error:
+            create(**where)
+        assert re.search(pattern, str(error.value))[1] in page
+    create(hostname="127.0.0.1")  # this machine itself: no error
+
+
+# Exercises in the docstrings of lessons: where they are answered, and by what.
+ANSWERS = {
+    "00_collectives": {
+        8: "no error, no hang, wrong numbers",
+        10: "that is case 3|product by rows|a product, and its bytes",
+        4: "recursive doubling",
+    },
+    "01_naive_mlp_tp": {6: "down_proj</code> is|naive_mlp", 2: "rmsnorm", 9: "gated"},
+    "03_vocab_parallel": {10: "delete the line that replaces"},
+    "04_sequence_parallel": {
+        6: "rmsnorm", 5: "plain autograd saves", 7: "25 %",
+        8: "t does not divide",
+    },
+    MESH: {4: "one forward pass more", 9: "its own longest line", 7: "tied", 6: "1/dp"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_exercises_of_a_docstring_are_answered_where_it_says(name):
+    source = jobs.PATHS[name].read_text("utf-8")
+    docstring = source.split('"""')[1]
+    for number, answer in ANSWERS[name].items():
+        assert re.search(
+            rf"section {number}\b|\[(\d, )?{number}(, \d)?\]", docstring
+        ), number
+        texts = []
+        for cells in sections(NOTEBOOKS[name]).values():
+            if "".join(cells[0]["source"]).startswith(f"## {number} "):
+                texts = ["".join(cell["source"]) for cell in cells]
+                for cell in cells:
+                    texts += [
+                        "".join(o.get("text", "")) for o in cell.get("outputs", [])
+                    ]
+        assert re.search(answer, "\n".join(texts).lower()), (
+            f"section {number}: {answer}"
+        )
 
 
 def tags_of(book) -> list[list[str]]:

@@ -55,6 +55,16 @@ def test_embedding_and_head(ranks):
 
 
 @driven
+def test_head_and_loss_in_pieces(ranks):
+    """Loss, dL/dh and the head's gradients are those of all logits at once."""
+    cases = [case for case in found(ranks, "pieces") if not case["nothing"]]
+    assert {case["T"] for case in cases} == {1, 2, 4} and len(cases) > 60
+    assert any(case["S"] % case["pieces"] for case in cases), "pieces of two lengths"
+    for case in cases:
+        assert max(case["diffs"]) <= 1e-12, case
+
+
+@driven
 def test_peak_of_memory_is_divided(ranks):
     for T, peak in found(ranks, "peaks"):
         assert peak["sharded_loss"] < 1.35 / T * peak["gathered_loss"], (T, peak)
@@ -91,9 +101,10 @@ def test_tokens_outside_the_vocabulary_are_refused(what, tokens, said):
 def test_a_loss_that_dtensor_lacks_ends_its_column_only(tmp_path):
     """A student's edit: the other runs complete, every section is printed, FAIL."""
     text = jobs.PATHS[VOCAB].read_text("utf-8")
-    old = "    return F.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())\n"
-    plain = "torch.ones_like(target_BS).unsqueeze(-1)"  # mixed with a DTensor: an error
-    new = f"    zero = 0 * (logits_BSV.detach() * {plain}).mean()\n{old[:-1]} + zero\n"
+    old = "    logits = logits_BSV.flatten(0, 1)\n"
+    plain = "torch.ones_like(target_BS).flatten().unsqueeze(-1)"
+    # Mixed with a DTensor: an error.
+    new = f"{old}    logits = logits + 0 * (logits.detach() * {plain}).mean()\n"
     assert text.count(old) == 1
     script = tmp_path / f"{VOCAB}.py"
     script.write_text(text.replace(old, new), "utf-8")

@@ -18,6 +18,7 @@ from .compare import (
     piece_of,
     pieces_of,
     sorted_of,
+    wrong_share,
 )
 from .record import Facts, Point, Trace
 
@@ -53,8 +54,19 @@ class Case:
         self.names = self.match_modules()
         for trace in self.own:
             self.rename(trace)
+        self.order = self.tensors_in_order()
         self.unknown = {name: self.unknown_share(name) for name in self.owners}
         self.relations = {}  # of outputs and inputs, and of their gradients
+
+    def tensors_in_order(self) -> list[Point]:
+        """In the order of forward. Here a module may get a tensor of its own (gathered
+        in front of it) that is another module's output in the full model."""
+        own = self.own[0]
+        after = {}  # point → such tensors
+        for point in own.values:
+            if point.slot and point in self.full.same:
+                after.setdefault(self.full.point(point), []).append(point)
+        return [p for first in self.full.order for p in (first, *after.get(first, []))]
 
     def vector(self, parts: dict) -> Tensor:
         return self.model.vector(parts)
@@ -313,7 +325,11 @@ class Case:
         if self.ruler.all_near(grads, right, scale):
             return Relation(Kind.RIGHT)
         sets = self.replica_sets(name)
-        found = self.over_replicas(grads, right, sets, scale)
+        found = None
+        if len(ranks) < self.ranks:
+            others = self.in_its_place(name, vector)
+            found = self.over_all_ranks(grads, others, scale)
+        found = found or self.over_replicas(grads, right, sets, scale)
         if found is None and self.is_tied_apart(name, grads, right, scale, held):
             found = Relation(Kind.TIED)
         found = found or self.over_all_ranks(grads, right, scale)
@@ -363,13 +379,23 @@ class Case:
             return Relation(Kind.SCALED_SUM, f"scaled sum, {k:.6g} times", k)
         return None
 
+    def in_its_place(self, name: str, vector: Tensor) -> list[Tensor]:
+        """The right gradients of what each rank has in the place of this parameter, if
+        the ranks have different ones (experts)."""
+        place = list(self.own[self.holders(name)[0]].parts).index(name)
+        found = []
+        for rank, trace in enumerate(self.own):
+            if place < len(trace.parts):
+                found.append(self.expected(rank, list(trace.parts)[place], vector))
+        return found
+
     def over_all_ranks(self, grads, right, scale: float) -> Relation | None:
         """Were gradients of different pieces summed or averaged over the ranks?"""
-        if any(e.shape != right[0].shape for e in right):
+        if any(e.shape != grads[0].shape for e in right):
             return None
         if all(torch.equal(e, right[0]) for e in right):
             return None
-        mixed = [sum(right)] * len(right)
+        mixed = [sum(right)] * len(grads)
         k = multiple_of(grads, mixed)
         if abs(k) > 1e-6 and self.ruler.all_near(grads, mixed, scale, k):
             words = f"of several pieces ({self.ruler.factor(k)} their sum)"
@@ -440,21 +466,20 @@ class Case:
         vector = self.vector(self.full.grads)
         right = [self.expected(rank, name, vector) for rank in ranks]
         limit = self.ruler.allowed * self.grad_scale(right)
-        shares = []
-        rows = []
-        for rank, e in zip(ranks, right):
-            grad = self.own[rank].grads.get(name)
+        grads = [self.own[rank].grads.get(name) for rank in ranks]
+        for grad, e in zip(grads, right):
             if grad is None or grad.shape != e.shape or not grad.numel():
                 return "this gradient cannot be compared element by element"
+        rows = []
+        for rank, grad, e in zip(ranks, grads, right):
             off = (grad - e).abs() > limit
-            shares.append(f"{off.double().mean().item():.0%}")
             if e.dim() and off.any():
                 wrong = off.flatten(1).any(1) if e.dim() > 1 else off
                 found = wrong.nonzero().flatten().tolist()
                 if len(found) <= min(8, len(e) // 2):
                     word = "rows" if e.dim() > 1 else "elements"
                     rows.append(f"{word} {found} of {len(e)} on rank {rank}")
-        text = f"wrong elements by rank: {' '.join(shares)}"
+        text = wrong_share(grads, right, limit)
         return text + (f", in {' and '.join(rows)}" if rows else "")
 
     def column_partial(self, reader: str, rank: int) -> Tensor | None:

@@ -17,6 +17,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from .findings import some
+
 TOOLS = Path(__file__).resolve().parents[1]
 EXAMPLES = Path(__file__).parent / "examples"
 # Phases of a rank before its model is parallel: an error there is wrong use.
@@ -149,6 +151,11 @@ def what_failed(store, ended: list[int | None], logs: list[Path]) -> dict:
             text = f"raised {error['text']} (in {error['phase']})"
             raised.setdefault(text, []).append(rank)
     said = [f"{ranks_in_words(ranks)} {text}" for text, ranks in raised.items()]
+    if any(SIZES.search(line) for line in [*said, *lines]):
+        lines.append(
+            "Ranks have called with tensors of different sizes. If the code names "
+            "float32 (for an accumulator, a buffer), try --dtype float32."
+        )
     if raised and lost:
         names = ranks_in_words([rank for rank, _ in lost])
         lines = [f"{names} lost the connection", *lines]
@@ -243,13 +250,6 @@ def groups_of(findings: list[dict]) -> list[list[dict]]:
     for finding in findings:
         groups.setdefault(finding["category"], []).append(finding)
     return list(groups.values())
-
-
-def some(names: list[str], most: int = 16) -> str:
-    """The first names of a list; --json and the table have all."""
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def show_fault(number: int, group: list[dict]) -> None:

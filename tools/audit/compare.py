@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-6  # relative difference of tensors, one of which was float32 for a while
 PADDING = -1  # index of an element that belongs to no parameter of the full model
 
 
@@ -160,6 +161,7 @@ class Kind(Enum):
     REORDERED = "in another order"
     SHAPE = "of another shape"
     SOME = "right on some ranks"
+    ROUNDED = "right but for rounding to float32"
     DIFFERS = "differs between ranks"
     WRONG = "wrong"
     # Of gradients of parameters only. Replicas: ranks that hold the same piece.
@@ -249,6 +251,9 @@ class Ruler:
             k = multiple_of(tensors, pieces)
             if abs(k) > 1e-6 and self.all_near(tensors, pieces, scale, k):
                 return self.factor(k)
+        for _, pieces in views:
+            if self.all_near(tensors, pieces, scale * ROUNDING / self.allowed):
+                return Relation(Kind.ROUNDED)
         if self.are_sorted_alike([torch.cat([x.flatten() for x in tensors])], expected):
             return Relation(Kind.REORDERED)
         right = self.right_ranks(tensors, views, scale)
@@ -351,6 +356,19 @@ def multiple_of(tensors: list[Tensor], pieces: list[Tensor]) -> float:
         over += (trimmed(x, piece).double() * piece.double()).sum().item()
         under += (piece.double() * piece.double()).sum().item()
     return over / under if under else 0.0
+
+
+def wrong_share(got: list[Tensor], right: list[Tensor], limit: float) -> str:
+    """How many elements are off by more than the limit on each rank, and by how much
+    if that is little."""
+    shares = []
+    largest = 0.0
+    for x, e in zip(got, right):
+        off = (x - e).abs()
+        shares.append(f"{(off > limit).double().mean().item():.0%}")
+        largest = max(largest, off.max().item() / scale_of(e))
+    text = f"wrong elements by rank: {' '.join(shares)}"
+    return text + (f" by {largest:.1g} of the largest" if largest < 1e-4 else "")
 
 
 def numbers(values: list[float]) -> str:

@@ -27,6 +27,7 @@ from .subjects import (
     Start,
     Step,
     TrainLoss,
+    TrainMode,
     Update,
 )
 
@@ -148,6 +149,12 @@ FAULTS = [
       "vocabulary, a mask), an index of a slice (a table with an entry per head is "
       "sliced like the heads), or a branch such as if rank == 0.",
       "lesson 03; lesson 04, --break rotary"),
+    F(Output, "forward right but for rounding", kind(Kind.ROUNDED),
+      "This tensor is right to about seven digits: the parallel model computes it in "
+      "float32, and the full model does not.",
+      "Look for .float(), torch.float32 or a dtype in a constructor. If it is meant, "
+      "let the full model do the same.",
+      "beyond/08, why the order of a sum changes last bits"),
     F(Output, "forward of the code between", lambda o: bool(o.point.slot),
       "The modules before return the right tensors, and this module makes a wrong one "
       "of them.",
@@ -182,17 +189,18 @@ FAULTS = [
       "wrong: the fault is in this module's own backward.",
       "Look at the backward of the functions and collectives that this module calls. "
       "What other ranks sent forward is needed again in backward; the gradient of what "
-      "this rank received belongs to the rank that sent it, and is a sum over ranks; "
+      "this rank received belongs to the rank that sent it, and is a sum over ranks (a "
+      "gather in front of experts: sum, then slice; full_tensor(grad_placements=…)); "
       "the weights of a softmax over all ranks need the statistics of all.",
       "beyond/11, --break stale, home and lse; lesson 01, the table of collectives and "
       "their backward",
       GRADIENTS),
     F(Flow, "loss backward", Flow.of_loss,
-      "The loss is right and its gradient is not: the gradient of the model's output "
-      "is wrong before any module has been through backward.",
-      "Look at the backward of the loss: masked positions, the division by the number "
-      "of targets, and what it saved for backward. Does a collective in the loss have "
-      "the right backward?",
+      "The loss is right and its gradient is not: the gradient of the last module's "
+      "output is wrong before any module has been through backward.",
+      "Look at the backward of the loss and of what the model does after its last "
+      "module: masked positions, the division by the number of targets, what was saved "
+      "for backward, a gather of logits whose backward takes a slice without a sum.",
       "lesson 03, --break ignored and --break exponentials",
       GRADIENTS),
     F(Flow, "backward partial", Flow.partial,
@@ -239,8 +247,8 @@ FAULTS = [
       "DistributedDataParallel must get that group as process_group.",
       "notebook 12, fault 3"),
     F(Gradient, "gradient of several pieces", kind(Kind.MIXED),
-      "The ranks hold different pieces of this parameter, and each has the sum of "
-      "their gradients.",
+      "The ranks hold different pieces of this parameter (or different experts), and "
+      "each has the sum of their gradients.",
       "If its module's output is gathered: all ranks compute the same with it, so the "
       "gather's backward takes the rank's slice and sums nothing. Otherwise a sum "
       "after backward includes this sharded parameter.",
@@ -317,7 +325,14 @@ FAULTS = [
       "the next, and at sums of gradients that run once per micro-batch "
       "(after_each_backward).",
       "lesson 05, micro-batches"),
-    # ---- Dropout
+    # ---- Train mode and dropout
+    F(TrainMode, "train mode", lambda t: True,
+      "This is right in eval mode and wrong in train mode, even if nothing is dropped: "
+      "training takes another path through the model, and that path is wrong.",
+      "Look at what runs in train mode only: recomputation (is f inside of what is "
+      "computed again?), fused functions, if self.training.",
+      "lesson 04, recomputation",
+      ("dropout loss",)),
     F(Dropped, "dropout differs",
       lambda d: d.relation.kind is Kind.SAME and (not d.is_same),
       "The input of this dropout is replicated, and the ranks drop different elements "

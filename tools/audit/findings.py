@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from . import subjects
 from .case import Case
-from .compare import Kind, Relation
+from .compare import Held, Kind, Relation, numbers
 from .faults import FAULTS, Fault
 from .record import Facts, Point
 from .subjects import Flow, Subject
@@ -41,7 +41,8 @@ class Finding:
         }  # fmt: skip
 
 
-IN_TRAIN_MODE = (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
+DROPOUT = (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
+IN_TRAIN_MODE = (*DROPOUT, subjects.TrainMode)  # the steps are in eval mode
 
 
 class Search:
@@ -76,6 +77,8 @@ class Search:
                 known = bool(self.findings) and (
                     subject.is_consequence() or (known and is_unknown)
                 )
+            if isinstance(subject, subjects.Output):
+                known = any(self.is_read_by(f, subject.module) for f in self.findings)
             for other in self.findings:  # one cause, in one module
                 is_same = other.category == found.category and not other.follows
                 if is_same and other.subject.module == subject.module:
@@ -84,6 +87,12 @@ class Search:
             self.findings.append(found)
             return True
         return False
+
+    def is_read_by(self, finding: Finding, module: str) -> bool:
+        """Is it a fault of a parameter or a buffer of this module?"""
+        is_held = finding.fault.of in (subjects.Parameter, subjects.Buffer)
+        inner = f"{finding.subject.module}."
+        return is_held and inner.startswith(f"{module}." if module else "")
 
     def run(self) -> None:
         case = self.case
@@ -94,6 +103,8 @@ class Search:
             self.check_gradients()
             if not self.findings:
                 self.check_accumulation()
+            if not self.findings:
+                self.check_train_mode()
             self.check_dropout()
             self.check_steps()
         else:
@@ -122,7 +133,7 @@ class Search:
             notes = [f"the loss is {case.own[0].loss:.6g}, not {case.full.loss:.6g}"]
         reordered = []
         others = []
-        for point in case.full.order:
+        for point in case.order:
             relation = case.relation_of(point)
             is_batch = point.slot and not point.module
             if relation is None or relation.is_right or is_batch:
@@ -151,9 +162,15 @@ class Search:
 
     def said_of(self, points: list[Point]) -> list[str]:
         """That tensors before are in another layout, so that they cannot be judged."""
+        case = self.case
         texts = []
         for point in points[:2]:
-            texts.append(f"{point} before it is {self.case.relation_of(point)}")
+            text = f"{point} before it is {case.relation_of(point)}"
+            for name, piece in case.pieces[0].items():
+                if piece.held is Held.BLOCKS and case.owner(name) == point.module:
+                    text += f" ({name} is {piece.words}: is it read in these blocks?)"
+                    break
+            texts.append(text)
         return texts
 
     def is_healed(self, point: Point) -> bool:
@@ -209,6 +226,24 @@ class Search:
                 if not how.is_right:
                     self.look(subjects.Accumulated(case, name))
 
+    def check_train_mode(self) -> None:
+        """Loss and gradients in train mode, where nothing is dropped."""
+        case = self.case
+        if any(trace.is_train_random for trace in (case.full, *case.own)):
+            self.not_compared.append("gradients in train mode")
+            return
+        limit = case.ruler.allowed * max(abs(case.full.kept_loss), 1e-300)
+        losses = [trace.kept_loss for trace in case.own]
+        if any(abs(loss - case.full.kept_loss) > limit for loss in losses):
+            said = f"{numbers(losses)} on ranks 0, 1, …, not {case.full.kept_loss:.6g}"
+            self.look(subjects.TrainMode(case, "loss", said))
+            return
+        for name in sorted(case.owners, key=case.place_of, reverse=True):
+            if case.is_piece(name):
+                how = case.gradient(name, case.full.kept, "kept")
+                if not how.is_right:
+                    self.look(subjects.TrainMode(case, name, f"gradient {how}"))
+
     def check_dropout(self) -> None:
         """Replicated tensors drop the same elements on all ranks, shards do not."""
         case = self.case
@@ -234,9 +269,7 @@ class Search:
                 self.look_at_masks(name, relation, masks, held)
         for name in case.own[0].recomputed:
             self.look(subjects.Recomputed(case, name))
-        if not any(
-            f.fault.of in (subjects.Dropped, subjects.Recomputed) for f in self.findings
-        ):
+        if not any(f.fault.of in DROPOUT for f in self.findings):
             self.look(subjects.TrainLoss(case))
 
     def look_at_masks(self, name: str, relation: Relation | None, masks, held) -> None:
@@ -258,11 +291,7 @@ class Search:
         for name in case.first.not_in_optimizer:
             self.look(subjects.Optimizer(case, name))
         for number in range(len(case.full.steps)):
-            if any(
-                f.fault.of
-                not in (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
-                for f in self.findings
-            ):
+            if any(f.fault.of not in IN_TRAIN_MODE for f in self.findings):
                 return  # the update must be wrong as well
             if not self.look(subjects.Step(case, number)):
                 for name in case.owners:

@@ -71,6 +71,16 @@ def convert_model(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Modul
     return model._apply(convert)
 
 
+def convert_rest(model: nn.Module, dtype: torch.dtype) -> None:
+    """The run's precision for what parallelize() has made in another one, in place:
+    many constructors name a dtype, also of tables of positions."""
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+    for x in (*model.parameters(), *model.buffers()):
+        same = wide if x.is_complex() else dtype
+        if (x.is_complex() or x.is_floating_point()) and x.dtype != same:
+            x.data = x.data.to(same)
+
+
 def make_values_unique(model: nn.Module) -> None:
     """Make all elements of all parameters different, so that each can be found.
 
@@ -244,6 +254,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     facts.use_grads = grads_of_uses(reference, batches[0], facts.full.tied)
     run_passes(reference, batches, facts.full, None)
     model = parallelize(subject, full, tp_group, facts, counter, args)
+    convert_rest(model, dtype)
     run = Run(subject, model.eval(), tp_group, args)
     record_parameters(run.model, run.renamed, facts.own)
     facts.has += {type(module).__name__ for module in run.model.modules()}
@@ -294,10 +305,13 @@ def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
 
 
 def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
-    """Record what dropout drops, and the buffers that a pass in train mode changes."""
+    """Two passes in train mode: one that drops nothing, so that its gradients can be
+    compared, and one that shows what dropout drops. Buffers are put back after each."""
     buffers = [(x, x.detach().clone()) for x in run.model.buffers()]
     names = [plain_name(name, run.renamed) for name, _ in run.model.named_buffers()]
+    changed = set()
     for keep_all in (True, False):
+        run.clear()
         run.model.train()
         if keep_all:
             for module in run.model.modules():
@@ -311,11 +325,18 @@ def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
             dropouts.is_backward = True
             if not keep_all:
                 loss.backward()
+        if keep_all:
+            with set_checkpoint_early_stop(False), dropouts:
+                run.backward(loss)
+            trace.kept_loss = float(local_part(loss))
+            trace.kept = run.grads()
         dropouts.remove()
         for name, (x, before) in zip(names, buffers):
             if not torch.equal(x, before):
-                trace.odd_buffers.add(name)
+                changed.add(name)
             x.data.copy_(before)
+    trace.is_train_random = bool(changed or trace.other_random)
+    trace.odd_buffers |= changed
     trace.train_loss = float(local_part(loss))
     run.model.eval()
 

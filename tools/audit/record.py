@@ -78,6 +78,10 @@ class Trace:
     recomputed: list[str] = field(default_factory=list)  # with another mask
     other_random: set[str] = field(default_factory=set)  # modules with random numbers
     train_loss: float = 0.0
+    # In train mode, but nothing is dropped: the loss and the gradients.
+    kept_loss: float = 0.0
+    kept: dict[str, Tensor | None] = field(default_factory=dict)
+    is_train_random: bool = False  # then they cannot be compared
     steps: list[Step] = field(default_factory=list)
 
     def point(self, point: Point) -> Point:
@@ -402,9 +406,9 @@ class Dropouts(TorchDispatchMode):
 
     def keep_of_function(self, x: Tensor, is_dropped: Tensor) -> None:
         name = self.running() if self.is_backward else self.stack[-1]
-        if self.keep_all:
+        if self.keep_all and not self.is_backward:
             self.trace.drop_inputs.setdefault(name, []).append(copy_of(x))
-        else:
+        elif not self.keep_all:
             self.keep(name, copy_of(is_dropped), self.trace.drop_masks)
 
     def running(self) -> str:
@@ -432,12 +436,14 @@ class Dropouts(TorchDispatchMode):
             out = func(*args, **kwargs)
             self.keep_of_function(args[0], ~out[1])
             return out
+        if name == "native_dropout_backward" and self.keep_all:
+            return args[0].clone()
         out = func(*args, **kwargs)
         if name in ("bernoulli_", "bernoulli"):
             if not self.inside:
                 self.pending[id(out)] = (out, copy_of(out) == 0, self.stack[-1])
-            if self.keep_all:
-                out.fill_(1)
+            if self.keep_all:  # F.dropout divides by the share that is kept
+                out.fill_(args[1] if type(args[-1]) is float else 1)
         elif name in ("mul", "mul_") and self.pending:
             for x, noise in ((args[0], args[1]), (args[1], args[0])):
                 if id(noise) in self.pending and torch.is_tensor(x):

@@ -11,7 +11,16 @@ import re
 import torch
 
 from .case import Case
-from .compare import Held, Kind, Relation, multiple_of, numbers, scale_of, trimmed
+from .compare import (
+    Held,
+    Kind,
+    Relation,
+    multiple_of,
+    numbers,
+    scale_of,
+    trimmed,
+    wrong_share,
+)
 from .record import Point
 
 FUSED = re.compile("qkv|query_key_value|c_attn|in_proj|gate_up|fused", re.IGNORECASE)
@@ -24,8 +33,10 @@ class Subject:
     stage = ""  # a finding's name is this and its relation, or else the fault's key
     more = ""  # and these words
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, where: str = ""):
         self.case = case
+        self.where = where or self.where
+        self.module = case.owner(where)
 
     def readers(self) -> list[tuple[str, Relation]]:
         """Modules that return a wrong gradient to it."""
@@ -58,9 +69,7 @@ class Parameter(Subject):
     """A parameter of the ranks, if the loss is wrong."""
 
     def __init__(self, case: Case, name: str):
-        self.case = case
-        self.where = name
-        self.module = case.owner(name)
+        super().__init__(case, name)
         self.ranks = case.holders(name)
         self.pieces = [case.pieces[rank][name] for rank in self.ranks]
         self.unknown = case.unknown[name]
@@ -142,8 +151,7 @@ class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
     def __init__(self, case: Case, name: str):
-        self.case = case
-        self.where = name
+        super().__init__(case, name)
         self.module = name.rpartition(".")[0]
 
     def share(self) -> str:
@@ -205,7 +213,7 @@ class Output(Subject):
             found.append(f"its calls before are right: {self.point}")
         if self.point.slot:
             found.append(f"{self.point} is the first wrong tensor: {self.relation}")
-            before = case.full.order[: case.full.order.index(self.point)]
+            before = case.order[: case.order.index(self.point)]
             right = [p for p in before if case.relation_of(p) is not None]
             right = [p for p in right if case.relation_of(p).is_right]
             if right:
@@ -215,11 +223,8 @@ class Output(Subject):
                 )
         if all(x.shape == self.expected.shape for x in self.held):
             limit = case.ruler.allowed * scale_of(self.expected)
-            shares = []
-            for x in self.held:
-                off = (x - self.expected).abs() > limit
-                shares.append(f"{off.double().mean().item():.0%}")
-            found.append(f"wrong elements by rank: {' '.join(shares)}")
+            right = [self.expected] * case.ranks
+            found.append(wrong_share(self.held, right, limit))
         if not self.point.slot:
             found += self.inside()
         return found
@@ -339,8 +344,10 @@ class Flow(Subject):
     def __init__(self, case: Case, point: Point, wrong: list[str]):
         self.case = case
         inner = case.full.point(point)  # a module that returns this tensor unchanged
+        own = case.own[0]
         is_known = all(trace.flow(inner) is not None for trace in case.own)
-        self.point = inner if is_known else point
+        is_same = is_known and own.point(inner) == own.point(point)  # on ranks as well
+        self.point = inner if is_same else point
         self.relation = case.relation_of(point, "flow")
         self.kind = self.relation.kind
         self.where = self.module = self.point.module
@@ -349,7 +356,12 @@ class Flow(Subject):
         self.text = f"dL/d(output of {self.point}): {self.relation}"
 
     def of_loss(self) -> tuple | bool:
-        return self.is_of_loss() and ("loss", self.text)
+        own = self.case.own[0]
+        if not self.is_of_loss():
+            return False
+        if own.point(Point("")) == own.point(self.point):
+            return "loss", self.text
+        return "the model", f"{self.text}; the model makes its output of this tensor"
 
     def partial(self) -> bool:
         return self.kind is Kind.PARTIAL and self.is_unexplained and self.text
@@ -404,10 +416,18 @@ class Flow(Subject):
         return [(f"the forward of {around[0].module or 'the model'}", relation)]
 
     def made_after(self) -> list[Point]:
-        """Inputs that the same forward has made from this tensor or from others."""
-        order = self.case.full.order
-        callers = self.case.full.callers
-        after = order[order.index(self.point) + 1 :]
+        """Inputs that the same forward has made from this tensor or from others.
+
+        Here it may have made one (by a gather) that is this tensor in the full model.
+        """
+        full = self.case.full
+        own = self.case.own[0]
+        point = own.point(self.point)
+        known = list(own.values)
+        made = known[known.index(point) + 1 :] if point in known else []
+        after = full.order[full.order.index(self.point) + 1 :]
+        after += [other for other in made if other not in after]
+        callers = {**own.callers, **full.callers}
         caller = callers.get(self.point)
         return [p for p in after if p.slot and callers.get(p) == caller]
 
@@ -425,7 +445,8 @@ class Flow(Subject):
                 around = case.around(self.point)
                 place = around[0].module or "the model" if around else "the model"
                 return place, self.sliced(str(point), f"in the forward of {place}")
-        for reader in case.full.readers(self.point):
+        readers = case.full.readers(self.point)
+        for reader in sorted(readers, key=lambda r: -r.module.count(".")):
             got = [trace.returned.get(reader) for trace in case.own]
             ranks = range(case.ranks)
             partial = [case.column_partial(reader.module, rank) for rank in ranks]
@@ -460,13 +481,13 @@ class Flow(Subject):
                 for reader in inputs:
                     writer = case.full.writers[reader]
                     texts.append(f"{writer} ({case.returned_by(reader)})")
-                return module.module, (
+                return module.module or "the model", (
                     f"dL/d(its output) is right ({relation}), and what it returns is "
                     f"wrong for {', '.join(texts)}"
                 )
         for place, relation in self.functions():
             if relation.kind is not Kind.PARTIAL:
-                return case.around(self.point)[0].module, (
+                return case.around(self.point)[0].module or "the model", (
                     f"{self.text}; no module that reads it returns a wrong gradient: "
                     f"the fault is in what {place} does with it"
                 )
@@ -479,9 +500,7 @@ class Gradient(Subject):
     stage = "gradient"
 
     def __init__(self, case: Case, name: str, flow: Flow | None):
-        self.case = case
-        self.where = name
-        self.module = case.owner(name)
+        super().__init__(case, name)
         self.relation = case.gradient(name, case.full.grads)
         self.kind = self.relation.kind
         self.arrives = case.arrival(name)
@@ -520,9 +539,7 @@ class Accumulated(Subject):
     """A gradient that is right after one backward pass, and wrong after two."""
 
     def __init__(self, case: Case, name: str):
-        self.case = case
-        self.where = name
-        self.module = case.owner(name)
+        super().__init__(case, name)
         self.seen = f"after two backward passes off by {self.difference():.2g}"
 
     def difference(self) -> float:
@@ -550,6 +567,14 @@ class Accumulated(Subject):
             if got is None or not case.ruler.near(got, right, scale):
                 return False
         return True
+
+
+class TrainMode(Subject):
+    """A gradient or the loss in train mode, where nothing is dropped."""
+
+    def __init__(self, case: Case, name: str, seen: str):
+        super().__init__(case, name)
+        self.seen = seen
 
 
 class Dropped(Subject):
@@ -587,11 +612,6 @@ class TrainLoss(Subject):
 
 class Optimizer(Subject):
     """A parameter that the optimizer does not have."""
-
-    def __init__(self, case: Case, name: str):
-        self.case = case
-        self.where = name
-        self.module = case.owner(name)
 
 
 class Step(Subject):
@@ -650,9 +670,7 @@ class Update(Subject):
     """A parameter that is wrong after a step, or whose gradient is before it."""
 
     def __init__(self, case: Case, name: str, number: int):
-        self.case = case
-        self.where = name
-        self.module = case.owner(name)
+        super().__init__(case, name)
         self.number = number
         self.ranks = case.holders(name)
         self.seen = f"after step {number + 1}"
