@@ -566,9 +566,9 @@ def try_case(
     gradient = all_gather(x_BSv.grad, 2, tp_group)
 
     # nan (no position has a target) has to be nan in both.
-    loss_diff = rel_diff(loss.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
-    expected_gradient = F.pad(x_BSV.grad, padding).nan_to_num(nan=1e9)
-    gradient_diff = rel_diff(gradient.nan_to_num(nan=1e9), expected_gradient)
+    clean = lambda x: x.nan_to_num(nan=math.inf, posinf=math.inf)
+    loss_diff = rel_diff(clean(loss), clean(expected))
+    gradient_diff = rel_diff(clean(gradient), clean(F.pad(x_BSV.grad, padding)))
     row = {"case": name}
     row.update({"F.cross_entropy": expected.item(), "with TP": loss.item()})
     row.update(diff=max(loss_diff, gradient_diff), off=[])
