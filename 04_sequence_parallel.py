@@ -2241,7 +2241,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # IGNORE is in no rank's range, so all ranks add 0 for it.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         q_x_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
-        q_x_BS = (1 - smoothing) * q_x_BS.where(is_local_BS, 0)
+        q_x_BS = (1 - smoothing) * q_x_BS.where(is_local_BS, 0)  # of Σ q·(x − m)
         if smoothing:  # every token counts; padding (−∞) is left out
             q_x_BS += smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
         loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)
