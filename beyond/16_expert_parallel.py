@@ -859,8 +859,7 @@ BREAKS = {
         old='    for axis in ("ep", "tp"):\n'
         "        total = lesson00.all_reduce(total, groups[axis])\n",
         new='    total = lesson00.all_reduce(total, groups["tp"])\n',
-        what="squares are not summed over ep, so a norm lacks the other ranks' experts "
-        "and a part of all other gradients",
+        what="squares are not summed over ep: a norm lacks a part of the gradient",
         symptom="gradients are right; norms differ between ranks, so replicas diverge",
         why="the squares of an expert's gradient are on its owner, and those of a "
         "replicated one are divided by R on each rank: the sum over ep completes both",
