@@ -96,7 +96,8 @@ def test_balance_loss_is_smallest_elsewhere_but_its_gradient_evens_out():
     probs = torch.tensor([[0.51, 0.49]] * 6 + [[0.0, 1.0]] * 4, dtype=torch.float64)
     logits = probs.log().clamp(min=-50).requires_grad_()
     loss = moe.balance_loss(logits.softmax(-1), torch.tensor([6, 4]))
-    assert loss.item() == pytest.approx(2 * (0.6 * 0.306 + 0.4 * 0.694), abs=1e-12) < 1
+    by_hand = 2 * (0.6 * 0.306 + 0.4 * 0.694)  # shares times mean probabilities
+    assert loss.item() == pytest.approx(by_hand, abs=1e-12) and by_hand < 1
     loss.backward()
     assert (logits.grad[:6, 0] > 0).all() and (logits.grad[:6, 1] < 0).all()
 
