@@ -443,7 +443,7 @@ def test_a_notebook_takes_ninety_minutes_and_says_how_long_each_section_takes(na
 
 
 def test_the_plan_states_the_minutes_of_a_day():
-    """docs/plan.md: of notebooks 00 to 04 up to section 4, and of NEW in the lessons."""
+    """docs/plan.md: minutes of notebooks 00 to 04 up to section 4, and of NEW."""
     plan = (ROOT / "docs" / "plan.md").read_text("utf-8")
     rows = re.findall(r"^\| \[(\d\d)\].* \| (\d+) min \| (\d+) min \|", plan, re.M)
     assert [number for number, *_ in rows] == ["00", "01", "02", "03", "04"]
