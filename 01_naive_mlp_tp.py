@@ -545,7 +545,7 @@ def show_memory_mlp(report: Report, runs: dict[str, MLPRun], size: dict) -> None
         "DP": ("θ", "B·S·(D + 2·F)·e/T"),
     }
     report.say(
-        "   Bytes per rank; saved = saved for backward: x, input, output of GELU"
+        "   Bytes per rank; saved for backward, in the lesson: x, input, output of GELU"
     )
     show_memory_rows(report, runs, formulas, size)
     rows = {row["run"]: row for row in report.data["memory"]}
@@ -625,6 +625,8 @@ def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
         report.conclude(
             f"The naive split sends {times:.2f} times as much as Megatron's."
         )
+    if not all(row["ok"] for row in report.data["communication"]):
+        return  # an edit or a bug: the formulas below are not this run's
     equal = size["θ"] / evaluate("2·D·e", size)
     tokens = evaluate("B·S", size)
     report.conclude(
@@ -1012,6 +1014,71 @@ def watch_new_groups(call: Callable) -> Callable:
     return watched
 
 
+def difference(got, expected) -> str:
+    """How a wrong tensor differs, if that can be said in words (lesson 00)."""
+    got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
+    expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
+    if got.shape != expected.shape:
+        return f"shape {list(got.shape)}, expected {list(expected.shape)}"
+    if got.numel() == 1:
+        return f"{got.item():.7g}, expected {expected.item():.7g}"
+    factor = ((got * expected).sum() / (expected * expected).sum()).item()
+    if rel_diff(got, factor * expected) < 1e-4 and abs(factor - 1) > 1e-3:
+        return f"{factor:.4g} times the expected tensor"
+    return ""
+
+
+def likely_cause(kind: str, failed: list[dict], forward_is_wrong: bool) -> dict:
+    """The failed check that is named of those of one kind: in general the worst.
+
+    (lesson 00)"""
+    if kind in ("losses", "norms"):
+        return failed[0]
+    if kind == "gradients" and not forward_is_wrong:
+        parameter = failed[-1]["name"].rpartition(",")[0]
+        return next(c for c in failed if c["name"].startswith(parameter))
+    return max(failed, key=lambda check: check["diff"])
+
+
+def in_words(check: dict) -> str:
+    """A failed check: what was found, or by how much it is off (lesson 00)."""
+    diff = f"off by {check['diff']:.3g}, allowed {check['allowed']:.3g}"
+    text = check["text"] or f"{check['name']}: {diff}"
+    return f"{text}, on ranks {check['ranks']}"
+
+
+def first_line(error: Exception) -> str:
+    """An error's first line, without the [source.cpp:123] that gloo puts in front.
+
+    (lesson 00)"""
+    return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+
+
+def where_raised(error: Exception) -> str:
+    """The lesson's line that raised, the module that was called, input and weights.
+
+    (lesson 00)"""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == sys.argv[0]] or frames
+    lines = [f"line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}"]
+    root = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            root = root or module
+            called = module
+            inputs = frame.f_locals
+    if root is None:
+        return wrap(f"   {lines[0]}")
+    names = {module: name for name, module in root.named_modules()}
+    shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
+    lines.append(f"in {names.get(called) or 'the model'}, of input {shapes}")
+    for name, layer in [("", called), *called.named_children()]:
+        weights = [list(p.shape) for p in layer.parameters(recurse=False)]
+        lines.append(f"{name} {type(layer).__name__} {weights}".strip())
+    return wrap(f"   {'; '.join(lines)}")
+
+
 def apply_edit(edit: dict, module: dict) -> None:
     """Replace the target of a bug, a name or Class.name, by its edited copy.
 
@@ -1266,13 +1333,10 @@ class Report:
 
     def check_tensor(self, kind: str, name: str, got, expected, allowed=0.0) -> bool:
         """Compare two tensors or numbers on this rank."""
-        got = torch.as_tensor(got)
-        expected = torch.as_tensor(expected)
-        text = ""
-        if got.shape != expected.shape:
-            text = f"{kind}: {name}: shape {list(got.shape)}, expected "
-            text += f"{list(expected.shape)}"
-        return self.check(kind, name, rel_diff(got, expected), allowed, text)
+        diff = rel_diff(got, expected)
+        words = "" if diff <= allowed else difference(got, expected)
+        text = f"{kind}: {name}: {words}" if words else ""
+        return self.check(kind, name, diff, allowed, text)
 
     def expect(self, row, column: str, kind: str, name: str, predicted) -> None:
         """Check that a cell of a row equals its predicted value."""
@@ -1307,7 +1371,7 @@ class Report:
         except Exception as error:
             if not COMM.all_raised(run, error):
                 raise
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and self.args.verbose:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
             text = wrap(f"   {run} raised {self.raised[run]}")
@@ -1381,7 +1445,8 @@ class Report:
             if label not in rows:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
-                rows[label].update(dict.fromkeys(self.raised, "raised"))
+                for run in self.raised:
+                    rows[label].setdefault(run, "raised")
                 if len(runs) > 1:  # otherwise there is nothing to compare with
                     rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
@@ -1445,7 +1510,7 @@ class Report:
         return row
 
     def merge_checks(self) -> list[dict]:
-        """The checks of all ranks, by diff: the largest one, and where it fails."""
+        """The checks of all ranks, in order: the largest diff, and where it fails."""
         merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
@@ -1456,10 +1521,10 @@ class Report:
                 if not check["ok"]:
                     merged[name]["ok"] = False
                     merged[name]["ranks"].append(rank)
-        return sorted(merged.values(), key=lambda check: -check["diff"])
+        return list(merged.values())
 
     def verdict(self) -> str:
-        """Print PASS or FAIL; above it, the worst failed check of each kind."""
+        """Print PASS or FAIL, and above it what failed and what an edit changed."""
         checks = self.merge_checks()
         kinds = {kind: [] for kind in CAUSES_FIRST}
         for check in checks:
@@ -1467,22 +1532,16 @@ class Report:
         edits = []  # formulas that do not describe an edited model
         for kind in FORMULAS if self.is_edited else []:
             edits.extend(check for check in kinds.pop(kind, []) if not check["ok"])
-        counts = []
         print()
-        for kind, of_kind in kinds.items():
-            failed = [check for check in of_kind if not check["ok"]]
-            if failed:
-                print(wrap(f"✗ {in_words(failed[0])}"))
-                counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
+        counts = self.name_failures(kinds)
         worst = max(checks, key=lambda check: check["ok"] and check["diff"])
         text = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
         text = f"{len(checks) - len(edits)} checks, {text}"
         if counts:
-            text = f"failed: {', '.join(counts)}"
+            text = f"failed: {', '.join(counts.values())}"
+            text += "; all values agree" if set(counts).issubset(FORMULAS) else ""
         if edits:
-            print("The model without TP was edited. Formulas that do not describe it:")
-            for check in edits if self.args.verbose else edits[:8]:
-                print(wrap(f"≠ {check['text']}"))  # communication first
+            self.name_edits(edits)
             text = text if counts else f"values agree: {text}"
             text += f"; the model was edited: {len(edits)} formulas do not describe it"
         self.data["verdict"] = "FAIL" if counts else "PASS"
@@ -1494,12 +1553,32 @@ class Report:
         print(wrap(text), flush=True)
         return self.data["verdict"]
 
+    def name_failures(self, kinds: dict[str, list]) -> dict[str, str]:
+        """Print one failed check of each kind, causes first; count them by kind."""
+        failed = {}
+        counts = {}
+        for kind, checks in kinds.items():
+            wrong = [check for check in checks if not check["ok"]]
+            if wrong:
+                failed[kind] = wrong
+                counts[kind] = f"{kind} {len(wrong)}/{len(checks)}"
+        # If the loss of step 1 is wrong, forward is: this comes before gradients.
+        forward = [c for c in failed.get("losses", []) if "step 1," in c["name"]]
+        early = ("runs", "outputs", "losses") if forward else ()
+        for kind in sorted(failed, key=lambda kind: kind not in early):
+            cause = likely_cause(kind, failed[kind], bool(forward))
+            print(wrap(f"✗ {in_words(cause)}"))
+        return counts
 
-def in_words(check: dict) -> str:
-    """A failed check: what was found, or by how much it is off."""
-    diff = f"off by {check['diff']:.3g}, allowed {check['allowed']:.3g}"
-    text = check["text"] or f"{check['name']}: {diff}"
-    return f"{text}, on ranks {check['ranks']}"
+    def name_edits(self, edits: list[dict]) -> None:
+        """Print formulas that do not describe an edited model, communication first."""
+        shown = edits if self.args.verbose else edits[:8]
+        some = ""
+        if len(shown) < len(edits):
+            some = f"; {len(shown)} of {len(edits)}, all with --verbose"
+        print(f"The model without TP was edited. Formulas that do not fit it{some}:")
+        for check in shown:
+            print(wrap(f"≠ {check['text']}"))
 
 
 def formula_text(terms: list[Calls]) -> str:
@@ -1571,32 +1650,6 @@ def wrap(text: str) -> str:
     return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def first_line(error: Exception) -> str:
-    """An error's first line, without the [source.cpp:123] that gloo puts in front."""
-    return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
-
-
-def where_raised(error: Exception) -> str:
-    """The innermost module that was called, its input, and the weights it holds."""
-    root = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            root = root or module
-            called = module
-            inputs = frame.f_locals
-    if root is None:
-        return ""
-    names = {module: name for name, module in root.named_modules()}
-    shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
-    name = names.get(called) or "the model"
-    lines = [f"in {name}: {type(called).__name__}, {shapes}"]
-    for name, layer in called.named_children():
-        weights = [list(p.shape) for p in layer.parameters(recurse=False)]
-        lines.append(f"{name}: {type(layer).__name__}, {weights}")
-    return wrap(f"   {'; '.join(lines)}")
-
-
 # endregion
 
 
@@ -1655,7 +1708,8 @@ def fail(error: Exception, diagnosis: str) -> None:
     lost = f"error: rank {dist.get_rank()} got no answer from rank 0's machine: it is "
     lost += f"lost or cannot be reached\n  rank {dist.get_rank()}: {COMM.status}"
     # The store is on that machine, and its calls then never return.
-    timer = threading.Timer(20, exit_rank, [1, lost, True])
+    seconds = 20 + int(os.environ["LOCAL_RANK"])  # one rank speaks for its machine
+    timer = threading.Timer(seconds, exit_rank, [1, lost, True])
     timer.start()
     COMM.store.set(f"failed/{dist.get_rank()}", text)
     if COMM.is_inside():  # others write where they are; torchrun may name a dead one

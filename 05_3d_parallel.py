@@ -464,6 +464,7 @@ def main(args, report: Report) -> None:
     runs = {}
     model = copy.deepcopy(full)
     runs["one process"] = train_transformer("one process", model, batches, args)
+    check_reference(report, runs["one process"], batches[0], size)
     with report.column("mesh"):
         kind = TiedTraining if args.tie else MeshTraining
         training = kind(full, groups, args)
@@ -545,10 +546,13 @@ def show_stages(report: Report, training: MeshTraining) -> None:
     rank = (stage * args.dp + replica) * args.tp + tp_rank
     name = "rank = (stage · DP + replica) · T + tp_rank"
     report.check("mesh", name, abs(rank - dist.get_rank()))
-    differ = abs(len(training.stage.layers) - layers_of(args, stage))
-    report.check("mesh", f"layers of stage {stage}", differ)
+    layers = len(training.stage.layers)
+    predicted = layers_of(args, stage)
+    text = f"stage {stage} has {layers} layers, predicted {predicted}"
+    name = f"layers of stage {stage}"
+    report.check("memory", name, abs(layers - predicted), text=text)
     modules = [part_of(name) for name in training.parameters]
-    holds = gather_objects(f"{modules[0]} … {modules[-1]}")
+    holds = gather_objects(f"{modules[0]} … {modules[-1]}, {layers} layers")
     rows = []
     for stage in range(args.pp):
         row = {"": f"stage {stage}"}
@@ -592,8 +596,8 @@ def show_steps_of_stages(report: Report, training: MeshTraining) -> None:
     if args.pp > 1:
         percent = f"{100 * (args.pp - 1) / M:.0f} %"
         report.conclude(
-            f"Bubble: a stage waits (P − 1)/M = {percent} as long as it computes "
-            "(beyond/14)."
+            f"Bubble of 1F1B: a stage waits (P − 1)/M = {percent} as long as it "
+            "computes, if all stages take the same time (beyond/14)."
         )
 
 
@@ -1283,6 +1287,71 @@ def watch_new_groups(call: Callable) -> Callable:
     return watched
 
 
+def difference(got, expected) -> str:
+    """How a wrong tensor differs, if that can be said in words (lesson 00)."""
+    got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
+    expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
+    if got.shape != expected.shape:
+        return f"shape {list(got.shape)}, expected {list(expected.shape)}"
+    if got.numel() == 1:
+        return f"{got.item():.7g}, expected {expected.item():.7g}"
+    factor = ((got * expected).sum() / (expected * expected).sum()).item()
+    if rel_diff(got, factor * expected) < 1e-4 and abs(factor - 1) > 1e-3:
+        return f"{factor:.4g} times the expected tensor"
+    return ""
+
+
+def likely_cause(kind: str, failed: list[dict], forward_is_wrong: bool) -> dict:
+    """The failed check that is named of those of one kind: in general the worst.
+
+    (lesson 00)"""
+    if kind in ("losses", "norms"):
+        return failed[0]
+    if kind == "gradients" and not forward_is_wrong:
+        parameter = failed[-1]["name"].rpartition(",")[0]
+        return next(c for c in failed if c["name"].startswith(parameter))
+    return max(failed, key=lambda check: check["diff"])
+
+
+def in_words(check: dict) -> str:
+    """A failed check: what was found, or by how much it is off (lesson 00)."""
+    diff = f"off by {check['diff']:.3g}, allowed {check['allowed']:.3g}"
+    text = check["text"] or f"{check['name']}: {diff}"
+    return f"{text}, on ranks {check['ranks']}"
+
+
+def first_line(error: Exception) -> str:
+    """An error's first line, without the [source.cpp:123] that gloo puts in front.
+
+    (lesson 00)"""
+    return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+
+
+def where_raised(error: Exception) -> str:
+    """The lesson's line that raised, the module that was called, input and weights.
+
+    (lesson 00)"""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == sys.argv[0]] or frames
+    lines = [f"line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}"]
+    root = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module):
+            root = root or module
+            called = module
+            inputs = frame.f_locals
+    if root is None:
+        return wrap(f"   {lines[0]}")
+    names = {module: name for name, module in root.named_modules()}
+    shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
+    lines.append(f"in {names.get(called) or 'the model'}, of input {shapes}")
+    for name, layer in [("", called), *called.named_children()]:
+        weights = [list(p.shape) for p in layer.parameters(recurse=False)]
+        lines.append(f"{name} {type(layer).__name__} {weights}".strip())
+    return wrap(f"   {'; '.join(lines)}")
+
+
 def apply_edit(edit: dict, module: dict) -> None:
     """Replace the target of a bug, a name or Class.name, by its edited copy.
 
@@ -1546,6 +1615,39 @@ def raise_refused(args) -> None:
         take = {flag: value for flag, _, value in refused}
         flags = " ".join(f"{flag} {value}" for flag, value in take.items())
         raise ValueError(f"{refused[0][1]}; take {flags}")
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Within `with`: bytes saved for backward, each storage once, `skip` left out.
+
+    (lesson 01)"""
+
+    def __init__(self, skip):
+        self.skip = {local(x).untyped_storage().data_ptr() for x in skip}
+        self.storages = {}
+        super().__init__(self.pack, lambda x: x)
+
+    def pack(self, x: Tensor) -> Tensor:
+        storage = local(x).untyped_storage()
+        if storage.data_ptr() not in self.skip:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    def total(self) -> int:
+        return sum(self.storages.values())
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's slice of a DTensor, waited for; any other tensor as it is.
+
+    (lesson 01)"""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return x.wait() if hasattr(x, "wait") else x  # DTensor does not wait at once
+
+
+def nbytes(tensors) -> int:
+    """Bytes of these tensors on this rank (lesson 01)."""
+    return sum(local(x).nbytes for x in tensors if x is not None)
 
 
 def values_of(runs: dict, field: str) -> dict:
@@ -1885,6 +1987,88 @@ def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
     return tensors
 
 
+PARAMETERS = {
+    "embed_tokens, lm_head": "(2·D + 1)·V·e",
+    "LayerNorms": "(2·L + 1)·2·D·e",
+    "biases of o_proj, down_proj": "2·L·D·e",
+    "q_proj, k_proj, v_proj": "L·(N + 2·K)·H·(D + 1)·e/T",  # q has N heads, k, v K each
+    "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
+    "up_proj": "L·F·(D + 1)·e/T",
+}
+
+
+def saved_terms(dropout: float) -> dict[str, str]:
+    """Bytes that the model, without the loss, saves for backward on a rank.
+
+    (lesson 02)"""
+    saved = {
+        "tokens (int64)": "8·B·S",
+        "inputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "mean and 1/σ of LayerNorms": "(2·L + 1)·2·B·S·e",
+        "outputs of LayerNorms": "(2·L + 1)·B·S·D·e",
+        "q, k, v in CoreAttention (N heads)": "3·L·B·S·D·e/T",
+        "softmax output": "L·B·N·S·S·e/T",
+        "input of o_proj": "L·B·S·D·e/T",
+        "inputs of GELU and down_proj": "2·L·B·S·F·e/T",
+    }
+    if dropout > 0:
+        saved["dropout masks of outputs (1 byte)"] = "2·L·B·S·D"
+        saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
+        saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
+    return saved
+
+
+def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
+    """Find out whether the model without TP fits its formulas, or has been edited.
+
+    (lesson 02)"""
+    alone = {"without TP": dict(size, T=1)}
+    measured = bytes_stored(run, batch)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
+    _, saved = add_up(saved_terms(report.args.dropout), alone)
+    report.check_model(
+        parameters=(measured["parameters"], stored["without TP"]),
+        activations=(measured["saved for backward"], saved["without TP"]),
+    )
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+    """Measured on this rank, after training and in one more forward pass.
+
+    (lesson 02)"""
+    parameters = list(run.model.parameters())
+    saved = SavedBytes([*parameters, *run.model.buffers()])
+    with saved:
+        run.model(batch[0])  # without a label: these calls are in no table
+    moments = []  # and step counts: all that AdamW stores
+    for state in run.optimizer.state.values():
+        moments.extend(state.values())
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(p.grad for p in parameters),
+        "optimizer state": nbytes(moments),
+        "saved for backward": saved.total(),
+    }
+
+
 def sizes_of(args) -> dict[str, int]:
     """The letters of the shape legend, and e: bytes per element (lesson 02)."""
     e = getattr(torch, args.dtype).itemsize
@@ -2009,7 +2193,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # IGNORE is in no rank's range, so all ranks add 0 for it.
         column_BS, is_local_BS = find_local_rows(target_BS, v, tp_group.rank())
         q_x_BS = x_BSv.gather(-1, column_BS.unsqueeze(-1)).squeeze(-1)
-        q_x_BS = (1 - smoothing) * q_x_BS.where(is_local_BS, 0)
+        q_x_BS = (1 - smoothing) * q_x_BS.where(is_local_BS, 0)  # of Σ q·(x − m)
         if smoothing:  # every token counts; padding (−∞) is left out
             q_x_BS += smoothing / vocab_size * x_BSv.masked_fill(padding_v, 0).sum(-1)
         loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)
@@ -2438,13 +2622,10 @@ class Report:
 
     def check_tensor(self, kind: str, name: str, got, expected, allowed=0.0) -> bool:
         """Compare two tensors or numbers on this rank."""
-        got = torch.as_tensor(got)
-        expected = torch.as_tensor(expected)
-        text = ""
-        if got.shape != expected.shape:
-            text = f"{kind}: {name}: shape {list(got.shape)}, expected "
-            text += f"{list(expected.shape)}"
-        return self.check(kind, name, rel_diff(got, expected), allowed, text)
+        diff = rel_diff(got, expected)
+        words = "" if diff <= allowed else difference(got, expected)
+        text = f"{kind}: {name}: {words}" if words else ""
+        return self.check(kind, name, diff, allowed, text)
 
     def expect(self, row, column: str, kind: str, name: str, predicted) -> None:
         """Check that a cell of a row equals its predicted value."""
@@ -2479,7 +2660,7 @@ class Report:
         except Exception as error:
             if not COMM.all_raised(run, error):
                 raise
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and self.args.verbose:
                 traceback.print_exception(error)
             self.raised[run] = f"{type(error).__name__}: {first_line(error)}"
             text = wrap(f"   {run} raised {self.raised[run]}")
@@ -2553,7 +2734,8 @@ class Report:
             if label not in rows:
                 rows[label] = {"name": label}
                 rows[label].update(dict.fromkeys(runs, 0.0))
-                rows[label].update(dict.fromkeys(self.raised, "raised"))
+                for run in self.raised:
+                    rows[label].setdefault(run, "raised")
                 if len(runs) > 1:  # otherwise there is nothing to compare with
                     rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
@@ -2617,7 +2799,7 @@ class Report:
         return row
 
     def merge_checks(self) -> list[dict]:
-        """The checks of all ranks, by diff: the largest one, and where it fails."""
+        """The checks of all ranks, in order: the largest diff, and where it fails."""
         merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
@@ -2628,10 +2810,10 @@ class Report:
                 if not check["ok"]:
                     merged[name]["ok"] = False
                     merged[name]["ranks"].append(rank)
-        return sorted(merged.values(), key=lambda check: -check["diff"])
+        return list(merged.values())
 
     def verdict(self) -> str:
-        """Print PASS or FAIL; above it, the worst failed check of each kind."""
+        """Print PASS or FAIL, and above it what failed and what an edit changed."""
         checks = self.merge_checks()
         kinds = {kind: [] for kind in CAUSES_FIRST}
         for check in checks:
@@ -2639,22 +2821,16 @@ class Report:
         edits = []  # formulas that do not describe an edited model
         for kind in FORMULAS if self.is_edited else []:
             edits.extend(check for check in kinds.pop(kind, []) if not check["ok"])
-        counts = []
         print()
-        for kind, of_kind in kinds.items():
-            failed = [check for check in of_kind if not check["ok"]]
-            if failed:
-                print(wrap(f"✗ {in_words(failed[0])}"))
-                counts.append(f"{kind} {len(failed)}/{len(of_kind)}")
+        counts = self.name_failures(kinds)
         worst = max(checks, key=lambda check: check["ok"] and check["diff"])
         text = f"worst difference {worst['diff']:.1e} (allowed {worst['allowed']:.0e})"
         text = f"{len(checks) - len(edits)} checks, {text}"
         if counts:
-            text = f"failed: {', '.join(counts)}"
+            text = f"failed: {', '.join(counts.values())}"
+            text += "; all values agree" if set(counts).issubset(FORMULAS) else ""
         if edits:
-            print("The model without TP was edited. Formulas that do not describe it:")
-            for check in edits if self.args.verbose else edits[:8]:
-                print(wrap(f"≠ {check['text']}"))  # communication first
+            self.name_edits(edits)
             text = text if counts else f"values agree: {text}"
             text += f"; the model was edited: {len(edits)} formulas do not describe it"
         self.data["verdict"] = "FAIL" if counts else "PASS"
@@ -2666,12 +2842,32 @@ class Report:
         print(wrap(text), flush=True)
         return self.data["verdict"]
 
+    def name_failures(self, kinds: dict[str, list]) -> dict[str, str]:
+        """Print one failed check of each kind, causes first; count them by kind."""
+        failed = {}
+        counts = {}
+        for kind, checks in kinds.items():
+            wrong = [check for check in checks if not check["ok"]]
+            if wrong:
+                failed[kind] = wrong
+                counts[kind] = f"{kind} {len(wrong)}/{len(checks)}"
+        # If the loss of step 1 is wrong, forward is: this comes before gradients.
+        forward = [c for c in failed.get("losses", []) if "step 1," in c["name"]]
+        early = ("runs", "outputs", "losses") if forward else ()
+        for kind in sorted(failed, key=lambda kind: kind not in early):
+            cause = likely_cause(kind, failed[kind], bool(forward))
+            print(wrap(f"✗ {in_words(cause)}"))
+        return counts
 
-def in_words(check: dict) -> str:
-    """A failed check: what was found, or by how much it is off."""
-    diff = f"off by {check['diff']:.3g}, allowed {check['allowed']:.3g}"
-    text = check["text"] or f"{check['name']}: {diff}"
-    return f"{text}, on ranks {check['ranks']}"
+    def name_edits(self, edits: list[dict]) -> None:
+        """Print formulas that do not describe an edited model, communication first."""
+        shown = edits if self.args.verbose else edits[:8]
+        some = ""
+        if len(shown) < len(edits):
+            some = f"; {len(shown)} of {len(edits)}, all with --verbose"
+        print(f"The model without TP was edited. Formulas that do not fit it{some}:")
+        for check in shown:
+            print(wrap(f"≠ {check['text']}"))
 
 
 def formula_text(terms: list[Calls]) -> str:
@@ -2743,32 +2939,6 @@ def wrap(text: str) -> str:
     return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def first_line(error: Exception) -> str:
-    """An error's first line, without the [source.cpp:123] that gloo puts in front."""
-    return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
-
-
-def where_raised(error: Exception) -> str:
-    """The innermost module that was called, its input, and the weights it holds."""
-    root = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module):
-            root = root or module
-            called = module
-            inputs = frame.f_locals
-    if root is None:
-        return ""
-    names = {module: name for name, module in root.named_modules()}
-    shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
-    name = names.get(called) or "the model"
-    lines = [f"in {name}: {type(called).__name__}, {shapes}"]
-    for name, layer in called.named_children():
-        weights = [list(p.shape) for p in layer.parameters(recurse=False)]
-        lines.append(f"{name}: {type(layer).__name__}, {weights}")
-    return wrap(f"   {'; '.join(lines)}")
-
-
 # endregion
 
 
@@ -2827,7 +2997,8 @@ def fail(error: Exception, diagnosis: str) -> None:
     lost = f"error: rank {dist.get_rank()} got no answer from rank 0's machine: it is "
     lost += f"lost or cannot be reached\n  rank {dist.get_rank()}: {COMM.status}"
     # The store is on that machine, and its calls then never return.
-    timer = threading.Timer(20, exit_rank, [1, lost, True])
+    seconds = 20 + int(os.environ["LOCAL_RANK"])  # one rank speaks for its machine
+    timer = threading.Timer(seconds, exit_rank, [1, lost, True])
     timer.start()
     COMM.store.set(f"failed/{dist.get_rank()}", text)
     if COMM.is_inside():  # others write where they are; torchrun may name a dead one

@@ -28,7 +28,7 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
     H = D/N head size, V vocabulary, L layers, T ranks in the TP group, c = T/K ranks
     that hold the same key/value head, v = ⌈V/T⌉ rows of the vocabulary per rank.
-    X = B·S·D elements of an activation, W = H·(D + 1) of one head's weight and bias.
+    B·S·D is the size of an activation, H·(D + 1) that of one head's weight and bias.
 
 Sources: arXiv:1911.02150 (one key/value head), arXiv:2305.13245 (few of them);
     github.com/bigcode-project/Megatron-LM/pull/36 (both gradients to sum).
@@ -217,8 +217,6 @@ def main(args, report: lesson00.Report) -> None:
     size = lesson02.sizes_of(args)
     size["c"] = groups["replica"].size()
     size["v"] = math.ceil(args.vocab_size / args.ranks)
-    size["X"] = lesson00.evaluate("B·S·D", size)
-    size["W"] = lesson00.evaluate("H·(D + 1)", size)
     report.begin({"tp": args.ranks}, size)
     # The table of calls needs the size of each group in which something is sent.
     report.mesh = {"tp": args.ranks, "replica": size["c"]}
@@ -397,16 +395,16 @@ def show_gradients_shared(report, runs: dict, full, batch, groups) -> None:
 
 def show_communication_shared(report: lesson00.Report, size: dict[str, int]) -> None:
     """Calls and bytes per step, as counted, against formulas."""
-    # Per layer a weight [H, D] and a bias [H], each for k and for v: W/2 on average.
-    replica_sums = [lesson00.Calls("4·L", "W·e/2")]
+    # Per layer a weight [H, D] and a bias [H], each for k and for v.
+    replica_sums = [lesson00.Calls("4·L", "H·(D+1)·e/2")]
     # Once before and after each attention and MLP, once for the embedding or the head.
-    per_block = [lesson00.Calls("(2·L+1)", "X·e")]
+    per_block = [lesson00.Calls("(2·L+1)", "B·S·D·e")]
     formulas = {
         lesson00.Call("TP", "forward", "all-reduce", "tp"): [
-            lesson00.Calls("2·L", "X·e")
+            lesson00.Calls("2·L", "B·S·D·e")
         ],
         lesson00.Call("TP", "backward", "all-reduce", "tp"): [
-            lesson00.Calls("2·L", "X·e")
+            lesson00.Calls("2·L", "B·S·D·e")
         ],
         lesson00.Call("TP", "backward", "all-reduce", "replica"): replica_sums,
         lesson00.Call("TP", "clipping", "all-reduce", "tp"): [lesson00.Calls("1", "8")],
@@ -415,7 +413,7 @@ def show_communication_shared(report: lesson00.Report, size: dict[str, int]) -> 
         lesson00.Call("SP", "loss", "all-reduce", "tp"): [lesson00.Calls("3", "B·S·e")],
         # x is gathered again for the gradients of weights (lesson 04).
         lesson00.Call("SP", "backward", "all-gather", "tp"): [
-            lesson00.Calls("(4·L+2)", "X·e")
+            lesson00.Calls("(4·L+2)", "B·S·D·e")
         ],
         lesson00.Call("SP", "backward", "reduce-scatter", "tp"): per_block,
         lesson00.Call("SP", "backward", "all-reduce", "replica"): replica_sums,
@@ -425,9 +423,10 @@ def show_communication_shared(report: lesson00.Report, size: dict[str, int]) -> 
         lesson00.Call("SP", "clipping", "all-reduce", "tp"): [lesson00.Calls("1", "8")],
     }
     report.section("Communication per step; new: sums over replicas, axis `replica`")
-    report.ledger(formulas, size, steps=report.args.steps)
-    heads = lesson00.evaluate("2·L·W·e", size)
-    layers = lesson00.evaluate("4·L·X·e", size)
+    hidden = ["calls"]  # the formula has their number
+    report.ledger(formulas, size, steps=report.args.steps, hide=hidden)
+    heads = lesson00.evaluate("2·L·H·(D+1)·e", size)
+    layers = lesson00.evaluate("4·L·B·S·D·e", size)
     if size["c"] > 1:
         share = f"{heads / layers:.1%} of the {layers:,} of f and g"
         report.say(f"   Sums over replicas: {heads:,} bytes per step, {share}.")
@@ -437,7 +436,7 @@ def show_communication_shared(report: lesson00.Report, size: dict[str, int]) -> 
 def show_memory_shared(report: lesson00.Report, runs: dict, size: dict, batch) -> None:
     """Bytes of parameters and optimizer per rank: a formula per module, and the sum."""
     parameters = {
-        "k_proj, v_proj": "2·L·k·W·e",
+        "k_proj, v_proj": "2·L·k·H·(D+1)·e",
         "q_proj, up_proj": "L·(D + F)·(D+1)·e/T",
         "weights of o_proj, down_proj": "L·(D + F)·D·e/T",
         "biases of these, LayerNorms": "(6·L+2)·D·e",

@@ -23,7 +23,7 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 `--break NAME`. Short of time? Read to_dtensor, save_checkpoint and load_checkpoint.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
-    H = D/N head size, V vocabulary, L layers, T ranks in a TP group, M micro-batches, n
+    H = D/N head size, V vocabulary, L layers, T ranks in a TP group, M micro-batches, Ψ
     parameters of the model, e bytes per element. PyTorch calls a tensor that every rank
     holds in full Replicate(), and one that is split along a dim Shard(dim).
 
@@ -357,7 +357,7 @@ def main(args, report: lesson00.Report) -> None:
     # The same seed on every rank, so all have the same full model before they shard it.
     full = lesson03.make_tied(args)
     size = dict(lesson02.sizes_of(args), T=args.tp, M=args.microbatches)
-    size["n"] = sum(p.numel() for p in full.parameters())
+    size["Ψ"] = sum(p.numel() for p in full.parameters())
     report.begin(args.meshes[0].sizes(), size)
 
     show_meshes(report)
@@ -515,9 +515,9 @@ def show_contents(report, path: Path, training: FlatTraining, size: dict):
     for column in ("parts", "elements, bytes", "file, bytes"):
         total[column] = sum(row[column] for row in rows)
     # A weight and two moments per parameter.
-    predicted = lesson00.evaluate("3·n·e", size)
-    report.expect(total, "elements, bytes", "saved", "bytes 3·n·e", predicted)
-    report.say("   Weights and both moments of n parameters: 3·n·e bytes of elements.")
+    predicted = lesson00.evaluate("3·Ψ·e", size)
+    report.expect(total, "elements, bytes", "saved", "bytes 3·Ψ·e", predicted)
+    report.say("   Weights and both moments of Ψ parameters: 3·Ψ·e bytes of elements.")
     report.table("files", rows + [total])
     report.say("   Also .metadata, which says what is where, and complete.json.")
     for step in range(report.args.begin + 1, report.args.steps + 1):

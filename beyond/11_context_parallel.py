@@ -28,7 +28,7 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
     H = D/N head size, V vocabulary, L layers, C ranks in the CP group, T ranks in the
     TP group, s = S/C positions per rank, n = N/T and k = K/T heads per rank, i queries
-    and j keys of a block, e bytes per element, θ parameters per rank. A tensor kv has
+    and j keys of a block, e bytes per element, Ψ parameters of a rank. A tensor kv has
     keys and values, stacked: [2, B, K, s, H].
 
 Sources: arXiv:2310.01889 (ring), arXiv:2309.14509 (Ulysses), arXiv:2307.08691
@@ -54,6 +54,7 @@ from torch import Tensor, nn
 
 try:
     from course import lesson00, lesson01, lesson02
+    from pytorch_ring import pytorch_attention
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -61,7 +62,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 11: context parallelism
-# Read lines 64 to 423, in about 36 minutes. Stop at RUN.
+# Read lines 65 to 424, in about 36 minutes. Stop at RUN.
 
 # From lesson 00: send_recv(x, dst, like, src, group) sends and receives at once;
 # all_to_all sends part j to rank j. From lesson 01: AllGatherWithGrad is an all-gather
@@ -452,11 +453,11 @@ def main(args, report: lesson00.Report) -> None:
         with report.column(name):
             runs[name] = train_split(name, full, method, batches, args, groups)
 
-    lesson02.show_training(report, runs)
+    show_training_cp(report, runs)
     show_cp_replicas(report, runs, groups["cp"])
     show_gradients_cp(report, runs)
     on_a_rank = lesson02.tp_transformer(full, groups["tp"])
-    size["θ"] = sum(p.numel() for p in on_a_rank.parameters())
+    size["Ψ"] = sum(p.numel() for p in on_a_rank.parameters())
     show_attention(report, methods, size, groups["cp"])
     show_communication_cp(report, methods, size)
     show_saved(report, methods, size, groups["cp"])
@@ -501,6 +502,19 @@ def show_positions(report: lesson00.Report, batch, C: int) -> None:
     counted = sum(row["targets, contiguous"] for row in rows)
     report.check("runs", "each target is on one rank", abs(counted - total))
     report.say(f"   Each rank divides its sum of losses by all {total} targets.")
+
+
+def show_training_cp(report, runs: dict[str, lesson02.TrainingRun]) -> None:
+    """As lesson 02's show_training: losses, norms, parameters after training."""
+    report.section("Losses; and after training, norms, parameters and replicas")
+    losses = lesson01.values_of(runs, "losses")
+    report.compare("losses", losses, allowed=report.allowed_loss)
+    norms = lesson01.values_of(runs, "norms")
+    report.compare("norms", norms, brief="norms before clipping")
+    parameters = lesson01.values_of(runs, "parameters")
+    whole = lambda name: "all parameters"
+    report.compare("parameters", parameters, fold=whole, brief="parameters")
+    report.agree("as without CP")
 
 
 def show_cp_replicas(report: lesson00.Report, runs: dict, cp_group) -> None:
@@ -645,43 +659,6 @@ def split_attention(method: Method, core, tables, tensors, cp_group) -> dict:
     return found
 
 
-def pytorch_attention(tensors, tables, head_size: int, cp_group) -> dict:
-    """The same by PyTorch's context_parallel; written from its documentation, not run.
-
-    It shards the buffers in place, zigzag, and F.scaled_dot_product_attention becomes a
-    ring. That needs a GPU, and float32 or less. On CPU, PyTorch 2.13 raises
-    NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu
-    .default does not have a sharding strategy registered.
-    """
-    # Imported here: it is a prototype, and only GPUs get here.
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.experimental import _attention, context_parallel
-
-    mesh = DeviceMesh.from_group(cp_group, tensors[0].device.type)
-    heads = [x.detach().unflatten(-1, (-1, head_size)) for x in tensors]
-    buffers = [x.transpose(1, 2).contiguous().clone() for x in heads]
-    buffers += [tables[0].clone(), tables[1].clone()]
-    # Restoring a buffer would raise an error, because q, k and v require gradients.
-    with context_parallel(
-        mesh,
-        buffers=buffers,
-        buffer_seq_dims=[2, 2, 2, 2, 0, 0],
-        no_restore_buffers=set(buffers),
-    ):
-        q, k, v = [x.requires_grad_() for x in buffers[:3]]
-        grad_y, cos, sin = buffers[3:]
-        kv = repeat_for_queries(torch.stack([lesson02.rotate(k, cos, sin), v]), q)
-        # Inside the `with`, this is a ring.
-        y = F.scaled_dot_product_attention(
-            lesson02.rotate(q, cos, sin), kv[0], kv[1], is_causal=True
-        )
-        y.backward(grad_y)
-        parts = [y.detach(), q.grad, k.grad, v.grad]
-        found = _attention.context_parallel_unshard(mesh, parts, [2] * 4)
-    names = ("y", "dL/dq", "dL/dk", "dL/dv")
-    return {name: x.transpose(1, 2).flatten(2) for name, x in zip(names, found)}
-
-
 def block_rows(report, blocks: list, layout: str, size: dict, cp_group) -> list[dict]:
     """How many blocks of scores each rank computed at each step of the ring."""
     formulas = {"contiguous": "t + 1", "zigzag": "2·C + 1"}
@@ -730,7 +707,7 @@ def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) ->
         call = lesson00.Call(run, "loss", "all-reduce", "cp")
         formulas[call] = [lesson00.Calls("1", "8"), lesson00.Calls("1", "e")]
         call = lesson00.Call(run, "summing", "all-reduce", "cp")
-        formulas[call] = [lesson00.Calls("1", "θ·e")]
+        formulas[call] = [lesson00.Calls("1", "Ψ·e")]
         # With --tp, lesson 02's calls, on s positions.
         for phase in ("forward", "backward"):
             call = lesson00.Call(run, phase, "all-reduce", "tp")

@@ -396,7 +396,7 @@ def show_communication_2d(report, size: dict[str, int]) -> None:
         Call("FSDP", "backward", "reduce-scatter", "dp"): all_four,
     }
     # Over outer: FSDP of an inner rank's θ/inner bytes. Over inner: TP of x and y.
-    sliced = [Calls("4", "θ/inner/4")]
+    sliced = [Calls("4", "θ/(4·inner)")]
     weights = [Calls("2", "D·F·e/inner")]
     activation = [Calls("1", "B·S·D·e/outer")]
     by_mesh = {
@@ -415,7 +415,7 @@ def show_communication_2d(report, size: dict[str, int]) -> None:
     steps = report.args.steps
     report.ledger(whole_batch, size, steps=steps, hide=hidden, brief=brief)
     if report.mesh["outer"] > 1:
-        report.say("   4 × θ/inner/4: two weights, two biases, θ/inner bytes together")
+        report.say("   4 calls: two weights and two biases, together θ/inner bytes")
     report.ledger(by_mesh, size, steps=report.args.steps)
     if report.args.ranks == 1:
         report.say("   One rank sends nothing.")

@@ -26,8 +26,8 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks of a TP group, DP
     replicas, M micro-batches of b = B/(DP·M) rows. U units (parts of the model that are
     sharded as a whole), Ψ parameters of a rank, u of its largest unit, ψ = Ψ/DP of its
-    shards, v of its longest vector (u with zeros), R ranks. Bytes per element: e of a
-    parameter, g of a gradient, c of optimizer states. "kept" is ZeRO-3 that gathers
+    shards, w of its longest vector (u with zeros), R ranks. Bytes per element: e of a
+    parameter, g of a gradient, o of optimizer states. "kept" is ZeRO-3 that gathers
     once per step.
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277 (units, hybrid
@@ -44,7 +44,6 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from functools import partial
 
 import torch
@@ -53,11 +52,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, parallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import parallel
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
+    from zero_meters import CountFullyShard, Meter
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -67,7 +66,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 COMM = lesson00.COMM
 
 # ==== NEW in 15: optimizer states, gradients and parameters in shards
-# Read lines 70 to 383, in about 31 minutes. Stop at RUN.
+# Read lines 69 to 382, in about 31 minutes. Stop at RUN.
 
 # From lesson 00: an all-reduce is a reduce_scatter and an all_gather; a group of one
 # rank sends nothing. From 01: shardings_of(p) is empty if p is replicated over tp. From
@@ -455,37 +454,13 @@ def sizes_of_zero(args, model: nn.Module) -> dict[str, int]:
         units.append(sum(p.numel() for p in nn.ModuleList(modules).parameters()))
     e = letters["e"]
     size.update({"U": len(units), "Ψ": sum(units), "u": max(units)})
-    size.update(e=e, g=e, c=2 * e)  # c: two moments
+    size.update(e=e, g=e, o=2 * e)  # o: two moments
     if args.bf16:
-        size.update(e=2, c=3 * e)  # and a float32 copy of the parameters
+        size.update(e=2, o=3 * e)  # and a float32 copy of the parameters
     return size
 
 
 # ---- Training
-
-
-class Meter:
-    """The most bytes of a model's full parameters, and of gradients, at any time.
-
-    It looks whenever backward has made a gradient: a unit has its parameters then. Make
-    it before the units: hooks are called in order of registration, and units free.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.parameters = list(model.parameters())
-        self.shards = []
-        self.most = Counter()
-        for p in self.parameters:
-            p.register_post_accumulate_grad_hook(self.look)
-
-    def look(self, _=None) -> None:
-        """Measure what there is now, by storages: parameters are views of vectors."""
-        grads = [x.grad for x in self.parameters + self.shards]
-        grads = [grad for grad in grads if grad is not None]
-        for kind, tensors in (("parameters", self.parameters), ("gradients", grads)):
-            storages = [x.untyped_storage() for x in tensors]
-            nbytes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-            self.most[kind] = max(self.most[kind], sum(nbytes.values()))
 
 
 def make_training(name: str, full: nn.Module, kind, groups, args) -> ZeroTraining:
@@ -635,13 +610,13 @@ def rows_of(report, kind: str, formulas: dict, measure, trainings, size: dict) -
 
 
 def with_shards(size: dict, training: ZeroTraining) -> dict:
-    """ψ: elements of a rank's shards; v: of the longest vector. Both with zeros."""
+    """ψ: elements of a rank's shards; w: of the longest vector. Both with zeros."""
     size = dict(size, R=training.args.ranks)
     if size["DP"] == 1:
         size["U"] = 0  # one replica sends nothing
     if training.units:
         size["ψ"] = sum(len(unit.shard) for unit in training.units)
-        size["v"] = max(len(unit.flat) for unit in training.units)
+        size["w"] = max(len(unit.flat) for unit in training.units)
     else:  # fully_shard pads the shards of a parameter to the size of the largest
         numels = [lesson01.local(p).numel() for p in training.trained]
         numels = torch.tensor(numels, device=training.args.device)
@@ -655,10 +630,10 @@ def with_shards(size: dict, training: ZeroTraining) -> dict:
 
 # The most bytes of parameters, of gradients, and of optimizer states.
 MEMORY = {
-    "DP": ("Ψ·e", "Ψ·g", "Ψ·c"),
-    "ZeRO-1": ("DP·ψ·e", "max(Ψ·e, ψ·g)", "ψ·c"),
-    "ZeRO-2": ("DP·ψ·e", "u·e + ψ·g", "ψ·c"),
-    "ZeRO-3": ("v·e + ψ·g", "u·e + ψ·g", "ψ·2·g"),
+    "DP": ("Ψ·e", "Ψ·g", "Ψ·o"),
+    "ZeRO-1": ("DP·ψ·e", "max(Ψ·e, ψ·g)", "ψ·o"),
+    "ZeRO-2": ("DP·ψ·e", "u·e + ψ·g", "ψ·o"),
+    "ZeRO-3": ("w·e + ψ·g", "u·e + ψ·g", "ψ·2·g"),
     "kept": ("DP·ψ·e + ψ·g", "u·e + ψ·g", "ψ·2·g"),
 }
 
@@ -686,9 +661,10 @@ def show_memory(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
     report.table("memory", list(rows.values()))
     if "ZeRO-3" in rows:
         unit = 2 * size["u"] * size["e"] / size["Ψ"]
-        text = f"ZeRO-3 holds {rows['ZeRO-3']['sum/Ψ']} bytes per parameter: 1/DP of "
-        text += f"all, and {unit:.2f} for one unit's parameters and gradients in full."
-        report.conclude(text)
+        report.conclude(
+            f"ZeRO-3 holds {rows['ZeRO-3']['sum/Ψ']} bytes per parameter: 1/DP of all, "
+            f"and {unit:.2f} for one unit's parameters and gradients in full."
+        )
 
 
 # ---- Communication
@@ -741,11 +717,10 @@ def show_communication(report, trainings: dict[str, ZeroTraining], size: dict) -
     report.table("communication", list(rows.values()))
     if "ZeRO-3" in rows and "DP" in rows and rows["DP"]["ring"]:
         ratio = rows["ZeRO-3"]["ring"] / rows["DP"]["ring"]
-        text = (
+        report.conclude(
             f"ZeRO-3 sends {ratio:.2f} times what DP and ZeRO-1 send: 1.5 for each of "
+            f"{size['M']} micro-batches, also under a pipeline (--stages)."
         )
-        text += f"{size['M']} micro-batches, also under a pipeline (--stages)."
-        report.conclude(text)
 
 
 def sent_to_other_node(training: ZeroTraining) -> dict[str, int]:
@@ -808,23 +783,6 @@ class FullyShardTraining(ZeroTraining):
         """By full gradients: PyTorch's norm refuses DTensors of different meshes."""
         gradients = lesson02.unshard_model(self.model, "grad").values()
         return math.sqrt(sum(x.double().square().sum().item() for x in gradients))
-
-
-class CountFullyShard(TorchDispatchMode):
-    """Within `with`: fully_shard's collectives are counted as well."""
-
-    names = {
-        "c10d::_allgather_base_": "all-gather",
-        "c10d::_reduce_scatter_base_": "reduce-scatter",
-    }
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let DTensor turn it into local operations
-        name = func._schema.name
-        if name in self.names:  # (output, input, …): the larger one is the payload
-            COMM.count(self.names[name], max(x.nbytes for x in args[:2]), "dp")
-        return func(*args, **(kwargs or {}))
 
 
 # ==== BREAK IT

@@ -3,8 +3,8 @@
 A mixture of experts has E MLPs instead of one, and a router that sends each token to
 the k best of them. With expert parallelism (EP) each rank owns some of the experts, and
 tokens travel: to the ranks that own their experts, and back. EP needs no ranks of its
-own, it borrows those of data parallelism. So each rank has its own tokens but the
-experts of all, and gradients are summed over ranks for some parameters only.
+own, it borrows those of data parallelism. So a rank's attention sees its own tokens,
+its experts see tokens of all ranks, and only some gradients are summed over all ranks.
 
 Run it on 1, 2, 4 or 8 ranks:
 
@@ -19,15 +19,15 @@ Try one change at a time. notebooks/16_expert_parallel.ipynb, section 9, answers
     1. --ep 2 on 4 ranks, so that two ranks hold each expert. Which calls are new?
     2. Weigh outputs by the probability itself, as Switch does: in MoE.forward, delete
        the division by the sum. All values agree. What changes in section 4 for k = 1?
-    3. --tp 2 on 4 ranks: attention and each expert are split over tp as well. Which
-       bytes grow although no rank has more tokens, and why?
+    3. --tp 2 on 4 ranks, compared with 2 ranks: attention and each expert are split
+       over tp as well, and t is the same. What is sent in addition, and why?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
 `--break NAME`. Short of time? Read MoE, ExpertParallel and sum_gradients.
 
-Shapes: B batch, b rows of the batch on a rank, S sequence, D hidden, F MLP width (4·D),
+Shapes: B batch, b sequences of it on a rank, S sequence, D hidden, F MLP width (4·D),
     N heads, K key/value heads, H = D/N head size, V vocabulary, L layers, E experts, k
-    experts per token, R ranks that share the experts, T ranks in the TP group, e bytes
+    experts per token, R ranks that split the experts, T ranks in the TP group, e bytes
     per element. Tokens of a rank are counted by t = b·S, rows by r: one for each token
     and expert that it goes to, so r = k·t before they travel.
 
@@ -61,12 +61,14 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 64 to 354, in about 29 minutes. Stop at RUN.
+# Read lines 64 to 363, in about 30 minutes. Stop at RUN.
 
-# From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j. From
-# lesson 01: CopyToTP (f) is the identity forward and an all-reduce backward, and
-# ReduceFromTP (g) is the reverse. shardings_of(p) is ((dim, group), …): how p is split.
-# From lesson 02: the decoder, and parallelize_layer, which splits attention and an MLP.
+# From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
+# mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:
+# CopyToTP (f) is the identity forward and an all-reduce backward, and ReduceFromTP (g)
+# is the reverse. shardings_of(p) is ((dim, group), …): how p is split. From lesson 02:
+# the decoder, IGNORE (the target of a position without loss), and parallelize_layer,
+# which splits attention and an MLP.
 
 # ---- A mixture of experts in one process
 
@@ -79,9 +81,10 @@ def sort_by_expert(x_tD: Tensor, expert_tk: Tensor, experts: int) -> tuple:
     they are rows 1, 2, 3, 0: that is `order`. counts is [2, 1, 0, 1].
     Returns: rows [k·t, D], counts [E] of rows per expert, order [k·t].
     """
+    k = expert_tk.shape[1]
     expert_r = expert_tk.flatten()  # row i belongs to token i // k
     order = expert_r.argsort(stable=True)
-    rows_rD = x_tD[order // expert_tk.shape[1]]
+    rows_rD = x_tD[order // k]
     return rows_rD, torch.bincount(expert_r, minlength=experts), order
 
 
@@ -126,15 +129,16 @@ class MoE(nn.Module):
         self.experts = Experts(experts, hidden, width)
         self.shared_expert = mlp
         self.batch_groups = ()  # groups over which the batch is split
-        self.balance = None  # the balance loss of the last forward
+        self.balance = None  # this rank's part of the last forward's balance loss
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_tD = x_BSD.flatten(0, 1)
         probs_tE = self.router(x_tD).softmax(-1)
+        E = probs_tE.shape[1]
         probs_tk, expert_tk = probs_tE.topk(self.top_k, -1)
-        # The choice has no gradient. The router learns from the weights alone.
+        # The choice has no gradient. The weights and the balance loss train the router.
         weights_tk = probs_tk / probs_tk.sum(-1, keepdim=True)
-        rows_rD, counts_E, order = sort_by_expert(x_tD, expert_tk, probs_tE.shape[1])
+        rows_rD, counts_E, order = sort_by_expert(x_tD, expert_tk, E)
         rows_rD = undo_sort(self.experts(rows_rD, counts_E), order)
         rows_tkD = rows_rD.unflatten(0, expert_tk.shape)
         y_tD = (weights_tk[..., None] * rows_tkD).sum(1)
@@ -142,8 +146,9 @@ class MoE(nn.Module):
         return self.shared_expert(x_BSD) + y_tD.view_as(x_BSD)
 
     def balance_loss(self, probs_tE: Tensor, counts_E: Tensor) -> Tensor:
-        """E · Σ share · probability over the experts; 1 if all get the same, at most E.
+        """This rank's part of E · Σ share · probability over the experts.
 
+        The sum of all ranks' parts is 1 if all experts get the same, and at most E/k.
         share: an expert's part of the rows of all ranks; no gradient, so its counts are
         summed by a plain all-reduce. probability: the mean over all tokens, of which
         each rank adds its own tokens' part. Source: arXiv:2101.03961, sec. 2.2.
@@ -159,14 +164,17 @@ class MoE(nn.Module):
 
 # ---- Rows travel
 #
-# Rank r of R owns experts r·E/R to (r + 1)·E/R − 1. Rows are sorted by expert, so those
+# The mesh is dp × ep × tp. The batch is split over dp and ep (lesson 05 calls both dp).
+# The ranks of an ep group split the experts; those of a dp group hold replicas of them.
+#
+# Ep rank i owns experts i·E/R to (i + 1)·E/R − 1. Rows are sorted by expert, so those
 # for rank 0 come first, then those for rank 1, …. How many is up to the router: splits
 # are uneven, they differ from step to step, and some are empty. So ranks first tell
 # each other how many rows will come. E = 4, R = 2, rows by expert (0 1 | 2 3):
 #
 #     rank 0 has   2 1 | 0 1   sends 3 rows to rank 0 (itself), 1 to rank 1
 #     rank 1 has   0 1 | 2 2   sends 1 row to rank 0, 4 to rank 1
-#     rank 0 gets  2 1 + 0 1   sorts by expert: 2 rows for expert 0, 2 for expert 1
+#     rank 1 gets  0 1 + 2 2   for experts 3 2 2 3 3, and sorts them: 2 2 3 3 3
 
 
 def all_to_all_rows(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
@@ -179,7 +187,7 @@ def all_to_all_rows(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
     if group.size() == 1:
         return x_rD.clone()
     arrived = x_rD.new_empty(sum(recv), x_rD.shape[1])
-    leaving = x_rD[send[group.rank()] :]  # as many rows as go to other ranks
+    leaving = x_rD[send[group.rank()] :]  # only for its size: as many rows leave
     with lesson00.COMM.record("all-to-all", leaving, group):
         # A rank without rows must call it as well: the others wait for it.
         dist.all_to_all_single(arrived, x_rD, recv, send, group=group)
@@ -212,11 +220,12 @@ class ExpertParallel(Experts):
         down_proj  [E, D, F], on a rank [E/R, D, F/T]    Shard(0) on ep, Shard(2) on tp
     Communication: all-to-all of E counts; two all-to-alls of rows forward (to the
         experts, and back) and two backward. If rows spread evenly, a rank sends k·t·(R
-        − 1)/R rows of D elements in each. f and g of the rows that arrive, over tp.
+        − 1)/R rows of D elements in each. A token with two experts on one rank is sent
+        there twice. f and g of the rows that arrive, over tp.
     """
 
     def __init__(self, full: Experts, ep_group, tp_group):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not Experts': it would make all experts
         self.ep_group = ep_group
         self.tp_group = tp_group
         self.exchange = AllToAllRows.apply
@@ -232,12 +241,13 @@ class ExpertParallel(Experts):
         send = counts_E.view(R, local_experts).sum(1).tolist()
         recv = arriving.view(R, local_experts).sum(1).tolist()
         arrived = self.exchange(rows_rD, send, recv, self.ep_group)
-        # They are sorted by sender, and by expert within each sender's rows.
+        # They are sorted by sender, and by expert within each sender's rows. Rank 1 of
+        # the example: its experts 1 0 0 1 1, so order is 1 2 0 3 4.
         expert = torch.arange(local_experts, device=arriving.device).repeat(R)
         order = expert.repeat_interleave(arriving).argsort(stable=True)
         blocks = lesson01.CopyToTP.apply(arrived[order], self.tp_group)  # f
         counts = arriving.view(R, local_experts).sum(0)
-        partial_y = Experts.forward(self, blocks, counts)
+        partial_y = Experts.forward(self, blocks, counts)  # as in one process
         y = lesson01.ReduceFromTP.apply(partial_y, self.tp_group)  # g
         y = undo_sort(y, order)
         return self.exchange(y, recv, send, self.ep_group)
@@ -266,7 +276,7 @@ def ep_transformer(full, groups: dict):
     for layer in model.layers:
         mlp = layer.mlp
         if isinstance(mlp, MoE):
-            layer.mlp = mlp.shared_expert  # parallelize_layer needs an MLP to split
+            layer.mlp = mlp.shared_expert  # for parallelize_layer; replaced below
         lesson02.parallelize_layer(layer, groups["tp"])
         if isinstance(mlp, MoE):
             layer.mlp = ep_moe(mlp, groups)
@@ -279,19 +289,18 @@ def ep_transformer(full, groups: dict):
 # rules of lesson 02 hold. A rank's loss is its part of the mean over all tokens, so
 # gradients are sums over ranks, and none is divided by R:
 #
-#     parameter                        its input on a rank           sum over
-#     embedding, norms, head, router   tokens of this rank           ep and dp
-#     attention, shared expert         tokens of this rank           ep and dp
-#     experts                          tokens of all ranks of an ep  dp
+#     parameter                         its input on a rank          sum over
+#     experts                           all tokens of its ep group   dp
+#     all others, also shared experts   tokens of this rank          ep and dp
 #
 # An expert has seen the tokens of its whole ep group, so its gradient is complete. A
-# sum over ep would even add gradients of different experts. Ranks of one dp group hold
-# replicas of the same experts, and each has seen other tokens. As one rule: sum over
-# each axis that splits the batch, except over one that shards the parameter.
+# sum over ep would even add gradients of different experts. In a dp group, replicas of
+# an expert have seen different tokens. As one rule: sum over each axis that splits the
+# batch, except over one that shards the parameter.
 
 
 def split_batch(batch: tuple, groups: dict) -> list[Tensor]:
-    """This rank's rows of tokens and targets, from all. Shapes: [B, S] → [b, S]."""
+    """This rank's sequences of tokens and targets. Shapes: [B, S] → [b, S]."""
     of_dp = [lesson00.shard(x, 0, groups["dp"]) for x in batch]
     return [lesson00.shard(x, 0, groups["ep"]) for x in of_dp]
 
@@ -309,7 +318,7 @@ def ep_loss(logits_bSV: Tensor, target_bS: Tensor, model, balance: float, groups
     for axis in ("ep", "dp"):
         targets = lesson00.all_reduce(targets, groups[axis])
     loss = loss_sum / targets + balance * sum(moe.balance for moe in moe_layers(model))
-    for axis in ("ep", "dp"):  # g: the sum of all parts; backward, each has its own
+    for axis in ("ep", "dp"):  # g: sums the parts; backward, each has the gradient 1
         loss = lesson01.ReduceFromTP.apply(loss, groups[axis])
     return loss
 
@@ -416,7 +425,7 @@ def train_without_ep(full, batches, args) -> tuple:
 
 
 def train_ep(name, full, batches, args, groups) -> lesson02.TrainingRun:
-    """Train on this rank's rows of each batch, as if a data loader had split them."""
+    """Train on this rank's sequences of each batch, as a data loader would split it."""
     model = ep_transformer(full, groups)
     if name == "PyTorch":
         for moe in moe_layers(model):
@@ -771,7 +780,7 @@ BREAKS = {
         what="gradients of experts are divided by the number of ep ranks",
         symptom="the loss of step 1 is right; experts learn too little",
         why="the division is right if each rank's loss is the mean of its own tokens "
-        "and all other gradients are averaged; here all tokens divide the loss",
+        "and all other gradients are averaged; here the loss is divided by all tokens",
         reported="github.com/pytorch/pytorch/issues/160285 (a factor of R); "
         "databricks/megablocks, 86; NVIDIA/Megatron-LM, 5956",
     ),
@@ -850,10 +859,10 @@ BREAKS = {
         old='    for axis in ("ep", "tp"):\n'
         "        total = lesson00.all_reduce(total, groups[axis])\n",
         new='    total = lesson00.all_reduce(total, groups["tp"])\n',
-        what="each rank clips by a norm that includes its own experts only",
+        what="squares are not summed over ep: a norm lacks a part of the gradient",
         symptom="gradients are right; norms differ between ranks, so replicas diverge",
-        why="the squares of an expert's gradient are on its owner, so they have to be "
-        "summed over ep",
+        why="the squares of an expert's gradient are on its owner, and those of a "
+        "replicated one are divided by R on each rank: the sum over ep completes both",
         reported="github.com/NVIDIA-NeMo/Automodel/pull/3817; NVIDIA/Megatron-LM, 5916",
     ),
 }
@@ -869,7 +878,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     parser = lesson00.lesson_parser(__doc__, BREAKS, sections=6, **sizes)
     add = parser.add_argument
     positive = lesson00.positive
-    add("--ep", type=positive, help="R, ranks that share the experts (ranks / tp)")
+    add("--ep", type=positive, help="R, ranks that split the experts (ranks / tp)")
     add("--tp", type=positive, default=1, help="TP ranks for each ep rank (1)")
     add("--experts", type=positive, help="E (8, or the next multiple of R)")
     add("--top-k", type=positive, default=2, help="k, experts per token (2)")

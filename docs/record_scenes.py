@@ -60,7 +60,7 @@ def ring(lesson, group, name: str) -> dict:
 
 
 def mlp(lesson, group, name: str, bug=None) -> dict:
-    torch.manual_seed(34)  # a seed for which both partial sums of dL/dx are large
+    torch.manual_seed(1715)  # the sums are right as shown, with two decimals
     full = lesson.MLP(2, 8)
     x_BSD, target_BSD = torch.randn(2, 1, 3, 2)
     if bug:
@@ -107,19 +107,21 @@ def mlp_break_f(lesson, group, name: str) -> dict:
 
 
 def attention(lesson, group, name: str) -> dict:
-    config = lesson.Config(7, 8, heads=4, kv_heads=4, layers=1, seq_len=3, dropout=0.0)
+    config = lesson.Config(7, 4, heads=2, kv_heads=2, layers=1, seq_len=3, dropout=0.0)
     layer, tables = layer_and_tables(lesson, config)
     alone = copy.deepcopy(layer).self_attn
     lesson.parallelize_layer(layer, group)
-    x_BSD, upstream_BSD = torch.randn(2, 1, 3, 8)
+    x_BSD, upstream_BSD = torch.randn(2, 1, 3, 4)
     x = x_BSD.clone().requires_grad_()
     x_alone = x_BSD.clone().requires_grad_()
     split = layer.self_attn
     recorder = Recorder(lesson, name)
     recorder.watch(split, "q_proj", "k_proj", "v_proj", "core.dropout", "o_proj")
     held = {"x_BSD": x}
-    for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        held[f"{part}.weight"] = split.get_parameter(f"{part}.weight")
+    for title in ("W_q_Dd", "W_k_Dd", "W_v_Dd", "W_o_dD"):
+        weight = split.get_parameter(f"{title[2]}_proj.weight").T
+        weight.closed = True
+        held[title] = weight
     recorder.hold(held)
     with recorder:
         with lesson.COMM.label("with TP", "forward"):
@@ -132,7 +134,7 @@ def attention(lesson, group, name: str) -> dict:
     formulas = {}
     for phase in ("forward", "backward"):
         formulas[lesson.Call("with TP", phase, "all-reduce", "tp")] = "1 × B·S·D·e"
-    return recorder.recording(formulas, {"B": 1, "S": 3, "D": 8, "e": 4})
+    return recorder.recording(formulas, {"B": 1, "S": 3, "D": 4, "e": 4})
 
 
 def layer_and_tables(lesson, config) -> tuple:
@@ -293,9 +295,10 @@ def wrong_gradient(lesson, group, name: str) -> dict:
     found = {"y_BsD": y_BsD.detach(), "dL/dx_BsD": x_BsD.grad}
     expected = {"y_BsD": lesson.shard(y_alone.detach(), 1, group)}
     expected["dL/dx_BsD"] = lesson.shard(x_alone.grad, 1, group)
-    for part, dim in (("self_attn.o_proj.weight", 1), ("input_layernorm.weight", None)):
-        letters = "_Dd" if dim else "_D"
-        title = f"dL/d{part.split('.')[-2].removeprefix('input_')}{letters}"
+    for title, part, dim in (
+        ("dL/dW_o_Dd", "self_attn.o_proj.weight", 1),
+        ("dL/dlayernorm_D", "input_layernorm.weight", None),
+    ):
         found[title] = layer.get_parameter(part).grad
         full = alone.get_parameter(part).grad
         expected[title] = full if dim is None else lesson.shard(full, dim, group)
@@ -344,8 +347,8 @@ def context(lesson, name: str, layout: str) -> dict:
     expected = (scores.softmax(-1) @ kv_full[1]).flatten()[here]
     recorder.compare({"y_s": expected})
     call = lesson00.Call("ring", "forward", "send/recv", "cp")
-    formulas = {call: "T-1 × 2·B·s·K·H·e"}
-    sizes = {"T": T, "B": 1, "s": S // T, "K": 1, "H": 1, "e": 4}
+    formulas = {call: "(C-1) × 2·B·s·K·H·e"}
+    sizes = {"C": T, "B": 1, "s": S // T, "K": 1, "H": 1, "e": 4}
     return recorder.recording(formulas, sizes, layout="ring wide")
 
 
@@ -364,6 +367,7 @@ class WatchRing:
         S = sum(len(of_rank) for of_rank in positions)
         self.scores = [""] * (len(self.here) * S)
         self.fresh = []
+        self.received = None
         self.y = torch.zeros(len(self.here))
 
     def __enter__(self):
@@ -386,6 +390,7 @@ class WatchRing:
         """Keys in the first row, values in the second, and whose they are."""
         shown = kv.reshape(2, -1).clone()
         shown.columns = [str(position) for position in self.positions[owner].tolist()]
+        shown.rows = ["k", "v"]
         shown.who = [2**owner] * shown.numel()
         return shown
 
@@ -394,6 +399,8 @@ class WatchRing:
         S = len(self.scores) // len(self.here)
         for row, query in enumerate(query_at.tolist()):
             for column, key in enumerate(key_at.tolist()):
+                if key > query:  # masked
+                    continue
                 place = self.here.index(query) * S + key
                 self.scores[place] = scores[0, 0, row, column].item()
                 self.fresh.append(place)
@@ -420,8 +427,12 @@ class WatchRing:
         y.under = "q_s"
         shown.who = self.mine
         y.who = self.mine
-        step = self.captions["compute"]
-        self.recorder.add("compute", step, {"scores_sS": shown, "y_s": y})
+        step = dict(self.captions["compute"])
+        makes = {"scores_sS": shown, "y_s": y}
+        if self.received is not None:
+            makes["kv_2s"] = self.received
+            step["drops"] = "next_kv_2s"
+        self.recorder.add("compute", step, makes)
 
     def pass_on(self, kv: Tensor, group) -> Tensor:
         self.computed()
@@ -434,8 +445,8 @@ class WatchRing:
         comm["bytes"] = difference(self.recorder.counted(), before)
         comm["sends"] = sum(comm["bytes"].values())
         step = dict(self.captions["send"], takes="kv_2s")
-        shown = self.keys(received, self.owner)
-        self.recorder.add("send", step, {"kv_2s": shown}, comm=comm)
+        self.received = self.keys(received, self.owner)
+        self.recorder.add("send", step, {"next_kv_2s": self.received}, comm=comm)
         return received
 
 

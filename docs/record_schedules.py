@@ -146,9 +146,8 @@ def moments(runs: dict[str, list], P: int, M: int, start: str) -> list[dict]:
         if not together or part[0] - together[-1][0][0] > shortest / 2:
             together.append([])
         together[-1].append(part)
-    nothing = {name: [0] * P for name in KINDS.values()}
     ranks = [{} for _ in range(P)]
-    events = [dict(kind="hold", time=0, says=start, kept=nothing, ranks=ranks)]
+    events = [dict(kind="hold", time=0, says=start, ranks=ranks)]
     ends = [group[0][0] for group in together[1:]]
     ends.append(max(span["end"] for _, span in spans))
     for group, end in zip(together, ends):
@@ -172,10 +171,9 @@ def moment(group: list[tuple], end: float, spans: list, P: int) -> dict:
                     sums[row] = sums.get(row, 0) + n
         ranks.append(own)
     then = (begin + end) / 2
-    kept = {name: kept_at(then, spans, name, P) for name in KINDS.values()}
     doing = [state(then, spans, name, P) for name in KINDS.values()]
     says = f"{begin:.0f} to {end:.0f} ms. {doing[0]}; {doing[1]}."
-    return dict(kind="time", time=begin, says=says, kept=kept, ranks=ranks)
+    return dict(kind="time", time=begin, says=says, ranks=ranks)
 
 
 def kept_at(now: float, spans: list, name: str, P: int) -> list[int]:

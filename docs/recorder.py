@@ -255,7 +255,7 @@ class Recorder:
             row["calls"] = counted.calls[call]
             row["bytes"] = sent
             row["ring"] = self.lesson.ring_bytes(call.collective, sent, size)
-            row["formula"] = formula
+            row["formula"] = formula.replace("-", " − ")
             row["predicted"] = predicted
             if predicted or sent:
                 rows.append(row)
@@ -291,15 +291,15 @@ def difference(now: dict, before: dict) -> dict:
 def raw(x: Tensor, step: dict) -> dict:
     """A tensor's shape, its elements if they are few, and how it is to be shown."""
     tensor = {"shape": list(x.shape), "who": getattr(x, "who", None)}
-    if x.numel() <= SMALL:
+    if x.numel() <= SMALL and not hasattr(x, "closed"):
         tensor["values"] = x.detach().flatten().tolist()
     if x.dtype == torch.int64 and x.dim() == 3:  # tokens and targets of a micro-batch
         characters = [chr(v) if 0 <= v < 256 else "·" for v in x.flatten().tolist()]
         tensor["values"] = characters
-    for key in ("term", "block"):
+    for key in ("term", "under"):
         if key in step:
             tensor[key] = step[key]
-    for key in ("values", "columns", "marked", "under"):
+    for key in ("values", "columns", "rows", "marked", "under"):
         if hasattr(x, key) and not callable(getattr(x, key)):
             tensor[key] = getattr(x, key)
     return tensor

@@ -940,6 +940,63 @@ def rejoined_subject(bug: str):
     return subject
 
 
+class Ended(nn.Module):
+    """The model ends with a gather, after its last module."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.group is None:
+            return self.norm(x)
+        x = self.norm(Rows.apply(x, self.group))
+        x = Gather.apply(x, self.group, False)
+        return Copy.apply(x, self.group) if self.bug else x
+
+
+def ended_subject(bug: str):
+    subject = rejoined_subject("")
+
+    def parallelize(model, group):
+        model.group = group
+        model.bug = bug
+        return model
+
+    subject.build = Ended
+    subject.parallelize = parallelize
+    return subject
+
+
+class Join(nn.Module):
+    """Gathers columns. In the full model, the module in this place does nothing."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        return Gather.apply(x.transpose(1, 2), self.group, False).transpose(1, 2)
+
+
+def join_subject(bug: str):
+    def parallelize(model, group):
+        model[0].weight = piece(model[0].weight, group)
+        model[0].bias = piece(model[0].bias, group)
+        model[1] = Join(group)
+        split_pair(model[2], group, bug)
+        return model
+
+    subject = stack_subject("")
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), nn.Identity(), Pair())
+    subject.parallelize = parallelize
+    return subject
+
+
 # ---- Parameters that are no pieces, or that a rank does not use.
 
 
@@ -1041,6 +1098,8 @@ MODELS = {
     convolution_subject: {"bias": ["forward bias", "1"]},
     stack_subject: {"no f": ["gradient sum", "0.norm.weight"]},
     rejoined_subject: {"no f": ["backward slice", "the model"]},
+    ended_subject: {"summed again": ["loss backward", "the model"]},
+    join_subject: {"no f": ["backward partial", "1"]},
     doubled_subject: {
         "idle": ["update without gradient", "1.idle"],
         "rate": ["later loss", "loss"],

@@ -141,7 +141,11 @@ def test_a_cable_that_is_pulled():
     said = "error: no rank of machine 1 has reported an error: "
     assert first == [f"{said}they hang, or it is lost or cannot be reached"]
     said = "error: rank {} got no answer from rank 0's machine: it is lost or cannot be"
-    assert sorted(second) == [f"{said.format(rank)} reached" for rank in (2, 3)]
+    assert second[0] == f"{said.format(2)} reached"
+    assert second[1:] in (
+        [],
+        [f"{said.format(3)} reached"],
+    )  # or it was ended
     assert "  rank 2: in call " in done[1].err, "where it waits"
 
 

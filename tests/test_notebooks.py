@@ -443,6 +443,23 @@ def test_a_notebook_takes_ninety_minutes_and_says_how_long_each_section_takes(na
         assert abs(stated - estimate) <= 2 + estimate / 5, text
 
 
+def test_the_plan_states_the_minutes_of_a_day():
+    """docs/plan.md: minutes of notebooks 00 to 04 up to section 4, and of NEW."""
+    plan = (ROOT / "docs" / "plan.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[(\d\d)\].* \| (\d+) min \| (\d+) min \|", plan, re.M)
+    assert [number for number, *_ in rows] == ["00", "01", "02", "03", "04"]
+    for number, notebook, script in rows:
+        (name,) = [name for name in NOTEBOOKS if name.startswith(number)]
+        first = []  # cells up to section 4
+        for cell in NOTEBOOKS[name]["cells"]:
+            if "".join(cell["source"]).startswith("## 5 "):
+                break
+            first.append(cell)
+        assert abs(minutes(first) - int(notebook)) <= 3, (name, minutes(first))
+        read = re.search(r"in about (\d+) minutes", (ROOT / f"{name}.py").read_text())
+        assert read[1] == script, name
+
+
 def test_minutes_count_what_is_read():
     def cell(source, tags=(), outputs=(), kind="code"):
         metadata = {"tags": list(tags)}

@@ -373,13 +373,85 @@ CUT = """player => [...player.shadowRoot.querySelectorAll(".stage .cell")].filte
 ).map(cell => cell.textContent)"""
 
 
+# Arrows of the step that is shown: those whose tip is not at a new cell of its receiver,
+# and what they cross of that which is to be read.
+ARROWS = """player => {
+    const stage = player.shadowRoot.querySelector(".stage");
+    const svg = stage.querySelector("svg");
+    if (!svg) return {tips: 0, astray: [], crossed: []};
+    const home = stage.getBoundingClientRect();
+    const scale = home.width / stage.offsetWidth;
+    const seen = element => element.getClientRects().length > 0;
+    const cells = [...stage.querySelectorAll(".cell, .closed .cells")].filter(seen);
+    const words = [];
+    for (const each of stage.querySelectorAll(
+        ".cell, .column, .shape, .chip, .who, figcaption, .mark")) {
+        const range = document.createRange();
+        for (const node of [...each.childNodes].filter(x => x.nodeType === Node.TEXT_NODE)) {
+            range.selectNode(node);
+            for (const box of range.getClientRects())
+                if (node.data.trim()) words.push([node.data.trim(), box]);
+        }
+    }
+    const near = (cell, x, y) => {
+        const box = cell.getBoundingClientRect();
+        const [dx, dy] = [Math.max(box.left - x, x - box.right, 0),
+                          Math.max(box.top - y, y - box.bottom, 0)];
+        return Math.hypot(dx, dy) < 4 * scale;
+    };
+    const [astray, crossed] = [[], new Set()];
+    const tips = [...svg.querySelectorAll(".tip")];
+    for (const tip of tips) {
+        const end = new DOMPoint(0, 0).matrixTransform(tip.getScreenCTM());
+        const lane = stage.querySelectorAll(".lane")[tip.dataset.to];
+        if (![...lane.querySelectorAll(".new .cell, .new.closed .cells")].some(
+            cell => near(cell, end.x, end.y))) astray.push(tip.dataset.to);
+    }
+    for (const path of svg.querySelectorAll("path:not(.back)")) {
+        const to = path.getScreenCTM();
+        for (let at = 0; at <= path.getTotalLength(); at += 2) {
+            const {x, y} = path.getPointAtLength(at).matrixTransform(to);
+            for (const [text, box] of words)
+                if (x > box.left && x < box.right && y > box.top + 3 && y < box.bottom - 3)
+                    crossed.add(text);
+        }
+    }
+    return {tips: tips.length, astray, crossed: [...crossed]};
+}"""
+
+
+def messages_of(event: dict) -> int:
+    """How many arrows a step is to have."""
+    if event["kind"] == "send":
+        return len(event["ranks"])
+    if "call" not in event or event["kind"] == "time":
+        return 0
+    each = 1 if event["call"]["collective"] == "broadcast" else 0
+    return sum(each or len(group) for group in event["call"]["groups"] for _ in group)
+
+
 @pytest.mark.parametrize("name", RECORDED)
-def test_no_number_is_cut(open_page, name):
+def test_no_number_is_cut_or_crossed_and_arrows_lead_to_their_cells(open_page, name):
     for width in (390, 1280, 1920):
         page = open_page(name, width=width)
-        for _ in RECORDED[name]["events"]:
-            assert page.locator("tp-player").evaluate(CUT) == [], width
+        player = page.locator("tp-player")
+        for number, event in enumerate(RECORDED[name]["events"], 1):
+            assert player.evaluate(CUT) == [], (width, number)
+            arrows = player.evaluate(ARROWS)
+            about = (width, number, arrows)
+            assert arrows["tips"] == messages_of(event), about
+            assert arrows["astray"] == arrows["crossed"] == [], about
             page.keyboard.press("ArrowRight")
+
+
+def test_arrows_on_a_scaled_slide(open_page):
+    """reveal.js scales its slides: 1.5 on a projector."""
+    page = open_page("mlp", width=1280)
+    page.add_style_tag(content="main { transform: scale(1.5); transform-origin: 0 0 }")
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    arrows = page.locator("tp-player").evaluate(ARROWS)
+    assert arrows == {"tips": 4, "astray": [], "crossed": []}
 
 
 HOLD_FLIGHTS = """() => {

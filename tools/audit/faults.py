@@ -61,6 +61,7 @@ def gets_ddp(gradient: Gradient) -> bool:
 F = Fault
 CLOSER = ("unexplained", "differs between replicas", "factor", "of its uses", "sum")
 GRADIENTS = tuple(f"gradient {name}" for name in CLOSER)
+FORWARD = ("forward",)  # of the modules around the parameter
 FAULTS = [
     # ---- Batch, model and parameters
     F(Start, "batch", Start.other_batch,
@@ -77,7 +78,8 @@ FAULTS = [
       "The values of this parameter are those of the full model, rounded to a coarser "
       "format.",
       "Keep the parameter's dtype where the shard is made.",
-      "beyond/08, why the order of a sum changes last bits"),
+      "beyond/08, why the order of a sum changes last bits",
+      FORWARD),
     F(Parameter, "not a piece", Parameter.unknown_elements,
       "The values of this parameter are in no parameter of the full model: this rank "
       "has initialized it itself, or has combined or scaled it.",
@@ -93,7 +95,8 @@ FAULTS = [
       "model.",
       "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
       "each part into T slices. An expert must be on the rank that calls it.",
-      "lesson 02, --break qkv"),
+      "lesson 02, --break qkv",
+      FORWARD),
     F(Buffer, "buffer", Buffer.wrong,
       "This buffer (a table of positions, a mask) is not that of the full model, nor "
       "each rank's slice of it.",
@@ -105,7 +108,8 @@ FAULTS = [
       "Take the slice of the group rank. A broadcast after the split overwrites the "
       "shards: DistributedDataParallel sends the parameters of its first rank to all "
       "others. With c ranks per key/value head, rank t holds head t // c.",
-      "notebook 12, fault 3; beyond/09, --break order"),
+      "notebook 12, fault 3; beyond/09, --break order",
+      FORWARD),
     F(Parameter, "fused", Parameter.fused,
       "A fused weight is split into T slices as if it were one matrix: rank 0 gets "
       "rows of q only.",

@@ -89,10 +89,10 @@ class Search:
         return False
 
     def is_read_by(self, finding: Finding, module: str) -> bool:
-        """Is it a fault of a parameter or a buffer of this module?"""
-        is_held = finding.fault.of in (subjects.Parameter, subjects.Buffer)
+        """Is it a fault of a parameter in this module, known for sure?"""
         inner = f"{finding.subject.module}."
-        return is_held and inner.startswith(f"{module}." if module else "")
+        is_inside = inner.startswith(f"{module}." if module else "")
+        return "forward" in finding.fault.follows and is_inside
 
     def run(self) -> None:
         case = self.case

@@ -86,7 +86,9 @@ class Trace:
 
     def point(self, point: Point) -> Point:
         """The name under which a tensor with several names was recorded."""
-        while point in self.same:
+        for _ in self.same:  # not forever: two modules may be one in the full model
+            if point not in self.same:
+                break
             point = self.same[point]
         return point
 

@@ -399,13 +399,12 @@ class Flow(Subject):
     def functions(self) -> list[tuple[str, Relation]]:
         """The forward around it, if what is wrong is not returned by any module."""
         case = self.case
-        around = case.around(self.point)
         if self.is_of_loss():
             return []
         readers = self.common_readers()
         rest = case.full.of_others(self.point, readers)
         held = [trace.of_others(self.point, readers) for trace in case.own]
-        if not around or rest is None or any(x is None for x in held):
+        if self.user() is None or rest is None or any(x is None for x in held):
             return []
         tiny = case.ruler.allowed * scale_of(case.full.flow(self.point))
         if rest.numel() == 0 or rest.abs().max().item() <= tiny:
@@ -413,7 +412,15 @@ class Flow(Subject):
         relation = case.compare(held, rest)
         if not case.is_wrong(relation):
             return []
-        return [(f"the forward of {around[0].module or 'the model'}", relation)]
+        return [(f"the forward of {self.user()}", relation)]
+
+    def user(self) -> str | None:
+        """Whose forward works with it: a module that returns it as it is does not."""
+        full = self.case.full
+        for around in self.case.around(self.point):
+            if full.point(around) != full.point(self.point):
+                return around.module or "the model"
+        return None
 
     def made_after(self) -> list[Point]:
         """Inputs that the same forward has made from this tensor or from others.
@@ -487,7 +494,7 @@ class Flow(Subject):
                 )
         for place, relation in self.functions():
             if relation.kind is not Kind.PARTIAL:
-                return case.around(self.point)[0].module or "the model", (
+                return self.user(), (
                     f"{self.text}; no module that reads it returns a wrong gradient: "
                     f"the fault is in what {place} does with it"
                 )

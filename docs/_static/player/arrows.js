@@ -1,6 +1,7 @@
 // What is sent in a step: arrows that stay, and a flight from sender to receiver.
 
 import { COLORS, around, make, total } from "./parts.js";
+import { TIP, findWay, pathThrough, tracksOf } from "./routes.js";
 
 const FLIGHT = 900; // ms that numbers take from one rank to another
 const SVG = "http://www.w3.org/2000/svg";
@@ -46,48 +47,62 @@ function messages(player) {
   });
 }
 
-/** From one box to another, so that it crosses no numbers: below them within a lane, above
- * them to a lane beside, from edge to edge to a lane above or below. */
-function curve(a, b, own) {
-  const [x, y] = [a.left + a.width / 2, b.left + b.width / 2];
-  if (own) {
-    const [start, end] = [a.top + a.height, b.top + b.height];
-    const low = Math.max(start, end) + 22;
-    const aside = y - 18; // where the others do not arrive
-    return { path: [[x, start], [x, low], [aside, low], [aside, end]], angle: -90 };
+/** The stage as an origin. reveal.js scales a slide: on it a pixel is not one of the screen. */
+function originOf({ stage }) {
+  const { left, top, width } = stage.getBoundingClientRect();
+  return { left, top, scale: width / stage.offsetWidth || 1 };
+}
+
+/** Everything on the stage that is to be read. */
+function readable(stage, home) {
+  const boxes = [...stage.querySelectorAll(".cell, .closed .cells")].map((x) => around([x], home));
+  const words = ".who, .chip, figcaption, .shape, .column, .mark";
+  for (const element of stage.querySelectorAll(words)) {
+    const text = document.createRange();
+    for (const node of element.childNodes) {
+      if (node.nodeType !== Node.TEXT_NODE) continue;
+      text.selectNode(node);
+      for (const line of text.getClientRects())
+        boxes.push(around([{ getBoundingClientRect: () => line }], home));
+    }
   }
-  if (Math.abs(a.top - b.top) < 4) {
-    const high = a.top - 50;
-    return { path: [[x, a.top], [x, high], [y, high], [y, b.top]], angle: 90 };
-  }
-  const down = b.top > a.top;
-  const [start, end] = down ? [a.top + a.height, b.top] : [a.top, b.top + b.height];
-  const middle = (start + end) / 2;
-  return { path: [[x, start], [x, middle], [y, middle], [y, end]], angle: down ? 90 : -90 };
+  return boxes;
 }
 
 /** They stay for the whole step. */
 export function drawArrows(player) {
-  player.stage.querySelector("svg")?.remove();
-  const home = player.stage.getBoundingClientRect();
-  const size = { width: home.width, height: home.height, "aria-hidden": "true" };
+  const { stage } = player;
+  stage.querySelector("svg")?.remove();
+  const all = messages(player);
+  if (!all.length) return;
+  const home = originOf(player);
+  const size = { width: stage.offsetWidth, height: stage.offsetHeight };
   const element = (name, about) => {
     const made = document.createElementNS(SVG, name);
     for (const [key, value] of Object.entries(about)) made.setAttribute(key, value);
     return made;
   };
-  const svg = element("svg", size);
-  for (const { sender, rank, from, to } of messages(player)) {
+  const svg = element("svg", { ...size, "aria-hidden": "true" });
+  const tracks = tracksOf(size, readable(stage, home));
+  const which = (message, key) => {
+    const same = all.filter((other) => other[key] === message[key]);
+    return [same.indexOf(message), same.length];
+  };
+  for (const message of all) {
+    const { sender, rank, from, to } = message;
     const [a, b] = [around(from, home), around(to, home)];
-    const { path, angle } = curve(a, b, sender === rank);
-    const d = `M ${path[0]} C ${path.slice(1).join(" ")}`;
+    const way = findWay(tracks, a, b, which(message, "sender"), which(message, "rank"));
+    if (!way) continue;
+    const d = pathThrough(way.points);
     const color = COLORS[sender];
+    const tip = `M 0 0 L -${TIP} -7 L -${TIP} 7 Z`;
+    const transform = `translate(${way.points.at(-1)}) rotate(${way.angle})`;
     svg.append(element("path", { d, class: "back" }),
       element("path", { d, stroke: color }),
-      element("path", { d: "M 1 0 L -11 -7 L -11 7 Z", fill: color, class: "tip",
-        transform: `translate(${path.at(-1)}) rotate(${angle})` }));
+      element("path", { d: tip, fill: color, class: "tip", transform, "data-from": sender,
+        "data-to": rank }));
   }
-  if (svg.childElementCount) player.stage.append(svg);
+  stage.append(svg);
 }
 
 /** What is sent flies in the color of its sender; results appear on its arrival. */
@@ -101,7 +116,7 @@ export function fly(player) {
 }
 
 function ghost(player, { sender, from, to }) {
-  const home = player.stage.getBoundingClientRect();
+  const home = originOf(player);
   const [a, b] = [around(from, home), around(to, home)];
   const ghost = make("div", { class: "ghost", "data-sender": sender });
   for (const [side, length] of Object.entries(a)) ghost.style[side] = `${length}px`;

@@ -26,7 +26,7 @@ export const percent = (x) => `${(100 * x).toFixed(3)}%`;
 export function texts(values) {
   const whole = values.every((v) => typeof v === "string" || Number.isInteger(v));
   const text = (v) => (typeof v === "string" || whole ? String(v) : v.toFixed(2));
-  return values.map((v) => text(v).replace("-", "−"));
+  return values.map((v) => text(v).replace(/^-0\.00$/, "0.00").replace("-", "−"));
 }
 
 /** The colors of these ranks, one after the other, from left to right. */
@@ -48,14 +48,15 @@ export function paint(who, ranks) {
 /** Below a number: the colors of the ranks whose numbers are in it. */
 export const strip = (who) => `${bands(bits(who))} bottom / 100% 40% no-repeat #fff`;
 
-/** The smallest rectangle around these elements, as seen from `home`. */
+/** The smallest rectangle around these elements, as seen from `home`, in its pixels. */
 export function around(elements, home) {
   const boxes = elements.map((element) => element.getBoundingClientRect());
-  const left = Math.min(...boxes.map((box) => box.left));
-  const top = Math.min(...boxes.map((box) => box.top));
-  const width = Math.max(...boxes.map((box) => box.right)) - left;
-  const height = Math.max(...boxes.map((box) => box.bottom)) - top;
-  return { left: left - home.left, top: top - home.top, width, height };
+  const edge = (most, side) => most(...boxes.map((box) => box[side]));
+  const [left, top] = [edge(Math.min, "left"), edge(Math.min, "top")];
+  const width = (edge(Math.max, "right") - left) / home.scale;
+  const height = (edge(Math.max, "bottom") - top) / home.scale;
+  const [x, y] = [left - home.left, top - home.top].map((px) => px / home.scale);
+  return { left: x, top: y, width, height };
 }
 
 /** Where each number stands: three dims are blocks below each other, four beside each

@@ -4,6 +4,8 @@ import { layout } from "./parts.js";
 
 const PADDING = 1; // half cells around the numbers of a box
 const NAME = 4; // half cells that a name needs at least
+const ARROW = 1; // half cells between a tensor and what is made of it
+const MORE = 6; // half cells, at most, so that what follows stands to the right
 
 /** All tensors that are shown at a step, on any rank: name → the widest of that name. */
 function shownAt(player, step) {
@@ -11,8 +13,9 @@ function shownAt(player, step) {
   player.events[step].ranks.forEach((part, rank) => {
     const all = [...player.held(rank, step + 1).values(), ...(part.given ?? [])];
     const { takes } = player.events[step];
-    const source = player.held(rank, step).get(takes);
-    for (const tensor of source ? [...all, source] : all) {
+    for (const name of [takes, ...(player.events[step].drops ?? [])]) // its sources
+      if (player.held(rank, step).has(name)) all.push(player.held(rank, step).get(name));
+    for (const tensor of all) {
       const other = shown.get(tensor.name);
       if (!other || halves(tensor) > halves(other)) shown.set(tensor.name, tensor);
     }
@@ -21,12 +24,13 @@ function shownAt(player, step) {
 }
 
 /** How wide a box is, in half cells. */
-const halves = (tensor) => Math.max(2 * layout(tensor).wide, NAME) + PADDING;
+const halves = (tensor) =>
+  Math.max(2 * layout(tensor).wide + (tensor.rows ? 1 : 0), NAME) + PADDING;
 
 /** Every time that a name is shown without a pause: its steps, its width, its source. */
 function lives(player) {
   const all = [];
-  let open = new Map();
+  let [open, last] = [new Map(), undefined];
   player.events.forEach((event, step) => {
     const next = new Map();
     const made = event.ranks.flatMap((part) => part.makes ?? []).map(({ name }) => name);
@@ -34,7 +38,8 @@ function lives(player) {
       if (!tensor.values) continue; // without numbers: the first column
       let life = open.get(name);
       if (!life) {
-        const after = made.includes(name) && event.takes !== name ? event.takes : undefined;
+        const others = [event.takes, ...(event.drops ?? []), last].filter((x) => x !== name);
+        const after = made.includes(name) ? others.find((x) => open.has(x)) : undefined;
         all.push(life = { name, from: step, wide: 0, after, under: tensor.under });
       }
       life.to = step;
@@ -42,6 +47,7 @@ function lives(player) {
       next.set(name, life);
     }
     open = next;
+    last = made.at(-1) ?? last;
   });
   return all;
 }
@@ -63,7 +69,7 @@ function placeAll(all, most) {
     for (const below of all.filter((x) => x.under === life.name && x.from === life.from))
       life.wide = Math.max(life.wide, below.wide);
     const source = life.after && at(life.after, life.from);
-    life.place = free(life, placed, source ? source.place + source.wide : 0);
+    life.place = free(life, placed, source ? source.place + source.wide + ARROW : 0);
     if (life.place + life.wide > most) life.place = free(life, placed, 0);
     placed.push(life);
   }
@@ -76,7 +82,7 @@ function placeAll(all, most) {
 export function findPlaces(player) {
   const all = lives(player);
   const least = placeAll(all.map((life) => ({ ...life })), 0);
-  const halves = placeAll(all, least + 3);
+  const halves = placeAll(all, least + MORE);
   const steps = player.events.map((_, step) => new Map(all
     .filter((life) => life.from <= step && step <= life.to)
     .map(({ name, place, wide }) => [name, { place, wide }])));

@@ -72,15 +72,19 @@ export const STYLE = `
   }
   .cell {
     width: var(--cell); padding: .1em 0; text-align: center; overflow: hidden;
-    font-size: clamp(9px, var(--cell) * .31, 24px); line-height: 1.5;
+    font-size: clamp(9px, var(--cell) * min(.42, 1.55 / var(--letters)), 24px); line-height: 1.5;
     border: .5px solid #0006; font-variant-numeric: tabular-nums;
   }
   .cell.letter { font-family: var(--mono); font-size: clamp(12px, var(--cell) * .5, 24px); }
   .cell.striped { font-size: clamp(11px, var(--cell) * .42, 24px); padding-bottom: 1.3em; }
+  .cell small { display: block; height: 1.1em; font-size: clamp(9px, var(--cell) * .28, 18px);
+    line-height: 1.1; }
   .cell.leaves { outline: 3px dotted #000; outline-offset: -3px; }
   .cell.marked { box-shadow: inset 0 0 0 3px #000; font-weight: 700; }
   /* Bold digits are wider, and a border between two parts takes room as well. */
-  .cell:is(.marked, .moved, .beside) { font-size: clamp(9px, var(--cell) * .26, 22px); }
+  .cell:is(.marked, .beside) { font-size: clamp(9px, var(--cell) * min(.4, 1.3 / var(--letters)), 22px); }
+  .ring .cell.marked { box-shadow: none; background: #fff; }
+  .banded { padding-left: .8em; }
   .cell.pending { color: transparent; background: var(--soft) !important; }
   .column { font-size: .8em; text-align: center; background: #fff; }
   .cell.below { border-top: 3px solid #000; }
@@ -94,22 +98,24 @@ export const STYLE = `
   .source { opacity: .8; }
   .mark { font-size: .85em; font-weight: 700; display: block; width: 0; min-width: 100%; }
   .mark.good { color: var(--good); } .mark.bad { color: var(--bad); }
-  .wrong .cells { outline: 4px solid var(--bad); }
+  .wrong .cells { outline: 4px solid var(--bad); outline-offset: -4px; }
   .ghost { position: absolute; z-index: 2; pointer-events: none; }
   .legend { display: flex; flex-wrap: wrap; gap: .2em 1.1em; margin: .3em 0; }
+  .legend .backward { background-color: #fff; }
   .legend i {
     display: inline-block; width: 1.5em; height: 1em; vertical-align: -.12em;
-    margin-right: .35em; border: 1.5px solid #000; background-color: #fff;
+    margin-right: .35em; border: 1.5px solid var(--ink); background-color: var(--back);
   }
   .totals { overflow-x: auto; }
   table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92em; }
   th, td { padding: .08em .8em .08em 0; text-align: right; }
   th:first-child { text-align: left; }
   tbody th { font-weight: 400; }
+  td:nth-last-child(2) { padding-left: 1em; }
   td.now { font-weight: 700; text-decoration: underline; }
   td.off { font-weight: 700; color: var(--bad); }
-  .chart { overflow-x: auto; padding: 3px; }
-  .track { display: grid; grid-template-columns: 9em minmax(520px, 1fr); margin-bottom: 3px; }
+  .chart { overflow-x: auto; padding: 3px; } .kept i { font-style: normal; }
+  .track { display: grid; grid-template-columns: 15em minmax(520px, 1fr); margin-bottom: 3px; }
   .bars { position: relative; height: 1.75em; background: var(--soft); overflow: hidden; }
   .bar {
     position: absolute; top: 0; bottom: 0; border: 1px solid #000; color: #000;
@@ -126,8 +132,9 @@ export const STYLE = `
   .axis span { position: absolute; transform: translateX(-50%); }
   .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
   .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
-  .slide .head, .slide .controls, .slide .totals { display: none; }
+  .slide :is(.head, .controls, .totals, .rule) { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
+  .slide .shape { display: inline-block; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
   @media print { .player:has(.printed) { break-inside: auto; } .head { break-after: avoid; } }
@@ -155,7 +162,7 @@ export const STYLE = `
     .count { min-width: 0; }
     .track { grid-template-columns: 4.6em 640px; width: max-content; }
     .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
-    .kept, .shape { display: block; line-height: 1; }
+    .kept, .shape { display: block; line-height: 1; } .kept i { display: none; }
     th, td { padding-right: .45em; }
   }
 `;

@@ -16,6 +16,7 @@ import { STYLE } from "./style.js";
 
 const PAUSE = 2600; // ms that a step stands while playing, at least
 const PER_WORD = 300; // ms to read a word
+const LEAST = 30; // px: how wide a cell is at least
 
 class TPPlayer extends HTMLElement {
   connectedCallback() {
@@ -98,9 +99,10 @@ class TPPlayer extends HTMLElement {
     this.shadowRoot.replaceChildren(make("style", {}, STYLE), this.box);
   }
 
-  /** Dark or light as the page says, or else as the system does. */
+  /** Dark or light as the page says, or else as the system does; slides are white. */
   dress() {
-    this.box?.setAttribute("data-theme", document.documentElement.dataset.theme ?? "");
+    const theme = this.slide ? "light" : document.documentElement.dataset.theme ?? "";
+    this.box?.setAttribute("data-theme", theme);
   }
 
   legend() {
@@ -114,8 +116,10 @@ class TPPlayer extends HTMLElement {
     } else if (made.some((x) => Array.isArray(x.who))) {
       const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
       entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
-      entries.push(entry("border:3px dotted #000", "is sent"));
-      entries.push(entry("border-width:3px", "has arrived"));
+      entries.push(entry("border:3px dotted var(--ink)", "is sent"));
+      const scores = made.some((x) => x.marked);
+      entries.push(entry("border-width:3px", `has arrived${scores ? "" : "; +2: and is added"}`));
+      if (scores) entries.push(entry("background:#fff", "computed in this step"));
     } else {
       const tensors = this.events.flatMap((e) => e.ranks.flatMap((part) =>
         [...(part.makes ?? []), ...(part.given ?? [])]));
@@ -125,7 +129,11 @@ class TPPlayer extends HTMLElement {
         entries.push(entry(`background:${paint(3, 4)}`, "the same on these ranks"));
       if (some((x) => x.term)) entries.push(entry("border-style:dashed", "one term of a sum"));
       if (some((x) => x.marked))
-        entries.push(entry("box-shadow:inset 0 0 0 3px #000", "the target"));
+        entries.push(entry("box-shadow:inset 0 0 0 3px var(--ink)", "the target"));
+      if (this.events.some((event) => event.ranks[0].marks)) {
+        const rule = "largest difference / largest number of one process";
+        entries.push(make("span", { class: "rule" }, `✓ same as in one process; ✗ wrong by: ${rule}`));
+      }
       if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
         const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
         entries.push(make("span", {}, `${key}; a small letter: this rank's slice`));
@@ -244,15 +252,22 @@ class TPPlayer extends HTMLElement {
     const room = boxes.clientWidth - 8;
     const fits = narrow ? room / this.widestCells() - 2
       : (2 * (room - closed)) / this.places.halves;
-    const cell = Math.floor(Math.max(30, Math.min(most, fits)));
+    const cell = Math.floor(Math.max(LEAST, Math.min(most, fits)));
     this.box.style.setProperty("--cell", `${cell}px`);
     this.box.style.setProperty("--closed", `${closed}px`);
     this.box.style.setProperty("--halves", this.places.halves);
+    for (let less = cell - 2; this.isTooHigh() && less >= 2 * LEAST / 3; less -= 2)
+      this.box.style.setProperty("--cell", `${less}px`);
     for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
       if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
       else lane.removeAttribute("tabindex");
     }
     drawArrows(this);
+  }
+
+  /** On a slide there is nothing below the player's last line. */
+  isTooHigh() {
+    return this.slide && this.box.offsetHeight > this.clientHeight;
   }
 
   /** On paper: every step that sends something, and the last one, below each other. */
@@ -284,7 +299,7 @@ class TPPlayer extends HTMLElement {
   }
 
   badge(event) {
-    const words = { hold: "start", check: "check", time: "compute and send" };
+    const words = { hold: "start", check: "check", time: "compute" };
     const payload = [...new Set(event.ranks.map(total))].filter(Boolean);
     // A step of a timed recording is of several runs: no one message has all the bytes.
     if (!payload.length || words[event.kind])
@@ -297,18 +312,27 @@ class TPPlayer extends HTMLElement {
 
   /** What a rank holds; from what it had, an arrow points to what it has now. */
   lane(rank) {
-    const { ranks, takes } = this.events[this.step];
+    const { ranks, takes, drops } = this.events[this.step];
     const { makes = [], given = [], marks = [] } = ranks[rank];
     const mark_of = (tensor) => marks.find(({ name }) => name === tensor.name);
     const made = new Set(makes.map((tensor) => tensor.name));
     const before = this.held(rank, this.step);
     const source = given[0] ?? (made.has(takes) ? undefined : before.get(takes));
     const stays = [...this.held(rank, this.step + 1).values()];
+    const leaves = (drops ?? []).filter((name) => name !== source?.name && !made.has(name))
+      .map((name) => before.get(name)).filter(Boolean);
     const boxes = stays.filter(({ name }) => !made.has(name) && name !== source?.name)
       .map((tensor) => this.tensor(tensor, "", mark_of(tensor)));
-    if (source) boxes.push(this.tensor(source, "source"));
+    for (const tensor of source ? [source, ...leaves] : leaves)
+      boxes.push(this.tensor(tensor, "source"));
     const { moved } = ranks[rank];
-    boxes.push(...makes.map((tensor) => this.tensor(tensor, "new", mark_of(tensor), moved)));
+    for (const tensor of makes) {
+      const earlier = before.get(tensor.name);
+      const same = !moved && earlier && String(earlier.values) === String(tensor.values);
+      const box = this.tensor(tensor, same ? "" : "new", mark_of(tensor), moved);
+      if (moved && earlier) this.showAdded(box, tensor, ranks[rank]);
+      boxes.push(box);
+    }
     boxes.sort((a, b) => parseInt(a.style.gridColumn) - parseInt(b.style.gridColumn));
     const column = (box) => box.style.gridColumn;
     const columns = [...new Set(boxes.map(column))].map((place) => {
@@ -319,9 +343,8 @@ class TPPlayer extends HTMLElement {
     });
     columns.push(make("span", { class: "break" })); // on a narrow screen
     if (moved) {
-      const leaves = ranks[ranks[rank].to].moved;
       const cells = boxes.find((box) => box.dataset.name === takes).querySelectorAll(".cell");
-      for (const i of leaves) cells[i].classList.add("leaves");
+      for (const i of ranks[ranks[rank].to].moved) cells[i].classList.add("leaves");
     }
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
@@ -329,6 +352,15 @@ class TPPlayer extends HTMLElement {
     const lane = { class: "lane", role: "group", "aria-label": name, style: style + place };
     return make("div", lane,
       make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...columns));
+  }
+
+  /** Above a sum: the number that arrived and was added. */
+  showAdded(box, { name, who }, { moved, from }) {
+    const arrived = this.held(from, this.step).get(name);
+    const cells = box.querySelectorAll(".cell");
+    for (const i of moved)
+      if (arrived.who[i] !== who[i])
+        cells[i].querySelector("small").append(`+${arrived.values[i]}`);
   }
 
   /** In words: how many bytes this rank sends in this step, to whom. */
@@ -340,7 +372,8 @@ class TPPlayer extends HTMLElement {
     if (from !== undefined) return [`← rank ${from}`];
     const others = call.groups.find((group) => group.includes(rank)).filter((r) => r !== rank);
     const names = `rank ${others.join(", ")}`;
-    if (call.collective === "broadcast") return [`→ ${names}`];
+    if (call.collective === "broadcast") // of two ranks: what is recorded is their mean
+      return [`sends ${commas(total(ranks[rank]))} bytes → ${names}`];
     return [`sends ${commas(sends)} bytes → ${names}`];
   }
 
@@ -361,45 +394,51 @@ class TPPlayer extends HTMLElement {
     return make("figure", about,
       make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ",
         make("span", { class: "shape" }, size)),
-      this.cells(tensor, moved),
+      this.cells(tensor, kind, moved),
       make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
   }
 
   /** The numbers, in rows and columns, with the numbers of columns where they matter. */
-  cells(tensor, moved) {
-    const { shape, values, who, columns, marked } = tensor;
+  cells(tensor, kind, moved) {
+    const { shape, values, who, columns, rows, marked } = tensor;
     const cells = make("div", { class: "cells" });
-    if (!Array.isArray(who)) cells.style.background = paint(who, this.recording.ranks);
+    const held = Array.isArray(who) ? 0 : bits(who).length;
+    if (held) cells.style.background = paint(who, this.recording.ranks);
+    if (held > 1 && held < this.recording.ranks) cells.classList.add("banded");
     if (!values) {
       cells.append(shape.join(" × "));
       return cells;
     }
     const { wide, place } = layout(tensor);
     const letters = values.some((v) => /^[a-z·]$/i.test(v));
-    const head = columns ? 1 : 0;
-    cells.style.gridTemplateColumns = `repeat(${wide}, var(--cell))`;
-    (columns ?? []).forEach((text, i) => {
-      const about = { class: "column", style: `grid-area: 1 / ${i + 1}` };
-      cells.append(make("span", about, text));
-    });
+    const [head, side] = [columns ? 1 : 0, rows ? 1 : 0];
+    const first = rows ? "calc(var(--cell) / 2) " : "";
+    cells.style.gridTemplateColumns = `${first}repeat(${wide}, var(--cell))`;
+    const title = (text, row, column) => cells.append(
+      make("span", { class: "column", style: `grid-area: ${row} / ${column}` }, text));
+    (columns ?? []).forEach((text, i) => title(text, 1, 1 + side + i));
+    (rows ?? []).forEach((text, i) => title(text, 1 + head + i, 1));
+    cells.style.setProperty("--letters", Math.max(...texts(values).map((text) => text.length)));
     texts(values).forEach((text, i) => {
       const cell = make("span", { class: letters ? "cell letter" : "cell" }, text);
       const { row, column, edges } = place(i);
-      cell.style.gridArea = `${1 + row + head} / ${1 + column}`;
+      cell.style.gridArea = `${1 + row + head} / ${1 + column + side}`;
       cell.classList.add(...edges);
       if (moved?.includes(i)) cell.classList.add("moved");
-      if (marked?.includes(i)) cell.classList.add("marked");
+      if (marked?.includes(i) && (kind === "new" || !this.recording.layout))
+        cell.classList.add("marked");
       if (Array.isArray(who)) {
         cell.style.background = strip(who[i]);
         cell.classList.add("striped");
+        if (shape.length === 1) cell.prepend(make("small")); // for what is added
       }
       cells.append(cell);
     });
     return cells;
   }
 
-  /** Payload so far, as each rank's counter had it, the lesson's formula, and what a rank
-   * of a ring sends for it. At the end a number that is not the formula's is marked. */
+  /** Payload so far, as each rank's counter had it, the lesson's formula, and what ranks
+   * of a ring have sent for it. At the end a number that is not the formula's is marked. */
   table() {
     const { ledger, ranks } = this.recording;
     const events = this.events.slice(0, this.step + 1);
@@ -414,18 +453,20 @@ class TPPlayer extends HTMLElement {
         const entry = mine.find((x) => x.rank === rank);
         const off = ended && entry && entry.predicted !== sum(bytes);
         const kind = off ? "off" : bytes.at(-1) ? "now" : "";
-        const sent = commas(sum(bytes));
+        const payload = commas(sum(bytes));
         const about = { class: kind, "data-rank": rank, "data-row": row };
         about["data-bytes"] = sum(bytes);
-        return make("td", about, off ? `✗ ${sent} of ${commas(entry.predicted)}` : sent);
+        return make("td", about, off ? `✗ ${payload} of ${commas(entry.predicted)}` : payload);
       });
+      const sent = events.flatMap((event) => event.ranks.map(({ bytes, sends }) =>
+        (bytes?.[row] ? sends ?? bytes[row] : 0)));
       const predicted = each(mine, "predicted");
       const formula = mine[0].formula === predicted ? "" : `${mine[0].formula}: `;
       return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-        make("td", {}, `${formula}${predicted}`), make("td", {}, each(mine, "ring")));
+        make("td", {}, `${formula}${predicted}`), make("td", { class: "sent" }, commas(sum(sent) / ranks)));
     });
     const names = up_to(ranks).map((rank) => `rank ${rank}`);
-    const words = ["in total, by formula", "sent: mean per rank"];
+    const words = ["in total, by formula", "sent so far: mean per rank"];
     const heads = ["payload so far, bytes", ...names, ...words];
     const head_row = make("thead", {}, make("tr", {}, ...heads.map(head)));
     return make("table", {}, head_row, make("tbody", {}, ...rows));

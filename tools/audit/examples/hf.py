@@ -16,10 +16,10 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 VOCABULARY = 64
 SIZES = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64,
-    moe_intermediate_size=32, num_experts=4, num_local_experts=4, head_dim=8,
+    moe_intermediate_size=32, num_experts=4, num_local_experts=4, num_experts_per_tok=2,
     num_hidden_layers=int(os.environ.get("LAYERS", "2")), num_attention_heads=4,
-    num_key_value_heads=4, max_position_embeddings=32, tie_word_embeddings=False,
-    attn_implementation="eager", use_cache=False, pad_token_id=0,
+    head_dim=8, num_key_value_heads=4, max_position_embeddings=32, pad_token_id=0,
+    tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
 )  # fmt: skip
 
 

@@ -1,0 +1,101 @@
+// Ways for arrows: around everything that is to be read.
+
+const TRACK = 5; // px from one track to the next
+const CLEAR = 5; // px between an arrow and what is to be read, at least
+const TURN = 6; // a turn is as long as so many tracks
+const TAKEN = 4; // and so is a place where there is an arrow already
+export const TIP = 12; // px: how long the tip of an arrow is
+const SIDES = [[1, 0], [0, 1], [-1, 0], [0, -1]]; // right, down, left, up
+
+/** The tracks of a stage; those that would cross one of these boxes are closed. */
+export function tracksOf({ width, height }, boxes) {
+  const [across, down] = [width, height].map((px) => Math.ceil(px / TRACK) + 1);
+  const cost = new Uint8Array(across * down).fill(1); // 0: closed
+  for (const { left, top, width: wide, height: high } of boxes) {
+    const [x0, y0] = [left, top].map((px) => Math.ceil((px - CLEAR) / TRACK));
+    const x1 = Math.min(across - 1, Math.floor((left + wide + CLEAR) / TRACK));
+    const y1 = Math.min(down - 1, Math.floor((top + high + CLEAR) / TRACK));
+    for (let y = Math.max(0, y0); y <= y1; y++)
+      for (let x = Math.max(0, x0); x <= x1; x++) cost[y * across + x] = 0;
+  }
+  return { across, down, cost };
+}
+
+/** Where arrow i of n leaves or reaches each side of a box: the point on its edge, and
+ * the track outside of it, so many px away at least. */
+function ports({ left, top, width, height }, [i, n], away) {
+  const share = (i + 1) / (n + 1);
+  return SIDES.map(([dx, dy], side) => {
+    const edge = [left + width * (dx ? (dx + 1) / 2 : share),
+      top + height * (dy ? (dy + 1) / 2 : share)];
+    const steps = edge.map((px, axis) => {
+      const sign = axis ? dy : dx;
+      if (!sign) return Math.round(px / TRACK);
+      return sign * Math.ceil((sign * px + away) / TRACK);
+    });
+    edge[dx ? 1 : 0] = steps[dx ? 1 : 0] * TRACK; // so that its end is straight
+    return { side, edge, steps };
+  });
+}
+
+/** The shortest way from box a to box b: its corners in px, and from which side it comes.
+ * `leaves` and `reaches`: which arrow of how many it is there. */
+export function findWay(tracks, a, b, leaves, reaches) {
+  const { across, down, cost } = tracks;
+  const at = ([x, y]) => (x < 0 || y < 0 || x >= across || y >= down ? -1 : y * across + x);
+  const best = new Map(); // state → where it came from; a state is a place and a direction
+  const queue = []; // by length: the states that are reached
+  const reach = (length, place, side, from) => {
+    if (place >= 0 && cost[place]) (queue[length] ??= []).push([place * 4 + side, from]);
+  };
+  const starts = ports(a, leaves, CLEAR + 1);
+  for (const { side, steps } of starts) reach(0, at(steps), side);
+  const goals = new Map(ports(b, reaches, TIP + 2).map((port) =>
+    [at(port.steps) * 4 + ((port.side + 2) % 4), port]));
+  for (let length = 0; length < queue.length; length++) {
+    for (const [state, from] of queue[length] ?? []) {
+      if (best.has(state)) continue;
+      best.set(state, from);
+      if (goals.has(state)) return corners(tracks, best, state, starts, goals.get(state));
+      const [place, side] = [Math.floor(state / 4), state % 4];
+      const next = SIDES[side][0] + SIDES[side][1] * across;
+      const [x, y] = [place % across + SIDES[side][0], Math.floor(place / across) + SIDES[side][1]];
+      const there = at([x, y]);
+      if (there === place + next) reach(length + (cost[there] || 1), there, side, state);
+      for (const turn of [1, 3]) reach(length + TURN, place, (side + turn) % 4, state);
+    }
+    delete queue[length];
+  }
+  return undefined;
+}
+
+/** From the last state back to the first: where the way turns. It takes its places. */
+function corners({ across, cost }, best, last, starts, goal) {
+  const points = [goal.edge];
+  let first;
+  for (let state = last; state !== undefined; state = best.get(state)) {
+    const place = Math.floor(state / 4);
+    const before = best.get(state);
+    if (before === undefined || before % 4 !== state % 4 || state === last)
+      points.unshift([(place % across) * TRACK, Math.floor(place / across) * TRACK]);
+    cost[place] = 1 + TAKEN;
+    first = state;
+  }
+  points.unshift(starts[first % 4].edge);
+  return { points, angle: 90 * ((goal.side + 2) % 4) };
+}
+
+/** As SVG draws it, with round corners. */
+export function pathThrough(points) {
+  const parts = [`M ${points[0]}`];
+  for (let i = 1; i < points.length - 1; i++) {
+    const toward = (other) => {
+      const [dx, dy] = [0, 1].map((k) => other[k] - points[i][k]);
+      const length = Math.hypot(dx, dy);
+      const part = length ? Math.min(9, length / 2) / length : 0;
+      return [points[i][0] + dx * part, points[i][1] + dy * part];
+    };
+    parts.push(`L ${toward(points[i - 1])} Q ${points[i]} ${toward(points[i + 1])}`);
+  }
+  return `${parts.join(" ")} L ${points.at(-1)}`;
+}
