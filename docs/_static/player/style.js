@@ -72,7 +72,7 @@ export const STYLE = `
   }
   .cell {
     width: var(--cell); padding: .1em 0; text-align: center; overflow: hidden;
-    font-size: clamp(9px, var(--cell) * min(.42, 1.55 / var(--letters)), 24px); line-height: 1.5;
+    font-size: clamp(9px, var(--cell) * min(.42, 1.5 / var(--letters)), 24px); line-height: 1.5;
     border: .5px solid #0006; font-variant-numeric: tabular-nums;
   }
   .cell.letter { font-family: var(--mono); font-size: clamp(12px, var(--cell) * .5, 24px); }

@@ -16,7 +16,7 @@ import { STYLE } from "./style.js";
 
 const PAUSE = 2600; // ms that a step stands while playing, at least
 const PER_WORD = 300; // ms to read a word
-const LEAST = 30; // px: how wide a cell is at least
+const LEAST = 28; // px: how wide a cell is at least
 
 class TPPlayer extends HTMLElement {
   connectedCallback() {
