@@ -72,7 +72,8 @@ export const STYLE = `
   }
   .cell {
     width: var(--cell); padding: .1em 0; text-align: center; overflow: hidden;
-    font-size: clamp(9px, var(--cell) * min(.42, 1.5 / var(--letters)), 24px); line-height: 1.5;
+    font-size: clamp(9px, var(--cell) * min(.42, 1.5 / var(--letters)), 24px);
+    line-height: 1.5;
     border: .5px solid #0006; font-variant-numeric: tabular-nums;
   }
   .cell.letter { font-family: var(--mono); font-size: clamp(12px, var(--cell) * .5, 24px); }
@@ -82,7 +83,9 @@ export const STYLE = `
   .cell.leaves { outline: 3px dotted #000; outline-offset: -3px; }
   .cell.marked { box-shadow: inset 0 0 0 3px #000; font-weight: 700; }
   /* Bold digits are wider, and a border between two parts takes room as well. */
-  .cell:is(.marked, .beside) { font-size: clamp(9px, var(--cell) * min(.4, 1.3 / var(--letters)), 22px); }
+  .cell:is(.marked, .beside) {
+    font-size: clamp(9px, var(--cell) * min(.4, 1.3 / var(--letters)), 22px);
+  }
   .ring .cell.marked { box-shadow: none; background: #fff; }
   .banded { padding-left: .8em; }
   .cell.pending { color: transparent; background: var(--soft) !important; }

@@ -132,7 +132,8 @@ class TPPlayer extends HTMLElement {
         entries.push(entry("box-shadow:inset 0 0 0 3px var(--ink)", "the target"));
       if (this.events.some((event) => event.ranks[0].marks)) {
         const rule = "largest difference / largest number of one process";
-        entries.push(make("span", { class: "rule" }, `✓ same as in one process; ✗ wrong by: ${rule}`));
+        const words = `✓ same as in one process; ✗ wrong by: ${rule}`;
+        entries.push(make("span", { class: "rule" }, words));
       }
       if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
         const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
@@ -463,7 +464,8 @@ class TPPlayer extends HTMLElement {
       const predicted = each(mine, "predicted");
       const formula = mine[0].formula === predicted ? "" : `${mine[0].formula}: `;
       return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-        make("td", {}, `${formula}${predicted}`), make("td", { class: "sent" }, commas(sum(sent) / ranks)));
+        make("td", {}, `${formula}${predicted}`),
+        make("td", { class: "sent" }, commas(sum(sent) / ranks)));
     });
     const names = up_to(ranks).map((rank) => `rank ${rank}`);
     const words = ["in total, by formula", "sent so far: mean per rank"];
