@@ -411,6 +411,7 @@ def write_notebooks(app) -> None:
         text = json.dumps(notebook)
         script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
         text = re.sub(script, r"(../lessons/\1.md)", text)
+        text = text.replace("(../docs/", "(../")
         copy = folder / path.name
         if (
             not copy.exists() or copy.read_text("utf-8") != text

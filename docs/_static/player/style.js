@@ -19,7 +19,7 @@ export const STYLE = `
   :focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
   .head, .controls { display: flex; flex-wrap: wrap; align-items: center; gap: .3em .6em; }
   .head { justify-content: space-between; } .head b { font-size: 1.15em; }
-  .head span, .shape, .chip, .legend, .kept { font-size: .85em; }
+  .head span, .shape, .chip, .legend, .keeps { font-size: .85em; }
   .controls { margin: .4em 0; }
   button {
     font: inherit; min-width: 2.6em; height: 2.2em; color: var(--ink); cursor: pointer;
@@ -117,7 +117,7 @@ export const STYLE = `
   td:nth-last-child(2) { padding-left: 1em; }
   td.now { font-weight: 700; text-decoration: underline; }
   td.off { font-weight: 700; color: var(--bad); }
-  .chart { overflow-x: auto; padding: 3px; } .kept i { font-style: normal; }
+  .chart { overflow-x: auto; padding: 3px; } .keeps i { font-style: normal; }
   .track { display: grid; grid-template-columns: 15em minmax(520px, 1fr); margin-bottom: 3px; }
   .bars { position: relative; height: 1.75em; background: var(--soft); overflow: hidden; }
   .bar {
@@ -165,7 +165,7 @@ export const STYLE = `
     .count { min-width: 0; }
     .track { grid-template-columns: 4.6em 640px; width: max-content; }
     .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
-    .kept, .shape { display: block; line-height: 1; } .kept i { display: none; }
+    .keeps, .shape { display: block; line-height: 1; } .keeps i { display: none; }
     th, td { padding-right: .45em; }
   }
 `;

@@ -330,7 +330,7 @@ class TPPlayer extends HTMLElement {
     for (const tensor of makes) {
       const earlier = before.get(tensor.name);
       const same = !moved && earlier && String(earlier.values) === String(tensor.values);
-      const box = this.tensor(tensor, same ? "" : "new", mark_of(tensor), moved);
+      const box = this.tensor(tensor, same ? "kept" : "new", mark_of(tensor), moved);
       if (moved && earlier) this.showAdded(box, tensor, ranks[rank]);
       boxes.push(box);
     }
