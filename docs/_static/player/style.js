@@ -145,7 +145,8 @@ export const STYLE = `
     .controls { display: none; } .printed { display: block; }
     .player:has(.printed) > :is(.caption, .stage) { display: none; }
   }
-  @container (max-width: 1000px) {
+  @container (max-width: 1100px) {
+    .wide .stage { display: block; } .wide .lane { margin: 1em 0; }
     .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
     .chip { display: inline; margin-left: .6em; }
   }
