@@ -6,7 +6,7 @@ const PADDING = 1; // half cells around the numbers of a box
 const NAME = 4; // half cells that a name needs at least
 const ARROW = 1; // half cells between a tensor and what is made of it
 const MORE = 6; // half cells, at most, so that what follows stands to the right,
-const WIDE = 50; // as long as there are no more than this
+const WIDE = 46; // as long as there are no more than this
 
 /** All tensors that are shown at a step, on any rank: name → the widest of that name. */
 function shownAt(player, step) {

@@ -233,7 +233,7 @@ class TPPlayer extends HTMLElement {
   closedLetters() {
     const made = this.events.flatMap((event) => event.ranks.flatMap((part) => part.makes ?? []));
     return Math.max(0, ...made.filter((x) => !x.values).map(({ name, shape }) =>
-      Math.max(name.length + 1, shape.join(" × ").length + 4)));
+      Math.max(name.length + 1, shape.join(" × ").length + 2)));
   }
 
   /** On a narrow screen boxes may stand below each other: the widest one is to fit. */
