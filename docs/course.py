@@ -7,7 +7,7 @@
 For slides:
     {lesson-output} 01_naive_mlp_tp 5    section 5 of a lesson's recorded output
     {edit} 01_naive_mlp_tp f       a bug's diff; {symptom}, with the same: its symptom
-    {picture} 01_naive_mlp_tp 3    a picture of its notebook, counted from 0
+    {picture} 01_naive_mlp_tp 6 2  the second picture of section 6 of its notebook
     {line}`words <01_naive_mlp_tp Report.expect>`      a link to a line of its code
     {exercises} 01_naive_mlp_tp    the names of the exercises in a lesson's notebook
 
@@ -325,18 +325,23 @@ def symptom(docname: str, lesson: str, name: str) -> list[nodes.Node]:
     return [nodes.paragraph("", f"Symptom: {bug['symptom']}. Why: {bug['why']}.")]
 
 
-def picture(docname: str, lesson: str, number: str) -> list[nodes.Node]:
-    """A picture of the lesson's notebook, counted from 0."""
+def picture(docname: str, lesson: str, place: str, number="1") -> list[nodes.Node]:
+    """A picture of a section of the lesson's notebook, counted from 1."""
     cells = cells_of(lesson)
     describe_pictures(cells)
     found = []
+    section = ""
     for cell in cells:
-        for output in cell.get("outputs", []):
+        if match := re.search(r"^## (\d+) ", "".join(cell["source"]), re.M):
+            section = match[1]
+        for output in cell.get("outputs", []) if section == place else []:
             if "image/png" in output.get("data", {}):
                 alt = cell["metadata"]["mystnb"]["image"]["alt"]
                 data = output["data"]["image/png"].replace("\n", "")
                 found.append((html.escape(alt), data))
-    alt, data = found[int(number)]
+    if not 1 <= int(number) <= len(found):
+        raise ValueError(f"section {place} of {lesson} has {len(found)} pictures")
+    alt, data = found[int(number) - 1]
     return [raw(f'<img alt="{alt}" src="data:image/png;base64,{data}">')]
 
 
@@ -406,6 +411,7 @@ def write_notebooks(app) -> None:
         text = json.dumps(notebook)
         script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
         text = re.sub(script, r"(../lessons/\1.md)", text)
+        text = text.replace("(../docs/", "(../")
         copy = folder / path.name
         if (
             not copy.exists() or copy.read_text("utf-8") != text
@@ -447,7 +453,7 @@ def setup(app):
     app.add_directive("lesson-output", directive(lesson_output, 2))
     app.add_directive("edit", directive(edit, 2))
     app.add_directive("symptom", directive(symptom, 2))
-    app.add_directive("picture", directive(picture, 2))
+    app.add_directive("picture", directive(picture, 2, optional=1))
     app.add_role("line", line_role)
     app.add_directive("exercises", directive(exercises, 1))
     if Path(app.srcdir) == DOCS:  # not for the slides

@@ -14,6 +14,54 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import draw
 from matplotlib.colors import to_hex, to_rgb
 
+# Arrows of the step that is shown: those whose tip is not at a new cell of its
+# receiver, and what they cross of that which is to be read.
+ARROWS = """player => {
+    const stage = player.shadowRoot.querySelector(".stage");
+    const svg = stage.querySelector("svg");
+    if (!svg) return {tips: 0, astray: [], crossed: []};
+    const home = stage.getBoundingClientRect();
+    const scale = home.width / stage.offsetWidth;
+    const seen = element => element.getClientRects().length > 0;
+    const cells = [...stage.querySelectorAll(".cell, .closed .cells")].filter(seen);
+    const words = [];
+    for (const each of stage.querySelectorAll(
+        ".cell, .column, .shape, .chip, .who, figcaption, .mark")) {
+        const range = document.createRange();
+        for (const node of each.childNodes) {
+            if (node.nodeType !== Node.TEXT_NODE) continue;
+            range.selectNode(node);
+            for (const box of range.getClientRects())
+                if (node.data.trim()) words.push([node.data.trim(), box]);
+        }
+    }
+    const near = (cell, x, y) => {
+        const box = cell.getBoundingClientRect();
+        const [dx, dy] = [Math.max(box.left - x, x - box.right, 0),
+                          Math.max(box.top - y, y - box.bottom, 0)];
+        return Math.hypot(dx, dy) < 4 * scale;
+    };
+    const [astray, crossed] = [[], new Set()];
+    const tips = [...svg.querySelectorAll(".tip")];
+    for (const tip of tips) {
+        const end = new DOMPoint(0, 0).matrixTransform(tip.getScreenCTM());
+        const lane = stage.querySelectorAll(".lane")[tip.dataset.to];
+        if (![...lane.querySelectorAll(".new .cell, .new.closed .cells")].some(
+            cell => near(cell, end.x, end.y))) astray.push(tip.dataset.to);
+    }
+    for (const path of svg.querySelectorAll("path:not(.back)")) {
+        const to = path.getScreenCTM();
+        for (let at = 0; at <= path.getTotalLength(); at += 2) {
+            const {x, y} = path.getPointAtLength(at).matrixTransform(to);
+            for (const [text, box] of words)
+                if (x > box.left && x < box.right &&
+                    y > box.top + 3 && y < box.bottom - 3)
+                    crossed.add(text);
+        }
+    }
+    return {tips: tips.length, astray, crossed: [...crossed]};
+}"""
+
 
 def drawings(name: str) -> SimpleNamespace:
     """The functions of a notebook's drawing cells, run as they stand, with draw.py;

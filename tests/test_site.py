@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+from pictures import ARROWS
 
 pytestmark = pytest.mark.timeout(2400)  # the build, and some thirty pages
 
@@ -65,6 +66,14 @@ STOPS = f"{PLAYER}?.getAttribute('steps')?.split(',').map(Number)"
 STEP = f'{PLAYER}.shadowRoot.querySelector(".count").textContent'
 LOADED = """[...document.querySelectorAll("tp-player")].every(
     player => player.shadowRoot?.querySelector(".count")?.textContent)"""
+BACK = "it => getComputedStyle(it.box).backgroundColor"
+CUT_LANES = """[...document.querySelectorAll("tp-player")].flatMap(player =>
+    player.events.map((_, step) => {
+        player.go(step, false);
+        const lanes = [...player.shadowRoot.querySelectorAll(".boxes")];
+        const cut = lanes.some(lane => lane.scrollWidth > lane.clientWidth);
+        return cut ? [player.getAttribute("src"), step + 1] : [];
+    })).filter(each => each.length)"""
 WIDER = "() => document.documentElement.scrollWidth - window.innerWidth"
 
 
@@ -251,6 +260,37 @@ def test_glossary(looks):
     shown_in = r"\((across stages |notebook |[ ,;]|\d\d)+\)\."
     for text, linked in terms:
         assert re.fullmatch(rf"[^.]*{shown_in}", text) and linked, text
+
+
+@pytest.mark.parametrize("width", [1280, 1920])
+@pytest.mark.parametrize("deck", DECKS)
+def test_players_on_slides(browser, address, deck, width):
+    """In the dark and on a projector: nothing is cut off, arrows end at their cells."""
+    size = {"width": width, "height": width * 9 // 16}
+    page = browser.new_page(viewport=size, color_scheme="dark", reduced_motion="reduce")
+    page.goto(f"{address}slides/{deck}.html")
+    page.wait_for_function(LOADED)
+    arrows = 0
+    for number in range(page.evaluate("Reveal.getTotalSlides()")):
+        page.evaluate(f"Reveal.slide({number})")
+        for _ in (page.evaluate(STOPS) or [*range(page.evaluate(STEPS))])[1:]:
+            page.keyboard.press("ArrowRight")
+            player = page.locator("section.present tp-player")
+            assert player.evaluate("it => it.scrollHeight <= it.clientHeight")
+            assert player.evaluate(BACK) == "rgb(255, 255, 255)"
+            seen = player.evaluate(ARROWS)
+            assert seen["astray"] == seen["crossed"] == [], (number, seen)
+            arrows += seen["tips"]
+    assert arrows >= 10
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["players", "notebooks/04_sequence_parallel"])
+def test_no_lane_is_wider_than_its_player(page, address, name):
+    page.set_viewport_size({"width": 1280, "height": 720})
+    page.goto(f"{address}{name}.html")
+    page.wait_for_function(LOADED)
+    assert page.evaluate(CUT_LANES) == []
 
 
 @pytest.mark.parametrize("deck", DECKS)

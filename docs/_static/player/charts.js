@@ -31,7 +31,7 @@ export function charts(player, event) {
       const bars = begun.filter((span) => span.rank === rank).map(bar);
       const veil = make("span", { class: "veil", style: `left:${percent(until / length)}` });
       const keeps = event.most ? ` at most ${event.kept[run][rank]}` : ` keeps ${kept(run, rank)}`;
-      const words = make("span", { class: "kept" }, keeps, make("i", {}, " micro-batches"));
+      const words = make("span", { class: "keeps" }, keeps, make("i", {}, " micro-batches"));
       return make("div", { class: "track", style: `--rank:${COLORS[rank]}` },
         make("span", {}, make("b", {}, `stage ${rank}`), words),
         make("div", { class: "bars", "aria-hidden": "true" }, ...bars, veil));

@@ -61,7 +61,7 @@ export function around(elements, home) {
 
 /** Where each number stands: three dims are blocks below each other, four beside each
  * other; a vector of more than 8 numbers has several rows. */
-export function layout({ shape, values, block: heads }) {
+export function layout({ shape, values }) {
   const across = shape.length > 1 ? shape.at(-1) : Math.min(values.length, 8);
   const block = shape.length > 1 ? across * shape.at(-2) : values.length;
   const beside = shape.length === 4 ? values.length / block : 1;
@@ -69,7 +69,6 @@ export function layout({ shape, values, block: heads }) {
     const [number, line, column] = [i / block, (i % block) / across, i % across].map(Math.floor);
     const edges = [];
     if (number && beside > 1 && column === 0) edges.push("beside");
-    if (heads && column && column % heads === 0) edges.push("beside");
     if (number && beside === 1 && line === 0) edges.push("below");
     const row = line + (beside > 1 ? 0 : number * (block / across));
     return { row, column: column + (beside > 1 ? number * across : 0), edges };

@@ -5,7 +5,8 @@ import { layout } from "./parts.js";
 const PADDING = 1; // half cells around the numbers of a box
 const NAME = 4; // half cells that a name needs at least
 const ARROW = 1; // half cells between a tensor and what is made of it
-const MORE = 6; // half cells, at most, so that what follows stands to the right
+const MORE = 6; // half cells, at most, so that what follows stands to the right,
+const WIDE = 46; // as long as there are no more than this
 
 /** All tensors that are shown at a step, on any rank: name → the widest of that name. */
 function shownAt(player, step) {
@@ -82,7 +83,7 @@ function placeAll(all, most) {
 export function findPlaces(player) {
   const all = lives(player);
   const least = placeAll(all.map((life) => ({ ...life })), 0);
-  const halves = placeAll(all, least + MORE);
+  const halves = placeAll(all, Math.max(least, Math.min(least + MORE, WIDE)));
   const steps = player.events.map((_, step) => new Map(all
     .filter((life) => life.from <= step && step <= life.to)
     .map(({ name, place, wide }) => [name, { place, wide }])));

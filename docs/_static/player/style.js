@@ -19,7 +19,7 @@ export const STYLE = `
   :focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
   .head, .controls { display: flex; flex-wrap: wrap; align-items: center; gap: .3em .6em; }
   .head { justify-content: space-between; } .head b { font-size: 1.15em; }
-  .head span, .shape, .chip, .legend, .kept { font-size: .85em; }
+  .head span, .shape, .chip, .legend, .keeps { font-size: .85em; }
   .controls { margin: .4em 0; }
   button {
     font: inherit; min-width: 2.6em; height: 2.2em; color: var(--ink); cursor: pointer;
@@ -72,7 +72,8 @@ export const STYLE = `
   }
   .cell {
     width: var(--cell); padding: .1em 0; text-align: center; overflow: hidden;
-    font-size: clamp(9px, var(--cell) * min(.42, 1.55 / var(--letters)), 24px); line-height: 1.5;
+    font-size: clamp(9px, var(--cell) * min(.42, 1.5 / var(--letters)), 24px);
+    line-height: 1.5;
     border: .5px solid #0006; font-variant-numeric: tabular-nums;
   }
   .cell.letter { font-family: var(--mono); font-size: clamp(12px, var(--cell) * .5, 24px); }
@@ -82,7 +83,9 @@ export const STYLE = `
   .cell.leaves { outline: 3px dotted #000; outline-offset: -3px; }
   .cell.marked { box-shadow: inset 0 0 0 3px #000; font-weight: 700; }
   /* Bold digits are wider, and a border between two parts takes room as well. */
-  .cell:is(.marked, .beside) { font-size: clamp(9px, var(--cell) * min(.4, 1.3 / var(--letters)), 22px); }
+  .cell:is(.marked, .beside) {
+    font-size: clamp(9px, var(--cell) * min(.4, 1.3 / var(--letters)), 22px);
+  }
   .ring .cell.marked { box-shadow: none; background: #fff; }
   .banded { padding-left: .8em; }
   .cell.pending { color: transparent; background: var(--soft) !important; }
@@ -114,7 +117,7 @@ export const STYLE = `
   td:nth-last-child(2) { padding-left: 1em; }
   td.now { font-weight: 700; text-decoration: underline; }
   td.off { font-weight: 700; color: var(--bad); }
-  .chart { overflow-x: auto; padding: 3px; } .kept i { font-style: normal; }
+  .chart { overflow-x: auto; padding: 3px; } .keeps i { font-style: normal; }
   .track { display: grid; grid-template-columns: 15em minmax(520px, 1fr); margin-bottom: 3px; }
   .bars { position: relative; height: 1.75em; background: var(--soft); overflow: hidden; }
   .bar {
@@ -142,7 +145,8 @@ export const STYLE = `
     .controls { display: none; } .printed { display: block; }
     .player:has(.printed) > :is(.caption, .stage) { display: none; }
   }
-  @container (max-width: 1000px) {
+  @container (max-width: 1100px) {
+    .wide .stage { display: block; } .wide .lane { margin: 1em 0; }
     .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
     .chip { display: inline; margin-left: .6em; }
   }
@@ -162,7 +166,7 @@ export const STYLE = `
     .count { min-width: 0; }
     .track { grid-template-columns: 4.6em 640px; width: max-content; }
     .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
-    .kept, .shape { display: block; line-height: 1; } .kept i { display: none; }
+    .keeps, .shape { display: block; line-height: 1; } .keeps i { display: none; }
     th, td { padding-right: .45em; }
   }
 `;

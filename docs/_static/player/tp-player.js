@@ -16,7 +16,7 @@ import { STYLE } from "./style.js";
 
 const PAUSE = 2600; // ms that a step stands while playing, at least
 const PER_WORD = 300; // ms to read a word
-const LEAST = 30; // px: how wide a cell is at least
+const LEAST = 28; // px: how wide a cell is at least
 
 class TPPlayer extends HTMLElement {
   connectedCallback() {
@@ -132,7 +132,8 @@ class TPPlayer extends HTMLElement {
         entries.push(entry("box-shadow:inset 0 0 0 3px var(--ink)", "the target"));
       if (this.events.some((event) => event.ranks[0].marks)) {
         const rule = "largest difference / largest number of one process";
-        entries.push(make("span", { class: "rule" }, `✓ same as in one process; ✗ wrong by: ${rule}`));
+        const words = `✓ same as in one process; ✗ wrong by: ${rule}`;
+        entries.push(make("span", { class: "rule" }, words));
       }
       if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
         const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
@@ -232,7 +233,7 @@ class TPPlayer extends HTMLElement {
   closedLetters() {
     const made = this.events.flatMap((event) => event.ranks.flatMap((part) => part.makes ?? []));
     return Math.max(0, ...made.filter((x) => !x.values).map(({ name, shape }) =>
-      Math.max(name.length + 1, shape.join(" × ").length + 4)));
+      Math.max(name.length + 1, shape.join(" × ").length + 2)));
   }
 
   /** On a narrow screen boxes may stand below each other: the widest one is to fit. */
@@ -329,7 +330,7 @@ class TPPlayer extends HTMLElement {
     for (const tensor of makes) {
       const earlier = before.get(tensor.name);
       const same = !moved && earlier && String(earlier.values) === String(tensor.values);
-      const box = this.tensor(tensor, same ? "" : "new", mark_of(tensor), moved);
+      const box = this.tensor(tensor, same ? "kept" : "new", mark_of(tensor), moved);
       if (moved && earlier) this.showAdded(box, tensor, ranks[rank]);
       boxes.push(box);
     }
@@ -463,7 +464,8 @@ class TPPlayer extends HTMLElement {
       const predicted = each(mine, "predicted");
       const formula = mine[0].formula === predicted ? "" : `${mine[0].formula}: `;
       return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-        make("td", {}, `${formula}${predicted}`), make("td", { class: "sent" }, commas(sum(sent) / ranks)));
+        make("td", {}, `${formula}${predicted}`),
+        make("td", { class: "sent" }, commas(sum(sent) / ranks)));
     });
     const names = up_to(ranks).map((rank) => `rank ${rank}`);
     const words = ["in total, by formula", "sent so far: mean per rank"];
