@@ -1281,6 +1281,9 @@ class Report:
                     rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
+                if run in self.raised:  # it ended before it had all values
+                    row[run] = "raised"
+                    continue
                 value = values.get(name, nothing)
                 norm = torch.as_tensor(value, dtype=torch.float64).detach().norm()
                 row[run] = math.hypot(row[run], norm)
@@ -1395,7 +1398,9 @@ class Report:
         # If the loss of step 1 is wrong, forward is: this comes before gradients.
         forward = [c for c in failed.get("losses", []) if "step 1," in c["name"]]
         early = ("runs", "outputs", "losses") if forward else ()
-        for kind in sorted(failed, key=lambda kind: kind not in early):
+        for kind in sorted(
+            failed, key=lambda kind: (kind not in early, kind in FORMULAS)
+        ):
             cause = likely_cause(kind, failed[kind], bool(forward))
             print(wrap(f"✗ {in_words(cause)}"))
         return counts
