@@ -147,7 +147,7 @@ export const STYLE = `
   }
   @container (max-width: 1100px) {
     .wide .stage { display: block; } .wide .lane { margin: 1em 0; }
-    .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
+    .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; padding-inline: .35em; }
     .chip { display: inline; margin-left: .6em; }
   }
   @container (max-width: 600px) {

@@ -257,7 +257,7 @@ class TPPlayer extends HTMLElement {
     this.box.style.setProperty("--cell", `${cell}px`);
     this.box.style.setProperty("--closed", `${closed}px`);
     this.box.style.setProperty("--halves", this.places.halves);
-    for (let less = cell - 2; this.isTooHigh() && less >= 2 * LEAST / 3; less -= 2)
+    for (let less = cell - 2; this.isTooHigh() && less >= LEAST; less -= 2)
       this.box.style.setProperty("--cell", `${less}px`);
     for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
       if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
@@ -419,7 +419,8 @@ class TPPlayer extends HTMLElement {
       make("span", { class: "column", style: `grid-area: ${row} / ${column}` }, text));
     (columns ?? []).forEach((text, i) => title(text, 1, 1 + side + i));
     (rows ?? []).forEach((text, i) => title(text, 1 + head + i, 1));
-    cells.style.setProperty("--letters", Math.max(...texts(values).map((text) => text.length)));
+    const lengths = texts(values).map((text) => (text.includes(".") ? 5 : text.length));
+    cells.style.setProperty("--letters", Math.max(...lengths)); // −0.12 has five
     texts(values).forEach((text, i) => {
       const cell = make("span", { class: letters ? "cell letter" : "cell" }, text);
       const { row, column, edges } = place(i);
