@@ -77,17 +77,17 @@ class MLP(nn.Module):
 # With Up = up_proj.weightᵀ [D, F] and Down = down_proj.weightᵀ [F, D], and without
 # biases, the MLP is Y = GELU(X·Up)·Down. Split Up by columns and Down by rows:
 #
-#     hₜ = X·Upₜ                 columns of X·Up, complete elements: GELU can be applied
-#     Y = Σₜ GELU(hₜ)·Downₜ      one partial sum per rank: all-reduce in forward
-#     dL/dX = Σₜ dL/dhₜ · Upₜᵀ   one partial sum per rank: all-reduce in backward
-#     dL/dUpₜ = Xᵀ · dL/dhₜ      both factors are on rank t: nothing to send
+#     aₜ = X·Upₜ                 columns of X·Up, complete elements: GELU can be applied
+#     Y = Σₜ GELU(aₜ)·Downₜ      one partial sum per rank: all-reduce in forward
+#     dL/dX = Σₜ dL/daₜ · Upₜᵀ   one partial sum per rank: all-reduce in backward
+#     dL/dUpₜ = Xᵀ · dL/daₜ      both factors are on rank t: nothing to send
 #
 #     rank 0    X ── f ── ·Up₀ ── GELU ── ·Down₀ ──┐
 #                                                  g ── Y, on both ranks
 #     rank 1    X ── f ── ·Up₁ ── GELU ── ·Down₁ ──┘
 #
-#     forward  →     f sends nothing               g all-reduces GELU(hₜ)·Downₜ
-#     backward ←     f all-reduces dL/dhₜ · Upₜᵀ   g sends nothing
+#     forward  →     f sends nothing               g all-reduces GELU(aₜ)·Downₜ
+#     backward ←     f all-reduces dL/daₜ · Upₜᵀ   g sends nothing
 #
 # Rows first would give partial sums of X·Up, and GELU(a) + GELU(b) is not GELU(a + b):
 # an all-reduce of B·S·F elements would be needed before GELU.
