@@ -62,12 +62,13 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 65 to 328, in about 26 minutes. Stop at RUN.
+# Read lines 65 to 329, in about 26 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
 # stages hold. Here a step also names a chunk: ("forward", (1, 0)) is the forward pass
-# of micro-batch 0 through this rank's chunk 1.
+# of micro-batch 0 through this rank's chunk 1. The v·P chunks of all ranks, in the order
+# of the model, are the virtual stages. M is a multiple of P if there are chunks.
 
 # ---- Four lists of steps
 
@@ -90,15 +91,16 @@ def interleaved(rank: int, P: int, M: int, v: int) -> list:
     Rank r holds virtual stage r of v·P as its chunk 0, stage r + P as its chunk 1, and
     so on. P micro-batches go through chunk 0, the same P through chunk 1, …, then the
     next P. A pass takes 1/v of the time, so the pipeline fills and drains v times
-    as fast: a rank waits (P − 1)(t_F + t_B + t_W)/v. It sends v times as many messages.
+    as fast: a rank waits (P − 1)(t_F + t_B + t_W)/v. It sends about v times as many
+    messages.
     """
     order = []
     for first in range(0, M, P):
         for chunk in range(v):
             order += [(chunk, first + i) for i in range(P)]
     order_back = [(v - 1 - chunk, i) for chunk, i in order]  # the last chunk first
-    # Of chunk 0 to v − 2 all P; of the last one as in 1F1B, and backward comes back to
-    # this rank 2·(P − rank − 1) passes later.
+    # Of chunk 0 to v − 2 all P; of the last one twice as many as in 1F1B. As many would
+    # do if messages took no time: the others give a message time to arrive.
     warm_up = min((v - 1) * P + 2 * (P - rank - 1), M * v)
     steps = [("forward", which) for which in order[:warm_up]]
     for i in range(M * v - warm_up):
@@ -150,7 +152,7 @@ def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
     Args:
         steps_of_ranks: of each rank, (phase, virtual stage, micro-batch), in order.
         last: the number of the last virtual stage.
-        cost: phase → how long it takes; a "full" backward pass is B and W in one.
+        cost: phase → how long it takes; "full" of PyTorch's lists is B and W in one.
     Returns: (phase, stage, micro-batch) → (begin, end).
     Raises: ValueError if all ranks wait: the lists do not fit together.
     """
@@ -198,9 +200,8 @@ def needed_by(phase: str, stage: int, i: int, last: int) -> tuple | None:
 class VirtualPipeline(lesson05.Pipeline):
     """Lesson 05's pipeline on ranks that hold several chunks of layers each.
 
-    A rank is one virtual stage after the other, always the one that its next step is
-    about. The last rank sends to the first: chunk c of rank P − 1 is followed by chunk
-    c + 1 of rank 0.
+    Before each step `become` sets which virtual stage the rank is. The last rank sends
+    to the first: chunk c of rank P − 1 is followed by chunk c + 1 of rank 0.
     """
 
     def __init__(self, chunks: list[nn.Module], loss_of, groups):
@@ -287,7 +288,7 @@ class InputGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         (x,) = ctx.saved_tensors
-        # Detached: x has its history again, and would keep all graphs before it alive.
+        # Detached: autograd gives x back with its history, which would stay alive.
         SplitLinear.later.append((ctx.linear, x.detach(), grad_y))
         return grad_y @ ctx.linear.weight, None
 
