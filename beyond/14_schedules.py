@@ -67,8 +67,8 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
 # stages hold. Here a step also names a chunk: ("forward", (1, 0)) is the forward pass
-# of micro-batch 0 through this rank's chunk 1. The v·P chunks of all ranks, in the order
-# of the model, are the virtual stages. M is a multiple of P if there are chunks.
+# of micro-batch 0 through this rank's chunk 1. The v·P chunks of all ranks, in order of
+# the model, are the virtual stages. M is a multiple of P if there are chunks.
 
 # ---- Four lists of steps
 
