@@ -1130,6 +1130,8 @@ def read_flags(parse_args, module: dict) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         # One rank of each host reports: on several hosts the flags may differ.
         is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"
+        if not is_reporter:
+            time.sleep(10)  # torchrun ends this rank as soon as the other has said it
         exit_rank(2, wrap(f"error: {error}"), is_reporter)
     args.ranks = ranks
     args.device = "cpu"
@@ -1232,8 +1234,11 @@ def where_raised(error: Exception) -> str:
 
     (lesson 00)"""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == sys.argv[0]] or frames
-    lines = [f"line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}"]
+    for (
+        frame
+    ) in frames:  # the last one that is the lesson's, not of refuse_direct_calls
+        if frame.filename == sys.argv[0] and frame.name != "checked":
+            lines = [f"line {frame.lineno}, in {frame.name}: {frame.line}"]
     root = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")

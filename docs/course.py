@@ -68,6 +68,7 @@ SYMPTOMS = {
     r"|differ from the reference|different model|after the load is wrong",
     "The loss of step 1 is right, then it drifts": r"diverge|drift|later ones"
     r"|step 2 on|next ones|then the old weights|from then on|then replicas",
+    "An output is wrong, although all shapes are right": r"shapes are right",
     "One gradient is a factor too large or too small": r"times too|too (large|small)"
     r"|too little|factor",
     "A gradient is wrong, or missing": r"gradients?[^,;]*(wrong|not\b|lack|differ)"

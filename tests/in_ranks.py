@@ -91,7 +91,7 @@ def columns(whole, group, v: int | None = None, filler: float = 0.0):
 # Random models, which lessons 02 to 04 train beside the whole one.
 
 VOCABULARIES = (*range(2, 13), 16, 30, 61, 257)  # fewer tokens than ranks, too
-MODELS = 40  # of a lesson
+MODELS = 64  # of a lesson
 
 
 def random_sizes(lesson, number: int, T: int, shared_heads=False) -> tuple:

@@ -72,7 +72,7 @@ def test_each_element_is_written_once(run):
     data = jobs.result(*run).data
     *files, total = data["files"]
     assert len(files) == run[1], "every rank writes"
-    n, e = data["size"]["n"], data["size"]["e"]
+    n, e = data["size"]["Ψ"], data["size"]["e"]
     assert total["elements, bytes"] == 3 * n * e
     assert sum(row["elements, bytes"] for row in files) == 3 * n * e
     for row in files:

@@ -84,6 +84,8 @@ def test_json(run):
     for row in data["checks"]:
         assert set(row) >= CHECK and row["ok"] and row["ranks"] == [], row
         limit = of_tensor if row["allowed"] else 0
+        if row["name"] == "gradients: backward as the slope of forward":
+            limit = 1e-6  # a finite difference
         if row["kind"] == "losses":
             limit = of_loss
         elif row["kind"] in ("calls", "bytes", "memory", "runs"):
@@ -230,7 +232,12 @@ def test_an_error_on_every_rank_ends_one_run_only(name, tmp_path):
     script.write_text(text.replace(guard, f"\n{edit}{guard}"), "utf-8")
     done = jobs.launch(script, 2)
     said = re.sub(r"\n +", " ", done.out)
-    assert says in said and f'File "{script}", line ' in done.err, done.text
+    at = (
+        text.replace(guard, f"\n{edit}{guard}").splitlines().index(edit.split("\n")[1])
+        + 1
+    )
+    assert says in said and f" line {at}, in " in said, done.text
+    assert "Traceback" not in done.out
     assert f"\nFAIL  {lesson}  failed: runs 1/" in done.out and done.code == 1
     sections = re.findall(r"^(\d)  ", done.out, re.M)
     all_of_them = re.findall(r"^(\d)  ", jobs.result(lesson, 2).out, re.M)
