@@ -1145,10 +1145,9 @@ def where_raised(error: Exception) -> str:
     """The lesson's line that raised, the module that was called, input and weights.
 
     (lesson 00)"""
-    frames = traceback.extract_tb(error.__traceback__)
-    for (
-        frame
-    ) in frames:  # the last one that is the lesson's, not of refuse_direct_calls
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        # The last one in this file; `checked` is in refuse_direct_calls.
         if frame.filename == sys.argv[0] and frame.name != "checked":
             lines = [f"line {frame.lineno}, in {frame.name}: {frame.line}"]
     root = None
@@ -1159,7 +1158,7 @@ def where_raised(error: Exception) -> str:
             called = module
             inputs = frame.f_locals
     if root is None:
-        return wrap(f"   {lines[0]}")
+        return wrap(f"   {'; '.join(lines)}")
     names = {module: name for name, module in root.named_modules()}
     shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
     lines.append(f"in {names.get(called) or 'the model'}, of input {shapes}")

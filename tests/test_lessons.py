@@ -232,10 +232,8 @@ def test_an_error_on_every_rank_ends_one_run_only(name, tmp_path):
     script.write_text(text.replace(guard, f"\n{edit}{guard}"), "utf-8")
     done = jobs.launch(script, 2)
     said = re.sub(r"\n +", " ", done.out)
-    at = (
-        text.replace(guard, f"\n{edit}{guard}").splitlines().index(edit.split("\n")[1])
-        + 1
-    )
+    lines = script.read_text("utf-8").splitlines()
+    at = lines.index(edit.split("\n")[1]) + 1
     assert says in said and f" line {at}, in " in said, done.text
     assert "Traceback" not in done.out
     assert f"\nFAIL  {lesson}  failed: runs 1/" in done.out and done.code == 1
