@@ -1717,7 +1717,7 @@ def fail(error: Exception, diagnosis: str) -> None:
     lost = f"error: rank {dist.get_rank()} got no answer from rank 0's machine: it is "
     lost += f"lost or cannot be reached\n  rank {dist.get_rank()}: {COMM.status}"
     # The store is on that machine, and its calls then never return.
-    seconds = 20 + int(os.environ["LOCAL_RANK"])  # one rank speaks for its machine
+    seconds = 20 + int(os.environ["LOCAL_RANK"])  # one per machine reports
     timer = threading.Timer(seconds, exit_rank, [1, lost, True])
     timer.start()
     COMM.store.set(f"failed/{dist.get_rank()}", text)

@@ -58,7 +58,7 @@ PLAYERS = {
 
 
 # What one sees → words of the bugs' own symptoms: the index on the page of bugs. A bug
-# may stand under several.
+# may be under several.
 SYMPTOMS = {
     "It hangs or aborts": r"block until|timeout|(?<!no )hang|abort|a rank that waits",
     "An error, often from inside a library": r"\ban error\b|raises an error",
