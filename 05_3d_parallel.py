@@ -801,7 +801,7 @@ def show_totals(report: Report) -> None:
         share = most / max(1, totals[order[-1]]["ring, all ranks"])
         report.conclude(
             f"All ranks together, {order[0]} sends {share:.0f} times as much as "
-            f"{order[-1]}. With B·S grow tp and pp."
+            f"{order[-1]}. Only tp and pp grow with B·S."
         )
 
 
