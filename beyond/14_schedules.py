@@ -91,16 +91,16 @@ def interleaved(rank: int, P: int, M: int, v: int) -> list:
     Rank r holds virtual stage r of v·P as its chunk 0, stage r + P as its chunk 1, and
     so on. P micro-batches go through chunk 0, the same P through chunk 1, …, then the
     next P. A pass takes 1/v of the time, so the pipeline fills and drains v times
-    as fast: a rank waits (P − 1)(t_F + t_B + t_W)/v. It sends about v times as many
-    messages.
+    as fast: a rank waits (P − 1)(t_F + t_B + t_W)/v. All ranks together send about v
+    times as many messages.
     """
     order = []
     for first in range(0, M, P):
         for chunk in range(v):
             order += [(chunk, first + i) for i in range(P)]
     order_back = [(v - 1 - chunk, i) for chunk, i in order]  # the last chunk first
-    # Of chunk 0 to v − 2 all P; of the last one twice as many as in 1F1B. As many would
-    # do if messages took no time: the others give a message time to arrive.
+    # (v − 1)·P passes, then twice as many as in 1F1B, some of them of the next P. The
+    # number of 1F1B would do if messages took no time: the others give them time.
     warm_up = min((v - 1) * P + 2 * (P - rank - 1), M * v)
     steps = [("forward", which) for which in order[:warm_up]]
     for i in range(M * v - warm_up):
@@ -113,8 +113,8 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
 
     B computes dL/dx, for which the stage before waits. W computes dL/dW, for which no
     stage waits: so it can fill the bubble. The order of forward and backward passes is
-    that of 1F1B. Rank r puts off the weight passes of r micro-batches until after its
-    last backward passes, when 1F1B would wait. A rank waits (P − 1)(t_F + t_B − t_W).
+    that of 1F1B. W of rank r is r micro-batches behind its B, so r of them are left at
+    the end, when 1F1B would wait. A rank waits (P − 1)(t_F + t_B − t_W).
     """
     steps = []
     for phase, i in lesson05.schedule("1f1b", rank, P, M):
@@ -126,7 +126,7 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
 
 
 def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
-    """How long a rank waits; it computes for M·(t_F + t_B + t_W).
+    """How long a rank waits: the bubble, times M·(t_F + t_B + t_W) of computing.
 
     Of zero bubble: if t_W is not larger than t_F and t_B.
     """
@@ -138,7 +138,7 @@ def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
 
 
 def in_flight_of(kind: str, rank: int, P: int, M: int, v: int) -> int:
-    """Forward passes without a backward pass yet, at most: chunks × micro-batches."""
+    """The most passes of a (chunk, micro-batch) that wait for their backward pass."""
     if kind == "gpipe":  # backward begins when all forward passes are done
         return M
     if kind == "interleaved":
@@ -200,7 +200,7 @@ def needed_by(phase: str, stage: int, i: int, last: int) -> tuple | None:
 class VirtualPipeline(lesson05.Pipeline):
     """Lesson 05's pipeline on ranks that hold several chunks of layers each.
 
-    Before each step `become` sets which virtual stage the rank is. The last rank sends
+    Before F and B `become` sets which virtual stage the rank is. The last rank sends
     to the first: chunk c of rank P − 1 is followed by chunk c + 1 of rank 0.
     """
 
@@ -372,7 +372,7 @@ class ScheduleRun:
         self.pipeline = pipeline
         self.loss = loss
         self.gradients = {names[p]: p.grad for p in names if p.grad is not None}
-        # All ranks share one clock if they are on one host: times from the first start.
+        # Seconds since the first start; ranks on one host share one clock.
         self.events = lesson00.gather_objects(pipeline.events)
         begin = min(of_rank[0]["start"] for of_rank in self.events)
         self.computing = 0.0  # seconds, mean over ranks
@@ -429,7 +429,7 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
     loss = pipeline.run(steps, micro_batches)
     for counter in (lesson00.COMM.calls, lesson00.COMM.bytes):
         for call in list(counter):
-            if call.run == "mesh":  # as which lesson 05's pipeline counts everything
+            if call.run == "mesh":  # the label in lesson 05's Pipeline.run
                 counter[call._replace(run=kind)] = counter.pop(call)
     return ScheduleRun(kind, steps, planned, pipeline, names, loss)
 
@@ -534,7 +534,7 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         # No step is shorter than stated, so a run cannot be shorter than its plan.
         early = max(0.0, run.planned * args.sleep / 1000 - run.length)
         report.check("plan", f"{kind} is not shorter than its lists", early, 1e-3)
-        # On a busy machine the measured bubble is larger, never smaller.
+        # On a busy machine it is mostly larger: one late step delays others.
         bubble = run.length / run.computing - 1
         row["measured"] = f"{bubble:.3f}"
         report.data["bubble"][kind] = bubble
@@ -559,10 +559,10 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         # Each rank measures itself; every rank gets all numbers.
         measured = {"passes": run.pipeline.held.peak_passes}
         measured.update(peak=run.pipeline.held.peak, expected=expected_peak(run))
-        done = {"bytes left": run.pipeline.held.now}
-        done["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_of)
+        left = {"bytes left": run.pipeline.held.now}  # must be 0
+        left["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_of)
         v = chunks_of(kind, args)
-        for rank, of_rank in enumerate(lesson00.gather_objects(dict(measured, **done))):
+        for rank, of_rank in enumerate(lesson00.gather_objects(dict(measured, **left))):
             predicted = in_flight_of(kind, rank, args.ranks, args.microbatches, v)
             flight[rank][kind] = of_rank["passes"]
             held[rank][kind] = of_rank["peak"]
@@ -570,7 +570,7 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
             report.expect(flight[rank], kind, "memory", name, predicted)
             name = f"{kind}, bytes at the peak on rank {rank}"
             report.expect(held[rank], kind, "memory", name, of_rank["expected"])
-            for what in done:
+            for what in left:
                 report.check("memory", f"{kind}, {what} on rank {rank}", of_rank[what])
     report.section("What each rank holds for backward, measured")
     report.say(
@@ -601,7 +601,7 @@ def expected_peak(run: ScheduleRun) -> int:
         changes[event["what"], which] = event["bytes"]
     now = 0
     peak = 0
-    # In the order of the list, not of the clock.
+    # The change of a weight pass is negative: minus it is what backward left for it.
     for phase, which in run.steps:
         change = changes[phase, which]
         if phase == "backward":
@@ -636,7 +636,7 @@ def show_gradients(report, runs: dict[str, ScheduleRun], expected: dict) -> None
 
 
 def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
-    """Messages of rank 0: with v chunks v times as many."""
+    """Messages of rank 0: M, or (2·v − 1)·M with v chunks."""
     formulas = {}
     for kind, run in runs.items():
         v = chunks_of(kind, report.args)

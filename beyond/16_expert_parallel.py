@@ -165,7 +165,7 @@ class MoE(nn.Module):
 # ---- Rows travel
 #
 # The mesh is dp × ep × tp. The batch is split over dp and ep (lesson 05 calls both dp).
-# The ranks of an ep group split the experts; those of a dp group hold replicas of them.
+# The ranks of an ep group split the experts; those of a dp group hold the same ones.
 #
 # Ep rank i owns experts i·E/R to (i + 1)·E/R − 1. Rows are sorted by expert, so those
 # for rank 0 come first, then those for rank 1, …. How many is up to the router: splits
@@ -187,7 +187,7 @@ def all_to_all_rows(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
     if group.size() == 1:
         return x_rD.clone()
     arrived = x_rD.new_empty(sum(recv), x_rD.shape[1])
-    leaving = x_rD[send[group.rank()] :]  # only for its size: as many rows leave
+    leaving = x_rD[send[group.rank()] :]  # its size: rows to other ranks
     with lesson00.COMM.record("all-to-all", leaving, group):
         # A rank without rows must call it as well: the others wait for it.
         dist.all_to_all_single(arrived, x_rD, recv, send, group=group)
@@ -242,7 +242,7 @@ class ExpertParallel(Experts):
         recv = arriving.view(R, local_experts).sum(1).tolist()
         arrived = self.exchange(rows_rD, send, recv, self.ep_group)
         # They are sorted by sender, and by expert within each sender's rows. Rank 1 of
-        # the example: its experts 1 0 0 1 1, so order is 1 2 0 3 4.
+        # the example: locally 1 0 0 1 1, so order is 1 2 0 3 4.
         expert = torch.arange(local_experts, device=arriving.device).repeat(R)
         order = expert.repeat_interleave(arriving).argsort(stable=True)
         blocks = lesson01.CopyToTP.apply(arrived[order], self.tp_group)  # f
@@ -375,8 +375,8 @@ def main(args, report: lesson00.Report) -> None:
     runs = {}
     runs["without EP"], chosen = train_without_ep(full, batches, args)
     check_lesson_model(report, full, size)
-    rows_RE = [rows_between(expert_tk, groups, args) for expert_tk in chosen]
-    show_rows(report, rows_RE[0])
+    forwards = [rows_between(expert_tk, groups, args) for expert_tk in chosen]
+    show_rows(report, forwards[0])
     for name in ("EP", "PyTorch"):
         # If your edit raises an error in one run, the others continue.
         with report.column(name):
@@ -385,7 +385,7 @@ def main(args, report: lesson00.Report) -> None:
     show_training(report, runs, groups)
     show_gradients(report, runs)
     show_one_layer(report, size, groups)
-    show_communication(report, rows_RE, runs, size, groups)
+    show_communication(report, forwards, runs, size, groups)
     show_memory(report, runs, size, groups, batches[0])
 
 
@@ -395,7 +395,7 @@ def pytorch_exchange(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
 
 
 def make_moe_transformer(args):
-    """The decoder of lesson 02, with experts added to every second MLP."""
+    """The decoder of lesson 02, with experts beside every second MLP."""
     full = lesson02.make_transformer(args)
     for layer in full.layers[1::2]:
         moe = MoE(layer.mlp, args.experts, args.top_k)
@@ -452,14 +452,14 @@ def rows_between(expert_tk: Tensor, groups: dict, args) -> Tensor:
     return torch.stack(counts)
 
 
-def rows_of_rank(rows_RE: list[Tensor], groups: dict) -> dict[str, float]:
+def rows_of_rank(forwards: list[Tensor], groups: dict) -> dict[str, float]:
     """Of this rank, as letters; the mean of several forward passes of a MoE layer.
 
     got: rows that its experts compute. m: rows to other ranks per all-to-all. On the
     way to experts these are rows of its own tokens, on the way back those of others.
     """
     rank = groups["ep"].rank()
-    mean_RE = torch.stack(rows_RE).double().mean(0)
+    mean_RE = torch.stack(forwards).double().mean(0)
     by_owner_RR = mean_RE.view(len(mean_RE), len(mean_RE), -1).sum(2)
     has = by_owner_RR[rank].sum().item()
     got = by_owner_RR[:, rank].sum().item()
@@ -561,7 +561,7 @@ def show_one_layer(report, size: dict, groups: dict) -> None:
         for case in CASES:
             rows.append(layer_row(report, case, size, groups))
     report.table("one layer", rows, hide=["ok"])
-    # If an owner of 1/R of the experts gets 1/R of the rows; times k.
+    # For k = 1, and if each rank's experts get 1/R of the rows.
     even = lesson00.evaluate("4·t·(R - 1)/R·D·e", size)
     under_tp = bytes_under_tp(size, groups, report.args)
     report.check("bytes", "the same tokens by TP", abs(under_tp - R * even))
@@ -655,10 +655,10 @@ def bytes_under_tp(size: dict, groups: dict, args) -> int:
 # ---- What is sent, and what is stored
 
 
-def show_communication(report, rows_RE, runs: dict, size: dict, groups: dict) -> None:
+def show_communication(report, forwards, runs: dict, size: dict, groups: dict) -> None:
     """Calls and bytes of all steps as counted, against formulas."""
-    sizes = dict(size, n=len(rows_RE), steps=report.args.steps, own=0, rest=0)
-    sizes.update(rows_of_rank(rows_RE, groups))
+    sizes = dict(size, n=len(forwards), steps=report.args.steps, own=0, rest=0)
+    sizes.update(rows_of_rank(forwards, groups))
     for p in runs["EP"].model.parameters() if "EP" in runs else []:
         sizes["own" if is_sharded_over(p, groups["ep"]) else "rest"] += p.numel()
     Calls = lesson00.Calls
@@ -778,7 +778,7 @@ BREAKS = {
         '            p.grad /= groups["ep"].size()\n'
         '    for axis in ("ep", "dp"):\n',
         what="gradients of experts are divided by the number of ep ranks",
-        symptom="the loss of step 1 is right; experts learn too little",
+        symptom="step 1's loss is right; gradients of experts are not",
         why="the division is right if each rank's loss is the mean of its own tokens "
         "and all other gradients are averaged; here the loss is divided by all tokens",
         reported="github.com/pytorch/pytorch/issues/160285 (a factor of R); "
