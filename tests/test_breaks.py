@@ -124,9 +124,8 @@ EXPECTED = {
     "08_same_bits": {
         "tree": (bits("sum of 16 terms, tree"), bits("training, parameters"),
             value("sum, tree")),
-        "library": ("bytes: in blocks forward all-gather tp",
-            bits("sum of 16 terms, tree"), bits("training, parameters"),
-            value("sum, tree")),
+        "library": (bits("sum of 16 terms, tree"), bits("training, parameters"),
+            "bytes: in blocks forward all-gather tp", value("sum, tree")),
         "blocks": (bits("MLP, down_proj's output, a sum over ranks"),
             bits("training, gradients"), bits("sum of 16 terms, tree")),
         "accumulate": (bits("MLP, dL/dx, a sum over ranks"),
