@@ -395,7 +395,7 @@ def pytorch_exchange(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
 
 
 def make_moe_transformer(args):
-    """The decoder of lesson 02, with experts beside every second MLP."""
+    """The decoder of lesson 02, with experts next to every second MLP."""
     full = lesson02.make_transformer(args)
     for layer in full.layers[1::2]:
         moe = MoE(layer.mlp, args.experts, args.top_k)
