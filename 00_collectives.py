@@ -25,8 +25,8 @@ is a GPU for each rank; nothing else changes.)
 
 What you will see: five sections; every rank checks every value, and bytes of calls.
     1  the three placements of a tensor: replicated, sharded, partial
-    2  five collectives, and send/recv
-    3  an all-reduce built from two collectives, then from send/recv as a ring
+    2  five collectives, and send/recv; an all-reduce is two of them in turn
+    3  an all-reduce by hand, built from send/recv as a ring
     4  the four cases of a sharded matrix product
     5  common mistakes: a view, the order of calls, using an async result too early
 `--only 2` prints section 2 only. `--break list` lists bugs that `--break NAME` injects.
@@ -37,7 +37,7 @@ Exercises (answers: notebooks/00_collectives.ipynb, in the section that is named
     In matmul_case_3_reduce_scatter, scatter dim 0 instead of dim 1. The row marks C
         with ✗, but its bytes stay right. What is computed now? (section 10, no. 3)
     Write an all-reduce by recursive doubling: in step i, exchange everything with rank
-        (rank XOR 2^i) and add. Print it with show_algorithm in section 3: it takes
+        (rank XOR 2^i) and add. Print it in show_all_reduce_by_hand: it takes
         log2(T) steps instead of 2·(T − 1). From T = 4 on each rank sends more, and T
         must be a power of 2. (section 4)
 
@@ -359,9 +359,7 @@ def main(args, report: Report) -> None:
 
     show_three_placements(report, size["n"], tp_group)
     show_collectives(report, size["n"], tp_group)
-    x = count_from(tp_group.rank(), size["n"], args)
-    show_two_halves(report, x, tp_group)
-    show_algorithm(report, ring_all_reduce, x, "2·(T-1)", "2·(T-1)·n·e", tp_group)
+    show_all_reduce_by_hand(report, size["n"], tp_group)
     # Every rank has the full matrices, so each can compute what must come out.
     a_IJ = random_matrix(size["I"], size["J"], args)
     b_JK = random_matrix(size["J"], size["K"], args)
@@ -382,8 +380,10 @@ def random_matrix(rows: int, columns: int, args) -> Tensor:
 
 
 def as_text(x: Tensor) -> str:
-    """All elements in one line: [ 0  1 10]."""
+    """The elements in one line, [ 0  1 10]; of five or more the ends."""
     texts = [f"{value:2.0f}" for value in x.flatten().tolist()]  # 2 wide: columns align
+    if len(texts) > 4:
+        texts[2:-1] = ["…"]
     return f"[{' '.join(texts)}]"
 
 
@@ -444,64 +444,68 @@ def show_three_placements(report: Report, n: int, group) -> None:
 
 
 def show_collectives(report: Report, n: int, group) -> None:
-    """Five collectives and send/recv: each rank's tensor before and after."""
+    """Five collectives and send/recv: what every rank has before and after."""
     T = group.size()
     rank = group.rank()
     # Every rank knows what all ranks start with, so it can tell what must come out.
     xs = [count_from(10 * r, n, report.args) for r in range(T)]
     x = xs[rank]
-    slices = [x_of_r[: n // T] for x_of_r in xs]
-    exchanged = torch.cat([split(x_of_r, 0, T)[rank] for x_of_r in xs])
+    total = sum(xs)
+    slice_of_sum = reduce_scatter(x, 0, group)
+    slices = torch.cat([split(x_of_r, 0, T)[rank] for x_of_r in xs])
     right = (rank + 1) % T
     left = (rank - 1) % T
-    # Each: what it does; the function and its arguments; what must come out.
-    moves = [
-        ("broadcast", f"rank {T - 1}'s tensor goes to every rank",
-         broadcast, (x, T - 1, group), xs[T - 1]),
-        ("all-reduce", "every rank gets the sum, element by element",
-         all_reduce, (x, group), sum(xs)),
-        ("all-gather", "every rank gets every slice, in order",
-         all_gather, (slices[rank], 0, group), torch.cat(slices)),
-        ("reduce-scatter", "each rank keeps only its slice of the sum",
-         reduce_scatter, (x, 0, group), shard(sum(xs), 0, group)),
-        ("all-to-all", "slice j of rank r becomes slice r of rank j",
-         all_to_all, (x, group), exchanged),
-        ("send/recv", "each rank sends to the next, the last to rank 0",
+    # Each: what a rank gets; the function and its arguments; what must come out.
+    sums = [
+        ("all-reduce", "the sum", all_reduce, (x, group), total),
+        ("reduce-scatter", "a slice of it",
+         reduce_scatter, (x, 0, group), shard(total, 0, group)),
+        ("all-gather", "all slices of it",
+         all_gather, (slice_of_sum, 0, group), total),
+    ]  # fmt: skip
+    copies = [
+        ("broadcast", f"rank {T - 1}'s", broadcast, (x, T - 1, group), xs[T - 1]),
+        ("all-to-all", "a slice of each", all_to_all, (x, group), slices),
+        ("send/recv", "the rank before's",
          send_recv, (x, right, x, left, group), xs[left]),
     ]  # fmt: skip
     if T == 1:  # one rank has no other to send to
-        moves.pop()
-    report.section("Five collectives and send/recv; rank r has 10·r, 10·r + 1, …")
+        copies.pop()
+    report.section("Five collectives and send/recv: rank r has 10·r, 10·r + 1, …")
     report.say("   bytes = payload: a rank's input, or its output if that is larger")
-    for move in moves:
-        show_move(report, move, group)
+    show_moves(report, x, sums, group)
+    show_moves(report, x, copies, group)
+    report.conclude("A reduce-scatter, then an all-gather: that is an all-reduce.")
 
 
-def show_move(report: Report, move: tuple, group) -> None:
-    """Call one collective; show what all ranks pass in and get, and its payload."""
-    name, effect, function, arguments, expected = move
-    x = arguments[0]
-    with COMM.label(name, ""):
-        after = function(*arguments)
-    row = {"": f"rank {group.rank()}", "before": as_text(x), "after": as_text(after)}
-    # The payload is the full tensor: what goes in, or what comes out of an all-gather.
-    check_calls(report, row, name, str(max(x.nbytes, after.nbytes)), {}, group)
-    check_value(report, row, "after", name, after, expected)
-    report.say(f"   {name}: {effect}")
-    report.table("moves", gather_objects(row), hide=["calls", "ring", "formula"])
+def show_moves(report: Report, x: Tensor, moves: list[tuple], group) -> None:
+    """Make some calls; show what every rank passes in and gets, and their payload."""
+    gets = {"": "a rank gets", "before": ""}
+    held = {"": f"rank {group.rank()}", "before": as_text(x)}
+    payload = {"": "bytes", "before": "", "off": []}
+    for name, effect, function, arguments, expected in moves:
+        gets[name] = effect
+        with COMM.label(name, ""):
+            after = function(*arguments)
+        held[name] = as_text(after)
+        check_value(report, held, name, name, after, expected)
+        # The payload is the full tensor: what goes in, or comes out of an all-gather.
+        formula = str(max(arguments[0].nbytes, after.nbytes))
+        counted = {}
+        check_calls(report, counted, name, formula, {}, group)
+        payload[name] = counted["bytes"]
+        if counted["off"]:
+            payload["off"].append(name)
+    rows = [dict(gets, ok=None)]
+    rows.extend(gather_objects(held))
+    report.table("moves", rows + [payload])
 
 
-def show_two_halves(report: Report, x: Tensor, group) -> None:
-    """An all-reduce built from two collectives."""
-    half = reduce_scatter(x, 0, group)  # this rank's slice of the sum
-    both = all_gather(half, 0, group)
-    row = {"": f"rank {group.rank()}", "before": as_text(x)}
-    row.update({"reduce-scatter": as_text(half), "all-gather": as_text(both)})
-    name = "reduce-scatter, then all-gather"
-    check_value(report, row, "all-gather", name, both, all_reduce(x, group))
-    report.section("An all-reduce is a reduce-scatter, then an all-gather")
-    report.say("   rank r starts with r, r + 1, …")
-    report.table("halves", gather_objects(row))
+def show_all_reduce_by_hand(report: Report, n: int, group) -> None:
+    """All-reduces that are built from send/recv alone."""
+    x = count_from(group.rank(), n, report.args)
+    report.section("An all-reduce by hand, from send/recv alone")
+    show_algorithm(report, ring_all_reduce, x, "2·(T-1)", "2·(T-1)·n·e", group)
 
 
 def show_algorithm(report, algorithm, x, steps: str, sent: str, group) -> None:
@@ -516,11 +520,12 @@ def show_algorithm(report, algorithm, x, steps: str, sent: str, group) -> None:
     # tensor_split makes chunks of different lengths where T does not divide n.
     longer = torch.cat([x, x[:1]])
     rows.append(algorithm_row(report, algorithm, longer, steps, sent, group))
-    report.say(
-        f"   {algorithm.__name__} on n elements: {steps} steps (rank 0's are shown);\n"
-        f"   all ranks together send {sent} bytes"
-    )
+    name = algorithm.__name__
+    report.say(f"   {name}, {steps} steps; all ranks together send {sent} bytes")
     report.table("by hand", rows, hide=["calls"])
+    times = rows[0]["all send"] / (group.size() * x.nbytes)
+    if times:
+        report.conclude(f"On average a rank sends {times:.3g} times its tensor.")
 
 
 def algorithm_row(report, algorithm, x, steps: str, sent: str, group) -> dict:
@@ -571,14 +576,15 @@ def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> No
     rows = [product_row(report, product, size, group) for product in products]
     report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
     report.say(
-        "   1: J is not split; each rank computes its rows of C and sends nothing\n"
-        "   2, 3: J is split; gather A, or sum over ranks\n"
-        "   4: J is not split, but I and K are, over one axis: gather A or B\n"
-        "   flops of one rank: 2·I·J·K if each rank does all the work, otherwise 1/T\n"
-        "   bytes = payload: the full tensor that is gathered or summed\n"
-        "   ring = bytes that one rank of a ring sends for this payload"
+        "   1: J is whole: nothing is sent. 2, 3: J is split. 4: I, K over one axis\n"
+        "   flops: one rank's; bytes: payload; ring: what a rank of a ring sends for it"
     )
     report.table("communication", rows, hide=["calls"])
+    if group.size() > 1:
+        reduced = rows[3]["ring"]
+        scattered = rows[4]["ring"]
+        text = f"On a ring an all-reduce sends {reduced:,} bytes, "
+        report.conclude(text + f"a reduce-scatter {scattered:,}.")
 
 
 def product_row(report: Report, product: tuple, size, group) -> dict:
@@ -599,11 +605,11 @@ def show_mistakes(report: Report, group) -> None:
     """What three common mistakes would change: a view, the call order, not waiting."""
     T = group.size()
     rank = group.rank()
-    ones = torch.ones_like(count_from(0, 3, report.args))  # in the run's dtype
+    ones = torch.ones_like(count_from(0, 2, report.args))  # in the run's dtype
     sum_of_ranks = T * (T - 1) // 2
 
     # Transposed: the elements are no longer in the order of their memory.
-    view = (count_from(0, 6, report.args) + rank).view(2, 3).T
+    view = (count_from(0, 4, report.args) + rank).view(2, 2).T
     before = view.clone()
     summed = all_reduce(view, group)
     expected = T * (before - rank) + sum_of_ranks
@@ -627,11 +633,8 @@ def show_mistakes(report: Report, group) -> None:
     name = "a sum started, then waited for"
     rows.append(mistake_row(report, name, rank * ones, summed, sum_of_ranks * ones))
 
-    report.section("Common mistakes: a view, the order of calls, not waiting")
-    report.say(
-        "   --break view, --break order and --break wait inject one mistake each.\n"
-        "   Rows 1, 2: rank r has rank 0's elements + r. Last row: rank r has r, r, r."
-    )
+    report.section("Common mistakes: what must come out (--break view, order, wait)")
+    report.say("   Before, rank r has rank 0's elements + r; in row 3 all have these.")
     report.table("mistakes", rows)
 
 
@@ -675,7 +678,7 @@ BREAKS = {
         new="    more = 2 if group.rank() == group.size() - 1 else 0\n"
         "    out = torch.cat([x.flatten(), x.new_zeros(more)])\n",
         what="the last rank passes in a longer tensor than the others",
-        symptom="gloo aborts a process, or gives wrong sums on some of the ranks",
+        symptom="gloo aborts a process, or all wait, or some ranks get wrong sums",
         why="no rank tells the others its shape: each assumes that all have its own",
         reported="github.com/pytorch/pytorch/issues/97191",
     ),
@@ -721,7 +724,7 @@ def matrix_sizes(args) -> dict[str, int]:
     """The letters of the shape legend: T divides I, J, K and n."""
     T = args.ranks
     e = getattr(torch, args.dtype).itemsize
-    n = 2 * T if T <= 4 else T  # a row of text must fit the screen
+    n = 2 * T if T <= 2 else T  # a row of text must fit the screen
     return dict(n=n, I=2 * T, J=4 * T, K=3 * T, T=T, e=e)
 
 
@@ -962,6 +965,9 @@ def add_bug(args, module: dict, diagnosis: str) -> None:
         exit_rank(0, diagnosis, is_reporter=COMM.store.add("reported", 1) == 1)
 
     signal.signal(signal.SIGTERM, on_sigterm)
+    # gloo aborts a rank that receives too much, and C calls only functions of C.
+    args.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_sigterm)
+    ctypes.CDLL(None).signal(signal.SIGABRT, args.on_abort)
     args.timeout = min(args.timeout, 15)  # of the lesson's groups: the bug may hang
     apply_edit(module["BREAKS"][args.bug], module)
     print(edit_as_diff(args.bug, module["BREAKS"][args.bug]), flush=True)
