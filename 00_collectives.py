@@ -25,7 +25,7 @@ is a GPU for each rank; nothing else changes.)
 
 What you will see: five sections; every rank checks every value, and bytes of calls.
     1  the three placements of a tensor: replicated, sharded, partial
-    2  five collectives, and send/recv; an all-reduce is two of them in turn
+    2  five collectives, and send/recv; an all-reduce is made of two of them
     3  an all-reduce by hand, built from send/recv as a ring
     4  the four cases of a sharded matrix product
     5  common mistakes: a view, the order of calls, using an async result too early

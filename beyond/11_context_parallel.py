@@ -54,7 +54,9 @@ from torch import Tensor, nn
 
 try:
     from course import lesson00, lesson01, lesson02
+    from one_attention import bytes_saved, random_attention, split_attention
     from pytorch_ring import pytorch_attention
+    from zigzag import Block, blocks_of, chunks_of, positions_of
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -62,7 +64,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 11: context parallelism
-# Read lines 65 to 424, in about 36 minutes. Stop at RUN.
+# Read lines 67 to 374, in about 31 minutes. Stop at RUN.
 
 # From lesson 00: send_recv(x, dst, like, src, group) sends and receives at once;
 # all_to_all sends part j to rank j. From lesson 01: AllGatherWithGrad is an all-gather
@@ -73,30 +75,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 # Linears, LayerNorms and the embedding treat each position on its own, so they work on
 # some of the positions as they are. Attention, the loss and gradients need a change.
 
-# ---- Who has which positions
-
-# A query sees keys up to its own position. With contiguous slices rank 0 has little to
-# compute and the last rank much. Zigzag cuts the sequence into 2·C chunks and gives
-# each rank one from either end: the same work for all. An example, C = 2 and S = 8:
-#
-#     contiguous   rank 0: 0 1 2 3    rank 1: 4 5 6 7     10 and 26 scores
-#     zigzag       rank 0: 0 1 6 7    rank 1: 2 3 4 5     18 and 18
-#
-# The ring computes blocks in full, with masked scores: 16 and 32, or 20 and 20.
-
-
-def chunks_of(rank: int, ranks: int, layout: str) -> list[int]:
-    """Which chunks of the sequence a rank has: t, or t and 2C − 1 − t if zigzag."""
-    return [rank, 2 * ranks - 1 - rank] if layout == "zigzag" else [rank]
-
-
-def positions_of(rank: int, ranks: int, layout: str, seq_len: int) -> Tensor:
-    """Positions of a rank's tokens in the full sequence, in the order it has them."""
-    held = chunks_of(rank, ranks, layout)
-    chunks = ranks * len(held)
-    if seq_len % chunks != 0:
-        raise ValueError(f"{layout}: {chunks} chunks do not divide S = {seq_len}")
-    return torch.arange(seq_len).view(chunks, -1)[held].flatten()
+# ---- Who has which positions: contiguous, or zigzag (zigzag.py)
 
 
 def split_positions(batch: tuple, cp_group, layout: str) -> tuple[Tensor, Tensor]:
@@ -166,35 +145,6 @@ def gather_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
 # the next, and merges the results. One number per query makes that possible: lse = log
 # Σ exp(scores) over the keys seen so far. FlashAttention does the same with blocks that
 # fit a GPU's fast memory (arXiv:2307.08691, sec. 2.3); here a block is what a rank has.
-
-
-class Block(NamedTuple):
-    """Some of this rank's queries, and some of the keys that it has at the moment."""
-
-    queries: slice  # of this rank's s positions
-    keys: slice  # of the s positions whose keys are here
-    query_at: Tensor  # positions in the full sequence [i]
-    key_at: Tensor  # [j]
-
-
-def blocks_of(rank: int, owner: int, ranks: int, layout: str, s: int) -> list[Block]:
-    """The blocks that a rank computes while it has the keys of rank `owner`.
-
-    A block whose keys are all later than its queries is left out.
-    """
-    length = s // len(chunks_of(rank, ranks, layout))  # of a chunk
-    offsets = torch.arange(length)
-    blocks = []
-    for query_place, query_chunk in enumerate(chunks_of(rank, ranks, layout)):
-        for key_place, key_chunk in enumerate(chunks_of(owner, ranks, layout)):
-            if key_chunk <= query_chunk:
-                queries = slice(query_place * length, (query_place + 1) * length)
-                keys = slice(key_place * length, (key_place + 1) * length)
-                query_at = query_chunk * length + offsets
-                blocks.append(
-                    Block(queries, keys, query_at, key_chunk * length + offsets)
-                )
-    return blocks
 
 
 def attend(q_BNiH: Tensor, kv_2BKjH: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -625,40 +575,6 @@ def recorded_blocks():
         globals().update(originals)
 
 
-def random_attention(args, size: dict, S: int) -> tuple:
-    """CoreAttention, its tables, and random q, k, v and dL/dy of S positions."""
-    generator = torch.Generator().manual_seed(args.seed)
-    dtype = getattr(torch, args.dtype)
-    tensors = []
-    for heads in (size["n"], size["k"], size["k"], size["n"]):
-        shape = (size["B"], S, heads * size["H"])
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        tensors.append(x.to(args.device, dtype))
-    cos_SH, sin_SH = lesson02.rotary_table(S, size["H"])
-    future_SS = torch.ones(S, S, dtype=torch.bool).triu(1)
-    tables = [cos_SH.to(dtype), sin_SH.to(dtype), future_SS]
-    core = lesson02.CoreAttention(size["H"], 0.0)
-    return core, [x.to(args.device) for x in tables], tensors
-
-
-def split_attention(method: Method, core, tables, tensors, cp_group) -> dict:
-    """The same from this rank's positions, gathered from all ranks."""
-    C = cp_group.size()
-    S = tensors[0].shape[1]
-    # Where the elements of an all-gather are in the full sequence.
-    order = torch.cat([positions_of(r, C, method.layout, S) for r in range(C)])
-    here = positions_of(cp_group.rank(), C, method.layout, S)
-    q, k, v, grad_y = [x.detach()[:, here] for x in tensors]
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    y = method.attention(q, k, v, tables, core, cp_group, method.layout)
-    y.backward(grad_y)
-    found = dict(zip(("y", "dL/dq", "dL/dk", "dL/dv"), [y] + [x.grad for x in inputs]))
-    for name, x in found.items():
-        gathered = lesson00.all_gather(x, 1, cp_group)  # in the order of ranks
-        found[name] = gathered[:, order.argsort()]
-    return found
-
-
 def block_rows(report, blocks: list, layout: str, size: dict, cp_group) -> list[dict]:
     """How many blocks of scores each rank computed at each step of the ring."""
     formulas = {"contiguous": "t + 1", "zigzag": "2·C + 1"}
@@ -716,9 +632,8 @@ def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) ->
         formulas[call] = [lesson00.Calls("1", "8")]
     report.section("Communication per step")
     report.ledger(formulas, size, steps=report.args.steps)
-    report.say(
-        "   kv: bytes of a rank's keys and values. qy: of its queries and the output."
-    )
+    text = "kv: bytes of a rank's keys and values. qy: of its queries and the output."
+    report.say(f"   {text}")
     if size["C"] > 1:
         show_sent(report, methods, size)
 
@@ -740,9 +655,8 @@ def show_sent(report, methods: dict, size: dict) -> None:
     slices = f"Slices kv per layer: the ring sends {3 * C - 2}, gather {2 * C - 2}; "
     slices += f"gather holds {C} at once."
     ring = C * (3 * C - 2) / (2 * (C - 1))
-    less = (
-        "The ring sends less than Ulysses if C·(3·C − 2)/(2·(C − 1)) < N/K + 1: here "
-    )
+    less = "The ring sends less than Ulysses if "
+    less += "C·(3·C − 2)/(2·(C − 1)) < N/K + 1: here "
     less += f"{ring:.3g} and {size['N'] / size['K'] + 1:.3g}."
     for line in (f"Both phases: {text} bytes.", slices, less):
         report.say(lesson00.wrap(f"   {line}"))
@@ -776,21 +690,6 @@ def show_saved(report: lesson00.Report, methods: dict, size: dict, cp_group) -> 
     report.section("Bytes that one attention saves for backward on a rank")
     report.table("saved", rows)
     report.say("   a = B·n·e. Only the ring has no S·S or s·S: it saves no weights.")
-
-
-def bytes_saved(args, method: Method | None, size: dict, cp_group) -> int:
-    """Measured in one forward pass; method is None without CP."""
-    core, tables, tensors = random_attention(args, size, size["S"])
-    # A rank's slice. Which positions it has does not matter for bytes.
-    held = size["S"] if method is None else size["s"]
-    q, k, v = [x[:, :held].clone().requires_grad_() for x in tensors[:3]]
-    saved = lesson01.SavedBytes([q, k, v] + tables)
-    with saved:
-        if method is None:
-            core(q, k, v, tables)
-        else:
-            method.attention(q, k, v, tables, core, cp_group, method.layout)
-    return saved.total()
 
 
 # ==== BREAK IT

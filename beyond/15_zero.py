@@ -56,7 +56,7 @@ from torch.distributed.tensor import parallel
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
-    from zero_meters import CountFullyShard, Meter
+    from zero_meters import CountFullyShard, Meter, bytes_held, sent
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -638,19 +638,6 @@ MEMORY = {
 }
 
 
-def bytes_held(training: ZeroTraining) -> dict[str, int]:
-    """Measured: parameters and gradients at most during a step, and the states."""
-    held = dict(training.meter.most, states=0)
-    for unit in training.units:
-        state = training.adamw.state[unit.shard]
-        held["states"] += lesson01.nbytes([state["exp_avg"], state["exp_avg_sq"]])
-        if isinstance(unit, ShardedParameters):
-            held["parameters"] += unit.shard.nbytes
-        elif unit.shard.dtype != unit.flat.dtype:  # a copy, in float32
-            held["states"] += unit.shard.nbytes
-    return held
-
-
 def show_memory(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
     """Bytes per rank of parameters, gradients and optimizer states, at most."""
     rows = rows_of(report, "memory", MEMORY, bytes_held, trainings, size)
@@ -685,29 +672,6 @@ CROSSING = {
     "over all": ("2·M·(2·e+g)·ψ·(R-1)",),
     "HSDP": ("R·ψ·g",),
 }
-
-
-def sent(training: ZeroTraining, only_other_node: bool = False) -> dict[str, int]:
-    """Calls per step of this rank's units, and the bytes that it sends in rings."""
-    groups = {group.group_desc: group for group in training.groups.values()}
-    half = training.args.ranks // 2  # ranks of a node
-    rank = dist.get_rank()
-    found = {"gathers": 0, "sums": 0, "ring": 0}
-    for call, calls in COMM.calls.items():
-        # Not TP, and not the single numbers: norm, number of targets.
-        is_of_units = call.axis != "tp" and call.phase not in ("norm", "batch")
-        if call.run != training.name or not is_of_units:
-            continue
-        ranks = dist.get_process_group_ranks(groups[call.axis])
-        # In a ring a rank sends to the next rank of its group only.
-        right = ranks[(ranks.index(rank) + 1) % len(ranks)]
-        if only_other_node and right // half == rank // half:
-            continue
-        column = "gathers" if call.collective == "all-gather" else "sums"
-        found[column] += lesson00.per_step(calls, training.args.steps)
-        nbytes = lesson00.per_step(COMM.bytes[call], training.args.steps)
-        found["ring"] += lesson00.ring_bytes(call.collective, nbytes, len(ranks))
-    return found
 
 
 def show_communication(report, trainings: dict[str, ZeroTraining], size: dict) -> None:

@@ -1,11 +1,12 @@
-"""What a model in shards holds at most, and what fully_shard sends.
+"""What a model in shards holds at most, and what it sends.
 
 A helper of beyond/15_zero.py, no script.
 """
 
 from collections import Counter
 
-from course import lesson00
+import torch.distributed as dist
+from course import lesson00, lesson01
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,3 +51,39 @@ class CountFullyShard(TorchDispatchMode):
         if name in self.names:  # (output, input, …): the larger one is the payload
             lesson00.COMM.count(self.names[name], max(x.nbytes for x in args[:2]), "dp")
         return func(*args, **(kwargs or {}))
+
+
+def bytes_held(training) -> dict[str, int]:
+    """Measured: parameters and gradients at most during a step, and the states."""
+    held = dict(training.meter.most, states=0)
+    for unit in training.units:
+        state = training.adamw.state[unit.shard]
+        held["states"] += lesson01.nbytes([state["exp_avg"], state["exp_avg_sq"]])
+        if unit.copies_shard:  # ZeRO-3: besides the vector that comes and goes
+            held["parameters"] += unit.shard.nbytes
+        elif unit.shard.dtype != unit.flat.dtype:  # a copy, in float32
+            held["states"] += unit.shard.nbytes
+    return held
+
+
+def sent(training, only_other_node: bool = False) -> dict[str, int]:
+    """Calls per step of this rank's units, and the bytes that it sends in rings."""
+    groups = {group.group_desc: group for group in training.groups.values()}
+    half = training.args.ranks // 2  # ranks of a node
+    rank = dist.get_rank()
+    found = {"gathers": 0, "sums": 0, "ring": 0}
+    for call, calls in lesson00.COMM.calls.items():
+        # Not TP, and not the single numbers: norm, number of targets.
+        is_of_units = call.axis != "tp" and call.phase not in ("norm", "batch")
+        if call.run != training.name or not is_of_units:
+            continue
+        ranks = dist.get_process_group_ranks(groups[call.axis])
+        # In a ring a rank sends to the next rank of its group only.
+        right = ranks[(ranks.index(rank) + 1) % len(ranks)]
+        if only_other_node and right // half == rank // half:
+            continue
+        column = "gathers" if call.collective == "all-gather" else "sums"
+        found[column] += lesson00.per_step(calls, training.args.steps)
+        nbytes = lesson00.per_step(lesson00.COMM.bytes[call], training.args.steps)
+        found["ring"] += lesson00.ring_bytes(call.collective, nbytes, len(ranks))
+    return found

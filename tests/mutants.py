@@ -460,22 +460,25 @@ MUTANTS = [Mutant(*row) for row in [
 # fmt: on
 
 
-def edited(mutant: Mutant) -> str:
-    """A lesson's text with the edit, which has to be in what is new there."""
-    path = PATHS[mutant.lesson]
-    text, target = path.read_text("utf-8"), attrgetter(mutant.target)
-    source = inspect.getsource(target(jobs.load(path.stem)))
-    new, _, _ = text.partition("# ==== NEW")[2].partition("# ==== RUN")
+def edited(mutant: Mutant) -> tuple[Path, str]:
+    """A file and its text with the edit: what is new in a lesson, or a helper of it."""
+    target = attrgetter(mutant.target)(jobs.load(PATHS[mutant.lesson].stem))
+    path = Path(inspect.getsourcefile(target))
+    text = path.read_text("utf-8")
+    source = inspect.getsource(target)
+    new = text
+    if "# ==== NEW" in text:
+        new = text.partition("# ==== NEW")[2].partition("# ==== RUN")[0]
     plain = textwrap.dedent(source)
     assert new.count(source) == 1, f"not new: {mutant}"
     assert plain.count(mutant.old) == 1, f"not exactly once: {mutant}"
     depth = source.index(plain[0]) * " "
     changed = textwrap.indent(plain.replace(mutant.old, mutant.new), depth)
-    return text.replace(source, changed)
+    return path, text.replace(source, changed)
 
 
-def problem(lesson: str, by: str, text: str = "") -> str:
-    """What a run, or a test, finds wrong with a lesson; or with this text of it."""
+def problem(lesson: str, by: str, edit: tuple = ()) -> str:
+    """What a run, or a test, finds wrong with a lesson; edit: a file and its text."""
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(jobs.ROOT / "tests", Path(copy, "tests"))
         Path(copy, "beyond").mkdir()
@@ -483,7 +486,9 @@ def problem(lesson: str, by: str, text: str = "") -> str:
         for path in (*PATHS.values(), jobs.ROOT / "pyproject.toml", *helpers):
             shutil.copy(path, Path(copy, path.relative_to(jobs.ROOT)))
         script = Path(copy, PATHS[lesson].relative_to(jobs.ROOT))
-        script.write_text(text or script.read_text("utf-8"), "utf-8")
+        if edit:
+            path, text = edit
+            Path(copy, path.relative_to(jobs.ROOT)).write_text(text, "utf-8")
         if by.startswith("test_"):
             command = [sys.executable, "-m", "pytest", f"{TESTS[lesson]}::{by}"]
             done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
