@@ -451,7 +451,8 @@ def show_positions(report: lesson00.Report, batch, C: int) -> None:
     report.table("positions", rows)
     counted = sum(row["targets, contiguous"] for row in rows)
     report.check("runs", "each target is on one rank", abs(counted - total))
-    report.say(f"   Each rank divides its sum of losses by all {total} targets.")
+    text = f"Each rank divides its sum of losses by all {total} targets. Layouts: "
+    report.conclude(text + ", ".join(f"{x} {METHODS[x].layout}" for x in METHODS))
 
 
 def show_training_cp(report, runs: dict[str, lesson02.TrainingRun]) -> None:
@@ -579,8 +580,7 @@ def block_rows(report, blocks: list, layout: str, size: dict, cp_group) -> list[
     """How many blocks of scores each rank computed at each step of the ring."""
     formulas = {"contiguous": "t + 1", "zigzag": "2·C + 1"}
     C = size["C"]
-    # Recorded on each rank while it computed them.
-    computed = [step for step, _ in blocks]
+    computed = [step for step, _ in blocks]  # on this rank
     counts = [computed.count(step) for step in range(C)]
     rows = []
     for rank, of_rank in enumerate(lesson00.gather_objects(counts, cp_group)):
