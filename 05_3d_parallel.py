@@ -701,7 +701,7 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
         trained += p.numel()
         if not shardings_of(p):
             replicated += p.numel()
-    size = dict(size, l=layers_of(args, stage), n=trained, r=replicated)
+    size = dict(size, l=layers_of(args, stage), Ψ=trained, ρ=replicated)
     size["S"] = tokens / (size["b"] * size["M"])  # the mean, if they are ragged
     size["X"] = size["b"] * size["S"] * size["D"]
     size["v"] = math.ceil(size["V"] / size["T"])
@@ -712,7 +712,7 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
     report.say(
         "   X      elements of a micro-batch's activation, b·S·D (their mean)\n"
         "   l      layers of the stage; + 1: embedding or head, + 2: both\n"
-        "   n, r   parameters of the rank; those of them that are replicated over tp"
+        "   Ψ, ρ   parameters of the rank; those of them that are replicated over tp"
     )
     if args.tie or args.verbose or args.pp == 1:
         report.say("   v, w   ⌈V/T⌉ rows of the vocabulary; bytes of a loss")
@@ -743,8 +743,8 @@ def traffic(args, stage: int) -> dict[Call, list[Calls]]:
     add("forward", "reduce-scatter", "tp", Calls(f"M·(2·l + {embedding})", x))
     add("backward", "all-gather", "tp", Calls(f"M·(4·l + {embedding + head})", x))
     add("backward", "reduce-scatter", "tp", Calls(f"M·(2·l + {head})", x))
-    add("tp sum", "all-reduce", "tp", Calls("1", "e·r"))
-    add("dp sum", "all-reduce", "dp", Calls("1", "e·n"))
+    add("tp sum", "all-reduce", "tp", Calls("1", "e·ρ"))
+    add("dp sum", "all-reduce", "dp", Calls("1", "e·Ψ"))
     add("norm", "all-reduce", "tp", Calls("1", "8"))  # one float64
     add("norm", "all-reduce", "pp", Calls("1", "8"))
     if is_first or is_last:  # the shape, 3 int64; then tokens and targets
