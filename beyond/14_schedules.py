@@ -16,8 +16,9 @@ the lists and as measured; micro-batches in flight and the bytes that they hold;
 gradients; messages; the same with PyTorch's schedules.
 
 Exercises; answers are in the sections of notebooks/14_schedules.ipynb in brackets:
-    --microbatches 16     which bubbles become half as large, and what is held? [3]
-    --chunks 4            the same question for interleaved [5]
+    --microbatches 16     which bubbles become half as large [3], and what is held? [4]
+    --chunks 4            each chunk has one of L = 16 layers: how long does a rank wait
+                          with interleaved, and what does it hold? [5]
     in zero_bubble, run each weight pass right after its backward pass: what is left of
                           the gain? [6]
     --sleep 0             the real times of this small model: what is still seen? [3]
@@ -52,9 +53,9 @@ from torch import Tensor, nn
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
-    from held_bytes import HeldBytes, PipelineMeters  # noqa: F401 (for notebooks)
-    from pytorch_schedules import PYTORCH, lists_by_pytorch, most_in_flight
-    from timeline import draw_rank
+    from held_bytes import HeldBytes, PipelineMeters, add_meters  # noqa: F401 (tools)
+    from pytorch_schedules import PYTORCH, lists_by_pytorch, peak_in_flight
+    from timeline import draw_rank, from_first_start
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -62,7 +63,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 65 to 329, in about 26 minutes. Stop at RUN.
+# Read lines 66 to 333, in about 27 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -90,17 +91,18 @@ def interleaved(rank: int, P: int, M: int, v: int) -> list:
 
     Rank r holds virtual stage r of v·P as its chunk 0, stage r + P as its chunk 1, and
     so on. P micro-batches go through chunk 0, the same P through chunk 1, …, then the
-    next P. A pass takes 1/v of the time, so the pipeline fills and drains v times
-    as fast: a rank waits (P − 1)(t_F + t_B + t_W)/v. All ranks together send about v
-    times as many messages.
+    next P. A pass through a chunk takes 1/v of the time, so the pipeline fills and
+    drains v times as fast: a rank waits (P − 1)(t_F + t_B + t_W)/v. All ranks together
+    send about v times as many messages.
     """
     order = []
     for first in range(0, M, P):
         for chunk in range(v):
             order += [(chunk, first + i) for i in range(P)]
     order_back = [(v - 1 - chunk, i) for chunk, i in order]  # the last chunk first
-    # (v − 1)·P passes, then twice as many as in 1F1B, some of them of the next P. The
-    # number of 1F1B would do if messages took no time: the others give them time.
+    # Before its first backward pass, a rank runs P micro-batches through v − 1 chunks,
+    # then twice the P − rank − 1 passes of 1F1B. If messages took no time, P − rank − 1
+    # would be enough. With twice as many, a message has the time of a step to arrive.
     warm_up = min((v - 1) * P + 2 * (P - rank - 1), M * v)
     steps = [("forward", which) for which in order[:warm_up]]
     for i in range(M * v - warm_up):
@@ -114,7 +116,9 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
     B computes dL/dx, for which the stage before waits. W computes dL/dW, for which no
     stage waits: so it can fill the bubble. The order of forward and backward passes is
     that of 1F1B. W of rank r is r micro-batches behind its B, so r of them are left at
-    the end, when 1F1B would wait. A rank waits (P − 1)(t_F + t_B − t_W).
+    the end, when 1F1B would wait. Example: the last rank waits (P − 1)·t_F for its
+    first micro-batch. After its last B, the ranks before it need (P − 1)·t_B, and it
+    runs P − 1 weight passes in this time. In total it waits (P − 1)(t_F + t_B − t_W).
     """
     steps = []
     for phase, i in lesson05.schedule("1f1b", rank, P, M):
@@ -126,9 +130,9 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
 
 
 def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
-    """How long a rank waits: the bubble, times M·(t_F + t_B + t_W) of computing.
+    """How long a rank waits. The bubble is this, divided by M·(t_F + t_B + t_W).
 
-    Of zero bubble: if t_W is not larger than t_F and t_B.
+    The formula of zero bubble holds if t_W is neither larger than t_F nor than t_B.
     """
     if kind == "interleaved":
         return (P - 1) * (t_F + t_B + t_W) / v
@@ -137,11 +141,11 @@ def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
     return (P - 1) * (t_F + t_B + t_W)
 
 
-def in_flight_of(kind: str, rank: int, P: int, M: int, v: int) -> int:
-    """The most passes of a (chunk, micro-batch) that wait for their backward pass."""
+def most_in_flight(kind: str, rank: int, P: int, M: int, v: int) -> int:
+    """The most forward passes of a rank whose backward pass is still to come."""
     if kind == "gpipe":  # backward begins when all forward passes are done
         return M
-    if kind == "interleaved":
+    if kind == "interleaved":  # its warm-up, and one more
         return min((v - 1) * P + 2 * (P - rank - 1) + 1, M * v)
     return min(P - rank, M)
 
@@ -179,8 +183,8 @@ def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
             left -= 1
         if left == before:
             next_steps = []
-            for steps, done in zip(steps_of_ranks, position):
-                next_steps.append(steps[done] if done < len(steps) else "the end")
+            for steps, at in zip(steps_of_ranks, position):
+                next_steps.append(steps[at] if at < len(steps) else "the end")
             raise ValueError(f"all ranks wait; their next steps: {next_steps}")
     return times
 
@@ -200,8 +204,8 @@ def needed_by(phase: str, stage: int, i: int, last: int) -> tuple | None:
 class VirtualPipeline(lesson05.Pipeline):
     """Lesson 05's pipeline on ranks that hold several chunks of layers each.
 
-    Before F and B `become` sets which virtual stage the rank is. The last rank sends
-    to the first: chunk c of rank P − 1 is followed by chunk c + 1 of rank 0.
+    Before each forward and backward pass, `become` sets which virtual stage the rank
+    is. Ranks are in a circle: chunk c of rank P − 1 sends to chunk c + 1 of rank 0.
     """
 
     def __init__(self, chunks: list[nn.Module], loss_of, groups):
@@ -213,19 +217,19 @@ class VirtualPipeline(lesson05.Pipeline):
 
     def run(self, steps: list[tuple], micro_batches: list) -> Tensor:
         """Run all steps. Return the sum of the losses; 0 without the last stage."""
-        self.in_flight_of = [{} for _ in self.chunks]
+        self.in_flight_by_chunk = [{} for _ in self.chunks]
         self.later = {}  # (chunk, micro-batch) → what its weight pass needs
         return super().run(steps, micro_batches)
 
     def become(self, chunk: int) -> None:
-        """From here on this rank is the virtual stage that is its chunk."""
+        """Make this rank the virtual stage whose layers are in this chunk."""
         P = self.pp.size()
         self.chunk = chunk
         self.number = chunk * P + self.pp.rank()
         self.stage = self.chunks[chunk]
         self.first = self.number == 0
         self.last = self.number == len(self.chunks) * P - 1
-        self.in_flight = self.in_flight_of[chunk]
+        self.in_flight = self.in_flight_by_chunk[chunk]
 
     def forward(self, which: tuple[int, int]) -> None:
         """Run a micro-batch through one of this rank's chunks."""
@@ -234,7 +238,7 @@ class VirtualPipeline(lesson05.Pipeline):
         super().forward(i)
 
     def backward(self, which: tuple[int, int]) -> None:
-        """Run backward of a chunk; of SplitLinears only the part for dL/dx."""
+        """Run backward of a chunk; SplitLinears (below) compute dL/dx only."""
         chunk, i = which
         self.become(chunk)
         SplitLinear.later = self.later.setdefault(which, [])
@@ -260,7 +264,7 @@ def chunks_of_model(full: nn.Module, v: int, pp, split: bool) -> tuple[list, dic
         model = copy.deepcopy(full)
         if split:
             split_linears(model)
-        # In a chunk, layer 0 may be layer 4 of the full model: so names come first.
+        # Before layers are removed: layer 0 of a chunk may be layer 4 of the model.
         name_of = {p: name for name, p in model.named_parameters()}
         number = chunk * pp.size() + pp.rank()
         chunks.append(lesson05.slice_stage(model, number, v * pp.size()))
@@ -372,16 +376,8 @@ class ScheduleRun:
         self.pipeline = pipeline
         self.loss = loss
         self.gradients = {names[p]: p.grad for p in names if p.grad is not None}
-        # Seconds since the first start; ranks on one host share one clock.
         self.events = lesson00.gather_objects(pipeline.events)
-        begin = min(of_rank[0]["start"] for of_rank in self.events)
-        self.computing = 0.0  # seconds, mean over ranks
-        for rank, of_rank in enumerate(self.events):
-            for event in of_rank:
-                event.update(run=kind, rank=rank)
-                self.computing += (event["end"] - event["start"]) / len(self.events)
-                event["start"] -= begin
-                event["end"] -= begin
+        self.computing = from_first_start(self.events, kind)  # seconds, mean over ranks
         self.length = max(of_rank[-1]["end"] for of_rank in self.events)
 
 
@@ -460,13 +456,6 @@ def one_process(full, micro_batches, targets: int) -> dict[str, Tensor]:
 
 class MeasuredPipeline(PipelineMeters, VirtualPipeline):
     """A pipeline that also records events and the bytes that it holds."""
-
-
-def add_meters(training: lesson05.MeshTraining) -> None:
-    """Let lesson 05's training run in a MeasuredPipeline; for tests and tools."""
-    training.steps = [(phase, (0, i)) for phase, i in training.steps]
-    pipeline = MeasuredPipeline([training.stage], training.loss, training.groups)
-    training.pipeline = pipeline
 
 
 # ---- The sections of the output, in order
@@ -560,10 +549,10 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         measured = {"passes": run.pipeline.held.peak_passes}
         measured.update(peak=run.pipeline.held.peak, expected=expected_peak(run))
         left = {"bytes left": run.pipeline.held.now}  # must be 0
-        left["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_of)
+        left["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_by_chunk)
         v = chunks_of(kind, args)
         for rank, of_rank in enumerate(lesson00.gather_objects(dict(measured, **left))):
-            predicted = in_flight_of(kind, rank, args.ranks, args.microbatches, v)
+            predicted = most_in_flight(kind, rank, args.ranks, args.microbatches, v)
             flight[rank][kind] = of_rank["passes"]
             held[rank][kind] = of_rank["peak"]
             name = f"{kind}, in flight on rank {rank}"
@@ -649,7 +638,14 @@ def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
             terms = [lesson00.Calls(count, "40"), lesson00.Calls(count, "e·b·S·D")]
             formulas[lesson00.Call(kind, phase, "send/recv", "pp")] = terms
     report.section("Messages of rank 0: a header of 5 int64, and b·S·D elements each")
-    report.ledger(formulas, size, hide=["collective"])
+    report.ledger(formulas, size, hide=["collective", "ring"])
+    P, v = size["P"], size["v"]
+    if P > 1:
+        report.conclude(
+            f"Per micro-batch interleaved sends {2 * v - 1} messages from rank 0, the "
+            f"others 1. All ranks together send {2 * (v * P - 1)}, with the others "
+            f"{2 * (P - 1)}."
+        )
 
 
 # ---- The same by PyTorch
@@ -677,6 +673,10 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
                     row["off"].append("gradients")
             rows.append(row)
     report.table("PyTorch", rows)
+    report.conclude(
+        "in flight: passes through a chunk, on ranks 0, 1, …. ZBV and DualPipeV are "
+        "not run, only their lists are read: rank r has stages r and 2·P − 1 − r."
+    )
 
 
 def pytorch_row(report, name: str, schedule) -> dict:
@@ -690,7 +690,7 @@ def pytorch_row(report, name: str, schedule) -> dict:
     waits = max(end for _, end in times.values()) - computing
     row = {"PyTorch's": name, "waits": f"{waits:g}"}
     row["/computing"] = f"{waits / computing:.3f}"
-    row["in flight"] = " ".join(most_in_flight(steps) for steps in lists)
+    row["in flight"] = " ".join(peak_in_flight(steps) for steps in lists)
     row["gradients"] = ""  # largest relative difference
     row["off"] = []
     if name == "interleaved":  # the lists of this script, step by step

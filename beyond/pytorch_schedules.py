@@ -92,7 +92,7 @@ def lists_by_pytorch(schedule, full: str = "full") -> list[list]:
     return lists
 
 
-def most_in_flight(steps: list[tuple]) -> str:
+def peak_in_flight(steps: list[tuple]) -> str:
     """Forward passes of a rank without a backward pass yet, at most."""
     in_flight = [0]
     for phase, _, _ in steps:

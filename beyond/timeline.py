@@ -1,4 +1,4 @@
-"""A pipeline's steps as one line of text per rank.
+"""A pipeline's steps in time: on one clock, and as one line of text per rank.
 
 A helper of beyond/14_schedules.py, no script.
 """
@@ -25,3 +25,20 @@ def mark_of(event: dict) -> str:
         digits = "⁰¹²³⁴⁵⁶⁷⁸⁹" if event["chunk"] else "0123456789"
         return digits[(i + 1) % 10]
     return chr(ord("A" if event["chunk"] else "a") + i % 26)
+
+
+def from_first_start(events_of_ranks: list[list[dict]], kind: str) -> float:
+    """Make times seconds since the first start; ranks on one host share one clock.
+
+    Each event also gets its rank and the kind of its run.
+    Returns: the seconds that a rank computed, as a mean over ranks.
+    """
+    begin = min(events[0]["start"] for events in events_of_ranks)
+    computing = 0.0
+    for rank, events in enumerate(events_of_ranks):
+        for event in events:
+            event.update(run=kind, rank=rank)
+            computing += event["end"] - event["start"]
+            event["start"] -= begin
+            event["end"] -= begin
+    return computing / len(events_of_ranks)

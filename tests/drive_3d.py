@@ -87,7 +87,7 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
     if args.zero:  # what beyond/10_checkpoints.py trains with
         kind = ShardedMoments
     training = kind(full, groups, args)
-    schedules.add_meters(training)
+    schedules.add_meters(training, schedules.MeasuredPipeline)
     mesh = lesson.train_on_mesh(training, batches, args)
     diffs = {}
     for kind in ("losses", "norms", "gradients", "parameters"):

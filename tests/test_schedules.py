@@ -142,7 +142,7 @@ def test_held_bytes_rise_and_fall():
     assert changes == [32, 160, -32, 64, -160, -64]
     assert (pipeline.held.peak, pipeline.held.peak_passes) == (224, 2)
     assert (pipeline.held.now, len(pipeline.held.of_pass)) == (0, 0)
-    assert sum(len(of_chunk) for of_chunk in pipeline.in_flight_of) == 0
+    assert sum(len(of_chunk) for of_chunk in pipeline.in_flight_by_chunk) == 0
 
 
 def keep_graph(self, which):
@@ -170,7 +170,7 @@ def test_a_graph_that_is_kept_alive_is_seen(backward):
     assert (held.peak_passes, held.peak, held.now) == (3, 8 * 32, 8 * 32)
     held.reset()
     assert (held.peak_passes, held.peak) == (3, 8 * 32), "the next step begins with it"
-    for name in ("in_flight", "in_flight_of", "events", "kept"):
+    for name in ("in_flight", "in_flight_by_chunk", "events", "kept"):
         setattr(pipeline, name, [])
     assert (held.now, len(held.of_pass)) == (0, 0)
 

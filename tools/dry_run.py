@@ -124,7 +124,7 @@ def run_stage(full, args, stage: int) -> dict:
         kind = lesson.TiedTraining if args.tie else lesson.MeshTraining
         kind = flat_adamw.FlatTraining if args.zero else kind
         training = kind(full, lesson.make_mesh(sizes, 60), args)
-        schedules.add_meters(training)
+        schedules.add_meters(training, schedules.MeasuredPipeline)
         recompute(training.stage, args.recompute)
         with Unknown(shape):
             training.gradients((tokens, tokens))
