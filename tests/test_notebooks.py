@@ -578,6 +578,183 @@ def test_rms_norm_of_04_is_as_measured():
     assert "12·X bytes more without TP and with TP, and 12·X/T more" in text_of(name)
 
 
+def rules(name: str) -> str:
+    """The rule boxes of a notebook."""
+    return "\n".join(re.findall(r"^> \*\*Rule\.\*\* .*", text_of(name), re.M))
+
+
+def said(name: str, pattern: str) -> list[float]:
+    """The numbers in a rule box."""
+    found = re.findall(pattern, rules(name))
+    assert len(found) == 1, f"{pattern!r} is {len(found)} times in {rules(name)}"
+    groups = (found[0],) if isinstance(found[0], str) else found[0]
+    return [float(group.replace(",", "")) for group in groups]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_sections_end_with_rules(name):
+    assert len(rules(name).splitlines()) >= 3
+
+
+def test_rules_of_06():
+    more, less, times = said(
+        JAX, r"carry ([\d,]+) bytes instead of ([\d,]+), (\d) times"
+    )
+    gathered, summed = numbers(
+        JAX,
+        r"h\[B, S, F\] +all-gather +([\d,]+) bytes\n"
+        r"h\[B, S, F\] +all-reduce +([\d,]+) bytes",
+        "printed",
+    )
+    assert (more, less, times) == (gathered + summed, summed, more / less)
+    factor, T = said(JAX, r"T times too large \(([\d.]+) at T = (\d)\)")
+    pattern = r"types off, psum: .*?dL/d up_proj\.weight +([\d.]+)"
+    assert numbers(JAX, pattern, "printed") == [factor] == [T]
+
+
+def test_rules_of_07():
+    name = "07_plan_a_run"
+    whole, saved, loss = numbers(
+        name,
+        r"dp 64  +([\d.]+) GB at the peak; activations: ([\d.]+) GB, loss: ([\d.]+) GB",
+        "printed",
+    )
+    size, usable, of, ranks_per_copy = said(
+        name, r"take (\d+) GB, and (\d+) of (\d+) GB are usable: at least (\d) ranks"
+    )
+    assert size == round(whole - saved - loss) and usable == 0.9 * of
+    assert ranks_per_copy == -(-size // usable)
+    widest, tokens, outside, more = said(
+        name,
+        r"T up to (\d+) and ([\d,]+) tokens .*\(([\d.]+)\), .* needs ([\d,]+) tokens",
+    )
+    row = r"dgx-a100 +{} +T < F·W/C = +([\d.]+), tokens > C/W = +([\d,]+)"
+    inside = numbers(name, row.format("inside"), "printed")
+    assert (widest, tokens) == (int(inside[0]), inside[1])
+    assert [outside, more] == numbers(name, row.format("between"), "printed")
+    with_sp, without, flash, full = said(
+        name,
+        r"\(([\d.]+) instead of (\d+) · B·S·D.*?\(([\d.]+)\).*?: ([\d.]+) · B·S·D",
+    )
+    for kind, expected in (
+        ("none, TP", without), ("none, TP \\+ SP", with_sp),
+        ("none, TP \\+ SP, flash", flash), ("full, TP \\+ SP", full),
+    ):  # fmt: skip
+        row = rf"\n{kind} +[\d.]+ MB = +([\d.]+) · B·S·D|\A{kind} +[\d.]+ MB = ([\d.]+)"
+        found = re.findall(row, text_of(name, "printed"))
+        assert [float(pair[0] or pair[1]) for pair in found] == [expected], kind
+    ratios = re.findall(r"ratio ([\d.]+)", text_of(name, "printed"))
+    least, most = said(name, r"Multiply predicted times by ([\d.]+) to ([\d.]+)\.")
+    assert [min(map(float, ratios)), max(map(float, ratios))] == pytest.approx(
+        [least, most], abs=0.06
+    )
+
+
+def test_rules_of_08_to_10():
+    assert said("08_same_bits", r": ([\d.]+) instead of ([\d.]+) with 8 ranks") == [
+        8 - 1, 2 * 7 / 8
+    ]  # fmt: skip
+    name = "09_shared_heads"
+    K, T, size = said(name, r"with K = (\d) .* past T = (\d) \((\d+) KiB per token")
+    assert K == T
+    for ranks_ in (8, 16, 32):
+        row = rf"\n *{ranks_} ranks +(\d+) KiB per token and rank"
+        assert numbers(name, row, "printed") == [size]
+    name = "10_checkpoints"
+    pattern = r"([\d,]+) elements in all parts = 3 · ([\d,]+) parameters"
+    elements = numbers(name, pattern, "printed")
+    assert said(name, r"here ([\d,]+) for ([\d,]+)\.") == elements
+    shard, full = said(name, r"here ([\d,]+) bytes of ([\d,]+)\.")
+    printed = text_of(name, "printed")
+    assert f"the full model                        {full:,.0f} bytes" in printed
+    assert f"read in slices, peak                  {shard:,.0f}\n" in printed
+    (times,) = said(name, r"takes ([\d.]+) times the full model")
+    assert printed.count(f"peak       {times} × the full") == 2
+    own, gelu = said(name, r"here ([\d.e-]+)\).* off by ([\d.e-]+)\.")
+    assert f"Hugging Face   {own:.1e}" in printed
+    assert f"GELU by tanh   {gelu:.1e}" in printed and gelu > 2 * own
+
+
+def test_rules_of_12():
+    name = "12_wrong_gradients"
+    (spread,) = said(name, r"√T \(([\d.]+) for T = 8\)")
+    assert spread == round(8**0.5, 2)
+    one, split = said(name, r"here ([\d.]+) and ([\d.]+)\)")
+    printed = text_of(name, "printed")
+    assert re.search(rf"of step 20 {one}\n.*of step 20 {split}\n", printed)
+
+
+def test_rules_of_14():
+    name = "14_schedules"
+    (times,) = said(name, r"it holds ([\d.]+) times as much as with 1F1B")
+    pattern = r"rank 3: 1F1B .*?: ([\d.]+) times"
+    assert numbers(name, pattern, "printed") == [times]
+    many, few, P, v, stages, most = said(
+        name,
+        r"\((\d+) instead of (\d+) per micro-batch for P = (\d) and v = (\d)\)"
+        r".*\(([\d.]+) instead of (\d)\)",
+    )
+    assert (many, few) == (2 * (v * P - 1), 2 * (P - 1))
+    assert (stages, most) == (P * (1 + (P - 1) / (P * v)), P)
+
+
+def test_rules_of_15():
+    name = "15_zero"
+    DP, plain, *stages = said(
+        name, r"With (\d+) replicas these are (\d+), ([\d.]+), ([\d.]+) and (\d)\."
+    )
+    exact = [4 + 12 / DP, 2 + 14 / DP, 16 / DP]
+    assert plain == 16 and stages == pytest.approx(exact, abs=0.006)
+    M, one, two, three = said(name, r"with M = (\d) these are (\d), (\d) and (\d+)\.")
+    assert (one, two, three) == (2, M + 1, 3 * M)
+    low, high, right = said(name, r"here ([\d.]+) to ([\d.]+) for ([\d.]+)\)")
+    wrong = re.findall(r"--break shards +([\d.]+)", text_of(name, "printed"))
+    assert [low, high] == [round(f(map(float, wrong)), 2) for f in (min, max)]
+    exact = re.findall(r"rank 0  one process +([\d.]+)", text_of(name, "printed"))
+    assert right == round(float(exact[0]), 2)
+    fewer, more = said(
+        name, r"here ([\d.]+) times fewer bytes .* ([\d.]+) times as much"
+    )
+    row = r"{} +([\d,]+) bytes to the other node .* holds ([\d,]+) bytes"
+    everywhere = numbers(name, row.format("over all"), "printed")
+    inside = numbers(name, row.format("HSDP"), "printed")
+    assert fewer == round(everywhere[0] / inside[0], 1)
+    assert more == round(inside[1] / everywhere[1], 2)
+    (terms,) = said(name, r"stops at (\d+) of them")
+    pattern = r"1000 × 1, one by one: bfloat16 (\d+)"
+    assert numbers(name, pattern, "printed") == [terms]
+    shared, own = said(name, r"off by ([\d.]+) here .*, by ([\d.]+) and more")
+    off = re.findall(r"own rows: .*? off by ([\d.]+)", text_of(name, "printed"))
+    assert min(map(float, off)) == own
+    off = re.findall(r"all rows: .*? off by ([\d.]+)", text_of(name, "printed"))
+    assert set(map(float, off)) == {shared}
+
+
+def test_rules_of_13_and_16():
+    name = "13_mesh_2d"
+    more, inside, between = said(
+        name,
+        r"sends ([\d.]+) times as much .*: ([\d,]+) on an H100 .*, ([\d,]+) between",
+    )
+    assert numbers(name, r"FSDP / DP: ([\d.]+)", "printed") == [more]
+    row = r"{}: FSDP pays from ([\d,]+) tokens"
+    assert numbers(name, row.format("450 GB/s"), "printed") == [inside]
+    assert numbers(name, row.format("50 GB/s"), "printed")[-1:] == [between]
+    name = "16_expert_parallel"
+    (counts,) = said(name, r"8·E bytes, (\d+) here")
+    E = len(
+        re.search(r"rows for each expert: \[(.*)\]", text_of(name, "printed"))[
+            1
+        ].split()
+    )
+    assert counts == 8 * E
+    without, with_loss = said(
+        name, r"Here it was ([\d.]+) without .* and ([\d.]+) with one"
+    )
+    pattern = r"last 60 steps: ([\d.]+) and ([\d.]+)"
+    assert numbers(name, pattern, "printed") == [without, with_loss]
+
+
 # What docs/run.md says a rank needs; notebook 00 had it as cells.
 
 DEFINE = """
