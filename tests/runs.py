@@ -32,7 +32,6 @@ WITH_FLAGS = [
     (MLP, 4),
     (MLP, 2, "--steps", "60"),  # SGD stays stable
     (TRANSFORMER, 3, *PROOF, "--heads", "9", "--kv-heads", "3", "--hidden", "72"),
-    (TRANSFORMER, 8),
     (TRANSFORMER, 2, "--kv-heads", "2", "--hidden", "160", "--vocab-size", "300",
      "--heads", "4", "--batch-size", "3", "--seq-len", "40", "--steps", "5",
      "--layers", "1", "--dropout", "0"),
@@ -44,7 +43,6 @@ WITH_FLAGS = [
     # No mean of ragged lengths is a whole number here.
     (MESH, 2, "--ragged", "--microbatches", "3", "--batch-size", "6", "--steps", "2"),
     (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
-    (MESH, 6, "--dp", "3", "--pp", "2", "--tie"),  # copies stay equal
     *((MESH, 4, f"--{axis}", "4", *SHORT, "--layers", "1") for axis in ("dp", "tp")),
     *((SHARED_HEADS, ranks) for ranks in (1, 2, 4)),
     (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
