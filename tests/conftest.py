@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import jobs
 import pytest
@@ -122,3 +123,29 @@ def browser():
     with sync_playwright() as playwright:
         chromium = playwright.chromium
         yield chromium.launch(executable_path=path, args=FLAGS.split())
+
+
+@pytest.fixture
+def open_file(browser):
+    """Opens a file of docs/_static; errors and requests to elsewhere fail the test."""
+    wrong = []
+    pages = []
+
+    def serve(route):
+        path = urlsplit(route.request.url).path
+        route.fulfill(path=jobs.ROOT / path.removeprefix("/"))
+
+    def open_file(address: str, **options):
+        page = browser.new_page(**options)
+        pages.append(page)
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.route("**/*", lambda route: route.abort())  # the console reports it
+        page.route("http://localhost/**", serve)
+        page.goto(f"http://localhost/docs/_static/{address}")
+        return page
+
+    yield open_file
+    for page in pages:
+        page.close()
+    assert wrong == []
