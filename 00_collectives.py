@@ -1652,7 +1652,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
     if args.bug and not fails:
-        exit_rank(1, "error: the bug does not show in this run", dist.get_rank() == 0)
+        is_reporter = os.environ["RANK"] == "0"
+        exit_rank(1, "error: the bug does not show in this run", is_reporter)
     if fails and not args.bug and os.environ["LOCAL_RANK"] == "0":
         # One rank per host: torchrun's report is then as short as it can be.
         time.sleep(1)  # the other ranks have ended

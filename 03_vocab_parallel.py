@@ -2008,6 +2008,18 @@ def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, in
     }
 
 
+def raise_wrong_sizes(args) -> None:
+    """Refuse sizes that no transformer of the course can have (lesson 02)."""
+    if args.vocab_size <= PAD:
+        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
+    if args.hidden < 4:
+        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
+    if not 0 <= getattr(args, "dropout", 0) < 1:
+        raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
+    if not args.clip > 0:
+        raise ValueError(f"--clip {args.clip}: must be greater than 0")
+
+
 def why_these_sizes(ranks: int) -> str:
     """Say it if the default sizes, in parse_sizes, are not those of 1, 2 or 4 ranks.
 
@@ -2037,14 +2049,7 @@ def parse_sizes(parser: argparse.ArgumentParser, ranks: int) -> argparse.Namespa
     must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
     must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     raise_refused(args)
-    if args.vocab_size <= PAD:
-        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
-    if args.hidden < 4:
-        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: must be greater than 0")
+    raise_wrong_sizes(args)
     return args
 
 
@@ -2763,7 +2768,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
     if args.bug and not fails:
-        exit_rank(1, "error: the bug does not show in this run", dist.get_rank() == 0)
+        is_reporter = os.environ["RANK"] == "0"
+        exit_rank(1, "error: the bug does not show in this run", is_reporter)
     if fails and not args.bug and os.environ["LOCAL_RANK"] == "0":
         # One rank per host: torchrun's report is then as short as it can be.
         time.sleep(1)  # the other ranks have ended

@@ -608,14 +608,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     lesson01.must_divide(args, "seq_len", ranks, "ranks")
     lesson01.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
     lesson01.raise_refused(args)
-    if args.vocab_size <= lesson02.PAD:
-        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
-    if args.hidden < 4:
-        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: must be above 0")
+    lesson02.raise_wrong_sizes(args)
     return args
 
 

@@ -845,12 +845,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
         text = f"Ulysses needs {C} CP ranks to divide {k} heads per TP rank"
         text = f"{text}; take {ranks * math.ceil(k / C)}, or add --no-ulysses"
         raise ValueError(f"--kv-heads {args.kv_heads}: {text}")
-    if args.vocab_size <= lesson02.PAD:
-        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
-    if args.hidden < 4:
-        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: must be above 0")
+    lesson02.raise_wrong_sizes(args)
     return args
 
 

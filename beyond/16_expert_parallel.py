@@ -912,12 +912,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     lesson01.raise_refused(args)
     if args.top_k > args.experts:
         raise ValueError(f"--top-k {args.top_k}: there are {args.experts} experts")
-    if args.vocab_size <= lesson02.PAD:
-        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
-    if args.hidden < 4:
-        raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
-    if not args.clip > 0:
-        raise ValueError(f"--clip {args.clip}: must be greater than 0")
+    lesson02.raise_wrong_sizes(args)
     if not args.balance >= 0:
         raise ValueError(f"--balance {args.balance}: must be at least 0")
     return args

@@ -5,8 +5,10 @@ A helper of beyond/14_schedules.py and tools/dry_run.py, no script.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 import torch
@@ -75,6 +77,24 @@ class HeldBytes(torch.autograd.graph.saved_tensors_hooks):
             if self.of_pass[held.forward_pass] == 0:
                 del self.of_pass[held.forward_pass]
             self.peak_passes = max(self.peak_passes, len(self.of_pass))
+
+
+def bytes_alive(but: Sequence[Tensor] = ()) -> int:
+    """Bytes of all tensors that Python holds in this process: in lists, in hooks, ….
+
+    Args:
+        but: tensors that do not count.
+    Tensors in one storage count once. Those that only autograd holds are not Python's:
+    HeldBytes sees them.
+    """
+    gc.collect()
+    in_storage = {}
+    for x in gc.get_objects():
+        if issubclass(type(x), Tensor) and x.layout is torch.strided:
+            in_storage[HeldBytes.key_of(x)] = x.untyped_storage().nbytes()
+    for x in but:
+        in_storage.pop(HeldBytes.key_of(x), None)
+    return sum(in_storage.values())
 
 
 class PipelineMeters:

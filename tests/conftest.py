@@ -7,14 +7,16 @@ Launching ranks is most of what the suite costs. A test names what it launches,
 and jobs start in the order of the tests, three at a time, before the tests ask. First
 run the modules that wait for none of them, and the tests of live ranks; notebooks come
 last, and when nothing else runs, tests marked `alone`. What is launched twice with the
-same flags runs once, also for a notebook. What mostly waits for a timeout is a function
-that a test names by the mark `ahead`: two of these run next to the rest.
+same flags runs once, also for a notebook. Two notebooks run next to the jobs: their
+cells often wait. What mostly waits for a timeout is a function that a test names by the
+mark `ahead`: two of these run next to the rest.
 """
 
 import os
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import jobs
 import pytest
@@ -75,15 +77,20 @@ def is_essential(item) -> bool:
 def pytest_collection_finish(session):
     if session.config.option.collectonly:
         return
-    for item in session.items:
+    # First what a notebook runs as well: notebooks go on next to all the other jobs.
+    for item in sorted(session.items, key=is_run_of_a_notebook, reverse=True):
         for marker in item.iter_markers("launches"):
             jobs.ahead(*marker.args)
         for marker in item.iter_markers("ahead"):
             jobs.begin(*marker.args)
 
 
+def is_run_of_a_notebook(item) -> bool:
+    return item.originalname == "test_the_site_shows_what_is_printed"
+
+
 def pytest_sessionfinish():
-    for pool in (jobs.POOL, jobs.WAITING):
+    for pool in (jobs.POOL, jobs.WAITING, jobs.NOTEBOOKS):
         pool.shutdown(wait=False, cancel_futures=True)
     for mark in list(jobs.RUNNING):
         jobs.end(mark)
@@ -116,3 +123,29 @@ def browser():
     with sync_playwright() as playwright:
         chromium = playwright.chromium
         yield chromium.launch(executable_path=path, args=FLAGS.split())
+
+
+@pytest.fixture
+def open_file(browser):
+    """Opens a file of docs/_static; errors and requests to elsewhere fail the test."""
+    wrong = []
+    pages = []
+
+    def serve(route):
+        path = urlsplit(route.request.url).path
+        route.fulfill(path=jobs.ROOT / path.removeprefix("/"))
+
+    def open_file(address: str, **options):
+        page = browser.new_page(**options)
+        pages.append(page)
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.route("**/*", lambda route: route.abort())  # the console reports it
+        page.route("http://localhost/**", serve)
+        page.goto(f"http://localhost/docs/_static/{address}")
+        return page
+
+    yield open_file
+    for page in pages:
+        page.close()
+    assert wrong == []

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -41,6 +42,7 @@ CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 POOL = ThreadPoolExecutor(3)  # jobs at a time: while some wait, others compute
 STARTED = {}  # (lesson, ranks, *flags) → its future
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
+NOTEBOOKS = ThreadPoolExecutor(2)  # their cells wait half of the time
 RUNNING = {}  # mark → the torchrun process
 
 
@@ -203,6 +205,8 @@ def ahead(what: str, ranks: int, *flags):
         pool = POOL
         if what == "faulty.py":
             run, pool = run_faulty, WAITING
+        elif run is run_notebook:
+            pool = NOTEBOOKS
         STARTED[job] = pool.submit(run, *job)
     return STARTED[job]
 
@@ -251,7 +255,7 @@ def run_faulty(script: str, ranks: int, *flags) -> Done:
 
 
 NBVAL = "pytest -qx --color=no -p no:cacheprovider --nbval --nbval-current-env"
-NBVAL += " --nbval-cell-timeout=600"
+NBVAL += " --nbval-cell-timeout=1200"  # a cell may wait for the run of a test
 
 
 def run_notebook(name: str, ranks: int) -> Done:
@@ -288,13 +292,30 @@ def run_of_a_test(script: str, ranks: int, *flags) -> Done | None:
         place = flags.index("--json")
         path = ROOT / flags[place + 1]
         del flags[place : place + 2]
+    number = 0
+    if "--only" in flags:  # the same run, of which less is printed
+        place = flags.index("--only")
+        number = int(flags[place + 1])
+        del flags[place : place + 2]
     future = STARTED.get((Path(script).stem, ranks, *flags))
     if future is None:
         return None
     done = future.result()
+    if number:
+        done = done._replace(out=section_of(done.out, number))
     if path:
         path.write_text(json.dumps(done.data, indent=1))
     return done
+
+
+def section_of(out: str, number: int) -> str:
+    """What --only prints of a whole run: its first lines, a section, the verdict."""
+    *head, lines = out.split("\n", 2)
+    lines = lines.splitlines()
+    starts = [i for i, line in enumerate(lines) if re.match(r"\d  ", line)]
+    starts.append(len(lines) - 1)
+    section = lines[starts[number - 1] - 1 : starts[number] - 1]
+    return "\n".join([*head, *section, *lines[-2:], ""])
 
 
 class Exited(BaseException):

@@ -38,6 +38,20 @@ def rank(path: str, flags: list[str], env: dict[str, str]) -> None:
         os._exit = end_at_once  # so ends a child of the fork server, without tidying up
 
 
+def rank_of_the_audit(path: str, env: dict[str, str], log: str) -> None:
+    """What tools/audit.py starts once per rank, which ends with its parent."""
+    options = json.loads(env["AUDIT"]) | {"parent": os.getppid()}
+    os.environ.clear()
+    os.environ.update(env, AUDIT=json.dumps(options))
+    file = os.open(log, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    gc.freeze()
+    sys.argv = [path]
+    sys.path[:0] = [str(Path(path).parent), *env["PYTHONPATH"].split(os.pathsep)]
+    runpy.run_path(path, run_name="__main__")
+
+
 def run(job: dict) -> tuple[int, str]:
     """The job's exit code, and torchrun's closing report if it is not 0."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std

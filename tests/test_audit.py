@@ -1,6 +1,7 @@
 """tools/audit.py: finds and names the lessons' bugs, and has no false alarm."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import jobs
+import nursery
 import psutil
 import pytest
 import torch
@@ -20,6 +22,34 @@ from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
 pytestmark = pytest.mark.launches(*DRIVER)
+
+
+START = multiprocessing.get_context("forkserver")
+
+
+class Forked:
+    """In place of subprocess.Popen: a rank forked from a process that has torch."""
+
+    def __init__(self, command, env, stdout, stderr):
+        START.set_forkserver_preload(nursery.PRELOAD)
+        arguments = command[1], env, stdout.name
+        self.process = START.Process(target=nursery.rank_of_the_audit, args=arguments)
+        self.process.start()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> None:
+        self.process.join()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Ranks of the command need not import torch. Signals are tried on others."""
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(Popen=Forked))
 
 
 def test_every_rank_has_the_same_findings(ranks):
@@ -274,7 +304,7 @@ class Wrong(torch.nn.Module):
     ("return torch.nn.Sequential(model, Wrong())", 1, "line 21 of my_model.py"),
     ("tp_group.rank() and __import__('os')._exit(3)", 2, "ended with exit code 3"),
 ], ids=["missing f", "no module", "hangs", "raises", "ends"])  # fmt: skip
-def test_a_users_file(tmp_path, capsys, wrong, code, says):
+def test_a_users_file(forked_ranks, tmp_path, capsys, wrong, code, says):
     """A bug is explained; a rank that raises or hangs ends the run, and is named."""
     path = tmp_path / "my_model.py"
     path.write_text(MISSING_F.format(root=str(jobs.ROOT), wrong=wrong))
@@ -306,7 +336,7 @@ def batch(step):
 """
 
 
-def test_a_plan_whose_names_match_nothing(tmp_path, capsys):
+def test_a_plan_whose_names_match_nothing(forked_ranks, tmp_path, capsys):
     path = tmp_path / "my_model.py"
     path.write_text(PLAN)
     assert command.main([str(path)]) == 2
@@ -395,7 +425,7 @@ def test_the_page_names_what_is_not_seen():
 
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3"])
-def test_plans_of_transformers(model, monkeypatch, capsys):
+def test_plans_of_transformers(forked_ranks, model, monkeypatch, capsys):
     """The file for all plans; the page shows what is said of Qwen3's hook."""
     pytest.importorskip("transformers", "5.20")
     monkeypatch.setenv("MODEL", model)
@@ -542,7 +572,9 @@ def batch(step):
 
 
 @pytest.mark.parametrize("bug, code", [("", 0), ("order", 1)])
-def test_the_order_of_shared_heads_on_four_ranks(tmp_path, capsys, bug, code):
+def test_the_order_of_shared_heads_on_four_ranks(
+    forked_ranks, tmp_path, capsys, bug, code
+):
     """beyond/09 --break order: a rank holds another rank's key/value head."""
     edit = (
         f"lesson.lesson00.apply_edit(lesson.BREAKS[{bug!r}], vars(lesson))"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jobs
 import pytest
-from runs import ALLOWED, CHECKPOINT_RUNS, CHECKPOINTS, flag, over
+from runs import CHECKPOINT_RUNS, CHECKPOINTS, flag, over, passed
 from test_refusals import as_rank, message
 
 pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
@@ -26,22 +26,7 @@ pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
 
 @over(CHECKPOINT_RUNS)
 def test_passes_and_fits_the_screen(run):
-    done = jobs.result(*run)
-    assert done.code == 0, done.text
-    lines = done.out.splitlines()
-    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
-    assert lines[-1].startswith(words), lines[-1]
-    assert "✗" not in done.out
-    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
-    assert done.left == []
-    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
-    assert 30 < len(lines) <= 85
-    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
-    for row in done.data["checks"]:
-        limit = of_loss if row["kind"] == "losses" else of_tensor
-        if row["kind"] in ("saved", "loaded", "bitwise", "interrupted", "runs"):
-            limit = 0
-        assert row["ok"] and row["diff"] <= row["allowed"] <= limit, row
+    done = passed(run, 85)
     losses = [row["one process"] for row in done.data["losses"]]
     assert losses == sorted(losses, reverse=True), "it learns"
 

@@ -8,8 +8,8 @@ import jobs
 import pytest
 import torch
 from in_ranks import no_group
-from runs import ALLOWED, CONTEXT, CONTEXT_RUNS, found, over
-from test_refusals import as_rank, message
+from runs import CONTEXT, CONTEXT_RUNS, found, over, passed
+from test_refusals import refused_in_one_line
 
 DRIVER = ("drive_context.py", 8)
 lesson = jobs.load(CONTEXT)
@@ -200,9 +200,7 @@ def test_a_rank_without_targets_has_no_loss_and_no_gradient():
     (1, "--break stale", ("--break",)), (2, "--only 8", ("--only",)),
 ])  # fmt: skip
 def test_refused(ranks, flags, words):
-    code, out, err = jobs.run_here(CONTEXT, *flags.split(), **as_rank(0, ranks))
-    assert (code, out) == (2, "")
-    text = message(err)
+    text = refused_in_one_line(CONTEXT, ranks, flags)
     assert all(word in text for word in words), text
 
 
@@ -211,23 +209,7 @@ def test_refused(ranks, flags, words):
 
 @over(CONTEXT_RUNS)
 def test_passes_and_fits_the_screen(run):
-    done = jobs.result(*run)
-    assert done.code == 0, done.text
-    lines = done.out.splitlines()
-    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
-    assert lines[-1].startswith(words), lines[-1]
-    assert "FAIL" not in done.out and "✗" not in done.out
-    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
-    assert done.left == []
-    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
-    if len(run) == 2 and run[1] <= 2:
-        assert 30 < len(lines) <= 85
-    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
-    for row in done.data["checks"]:
-        limit = of_loss if row["kind"] == "losses" else of_tensor
-        if row["kind"] in ("runs", "replicas", "blocks", "calls", "bytes", "memory"):
-            limit = 0
-        assert row["ok"] and row["diff"] <= row["allowed"] <= limit, row
+    passed(run, 85)
 
 
 @over(CONTEXT_RUNS)

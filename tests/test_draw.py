@@ -1,6 +1,5 @@
 """The pictures show the data they are given: numbers, colours, lengths, places."""
 
-import math
 from itertools import product
 
 import numpy as np
@@ -41,9 +40,6 @@ def test_places_are_found_by_value():
     assert rows[:, 0].tolist() == [6, 6, 5, 5]
     with pytest.raises(ValueError, match="rank 1's piece is nowhere"):
         draw.places(full, [full, full + 0.1])
-    heads = {"q": list(torch.randn(3, 2, 4)), "k": list(torch.randn(2, 2, 4))}
-    pieces = heads["k"][1].clone(), heads["q"][2], heads["q"][0] + 0.1, torch.ones(4)
-    assert of_02.named(pieces, heads) == ["k1", "q2", "?", "?"]
 
 
 # Small tensors and matrices
@@ -78,33 +74,40 @@ def test_matrices_are_coloured_by_holder_and_blocks_name_them():
         assert found == expected, (i, j)
 
 
-def test_a_tree_of_sums_has_the_colours_of_who_adds():
-    rank_0, rank_1 = [(1, 2), (4, 8), (3, 12), (15, 240)], [(16, 32), (64, 128)]
-    seen = drawn(of_08.draw_tree, 2, [rank_0, rank_1])
-    assert seen.on() == [
-        ("T = 2", ""), *((f"{i}", BLUE) for i in (0, 1, 2, 3)),
-        *((f"{i}", ORANGE) for i in (4, 5, 6, 7)),
-        ("0 … 1", BLUE), ("2 … 3", BLUE), ("0 … 3", BLUE), ("0 … 7", BLUE),
-        ("4 … 5", ORANGE), ("6 … 7", ORANGE),
-    ]  # fmt: skip
-    rank_1.append((15, 240))  # what all ranks compute is gray
-    seen = drawn(of_08.draw_tree, 2, [rank_0, rank_1])
-    assert ("0 … 7", EVERYONE) in seen.on() and ("0 … 3", BLUE) in seen.on()
+TREE = [(1, 2), (4, 8), (3, 12), (15, 240)], [(16, 32), (64, 128), (15, 240)]
+ROWS = [("a", 1), ("b", 1), ("c", 2), ("pad", 2)]
+ONE, TWO = torch.tensor([[0.0, -0.0], [7, -0.0]]), torch.tensor([[-3.0, 4], [0, 0]])
+HELD = [("embed", 2048, [1024, 0]), ("head", 300, [0, 1500])]
+STAGES = [
+    {"name": "x", "boxes": ["[2, 4]", "[3, 4]"]},
+    {"name": "g", "does": "all-reduce", "moved": 1234},
+]
+LINES = torch.tensor([[*b"ab          "], [*b"c           "]])
+LANES = [[["q0"], ["k0"], ["v0"]], [["q1"], ["k1"], ["v1"]]]
+BATCH = LINES, 2, [0, 1], ["24 bytes"]
+CUBE = [dict(pp=[r & 3, r | 4], dp=[r & 5, r | 2], tp=[r & 6, r | 1]) for r in range(8)]
 
 
-def test_lookup_joins_tokens_to_rows_and_shows_the_terms():
-    rows = [("a", 1), ("b", 1), ("c", 2), ("pad", 2)]
-    one, two = torch.tensor([[0.0, -0.0], [7, -0.0]]), torch.tensor([[-3.0, 4], [0, 0]])
-    seen = drawn(of_03.draw_lookup, rows, [2, 0], [one, two], one + two)
-    zeros = [("0", WHITE)] * 2
-    assert seen.on() == [
-        ("rows", ""), ("tokens", ""),
-        ("a", BLUE), ("b", BLUE), ("c", ORANGE), ("pad", ORANGE),
-        ("c", WHITE), ("a", WHITE),
-        ("rank 0", ""), *zeros, ("7", BLUE), ("0", BLUE),
-        ("rank 1", ""), ("+", ""), ("-3", ORANGE), ("4", ORANGE), *zeros,
-        ("sum", ""), ("→", ""), *((text, EVERYONE) for text in ("-3", "4", "7", "0")),
-    ]  # fmt: skip
+@pytest.mark.parametrize("draws, args, shown", [
+    (of_08.draw_tree, (2, TREE), [  # ranges of terms, by who adds them
+        ("0", BLUE), ("0 … 3", BLUE), ("6 … 7", ORANGE), ("0 … 7", EVERYONE)]),
+    (of_03.draw_lookup, (ROWS, [2, 0], [ONE, TWO], ONE + TWO), [
+        ("a", BLUE), ("pad", ORANGE), ("7", BLUE), ("4", ORANGE), ("-3", EVERYONE)]),
+    (of_05.draw_holdings, (HELD, ["rank 0", "rank 1"]), [
+        ("2,048", WHITE), ("1,024", BLUE), ("300", WHITE), ("1,500", ORANGE)]),
+    (draw.flow, (STAGES, 2, "way", False), [
+        ("[2, 4]", BLUE), ("[3, 4]", ORANGE),
+        ("all-reduce\npayload\n1,234 bytes", "")]),
+    (of_05.draw_ragged, ([[BATCH] * 2] * 2, ord(" ")), [
+        ("a", GREY), ("c", GREY), ("0", BLUE), ("1", ORANGE), ("24 bytes", "")]),
+    (of_02.draw_heads, (LANES, ["queries", "keys", "values"]), [
+        ("q0", BLUE), ("v0", BLUE), ("q1", ORANGE), ("k1", ORANGE)]),
+    (of_05.draw_cubes, (CUBE, ["pp", "dp", "tp"]), [
+        ("0", BLUE), ("3", PINK), ("[0 1] [2 3] [4 5] [6 7]", "")]),
+])  # fmt: skip
+def test_a_word_has_the_colour_of_the_rank_that_holds_it(draws, args, shown):
+    found = drawn(draws, *args).on()
+    assert [pair for pair in shown if pair not in found] == [], found
 
 
 # Large tensors
@@ -125,50 +128,6 @@ def test_heat_maps_hold_the_tensors():
     assert titles[2] == f"difference ≤ {0.5 / 0.75:.2g} · max" and "≤ 0 ·" in titles[5]
 
 
-def test_terms_share_a_scale():
-    one, two = torch.randn(3, 4), torch.randn(3, 4)
-    *maps, _ = panels(draw.terms, [one, two], one + two, ["a", "b", "sum"])
-    images = [p.ax.images[0] for p in maps]
-    for image, matrix in zip(images, (one, two, one + two), strict=True):
-        np.testing.assert_allclose(image.get_array(), matrix)
-    assert len({image.get_clim() for image in images}) == 1
-    assert [p.texts for p in maps] == [["+"], ["="], []]
-    frames = [shade(p.ax.spines["left"].get_edgecolor()) for p in maps]
-    assert frames == [BLUE, ORANGE, BLACK]
-
-
-# Graphs
-
-
-def test_flow_shows_who_sends():
-    stages = [
-        {"name": "x", "boxes": ["[2, 4]", "[3, 4]"]},
-        {"name": "f", "does": "identity", "moved": 0},
-        {"name": "g", "does": "all-reduce", "moved": 1234},
-    ]
-    for backward in (False, True):
-        seen = drawn(draw.flow, stages, 2, "way", backward)
-        assert {("[2, 4]", BLUE), ("[3, 4]", ORANGE)} <= set(seen.on())
-        assert {"way", "x", "g", "all-reduce\npayload\n1,234 bytes"} <= set(seen.texts)
-        arrows = [t for t in seen.ax.texts if hasattr(t, "arrow_patch")]
-        assert [a.xy[0] < a.xyann[0] for a in arrows] == [backward] * 2
-        draw.plt.close("all")
-
-
-def test_heads_stand_on_their_rank_and_lines_join_what_meets():
-    lanes = [[["q0", "q1", "q2", "q3"], ["k0", "k1"], ["v0", "v1"]]]
-    lanes += [[["q4", "q5", "q6", "q7"], ["k2", "k3"], ["v2", "v3"]]]
-    seen = drawn(of_02.draw_heads, lanes, ["queries", "keys", "values"])
-    at, on = seen.at, dict(seen.on())
-    assert set(at) >= {"queries", "keys", "values", "rank 0", "rank 1"}
-    for rank, fill in enumerate([BLUE, ORANGE]):
-        assert {on[name] for names in lanes[rank] for name in names} == {fill}
-    joins = ["q0 k0", "q1 k0", "q2 k1", "q3 k1", "k0 v0", "k1 v1"]
-    joins += ["q4 k2", "q5 k2", "q6 k3", "q7 k3", "k2 v2", "k3 v3"]
-    ends = [[at[name][0] for name in join.split()] for join in joins]
-    np.testing.assert_allclose([xs for xs, _ in seen.lines], ends)
-
-
 # Bytes, seconds, numbers
 
 
@@ -182,12 +141,6 @@ def test_bars_and_sums_have_their_lengths_and_colours():
     seen = drawn(draw.sums, {"one": [(7.5, 0, "all")], "two": line}, 2, "squares")
     parts = [(0, 1, BLUE), (1, 2, ORANGE), (3, 4, EVERYONE)]
     assert seen.spans == [(0, 7.5, WHITE), *parts] and seen.ticks == ["one", "two"]
-    draw.plt.close("all")
-    parts, ways = [(0, 3, 5.0), (1, 9, 2.0), (1, 8, 2.5)], {"all": 2.65, "means": 3.1}
-    seen = drawn(of_05.draw_weighted, parts, ways, "tokens", "loss")
-    assert seen.spans == [(0, 3, BLUE), (3, 9, ORANGE), (12, 8, ORANGE)]
-    assert [b.height for b in seen.boxes] == [5, 2, 2.5]
-    assert [ys[0] for _, ys in seen.lines] == [2.65, 3.1]
 
 
 def test_lines_go_through_their_points():
@@ -197,39 +150,6 @@ def test_lines_go_through_their_points():
     assert [*zip(*dots)] == points
     assert ys == pytest.approx([1 + 2 * x for x in xs])
     assert min(xs) == 10 and max(xs) == pytest.approx(1000)
-
-    draw.plt.close("all")
-    series = {"right": [0.0, 0.0, 0.0], "broken": [1.0, 3.0, 2.0]}
-    seen = drawn(draw.curves, series, "step", "apart")
-    assert seen.lines == [[[1, 2, 3], values] for values in series.values()]
-
-
-def test_shares_are_the_numbers():
-    parts = [torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])]
-    total, reference = torch.tensor([1.5, 1.0]), torch.tensor([1.5, 1.25])
-    seen = drawn(of_04.draw_shares, parts, total, reference, "dL/dw")
-    bars = [(round(b.x + b.width / 2), b.y, b.height, b.color) for b in seen.boxes]
-    assert bars == [
-        (0, 0, 1, BLUE), (1, -2, 2, BLUE), (0, 0, 0.5, ORANGE), (1, 0, 3, ORANGE),
-    ]  # fmt: skip
-    marks = [list(line.get_ydata()) for line in seen.ax.lines[:2]]
-    assert marks == [[1.5, 1.0], [1.5, 1.25]]
-
-
-def test_columns_show_each_ranks_part_and_what_it_brings():
-    parts = [torch.tensor([1.0, -2.0]), torch.tensor([4.0, -math.inf])]
-    names = ["a", "b", "c", "pad"]
-    brought = [("x", parts, [1.0, 4.0], "max", 4.0)]
-    left, right = panels(of_03.draw_columns, brought, names, 2)
-    bars = [(b.y, b.height, b.color) for b in left.boxes]
-    assert bars == [(0, 1, BLUE), (-2, 2, BLUE), (0, 4, ORANGE), (0, 0, ORANGE)]
-    assert left.texts == ["1.00", "-2.00", "4.00", "−∞"]
-    assert right.texts == ["rank 0: 1.0000", "rank 1: 4.0000", "max 4.0000"]
-    fills = [shade(t.get_bbox_patch().get_facecolor()) for t in right.words]
-    assert fills == [BLUE, ORANGE, WHITE]
-
-
-# Spans of time
 
 
 def test_together_draws_spans_and_shades_where_all_are_in_the_call():
@@ -244,20 +164,6 @@ def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     assert ranks == [0, 1, 1, 0, 1] and seen.at["g"][0] == 3.5
     _, one, again, other, *_ = seen.hatches
     assert one == again != other
-
-
-def test_memory_is_stacked_run_after_run():
-    runs, changes = {}, [[(10, 0), (10, 30)], [(5, 2), (5, 1)], [(1, 1), (0, 2)]]
-    for i, held in enumerate(changes):
-        times = 3 * i, 3 * i + 0.005
-        events = [{"seconds": t, "a": a, "b": b} for t, (a, b) in zip(times, held)]
-        runs[f"run {i}, without tensor parallelism"] = events
-    seen = drawn(of_02.draw_memory, runs, ["a", "b"])
-    peaks = (40, 7, 2)
-    assert seen.texts == [f"{name}: {at} at the peak" for name, at in zip(runs, peaks)]
-    assert [ys for _, ys in seen.lines] == [[peak] * 2 for peak in peaks]
-    tops = [area.get_paths()[0].vertices[:, 1].max() for area in seen.ax.collections]
-    assert tops == [10, 40, 5, 7, 1, 2]
 
 
 # Regions of a layer
@@ -297,33 +203,6 @@ def test_regions_name_runs_and_colour_elements():
 
 
 # The mesh as a cube, stages, schedules, micro-batches in flight, batches
-
-
-def test_cubes_join_the_ranks_of_each_group():
-    of_rank = lambda r: dict(pp=[r & 3, r | 4], dp=[r & 5, r | 2], tp=[r & 6, r | 1])
-    groups = [of_rank(rank) for rank in range(8)]
-    seen = drawn(of_05.draw_cubes, groups, ["pp", "dp", "tp"])
-    ranks = {f"{rank}": draw.color(rank) for rank in range(8)}
-    assert all(back == ranks.get(text, "") for text, back in seen.on())
-    said = {"tp": "[0 1] [2 3] [4 5] [6 7]", "dp": "[0 2] [1 3] [4 6] [5 7]"}
-    said["pp"] = "[0 4] [1 5] [2 6] [3 7]"
-    words = [text for text in seen.texts if text not in ranks]
-    assert words == [word for pair in said.items() for word in pair]
-    place = lambda xy: tuple(np.round(xy, 6))
-    at = {place(word.get_position()): word.get_text() for word in seen.words}
-    thick = [line.get_xydata() for line in seen.ax.lines if line.get_linewidth() > 3]
-    joined = [f"[{at[place(one)]} {at[place(other)]}]" for one, other in thick]
-    assert " ".join(joined) == " ".join(said.values())
-
-
-def test_holdings_have_a_box_where_a_rank_holds_something():
-    rows = [("embed", 2048, [1024, 0]), ("head", 300, [0, 1500])]
-    heads = "one\nprocess", "rank 0\nstage 0", "rank 1\nstage 0"
-    seen = drawn(of_05.draw_holdings, rows, heads[1:])
-    assert seen.on() == [
-        *((head, "") for head in heads), ("embed", ""), ("2,048", WHITE),
-        ("1,024", BLUE), ("head", ""), ("300", WHITE), ("1,500", ORANGE),
-    ]  # fmt: skip
 
 
 SPANS = [  # rank, what, micro-batch, chunk, start, end: two ranks, two micro-batches
@@ -369,17 +248,3 @@ def test_in_flight_is_a_step_line_beside_the_prediction():
         assert tuple(corners.max(0)) == (1000, most)
         ((_, heights),) = panel.lines
         assert set(heights) == {limit} and panel.texts == [f"at most {most}"]
-
-
-def test_ragged_batches_show_text_padding_and_what_was_cut_off():
-    tokens = lambda *lines: torch.tensor([[*line.ljust(12).encode()] for line in lines])
-    first = tokens("ab", "c"), 2, [0, 1], ["24 bytes: [2, 2, 2]", "16 bytes"]
-    second = tokens("def", "g"), 3, [0, 1], ["384 bytes"]
-    seen = drawn(of_05.draw_ragged, [[first, second]] * 2, ord(" "))
-    said = "24 bytes: [2, 2, 2], then 16 bytes", "384 bytes"
-    wanted = []
-    for replica, i in product(range(2), range(2)):
-        wanted += [(f"replica {replica}, micro-batch {i + 1}", "")]
-        wanted += [(letter, GREY) for letter in ("abc", "defg")[i]]
-        wanted += [("0", BLUE), ("1", ORANGE), ("→", ""), (said[i], "")]
-    assert seen.on() == wanted

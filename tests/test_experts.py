@@ -7,8 +7,8 @@ without a sort, to the rounding of float64; then what the script's own runs say.
 import jobs
 import pytest
 import torch
-from runs import ALLOWED, EXPERT_RUNS, EXPERTS, found, over
-from test_refusals import as_rank, message
+from runs import EXPERT_RUNS, EXPERTS, found, over, passed
+from test_refusals import refused_in_one_line
 
 DRIVER = ("drive_experts.py", 8)
 lesson = jobs.load(EXPERTS)
@@ -117,9 +117,7 @@ def test_balance_loss_is_smallest_elsewhere_but_its_gradient_evens_out():
     (1, "--break router", ("--break",)), (2, "--only 7", ("--only",)),
 ])  # fmt: skip
 def test_refused(ranks, flags, words):
-    code, out, err = jobs.run_here(EXPERTS, *flags.split(), **as_rank(0, ranks))
-    assert (code, out) == (2, "")
-    text = message(err)
+    text = refused_in_one_line(EXPERTS, ranks, flags)
     assert all(word in text for word in words), text
 
 
@@ -128,23 +126,7 @@ def test_refused(ranks, flags, words):
 
 @over(EXPERT_RUNS)
 def test_passes_and_fits_the_screen(run):
-    done = jobs.result(*run)
-    assert done.code == 0, done.text
-    lines = done.out.splitlines()
-    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
-    assert lines[-1].startswith(words), lines[-1]
-    assert "✗" not in done.out and "≠" not in done.out
-    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
-    assert done.left == []
-    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
-    if len(run) == 2 and run[1] <= 2:
-        assert 30 < len(lines) <= 55
-    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
-    for row in done.data["checks"]:
-        limit = of_loss if row["kind"] == "losses" else of_tensor
-        if row["kind"] in ("runs", "replicas", "calls", "bytes", "memory"):
-            limit = 0
-        assert row["ok"] and row["diff"] <= row["allowed"] <= limit, row
+    passed(run)
 
 
 @over(EXPERT_RUNS)

@@ -124,11 +124,7 @@ ONLY = (MLP, 2, "--only", "2")
 @pytest.mark.launches(*ONLY)
 def test_only_one_section():
     whole, only = jobs.result(MLP, 2), jobs.result(*ONLY)
-    *head, lines = whole.out.split("\n", 2)
-    lines = lines.splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r"\d  ", line)]
-    section = lines[starts[1] - 1 : starts[2] - 1]
-    assert only.out.splitlines() == [*head, *section, *lines[-2:]]
+    assert only.out == jobs.section_of(whole.out, 2)
     assert only.data["checks"] == whole.data["checks"]
 
 

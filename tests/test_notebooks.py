@@ -36,20 +36,22 @@ JAX = "06_the_same_in_jax"  # has no live ranks; its exercises: see test_jax.py
 MESH = "05_3d_parallel"
 # Their exercises need two axes of two ranks.
 ON_FOUR = (MESH, "10_checkpoints", "11_context_parallel", "13_mesh_2d")
-# Whose code a notebook shows that has no lesson of its own.
-LESSON = {JAX: "01_naive_mlp_tp", "07_plan_a_run": MESH}
-LESSON["12_wrong_gradients"] = "01_naive_mlp_tp"
-LESSON["17_generate"] = "03_vocab_parallel"
-# Ranks of the first run, elsewhere 2.
-RUN = {
-    MESH: 8,
-    "14_schedules": 4,
-    "07_plan_a_run": 8,
-    JAX: 4,
-    "09_shared_heads": 4,
-    "13_mesh_2d": 4,
-    "15_zero": 4,
-}
+
+
+def first_run(name: str) -> tuple[str, int]:
+    """Of a notebook's first run: the lesson or script, and on how many ranks."""
+    command = r"!torchrun --standalone --nproc_per_node=(\d) (?:beyond/)?(\w+)\.py"
+    for cell in NOTEBOOKS[name]["cells"]:
+        found = re.match(command, "".join(cell["source"]))
+        if found:
+            return found[2], int(found[1])
+    raise LookupError(f"{name} runs nothing")
+
+
+# Whose code a notebook shows: of its own lesson, or else of the first that it runs.
+LESSON = {}
+for name in NOTEBOOKS:
+    LESSON[name] = name if name in jobs.PATHS else first_run(name)[0]
 
 
 @pytest.mark.timeout(1500)
@@ -64,8 +66,7 @@ def test_outputs_are_those_committed(name):
     done = jobs.result(name, 4)
     assert done.code == 0, done.text[-8000:]
     assert done.left == []
-    stem = name.removesuffix(".ipynb")
-    lesson = LESSON.get(stem, stem)
+    lesson = LESSON[name.removesuffix(".ipynb")]
     assert lesson in done.data["launched"], "its first run was not in a nursery"
 
 
@@ -271,7 +272,7 @@ live.form_group()
 ])  # fmt: skip
 def test_exercises(cell, px, name):
     """On ranks with the lesson and nothing else: the two that run, in the end four."""
-    lesson = LESSON.get(name, name)
+    lesson = LESSON[name]
     start = f"live = ranks.start(4, '{lesson}', timeout=4)"
     said = cell(start if name in ON_FOUR else RENEW.format(lesson=lesson))
     # Where machines are slow, start() says after 20 seconds how many have started.
@@ -333,12 +334,12 @@ def test_a_notebook_is_complete_clean_and_shows_the_lessons_code(name):
     finds_the_course = next("".join(c["source"]) for c in first if "outputs" in c)
     assert code[0].startswith(finds_the_course)
     assert code[0] == finds_the_course or name == JAX
-    lesson = LESSON.get(name, name)
+    lesson = LESSON[name]
     path = jobs.PATHS[lesson].relative_to(ROOT)  # of a lesson, or in beyond/
-    command = f"!torchrun --standalone --nproc_per_node={RUN.get(name, 2)} {path}"
-    # Its first run; a cell that only draws a picture may come before.
-    first_run = code[2] if "hide-input" in tags_of(book)[1] else code[1]
-    assert first_run.startswith(command)
+    command = f"!torchrun --standalone --nproc_per_node={first_run(name)[1]} {path}"
+    # A cell that only draws a picture may come before its first run.
+    first = code[2] if "hide-input" in tags_of(book)[1] else code[1]
+    assert first.startswith(command)
     assert name == JAX or any("broken(" in cell for cell in code)
     assert text.count("<summary><b>Quiz.</b>") >= 5
     assert text.count("<details>") == text.count("</details>")

@@ -122,32 +122,18 @@ def in_python(case: dict) -> dict:
 
 
 @pytest.fixture
-def open_page(browser):
-    """Opens the page with a query; no errors, and no requests to elsewhere."""
-    wrong = []
-    pages = []
-
-    def serve(route):
-        path = urlsplit(route.request.url).path
-        route.fulfill(path=jobs.ROOT / path.removeprefix("/"))
+def open_page(open_file):
+    """Opens the page with a query."""
 
     def open_page(query="", width=390, scheme="light", refused=False):
         size = {"width": width, "height": 800}
-        page = browser.new_page(viewport=size, color_scheme=scheme)
-        pages.append(page)
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.route("**/*", lambda route: route.abort())  # the console reports it
-        page.route("http://localhost/**", serve)
-        page.goto(f"http://localhost/docs/_static/planner/index.html{query}")
+        address = f"planner/index.html{query}"
+        page = open_file(address, viewport=size, color_scheme=scheme)
         page.wait_for_function("document.querySelector('#fits').textContent")
         assert refused or page.locator("#map button").count()
         return page
 
-    yield open_page
-    for page in pages:
-        page.close()
-    assert wrong == []
+    return open_page
 
 
 def test_formulas_are_those_of_the_tool(open_page):

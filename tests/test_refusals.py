@@ -75,7 +75,7 @@ OF_05 = [
     ("--pp 2 --layers 1", "--layers 1", "--pp 2", "take --layers 2"),
     ("--tp 4 --kv-heads 2", "--kv-heads 2", "--tp 4", "beyond/09_shared_heads.py"),
     ("--tp 4 --heads 6", "--heads 6", "6 % 4", "--heads 8"),
-    ("--clip 0", "--clip 0", "above 0"), ("--schedule zb", "--schedule", "1f1b"),
+    ("--clip 0", "--clip 0", "greater than 0"), ("--schedule zb", "--schedule", "1f1b"),
     ("--save ck", "--save"),
 ]  # fmt: skip
 OF_14 = [
@@ -110,6 +110,13 @@ def message(text: str) -> str:
     assert all(line.startswith("  ") for line in lines[1:]), text
     assert max(map(len, lines)) <= 88, text
     return " ".join(line.strip() for line in lines)
+
+
+def refused_in_one_line(lesson: str, ranks: int, flags: str) -> str:
+    """What rank 0 says of flags that it refuses."""
+    code, out, err = jobs.run_here(lesson, *flags.split(), **as_rank(0, ranks))
+    assert (code, out) == (2, "")
+    return message(err)
 
 
 @pytest.mark.parametrize("lesson, ranks, flags, words", [

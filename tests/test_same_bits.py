@@ -11,7 +11,7 @@ import jobs
 import pytest
 import torch
 from in_ranks import no_group
-from runs import ALLOWED, SAME_BITS, SAME_BITS_RUNS, over
+from runs import SAME_BITS, SAME_BITS_RUNS, over, passed
 
 script = jobs.load(SAME_BITS)
 EVERY_T = SAME_BITS_RUNS[:4]  # the same flags on 1, 2, 4 and 8 ranks
@@ -32,22 +32,7 @@ def hashes(row: dict) -> list[str]:
 
 @over(SAME_BITS_RUNS)
 def test_passes_and_fits_the_screen(run):
-    done = jobs.result(*run)
-    assert done.code == 0, done.text
-    lines = done.out.splitlines()
-    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
-    assert lines[-1].startswith(words), lines[-1]
-    assert "✗" not in done.out
-    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
-    assert done.left == []
-    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
-    assert 30 < len(lines) <= 85
-    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
-    for row in done.data["checks"]:
-        limit = of_loss if row["kind"] == "losses" else of_tensor
-        if row["kind"] in ("bits", "replicas", "calls", "bytes", "runs"):
-            limit = 0
-        assert row["ok"] and row["diff"] <= row["allowed"] <= limit, row
+    done = passed(run, 85)
     losses = [row["without TP"] for row in done.data["losses"]]
     assert losses == sorted(losses, reverse=True), "it learns"
     assert bool(done.data["communication"]) is (run[1] > 1)

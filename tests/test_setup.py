@@ -398,6 +398,23 @@ def test_readme_commands_have_flags_that_exist():
         assert set(re.findall(r"--[a-z-]+", after)) <= set(known), match[0]
 
 
+def test_the_readme_says_what_each_machine_installs():
+    """On Linux pip takes the CUDA build, of gigabytes, unless an index is named. Only a
+    CPU build takes a minute or two."""
+    rows = re.findall(r"^\| (macOS|Linux)(.*?) \| (.*?) \| (.*?) \|$", README, re.M)
+    says = {machine + more: (command, build) for machine, more, command, build in rows}
+    mac, gpu, cpu = says.values()
+    assert [name.split(",")[0] for name in says] == [
+        "macOS", "Linux with an NVIDIA GPU", "Linux without one",
+    ]  # fmt: skip
+    assert "TORCH_INDEX=" in cpu[0] and "run.md#installing" in cpu[0]
+    assert "TORCH_INDEX" not in mac[0] + gpu[0]
+    for command, build in (mac, cpu):
+        assert "CPU build" in build, command
+    assert "CUDA build" in gpu[1] and "GB" in gpu[1]
+    assert [name for name in says if "minute" in says[name][1]] == [next(iter(says))]
+
+
 def test_no_package_index_is_named():
     """Whoever installs chooses where from; the repository does not."""
     host = "https?://[a-z0-9_.-]*(py" + "pi|download|whl|index)"

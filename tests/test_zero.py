@@ -9,8 +9,8 @@ import jobs
 import pytest
 import torch
 from in_ranks import no_group
-from runs import ALLOWED, ZERO, ZERO_RUNS, flag, found, over
-from test_refusals import as_rank, message
+from runs import ZERO, ZERO_RUNS, flag, found, over, passed
+from test_refusals import refused_in_one_line
 from torch import nn
 
 DRIVER = ("drive_zero.py", 8)
@@ -186,9 +186,7 @@ def test_parameters_are_there_while_they_are_needed(keep):
     (1, "--break last", ("--break",)), (2, "--only 7", ("--only",)),
 ])  # fmt: skip
 def test_refused(ranks, flags, words):
-    code, out, err = jobs.run_here(ZERO, *flags.split(), **as_rank(0, ranks))
-    assert (code, out) == (2, "")
-    text = message(err)
+    text = refused_in_one_line(ZERO, ranks, flags)
     assert all(word in text for word in words), text
 
 
@@ -197,24 +195,7 @@ def test_refused(ranks, flags, words):
 
 @over(ZERO_RUNS)
 def test_passes_and_fits_the_screen(run):
-    done = jobs.result(*run)
-    assert done.code == 0, done.text
-    lines = done.out.splitlines()
-    words = f"PASS  {run[0]}  {len(done.data['checks'])} checks, "
-    assert lines[-1].startswith(words), lines[-1]
-    assert "FAIL" not in done.out and "✗" not in done.out
-    assert "Traceback" not in done.err and "Warning" not in done.err, done.err
-    assert done.left == []
-    assert [line for line in lines if len(line) > 88 or line != line.rstrip()] == []
-    if len(run) == 2:
-        assert 35 < len(lines) <= 55
-    of_loss, of_tensor = ALLOWED[done.data["dtype"]]
-    for row in done.data["checks"]:
-        limit = of_loss if row["kind"] == "losses" else of_tensor
-        if row["kind"] in ("runs", "replicas", "calls", "bytes", "memory"):
-            limit = 0
-        is_rounded = "--bf16" in run and limit > 0
-        assert row["ok"] and (is_rounded or row["allowed"] <= limit), row
+    passed(run)
 
 
 @over(ZERO_RUNS)
