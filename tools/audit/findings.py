@@ -186,7 +186,7 @@ class Search:
         case = self.case
         for name in case.owners:
             if case.is_piece(name):
-                self.gradients[name] = case.gradient(name, case.full.grads)
+                self.gradients[name] = case.gradient(name)
         wrong = [name for name, how in self.gradients.items() if not how.is_right]
         wrong.sort(key=lambda name: -case.place_of(name))
         if not wrong:
@@ -222,7 +222,7 @@ class Search:
         case = self.case
         for name in case.owners:
             if case.is_piece(name):
-                how = case.gradient(name, case.full.summed, "summed")
+                how = case.gradient(name, "summed")
                 if not how.is_right:
                     self.look(subjects.Accumulated(case, name))
 
@@ -232,15 +232,14 @@ class Search:
         if any(trace.is_train_random for trace in (case.full, *case.own)):
             self.not_compared.append("gradients in train mode")
             return
-        limit = case.ruler.allowed * max(abs(case.full.kept_loss), 1e-300)
         losses = [trace.kept_loss for trace in case.own]
-        if any(abs(loss - case.full.kept_loss) > limit for loss in losses):
+        if not case.are_near(losses, case.full.kept_loss):
             said = f"{numbers(losses)} on ranks 0, 1, …, not {case.full.kept_loss:.6g}"
             self.look(subjects.TrainMode(case, "loss", said))
             return
         for name in sorted(case.owners, key=case.place_of, reverse=True):
             if case.is_piece(name):
-                how = case.gradient(name, case.full.kept, "kept")
+                how = case.gradient(name, "kept")
                 if not how.is_right:
                     self.look(subjects.TrainMode(case, name, f"gradient {how}"))
 
