@@ -205,7 +205,7 @@ class Case:
             return self.names.get(key, key)
 
         for what in ("values", "same", "callers", "flows", "returned", "writers",
-                     "dropped", "drop_inputs", "drop_masks"):  # fmt: skip
+                     "drop_inputs", "drop_masks"):  # fmt: skip
             found = {}
             for key, value in getattr(trace, what).items():
                 is_name = isinstance(value, Point)

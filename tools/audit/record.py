@@ -71,8 +71,7 @@ class Trace:
     flows: dict[Point, Tensor] = field(default_factory=dict)  # dL/d(tensor)
     returned: dict[Point, Tensor] = field(default_factory=dict)  # input → its gradient
     writers: dict[Point, Point] = field(default_factory=dict)  # input → whose output
-    dropped: dict[str, list[Tensor]] = field(default_factory=dict)  # module → masks
-    # Dropout that a function makes: module → inputs (nothing dropped), and masks.
+    # Dropout, by module: its inputs if nothing is dropped, and what is dropped.
     drop_inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     drop_masks: dict[str, list[Tensor]] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)  # with another mask
@@ -369,8 +368,7 @@ class Dropouts(TorchDispatchMode):
         self.stack = [""]  # names of modules whose forward runs
         self.inside = 0  # dropout modules among them
         self.is_backward = False
-        self.masks = {}  # module → masks of forward, of modules and of functions
-        self.again = {}  # the same of what backward computes again
+        self.again = {}  # module → masks of what backward computes again
         self.pending = {}  # id of a mask that is not applied yet → (it, what it drops)
         self.names = {}  # id of a module → its name
         self.handles = []
@@ -389,33 +387,30 @@ class Dropouts(TorchDispatchMode):
         def leave(module, inputs, output):
             self.stack.pop()
             self.inside -= is_dropout
-            if is_dropout and not self.keep_all and is_real(output):
+            if is_dropout and is_real(output):
                 is_dropped = local_part(output) == 0
                 in_place = getattr(module, "inplace", False)
                 if inputs and torch.is_tensor(inputs[0]) and not in_place:
                     # What was zero before, like masked weights, is not dropped.
                     is_dropped = is_dropped & (local_part(inputs[0]) != 0)
-                self.keep(name, is_dropped, self.trace.dropped)
+                self.note(name, output, is_dropped)
 
         self.handles.append(module.register_forward_pre_hook(enter))
         self.handles.append(module.register_forward_hook(leave))
 
-    def keep(self, name: str, is_dropped: Tensor, masks: dict) -> None:
-        held = self.again if self.is_backward else self.masks
-        held.setdefault(name, []).append(is_dropped)
-        if not self.is_backward:
-            masks.setdefault(name, []).append(is_dropped)
-
-    def keep_of_function(self, x: Tensor, is_dropped: Tensor) -> None:
-        name = self.running() if self.is_backward else self.stack[-1]
-        if self.keep_all and not self.is_backward:
+    def note(self, name: str, x: Tensor, is_dropped: Tensor) -> None:
+        """One dropout: its input, or what it drops."""
+        held = self.again if self.is_backward else self.trace.drop_masks
+        if not self.keep_all:
+            held.setdefault(name, []).append(copy_of(is_dropped))
+        elif not self.is_backward:
             self.trace.drop_inputs.setdefault(name, []).append(copy_of(x))
-        elif not self.keep_all:
-            self.keep(name, copy_of(is_dropped), self.trace.drop_masks)
 
     def running(self) -> str:
         """The module of the method that runs: a part of a forward that is computed
         again calls no hook."""
+        if not self.is_backward:
+            return self.stack[-1]
         frame = sys._getframe()
         while frame is not None:
             owner = id(frame.f_locals.get("self"))
@@ -429,28 +424,24 @@ class Dropouts(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         name = func._schema.name.removeprefix("aten::")
-        if self.inside and not self.keep_all:
-            return func(*args, **kwargs)
-        if name == "native_dropout" and not self.inside:
-            if self.keep_all:
-                self.keep_of_function(args[0], args[0])
-                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-            out = func(*args, **kwargs)
-            self.keep_of_function(args[0], ~out[1])
-            return out
         if name == "native_dropout_backward" and self.keep_all:
             return args[0].clone()
         out = func(*args, **kwargs)
-        if name in ("bernoulli_", "bernoulli"):
-            if not self.inside:
-                self.pending[id(out)] = (out, copy_of(out) == 0, self.stack[-1])
+        if self.inside:
+            return out
+        if name == "native_dropout":
+            self.note(self.running(), args[0], ~out[1])
+            if self.keep_all:
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        elif name in ("bernoulli_", "bernoulli"):
+            self.pending[id(out)] = (out, copy_of(out) == 0, self.stack[-1])
             if self.keep_all:  # F.dropout divides by the share that is kept
                 out.fill_(args[1] if type(args[-1]) is float else 1)
         elif name in ("mul", "mul_") and self.pending:
             for x, noise in ((args[0], args[1]), (args[1], args[0])):
                 if id(noise) in self.pending and torch.is_tensor(x):
-                    self.keep_of_function(x, self.pending.pop(id(noise))[1])
-        elif torch.Tag.nondeterministic_seeded in func.tags and not self.inside:
+                    self.note(self.running(), x, self.pending.pop(id(noise))[1])
+        elif torch.Tag.nondeterministic_seeded in func.tags:
             first = out[0] if isinstance(out, (tuple, list)) else out
             is_used = "scaled_dot_product" not in name or drop_rate(args, kwargs) > 0
             if is_used and torch.is_tensor(first) and first.numel() > 1:
@@ -462,7 +453,7 @@ class Dropouts(TorchDispatchMode):
             handle.remove()
         for _, _, name in self.pending.values():  # used in another way
             self.trace.other_random.add(name)
-        known = [mask for masks in self.masks.values() for mask in masks]
+        known = [mask for masks in self.trace.drop_masks.values() for mask in masks]
         for name, masks in self.again.items():
             for mask in masks:
                 if not any(torch.equal(mask, other) for other in known):
