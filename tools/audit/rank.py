@@ -59,26 +59,17 @@ def load_subject(path: Path):
     return module
 
 
-def convert_model(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
-    """Move a model and give it the run's precision; complex buffers stay complex."""
-    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
-
-    def convert(x: Tensor) -> Tensor:
-        if x.is_complex():
-            return x.to(device, wide)
-        return x.to(device, dtype) if x.is_floating_point() else x.to(device)
-
-    return model._apply(convert)
-
-
-def convert_rest(model: nn.Module, dtype: torch.dtype) -> None:
-    """The run's precision for what parallelize() has made in another one, in place:
-    many constructors name a dtype, also of tables of positions."""
+def convert_model(model: nn.Module, device: str, dtype: torch.dtype) -> None:
+    """The run's device and precision for all parameters and buffers, in place."""
     wide = torch.complex128 if dtype == torch.float64 else torch.complex64
     for x in (*model.parameters(), *model.buffers()):
-        same = wide if x.is_complex() else dtype
-        if (x.is_complex() or x.is_floating_point()) and x.dtype != same:
-            x.data = x.data.to(same)
+        same = x.dtype
+        if x.is_complex():
+            same = wide
+        elif x.is_floating_point():
+            same = dtype
+        if x.dtype != same or x.device.type != device.partition(":")[0]:
+            x.data = x.data.to(device, same)
 
 
 def make_values_unique(model: nn.Module) -> None:
@@ -105,10 +96,9 @@ def make_values_unique(model: nn.Module) -> None:
         values[1:][equal] = torch.nextafter(values[:-1][equal], infinity)
         equal = values[1:] <= values[:-1]
     flat[order] = values
-    first = 0
-    for p in parameters:
-        p.data.copy_(flat[first : first + p.numel()].view(p.shape))
-        first += p.numel()
+    pieces = flat.split([p.numel() for p in parameters])
+    for p, piece in zip(parameters, pieces):
+        p.data.copy_(piece.view(p.shape))
 
 
 class Run:
@@ -151,12 +141,12 @@ class Run:
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Backward, and the sums of gradients that the user's training makes."""
         loss.backward()
-        for name, is_due in (
-            ("after_each_backward", True),
-            ("after_backward", is_last),
-        ):
+        names = ["after_each_backward"]
+        if is_last:
+            names.append("after_backward")
+        for name in names:
             function = self.of_user(name)
-            if function is not None and self.tp_group is not None and is_due:
+            if function is not None and self.tp_group is not None:
                 function(self.model)
 
     def grads(self) -> dict[str, Tensor | None]:
@@ -207,13 +197,11 @@ def prepare_batch(subject, step: int, args, device: str) -> tuple:
     """The user's batch: inputs (a tuple or a dict) and target, in the run's dtype."""
     torch.manual_seed(args.seed + 1000 + step)
     inputs, target = subject.batch(step)
-    dtype = getattr(torch, args.dtype)
 
     def convert(x):
-        if torch.is_tensor(x):
-            x = x.to(device)
-            x = x.to(dtype) if x.is_floating_point() else x
-        return x
+        if torch.is_tensor(x) and x.is_floating_point():
+            return x.to(device, getattr(torch, args.dtype))
+        return x.to(device) if torch.is_tensor(x) else x
 
     if isinstance(inputs, dict):
         return {name: convert(x) for name, x in inputs.items()}, convert(target)
@@ -224,9 +212,8 @@ def prepare_batch(subject, step: int, args, device: str) -> tuple:
 def tensors_of(batch: tuple) -> list[Tensor]:
     """All tensors of a batch, on the CPU."""
     inputs, target = batch
-    found = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
-    found.append(target)
-    return [x.cpu() for x in found if torch.is_tensor(x)]
+    inputs = inputs.values() if isinstance(inputs, dict) else inputs
+    return [x.cpu() for x in (*inputs, target) if torch.is_tensor(x)]
 
 
 # ---- The passes
@@ -238,7 +225,8 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     torch.set_default_dtype(dtype)
     counter.report("build")
     torch.manual_seed(args.seed)
-    full = convert_model(subject.build(), device, dtype)
+    full = subject.build()
+    convert_model(full, device, dtype)
     make_values_unique(full)
     limit = timedelta(seconds=args.timeout)
     tp_group = dist.new_group(list(range(dist.get_world_size())), timeout=limit)
@@ -254,7 +242,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     facts.use_grads = grads_of_uses(reference, batches[0], facts.full.tied)
     run_passes(reference, batches, facts.full, None)
     model = parallelize(subject, full, tp_group, facts, counter, args)
-    convert_rest(model, dtype)
+    convert_model(model, device, dtype)  # many constructors name another precision
     run = Run(subject, model.eval(), tp_group, args)
     record_parameters(run.model, run.renamed, facts.own)
     facts.has += {type(module).__name__ for module in run.model.modules()}

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -199,6 +200,17 @@ def main_output(output) -> Tensor | None:
     return output if is_real(output) else None
 
 
+def add_hooks(model: nn.Module, renamed: dict[str, str], enter, leave) -> list:
+    """Call enter(name, module, …) before each module's forward, and leave after it."""
+    handles = []
+    for long_name, module in model.named_modules():
+        name = plain_name(long_name, renamed)
+        before = partial(enter, name)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(leave, name)))
+    return handles
+
+
 class Watch:
     """Records, in one forward and backward pass, the tensors that modules pass on.
 
@@ -213,31 +225,20 @@ class Watch:
         self.counts = Counter()
         self.held = {}  # id of a tensor → (its point, the tensor, so the id stays)
         self.is_on = True  # not in backward, where modules may be computed again
-        self.handles = []
-        for long_name, module in model.named_modules():
-            name = plain_name(long_name, renamed)
-            enter = self.enter_hook(name)
-            self.handles.append(
-                module.register_forward_pre_hook(enter, with_kwargs=True)
-            )
-            self.handles.append(module.register_forward_hook(self.leave_hook(name)))
+        self.handles = add_hooks(model, renamed, self.enter, self.leave)
 
-    def enter_hook(self, name: str):
-        def hook(module, inputs, keywords):
-            if not self.is_on:
-                return None
-            call = Point(name, self.counts[name])
-            self.counts[name] += 1
-            views = {}
-            for number, x in enumerate((*inputs, *keywords.values())):
-                if is_real(x) and id(x) not in views:
-                    slot = call._replace(slot=f"input {number}")
-                    views[id(x)] = self.read(x, slot)
-            self.stack.append(call)
-            inputs = tuple(views.get(id(x), x) for x in inputs)
-            return inputs, {key: views.get(id(x), x) for key, x in keywords.items()}
-
-        return hook
+    def enter(self, name: str, module, inputs: tuple, keywords: dict):
+        if not self.is_on:
+            return None
+        call = Point(name, self.counts[name])
+        self.counts[name] += 1
+        views = {}
+        for number, x in enumerate((*inputs, *keywords.values())):
+            if is_real(x) and id(x) not in views:
+                views[id(x)] = self.read(x, call._replace(slot=f"input {number}"))
+        self.stack.append(call)
+        inputs = tuple(views.get(id(x), x) for x in inputs)
+        return inputs, {key: views.get(id(x), x) for key, x in keywords.items()}
 
     def read(self, x: Tensor, slot: Point) -> Tensor:
         """The same tensor for one reader, whose gradient is recorded."""
@@ -256,21 +257,16 @@ class Watch:
         view.register_hook(lambda grad: add_to(self.trace.returned, slot, grad))
         return view
 
-    def leave_hook(self, name: str):
-        def hook(module, inputs, output):
-            if not self.is_on:
-                return
-            point = self.stack.pop()
-            output = main_output(output)
-            if output is None:
-                return
-            if id(output) in self.held:
-                self.trace.same[point] = self.held[id(output)][0]
-                self.list_point(point)
-            else:
-                self.note(point, output)
-
-        return hook
+    def leave(self, name: str, module, inputs, output) -> None:
+        if not self.is_on:
+            return
+        point = self.stack.pop()
+        output = main_output(output)
+        if output is not None and id(output) in self.held:
+            self.trace.same[point] = self.held[id(output)][0]
+            self.list_point(point)
+        elif output is not None:
+            self.note(point, output)
 
     def list_point(self, point: Point) -> None:
         self.trace.order.append(point)
@@ -278,12 +274,11 @@ class Watch:
             self.trace.callers[point] = self.stack[-1]
 
     def note(self, point: Point, x: Tensor) -> None:
-        trace = self.trace
         self.list_point(point)
-        trace.values[point] = copy_of(x)
+        self.trace.values[point] = copy_of(x)
         self.held[id(x)] = (point, x)
         if x.requires_grad:
-            x.register_hook(lambda grad: add_to(trace.flows, point, grad))
+            x.register_hook(lambda grad: add_to(self.trace.flows, point, grad))
 
     def remove(self) -> None:
         self.held.clear()
@@ -318,9 +313,7 @@ class CallCounter(TorchDispatchMode):
         match = re.match(r"_?c10d(?:_functional)?::(\w+)", func._schema.name)
         if match is None or "wait" in match[1] or "autograd" in match[1]:
             return func(*args, **(kwargs or {}))
-        name = match[1].replace("_", "").removesuffix("base")
-        for word in ("coalesced", "intotensor", "tensor"):
-            name = name.replace(word, "")
+        name = re.sub("_|coalesced|into|tensor|base_?$", "", match[1])
         name = COLLECTIVES.get(name, name)
         self.calls[f"{self.phase}: {name}"] += 1
         where = f"{name}, its collective number {sum(self.calls.values())}"
@@ -353,6 +346,10 @@ class Casts(TorchDispatchMode):
         return out
 
 
+def is_dropout(module: nn.Module) -> bool:
+    return "dropout" in type(module).__name__.lower()
+
+
 class Dropouts(TorchDispatchMode):
     """Records what is dropped in a pass in train mode, by modules and by functions.
 
@@ -371,32 +368,26 @@ class Dropouts(TorchDispatchMode):
         self.again = {}  # module → masks of what backward computes again
         self.pending = {}  # id of a mask that is not applied yet → (it, what it drops)
         self.names = {}  # id of a module → its name
-        self.handles = []
-        for long_name, module in model.named_modules():
-            name = plain_name(long_name, renamed)
-            self.names[id(module)] = name
-            self.add_hooks(name, module)
+        for name, module in model.named_modules():
+            self.names[id(module)] = plain_name(name, renamed)
+        self.handles = add_hooks(model, renamed, self.enter, self.leave)
 
-    def add_hooks(self, name: str, module: nn.Module) -> None:
-        is_dropout = "dropout" in type(module).__name__.lower()
+    def enter(self, name: str, module, inputs, keywords) -> None:
+        self.stack.append(name)
+        self.inside += is_dropout(module)
 
-        def enter(module, inputs):
-            self.stack.append(name)
-            self.inside += is_dropout
-
-        def leave(module, inputs, output):
-            self.stack.pop()
-            self.inside -= is_dropout
-            if is_dropout and is_real(output):
-                is_dropped = local_part(output) == 0
-                in_place = getattr(module, "inplace", False)
-                if inputs and torch.is_tensor(inputs[0]) and not in_place:
-                    # What was zero before, like masked weights, is not dropped.
-                    is_dropped = is_dropped & (local_part(inputs[0]) != 0)
-                self.note(name, output, is_dropped)
-
-        self.handles.append(module.register_forward_pre_hook(enter))
-        self.handles.append(module.register_forward_hook(leave))
+    def leave(self, name: str, module, inputs, output) -> None:
+        self.stack.pop()
+        if not is_dropout(module):
+            return
+        self.inside -= 1
+        if is_real(output):
+            is_dropped = local_part(output) == 0
+            in_place = getattr(module, "inplace", False)
+            if inputs and torch.is_tensor(inputs[0]) and not in_place:
+                # What was zero before, like masked weights, is not dropped.
+                is_dropped = is_dropped & (local_part(inputs[0]) != 0)
+            self.note(name, output, is_dropped)
 
     def note(self, name: str, x: Tensor, is_dropped: Tensor) -> None:
         """One dropout: its input, or what it drops."""
