@@ -163,10 +163,10 @@ def test_right_models_raise_no_alarm(ranks):
     ([], "name a file"),
     (["no_such_file.py"], "no_such_file.py: no such file"),
     (["tools/check.py"], "tools/check.py does not define build"),
-    (["--example", "tp", "--ranks", "1"], "--ranks 1: take 2 or more"),
-    (["--example", "tp", "--ranks", "100000"], "at most 64, because each rank"),
-    (["--example", "tp", "--clip", "nan"], "--clip nan: must be a number"),
-    (["--example", "tp", "--timeout", "nan"], "--timeout nan: must be a number"),
+    (["--example", "tp", "--ranks", "1"], "--ranks 1: must be from 2 to 64"),
+    (["--example", "tp", "--ranks", "100000"], "from 2 to 64; each is a process of"),
+    (["--example", "tp", "--clip", "nan"], "--clip nan: must be from 1e-12 to "),
+    (["--example", "tp", "--timeout", "nan"], "--timeout nan: must be from 0.001 to "),
     (["--example", "tp", "--json", "/proc/x"], "--json /proc/x: "),
     (["tools/check.py", "--example", "tp"], "take one of them"),
     (["--example", "none"], "invalid choice"),
@@ -329,30 +329,33 @@ def ended(store, code=None):
     return command.what_failed(Store(), [None, code], logs)
 
 
-def error(phase: str, text: str, calls: int = 0) -> dict:
-    return {"phase": phase, "text": text, "calls": calls, "traceback": ""}
+def at(phase: str, error: str | None = None, calls: int = 0) -> dict:
+    return {"phase": phase, "more": "", "error": error, "calls": calls, "traceback": ""}
 
 
 def test_the_verdict_on_a_run_that_did_not_end():
     """Only an error or an abort in the parallel model is known to be wrong."""
-    slow = {"status/0": ["forward", ""], "status/1": ["forward", ""]}
+    slow = {"rank 0": at("forward"), "rank 1": at("forward")}
     assert ended(slow)["verdict"] == "NOT KNOWN"
     assert ended({})["failed"] == ["rank 0: has not started", "rank 1: has not started"]
     assert ended(slow, -9)["verdict"] == "NOT KNOWN"
     aborted = ended(slow, -6)
     assert aborted["verdict"] == "WRONG" and "what(): no" in aborted["failed"][1]
-    raised = ended({**slow, "error/1": error("forward", "ValueError: no")})
+    raised = ended({**slow, "rank 1": at("forward", "ValueError: no")})
     assert raised["verdict"] == "WRONG"
     sizes = "RuntimeError: gloo EnforceNotMet: preamble.length"
-    other = ended({**slow, "error/1": error("forward", sizes)})
+    other = ended({**slow, "rank 1": at("forward", sizes)})
     assert other["verdict"] == "WRONG" and "--dtype float32" in other["failed"][-1]
-    text = "RuntimeError: gloo: timed out"
-    lost = ended({**slow, "error/1": error("forward", text)})
+    gone = at("forward", "RuntimeError: gloo: timed out")
+    lost = ended({**slow, "rank 1": gone})
     assert lost["verdict"] == "NOT KNOWN"
+    assert "rank 1 waited for other ranks in vain" in lost["failed"][1]
+    both = ended({"rank 0": at("forward", "ValueError: no"), "rank 1": gone})
+    assert both["failed"][1] == "rank 1 lost the connection"
     for phase, calls in (("importing the file", 0), ("parallelize", 0)):
         with pytest.raises(command.WrongUse, match="ImportError"):
-            ended({"error/1": error(phase, "ImportError", calls)})
-    late = ended({"error/1": error("parallelize", "ValueError: late", 1)})
+            ended({"rank 1": at(phase, "ImportError", calls)})
+    late = ended({"rank 1": at("parallelize", "ValueError: late", 1)})
     assert late["verdict"] == "NOT KNOWN" and "late" in late["failed"][0]
 
 

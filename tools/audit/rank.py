@@ -485,11 +485,11 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=args.timeout)
     store = dist.TCPStore("127.0.0.1", args.port, is_master=False, timeout=limit)
-    last = ["starting"]
+    status = {"error": None}
 
     def report(phase: str, more: str = "") -> None:
-        last[0] = phase
-        store.set(f"status/{rank}", json.dumps([phase, more]))
+        status.update(phase=phase, more=more)
+        store.set(f"rank {rank}", json.dumps(status))
 
     counter = CallCounter(report)
     report("starting")
@@ -516,10 +516,9 @@ def main() -> None:
         report("done")
         dist.barrier()
     except BaseException as error:
-        where = traceback.format_exc()
-        text = in_words(error, counter, args)
-        said = {"phase": last[0], "text": text, "traceback": where}
-        said["calls"] = sum(counter.calls.values())
-        store.set(f"error/{rank}", json.dumps(said))
+        status["error"] = in_words(error, counter, args)
+        status["traceback"] = traceback.format_exc()
+        status["calls"] = sum(counter.calls.values())
+        report(status["phase"], status["more"])
         os._exit(1)
     os._exit(0)
