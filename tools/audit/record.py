@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Step:
-    """One step of training."""
+    """A forward and a backward pass, and what a step of training makes of them."""
 
     loss: float
     grads: dict[str, Tensor | None]
@@ -78,9 +78,8 @@ class Trace:
     recomputed: list[str] = field(default_factory=list)  # with another mask
     other_random: set[str] = field(default_factory=set)  # modules with random numbers
     train_loss: float = 0.0
-    # In train mode, but nothing is dropped: the loss and the gradients.
-    kept_loss: float = 0.0
-    kept: dict[str, Tensor | None] = field(default_factory=dict)
+    kept_loss: float = 0.0  # in train mode, but nothing is dropped
+    kept: dict[str, Tensor | None] = field(default_factory=dict)  # its gradients
     is_train_random: bool = False  # then they cannot be compared
     steps: list[Step] = field(default_factory=list)
 
@@ -190,6 +189,11 @@ def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -
             trace.buffers[name] = local_part(x).double().clone()
 
 
+def is_in_backward() -> bool:
+    """Does autograd run? It may compute modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def main_output(output) -> Tensor | None:
     """The tensor that a module returns: the first one, or Hugging Face's logits."""
     output = getattr(output, "logits", output)
@@ -224,11 +228,10 @@ class Watch:
         self.stack = []  # calls of modules that have not ended, as points
         self.counts = Counter()
         self.held = {}  # id of a tensor → (its point, the tensor, so the id stays)
-        self.is_on = True  # not in backward, where modules may be computed again
         self.handles = add_hooks(model, renamed, self.enter, self.leave)
 
     def enter(self, name: str, module, inputs: tuple, keywords: dict):
-        if not self.is_on:
+        if is_in_backward():
             return None
         call = Point(name, self.counts[name])
         self.counts[name] += 1
@@ -258,7 +261,7 @@ class Watch:
         return view
 
     def leave(self, name: str, module, inputs, output) -> None:
-        if not self.is_on:
+        if is_in_backward():
             return
         point = self.stack.pop()
         output = main_output(output)
@@ -364,7 +367,6 @@ class Dropouts(TorchDispatchMode):
         self.keep_all = keep_all
         self.stack = [""]  # names of modules whose forward runs
         self.inside = 0  # dropout modules among them
-        self.is_backward = False
         self.again = {}  # module → masks of what backward computes again
         self.pending = {}  # id of a mask that is not applied yet → (it, what it drops)
         self.names = {}  # id of a module → its name
@@ -391,16 +393,16 @@ class Dropouts(TorchDispatchMode):
 
     def note(self, name: str, x: Tensor, is_dropped: Tensor) -> None:
         """One dropout: its input, or what it drops."""
-        held = self.again if self.is_backward else self.trace.drop_masks
+        held = self.again if is_in_backward() else self.trace.drop_masks
         if not self.keep_all:
             held.setdefault(name, []).append(copy_of(is_dropped))
-        elif not self.is_backward:
+        elif not is_in_backward():
             self.trace.drop_inputs.setdefault(name, []).append(copy_of(x))
 
     def running(self) -> str:
         """The module of the method that runs: a part of a forward that is computed
         again calls no hook."""
-        if not self.is_backward:
+        if not is_in_backward():
             return self.stack[-1]
         frame = sys._getframe()
         while frame is not None:

@@ -32,7 +32,7 @@ def from_full(model, full, tp_group, names=None, blocks=None, dims=None) -> nn.M
     sources.update(full.named_buffers())
     targets = dict(model.named_parameters())
     targets.update(model.named_buffers())
-    lists = {old: new for old, new in (names or {}).items() if isinstance(new, list)}
+    lists = {old: new for old, new in (names or {}).items() if not isinstance(new, str)}
     renamed = {old: new for old, new in (names or {}).items() if old not in lists}
     for long_name, target in targets.items():
         name = plain_name(long_name, {})
