@@ -16,6 +16,7 @@ from .compare import (
     numbers,
     piece_of,
     pieces_of,
+    scale_of,
     sorted_of,
     wrong_share,
 )
@@ -23,6 +24,11 @@ from .record import Facts, Point, Trace
 
 NONE = torch.zeros(0, dtype=torch.int64)  # a rank that does not have a parameter
 ALLOWED = {"float64": 1e-9, "float32": 2e-4}  # relative difference
+
+
+def inside(names: dict[str, str], module: str) -> set[str]:
+    """The values of the names that are inside of a module."""
+    return {names[name] for name in names if name.startswith(f"{module}.")}
 
 
 class Case:
@@ -78,22 +84,21 @@ class Case:
         """The ranks that have a parameter of this name (experts may be apart)."""
         return [rank for rank, trace in enumerate(self.own) if name in trace.parts]
 
-    def unknown_share(self, name: str) -> list[tuple[int, float]]:
-        """Ranks on which elements are in no parameter of the full model, and how many.
+    def unknown_share(self, name: str) -> tuple[int, float] | None:
+        """The first rank with elements that are in no parameter of the full model, and
+        how many.
 
         Zeros may be padding, if some rank also holds elements of the full model.
         """
-        found = []
-        is_known = any(
-            (self.index[r][name] != PADDING).any() for r in self.holders(name)
-        )
-        for rank in self.holders(name):
+        ranks = self.holders(name)
+        is_known = any((self.index[rank][name] != PADDING).any() for rank in ranks)
+        for rank in ranks:
             unknown = self.index[rank][name] == PADDING
             if is_known:
                 unknown = unknown & (self.own[rank].parts[name] != 0)
             if unknown.any():
-                found.append((rank, unknown.double().mean().item()))
-        return found
+                return rank, unknown.double().mean().item()
+        return None
 
     def is_piece(self, name: str) -> bool:
         return not self.unknown[name]
@@ -159,25 +164,26 @@ class Case:
         linear), its output is that of the last one.
         """
         order = self.modules(self.full)
-        sets = {}
-        for module in filter(None, order):
-            own = {n for n in self.model.names if n.startswith(f"{module}.")}
-            sets[module] = own
-        found = {}
         own_order = self.modules(self.own[0])
+        sets = {m: inside({n: n for n in self.model.names}, m) for m in order if m}
+        tied = self.own[0].tied
+        held = {}  # own parameter → the full model's
+        for name in (*self.owners, *tied):
+            piece = self.pieces[0].get(tied.get(name, name))
+            if piece is not None and piece.owner:
+                held[name] = piece.owner
+        found = {}
         for own in own_order:
-            held = self.owned_by(own) if own and own not in order else set()
-            if not held:
-                continue
-            same = [module for module, names in sets.items() if names == held]
-            if same:
+            names = inside(held, own) if own and own not in order else set()
+            same = [module for module in sets if sets[module] == names]
+            if names and same:
                 found[own] = same[0]
-            elif own in self.owners.values():
+            elif names and own in self.owners.values():
                 # Modules end before those around them: the last small one is a leaf.
-                inside = [m for m in order if sets.get(m) and sets[m] < held]
-                inside.sort(key=lambda module: module.count("."))
-                if inside:
-                    found[own] = inside[-1]
+                smaller = [m for m in sets if sets[m] and sets[m] < names]
+                smaller.sort(key=lambda module: module.count("."))
+                if smaller:
+                    found[own] = smaller[-1]
         for own in own_order:  # modules without parameters (dropout) inside of these
             parent = own.rpartition(".")[0]
             if own not in found and own not in order and parent in found:
@@ -185,16 +191,6 @@ class Case:
                 if name in order:
                     found[own] = name
         return found
-
-    def owned_by(self, own: str) -> set[str]:
-        """Parameters of the full model of which this module holds pieces."""
-        trace = self.own[0]
-        held = set()
-        for alias in (*self.owners, *trace.tied):
-            piece = self.pieces[0].get(trace.tied.get(alias, alias))
-            if alias.startswith(f"{own}.") and piece is not None and piece.owner:
-                held.add(piece.owner)
-        return held
 
     def rename(self, trace: Trace) -> None:
         """Store what a rank recorded under the names of the full model."""
@@ -219,18 +215,14 @@ class Case:
 
     # ---- Tensors that modules pass on
 
-    def calls_differ(self) -> set[str]:
+    def calls_differ(self) -> list[str]:
         """Modules that are called another number of times than in the full model."""
-        found = set()
-        full = filter(None, self.modules(self.full))
-        own = {self.names.get(m, m) for m in self.modules(self.own[0])}
-        for module in full:
-            last = [p.call for p in self.full.order if p.module == module]
-            calls = [p.call for p in self.own[0].values if p.module == module]
-            calls += [p.call for p in self.own[0].same if p.module == module]
-            if module in own and max(calls, default=0) != max(last):
-                found.add(module)
-        return found
+        calls = []
+        for trace in (self.full, self.own[0]):
+            points = sorted([*trace.values, *trace.same])
+            calls.append({point.module: point.call for point in points})  # the last one
+        full, own = calls
+        return [m for m in full if m and m in own and own[m] != full[m]]
 
     def relation_of(self, point: Point, what: str = "value") -> Relation | None:
         """How a tensor ("value") or its gradient ("flow") is related, or None."""
@@ -270,9 +262,6 @@ class Case:
         """Are all these numbers (losses, norms) right?"""
         limit = factor * self.ruler.allowed * max(abs(right), 1e-300)
         return all(abs(value - right) <= limit for value in values)
-
-    def is_forward_right(self) -> bool:
-        return self.are_near([trace.loss for trace in self.own], self.full.loss)
 
     def arrival(self, name: str) -> Relation | None:
         """How the gradient is related that arrives at the module of a parameter."""
@@ -482,22 +471,20 @@ class Case:
 
     def column_partial(self, reader: str, rank: int) -> Tensor | None:
         """dL/dx through the column-parallel linears in a module, on one rank."""
-        total = None
         trace = self.own[rank]
+        terms = []
         for name, weight in trace.parts.items():
             owner = self.owner(name)
-            is_inside = owner == reader or owner.startswith(f"{reader}.")
-            grad = trace.flow(Point(owner))
             piece = self.pieces[rank][name]
-            if not is_inside or grad is None or weight.dim() != 2:
-                continue
             is_column = piece.held is Held.SHARD and piece.dim == 0
-            if is_column and grad.shape[-1] == weight.shape[0]:
-                term = grad.double() @ weight
-                if total is not None and total.shape != term.shape:
-                    return None  # linears of different inputs
-                total = term if total is None else total + term
-        return total
+            grad = trace.flow(Point(owner))
+            if not f"{owner}.".startswith(f"{reader}.") or grad is None:
+                continue
+            if is_column and weight.dim() == 2 and grad.shape[-1] == len(weight):
+                terms.append(grad.double() @ weight)
+        if not terms or any(term.shape != terms[0].shape for term in terms):
+            return None  # no linears, or linears of different inputs
+        return sum(terms)
 
     def is_slice_of(self, got: list, partial: list, expected: Tensor) -> bool:
         """Has each rank its slice of its own partial gradient, instead of the sum's?
@@ -508,15 +495,14 @@ class Case:
             return False
         if any(x.shape != expected.shape for x in partial):
             return False
-        scale = max(expected.abs().max().item(), 1e-300)
+        scale = scale_of(expected)
         if not self.ruler.near(sum(partial).double(), expected.double(), scale):
             return False
         for relation, _ in self.ruler.views(got, expected):
             if relation.kind is Kind.SHARD:
-                widths = [y.shape[relation.dim] for y in got]
-                slices = []
-                for rank, x in enumerate(partial):
-                    slices.append(pieces_of(x, relation.dim, widths)[rank])
-                if self.ruler.all_near(got, slices, scale):
+                dim = relation.dim
+                widths = [x.shape[dim] for x in got]
+                own = [pieces_of(x, dim, widths)[r] for r, x in enumerate(partial)]
+                if self.ruler.all_near(got, own, scale):
                     return True
         return False

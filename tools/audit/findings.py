@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import subjects
 from .case import Case
-from .compare import Held, Kind, numbers
+from .compare import Held, Kind, Relation, numbers
 from .faults import FAULTS, Fault
 from .record import Facts, Point
 from .subjects import Flow, Subject
@@ -96,7 +96,7 @@ class Search:
     def run(self) -> None:
         case = self.case
         self.look(subjects.Start(case))
-        is_right = case.is_forward_right()
+        is_right = case.are_near([trace.loss for trace in case.own], case.full.loss)
         if is_right:
             self.check_gradients()
             if not self.findings:
@@ -113,8 +113,9 @@ class Search:
     def check_parameters(self) -> None:
         case = self.case
         looked = [subjects.Parameter(case, name) for name in case.owners]
-        looked += [subjects.Missing(case, name) for name in case.model.names]
-        looked += [subjects.Buffer(case, name) for name in case.full.buffers]
+        for of, names in ((subjects.Missing, case.model.names),
+                          (subjects.Buffer, case.full.buffers)):  # fmt: skip
+            looked += [of(case, name, name.rpartition(".")[0]) for name in names]
         for subject in looked:
             self.look(subject)
         self.findings.sort(key=lambda found: FAULTS.index(found.fault))
@@ -175,12 +176,16 @@ class Search:
                 return True
         return False
 
+    def gradients_of(self, what: str) -> dict[str, Relation]:
+        """Parameters that can be compared, and how their gradients are related."""
+        case = self.case
+        names = filter(case.is_piece, case.owners)
+        return {name: case.gradient(name, what) for name in names}
+
     def check_gradients(self) -> None:
         """Gradients of parameters, those closest to the loss first."""
         case = self.case
-        for name in case.owners:
-            if case.is_piece(name):
-                self.gradients[name] = case.gradient(name)
+        self.gradients = self.gradients_of("grads")
         wrong = [name for name, how in self.gradients.items() if not how.is_right]
         wrong.sort(key=lambda name: -case.place_of(name))
         if not wrong:
@@ -213,12 +218,9 @@ class Search:
 
     def check_accumulation(self) -> None:
         """Gradients of two batches together, if those of one are right."""
-        case = self.case
-        for name in case.owners:
-            if case.is_piece(name):
-                how = case.gradient(name, "summed")
-                if not how.is_right:
-                    self.look(subjects.Accumulated(case, name))
+        for name, how in self.gradients_of("summed").items():
+            if not how.is_right:
+                self.look(subjects.Accumulated(self.case, name))
 
     def check_train_mode(self) -> None:
         """Loss and gradients in train mode, where nothing is dropped."""
@@ -229,13 +231,13 @@ class Search:
         losses = [trace.kept_loss for trace in case.own]
         if not case.are_near(losses, case.full.kept_loss):
             said = f"{numbers(losses)} on ranks 0, 1, …, not {case.full.kept_loss:.6g}"
-            self.look(subjects.TrainMode(case, "loss", said))
+            self.look(subjects.TrainMode(case, "loss", seen=said))
             return
-        for name in sorted(case.owners, key=case.place_of, reverse=True):
-            if case.is_piece(name):
-                how = case.gradient(name, "kept")
-                if not how.is_right:
-                    self.look(subjects.TrainMode(case, name, f"gradient {how}"))
+        found = self.gradients_of("kept")
+        for name in sorted(found, key=case.place_of, reverse=True):
+            if not found[name].is_right:
+                said = f"gradient {found[name]}"
+                self.look(subjects.TrainMode(case, name, seen=said))
 
     def check_dropout(self) -> None:
         """Replicated tensors drop the same elements on all ranks, shards do not."""
@@ -255,7 +257,8 @@ class Search:
                 if self.look_at_masks(name, right, held, drops):
                     break
         for name in case.own[0].recomputed:
-            self.look(subjects.Recomputed(case, name))
+            said = "its mask in backward is another than in forward"
+            self.look(subjects.Recomputed(case, name, name, said))
         if not any(f.fault.of in DROPOUT for f in self.findings):
             self.look(subjects.TrainLoss(case))
 
@@ -297,7 +300,7 @@ class Search:
         if case.calls_differ():
             found.append(
                 "outputs of modules that are called another number of times: "
-                f"{some(sorted(case.calls_differ()))}"
+                f"{some(case.calls_differ())}"
             )
         buffers = set(case.own[0].odd_buffers)
         for name in case.own[0].buffers:

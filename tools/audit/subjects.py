@@ -33,10 +33,11 @@ class Subject:
     stage = ""  # a finding's name is this and its relation, or else the fault's key
     more = ""  # and these words
 
-    def __init__(self, case: Case, where: str = ""):
+    def __init__(self, case: Case, where: str = "", module: str = "", seen: str = ""):
         self.case = case
         self.where = where or self.where
-        self.module = case.owner(where)
+        self.module = module or case.owner(where)
+        self.seen = seen
 
     def readers(self) -> list[tuple[str, Relation]]:
         """Modules that return a wrong gradient to it."""
@@ -92,7 +93,7 @@ class Parameter(Subject):
         """
         if not self.unknown:
             return ""
-        rank, share = self.unknown[0]
+        rank, share = self.unknown
         x = self.case.own[rank].parts[self.where]
         if not x.any() or (self.case.model.find(x * self.case.ranks) >= 0).all():
             return ""
@@ -142,10 +143,6 @@ class Parameter(Subject):
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
-    def __init__(self, case: Case, name: str):
-        super().__init__(case, name)
-        self.module = name.rpartition(".")[0]
-
     def share(self) -> str:
         case = self.case
         held = [x.flatten() for found in case.index for x in found.values()]
@@ -162,15 +159,9 @@ class Missing(Subject):
 class Buffer(Subject):
     """A buffer that has its name from the full model, if the loss is wrong."""
 
-    def __init__(self, case: Case, name: str):
-        self.case = case
-        self.where = name
-        self.module = name.rpartition(".")[0]
-        held = [trace.buffers.get(name) for trace in case.own]
-        self.relation = case.compare(held, case.full.buffers[name])
-
     def wrong(self) -> str:
-        how = self.relation
+        held = [trace.buffers.get(self.where) for trace in self.case.own]
+        how = self.case.compare(held, self.case.full.buffers[self.where])
         if how is None or how.is_right or how.kind is Kind.SHAPE:
             return ""
         return f"it is {how}"
@@ -558,29 +549,18 @@ def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
 class TrainMode(Subject):
     """A gradient or the loss in train mode, where nothing is dropped."""
 
-    def __init__(self, case: Case, name: str, seen: str):
-        super().__init__(case, name)
-        self.seen = seen
-
 
 class Dropped(Subject):
     """What a dropout drops on each rank: a module's, or one in a module's forward."""
 
     def __init__(self, case: Case, name: str, relation: Relation, masks: list):
-        self.case = case
-        self.where = self.module = name
+        super().__init__(case, name, name, f"input is {relation}")
         self.relation = relation  # of its input
         self.is_same = all(torch.equal(mask, masks[0]) for mask in masks)
-        self.seen = f"input is {relation}"
 
 
 class Recomputed(Subject):
     """A dropout that backward computes again, with another mask."""
-
-    def __init__(self, case: Case, name: str):
-        self.case = case
-        self.where = self.module = name
-        self.seen = "its mask in backward is another than in forward"
 
 
 class TrainLoss(Subject):
@@ -603,7 +583,7 @@ class Step(Subject):
     """One step of training: the loss, the norm and the clipped gradients."""
 
     def __init__(self, case: Case, number: int):
-        self.case = case
+        super().__init__(case)
         self.number = number
         self.full = case.full.steps[number]
         self.own = [trace.steps[number] for trace in case.own]
