@@ -163,8 +163,9 @@ def what_failed(store, ended: list[int | None], logs: list[Path]) -> dict:
     lines = said + lines
     if any(SIZES.search(line) for line in lines):
         lines.append(
-            "Ranks have called with tensors of different sizes. If the code names "
-            "float32 (for an accumulator, a buffer), try --dtype float32."
+            "Ranks have called with tensors of different sizes. Does the number of "
+            "ranks divide the dim that is split? If the code names float32 (for an "
+            "accumulator, a buffer), try --dtype float32."
         )
     return {"verdict": WRONG if is_wrong else UNKNOWN, "failed": lines}
 
