@@ -42,6 +42,7 @@ def findings(subject, steps: int = 2) -> dict:
     return {
         "categories": categories, "texts": texts[:1], "pieces": pieces,
         "not compared": found["not_compared"], "is split": found["is_split"],
+        "changes": [f["change"] for f in found["findings"]],
         "own": [f["category"] for f in found["findings"] if not f["follows"]],
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from audit import command, faults, from_full, rank, subjects
 from audit.compare import FullModel, Kind, Ruler, piece_of
-from audit.record import Dropouts, Point, Trace
+from audit.record import Dropouts, Point, Trace, drop_rate
 from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
@@ -124,6 +124,17 @@ def test_what_follows_has_no_advice_of_its_own(ranks):
     assert ["forward wrong", "attn"] in wrong_piece["categories"]
 
 
+def test_advice_names_modules_or_none(ranks):
+    """Advice about modules names some, and DDP is blamed only if there is one."""
+    for bug in ranks[0]["models"]:
+        for change in bug["changes"]:
+            assert not re.search(r"\{modules|read by \.|backward of :", change), bug
+    stacks = [b for b in ranks[0]["models"] if b["model"] == "stack_subject"]
+    assert stacks[0]["changes"][0].endswith("is read by 1.pair.up.")
+    columns = of_models(ranks, "pieces summed")
+    assert "DistributedDataParallel" not in columns["changes"][0]
+
+
 def test_what_was_not_compared_is_listed(ranks):
     said = {each["model"]: each["not compared"] for each in ranks[0]["right models"]}
     assert said["fused_subject"] == []
@@ -193,10 +204,10 @@ def test_right_models_raise_no_alarm(ranks):
     ([], "name a file"),
     (["no_such_file.py"], "no_such_file.py: no such file"),
     (["tools/check.py"], "tools/check.py does not define build"),
-    (["--example", "tp", "--ranks", "1"], "--ranks 1: take 2 or more"),
-    (["--example", "tp", "--ranks", "100000"], "at most 64, because each rank"),
-    (["--example", "tp", "--clip", "nan"], "--clip nan: must be a number"),
-    (["--example", "tp", "--timeout", "nan"], "--timeout nan: must be a number"),
+    (["--example", "tp", "--ranks", "1"], "--ranks 1: must be from 2 to 64"),
+    (["--example", "tp", "--ranks", "100000"], "from 2 to 64; each is a process of"),
+    (["--example", "tp", "--clip", "nan"], "--clip nan: must be from 1e-12 to "),
+    (["--example", "tp", "--timeout", "nan"], "--timeout nan: must be from 0.001 to "),
     (["--example", "tp", "--json", "/proc/x"], "--json /proc/x: "),
     (["tools/check.py", "--example", "tp"], "take one of them"),
     (["--example", "none"], "invalid choice"),
@@ -345,45 +356,64 @@ def test_a_plan_whose_names_match_nothing(forked_ranks, tmp_path, capsys):
     assert "Nothing is split" in out and "\nNOT KNOWN  my_model.py\n" in out
 
 
-def ended(store, code=None):
+class Store:
+    """What ranks have reported."""
+
+    def __init__(self, held: dict):
+        self.held = held
+
+    def check(self, keys):
+        return keys[0] in self.held
+
+    def get(self, key):
+        return json.dumps(self.held[key])
+
+
+def ended(held: dict, code=None):
     """What is said of two ranks, of which rank 1 has ended with this exit code."""
-
-    class Store:
-        def check(self, keys):
-            return keys[0] in store
-
-        def get(self, key):
-            return json.dumps(store[key])
-
     logs = [SimpleNamespace(read_text=lambda *_: "terminate called\nwhat(): no")] * 2
-    return command.what_failed(Store(), [None, code], logs)
+    return command.what_failed(Store(held), [None, code], logs)
 
 
-def error(phase: str, text: str, calls: int = 0) -> dict:
-    return {"phase": phase, "text": text, "calls": calls, "traceback": ""}
+def at(phase: str, error: str | None = None, calls: int = 0) -> dict:
+    return {"phase": phase, "more": "", "error": error, "calls": calls, "traceback": ""}
 
 
 def test_the_verdict_on_a_run_that_did_not_end():
     """Only an error or an abort in the parallel model is known to be wrong."""
-    slow = {"status/0": ["forward", ""], "status/1": ["forward", ""]}
+    slow = {"rank 0": at("forward"), "rank 1": at("forward")}
     assert ended(slow)["verdict"] == "NOT KNOWN"
     assert ended({})["failed"] == ["rank 0: has not started", "rank 1: has not started"]
     assert ended(slow, -9)["verdict"] == "NOT KNOWN"
     aborted = ended(slow, -6)
     assert aborted["verdict"] == "WRONG" and "what(): no" in aborted["failed"][1]
-    raised = ended({**slow, "error/1": error("forward", "ValueError: no")})
+    raised = ended({**slow, "rank 1": at("forward", "ValueError: no")})
     assert raised["verdict"] == "WRONG"
     sizes = "RuntimeError: gloo EnforceNotMet: preamble.length"
-    other = ended({**slow, "error/1": error("forward", sizes)})
+    other = ended({**slow, "rank 1": at("forward", sizes)})
     assert other["verdict"] == "WRONG" and "--dtype float32" in other["failed"][-1]
-    text = "RuntimeError: gloo: timed out"
-    lost = ended({**slow, "error/1": error("forward", text)})
+    gone = at("forward", "RuntimeError: gloo: timed out")
+    lost = ended({**slow, "rank 1": gone})
     assert lost["verdict"] == "NOT KNOWN"
+    assert "rank 1 waited for other ranks in vain" in lost["failed"][1]
+    both = ended({"rank 0": at("forward", "ValueError: no"), "rank 1": gone})
+    assert both["failed"][1] == "rank 1 lost the connection"
     for phase, calls in (("importing the file", 0), ("parallelize", 0)):
         with pytest.raises(command.WrongUse, match="ImportError"):
-            ended({"error/1": error(phase, "ImportError", calls)})
-    late = ended({"error/1": error("parallelize", "ValueError: late", 1)})
+            ended({"rank 1": at(phase, "ImportError", calls)})
+    late = ended({"rank 1": at("parallelize", "ValueError: late", 1)})
     assert late["verdict"] == "NOT KNOWN" and "late" in late["failed"][0]
+
+
+def test_ranks_that_start_slowly_get_more_time(monkeypatch):
+    monkeypatch.setattr(command, "STARTUP", 2)
+    waited = []
+    for phase in ("starting", "forward"):
+        began = time.time()
+        process = SimpleNamespace(poll=lambda: None)
+        command.watch([process], Store({"rank 0": at(phase)}), 0.01)
+        waited.append(time.time() - began)
+    assert waited[0] > 2 > waited[1]
 
 
 def test_a_rank_has_the_variables_of_torchrun_and_of_the_user(monkeypatch):
@@ -443,10 +473,11 @@ def test_an_error_has_its_module_and_a_hint():
     counter = SimpleNamespace(where=lambda: "attn.o")
     args = SimpleNamespace(path=__file__, dtype="float64")
     try:
-        torch.zeros(2) @ torch.zeros(3)
+        nn.Linear(2, 2)(torch.zeros(3))
     except RuntimeError as error:
         said = rank.in_words(error, counter, args)
     assert "module attn.o" in said and "of test_audit.py" in said
+    assert re.search(r"line \d+ of /\S+/linear.py", said)  # of the library
     error = RuntimeError("Expected mat_a to be Float32, BFloat16 or Float16 matrix")
     assert "--dtype float32" in rank.in_words(error, counter, args)
     assert "sys.exit(3)" in rank.in_words(SystemExit(3), counter, args)
@@ -513,6 +544,13 @@ def test_nothing_is_dropped_in_the_pass_that_is_compared(drop):
         y.sum().backward()
     assert torch.equal(y, x) and torch.equal(x.grad, torch.ones(8))
     assert len(trace.drop_inputs[""]) == 1 and not trace.other_random
+
+
+def test_the_rate_of_a_fused_attention():
+    x = torch.zeros(1)
+    assert drop_rate((x, x, x, 0.3, True), {}) == 0.3
+    assert drop_rate((x, x, x), {"dropout_p": 0.2}) == 0.2
+    assert drop_rate((x, x, x), {}) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

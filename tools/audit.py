@@ -51,7 +51,9 @@ if __name__ == "__main__":  # `import audit` finds the package next to this file
         print("error: this Python has no torch; see README.md, Start", file=sys.stderr)
         sys.exit(2)
     if "AUDIT" in os.environ:
-        from audit.rank import main
-    else:
-        from audit.command import main
-    sys.exit(main())
+        from audit import rank
+
+        rank.main()
+    from audit import command
+
+    sys.exit(command.main(text=__doc__))

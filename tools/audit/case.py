@@ -13,16 +13,22 @@ from .compare import (
     Kind,
     Relation,
     Ruler,
-    multiple_of,
     numbers,
     piece_of,
     pieces_of,
+    scale_of,
     sorted_of,
     wrong_share,
 )
 from .record import Facts, Point, Trace
 
+NONE = torch.zeros(0, dtype=torch.int64)  # a rank that does not have a parameter
 ALLOWED = {"float64": 1e-9, "float32": 2e-4}  # relative difference
+
+
+def inside(names: dict[str, str], module: str) -> set[str]:
+    """The values of the names that are inside of a module."""
+    return {names[name] for name in names if name.startswith(f"{module}.")}
 
 
 class Case:
@@ -37,6 +43,7 @@ class Case:
         allowed = max(ALLOWED[dtype], min(1e-3, 100 * self.first.noise))
         self.ruler = Ruler(self.ranks, allowed)
         self.model = FullModel(self.full.parts)
+        self.vectors = {}  # see compared()
         self.largest = self.vector(self.full.grads).abs().max().item() or 1.0
         self.owners = {}  # parameter → its module, of all ranks
         for trace in self.own:
@@ -77,22 +84,21 @@ class Case:
         """The ranks that have a parameter of this name (experts may be apart)."""
         return [rank for rank, trace in enumerate(self.own) if name in trace.parts]
 
-    def unknown_share(self, name: str) -> list[tuple[int, float]]:
-        """Ranks on which elements are in no parameter of the full model, and how many.
+    def unknown_share(self, name: str) -> tuple[int, float] | None:
+        """The first rank with elements that are in no parameter of the full model, and
+        how many.
 
         Zeros may be padding, if some rank also holds elements of the full model.
         """
-        found = []
-        is_known = any(
-            (self.index[r][name] != PADDING).any() for r in self.holders(name)
-        )
-        for rank in self.holders(name):
+        ranks = self.holders(name)
+        is_known = any((self.index[rank][name] != PADDING).any() for rank in ranks)
+        for rank in ranks:
             unknown = self.index[rank][name] == PADDING
             if is_known:
                 unknown = unknown & (self.own[rank].parts[name] != 0)
             if unknown.any():
-                found.append((rank, unknown.double().mean().item()))
-        return found
+                return rank, unknown.double().mean().item()
+        return None
 
     def is_piece(self, name: str) -> bool:
         return not self.unknown[name]
@@ -102,17 +108,16 @@ class Case:
         return [name for name in self.owners if self.unknown[name]]
 
     def replica_sets(self, name: str) -> list[list[int]]:
-        """Which of the ranks that have a parameter hold the same piece of it.
+        """Which of the ranks that have a parameter began with the same values of it.
 
         A rank is given by its place among the ranks that have the parameter.
         """
         sets = []
-        held = [self.index[rank][name] for rank in self.holders(name)]
-        for place, index in enumerate(held):
-            for places in sets:
-                if torch.equal(held[places[0]], index):
-                    places.append(place)
-                    break
+        held = [self.own[rank].parts[name] for rank in self.holders(name)]
+        for place, x in enumerate(held):
+            same = [places for places in sets if torch.equal(held[places[0]], x)]
+            if same:
+                same[0].append(place)
             else:
                 sets.append([place])
         return sets
@@ -126,16 +131,14 @@ class Case:
     def row(self, name: str) -> dict:
         """A row of the table: which piece the first rank with the parameter holds."""
         ranks = self.holders(name)
-        words = [self.pieces[rank][name].words for rank in ranks]
-        replicated = []
-        for rank in ranks:
-            if self.pieces[rank][name].held is Held.REPLICATED:
-                replicated.append(self.model.owner(int(self.index[rank][name].min())))
-        text = words[0]
+        pieces = [self.pieces[rank][name] for rank in ranks]
+        replicated = [p.owner for p in pieces if p.held is Held.REPLICATED]
+        text = pieces[0].words
         if len(set(replicated)) > 1:
             text = "another one per rank"
-        elif replicated and len(words) < self.ranks:
+        elif replicated and len(ranks) < self.ranks:
             text = f"on rank {', '.join(map(str, ranks))} only"
+        words = [piece.words for piece in pieces]
         return {"parameter": name, "placement": text, "all": words}
 
     def is_split(self) -> bool:
@@ -161,25 +164,26 @@ class Case:
         linear), its output is that of the last one.
         """
         order = self.modules(self.full)
-        sets = {}
-        for module in filter(None, order):
-            own = {n for n in self.model.names if n.startswith(f"{module}.")}
-            sets[module] = own
-        found = {}
         own_order = self.modules(self.own[0])
+        sets = {m: inside({n: n for n in self.model.names}, m) for m in order if m}
+        tied = self.own[0].tied
+        held = {}  # own parameter → the full model's
+        for name in (*self.owners, *tied):
+            piece = self.pieces[0].get(tied.get(name, name))
+            if piece is not None and piece.owner:
+                held[name] = piece.owner
+        found = {}
         for own in own_order:
-            held = self.owned_by(own) if own and own not in order else set()
-            if not held:
-                continue
-            same = [module for module, names in sets.items() if names == held]
-            if same:
+            names = inside(held, own) if own and own not in order else set()
+            same = [module for module in sets if sets[module] == names]
+            if names and same:
                 found[own] = same[0]
-            elif own in self.owners.values():
+            elif names and own in self.owners.values():
                 # Modules end before those around them: the last small one is a leaf.
-                inside = [m for m in order if sets.get(m) and sets[m] < held]
-                inside.sort(key=lambda module: module.count("."))
-                if inside:
-                    found[own] = inside[-1]
+                smaller = [m for m in sets if sets[m] and sets[m] < names]
+                smaller.sort(key=lambda module: module.count("."))
+                if smaller:
+                    found[own] = smaller[-1]
         for own in own_order:  # modules without parameters (dropout) inside of these
             parent = own.rpartition(".")[0]
             if own not in found and own not in order and parent in found:
@@ -187,18 +191,6 @@ class Case:
                 if name in order:
                     found[own] = name
         return found
-
-    def owned_by(self, own: str) -> set[str]:
-        """Parameters of the full model of which this module holds pieces."""
-        held = set()
-        trace = self.own[0]
-        for alias in (*self.owners, *trace.tied):
-            index = self.index[0].get(trace.tied.get(alias, alias))
-            if alias.startswith(f"{own}.") and index is not None:
-                inside = index[index != PADDING]
-                if len(inside):
-                    held.add(self.model.owner(int(inside[0])))
-        return held
 
     def rename(self, trace: Trace) -> None:
         """Store what a rank recorded under the names of the full model."""
@@ -209,7 +201,7 @@ class Case:
             return self.names.get(key, key)
 
         for what in ("values", "same", "callers", "flows", "returned", "writers",
-                     "dropped", "drop_inputs", "drop_masks"):  # fmt: skip
+                     "drop_inputs", "drop_masks"):  # fmt: skip
             found = {}
             for key, value in getattr(trace, what).items():
                 is_name = isinstance(value, Point)
@@ -223,18 +215,14 @@ class Case:
 
     # ---- Tensors that modules pass on
 
-    def calls_differ(self) -> set[str]:
+    def calls_differ(self) -> list[str]:
         """Modules that are called another number of times than in the full model."""
-        found = set()
-        full = filter(None, self.modules(self.full))
-        own = {self.names.get(m, m) for m in self.modules(self.own[0])}
-        for module in full:
-            last = [p.call for p in self.full.order if p.module == module]
-            calls = [p.call for p in self.own[0].values if p.module == module]
-            calls += [p.call for p in self.own[0].same if p.module == module]
-            if module in own and max(calls, default=0) != max(last):
-                found.add(module)
-        return found
+        calls = []
+        for trace in (self.full, self.own[0]):
+            points = sorted([*trace.values, *trace.same])
+            calls.append({point.module: point.call for point in points})  # the last one
+        full, own = calls
+        return [m for m in full if m and m in own and own[m] != full[m]]
 
     def relation_of(self, point: Point, what: str = "value") -> Relation | None:
         """How a tensor ("value") or its gradient ("flow") is related, or None."""
@@ -270,9 +258,10 @@ class Case:
             found.append(point)
         return found
 
-    def is_forward_right(self) -> bool:
-        limit = self.ruler.allowed * max(abs(self.full.loss), 1e-300)
-        return all(abs(t.loss - self.full.loss) <= limit for t in self.own)
+    def are_near(self, values: list[float], right: float, factor: int = 1) -> bool:
+        """Are all these numbers (losses, norms) right?"""
+        limit = factor * self.ruler.allowed * max(abs(right), 1e-300)
+        return all(abs(value - right) <= limit for value in values)
 
     def arrival(self, name: str) -> Relation | None:
         """How the gradient is related that arrives at the module of a parameter."""
@@ -303,41 +292,54 @@ class Case:
 
     # ---- Gradients of parameters
 
-    def gradient(self, name: str, expected: dict, held: str = "grads") -> Relation:
+    def compared(self, name: str, what: str, step: int | None = None) -> tuple:
+        """What the ranks that have a parameter hold of it, and what is right there.
+
+        what: grads, summed or kept of a pass; grads, clipped or after of a step.
+        """
+        ranks = self.holders(name)
+        key = (what, step)
+        if key not in self.vectors:
+            full = self.full if step is None else self.full.steps[step]
+            self.vectors[key] = self.model.vector(getattr(full, what))
+        held = []
+        for rank in ranks:
+            trace = self.own[rank] if step is None else self.own[rank].steps[step]
+            held.append(getattr(trace, what).get(name))
+        return held, [self.expected(rank, name, self.vectors[key]) for rank in ranks]
+
+    def gradient(self, name: str, what: str = "grads") -> Relation:
         """How the ranks' gradients of a parameter are related to the right ones.
 
         The first relation that holds, so the order is from the simple to the rare.
         """
+        near = self.ruler.near
         ranks = self.holders(name)
-        grads = [getattr(self.own[rank], held).get(name) for rank in ranks]
-        vector = self.vector(expected)
-        right = [self.expected(rank, name, vector) for rank in ranks]
+        grads, right = self.compared(name, what)
         scale = self.grad_scale(right)
         if all(name in self.own[rank].frozen for rank in ranks):
-            is_frozen = self.is_frozen_in_full(name)
-            return Relation(Kind.FROZEN if is_frozen else Kind.NONE)
+            is_trained = self.full.grads.get(self.owner_in_full(name)) is not None
+            return Relation(Kind.NONE if is_trained else Kind.FROZEN)
         if any(grad is None for grad in grads):
-            small = self.largest * 1e-6
-            is_zero = all(self.ruler.near(e, 0 * e, small) for e in right)
+            is_zero = all(near(e, 0 * e, self.largest * 1e-6) for e in right)
             return Relation(Kind.RIGHT if is_zero else Kind.NONE)
         if any(g.shape != e.shape for g, e in zip(grads, right)):
-            return Relation(Kind.SHAPE, Kind.SHAPE.value)
+            return Relation(Kind.SHAPE)
         if self.ruler.all_near(grads, right, scale):
             return Relation(Kind.RIGHT)
-        sets = self.replica_sets(name)
         found = None
         if len(ranks) < self.ranks:
-            others = self.in_its_place(name, vector)
+            others = self.in_its_place(name, self.vectors[what, None])
             found = self.over_all_ranks(grads, others, scale)
-        found = found or self.over_replicas(grads, right, sets, scale)
-        if found is None and self.is_tied_apart(name, grads, right, scale, held):
+        found = found or self.over_replicas(name, grads, right, scale)
+        if found is None and self.is_tied_apart(name, what, grads, right, scale):
             found = Relation(Kind.TIED)
         found = found or self.over_all_ranks(grads, right, scale)
-        if found is None and all(self.ruler.near(g, 0 * g, scale) for g in grads):
+        if found is None and all(near(g, 0 * g, scale) for g in grads):
             found = Relation(Kind.ZERO)
-        if held == "grads":
-            found = found or self.of_uses(name, grads, sets, scale)
-        return found or self.rare_relation(grads, right, sets, scale)
+        if found is None and what == "grads":
+            found = self.of_uses(name, grads, scale)
+        return found or self.rare_relation(name, grads, right, scale)
 
     def grad_scale(self, right: list[Tensor]) -> float:
         """What differences are compared with: the parameter's largest gradient."""
@@ -345,17 +347,14 @@ class Case:
         floor = min(1e-2, 1e3 * self.ruler.allowed)  # a key's bias has the gradient 0
         return max(scale, floor * self.largest)
 
-    def is_frozen_in_full(self, name: str) -> bool:
-        """Has the full model no gradient for this parameter either?"""
-        index = self.index[self.holders(name)[0]][name]
-        inside = index[index != PADDING]
-        if not len(inside):
-            return True
-        return self.full.grads.get(self.model.owner(int(inside[0]))) is None
+    def owner_in_full(self, name: str) -> str:
+        """The parameter of the full model of which the first rank holds a piece."""
+        return self.pieces[self.holders(name)[0]][name].owner
 
-    def over_replicas(self, grads, right, sets, scale: float) -> Relation | None:
+    def over_replicas(self, name: str, grads, right, scale: float) -> Relation | None:
         """Is the sum over the ranks with the same piece right, or a factor off?"""
         near = self.ruler.all_near
+        sets = self.replica_sets(name)
         sums = [sum(grads[rank] for rank in ranks) for ranks in sets]
         targets = [right[ranks[0]] for ranks in sets]
         most = max(len(ranks) for ranks in sets)
@@ -365,17 +364,14 @@ class Case:
             return Relation(Kind.SUM)
         if most > 1 and near(sums, targets, scale * most, most):
             return Relation(Kind.MEAN)
-        k = multiple_of(grads, right)
-        if abs(k) > 1e-6 and near(grads, right, scale * max(1, abs(k)), k):
+        k = self.ruler.times(grads, right, scale)
+        if k:
             return Relation(Kind.FACTOR, f"factor {k:.6g}", k)
-        factors = [multiple_of([g], [e]) for g, e in zip(grads, right)]
-        if all(abs(k) > 1e-6 for k in factors):
-            scaled = [k * e for k, e in zip(factors, right)]
-            if near(grads, scaled, scale):
-                words = f"factor per rank {numbers(factors)}"
-                return Relation(Kind.FACTORS, words)
-        k = multiple_of(sums, targets)
-        if most > 1 and abs(k) > 1e-6 and near(sums, targets, scale, k):
+        factors = [self.ruler.times([g], [e], scale) for g, e in zip(grads, right)]
+        if all(factors):
+            return Relation(Kind.FACTORS, f"factor per rank {numbers(factors)}")
+        k = self.ruler.times(sums, targets, scale)
+        if most > 1 and k:
             return Relation(Kind.SCALED_SUM, f"scaled sum, {k:.6g} times", k)
         return None
 
@@ -395,35 +391,30 @@ class Case:
             return None
         if all(torch.equal(e, right[0]) for e in right):
             return None
-        mixed = [sum(right)] * len(grads)
-        k = multiple_of(grads, mixed)
-        if abs(k) > 1e-6 and self.ruler.all_near(grads, mixed, scale, k):
+        k = self.ruler.times(grads, [sum(right)] * len(grads), scale)
+        if k:
             words = f"of several pieces ({self.ruler.factor(k)} their sum)"
             return Relation(Kind.MIXED, words, k)
         return None
 
-    def is_tied_apart(self, name: str, grads, right, scale: float, held: str) -> bool:
+    def is_tied_apart(self, name: str, what: str, grads, right, scale: float) -> bool:
         """Is the sum over several parameters with the same piece right?"""
-        total = list(grads)
-        count = 0
-        ranks = self.holders(name)
-        own = [self.index[rank][name] for rank in ranks]
-        for other in self.own[0].parts:
-            index = [self.index[rank].get(other) for rank in ranks]
-            others = [getattr(self.own[rank], held).get(other) for rank in ranks]
-            if other == name or any(x is None for x in (*index, *others)):
-                continue
-            if all(map(torch.equal, own, index)):
-                total = [x + y for x, y in zip(total, others)]
-                count += 1
-        return count > 0 and self.ruler.all_near(total, right, scale)
+        total = grads
+        for other in self.owners:
+            is_same = all(
+                torch.equal(found.get(name, NONE), found.get(other, NONE))
+                for found in self.index
+            )
+            more, _ = self.compared(other, what)
+            if other != name and is_same and not any(x is None for x in more):
+                total = [x + y for x, y in zip(total, more)]
+        return total is not grads and self.ruler.all_near(total, right, scale)
 
-    def of_uses(self, name: str, grads: list, sets, scale: float) -> Relation | None:
+    def of_uses(self, name: str, grads: list, scale: float) -> Relation | None:
         """A tied weight: is the gradient complete for some of its uses only?"""
         places = self.holders(name)
-        index = self.index[places[0]][name]
-        inside = index[index != PADDING]
-        tied = self.model.owner(int(inside[0])) if len(inside) else ""
+        sets = self.replica_sets(name)
+        tied = self.owner_in_full(name)
         uses = self.first.use_grads.get(tied)
         if not uses:
             return None
@@ -445,7 +436,7 @@ class Case:
             words.append(f"{0 if abs(k) < 1e-6 else k:.4g} × {use}")
         return Relation(Kind.USES, "of its uses: " + " + ".join(words))
 
-    def rare_relation(self, grads, right, sets, scale: float) -> Relation:
+    def rare_relation(self, name: str, grads, right, scale: float) -> Relation:
         near = self.ruler.near
         for place, grad in enumerate(grads):
             others = [e for other, e in enumerate(right) if other != place]
@@ -455,23 +446,19 @@ class Case:
         sorted_grads = [sorted_of(g) for g in grads]
         if self.ruler.all_near(sorted_grads, [sorted_of(e) for e in right], scale):
             return Relation(Kind.PERMUTED)
-        for ranks in sets:
+        for ranks in self.replica_sets(name):
             if any(not near(grads[r], grads[ranks[0]], scale) for r in ranks):
                 return Relation(Kind.REPLICAS)
         return Relation(Kind.UNEXPLAINED)
 
     def wrong_elements(self, name: str) -> str:
         """How much of a gradient is wrong, and where if these are a few rows."""
-        ranks = self.holders(name)
-        vector = self.vector(self.full.grads)
-        right = [self.expected(rank, name, vector) for rank in ranks]
+        grads, right = self.compared(name, "grads")
         limit = self.ruler.allowed * self.grad_scale(right)
-        grads = [self.own[rank].grads.get(name) for rank in ranks]
-        for grad, e in zip(grads, right):
+        rows = []
+        for rank, grad, e in zip(self.holders(name), grads, right):
             if grad is None or grad.shape != e.shape or not grad.numel():
                 return "this gradient cannot be compared element by element"
-        rows = []
-        for rank, grad, e in zip(ranks, grads, right):
             off = (grad - e).abs() > limit
             if e.dim() and off.any():
                 wrong = off.flatten(1).any(1) if e.dim() > 1 else off
@@ -484,22 +471,20 @@ class Case:
 
     def column_partial(self, reader: str, rank: int) -> Tensor | None:
         """dL/dx through the column-parallel linears in a module, on one rank."""
-        total = None
         trace = self.own[rank]
+        terms = []
         for name, weight in trace.parts.items():
             owner = self.owner(name)
-            is_inside = owner == reader or owner.startswith(f"{reader}.")
-            grad = trace.flow(Point(owner))
             piece = self.pieces[rank][name]
-            if not is_inside or grad is None or weight.dim() != 2:
-                continue
             is_column = piece.held is Held.SHARD and piece.dim == 0
-            if is_column and grad.shape[-1] == weight.shape[0]:
-                term = grad.double() @ weight
-                if total is not None and total.shape != term.shape:
-                    return None  # linears of different inputs
-                total = term if total is None else total + term
-        return total
+            grad = trace.flow(Point(owner))
+            if not f"{owner}.".startswith(f"{reader}.") or grad is None:
+                continue
+            if is_column and weight.dim() == 2 and grad.shape[-1] == len(weight):
+                terms.append(grad.double() @ weight)
+        if not terms or any(term.shape != terms[0].shape for term in terms):
+            return None  # no linears, or linears of different inputs
+        return sum(terms)
 
     def is_slice_of(self, got: list, partial: list, expected: Tensor) -> bool:
         """Has each rank its slice of its own partial gradient, instead of the sum's?
@@ -510,15 +495,14 @@ class Case:
             return False
         if any(x.shape != expected.shape for x in partial):
             return False
-        scale = max(expected.abs().max().item(), 1e-300)
+        scale = scale_of(expected)
         if not self.ruler.near(sum(partial).double(), expected.double(), scale):
             return False
         for relation, _ in self.ruler.views(got, expected):
             if relation.kind is Kind.SHARD:
-                widths = [y.shape[relation.dim] for y in got]
-                slices = []
-                for rank, x in enumerate(partial):
-                    slices.append(pieces_of(x, relation.dim, widths)[rank])
-                if self.ruler.all_near(got, slices, scale):
+                dim = relation.dim
+                widths = [x.shape[dim] for x in got]
+                own = [pieces_of(x, dim, widths)[r] for r, x in enumerate(partial)]
+                if self.ruler.all_near(got, own, scale):
                     return True
         return False

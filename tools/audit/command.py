@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
-import math
 import os
 import re
 import signal
@@ -23,9 +21,17 @@ TOOLS = Path(__file__).resolve().parents[1]
 EXAMPLES = Path(__file__).parent / "examples"
 # Phases of a rank before its model is parallel: an error there is wrong use.
 BEFORE = ("importing the file", "build", "batch", "the full model")
+# Phases in which it runs: an error there is a fault of it.
+PARALLEL = ("forward", "backward", "two batches", "dropout", "training")
 OWN = "the audit itself, not your model"
 STARTUP = 100  # seconds in which a rank must have imported torch and the model
-MOST_RANKS = 64
+BOUNDS = {  # flag → least and most, and the reason of the bound
+    "ranks": (2, 64, "; each is a process of about 0.3 GB on this machine"),
+    "steps": (1, 1e6, ""),
+    "clip": (1e-12, 1e12, ""),
+    "seed": (0, 2**60, ""),
+    "timeout": (1e-3, 1e6, ""),
+}
 RIGHT, WRONG, UNKNOWN = "RIGHT", "WRONG", "NOT KNOWN"
 CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
 # What gloo and NCCL say on a rank whose peer has died or never calls, and what they
@@ -102,7 +108,7 @@ def watch(processes: list, store, timeout: float) -> None:
         if statuses != seen:
             seen = statuses
             changed = time.time()
-        is_started = all(phase not in ("", "starting") for phase, _ in statuses)
+        is_started = all(status["phase"] not in ("", "starting") for status in seen)
         if time.time() - changed > (timeout if is_started else max(timeout, STARTUP)):
             return
         if any(process.poll() for process in processes):
@@ -111,10 +117,12 @@ def watch(processes: list, store, timeout: float) -> None:
         time.sleep(0.05)
 
 
-def status_of(store, rank: int) -> tuple[str, str]:
-    """The phase of a rank, and where in it the rank is."""
-    key = f"status/{rank}"
-    return tuple(json.loads(store.get(key))) if store.check([key]) else ("", "")
+def status_of(store, rank: int) -> dict:
+    """The phase of a rank, where in it the rank is, and its error."""
+    key = f"rank {rank}"
+    if not store.check([key]):
+        return {"phase": "", "more": "", "error": None}
+    return json.loads(store.get(key))
 
 
 def what_failed(store, ended: list[int | None], logs: list[Path]) -> dict:
@@ -126,48 +134,40 @@ def what_failed(store, ended: list[int | None], logs: list[Path]) -> dict:
     raised = {}  # error → ranks
     lost = []
     lines = []
-    verdict = UNKNOWN
+    is_wrong = False  # an error of the parallel model
     for rank, code in enumerate(ended):
-        phase, more = status_of(store, rank)
-        where = f"{more}in {phase}" if phase else "has not started"
-        key = f"error/{rank}"
-        error = json.loads(store.get(key)) if store.check([key]) else None
+        status = status_of(store, rank)
+        phase = status["phase"]
+        error = status["error"]
+        where = f"{status['more']}in {phase}" if phase else "has not started"
         if error is None:
             if code:
                 where = f"ended with exit code {code} ({where}){last_words(logs[rank])}"
-                if code in (-signal.SIGABRT, -signal.SIGSEGV) and is_parallel(phase):
-                    verdict = WRONG
+                is_abort = code in (-signal.SIGABRT, -signal.SIGSEGV)
+                is_wrong = is_wrong or (is_abort and phase in PARALLEL)
             lines.append(f"rank {rank}: {where}")
-        elif LOST.search(error["text"]) and not SIZES.search(error["text"]):
-            lost.append((rank, where))
-        else:
-            if error["phase"] == OWN:
-                print(error["traceback"], file=sys.stderr)
-            is_first = error["phase"] == "parallelize" and not error["calls"]
-            if error["phase"] in BEFORE or is_first:
-                raise WrongUse(f"in {error['phase']}: {error['text']}")
-            if is_parallel(error["phase"]):
-                verdict = WRONG
-            text = f"raised {error['text']} (in {error['phase']})"
-            raised.setdefault(text, []).append(rank)
-    said = [f"{ranks_in_words(ranks)} {text}" for text, ranks in raised.items()]
-    if any(SIZES.search(line) for line in [*said, *lines]):
-        lines.append(
-            "Ranks have called with tensors of different sizes. If the code names "
-            "float32 (for an accumulator, a buffer), try --dtype float32."
-        )
-    if raised and lost:
-        names = ranks_in_words([rank for rank, _ in lost])
-        lines = [f"{names} lost the connection", *lines]
-    else:
-        for rank, where in lost:
+        elif LOST.search(error) and not SIZES.search(error):
+            lost.append(rank)
             lines.append(f"rank {rank} waited for other ranks in vain ({where})")
-    return {"verdict": verdict, "failed": said + lines}
-
-
-def is_parallel(phase: str) -> bool:
-    """Does the parallel model run in this phase?"""
-    return phase in ("forward", "backward", "two batches", "dropout", "training")
+        else:
+            if phase == OWN:
+                print(status["traceback"], file=sys.stderr)
+            if phase in BEFORE or (phase == "parallelize" and not status["calls"]):
+                raise WrongUse(f"in {phase}: {error}")
+            is_wrong = is_wrong or phase in PARALLEL
+            raised.setdefault(f"raised {error} (in {phase})", []).append(rank)
+    if raised and lost:
+        lines = [line for line in lines if "in vain" not in line]
+        lines.insert(0, f"{ranks_in_words(lost)} lost the connection")
+    said = [f"{ranks_in_words(ranks)} {text}" for text, ranks in raised.items()]
+    lines = said + lines
+    if any(SIZES.search(line) for line in lines):
+        lines.append(
+            "Ranks have called with tensors of different sizes. Does the number of "
+            "ranks divide the dim that is split? If the code names float32 (for an "
+            "accumulator, a buffer), try --dtype float32."
+        )
+    return {"verdict": WRONG if is_wrong else UNKNOWN, "failed": lines}
 
 
 def last_words(log: Path) -> str:
@@ -193,21 +193,18 @@ def show(result: dict) -> str:
     print(f"\n{result['ranks']} ranks")
     if "failed" in result:
         print("   ✗ the run did not end")
-        for line in result["failed"]:
-            print(wrap(line, "      "))
+        lines = list(result["failed"])
         if result["verdict"] == UNKNOWN:
-            print(
-                wrap("A slow machine? --timeout gives the ranks more time.", "      ")
-            )
+            lines.append("A slow machine? --timeout gives the ranks more time.")
+        for line in lines:
+            print(wrap(line, "      "))
         return result["verdict"]
     print(f"   loss {result['loss']:.8g}, one process {result['full_loss']:.8g}")
     show_parameters(result["parameters"])
     if result["modules"]:
         pairs = [f"{own} is {full}" for own, full in result["modules"].items()]
         print(wrap(f"modules matched by their parameters: {some(pairs)}"))
-    calls = []
-    for name, count in result["calls"].items():
-        calls.append(f"{name.replace(': ', ' ')} {count}")
+    calls = [f"{k.replace(': ', ' ')} {count}" for k, count in result["calls"].items()]
     print(wrap(f"calls of collectives: {'; '.join(calls) or 'none'}"))
     for text in result["warnings"][:3]:
         print(wrap(f"warning in parallelize: {text}"))
@@ -273,13 +270,9 @@ class Parser(argparse.ArgumentParser):
         raise WrongUse(message)
 
 
-def parse_args(arguments: list[str] | None):
-    text = ast.get_docstring(ast.parse((TOOLS / "audit.py").read_text("utf-8")))
-    parser = Parser(
-        prog="audit.py",
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parse_args(arguments: list[str] | None, text: str):
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="audit.py", description=text, formatter_class=kind)
     add = parser.add_argument
     names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
     add("file", nargs="?", type=Path, help="the file that defines the model")
@@ -296,29 +289,13 @@ def parse_args(arguments: list[str] | None):
         raise WrongUse(f"{args.file} and --example {args.example}: take one of them")
     if args.example is None and args.file is None:
         raise WrongUse("name a file, or --example tp")
-    check_numbers(args)
+    for flag, (least, most, why) in BOUNDS.items():
+        value = getattr(args, flag)
+        for number in value if flag == "ranks" else [value]:
+            if not least <= number <= most:
+                text = f"must be from {least:g} to {most:g}{why}"
+                raise WrongUse(f"--{flag} {number}: {text}")
     return args
-
-
-def check_numbers(args) -> None:
-    for ranks in args.ranks:
-        if ranks < 2:
-            raise WrongUse(f"--ranks {ranks}: take 2 or more")
-        if ranks > MOST_RANKS:
-            raise WrongUse(
-                f"--ranks {ranks}: at most {MOST_RANKS}, because each rank is a "
-                "process of about 0.3 GB on this machine"
-            )
-    if args.steps < 1:
-        raise WrongUse(f"--steps {args.steps}: must be 1 or more")
-    for name in ("timeout", "clip"):
-        value = getattr(args, name)
-        if not (math.isfinite(value) and value > 0):
-            raise WrongUse(f"--{name} {value}: must be a number greater than 0")
-    if args.timeout > 1e6:
-        raise WrongUse(f"--timeout {args.timeout:g}: at most 1e6 seconds")
-    if args.seed < 0 or args.seed > 2**60:
-        raise WrongUse(f"--seed {args.seed}: must be from 0 to 2^60")
 
 
 def check_file(path: Path) -> None:
@@ -349,8 +326,7 @@ def on_signal(number, frame):
     raise SystemExit(128 + number)  # `finally` ends the ranks
 
 
-def run(arguments: list[str] | None) -> int:
-    args = parse_args(arguments)
+def run(args) -> int:
     path = EXAMPLES / f"{args.example}.py" if args.example else args.file
     check_file(path)
     if args.json:
@@ -375,10 +351,11 @@ def run(arguments: list[str] | None) -> int:
     return CODES[verdict]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, text: str = "") -> int:
+    """The command. text: its description, which --help prints."""
     before = signal.signal(signal.SIGTERM, on_signal)
     try:
-        code = run(arguments)
+        code = run(parse_args(arguments, text))
         sys.stdout.flush()
         return code
     except WrongUse as error:

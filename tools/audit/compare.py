@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,11 +20,10 @@ class FullModel:
         self.names = list(parts)
         self.shapes = {name: part.shape for name, part in parts.items()}
         self.first = {}  # name → index of its first element in the vector
-        total = 0
+        self.total = 0
         for name, part in parts.items():
-            self.first[name] = total
-            total += part.numel()
-        self.total = total
+            self.first[name] = self.total
+            self.total += part.numel()
         self.values, self.order = self.vector(parts).sort()
 
     def vector(self, parts: dict[str, Tensor | None]) -> Tensor:
@@ -42,10 +42,7 @@ class FullModel:
         return torch.where(found, self.order[place], PADDING).view(part.shape)
 
     def owner(self, index: int) -> str:
-        for name in reversed(self.names):
-            if index >= self.first[name]:
-                return name
-        raise IndexError(index)
+        return next(n for n in reversed(self.names) if index >= self.first[n])
 
     def indices(self, name: str) -> Tensor:
         """The index of each element of one parameter."""
@@ -73,6 +70,7 @@ class Piece:
 
     held: Held
     words: str
+    owner: str = ""  # the parameter of the full model, of several the first
     dim: int | None = None  # of SHARD and BLOCKS: dim, number and count of the pieces
     number: int = 0
     pieces: int = 0
@@ -87,30 +85,40 @@ def piece_of(index: Tensor, full: FullModel, rank: int, ranks: int) -> Piece:
     name = full.owner(int(inside.min()))
     last = full.owner(int(inside.max()))
     if name != last:
-        return Piece(Held.SEVERAL, f"pieces of {name} … {last}")
+        return Piece(Held.SEVERAL, f"pieces of {name} … {last}", name)
     whole = full.indices(name)
     if index.shape == whole.shape and torch.equal(index, whole):
-        return Piece(Held.REPLICATED, Held.REPLICATED.value)
-    found = shard_of(index, whole, rank, ranks) or blocks_of(index, whole, rank, ranks)
-    if found is not None:
-        return found
+        return Piece(Held.REPLICATED, Held.REPLICATED.value, name)
     is_unique = len(inside.unique()) == len(inside)
     held = Held.PERMUTED if is_unique else Held.REPEATED
-    return Piece(held, held.value)
+    found = shard_of(index, whole, name, rank, ranks)
+    return found or Piece(held, held.value, name)
 
 
-def shard_of(index: Tensor, whole: Tensor, rank: int, ranks: int) -> Piece | None:
-    """One of 2 to `ranks` slices along some dim, perhaps with padding after it."""
-    for dim in range(whole.dim()):
-        size = whole.shape[dim]
+def slice_of(x: Tensor, dim: int, width: int, number: int) -> Tensor:
+    """The slice of this number and width along dim; the last ones may be shorter."""
+    first = min(number * width, x.shape[dim])
+    return x.narrow(dim, first, min(width, x.shape[dim] - first))
+
+
+def shard_of(index: Tensor, whole: Tensor, name: str, rank: int, ranks: int):
+    """One of 2 to `ranks` slices along some dim, perhaps with padding after it; or such
+    a slice of each of several blocks (a fused q, k, v)."""
+    for blocks, dim in itertools.product((1, 2, 3, 4), range(whole.dim())):
         for pieces in range(2, ranks + 1):
-            width = -(-size // pieces)
+            if blocks > 1 and whole.shape[dim] % (blocks * pieces):
+                continue
             for number in range(pieces):
-                first = min(number * width, size)
-                part = whole.narrow(dim, first, min(width, size - first))
+                parts = []
+                for block in whole.chunk(blocks, dim):
+                    width = -(-block.shape[dim] // pieces)
+                    parts.append(slice_of(block, dim, width, number))
+                part = torch.cat(parts, dim)
                 if not is_padded_copy(index, part, dim):
                     continue
                 text = f"Shard({dim})"
+                if blocks > 1:
+                    text += f" of each of {blocks} blocks"
                 if index.shape[dim] > part.shape[dim]:
                     text += " with padding"
                 is_others = pieces == ranks and number != rank
@@ -118,7 +126,8 @@ def shard_of(index: Tensor, whole: Tensor, rank: int, ranks: int) -> Piece | Non
                     text += f" over {pieces}, piece {number}"
                 elif is_others:
                     text += f", the piece of rank {number}"
-                return Piece(Held.SHARD, text, dim, number, pieces, is_others)
+                held = Held.SHARD if blocks == 1 else Held.BLOCKS
+                return Piece(held, text, name, dim, number, pieces, is_others)
     return None
 
 
@@ -128,25 +137,7 @@ def is_padded_copy(index: Tensor, part: Tensor, dim: int) -> bool:
         return False
     own = index.narrow(dim, 0, part.shape[dim])
     rest = index.narrow(dim, part.shape[dim], index.shape[dim] - part.shape[dim])
-    return own.shape == part.shape and torch.equal(own, part) and bool((rest < 0).all())
-
-
-def blocks_of(index: Tensor, whole: Tensor, rank: int, ranks: int) -> Piece | None:
-    """A slice of each of several blocks (a fused q, k, v)."""
-    for dim in range(whole.dim()):
-        for count in (2, 3, 4):
-            if whole.shape[dim] % (count * ranks):
-                continue
-            blocks = whole.chunk(count, dim)
-            for number in range(ranks):
-                own = torch.cat([b.chunk(ranks, dim)[number] for b in blocks], dim)
-                if own.shape == index.shape and torch.equal(own, index):
-                    text = f"Shard({dim}) of each of {count} blocks"
-                    if number != rank:
-                        text += f", the piece of rank {number}"
-                    is_others = number != rank
-                    return Piece(Held.BLOCKS, text, dim, number, ranks, is_others)
-    return None
+    return torch.equal(own, part) and bool((rest < 0).all())
 
 
 # ---- How the ranks' tensors are related to the full model's tensor.
@@ -223,6 +214,15 @@ class Ruler:
                 return False
         return True
 
+    def times(self, tensors, pieces, scale: float) -> float:
+        """The k if the tensors are k times their pieces; 0 if they are not."""
+        k = multiple_of(tensors, pieces)
+        if abs(k) < 1e-6 or not self.all_near(
+            tensors, pieces, scale * max(1, abs(k)), k
+        ):
+            return 0.0
+        return k
+
     def views(self, tensors: list[Tensor], expected: Tensor) -> list[tuple]:
         """What the ranks may hold of a tensor: the relation, and a piece per rank."""
         found = []
@@ -248,8 +248,8 @@ class Ruler:
             if not all(self.near(x, tensors[0], scale) for x in tensors):
                 return Relation(Kind.PARTIAL)
         for _, pieces in views:
-            k = multiple_of(tensors, pieces)
-            if abs(k) > 1e-6 and self.all_near(tensors, pieces, scale, k):
+            k = self.times(tensors, pieces, scale)
+            if k:
                 return self.factor(k)
         for _, pieces in views:
             if self.all_near(tensors, pieces, scale * ROUNDING / self.allowed):
@@ -341,11 +341,7 @@ def pieces_of(full: Tensor, dim: int, widths: list[int]) -> list[Tensor]:
     if pieces > ranks or (ranks % pieces and width * (ranks - 1) >= size + width):
         return []
     copies = max(1, ranks // pieces)
-    found = []
-    for rank in range(ranks):
-        first = min(rank // copies * width, size)
-        found.append(full.narrow(dim, first, min(width, size - first)))
-    return found
+    return [slice_of(full, dim, width, rank // copies) for rank in range(ranks)]
 
 
 def multiple_of(tensors: list[Tensor], pieces: list[Tensor]) -> float:

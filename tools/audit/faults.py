@@ -395,7 +395,7 @@ FAULTS = [
       "parameters: backward uses something of an earlier step.",
       "Look for what is stored from one step to the next: a buffer, a cache, a hook.",
       "lesson 03, --break tie"),
-    F(Update, "clip of a parameter", Update.wrong_clipped,
+    F(Update, "clip of a parameter", lambda u: u.wrong_gradient("clipped"),
       "The gradient is right before clip() and wrong after it.",
       "Look at the parameters that clip() gets, and at what it does with this one.",
       "lesson 02, clip_gradients"),
@@ -416,13 +416,13 @@ FAULTS = [
       "differ.",
       "All ranks need the same flags, norms, learning rates and optimizer state.",
       "lesson 02, --break drift; notebook 12, fault 8"),
-    F(Update, "update", lambda u: "optimizer" in u.case.first.has and u.is_wrong(),
+    F(Update, "update", lambda u: "optimizer" in u.case.first.has and u.is_wrong,
       "The gradients after clip() are right and the updated parameter is not: the "
       "optimizer is not elementwise (it takes a norm or a matrix product of a shard).",
       "Gather what the optimizer needs of the full parameter, or use an elementwise "
       "optimizer.",
       "notebook 12, fault 9"),
-    F(Update, "update changed", lambda u: u.is_wrong(),
+    F(Update, "update changed", lambda u: u.is_wrong,
       "The gradients after clip() are right, the optimizer is AdamW, and the parameter "
       "is wrong after the step: something else changes it or its gradient.",
       "Look for hooks on the parameter or the optimizer, and for code that assigns "

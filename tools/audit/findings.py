@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from . import subjects
 from .case import Case
 from .compare import Held, Kind, Relation, numbers
@@ -46,7 +48,7 @@ IN_TRAIN_MODE = (*DROPOUT, subjects.TrainMode)  # the steps are in eval mode
 
 
 class Search:
-    """Finds faults; what must follow from a fault is not looked at."""
+    """Finds faults, in the order of causes."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -57,36 +59,33 @@ class Search:
     def look(self, subject: Subject) -> bool:
         """Add the first fault that this subject has. Has it one?"""
         for fault in FAULTS:
-            if fault.of is not type(subject):
-                continue
-            seen = fault.test(subject)
+            seen = fault.of is type(subject) and fault.test(subject)
             if not seen:
                 continue
             where, seen = seen if isinstance(seen, tuple) else (subject.where, seen)
             texts = [subject.seen, seen if isinstance(seen, str) else ""]
             texts = list(dict.fromkeys(filter(None, texts)))
             found = Finding(fault, subject, where, "; ".join(texts))
-            known = any(
-                found.category.startswith(f.fault.follows) for f in self.findings
-            )
-            if isinstance(subject, subjects.Gradient):
-                arrives = subject.arrives
-                is_unknown = arrives is None or not (
-                    arrives.is_right or subject.is_consequence()
-                )
-                known = bool(self.findings) and (
-                    subject.is_consequence() or (known and is_unknown)
-                )
-            if isinstance(subject, subjects.Output):
-                known = any(self.is_read_by(f, subject.module) for f in self.findings)
-            for other in self.findings:  # one cause, in one module
-                is_same = other.category == found.category and not other.follows
-                if is_same and other.subject.module == subject.module:
-                    known = False
-            found.follows = known
+            found.follows = self.is_consequence(found)
             self.findings.append(found)
             return True
         return False
+
+    def is_consequence(self, found: Finding) -> bool:
+        """Does a fault follow from an earlier one?"""
+        subject = found.subject
+        for other in self.findings:  # one cause, in one module
+            is_same = other.category == found.category and not other.follows
+            if is_same and other.subject.module == subject.module:
+                return False
+        if isinstance(subject, subjects.Output):
+            return any(self.is_read_by(f, subject.module) for f in self.findings)
+        if isinstance(subject, subjects.Gradient) and self.findings:
+            if subject.arrives is not None and subject.arrives.is_right:
+                return False
+            if subject.is_consequence():
+                return True
+        return any(found.category.startswith(f.fault.follows) for f in self.findings)
 
     def is_read_by(self, finding: Finding, module: str) -> bool:
         """Is it a fault of a parameter in this module, known for sure?"""
@@ -96,9 +95,8 @@ class Search:
 
     def run(self) -> None:
         case = self.case
-        start = subjects.Start(case)
-        self.look(start)
-        is_right = case.is_forward_right()
+        self.look(subjects.Start(case))
+        is_right = case.are_near([trace.loss for trace in case.own], case.full.loss)
         if is_right:
             self.check_gradients()
             if not self.findings:
@@ -115,15 +113,12 @@ class Search:
     def check_parameters(self) -> None:
         case = self.case
         looked = [subjects.Parameter(case, name) for name in case.owners]
-        looked += [subjects.Missing(case, name) for name in case.model.names]
-        looked += [subjects.Buffer(case, name) for name in case.full.buffers]
-        before = len(self.findings)
+        for of, names in ((subjects.Missing, case.model.names),
+                          (subjects.Buffer, case.full.buffers)):  # fmt: skip
+            looked += [of(case, name, name.rpartition(".")[0]) for name in names]
         for subject in looked:
             self.look(subject)
-        order = {id(fault): number for number, fault in enumerate(FAULTS)}
-        self.findings[before:] = sorted(
-            self.findings[before:], key=lambda found: order[id(found.fault)]
-        )
+        self.findings.sort(key=lambda found: FAULTS.index(found.fault))
 
     def check_forward(self, is_loss_wrong: bool = True) -> bool:
         """Find the first tensor that is wrong. Is there one?"""
@@ -181,12 +176,16 @@ class Search:
                 return True
         return False
 
+    def gradients_of(self, what: str) -> dict[str, Relation]:
+        """Parameters that can be compared, and how their gradients are related."""
+        case = self.case
+        names = filter(case.is_piece, case.owners)
+        return {name: case.gradient(name, what) for name in names}
+
     def check_gradients(self) -> None:
         """Gradients of parameters, those closest to the loss first."""
         case = self.case
-        for name in case.owners:
-            if case.is_piece(name):
-                self.gradients[name] = case.gradient(name, case.full.grads)
+        self.gradients = self.gradients_of("grads")
         wrong = [name for name, how in self.gradients.items() if not how.is_right]
         wrong.sort(key=lambda name: -case.place_of(name))
         if not wrong:
@@ -219,12 +218,9 @@ class Search:
 
     def check_accumulation(self) -> None:
         """Gradients of two batches together, if those of one are right."""
-        case = self.case
-        for name in case.owners:
-            if case.is_piece(name):
-                how = case.gradient(name, case.full.summed, "summed")
-                if not how.is_right:
-                    self.look(subjects.Accumulated(case, name))
+        for name, how in self.gradients_of("summed").items():
+            if not how.is_right:
+                self.look(subjects.Accumulated(self.case, name))
 
     def check_train_mode(self) -> None:
         """Loss and gradients in train mode, where nothing is dropped."""
@@ -232,58 +228,50 @@ class Search:
         if any(trace.is_train_random for trace in (case.full, *case.own)):
             self.not_compared.append("gradients in train mode")
             return
-        limit = case.ruler.allowed * max(abs(case.full.kept_loss), 1e-300)
         losses = [trace.kept_loss for trace in case.own]
-        if any(abs(loss - case.full.kept_loss) > limit for loss in losses):
+        if not case.are_near(losses, case.full.kept_loss):
             said = f"{numbers(losses)} on ranks 0, 1, …, not {case.full.kept_loss:.6g}"
-            self.look(subjects.TrainMode(case, "loss", said))
+            self.look(subjects.TrainMode(case, "loss", seen=said))
             return
-        for name in sorted(case.owners, key=case.place_of, reverse=True):
-            if case.is_piece(name):
-                how = case.gradient(name, case.full.kept, "kept")
-                if not how.is_right:
-                    self.look(subjects.TrainMode(case, name, f"gradient {how}"))
+        found = self.gradients_of("kept")
+        for name in sorted(found, key=case.place_of, reverse=True):
+            if not found[name].is_right:
+                said = f"gradient {found[name]}"
+                self.look(subjects.TrainMode(case, name, seen=said))
 
     def check_dropout(self) -> None:
         """Replicated tensors drop the same elements on all ranks, shards do not."""
         case = self.case
-        for name in case.own[0].dropped:
-            held = [trace.value(Point(name)) for trace in case.own]
-            relation = case.compare(held, case.full.value(Point(name)))
-            masks = [trace.dropped.get(name, [None])[0] for trace in case.own]
-            self.look_at_masks(name, relation, masks, held)
-        for name, inputs in case.own[0].drop_inputs.items():
+        for name in case.own[0].drop_masks:
+            masks = [trace.drop_masks.get(name, []) for trace in case.own]
+            inputs = [trace.drop_inputs.get(name, []) for trace in case.own]
             full = case.full.drop_inputs.get(name, [])
-            is_known = all(
-                len(trace.drop_inputs.get(name, [])) == len(full)
-                and len(trace.drop_masks.get(name, [])) == len(full)
-                for trace in case.own
-            )
-            if not is_known:
+            if all(x.all() or not x.any() for own in masks for x in own):
+                continue  # no dropout here
+            if any(len(found) != len(full) for found in (*masks, *inputs)):
                 self.not_compared.append(f"dropout in the forward of {name}")
                 continue
-            for number in range(len(inputs)):
-                held = [trace.drop_inputs[name][number] for trace in case.own]
-                relation = case.compare(held, full[number])
-                masks = [trace.drop_masks[name][number] for trace in case.own]
-                self.look_at_masks(name, relation, masks, held)
+            for number, right in enumerate(full):
+                held = [found[number] for found in inputs]
+                drops = [own[number] for own in masks]
+                if self.look_at_masks(name, right, held, drops):
+                    break
         for name in case.own[0].recomputed:
-            self.look(subjects.Recomputed(case, name))
+            said = "its mask in backward is another than in forward"
+            self.look(subjects.Recomputed(case, name, name, said))
         if not any(f.fault.of in DROPOUT for f in self.findings):
             self.look(subjects.TrainLoss(case))
 
-    def look_at_masks(self, name: str, relation: Relation | None, masks, held) -> None:
-        known = [mask for mask in masks if mask is not None]
-        if all(mask.all() or not mask.any() for mask in known):
-            return  # no dropout here
-        if relation is None or not relation.is_right or len(known) < len(masks):
-            self.not_compared.append(f"dropout {name}")
-            return
-        is_replicated = all(
-            x.shape == held[0].shape and (x == held[0]).all() for x in held
-        )
-        if relation.kind is Kind.SAME or not is_replicated:
-            self.look(subjects.Dropped(self.case, name, relation, masks))
+    def look_at_masks(self, name: str, right: Tensor, held: list, masks: list) -> bool:
+        """One call of a dropout. Is it enough to know of this one?"""
+        relation = self.case.compare(held, right)
+        if not relation.is_right:
+            self.not_compared.append(f"dropout in the forward of {name}")
+            return True
+        is_equal = all(x.shape == held[0].shape and (x == held[0]).all() for x in held)
+        if relation.kind is Kind.SHARD and is_equal:
+            return False  # all shards are alike, so equal masks may be right
+        return self.look(subjects.Dropped(self.case, name, relation, masks))
 
     def check_steps(self) -> None:
         """Step by step: the loss, the norm, clipped gradients, updated parameters."""
@@ -312,15 +300,12 @@ class Search:
         if case.calls_differ():
             found.append(
                 "outputs of modules that are called another number of times: "
-                f"{some(sorted(case.calls_differ()))}"
+                f"{some(case.calls_differ())}"
             )
         buffers = set(case.own[0].odd_buffers)
         for name in case.own[0].buffers:
-            full = case.full.buffers.get(name)
-            if (
-                full is None
-                or case.compare([t.buffers.get(name) for t in case.own], full) is None
-            ):
+            held = [trace.buffers.get(name) for trace in case.own]
+            if case.compare(held, case.full.buffers.get(name)) is None:
                 buffers.add(name)
         if buffers:
             found.append(f"buffers: {some(sorted(buffers))}")

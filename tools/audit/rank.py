@@ -36,16 +36,13 @@ from .record import (
     Step,
     Trace,
     Watch,
+    is_dropout,
     local_part,
     main_output,
     parts_of,
     plain_name,
     record_parameters,
 )
-
-OPTIONAL = (
-    "loss", "after_backward", "after_each_backward", "clip", "optimizer", "names",
-)  # fmt: skip
 
 
 def load_subject(path: Path):
@@ -59,26 +56,17 @@ def load_subject(path: Path):
     return module
 
 
-def convert_model(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
-    """Move a model and give it the run's precision; complex buffers stay complex."""
-    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
-
-    def convert(x: Tensor) -> Tensor:
-        if x.is_complex():
-            return x.to(device, wide)
-        return x.to(device, dtype) if x.is_floating_point() else x.to(device)
-
-    return model._apply(convert)
-
-
-def convert_rest(model: nn.Module, dtype: torch.dtype) -> None:
-    """The run's precision for what parallelize() has made in another one, in place:
-    many constructors name a dtype, also of tables of positions."""
+def convert_model(model: nn.Module, device: str, dtype: torch.dtype) -> None:
+    """The run's device and precision for all parameters and buffers, in place."""
     wide = torch.complex128 if dtype == torch.float64 else torch.complex64
     for x in (*model.parameters(), *model.buffers()):
-        same = wide if x.is_complex() else dtype
-        if (x.is_complex() or x.is_floating_point()) and x.dtype != same:
-            x.data = x.data.to(same)
+        same = x.dtype
+        if x.is_complex():
+            same = wide
+        elif x.is_floating_point():
+            same = dtype
+        if x.dtype != same or x.device.type != device.partition(":")[0]:
+            x.data = x.data.to(device, same)
 
 
 def make_values_unique(model: nn.Module) -> None:
@@ -105,10 +93,9 @@ def make_values_unique(model: nn.Module) -> None:
         values[1:][equal] = torch.nextafter(values[:-1][equal], infinity)
         equal = values[1:] <= values[:-1]
     flat[order] = values
-    first = 0
-    for p in parameters:
-        p.data.copy_(flat[first : first + p.numel()].view(p.shape))
-        first += p.numel()
+    pieces = flat.split([p.numel() for p in parameters])
+    for p, piece in zip(parameters, pieces):
+        p.data.copy_(piece.view(p.shape))
 
 
 class Run:
@@ -151,13 +138,18 @@ class Run:
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Backward, and the sums of gradients that the user's training makes."""
         loss.backward()
-        for name, is_due in (
-            ("after_each_backward", True),
-            ("after_backward", is_last),
-        ):
+        names = ["after_each_backward"]
+        if is_last:
+            names.append("after_backward")
+        for name in names:
             function = self.of_user(name)
-            if function is not None and self.tp_group is not None and is_due:
+            if function is not None and self.tp_group is not None:
                 function(self.model)
+
+    def step(self, batch: tuple, is_last: bool = True) -> Step:
+        _, loss = self.forward(batch)
+        self.backward(loss, is_last)
+        return Step(float(local_part(loss)), self.grads())
 
     def grads(self) -> dict[str, Tensor | None]:
         return parts_of(self.model, self.renamed, "grad")
@@ -207,13 +199,11 @@ def prepare_batch(subject, step: int, args, device: str) -> tuple:
     """The user's batch: inputs (a tuple or a dict) and target, in the run's dtype."""
     torch.manual_seed(args.seed + 1000 + step)
     inputs, target = subject.batch(step)
-    dtype = getattr(torch, args.dtype)
 
     def convert(x):
-        if torch.is_tensor(x):
-            x = x.to(device)
-            x = x.to(dtype) if x.is_floating_point() else x
-        return x
+        if torch.is_tensor(x) and x.is_floating_point():
+            return x.to(device, getattr(torch, args.dtype))
+        return x.to(device) if torch.is_tensor(x) else x
 
     if isinstance(inputs, dict):
         return {name: convert(x) for name, x in inputs.items()}, convert(target)
@@ -224,9 +214,8 @@ def prepare_batch(subject, step: int, args, device: str) -> tuple:
 def tensors_of(batch: tuple) -> list[Tensor]:
     """All tensors of a batch, on the CPU."""
     inputs, target = batch
-    found = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
-    found.append(target)
-    return [x.cpu() for x in found if torch.is_tensor(x)]
+    inputs = inputs.values() if isinstance(inputs, dict) else inputs
+    return [x.cpu() for x in (*inputs, target) if torch.is_tensor(x)]
 
 
 # ---- The passes
@@ -238,13 +227,14 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     torch.set_default_dtype(dtype)
     counter.report("build")
     torch.manual_seed(args.seed)
-    full = convert_model(subject.build(), device, dtype)
+    full = subject.build()
+    convert_model(full, device, dtype)
     make_values_unique(full)
     limit = timedelta(seconds=args.timeout)
     tp_group = dist.new_group(list(range(dist.get_world_size())), timeout=limit)
     reference = Run(subject, copy.deepcopy(full).eval(), None, args)
     facts = Facts(full=Trace(), own=Trace())
-    facts.has = [name for name in OPTIONAL if hasattr(subject, name)]
+    facts.has = [name for name in ("clip", "optimizer") if hasattr(subject, name)]
     record_parameters(reference.model, {}, facts.full)
     counter.report("batch")
     batches = [prepare_batch(subject, step, args, device) for step in range(2)]
@@ -254,7 +244,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     facts.use_grads = grads_of_uses(reference, batches[0], facts.full.tied)
     run_passes(reference, batches, facts.full, None)
     model = parallelize(subject, full, tp_group, facts, counter, args)
-    convert_rest(model, dtype)
+    convert_model(model, device, dtype)  # many constructors name another precision
     run = Run(subject, model.eval(), tp_group, args)
     record_parameters(run.model, run.renamed, facts.own)
     facts.has += {type(module).__name__ for module in run.model.modules()}
@@ -287,19 +277,16 @@ def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
     counter.where = lambda: watch.stack[-1].module if watch.stack else ""
     with counter.counting("forward"):
         _, loss = run.forward(batches[0])
-    watch.is_on = False
     trace.loss = float(local_part(loss))
     with counter.counting("backward"):
         run.backward(loss)
     watch.remove()
     trace.grads = run.grads()
-    if run.of_user("after_backward") is not None:  # it comes after the last pass only
-        run.clear()
-        with counter.counting("two batches"):
-            run.backward(run.forward(batches[0])[1], is_last=False)
     with counter.counting("two batches"):
-        run.backward(run.forward(batches[1])[1])
-    trace.summed = run.grads()
+        if run.of_user("after_backward") is not None:  # after the last pass only
+            run.clear()
+            run.step(batches[0], is_last=False)
+        trace.summed = run.step(batches[1]).grads
     run_in_train_mode(run, batches[0], trace, counter)
     run.clear()
 
@@ -307,37 +294,30 @@ def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
 def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
     """Two passes in train mode: one that drops nothing, so that its gradients can be
     compared, and one that shows what dropout drops. Buffers are put back after each."""
-    buffers = [(x, x.detach().clone()) for x in run.model.buffers()]
-    names = [plain_name(name, run.renamed) for name, _ in run.model.named_buffers()]
-    changed = set()
+    buffers = []
+    for name, x in run.model.named_buffers():
+        buffers.append((plain_name(name, run.renamed), x, x.detach().clone()))
     for keep_all in (True, False):
         run.clear()
-        run.model.train()
-        if keep_all:
-            for module in run.model.modules():
-                if "dropout" in type(module).__name__.lower():
-                    module.eval()
+        for module in run.model.train().modules():
+            if keep_all and is_dropout(module):
+                module.eval()
         dropouts = Dropouts(run.model, run.renamed, trace, keep_all)
-        counter.where = lambda dropouts=dropouts: dropouts.stack[-1]
+        counter.where = dropouts.running
         # To the end, otherwise a recomputed dropout that comes last calls no hook.
         with set_checkpoint_early_stop(False), counter.counting("dropout"), dropouts:
-            _, loss = run.forward(batch)
-            dropouts.is_backward = True
-            if not keep_all:
-                loss.backward()
-        if keep_all:
-            with set_checkpoint_early_stop(False), dropouts:
-                run.backward(loss)
-            trace.kept_loss = float(local_part(loss))
-            trace.kept = run.grads()
+            step = run.step(batch)
         dropouts.remove()
-        for name, (x, before) in zip(names, buffers):
-            if not torch.equal(x, before):
-                changed.add(name)
+        if keep_all:
+            trace.kept_loss = step.loss
+            trace.kept = step.grads
+        trace.train_loss = step.loss
+        changed = [name for name, x, before in buffers if not torch.equal(x, before)]
+        trace.odd_buffers.update(changed)
+        trace.is_train_random |= bool(changed)
+        for _, x, before in buffers:
             x.data.copy_(before)
-    trace.is_train_random = bool(changed or trace.other_random)
-    trace.odd_buffers |= changed
-    trace.train_loss = float(local_part(loss))
+    trace.is_train_random |= bool(trace.other_random)
     run.model.eval()
 
 
@@ -349,23 +329,23 @@ def noise_of(reference: Run, batch: tuple, args) -> float:
     """
     probe = Run(reference.subject, copy.deepcopy(reference.model), None, args)
     generator = torch.Generator().manual_seed(4321)
-    gradients = []
     casts = Casts()
-    for step in range(2):
-        size = 0.0
-        if step == 1:
-            size = casts.eps if args.dtype == "float64" else 1e-7
+
+    def found(size: float) -> Tensor:
+        """The loss and all gradients, with parameters that are so much off."""
         probe.clear()
         for p in probe.model.parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.data *= (1 + size * noise).to(p)
         with casts:
-            _, loss = probe.forward(batch)
-        probe.backward(loss)
-        found = [x.flatten() for x in probe.grads().values() if x is not None]
-        gradients.append(torch.cat([loss.detach().double().cpu().view(1), *found]))
-    largest = gradients[0].abs().max().item() or 1.0
-    return (gradients[1] - gradients[0]).abs().max().item() / largest
+            step = probe.step(batch)
+        flat = [x.flatten() for x in step.grads.values() if x is not None]
+        return torch.cat([torch.tensor([step.loss]).double(), *flat])
+
+    right = found(0.0)
+    changed = found(casts.eps if args.dtype == "float64" else 1e-7)
+    largest = right.abs().max().item() or 1.0
+    return (changed - right).abs().max().item() / largest
 
 
 def grads_of_uses(reference: Run, batch: tuple, tied: dict[str, str]) -> dict:
@@ -380,8 +360,7 @@ def grads_of_uses(reference: Run, batch: tuple, tied: dict[str, str]) -> dict:
         setattr(module, use.rpartition(".")[2], own)
         copies[first][use.rpartition(".")[0]] = own
     probe = Run(reference.subject, untied, None, reference.args)
-    _, loss = probe.forward(batch)
-    probe.backward(loss)
+    probe.step(batch)
     grads = {}
     for first, uses in copies.items():
         found = {use: p.grad for use, p in uses.items() if p.grad is not None}
@@ -406,9 +385,7 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
             which.clear()
             phase = "a full step" if which is reference else "training"
             with counter.counting(phase):
-                _, loss = which.forward(batch)
-                which.backward(loss)
-                step = Step(float(local_part(loss)), which.grads())
+                step = which.step(batch)
                 step.norm = which.clip(args.clip)
             if which is reference:
                 full_norm = step.norm
@@ -497,11 +474,11 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=args.timeout)
     store = dist.TCPStore("127.0.0.1", args.port, is_master=False, timeout=limit)
-    last = ["starting"]
+    status = {"error": None}
 
     def report(phase: str, more: str = "") -> None:
-        last[0] = phase
-        store.set(f"status/{rank}", json.dumps([phase, more]))
+        status.update(phase=phase, more=more)
+        store.set(f"rank {rank}", json.dumps(status))
 
     counter = CallCounter(report)
     report("starting")
@@ -528,10 +505,9 @@ def main() -> None:
         report("done")
         dist.barrier()
     except BaseException as error:
-        where = traceback.format_exc()
-        text = in_words(error, counter, args)
-        said = {"phase": last[0], "text": text, "traceback": where}
-        said["calls"] = sum(counter.calls.values())
-        store.set(f"error/{rank}", json.dumps(said))
+        status["error"] = in_words(error, counter, args)
+        status["traceback"] = traceback.format_exc()
+        status["calls"] = sum(counter.calls.values())
+        report(status["phase"], status["more"])
         os._exit(1)
     os._exit(0)

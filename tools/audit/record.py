@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Step:
-    """One step of training."""
+    """A forward and a backward pass, and what a step of training makes of them."""
 
     loss: float
     grads: dict[str, Tensor | None]
@@ -71,16 +72,14 @@ class Trace:
     flows: dict[Point, Tensor] = field(default_factory=dict)  # dL/d(tensor)
     returned: dict[Point, Tensor] = field(default_factory=dict)  # input → its gradient
     writers: dict[Point, Point] = field(default_factory=dict)  # input → whose output
-    dropped: dict[str, list[Tensor]] = field(default_factory=dict)  # module → masks
-    # Dropout that a function makes: module → inputs (nothing dropped), and masks.
+    # Dropout, by module: its inputs if nothing is dropped, and what is dropped.
     drop_inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     drop_masks: dict[str, list[Tensor]] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)  # with another mask
     other_random: set[str] = field(default_factory=set)  # modules with random numbers
     train_loss: float = 0.0
-    # In train mode, but nothing is dropped: the loss and the gradients.
-    kept_loss: float = 0.0
-    kept: dict[str, Tensor | None] = field(default_factory=dict)
+    kept_loss: float = 0.0  # in train mode, but nothing is dropped
+    kept: dict[str, Tensor | None] = field(default_factory=dict)  # its gradients
     is_train_random: bool = False  # then they cannot be compared
     steps: list[Step] = field(default_factory=list)
 
@@ -190,6 +189,11 @@ def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -
             trace.buffers[name] = local_part(x).double().clone()
 
 
+def is_in_backward() -> bool:
+    """Does autograd run? It may compute modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def main_output(output) -> Tensor | None:
     """The tensor that a module returns: the first one, or Hugging Face's logits."""
     output = getattr(output, "logits", output)
@@ -198,6 +202,17 @@ def main_output(output) -> Tensor | None:
     if isinstance(output, (tuple, list)) and output:
         output = output[0]
     return output if is_real(output) else None
+
+
+def add_hooks(model: nn.Module, renamed: dict[str, str], enter, leave) -> list:
+    """Call enter(name, module, …) before each module's forward, and leave after it."""
+    handles = []
+    for long_name, module in model.named_modules():
+        name = plain_name(long_name, renamed)
+        before = partial(enter, name)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(leave, name)))
+    return handles
 
 
 class Watch:
@@ -213,32 +228,20 @@ class Watch:
         self.stack = []  # calls of modules that have not ended, as points
         self.counts = Counter()
         self.held = {}  # id of a tensor → (its point, the tensor, so the id stays)
-        self.is_on = True  # not in backward, where modules may be computed again
-        self.handles = []
-        for long_name, module in model.named_modules():
-            name = plain_name(long_name, renamed)
-            enter = self.enter_hook(name)
-            self.handles.append(
-                module.register_forward_pre_hook(enter, with_kwargs=True)
-            )
-            self.handles.append(module.register_forward_hook(self.leave_hook(name)))
+        self.handles = add_hooks(model, renamed, self.enter, self.leave)
 
-    def enter_hook(self, name: str):
-        def hook(module, inputs, keywords):
-            if not self.is_on:
-                return None
-            call = Point(name, self.counts[name])
-            self.counts[name] += 1
-            views = {}
-            for number, x in enumerate((*inputs, *keywords.values())):
-                if is_real(x) and id(x) not in views:
-                    slot = call._replace(slot=f"input {number}")
-                    views[id(x)] = self.read(x, slot)
-            self.stack.append(call)
-            inputs = tuple(views.get(id(x), x) for x in inputs)
-            return inputs, {key: views.get(id(x), x) for key, x in keywords.items()}
-
-        return hook
+    def enter(self, name: str, module, inputs: tuple, keywords: dict):
+        if is_in_backward():
+            return None
+        call = Point(name, self.counts[name])
+        self.counts[name] += 1
+        views = {}
+        for number, x in enumerate((*inputs, *keywords.values())):
+            if is_real(x) and id(x) not in views:
+                views[id(x)] = self.read(x, call._replace(slot=f"input {number}"))
+        self.stack.append(call)
+        inputs = tuple(views.get(id(x), x) for x in inputs)
+        return inputs, {key: views.get(id(x), x) for key, x in keywords.items()}
 
     def read(self, x: Tensor, slot: Point) -> Tensor:
         """The same tensor for one reader, whose gradient is recorded."""
@@ -257,21 +260,16 @@ class Watch:
         view.register_hook(lambda grad: add_to(self.trace.returned, slot, grad))
         return view
 
-    def leave_hook(self, name: str):
-        def hook(module, inputs, output):
-            if not self.is_on:
-                return
-            point = self.stack.pop()
-            output = main_output(output)
-            if output is None:
-                return
-            if id(output) in self.held:
-                self.trace.same[point] = self.held[id(output)][0]
-                self.list_point(point)
-            else:
-                self.note(point, output)
-
-        return hook
+    def leave(self, name: str, module, inputs, output) -> None:
+        if is_in_backward():
+            return
+        point = self.stack.pop()
+        output = main_output(output)
+        if output is not None and id(output) in self.held:
+            self.trace.same[point] = self.held[id(output)][0]
+            self.list_point(point)
+        elif output is not None:
+            self.note(point, output)
 
     def list_point(self, point: Point) -> None:
         self.trace.order.append(point)
@@ -279,12 +277,11 @@ class Watch:
             self.trace.callers[point] = self.stack[-1]
 
     def note(self, point: Point, x: Tensor) -> None:
-        trace = self.trace
         self.list_point(point)
-        trace.values[point] = copy_of(x)
+        self.trace.values[point] = copy_of(x)
         self.held[id(x)] = (point, x)
         if x.requires_grad:
-            x.register_hook(lambda grad: add_to(trace.flows, point, grad))
+            x.register_hook(lambda grad: add_to(self.trace.flows, point, grad))
 
     def remove(self) -> None:
         self.held.clear()
@@ -319,9 +316,7 @@ class CallCounter(TorchDispatchMode):
         match = re.match(r"_?c10d(?:_functional)?::(\w+)", func._schema.name)
         if match is None or "wait" in match[1] or "autograd" in match[1]:
             return func(*args, **(kwargs or {}))
-        name = match[1].replace("_", "").removesuffix("base")
-        for word in ("coalesced", "intotensor", "tensor"):
-            name = name.replace(word, "")
+        name = re.sub("_|coalesced|into|tensor|base_?$", "", match[1])
         name = COLLECTIVES.get(name, name)
         self.calls[f"{self.phase}: {name}"] += 1
         where = f"{name}, its collective number {sum(self.calls.values())}"
@@ -354,6 +349,10 @@ class Casts(TorchDispatchMode):
         return out
 
 
+def is_dropout(module: nn.Module) -> bool:
+    return "dropout" in type(module).__name__.lower()
+
+
 class Dropouts(TorchDispatchMode):
     """Records what is dropped in a pass in train mode, by modules and by functions.
 
@@ -368,54 +367,43 @@ class Dropouts(TorchDispatchMode):
         self.keep_all = keep_all
         self.stack = [""]  # names of modules whose forward runs
         self.inside = 0  # dropout modules among them
-        self.is_backward = False
-        self.masks = {}  # module → masks of forward, of modules and of functions
-        self.again = {}  # the same of what backward computes again
+        self.again = {}  # module → masks of what backward computes again
         self.pending = {}  # id of a mask that is not applied yet → (it, what it drops)
         self.names = {}  # id of a module → its name
-        self.handles = []
-        for long_name, module in model.named_modules():
-            name = plain_name(long_name, renamed)
-            self.names[id(module)] = name
-            self.add_hooks(name, module)
+        for name, module in model.named_modules():
+            self.names[id(module)] = plain_name(name, renamed)
+        self.handles = add_hooks(model, renamed, self.enter, self.leave)
 
-    def add_hooks(self, name: str, module: nn.Module) -> None:
-        is_dropout = "dropout" in type(module).__name__.lower()
+    def enter(self, name: str, module, inputs, keywords) -> None:
+        self.stack.append(name)
+        self.inside += is_dropout(module)
 
-        def enter(module, inputs):
-            self.stack.append(name)
-            self.inside += is_dropout
+    def leave(self, name: str, module, inputs, output) -> None:
+        self.stack.pop()
+        if not is_dropout(module):
+            return
+        self.inside -= 1
+        if is_real(output):
+            is_dropped = local_part(output) == 0
+            in_place = getattr(module, "inplace", False)
+            if inputs and torch.is_tensor(inputs[0]) and not in_place:
+                # What was zero before, like masked weights, is not dropped.
+                is_dropped = is_dropped & (local_part(inputs[0]) != 0)
+            self.note(name, output, is_dropped)
 
-        def leave(module, inputs, output):
-            self.stack.pop()
-            self.inside -= is_dropout
-            if is_dropout and not self.keep_all and is_real(output):
-                is_dropped = local_part(output) == 0
-                in_place = getattr(module, "inplace", False)
-                if inputs and torch.is_tensor(inputs[0]) and not in_place:
-                    # What was zero before, like masked weights, is not dropped.
-                    is_dropped = is_dropped & (local_part(inputs[0]) != 0)
-                self.keep(name, is_dropped, self.trace.dropped)
-
-        self.handles.append(module.register_forward_pre_hook(enter))
-        self.handles.append(module.register_forward_hook(leave))
-
-    def keep(self, name: str, is_dropped: Tensor, masks: dict) -> None:
-        held = self.again if self.is_backward else self.masks
-        held.setdefault(name, []).append(is_dropped)
-        if not self.is_backward:
-            masks.setdefault(name, []).append(is_dropped)
-
-    def keep_of_function(self, x: Tensor, is_dropped: Tensor) -> None:
-        name = self.running() if self.is_backward else self.stack[-1]
-        if self.keep_all and not self.is_backward:
+    def note(self, name: str, x: Tensor, is_dropped: Tensor) -> None:
+        """One dropout: its input, or what it drops."""
+        held = self.again if is_in_backward() else self.trace.drop_masks
+        if not self.keep_all:
+            held.setdefault(name, []).append(copy_of(is_dropped))
+        elif not is_in_backward():
             self.trace.drop_inputs.setdefault(name, []).append(copy_of(x))
-        elif not self.keep_all:
-            self.keep(name, copy_of(is_dropped), self.trace.drop_masks)
 
     def running(self) -> str:
         """The module of the method that runs: a part of a forward that is computed
         again calls no hook."""
+        if not is_in_backward():
+            return self.stack[-1]
         frame = sys._getframe()
         while frame is not None:
             owner = id(frame.f_locals.get("self"))
@@ -429,28 +417,24 @@ class Dropouts(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         name = func._schema.name.removeprefix("aten::")
-        if self.inside and not self.keep_all:
-            return func(*args, **kwargs)
-        if name == "native_dropout" and not self.inside:
-            if self.keep_all:
-                self.keep_of_function(args[0], args[0])
-                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-            out = func(*args, **kwargs)
-            self.keep_of_function(args[0], ~out[1])
-            return out
         if name == "native_dropout_backward" and self.keep_all:
             return args[0].clone()
         out = func(*args, **kwargs)
-        if name in ("bernoulli_", "bernoulli"):
-            if not self.inside:
-                self.pending[id(out)] = (out, copy_of(out) == 0, self.stack[-1])
+        if self.inside:
+            return out
+        if name == "native_dropout":
+            self.note(self.running(), args[0], ~out[1])
+            if self.keep_all:
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        elif name in ("bernoulli_", "bernoulli"):
+            self.pending[id(out)] = (out, copy_of(out) == 0, self.stack[-1])
             if self.keep_all:  # F.dropout divides by the share that is kept
                 out.fill_(args[1] if type(args[-1]) is float else 1)
         elif name in ("mul", "mul_") and self.pending:
             for x, noise in ((args[0], args[1]), (args[1], args[0])):
                 if id(noise) in self.pending and torch.is_tensor(x):
-                    self.keep_of_function(x, self.pending.pop(id(noise))[1])
-        elif torch.Tag.nondeterministic_seeded in func.tags and not self.inside:
+                    self.note(self.running(), x, self.pending.pop(id(noise))[1])
+        elif torch.Tag.nondeterministic_seeded in func.tags:
             first = out[0] if isinstance(out, (tuple, list)) else out
             is_used = "scaled_dot_product" not in name or drop_rate(args, kwargs) > 0
             if is_used and torch.is_tensor(first) and first.numel() > 1:
@@ -462,7 +446,7 @@ class Dropouts(TorchDispatchMode):
             handle.remove()
         for _, _, name in self.pending.values():  # used in another way
             self.trace.other_random.add(name)
-        known = [mask for masks in self.masks.values() for mask in masks]
+        known = [mask for masks in self.trace.drop_masks.values() for mask in masks]
         for name, masks in self.again.items():
             for mask in masks:
                 if not any(torch.equal(mask, other) for other in known):

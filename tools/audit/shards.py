@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .compare import slice_of
 from .record import plain_name
 
 
@@ -27,40 +28,33 @@ def from_full(model, full, tp_group, names=None, blocks=None, dims=None) -> nn.M
 
     Returns the model. Raises ValueError for a parameter that has no counterpart.
     """
-    rank = tp_group.rank()
-    ranks = tp_group.size()
     sources = dict(full.named_parameters(remove_duplicate=False))
     sources.update(full.named_buffers())
-    targets = [*model.named_parameters(), *model.named_buffers()]
-    renamed = {}
-    lists = {}
-    for old, new in (names or {}).items():
-        (renamed if isinstance(new, str) else lists)[old] = new
-    buffers = dict(model.named_buffers())
-    for long_name, target in targets:
+    targets = dict(model.named_parameters())
+    targets.update(model.named_buffers())
+    lists = {old: new for old, new in (names or {}).items() if not isinstance(new, str)}
+    renamed = {old: new for old, new in (names or {}).items() if old not in lists}
+    for long_name, target in targets.items():
         name = plain_name(long_name, {})
         parts = lists.get(name, [plain_name(long_name, renamed)])
         missing = [part for part in parts if part not in sources]
-        if missing:
-            if long_name in buffers:
-                continue  # a buffer of the parallel model alone
+        if missing and isinstance(target, nn.Parameter):
             raise ValueError(
                 f"from_full: the full model has no {missing[0]} (for {name})"
             )
-        if isinstance(target, DTensor):
-            shard = distribute_tensor(
-                sources[parts[0]].detach(), target.device_mesh, target.placements
-            )
-            target.copy_(shard)
-            continue
+        if missing:
+            continue  # a buffer of the parallel model alone
+        source = sources[parts[0]].detach()
         sizes = (blocks or {}).get(name)
-        dim = (dims or {}).get(name)
-        slices = []
-        for part in parts:
-            source = sources[part].detach()
-            slices += slices_of(source, target, sizes, dim, len(parts), rank, ranks)
-        dim = sharded_dim(sources[parts[0]], target, dim, len(parts))
-        value = torch.cat(slices, dim or 0) if target.dim() else slices[0]
+        if len(parts) > 1:
+            sizes = [len(sources[part]) for part in parts]
+            source = torch.cat([sources[part].detach() for part in parts])
+        if isinstance(target, DTensor):
+            mesh = target.device_mesh
+            value = distribute_tensor(source, mesh, target.placements)
+        else:
+            dim = (dims or {}).get(name, sharded_dim(source, target))
+            value = own_slice(source, target, dim, sizes, tp_group)
         if value.shape != target.shape:
             raise ValueError(
                 f"from_full: {name} is {list(target.shape)}, and this rank's slice is "
@@ -70,31 +64,25 @@ def from_full(model, full, tp_group, names=None, blocks=None, dims=None) -> nn.M
     return model
 
 
-def sharded_dim(source: Tensor, target: Tensor, dim: int | None, parts: int):
+def sharded_dim(source: Tensor, target: Tensor) -> int | None:
     """The one dim along which the shapes differ, or None."""
-    if dim is not None or source.dim() != target.dim():
-        return dim
-    shape = list(target.shape)
-    if parts > 1 and shape:  # parts are concatenated along the first dim
-        return 0
-    differ = [d for d, (a, b) in enumerate(zip(source.shape, shape)) if a != b]
+    if source.dim() != target.dim():
+        return None
+    differ = [d for d in range(source.dim()) if source.shape[d] != target.shape[d]]
     return differ[0] if len(differ) == 1 else None
 
 
-def slices_of(source, target, sizes, dim, parts: int, rank: int, ranks: int) -> list:
-    """This rank's slice of each block of a full tensor."""
-    dim = sharded_dim(source, target, dim, parts)
+def own_slice(source, target, dim: int | None, sizes: list | None, group) -> Tensor:
+    """This rank's slice of each block of a full tensor, with zeros where it ends."""
     if dim is None:
-        return [source]
+        return source
+    ranks = group.size()
     found = []
-    for block in source.split(sizes or [source.shape[dim]], dim):
-        width = -(-block.shape[dim] // ranks)
-        if sizes is None and parts == 1:
-            width = target.shape[dim]
-        pieces = max(1, -(-block.shape[dim] // width))
-        first = min(rank * min(pieces, ranks) // ranks * width, block.shape[dim])
-        own = block.narrow(dim, first, min(width, block.shape[dim] - first))
+    for block in source.split(sizes or source.shape[dim], dim):
+        width = -(-block.shape[dim] // ranks) if sizes else target.shape[dim]
+        pieces = min(ranks, -(-block.shape[dim] // width))  # fewer ones are shared
+        own = slice_of(block, dim, width, group.rank() * pieces // ranks)
         padding = list(own.shape)
         padding[dim] = width - own.shape[dim]
         found.append(torch.cat([own, own.new_zeros(padding)], dim))
-    return found
+    return torch.cat(found, dim)

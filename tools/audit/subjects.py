@@ -33,10 +33,11 @@ class Subject:
     stage = ""  # a finding's name is this and its relation, or else the fault's key
     more = ""  # and these words
 
-    def __init__(self, case: Case, where: str = ""):
+    def __init__(self, case: Case, where: str = "", module: str = "", seen: str = ""):
         self.case = case
         self.where = where or self.where
-        self.module = case.owner(where)
+        self.module = module or case.owner(where)
+        self.seen = seen
 
     def readers(self) -> list[tuple[str, Relation]]:
         """Modules that return a wrong gradient to it."""
@@ -49,12 +50,11 @@ class Start(Subject):
     where = "batch"
 
     def other_batch(self) -> str:
+        first = self.case.first.batch
         found = []
         for rank, facts in enumerate(self.case.everyone):
-            same = len(facts.batch) == len(self.case.first.batch)
-            if not same or not all(
-                map(torch.equal, facts.batch, self.case.first.batch)
-            ):
+            same = len(facts.batch) == len(first)
+            if not same or not all(map(torch.equal, facts.batch, first)):
                 found.append(rank)
         return found and f"ranks {found} have another batch than rank 0"
 
@@ -77,15 +77,11 @@ class Parameter(Subject):
     def rounded(self) -> str:
         """Are its elements those of the full model, but rounded?"""
         expected = self.case.full.parts.get(self.where)
-        x = self.case.own[self.ranks[0]].parts[self.where]
-        if not self.unknown or expected is None or expected.dim() != x.dim():
+        if not self.unknown or expected is None:
             return ""
+        x = self.case.own[self.ranks[0]].parts[self.where]
         for dtype in (torch.bfloat16, torch.float16):
-            values = expected.to(dtype).double()
-            pieces = [values]
-            for dim in range(x.dim()):
-                pieces += values.split(max(1, x.shape[dim]), dim)
-            if any(torch.equal(x, piece) for piece in pieces):
+            if torch.isin(x, expected.to(dtype).double()).all():
                 return f"rounded to {str(dtype).removeprefix('torch.')}"
         return ""
 
@@ -97,7 +93,7 @@ class Parameter(Subject):
         """
         if not self.unknown:
             return ""
-        rank, share = self.unknown[0]
+        rank, share = self.unknown
         x = self.case.own[rank].parts[self.where]
         if not x.any() or (self.case.model.find(x * self.case.ranks) >= 0).all():
             return ""
@@ -109,34 +105,31 @@ class Parameter(Subject):
         is_known = self.where in case.model.names and not self.unknown
         if not is_known or self.where in case.full.tied:
             return ""
-        own = case.model.indices(self.where).flatten()
         for rank in self.ranks:
             index = case.index[rank][self.where]
-            inside = index[index >= 0]
-            if not len(inside) or not len(own):
-                continue
-            foreign = (inside < own[0]) | (inside > own[-1])
-            if foreign.any():
-                other = case.model.owner(int(inside[foreign][0]))
-                share = foreign.double().mean().item()
+            is_own = torch.isin(index, case.model.indices(self.where))
+            foreign = index[(index >= 0) & ~is_own]
+            if len(foreign):
+                share = len(foreign) / index.numel()
+                other = case.model.owner(int(foreign[0]))
                 return f"{share:.0%} of its elements on rank {rank} belong to {other}"
         return ""
 
     def others_piece(self) -> str:
         """Which rank holds the piece of another one, in words."""
+        T = self.case.ranks
         for rank, piece in zip(self.ranks, self.pieces):
             if self.unknown:
                 break
             if piece.is_others:
                 return f"rank {rank} holds {piece.words}"
-            is_shared = piece.held is Held.SHARD and piece.pieces < self.case.ranks
-            usual = rank * piece.pieces // self.case.ranks
-            if is_shared and len(self.ranks) == self.case.ranks:
-                if piece.number != usual:
-                    return (
-                        f"rank {rank} holds piece {piece.number} of {piece.pieces}; if "
-                        f"neighbors share a piece, its piece is {usual}"
-                    )
+            usual = rank * piece.pieces // T
+            is_shared = piece.held is Held.SHARD and piece.pieces < T == len(self.ranks)
+            if is_shared and piece.number != usual:
+                return (
+                    f"rank {rank} holds piece {piece.number} of {piece.pieces}; if "
+                    f"neighbors share a piece, its piece is {usual}"
+                )
         return ""
 
     def fused(self) -> str:
@@ -150,39 +143,25 @@ class Parameter(Subject):
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
-    def __init__(self, case: Case, name: str):
-        super().__init__(case, name)
-        self.module = name.rpartition(".")[0]
-
     def share(self) -> str:
         case = self.case
+        held = [x.flatten() for found in case.index for x in found.values()]
         own = case.model.indices(self.where)
-        held = torch.zeros(case.model.total, dtype=torch.bool)
-        for found in case.index:
-            for index in found.values():
-                held[index[index >= 0]] = True
+        missing = ~torch.isin(own, torch.cat(held))
         pieces = [pieces.get(self.where) for pieces in case.pieces]
         is_others = any(piece is not None and piece.is_others for piece in pieces)
-        if case.unmatched() or self.where in case.full.tied or is_others:
-            return ""
-        missing = ~held[own]
-        if not missing.any():
-            return ""
-        return f"{missing.double().mean().item():.0%} of it is held by no rank"
+        is_known = not (case.unmatched() or self.where in case.full.tied or is_others)
+        if is_known and missing.any():
+            return f"{missing.double().mean().item():.0%} of it is held by no rank"
+        return ""
 
 
 class Buffer(Subject):
     """A buffer that has its name from the full model, if the loss is wrong."""
 
-    def __init__(self, case: Case, name: str):
-        self.case = case
-        self.where = name
-        self.module = name.rpartition(".")[0]
-        held = [trace.buffers.get(name) for trace in case.own]
-        self.relation = case.compare(held, case.full.buffers[name])
-
     def wrong(self) -> str:
-        how = self.relation
+        held = [trace.buffers.get(self.where) for trace in self.case.own]
+        how = self.case.compare(held, self.case.full.buffers[self.where])
         if how is None or how.is_right or how.kind is Kind.SHAPE:
             return ""
         return f"it is {how}"
@@ -208,14 +187,17 @@ class Output(Subject):
 
     def details(self) -> list[str]:
         case = self.case
+        point = self.point
         found = []
-        if self.point.call and not self.point.slot:
-            found.append(f"its calls before are right: {self.point}")
-        if self.point.slot:
-            found.append(f"{self.point} is the first wrong tensor: {self.relation}")
-            before = case.order[: case.order.index(self.point)]
-            right = [p for p in before if case.relation_of(p) is not None]
-            right = [p for p in right if case.relation_of(p).is_right]
+        if point.call and not point.slot:
+            found.append(f"its calls before are right: {point}")
+        if point.slot:
+            found.append(f"{point} is the first wrong tensor: {self.relation}")
+            right = []
+            for other in case.order[: case.order.index(point)]:
+                relation = case.relation_of(other)
+                if relation is not None and relation.is_right:
+                    right.append(other)
             if right:
                 found.append(
                     f"{right[-1]} is right, so the fault is in what the forward of "
@@ -223,30 +205,27 @@ class Output(Subject):
                 )
         if all(x.shape == self.expected.shape for x in self.held):
             limit = case.ruler.allowed * scale_of(self.expected)
-            right = [self.expected] * case.ranks
-            found.append(wrong_share(self.held, right, limit))
-        if not self.point.slot:
-            found += self.inside()
+            found.append(wrong_share(self.held, [self.expected] * case.ranks, limit))
+        inside = [] if point.slot else self.inside()
+        if inside:
+            found.append(
+                f"the outputs of all compared modules inside of it ({len(inside)}, up "
+                f"to {inside[-1]}) are right, so the fault is in its own forward"
+            )
         return found
 
     def is_times(self, k: float) -> bool:
         return self.kind is Kind.FACTOR and abs(self.relation.factor / k - 1) < 1e-6
 
     def inside(self) -> list[str]:
-        """What is known of the modules inside of a module whose output is wrong."""
+        """The compared modules inside of this one."""
         prefix = f"{self.module}." if self.module else ""
         names = []
         for point in self.case.full.order:
             is_inside = point.module.startswith(prefix) and point.module != self.module
             if is_inside and not point.slot and self.case.relation_of(point):
                 names.append(point.module)
-        if not names:
-            return []
-        names = list(dict.fromkeys(names))
-        return [
-            f"the outputs of all compared modules inside of it ({len(names)}, up to "
-            f"{names[-1]}) are right, so the fault is in its own forward"
-        ]
+        return list(dict.fromkeys(names))
 
     def biases(self) -> list[torch.Tensor]:
         """Biases that the output may contain, its own and those near it, as tensors
@@ -269,31 +248,28 @@ class Output(Subject):
     def bias_relation(self) -> Relation | None:
         """Is the output, or its sum over the ranks, off by a multiple of a bias?"""
         case = self.case
-        near = case.ruler.all_near
         expected = self.expected.double()
         scale = scale_of(expected)
-        views = case.ruler.views(self.held, expected)
         for bias in self.biases():
-            for _, pieces in views:
+            for _, pieces in case.ruler.views(self.held, expected):
                 if not all(fits(bias, piece) for piece in pieces):
                     continue
-                off = [trimmed(x, p).double() - p for x, p in zip(self.held, pieces)]
-                biases = [bias.expand_as(x) for x in off]
-                k = multiple_of(off, biases)
-                if abs(k) > 1e-3 and near(off, biases, scale, k):
+                own = [trimmed(x, p).double() for x, p in zip(self.held, pieces)]
+                off = [x - piece for x, piece in zip(own, pieces)]
+                k = case.ruler.times(off, [bias.expand_as(x) for x in off], scale)
+                if abs(k) > 1e-3:
                     return Relation(Kind.BIAS, f"bias added {k + 1:.4g} times", k + 1)
-                inner = [piece - bias for piece in pieces]
-                rest = [trimmed(x, p) - bias for x, p in zip(self.held, pieces)]
-                k = multiple_of(rest, inner)
-                if abs(k) > 1e-3 and near(rest, inner, scale, k):
+                rest = [x - bias for x in own]
+                k = case.ruler.times(rest, [piece - bias for piece in pieces], scale)
+                if abs(k) > 1e-3:
                     words = f"{case.ruler.factor(k)} but for the bias"
                     return Relation(Kind.FACTOR, words, k)
             if all(x.shape == expected.shape for x in self.held):
-                off = [sum(self.held).double() - expected]
-                k = multiple_of(off, [bias.expand_as(expected)])
-                if abs(k) > 1e-3 and near(off, [bias + 0 * off[0]], scale, k):
-                    if is_never_summed(case, self.point):
-                        return Relation(Kind.PARTIAL, "partial, but for the bias")
+                off = sum(self.held).double() - expected
+                k = case.ruler.times([off], [bias.expand_as(off)], scale)
+                if abs(k) > 1e-3 and is_never_summed(case, self.point):
+                    return Relation(Kind.PARTIAL, "partial, but for the bias")
+                if abs(k) > 1e-3:
                     return Relation(Kind.BIAS, f"bias added {k + 1:.4g} times", k + 1)
         return None
 
@@ -351,7 +327,7 @@ class Flow(Subject):
         self.relation = case.relation_of(point, "flow")
         self.kind = self.relation.kind
         self.where = self.module = self.point.module
-        closest = case.gradient(wrong[0], case.full.grads)  # to the loss
+        closest = case.gradient(wrong[0])  # to the loss
         self.is_unexplained = closest.kind is Kind.UNEXPLAINED
         self.text = f"dL/d(output of {self.point}): {self.relation}"
 
@@ -508,7 +484,7 @@ class Gradient(Subject):
 
     def __init__(self, case: Case, name: str, flow: Flow | None):
         super().__init__(case, name)
-        self.relation = case.gradient(name, case.full.grads)
+        self.relation = case.gradient(name)
         self.kind = self.relation.kind
         self.arrives = case.arrival(name)
         self.returned = []
@@ -547,61 +523,44 @@ class Accumulated(Subject):
 
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
-        self.seen = f"after two backward passes off by {self.difference():.2g}"
-
-    def difference(self) -> float:
-        """The largest difference on any rank, relative to the largest element."""
-        found = 0.0
-        vector = self.case.vector(self.case.full.summed)
-        for rank in self.case.holders(self.where):
-            right = self.case.expected(rank, self.where, vector)
-            got = self.case.own[rank].summed.get(self.where)
-            if got is None or got.shape != right.shape:
-                return float("inf")
-            found = max(found, (got - right).abs().max().item() / scale_of(right))
-        return found
+        _, self.first = case.compared(name, "grads")
+        self.held, self.right = case.compared(name, "summed")
+        found = [off_by(x, e) for x, e in zip(self.held, self.right)]
+        self.seen = f"after two backward passes off by {max(found):.2g}"
 
     def is_times(self, first: float, second: float) -> bool:
         """Is it so many times the first batch's gradient, plus that of the second?"""
         case = self.case
-        one = case.vector(case.full.grads)
-        both = case.vector(case.full.summed)
-        for rank in case.holders(self.where):
-            got = case.own[rank].summed.get(self.where)
-            vector = first * one + second * (both - one)
-            right = case.expected(rank, self.where, vector)
-            scale = case.grad_scale([right, case.expected(rank, self.where, both)])
-            if got is None or not case.ruler.near(got, right, scale):
+        for held, one, both in zip(self.held, self.first, self.right):
+            right = first * one + second * (both - one)
+            scale = case.grad_scale([right, both])
+            if held is None or not case.ruler.near(held, right, scale):
                 return False
         return True
 
 
+def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    if x is None or x.shape != right.shape:
+        return float("inf")
+    return (x - right).abs().max().item() / scale_of(right)
+
+
 class TrainMode(Subject):
     """A gradient or the loss in train mode, where nothing is dropped."""
-
-    def __init__(self, case: Case, name: str, seen: str):
-        super().__init__(case, name)
-        self.seen = seen
 
 
 class Dropped(Subject):
     """What a dropout drops on each rank: a module's, or one in a module's forward."""
 
     def __init__(self, case: Case, name: str, relation: Relation, masks: list):
-        self.case = case
-        self.where = self.module = name
+        super().__init__(case, name, name, f"input is {relation}")
         self.relation = relation  # of its input
         self.is_same = all(torch.equal(mask, masks[0]) for mask in masks)
-        self.seen = f"input is {relation}"
 
 
 class Recomputed(Subject):
     """A dropout that backward computes again, with another mask."""
-
-    def __init__(self, case: Case, name: str):
-        self.case = case
-        self.where = self.module = name
-        self.seen = "its mask in backward is another than in forward"
 
 
 class TrainLoss(Subject):
@@ -611,8 +570,7 @@ class TrainLoss(Subject):
 
     def apart(self) -> str:
         losses = [trace.train_loss for trace in self.case.own]
-        limit = self.case.ruler.allowed * max(abs(losses[0]), 1e-300)
-        if max(abs(x - losses[0]) for x in losses) <= limit:
+        if self.case.are_near(losses, losses[0]):
             return ""
         return f"{numbers(losses)} on ranks 0, 1, …; in eval mode it does not differ"
 
@@ -625,15 +583,14 @@ class Step(Subject):
     """One step of training: the loss, the norm and the clipped gradients."""
 
     def __init__(self, case: Case, number: int):
-        self.case = case
+        super().__init__(case)
         self.number = number
         self.full = case.full.steps[number]
         self.own = [trace.steps[number] for trace in case.own]
 
     def wrong_loss(self) -> tuple | None:
-        limit = 10 * self.case.ruler.allowed * max(abs(self.full.loss), 1e-300)
         losses = [step.loss for step in self.own]
-        if self.number == 0 or all(abs(x - self.full.loss) <= limit for x in losses):
+        if self.number == 0 or self.case.are_near(losses, self.full.loss, 10):
             return None
         return "loss", self.compared(losses, self.full.loss)
 
@@ -644,28 +601,28 @@ class Step(Subject):
     def wrong_norm(self) -> tuple | None:
         """What is wrong with the norm that the user's own clipping returns."""
         norms = [step.norm for step in self.own]
-        if any(norm is None for norm in norms):
+        right = self.full.norm
+        if None in norms or self.case.are_near(norms, right):
             return None
-        limit = self.case.ruler.allowed * self.full.norm
-        if all(abs(x - self.full.norm) <= limit for x in norms):
-            return None
-        same = max(norms) - min(norms) <= limit
+        same = self.case.ruler.allowed * right >= max(norms) - min(norms)
         how = "the same on all ranks" if same else "different on the ranks"
-        return "clip()", f"{self.compared(norms, self.full.norm)}; {how}"
+        return "clip()", f"{self.compared(norms, right)}; {how}"
 
     def wrong_factors(self) -> tuple | None:
         """How many times the right ones the clipped gradients are, rank by rank."""
         case = self.case
-        vector = case.vector(self.full.clipped)
+        held = [[] for _ in self.own]
+        right = [[] for _ in self.own]
+        for name in filter(case.is_piece, case.owners):
+            for rank, x, e in zip(
+                case.holders(name), *case.compared(name, "clipped", self.number)
+            ):
+                if x is not None:
+                    held[rank].append(x.flatten())
+                    right[rank].append(e.flatten())
         found = []
-        for rank, step in enumerate(self.own):
-            held = []
-            right = []
-            for name, grad in step.clipped.items():
-                if case.is_piece(name) and grad is not None:
-                    held.append(grad.flatten())
-                    right.append(case.expected(rank, name, vector).flatten())
-            k = multiple_of([torch.cat(held)], [torch.cat(right)]) if held else 1.0
+        for own, expected in zip(held, right):
+            k = multiple_of([torch.cat(own)], [torch.cat(expected)]) if own else 1.0
             found.append(1.0 if abs(k - 1) < 100 * case.ruler.allowed else k)
         if all(k == 1 for k in found):
             return None
@@ -679,82 +636,57 @@ class Update(Subject):
     def __init__(self, case: Case, name: str, number: int):
         super().__init__(case, name)
         self.number = number
-        self.ranks = case.holders(name)
         self.seen = f"after step {number + 1}"
+        self.ranks = case.holders(name)
+        self.after, _ = case.compared(name, "after", number)
+        self.is_wrong = bool(self.wrong_ranks("after"))
+
+    def wrong_ranks(self, what: str) -> list[int]:
+        """The ranks on which its gradient ("grads", "clipped") or it is wrong."""
+        case = self.case
+        found = []
+        if not case.is_piece(self.where):
+            return found
+        held, right = case.compared(self.where, what, self.number)
+        for rank, x, e in zip(self.ranks, held, right):
+            scale = scale_of(e) if what == "after" else case.grad_scale([e])
+            if x is not None and not case.ruler.near(x, e, 10 * scale):
+                found.append(rank)
+        return found
 
     def wrong_gradient(self, what: str = "grads") -> str:
-        """Is its gradient wrong before ("grads") or after clipping ("clipped")?"""
-        case = self.case
-        vector = case.vector(getattr(case.full.steps[self.number], what))
-        is_first = what == "grads" and self.number == 0  # it was compared before
-        if is_first or not case.is_piece(self.where):
-            return ""
-        for rank in self.ranks:
-            grad = getattr(case.own[rank].steps[self.number], what).get(self.where)
-            right = case.expected(rank, self.where, vector)
-            scale = 10 * max(case.grad_scale([right]), 1e-300)
-            if grad is not None and not case.ruler.near(grad, right, scale):
-                return f"its gradient in step {self.number + 1} is wrong on rank {rank}"
-        return ""
-
-    def wrong_clipped(self) -> str:
-        return self.wrong_gradient("clipped")
-
-    def is_wrong(self) -> bool:
-        case = self.case
-        vector = case.vector(case.full.steps[self.number].after)
-        if not case.is_piece(self.where):
-            return False
-        for rank in self.ranks:
-            expected = case.expected(rank, self.where, vector)
-            held = case.own[rank].steps[self.number].after[self.where]
-            if not case.ruler.near(held, expected, 10 * scale_of(expected)):
-                return True
-        return False
+        wrong = self.wrong_ranks(what)
+        said = f"its gradient in step {self.number + 1} is wrong on rank"
+        return f"{said} {wrong[0]}" if wrong else ""
 
     def without_gradient(self) -> str:
         """Is there no gradient on some ranks, although the full model has one?"""
-        found = []
-        for rank in self.ranks:
-            grads = self.case.own[rank].steps[self.number].clipped
-            if grads.get(self.where) is None:
-                found.append(rank)
-        return (
-            f"its gradient is None on ranks {found}"
-            if found and self.is_wrong()
-            else ""
-        )
+        held, _ = self.case.compared(self.where, "clipped", self.number)
+        found = [rank for rank, grad in zip(self.ranks, held) if grad is None]
+        is_cause = found and self.is_wrong
+        return f"its gradient is None on ranks {found}" if is_cause else ""
 
     def missing(self) -> bool:
         """Have some ranks not updated it, and others have?"""
         found = []
-        for rank in self.ranks:
-            trace = self.case.own[rank]
-            after = trace.steps[self.number].after[self.where]
-            if torch.equal(after, trace.parts[self.where]):
+        for rank, after in zip(self.ranks, self.after):
+            if torch.equal(after, self.case.own[rank].parts[self.where]):
                 found.append(rank)
-        is_missing = 0 < len(found) < len(self.ranks) and self.is_wrong()
+        is_missing = 0 < len(found) < len(self.ranks) and self.is_wrong
         self.more = f" on ranks {found}" if is_missing else ""
         return is_missing
 
     def apart(self) -> bool:
         return self.are_apart() and (
-            self.is_wrong() or not self.case.is_piece(self.where)
+            self.is_wrong or not self.case.is_piece(self.where)
         )
 
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
-        case = self.case
-        after = [case.own[r].steps[self.number].after[self.where] for r in self.ranks]
-        if case.is_piece(self.where):
-            sets = case.replica_sets(self.where)
-        else:
-            before = [case.own[r].parts[self.where] for r in self.ranks]
-            same = [
-                x.shape == before[0].shape and torch.equal(x, before[0]) for x in before
-            ]
-            sets = [[place for place, is_same in enumerate(same) if is_same]]
-        for places in sets:
-            if any(not torch.equal(after[p], after[places[0]]) for p in places):
+        for places in self.case.replica_sets(self.where):
+            if any(
+                not torch.equal(self.after[place], self.after[places[0]])
+                for place in places
+            ):
                 return True
         return False
