@@ -53,13 +53,7 @@ from torch import Tensor, nn
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
-    from held_bytes import (  # noqa: F401
-        HeldBytes,
-        HeldTensor,
-        PipelineMeters,
-        add_meters,
-        bytes_alive,
-    )
+    from held_bytes import HeldBytes, HeldTensor, PipelineMeters, add_meters  # noqa: F401
     from pytorch_schedules import PYTORCH, lists_by_pytorch, peak_in_flight
     from timeline import draw_rank, from_first_start
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
@@ -69,7 +63,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 72 to 339, in about 27 minutes. Stop at RUN.
+# Read lines 66 to 334, in about 27 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -249,6 +243,7 @@ class VirtualPipeline(lesson05.Pipeline):
         self.become(chunk)
         SplitLinear.later = self.later.setdefault(which, [])
         super().backward(i)
+        SplitLinear.later = None
 
     def weight(self, which: tuple[int, int]) -> None:
         """Compute the weight gradients that backward of this micro-batch left."""
@@ -306,7 +301,7 @@ class InputGradient(torch.autograd.Function):
 class SplitLinear(nn.Module):
     """An edit of nn.Linear: add_weight_gradient is a step of its own."""
 
-    later = []  # where backward puts what weight gradients need; set by the pipeline
+    later = None  # the pipeline's list of what weight gradients need, during backward
 
     def __init__(self, full: nn.Linear):
         super().__init__()
@@ -426,16 +421,9 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
     times = plan(lists_of(kind, v, args), v * args.ranks - 1, cost_of(kind, 1.0, v))
     planned = max(end for _, end in times.values())
     steps = steps_of(kind, groups["pp"].rank(), args.ranks, args.microbatches, v)
-    before = bytes_alive()
     with lesson00.COMM.blocking("the barrier before a run", list(range(args.ranks))):
         dist.barrier()  # one start for the timeline
     loss = pipeline.run(steps, micro_batches)
-    # Two lists that stay until the next run: messages that have arrived, and what the
-    # last weight pass used. Whatever else is alive now, a step has left.
-    pipeline.sent_back.clear()
-    SplitLinear.later = []
-    gradients = [p.grad for p in names if p.grad is not None]
-    pipeline.kept = bytes_alive(but=[loss, *gradients]) - before
     for counter in (lesson00.COMM.calls, lesson00.COMM.bytes):
         for call in list(counter):
             if call.run == "mesh":  # the label in lesson 05's Pipeline.run
@@ -562,7 +550,7 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         measured = {"passes": run.pipeline.held.peak_passes}
         measured.update(peak=run.pipeline.held.peak, expected=expected_peak(run))
         # Must be 0: what is saved for a backward pass, or in a list or a hook.
-        left = {"bytes left": run.pipeline.held.now + run.pipeline.kept}
+        left = {"bytes left": run.pipeline.held.now + run.pipeline.left_alive}
         left["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_by_chunk)
         v = chunks_of(kind, args)
         for rank, of_rank in enumerate(lesson00.gather_objects(dict(measured, **left))):

@@ -112,9 +112,17 @@ class PipelineMeters:
         self.events = []
         self.for_weights = {}  # (chunk, micro-batch) → HeldTensors of its weight pass
         self.held.reset()
+        before = bytes_alive(but=self.gradients())
         # Around all of it: a graph that is made between passes is seen as well.
         with self.held:
-            return super().run(steps, micro_batches)
+            loss = super().run(steps, micro_batches)
+        self.sent_back.clear()  # messages that have arrived
+        self.left_alive = bytes_alive(but=[loss, *self.gradients()]) - before
+        return loss
+
+    def gradients(self) -> list[Tensor]:
+        parameters = nn.ModuleList(self.chunks).parameters()
+        return [p.grad for p in parameters if p.grad is not None]
 
     def compute_forward(self, i: int, x: Tensor, target: Tensor) -> Tensor:
         self.held.forward_pass += 1

@@ -270,7 +270,7 @@ class Search:
             return True
         is_equal = all(x.shape == held[0].shape and (x == held[0]).all() for x in held)
         if relation.kind is Kind.SHARD and is_equal:
-            return False  # all shards are alike, so equal masks may be right
+            return False  # all shards are the same, so equal masks may be right
         return self.look(subjects.Dropped(self.case, name, relation, masks))
 
     def check_steps(self) -> None:

@@ -73,7 +73,7 @@ def sharded_dim(source: Tensor, target: Tensor) -> int | None:
 
 
 def own_slice(source, target, dim: int | None, sizes: list | None, group) -> Tensor:
-    """This rank's slice of each block of a full tensor, with zeros where it ends."""
+    """This rank's slice of each block of a full tensor, with zeros after its end."""
     if dim is None:
         return source
     ranks = group.size()
