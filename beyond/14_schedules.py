@@ -108,7 +108,7 @@ def interleaved(rank: int, P: int, M: int, v: int) -> list:
     order_back = [(v - 1 - chunk, i) for chunk, i in order]  # the last chunk first
     # Before its first backward pass, a rank runs P micro-batches through v − 1 chunks,
     # then twice the P − rank − 1 passes of 1F1B. If messages took no time, P − rank − 1
-    # would be enough. With twice as many, a message has the time of a step to arrive.
+    # would be enough. With twice as many, most messages have a step or more to arrive.
     warm_up = min((v - 1) * P + 2 * (P - rank - 1), M * v)
     steps = [("forward", which) for which in order[:warm_up]]
     for i in range(M * v - warm_up):
@@ -138,7 +138,7 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
 def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
     """How long a rank waits. The bubble is this, divided by M·(t_F + t_B + t_W).
 
-    The formula of zero bubble holds if t_W is neither larger than t_F nor than t_B.
+    The formula of zero bubble holds if t_W is at most t_F and at most t_B.
     """
     if kind == "interleaved":
         return (P - 1) * (t_F + t_B + t_W) / v
