@@ -52,14 +52,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
+    import held_bytes
     from course import lesson00, lesson01, lesson02, lesson05
-    from held_bytes import (  # noqa: F401
-        HeldBytes,
-        HeldTensor,
-        PipelineMeters,
-        add_meters,
-        bytes_alive,
-    )
+    from held_bytes import HeldBytes, HeldTensor, PipelineMeters, add_meters  # noqa: F401
     from pytorch_schedules import PYTORCH, lists_by_pytorch, peak_in_flight
     from timeline import draw_rank, from_first_start
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
@@ -69,7 +64,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 72 to 339, in about 27 minutes. Stop at RUN.
+# Read lines 67 to 334, in about 27 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -426,7 +421,7 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
     times = plan(lists_of(kind, v, args), v * args.ranks - 1, cost_of(kind, 1.0, v))
     planned = max(end for _, end in times.values())
     steps = steps_of(kind, groups["pp"].rank(), args.ranks, args.microbatches, v)
-    before = bytes_alive()
+    before = held_bytes.bytes_alive()
     with lesson00.COMM.blocking("the barrier before a run", list(range(args.ranks))):
         dist.barrier()  # one start for the timeline
     loss = pipeline.run(steps, micro_batches)
@@ -435,7 +430,7 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
     pipeline.sent_back.clear()
     SplitLinear.later = []
     gradients = [p.grad for p in names if p.grad is not None]
-    pipeline.kept = bytes_alive(but=[loss, *gradients]) - before
+    pipeline.kept = held_bytes.bytes_alive(but=[loss, *gradients]) - before
     for counter in (lesson00.COMM.calls, lesson00.COMM.bytes):
         for call in list(counter):
             if call.run == "mesh":  # the label in lesson 05's Pipeline.run
@@ -560,7 +555,8 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     for kind, run in runs.items():
         # Each rank measures itself; every rank gets all numbers.
         measured = {"passes": run.pipeline.held.peak_passes}
-        measured.update(peak=run.pipeline.held.peak, expected=expected_peak(run))
+        expected = held_bytes.expected_peak(run.steps, run.pipeline.events)
+        measured.update(peak=run.pipeline.held.peak, expected=expected)
         # Must be 0: what is saved for a backward pass, or in a list or a hook.
         left = {"bytes left": run.pipeline.held.now + run.pipeline.kept}
         left["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_by_chunk)
@@ -590,28 +586,6 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
             f"On rank 0, 1F1B holds {first:.0f} % of GPipe. On the last rank, zero "
             f"bubble holds {last:.1f} times 1F1B: its weight passes come later."
         )
-
-
-def expected_peak(run: ScheduleRun) -> int:
-    """The most bytes held, by the list of steps and what each pass saved.
-
-    A backward pass releases what its forward pass saved. With weight passes it leaves
-    inputs and gradients of all linears, until the weight pass releases them.
-    """
-    changes = {}
-    for event in run.pipeline.events:
-        which = (event["chunk"], event["microbatch"])
-        changes[event["what"], which] = event["bytes"]
-    now = 0
-    peak = 0
-    # The change of a weight pass is negative: minus it is what backward left for it.
-    for phase, which in run.steps:
-        change = changes[phase, which]
-        if phase == "backward":
-            change = -changes["forward", which] - changes.get(("weight", which), 0)
-        now += change
-        peak = max(peak, now)
-    return peak
 
 
 def show_gradients(report, runs: dict[str, ScheduleRun], expected: dict) -> None:
