@@ -371,9 +371,10 @@ def main(args, report: lesson00.Report) -> None:
 class ScheduleRun:
     """What one schedule did on this rank."""
 
-    def __init__(self, kind, steps, planned, pipeline, names, loss):
+    def __init__(self, kind, steps, times, pipeline, names, loss):
         self.steps = steps
-        self.planned = planned  # length if t_F = t_B = t_W = 1
+        # Its length if t_F = t_B = t_W = 1.
+        self.planned = max(end for _, end in times.values())
         self.pipeline = pipeline
         self.loss = loss
         self.gradients = {names[p]: p.grad for p in names if p.grad is not None}
@@ -415,11 +416,11 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
     """One batch through a pipeline; the counters get the schedule's name."""
     v = chunks_of(kind, args)
     chunks, names = chunks_of_model(full, v, groups["pp"], kind == "zero-bubble")
-    cost = cost_of(kind, args.sleep / 1000, v)
-    pipeline = MeasuredPipeline(chunks, partial(loss_part, targets), groups, cost)
+    pipeline = MeasuredPipeline(
+        chunks, partial(loss_part, targets), groups, cost_of(kind, args.sleep / 1000, v)
+    )
     # Lists that do not fit together are found here, by all ranks, before any waits.
     times = plan(lists_of(kind, v, args), v * args.ranks - 1, cost_of(kind, 1.0, v))
-    planned = max(end for _, end in times.values())
     steps = steps_of(kind, groups["pp"].rank(), args.ranks, args.microbatches, v)
     before = held_bytes.bytes_alive()
     with lesson00.COMM.blocking("the barrier before a run", list(range(args.ranks))):
@@ -435,7 +436,7 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
         for call in list(counter):
             if call.run == "mesh":  # the label in lesson 05's Pipeline.run
                 counter[call._replace(run=kind)] = counter.pop(call)
-    return ScheduleRun(kind, steps, planned, pipeline, names, loss)
+    return ScheduleRun(kind, steps, times, pipeline, names, loss)
 
 
 def warm_up(full, micro_batches, targets, groups) -> None:
@@ -627,13 +628,9 @@ def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
             formulas[lesson00.Call(kind, phase, "send/recv", "pp")] = terms
     report.section("Messages of rank 0: a header of 5 int64, and b·S·D elements each")
     report.ledger(formulas, size, hide=["collective", "ring"])
-    P, v = size["P"], size["v"]
-    if P > 1:
-        report.conclude(
-            f"Per micro-batch interleaved sends {2 * v - 1} messages from rank 0, the "
-            f"others 1. All ranks together send {2 * (v * P - 1)}, with the others "
-            f"{2 * (P - 1)}."
-        )
+    if size["P"] > 1:
+        text = f"{2 * size['v'] - 1} messages from rank 0, the others 1"
+        report.conclude(f"Per micro-batch interleaved sends {text}.")
 
 
 # ---- The same by PyTorch

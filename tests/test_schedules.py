@@ -207,11 +207,11 @@ def with_a_hook(self, which):
 
 def alive_after(forward) -> int:
     """Bytes that a run leaves in this process."""
-    before = script.bytes_alive()
+    before = script.held_bytes.bytes_alive()
     steps = lesson.schedule("1f1b", 0, 1, 3)
     pipeline = run_alone(steps, forward=forward)
     assert pipeline.held.now == 0, "autograd holds nothing"
-    return script.bytes_alive() - before
+    return script.held_bytes.bytes_alive() - before
 
 
 @pytest.mark.parametrize(
