@@ -52,6 +52,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
+    import held_bytes
     from course import lesson00, lesson01, lesson02, lesson05
     from held_bytes import HeldBytes, HeldTensor, PipelineMeters, add_meters  # noqa: F401
     from pytorch_schedules import PYTORCH, lists_by_pytorch, peak_in_flight
@@ -63,7 +64,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 66 to 334, in about 27 minutes. Stop at RUN.
+# Read lines 67 to 335, in about 27 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -102,7 +103,7 @@ def interleaved(rank: int, P: int, M: int, v: int) -> list:
     order_back = [(v - 1 - chunk, i) for chunk, i in order]  # the last chunk first
     # Before its first backward pass, a rank runs P micro-batches through v − 1 chunks,
     # then twice the P − rank − 1 passes of 1F1B. If messages took no time, P − rank − 1
-    # would be enough. With twice as many, a message has the time of a step to arrive.
+    # would be enough. With twice as many, most messages have a step or more to arrive.
     warm_up = min((v - 1) * P + 2 * (P - rank - 1), M * v)
     steps = [("forward", which) for which in order[:warm_up]]
     for i in range(M * v - warm_up):
@@ -132,7 +133,7 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
 def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
     """How long a rank waits. The bubble is this, divided by M·(t_F + t_B + t_W).
 
-    The formula of zero bubble holds if t_W is neither larger than t_F nor than t_B.
+    The formula of zero bubble holds if t_W is at most t_F and at most t_B.
     """
     if kind == "interleaved":
         return (P - 1) * (t_F + t_B + t_W) / v
@@ -371,9 +372,10 @@ def main(args, report: lesson00.Report) -> None:
 class ScheduleRun:
     """What one schedule did on this rank."""
 
-    def __init__(self, kind, steps, planned, pipeline, names, loss):
+    def __init__(self, kind, steps, times, pipeline, names, loss):
         self.steps = steps
-        self.planned = planned  # length if t_F = t_B = t_W = 1
+        # Its length if t_F = t_B = t_W = 1.
+        self.planned = max(end for _, end in times.values())
         self.pipeline = pipeline
         self.loss = loss
         self.gradients = {names[p]: p.grad for p in names if p.grad is not None}
@@ -415,11 +417,11 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
     """One batch through a pipeline; the counters get the schedule's name."""
     v = chunks_of(kind, args)
     chunks, names = chunks_of_model(full, v, groups["pp"], kind == "zero-bubble")
-    cost = cost_of(kind, args.sleep / 1000, v)
-    pipeline = MeasuredPipeline(chunks, partial(loss_part, targets), groups, cost)
+    pipeline = MeasuredPipeline(
+        chunks, partial(loss_part, targets), groups, cost_of(kind, args.sleep / 1000, v)
+    )
     # Lists that do not fit together are found here, by all ranks, before any waits.
     times = plan(lists_of(kind, v, args), v * args.ranks - 1, cost_of(kind, 1.0, v))
-    planned = max(end for _, end in times.values())
     steps = steps_of(kind, groups["pp"].rank(), args.ranks, args.microbatches, v)
     with lesson00.COMM.blocking("the barrier before a run", list(range(args.ranks))):
         dist.barrier()  # one start for the timeline
@@ -428,7 +430,7 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
         for call in list(counter):
             if call.run == "mesh":  # the label in lesson 05's Pipeline.run
                 counter[call._replace(run=kind)] = counter.pop(call)
-    return ScheduleRun(kind, steps, planned, pipeline, names, loss)
+    return ScheduleRun(kind, steps, times, pipeline, names, loss)
 
 
 def warm_up(full, micro_batches, targets, groups) -> None:
@@ -548,7 +550,8 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     for kind, run in runs.items():
         # Each rank measures itself; every rank gets all numbers.
         measured = {"passes": run.pipeline.held.peak_passes}
-        measured.update(peak=run.pipeline.held.peak, expected=expected_peak(run))
+        expected = held_bytes.expected_peak(run.steps, run.pipeline.events)
+        measured.update(peak=run.pipeline.held.peak, expected=expected)
         # Must be 0: what is saved for a backward pass, or in a list or a hook.
         left = {"bytes left": run.pipeline.held.now + run.pipeline.left_alive}
         left["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_by_chunk)
@@ -578,28 +581,6 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
             f"On rank 0, 1F1B holds {first:.0f} % of GPipe. On the last rank, zero "
             f"bubble holds {last:.1f} times 1F1B: its weight passes come later."
         )
-
-
-def expected_peak(run: ScheduleRun) -> int:
-    """The most bytes held, by the list of steps and what each pass saved.
-
-    A backward pass releases what its forward pass saved. With weight passes it leaves
-    inputs and gradients of all linears, until the weight pass releases them.
-    """
-    changes = {}
-    for event in run.pipeline.events:
-        which = (event["chunk"], event["microbatch"])
-        changes[event["what"], which] = event["bytes"]
-    now = 0
-    peak = 0
-    # The change of a weight pass is negative: minus it is what backward left for it.
-    for phase, which in run.steps:
-        change = changes[phase, which]
-        if phase == "backward":
-            change = -changes["forward", which] - changes.get(("weight", which), 0)
-        now += change
-        peak = max(peak, now)
-    return peak
 
 
 def show_gradients(report, runs: dict[str, ScheduleRun], expected: dict) -> None:
@@ -641,13 +622,9 @@ def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
             formulas[lesson00.Call(kind, phase, "send/recv", "pp")] = terms
     report.section("Messages of rank 0: a header of 5 int64, and b·S·D elements each")
     report.ledger(formulas, size, hide=["collective", "ring"])
-    P, v = size["P"], size["v"]
-    if P > 1:
-        report.conclude(
-            f"Per micro-batch interleaved sends {2 * v - 1} messages from rank 0, the "
-            f"others 1. All ranks together send {2 * (v * P - 1)}, with the others "
-            f"{2 * (P - 1)}."
-        )
+    if size["P"] > 1:
+        text = f"{2 * size['v'] - 1} messages from rank 0, the others 1"
+        report.conclude(f"Per micro-batch interleaved sends {text}.")
 
 
 # ---- The same by PyTorch

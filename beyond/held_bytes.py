@@ -162,3 +162,25 @@ def add_meters(training, pipeline: type[PipelineMeters]) -> None:
     """Let lesson 05's training run in a pipeline with meters."""
     training.steps = [(phase, (0, i)) for phase, i in training.steps]
     training.pipeline = pipeline([training.stage], training.loss, training.groups)
+
+
+def expected_peak(steps: list[tuple], events: list[dict]) -> int:
+    """The most bytes held, by the list of steps and what each pass saved.
+
+    A backward pass releases what its forward pass saved. With weight passes it leaves
+    inputs and gradients of all linears, until the weight pass releases them.
+    """
+    changes = {}
+    for event in events:
+        which = (event["chunk"], event["microbatch"])
+        changes[event["what"], which] = event["bytes"]
+    now = 0
+    peak = 0
+    # The change of a weight pass is negative: minus it is what backward left for it.
+    for phase, which in steps:
+        change = changes[phase, which]
+        if phase == "backward":
+            change = -changes["forward", which] - changes.get(("weight", which), 0)
+        now += change
+        peak = max(peak, now)
+    return peak

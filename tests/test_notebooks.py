@@ -651,6 +651,30 @@ def test_rules_of_07():
     )
 
 
+def test_stages_of_07():
+    """What more stages cost per step, by the planner, for tp 2, 4 and 8."""
+    sys.path.append(str(ROOT / "tools"))
+    predict = importlib.import_module("predict")
+    sizes = predict.model(40, 5120, 40, 40, 51200, 2048, 512)
+    machine = SimpleNamespace(**predict.MACHINES["dgx-a100"], gpus=64)
+    more = {2: [], 8: []}
+    for tp in (2, 4, 8):
+        seconds = {}
+        for pp in (1, 2, 8):
+            layout = predict.make_layout(
+                sizes, pp, 64 // pp // tp, tp, attention="flash"
+            )
+            seconds[pp] = predict.predict(layout, machine)["seconds"]
+        for pp, costs in more.items():
+            costs.append(round(100 * (seconds[pp] / seconds[1] - 1)))
+    pattern = (
+        r"two stages cost (\d+) to (\d+) % per step, eight stages (\d+) to (\d+) %"
+    )
+    least_2, most_2, least_8, most_8 = said("07_plan_a_run", pattern)
+    assert [least_2, most_2] == [min(more[2]), max(more[2])]
+    assert [least_8, most_8] == [min(more[8]), max(more[8])]
+
+
 def test_rules_of_08_to_10():
     assert said("08_same_bits", r": ([\d.]+) instead of ([\d.]+) with 8 ranks") == [
         8 - 1, 2 * 7 / 8
@@ -687,6 +711,11 @@ def test_rules_of_12():
 
 def test_rules_of_14():
     name = "14_schedules"
+    share, *needed = said(
+        name, r"at most (\d+) %: M ≥ (\d+)·.* 1F1B, (\d+)·.* rank, ([\d.]+)·"
+    )
+    # Bubbles of (P − 1)/M, half and a third of that.
+    assert needed == pytest.approx([100 / share / n for n in (1, 2, 3)], abs=0.05)
     (times,) = said(name, r"it holds ([\d.]+) times as much as with 1F1B")
     pattern = r"rank 3: 1F1B .*?: ([\d.]+) times"
     assert numbers(name, pattern, "printed") == [times]
@@ -749,9 +778,7 @@ def test_rules_of_13_and_16():
         ].split()
     )
     assert counts == 8 * E
-    without, with_loss = said(
-        name, r"Here it was ([\d.]+) without .* and ([\d.]+) with one"
-    )
+    without, with_loss = said(name, r"was ([\d.]+) without .* and ([\d.]+) with one")
     pattern = r"last 60 steps: ([\d.]+) and ([\d.]+)"
     assert numbers(name, pattern, "printed") == [without, with_loss]
 
