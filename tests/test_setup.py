@@ -250,6 +250,16 @@ def test_wrong_ranks_and_a_folder_that_cannot_be_written(folder):
     setup(folder, "VENV=file/venv", code=2, says=says)
 
 
+def test_bench_counts_seconds_of_processors():
+    """Not how long something waits: a busy machine changes nothing."""
+    before = bench.seconds_of_children()
+    run("sleep", "1")
+    slept = bench.seconds_of_children()
+    busy = "import time\nwhile time.process_time() < 0.5: pass"
+    run(sys.executable, "-c", busy)
+    assert slept - before < 0.3 < bench.seconds_of_children() - slept
+
+
 def test_bench_marks_what_is_above_its_target():
     row = {"lesson": "05_3d_parallel", "ranks": 8, "bare s": 4.0, "lesson s": 8.0}
     row["lesson / bare"] = {"median": 2.0, "quartiles": [1.9, 2.1]}

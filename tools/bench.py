@@ -4,9 +4,10 @@ First, lesson 01's MLP: a step (forward and backward) in one process, by hand (t
 and by PyTorch (dtensor_mlp), over hidden sizes and numbers of tokens. Then each lesson
 and script against a bare one, which only imports torch and joins a process group: what
 any program on that many ranks takes. The target is 1.5 times that, 1.8 for lesson 05.
-What is compared alternates, so that a busy machine slows both equally; a ratio is the
-median over the rounds, with the quartiles. Seconds belong to this machine, ratios
-nearly not.
+Its seconds are those of the processors, all ranks and torchrun together: what else
+runs on this machine does not count. What is compared alternates, so that a busy machine
+slows both equally; a ratio is the median over the rounds, with the quartiles. Seconds
+belong to this machine, ratios nearly not.
 """
 
 import argparse
@@ -133,7 +134,8 @@ def spread(ratio: dict) -> str:
 
 def bench_lessons(rounds: int, lessons: list[Path]) -> list[dict]:
     """Rows of the second table: a lesson and the bare script, alternately."""
-    print("\nA lesson against a bare script that joins a group, both under torchrun")
+    print("\nA lesson against a bare script that joins a group, both under torchrun;")
+    print("seconds of processors")
     print("lesson               ranks  bare s  lesson s  lesson / bare        target")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -145,9 +147,9 @@ def bench_lessons(rounds: int, lessons: list[Path]) -> list[dict]:
             for _ in range(rounds):
                 for name, script in (("bare", bare), ("lesson", lesson)):
                     command = [*TORCHRUN, f"--nproc_per_node={ranks}", str(script)]
-                    start = time.perf_counter()
+                    before = seconds_of_children()
                     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                    seconds[name].append(time.perf_counter() - start)
+                    seconds[name].append(seconds_of_children() - before)
             row = {"lesson": lesson.stem, "ranks": ranks}
             for name in seconds:
                 row[f"{name} s"] = statistics.median(seconds[name])
@@ -156,6 +158,12 @@ def bench_lessons(rounds: int, lessons: list[Path]) -> list[dict]:
             print(row_of(row), flush=True)
             rows.append(row)
     return rows
+
+
+def seconds_of_children() -> float:
+    """Of processors, for all processes that this one started and that have ended."""
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def row_of(row: dict) -> str:
