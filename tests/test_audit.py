@@ -51,7 +51,7 @@ def is_named(bug: dict) -> bool:
 def test_bugs_of_other_models_are_found_and_named(ranks):
     """Models that are not the course's: each bug's first category is its cause."""
     bugs = ranks[0]["models"]
-    assert len(bugs) >= 51
+    assert len(bugs) >= 52
     for bug in bugs:
         assert bug["categories"] and is_named(bug), bug
 
@@ -73,6 +73,8 @@ def of_models(ranks, bug: str) -> dict:
 def test_a_text_says_where_it_was_seen(ranks):
     """Rows of a gradient, the call of a module, and who returns a wrong gradient."""
     assert "in rows [3, 4] of 16 on rank 0" in of_models(ranks, "rows")["texts"][0]
+    between = of_models(ranks, "scaled")["texts"][0]
+    assert "so the fault is in what the forward of 0 does in between" in between
     assert "call 2" in of_models(ranks, "second call")["texts"][0]
     assert "0 before it is of shape [18, 16]" in of_models(ranks, "flat")["texts"][0]
     rounded = of_models(ranks, "float32")["texts"][0]
