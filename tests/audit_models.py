@@ -238,9 +238,10 @@ class ParallelMlp(nn.Module):
         super().__init__()
         self.linear_fc1 = LayerNormUp(full, group, bug)
         self.linear_fc2 = RowDown(full, group, bug)
+        self.factor = 1.5 if bug == "scaled" else 1.0
 
     def forward(self, x):
-        return x + self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        return x + self.linear_fc2(self.factor * F.gelu(self.linear_fc1(x)))
 
 
 def renamed_subject(bug: str):
@@ -1060,7 +1061,11 @@ MODELS = {
         "one rank skips": "update missing on ranks [1]",
         "made before": "not in the optimizer",
     },
-    renamed_subject: {"no f": "gradient sum", "bias": "forward bias"},
+    renamed_subject: {
+        "no f": "gradient sum",
+        "bias": "forward bias",
+        "scaled": ["forward 1.5 times", "0"],
+    },
     sharp_subject: {},
     odd_subject: {"memory": "gradient sum", "stale": "stale"},
     pairs_subject: {"no f": "backward partial"},

@@ -355,9 +355,10 @@ def main(arguments: list[str] | None = None, text: str = "") -> int:
     """The command. text: its description, which --help prints."""
     before = signal.signal(signal.SIGTERM, on_signal)
     try:
-        code = run(parse_args(arguments, text))
-        sys.stdout.flush()
-        return code
+        try:
+            return run(parse_args(arguments, text))
+        finally:
+            sys.stdout.flush()  # here, so that a closed pipe is noticed
     except WrongUse as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
