@@ -413,18 +413,42 @@ def messages_of(event: dict) -> int:
     return sum(len(group) ** 2 for group in groups)
 
 
+FRAME = """player => ({
+  height: player.box.offsetHeight,
+  table: player.totals.scrollWidth - player.totals.clientWidth,
+  columns: [...player.stage.querySelectorAll(".lane .boxes > div")].map(
+    column => [...column.querySelectorAll(".box")].map(box => box.dataset.name)),
+})"""
+
+
+def check_frames(frames: list[dict], width: int) -> None:
+    """The player keeps its height, no bytes are cut off, no boxes change places."""
+    assert max(frame["table"] for frame in frames) <= 0, width
+    heights = [frame["height"] for frame in frames]
+    if width >= 600:
+        assert max(heights) - min(heights) <= 2, (width, heights)
+    for before, after in zip(frames, frames[1:]):
+        for names in before["columns"]:
+            for others in after["columns"]:
+                both = [name for name in names if name in others]
+                assert both == [name for name in others if name in names]
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_no_number_is_cut_or_crossed_and_arrows_lead_to_their_cells(open_page, name):
     for width in (390, 1280, 1920):
         page = open_page(name, width=width)
         player = page.locator("tp-player")
+        frames = []
         for number, event in enumerate(RECORDED[name]["events"], 1):
+            frames.append(player.evaluate(FRAME))
             assert player.evaluate(CUT) == [], (width, number)
             arrows = player.evaluate(ARROWS)
             about = (width, number, arrows)
             assert arrows["tips"] == messages_of(event), about
             assert arrows["astray"] == arrows["crossed"] == [], about
             page.keyboard.press("ArrowRight")
+        check_frames(frames, width)
 
 
 def test_arrows_on_a_scaled_slide(open_page):

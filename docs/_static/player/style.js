@@ -137,7 +137,7 @@ export const STYLE = `
   .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
   .slide :is(.head, .controls, .totals, .rule) { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
-  .slide .shape { display: inline-block; }
+  .slide .shape { display: inline-block; } .slide .closed .shape { display: none; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
   @media print { .player:has(.printed) { break-inside: auto; } .head { break-after: avoid; } }
@@ -167,6 +167,10 @@ export const STYLE = `
     .track { grid-template-columns: 4.6em 640px; width: max-content; }
     .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
     .keeps, .shape { display: block; line-height: 1; } .keeps i { display: none; }
-    th, td { padding-right: .45em; }
+    thead { display: none; } table, tbody { display: block; } td { padding: 0; }
+    tr { display: flex; flex-wrap: wrap; gap: 0 1em; margin-bottom: .3em; }
+    tbody th { flex: 0 0 100%; font-weight: 700; } td:nth-last-child(2) { padding-left: 0; }
+    tbody th::after { content: ": payload so far, bytes"; font-weight: 400; }
+    td::before { content: attr(data-head) ": "; font-weight: 400; }
   }
 `;
