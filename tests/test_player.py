@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections import Counter
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 import jobs
@@ -413,6 +414,51 @@ def messages_of(event: dict) -> int:
     return sum(len(group) ** 2 for group in groups)
 
 
+MESSAGES = """player => [...player.shadowRoot.querySelectorAll(".chart")].map(
+    chart => [...chart.querySelectorAll(".message")].map(line => {
+        const rows = [...chart.querySelectorAll(".bars")].map(
+            bars => bars.getBoundingClientRect());
+        const {top, bottom} = line.getBoundingClientRect();
+        const touched = [...rows.keys()].filter(
+            r => rows[r].top < bottom && rows[r].bottom > top);
+        const ends = [touched[0], touched.at(-1)];
+        if (line.classList.contains("up")) ends.reverse();
+        return ends;
+    }))"""
+
+
+@pytest.mark.parametrize("name", ["schedules", "schedules-2"])
+def test_messages_between_stages(open_page, name):
+    """Arrows lead from the row that sends to the one that receives: to the next rank
+    forward, to the previous one backward, each time that bytes are counted."""
+    recording = RECORDED[name]
+    P = recording["ranks"]
+    for event in recording["events"]:
+        for rank, part in enumerate(event["ranks"]):
+            sent = {(m["run"], m["to"]) for m in part.get("messages", [])}
+            step = {True: 1, False: -1}
+            expected = {
+                (row.partition(" ")[0], (rank + step["forward" in row]) % P)
+                for row in part.get("bytes", {})
+            }
+            assert {(run.partition(" ")[0], to) for run, to in sent} == expected
+    for width in (390, 1280):
+        page = open_page(name, width=width)
+        player = page.locator("tp-player")
+        for event in recording["events"]:
+            seen = player.evaluate(MESSAGES)
+            for run, arrows in zip(recording["time"]["runs"], seen, strict=True):
+                parts = enumerate(event["ranks"])
+                expected = [
+                    [rank, message["to"]]
+                    for rank, part in parts
+                    for message in part.get("messages", [])
+                    if message["run"] == run
+                ]
+                assert arrows == expected, (width, event["says"])
+            page.keyboard.press("ArrowRight")
+
+
 FRAME = """player => ({
   height: player.box.offsetHeight,
   table: player.totals.scrollWidth - player.totals.clientWidth,
@@ -427,7 +473,7 @@ def check_frames(frames: list[dict], width: int) -> None:
     heights = [frame["height"] for frame in frames]
     if width >= 600:
         assert max(heights) - min(heights) <= 2, (width, heights)
-    for before, after in zip(frames, frames[1:]):
+    for before, after in pairwise(frames):
         for names in before["columns"]:
             for others in after["columns"]:
                 both = [name for name in names if name in others]

@@ -9,8 +9,6 @@ export function table(player) {
   const events = player.events.slice(0, player.step + 1);
   const ended = events.length === player.events.length;
   const head = (text) => make("th", { scope: "col" }, text);
-  const each = (entries, key) =>
-    [...new Set(entries.map((x) => x[key]))].map(commas).join(" or ");
   const names = up_to(ranks).map((rank) => `rank ${rank}`);
   const words = ["in total, by formula", "sent so far: mean per rank"];
   const rows = [...new Set(ledger.map((entry) => entry.row))].map((row) => {
@@ -27,10 +25,10 @@ export function table(player) {
     });
     const sent = events.flatMap((event) => event.ranks.map(({ bytes, sends }) =>
       (bytes?.[row] ? sends ?? bytes[row] : 0)));
-    const predicted = each(mine, "predicted");
-    const formula = mine[0].formula === predicted ? "" : `${mine[0].formula}: `;
+    const formulas = mine.map(({ formula, predicted }) =>
+      (formula === commas(predicted) ? formula : `${formula}: ${commas(predicted)}`));
     return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-      make("td", { "data-head": words[0] }, `${formula}${predicted}`),
+      make("td", { "data-head": words[0] }, [...new Set(formulas)].join(" or ")),
       make("td", { class: "sent", "data-head": words[1] }, commas(sum(sent) / ranks)));
   });
   const heads = ["payload so far, bytes", ...names, ...words];

@@ -111,8 +111,13 @@ class TPPlayer extends HTMLElement {
     const entries = up_to(ranks).map((r) => entry(`background:${COLORS[r]}`, `rank ${r}`));
     const made = this.events.flatMap((event) => event.ranks[0].makes ?? []);
     if (time) {
-      const hatched = make("span", {}, make("i", { class: "backward" }), "backward");
-      entries.push(entry("", "forward"), hatched);
+      const hatched = (kind, text = kind) => make("span", {}, make("i", { class: kind }), text);
+      const spans = this.events.flatMap((event) => event.ranks.flatMap((x) => x.spans ?? []));
+      entries.push(entry("", "forward"), hatched("backward"));
+      if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW"));
+      if (time.chunks) entries.push(entry(`background:${COLORS[0]}66`, "second chunk"));
+      const line = "background:#888;width:5px;height:1.2em";
+      entries.push(entry(line, "a message to the next or previous rank"));
     } else if (made.some((x) => Array.isArray(x.who))) {
       const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
       entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
@@ -392,7 +397,8 @@ class TPPlayer extends HTMLElement {
   moves(rank) {
     const { ranks, call } = this.events[this.step];
     const { to, from, sends } = ranks[rank];
-    if (to !== undefined) return [`sends ${commas(sends)} bytes → rank ${to}`, `← rank ${from}`];
+    if (to !== undefined)
+      return [`sends ${commas(sends)} bytes → rank ${to}`, `← rank ${from}`];
     if (!sends) return [];
     if (from !== undefined) return [`← rank ${from}`];
     const others = call.groups.find((group) => group.includes(rank)).filter((r) => r !== rank);
