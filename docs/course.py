@@ -32,6 +32,7 @@ from pygments.lexers import PythonLexer
 from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).resolve().parent
+SCREEN = 34  # lines
 ROOT = DOCS.parent
 PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
 PATHS = {path.stem: path for path in PATHS}  # lessons, and scripts of beyond/
@@ -400,6 +401,14 @@ def write_attachments(cells: list[dict], stem: str, folder: Path) -> None:
             cell["source"] = lines
 
 
+def fold_long_outputs(cells: list[dict]) -> None:
+    """What is longer than a screen is folded."""
+    for cell in cells:
+        texts = ["".join(output.get("text", "")) for output in cell.get("outputs", [])]
+        if "".join(texts).count("\n") > SCREEN:
+            cell["metadata"].setdefault("tags", []).append("hide-output")
+
+
 def write_notebooks(app) -> None:
     """notebooks/*.ipynb → docs/notebooks/, which git ignores, for Sphinx to read."""
     folder = DOCS / "notebooks"
@@ -408,6 +417,7 @@ def write_notebooks(app) -> None:
         notebook = json.loads(path.read_text("utf-8"))
         describe_pictures(notebook["cells"])
         add_players(notebook["cells"], path.name[:2])
+        fold_long_outputs(notebook["cells"])
         write_attachments(notebook["cells"], path.stem, folder)
         text = json.dumps(notebook)
         script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
