@@ -52,6 +52,7 @@ PLAYERS = {
     "sp-layer": ("04", 3),
     "wrong-gradient": ("04", 4),
     "schedules": ("14", 3),
+    "schedules-2": ("14", 5),
     "batch": ("05", 9),
     "context-ring": ("11", 2),
     "context-zigzag": ("11", 2),
@@ -430,6 +431,14 @@ def write_notebooks(app) -> None:
             copy.write_text(text, "utf-8")
 
 
+def clone(docname: str) -> list:
+    """How to get the course, if the site knows where it is."""
+    if not REPOSITORY:
+        return []
+    text = f"git clone {REPOSITORY}\ncd {REPOSITORY.rpartition('/')[2]}"
+    return [nodes.literal_block(text, text, language="bash")]
+
+
 def line_role(name, rawtext, text, lineno, inliner, options=None, content=None):
     """{line}`words <01_naive_mlp_tp Report.expect>`: a link to where that begins."""
     words, lesson, target = re.fullmatch(r"(.+) <(\S+) (\S+)>", text).groups()
@@ -458,6 +467,7 @@ def directive(build, arguments: int, optional: int = 0):
 
 def setup(app):
     app.add_directive("lesson", directive(lesson_page, 1))
+    app.add_directive("clone", directive(clone, 0))
     app.add_directive("breaks", directive(breaks_page, 0))
     app.add_directive("tp-player", directive(player, 1, optional=1))
     app.add_directive("tp-widget", directive(widget, 1))

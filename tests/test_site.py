@@ -37,7 +37,7 @@ LOOK = """() => {
         bugs: all("section[id^=break-0], section[id^=break-1]",
                   each => [each.id, each.innerText]),
         printed: all(".cell_output pre", each => [
-            each.textContent.split("\n").length - 1,
+            each.textContent.split("\\n").length - 1,
             each.closest("details") !== null,
             each.checkVisibility() && each.scrollWidth > each.clientWidth]),
         terms: all("dd", each => [each.innerText, each.querySelector("a") !== null]),
@@ -199,6 +199,13 @@ def test_search_answers_first(page, address, asked, answers):
     links = page.locator("#search-results > ul > li > a").all()[:3]
     found = {link.get_attribute("href").partition(".html")[0] for link in links}
     assert answers <= found
+
+
+def test_home_says_how_to_get_the_course(page, address):
+    page.goto(f"{address}index.html")
+    text = page.locator("article").inner_text()
+    assert "git clone https://github.com/us/course\ncd course" in text
+    assert "tools/audit.py" in text and "3.75 times as much" in text
 
 
 def test_outputs_of_notebooks(looks):

@@ -330,7 +330,11 @@ class TPPlayer extends HTMLElement {
   badge(event) {
     const words = { hold: "start", check: "check", time: "compute" };
     const payload = [...new Set(event.ranks.map(total))].filter(Boolean);
-    // A step of a timed recording is of several runs: no one message has all the bytes.
+    if (event.kind === "time" && payload.length) {
+      const each = event.ranks.flatMap((part) => Object.values(part.bytes ?? {}));
+      const sizes = [...new Set(each)].map(commas).join(" or ");
+      return make("span", { class: "badge moves" }, `compute; an arrow: ${sizes} bytes`);
+    }
     if (!payload.length || words[event.kind])
       return make("span", { class: "badge" }, words[event.kind] ?? "compute");
     const text = event.call
