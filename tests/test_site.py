@@ -36,7 +36,7 @@ LOOK = """() => {
         titles: all(".lesson-output a", link => link.innerText),
         bugs: all("section[id^=break-0], section[id^=break-1]",
                   each => [each.id, each.innerText]),
-        printed: all(".cell_output pre", each => [
+        printed: all(".cell_output .stream pre", each => [
             each.textContent.split("\\n").length - 1,
             each.closest("details") !== null,
             each.checkVisibility() && each.scrollWidth > each.clientWidth]),

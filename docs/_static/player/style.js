@@ -120,7 +120,8 @@ export const STYLE = `
   td.off { font-weight: 700; color: var(--bad); }
   .chart { overflow-x: auto; padding: 3px; } .keeps i { font-style: normal; }
   .track { display: grid; grid-template-columns: 16em minmax(520px, 1fr); }
-  .track:not(.over) { height: calc(var(--row) - .7em); margin-bottom: .7em; }
+  .track { --gap: .7em; }
+  .track:not(.over) { height: calc(var(--row) - var(--gap)); margin-bottom: var(--gap); }
   .bars { position: relative; height: 100%; background: var(--soft); overflow: hidden; }
   .bar {
     position: absolute; top: 0; bottom: 0; border: 1px solid #000; color: #000;
@@ -134,8 +135,8 @@ export const STYLE = `
   .over { position: absolute; inset: 3px 3px auto; pointer-events: none; z-index: 1; }
   .messages { position: relative; }
   .message {
-    position: absolute; top: calc(var(--top) * var(--row) - .7em - 3px); width: 5px;
-    height: calc(var(--rows) * var(--row) + .7em + 6px); margin-left: -2.5px;
+    position: absolute; top: calc(var(--top) * var(--row) - var(--gap) - 3px); width: 5px;
+    height: calc(var(--rows) * var(--row) + var(--gap) + 6px); margin-left: -2.5px;
     background: var(--rank); border: 1px solid #000;
   }
   .message::after {
@@ -153,6 +154,7 @@ export const STYLE = `
   .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
   .slide :is(.head, .controls, .totals, .rule) { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
+  .slide .chart { --row: 2.05em; } .slide .track { --gap: .3em; }
   .slide .shape { display: inline-block; } .slide .closed .shape { display: none; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
