@@ -555,14 +555,25 @@ PRINTED = """player => [...player.shadowRoot.querySelectorAll(".printed")].map(
 
 @pytest.mark.parametrize("name", ["ring", "mlp"])
 def test_printed_steps(open_page, name):
-    """On paper stand the steps that send something, with their arrows, and the last."""
+    """On paper: the start, the steps that send, with their arrows, and the checks."""
     page = open_page(name)
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     events = RECORDED[name]["events"]
-    sends = [e for e in events if e["kind"] in ("send", "collective")]
+    kinds = ("hold", "send", "collective", "check")
+    shown = [e for e in events if e["kind"] in kinds]
     printed = page.locator("tp-player").evaluate(PRINTED)
-    assert [says for says, _ in printed] == [e["says"] for e in [*sends, events[-1]]]
-    assert all(tips >= RECORDED[name]["ranks"] for _, tips in printed[:-1])
+    assert [says for says, _ in printed] == [e["says"] for e in shown]
+    sends = [event["kind"] in ("send", "collective") for event in shown]
+    ranks = RECORDED[name]["ranks"]
+    assert all(tips >= ranks for (_, tips), each in zip(printed, sends) if each)
     assert page.locator("tp-player .count").inner_text().startswith("1 /")
+    cell = "it => it.box.style.getPropertyValue('--cell')"
+    before = page.locator("tp-player").evaluate(cell)
+    page.emulate_media(
+        media="print"
+    )  # the player is resized, the printed steps are not
+    page.evaluate("new Promise(seen => setTimeout(seen, 200))")
+    assert page.locator("tp-player").evaluate(cell) == before
+    page.emulate_media(media="screen")
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("tp-player").evaluate(PRINTED) == []

@@ -250,7 +250,7 @@ class TPPlayer extends HTMLElement {
   /** Cells as large as the lane allows; then the arrows, which depend on it. */
   fit() {
     const boxes = this.stage?.querySelector(".boxes");
-    if (!boxes) return;
+    if (!boxes?.clientWidth) return; // in print the stage is hidden: its copies stay as they are
     const style = getComputedStyle(this.box);
     const [most, font] = [Number(style.getPropertyValue("--cell-max")), parseFloat(style.fontSize)];
     const closed = this.closedLetters() * 0.46 * font;
@@ -299,15 +299,14 @@ class TPPlayer extends HTMLElement {
     return this.slide && this.box.offsetHeight > this.clientHeight;
   }
 
-  /** On paper: every step that sends something, and the last one, below each other. */
+  /** On paper, below each other: the start, every step that sends something, every check. */
   printSteps() {
     if (this.slide || !this.events || this.box.querySelector(".printed")) return;
     this.box.classList.add("paper"); // as wide as a page, and so all places as on it
     this.style.width = "680px";
     const shown = this.step;
     const pages = this.events.map((event, step) => {
-      const sends = ["collective", "send"].includes(event.kind);
-      if (!sends && step < this.events.length - 1) return "";
+      if (["compute", "time"].includes(event.kind)) return "";
       this.step = step;
       this.render();
       const parts = [this.caption, this.stage].map((part) => part.cloneNode(true));
