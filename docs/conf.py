@@ -24,6 +24,7 @@ html_css_files = ["course.css"]
 html_context = {"default_mode": "auto"}  # dark where the reader's system is
 html_show_sourcelink = False
 html_copy_source = False
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_use_index = False  # it would be an empty page; the glossary is the index
 html_theme_options = {
     "use_download_button": False,

@@ -32,6 +32,7 @@ from pygments.lexers import PythonLexer
 from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).resolve().parent
+SCREEN = 34  # lines
 ROOT = DOCS.parent
 PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
 PATHS = {path.stem: path for path in PATHS}  # lessons, and scripts of beyond/
@@ -51,6 +52,7 @@ PLAYERS = {
     "sp-layer": ("04", 3),
     "wrong-gradient": ("04", 4),
     "schedules": ("14", 3),
+    "schedules-2": ("14", 5),
     "batch": ("05", 9),
     "context-ring": ("11", 2),
     "context-zigzag": ("11", 2),
@@ -400,6 +402,14 @@ def write_attachments(cells: list[dict], stem: str, folder: Path) -> None:
             cell["source"] = lines
 
 
+def fold_long_outputs(cells: list[dict]) -> None:
+    """What is longer than a screen is folded."""
+    for cell in cells:
+        texts = ["".join(output.get("text", "")) for output in cell.get("outputs", [])]
+        if "".join(texts).count("\n") > SCREEN:
+            cell["metadata"].setdefault("tags", []).append("hide-output")
+
+
 def write_notebooks(app) -> None:
     """notebooks/*.ipynb → docs/notebooks/, which git ignores, for Sphinx to read."""
     folder = DOCS / "notebooks"
@@ -408,6 +418,7 @@ def write_notebooks(app) -> None:
         notebook = json.loads(path.read_text("utf-8"))
         describe_pictures(notebook["cells"])
         add_players(notebook["cells"], path.name[:2])
+        fold_long_outputs(notebook["cells"])
         write_attachments(notebook["cells"], path.stem, folder)
         text = json.dumps(notebook)
         script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
@@ -418,6 +429,14 @@ def write_notebooks(app) -> None:
             not copy.exists() or copy.read_text("utf-8") != text
         ):  # otherwise it is unchanged
             copy.write_text(text, "utf-8")
+
+
+def clone(docname: str) -> list:
+    """How to get the course, if the site knows where it is."""
+    if not REPOSITORY:
+        return []
+    text = f"git clone {REPOSITORY}\ncd {REPOSITORY.rpartition('/')[2]}"
+    return [nodes.literal_block(text, text, language="bash")]
 
 
 def line_role(name, rawtext, text, lineno, inliner, options=None, content=None):
@@ -448,6 +467,7 @@ def directive(build, arguments: int, optional: int = 0):
 
 def setup(app):
     app.add_directive("lesson", directive(lesson_page, 1))
+    app.add_directive("clone", directive(clone, 0))
     app.add_directive("breaks", directive(breaks_page, 0))
     app.add_directive("tp-player", directive(player, 1, optional=1))
     app.add_directive("tp-widget", directive(widget, 1))

@@ -450,9 +450,16 @@ class WatchRing:
         return received
 
 
+SCHEDULES = {  # scene → which schedules, and how many micro-batches
+    "schedules": (["gpipe", "1f1b"], 8),
+    "schedules-2": (["interleaved", "zero-bubble"], 4),
+}
+
+
 def schedules(lesson, group, name: str) -> dict:
     recorder = Recorder(lesson.lesson00, name)
-    return record_schedules.record(lesson, group, recorder)
+    kinds, micro_batches = SCHEDULES[name]
+    return record_schedules.record(lesson, group, recorder, kinds, micro_batches)
 
 
 SCENES = {  # name → ranks, the lesson, the scene
@@ -466,6 +473,7 @@ SCENES = {  # name → ranks, the lesson, the scene
     "sp-layer": (2, "04_sequence_parallel", sp_layer),
     "wrong-gradient": (2, "04_sequence_parallel", wrong_gradient),
     "schedules": (4, "14_schedules", schedules),
+    "schedules-2": (4, "14_schedules", schedules),
     "batch": (4, "05_3d_parallel", batch),
     "context-ring": (4, "11_context_parallel", context_ring),
     "context-zigzag": (4, "11_context_parallel", context_zigzag),

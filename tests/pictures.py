@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 import draw
 from matplotlib.colors import to_hex, to_rgb
 
-# Arrows of the step that is shown: those whose tip is not at a new cell of its
-# receiver, and what they cross of that which is to be read.
+# Arrows of the step that is shown: those that do not begin at a cell that is sent, or
+# do not end at a new cell of their receiver, and what they cross that is to be read.
 ARROWS = """player => {
     const stage = player.shadowRoot.querySelector(".stage");
     const svg = stage.querySelector("svg");
@@ -45,9 +45,19 @@ ARROWS = """player => {
     const tips = [...svg.querySelectorAll(".tip")];
     for (const tip of tips) {
         const end = new DOMPoint(0, 0).matrixTransform(tip.getScreenCTM());
-        const lane = stage.querySelectorAll(".lane")[tip.dataset.to];
-        if (![...lane.querySelectorAll(".new .cell, .new.closed .cells")].some(
-            cell => near(cell, end.x, end.y))) astray.push(tip.dataset.to);
+        const lanes = stage.querySelectorAll(".lane");
+        const new_cells = ".new .cell, .new.closed .cells";
+        if (![...lanes[tip.dataset.to].querySelectorAll(new_cells)].some(
+            cell => near(cell, end.x, end.y))) astray.push(`to ${tip.dataset.to}`);
+        const sender = lanes[tip.dataset.from];
+        const name = CSS.escape(player.events[player.step].takes);
+        const leaving = [...sender.querySelectorAll(".cell.leaves")];
+        const sent = leaving.length ? leaving
+            : [...sender.querySelectorAll(`[data-name="${name}"] :is(.cell, .cells)`)];
+        const path = tip.previousElementSibling;
+        const begin = path.getPointAtLength(0).matrixTransform(path.getScreenCTM());
+        if (!sent.some(cell => near(cell, begin.x, begin.y)))
+            astray.push(`from ${tip.dataset.from}`);
     }
     for (const path of svg.querySelectorAll("path:not(.back)")) {
         const to = path.getScreenCTM();

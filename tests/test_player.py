@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import jobs
 import pytest
@@ -334,7 +335,13 @@ SHOWN = """player => ({
 
 def labels_agree(shown: dict, event: dict) -> None:
     """The badge names the payload, the chips what a rank sends: from the recording."""
-    if event["kind"] == "time" or not any("sends" in x for x in event["ranks"]):
+    if event["kind"] == "time":  # of several runs: a size for each arrow
+        parts = [part.get("bytes", {}) for part in event["ranks"]]
+        sizes = {n for part in parts for n in part.values()}
+        told = {int(n) for n in re.findall(r"\d+", shown["badge"])}
+        assert told == sizes and shown["chips"] == []
+        return
+    if not any("sends" in x for x in event["ranks"]):
         assert "bytes" not in shown["badge"] and shown["chips"] == []
         return
     payload = {sum(part["bytes"].values()) for part in event["ranks"]}
@@ -398,18 +405,87 @@ def messages_of(event: dict) -> int:
     return sum(len(group) ** 2 for group in groups)
 
 
+MESSAGES = """player => [...player.shadowRoot.querySelectorAll(".chart")].map(
+    chart => [...chart.querySelectorAll(".message")].map(line => {
+        const rows = [...chart.querySelectorAll(".bars")].map(
+            bars => bars.getBoundingClientRect());
+        const {top, bottom} = line.getBoundingClientRect();
+        const touched = [...rows.keys()].filter(
+            r => rows[r].top < bottom && rows[r].bottom > top);
+        const ends = [touched[0], touched.at(-1)];
+        if (line.classList.contains("up")) ends.reverse();
+        return ends;
+    }))"""
+
+
+@pytest.mark.parametrize("name", ["schedules", "schedules-2"])
+def test_messages_between_stages(open_page, name):
+    """Arrows lead from the row that sends to the one that receives: to the next rank
+    forward, to the previous one backward, each time that bytes are counted."""
+    recording = RECORDED[name]
+    P = recording["ranks"]
+    for event in recording["events"]:
+        for rank, part in enumerate(event["ranks"]):
+            sent = {(m["run"], m["to"]) for m in part.get("messages", [])}
+            step = {True: 1, False: -1}
+            expected = {
+                (row.partition(" ")[0], (rank + step["forward" in row]) % P)
+                for row in part.get("bytes", {})
+            }
+            assert {(run.partition(" ")[0], to) for run, to in sent} == expected
+    for width in (390, 1280):
+        page = open_page(name, width=width)
+        player = page.locator("tp-player")
+        for event in recording["events"]:
+            seen = player.evaluate(MESSAGES)
+            for run, arrows in zip(recording["time"]["runs"], seen, strict=True):
+                parts = enumerate(event["ranks"])
+                expected = [
+                    [rank, message["to"]]
+                    for rank, part in parts
+                    for message in part.get("messages", [])
+                    if message["run"] == run
+                ]
+                assert arrows == expected, (width, event["says"])
+            page.keyboard.press("ArrowRight")
+
+
+FRAME = """player => ({
+  height: player.box.offsetHeight,
+  table: player.totals.scrollWidth - player.totals.clientWidth,
+  columns: [...player.stage.querySelectorAll(".lane .boxes > div")].map(
+    column => [...column.querySelectorAll(".box")].map(box => box.dataset.name)),
+})"""
+
+
+def check_frames(frames: list[dict], width: int) -> None:
+    """The player keeps its height, no bytes are cut off, no boxes change places."""
+    assert max(frame["table"] for frame in frames) <= 0, width
+    heights = [frame["height"] for frame in frames]
+    if width >= 600:
+        assert max(heights) - min(heights) <= 2, (width, heights)
+    for before, after in pairwise(frames):
+        for names in before["columns"]:
+            for others in after["columns"]:
+                both = [name for name in names if name in others]
+                assert both == [name for name in others if name in names]
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_no_number_is_cut_or_crossed_and_arrows_lead_to_their_cells(open_page, name):
     for width in (390, 1280, 1920):
         page = open_page(name, width=width)
         player = page.locator("tp-player")
+        frames = []
         for number, event in enumerate(RECORDED[name]["events"], 1):
+            frames.append(player.evaluate(FRAME))
             assert player.evaluate(CUT) == [], (width, number)
             arrows = player.evaluate(ARROWS)
             about = (width, number, arrows)
             assert arrows["tips"] == messages_of(event), about
             assert arrows["astray"] == arrows["crossed"] == [], about
             page.keyboard.press("ArrowRight")
+        check_frames(frames, width)
 
 
 def test_arrows_on_a_scaled_slide(open_page):
@@ -464,14 +540,25 @@ PRINTED = """player => [...player.shadowRoot.querySelectorAll(".printed")].map(
 
 @pytest.mark.parametrize("name", ["ring", "mlp"])
 def test_printed_steps(open_page, name):
-    """On paper stand the steps that send something, with their arrows, and the last."""
+    """On paper: the start, the steps that send, with their arrows, and the checks."""
     page = open_page(name)
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     events = RECORDED[name]["events"]
-    sends = [e for e in events if e["kind"] in ("send", "collective")]
+    kinds = ("hold", "send", "collective", "check")
+    shown = [e for e in events if e["kind"] in kinds]
     printed = page.locator("tp-player").evaluate(PRINTED)
-    assert [says for says, _ in printed] == [e["says"] for e in [*sends, events[-1]]]
-    assert all(tips >= RECORDED[name]["ranks"] for _, tips in printed[:-1])
+    assert [says for says, _ in printed] == [e["says"] for e in shown]
+    sends = [event["kind"] in ("send", "collective") for event in shown]
+    ranks = RECORDED[name]["ranks"]
+    assert all(tips >= ranks for (_, tips), each in zip(printed, sends) if each)
     assert page.locator("tp-player .count").inner_text().startswith("1 /")
+    cell = "it => it.box.style.getPropertyValue('--cell')"
+    before = page.locator("tp-player").evaluate(cell)
+    page.emulate_media(
+        media="print"
+    )  # the player is resized, the printed steps are not
+    page.evaluate("new Promise(seen => setTimeout(seen, 200))")
+    assert page.locator("tp-player").evaluate(cell) == before
+    page.emulate_media(media="screen")
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("tp-player").evaluate(PRINTED) == []

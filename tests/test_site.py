@@ -36,6 +36,10 @@ LOOK = """() => {
         titles: all(".lesson-output a", link => link.innerText),
         bugs: all("section[id^=break-0], section[id^=break-1]",
                   each => [each.id, each.innerText]),
+        printed: all(".cell_output .stream pre", each => [
+            each.textContent.split("\\n").length - 1,
+            each.closest("details") !== null,
+            each.checkVisibility() && each.scrollWidth > each.clientWidth]),
         terms: all("dd", each => [each.innerText, each.querySelector("a") !== null]),
     };
 }"""
@@ -174,6 +178,42 @@ def test_search(page, address):
     links = page.locator("#search-results li a").all()
     found = {link.get_attribute("href").partition(".html")[0] for link in links}
     assert {"glossary", "lessons/00_collectives", "notebooks/00_collectives"} <= found
+
+
+@pytest.mark.parametrize(
+    "asked, answers",
+    {
+        "wrong gradient": {"breaks", "audit", "notebooks/12_wrong_gradients"},
+        "loss is wrong": {"breaks", "audit", "notebooks/12_wrong_gradients"},
+        "ring attention": {
+            "notebooks/11_context_parallel",
+            "lessons/11_context_parallel",
+        },
+        "out of memory": {"mesh", "notebooks/07_plan_a_run"},
+        "it hangs": {"breaks", "run"},
+    }.items(),
+)
+def test_search_answers_first(page, address, asked, answers):
+    page.goto(f"{address}search.html?q={asked.replace(' ', '+')}")
+    page.wait_for_selector("text=Search finished")
+    links = page.locator("#search-results > ul > li > a").all()[:3]
+    found = {link.get_attribute("href").partition(".html")[0] for link in links}
+    assert answers <= found
+
+
+def test_home_says_how_to_get_the_course(page, address):
+    page.goto(f"{address}index.html")
+    text = page.locator("article").inner_text()
+    assert "git clone https://github.com/us/course\ncd course" in text
+    assert "tools/audit.py" in text and "3.75 times as much" in text
+
+
+def test_outputs_of_notebooks(looks):
+    """On a wide screen no output scrolls by itself; long ones are folded."""
+    for name, look in looks.items():
+        for lines, folded, scrolls in look["printed"]:
+            assert not scrolls, name
+            assert folded == (lines > 34), (name, lines)
 
 
 @pytest.mark.parametrize("lesson", jobs.PATHS)

@@ -28,9 +28,10 @@ function messages(player) {
     const target = made && find(rank, made.name);
     if (!takes || !target || !total(part)) return [];
     if (part.moved) {
-      const cells = (r) => [...find(r, made.name).querySelectorAll(".cell")]
+      const cells = (r, name) => [...find(r, name).querySelectorAll(".cell")]
         .filter((_, i) => part.moved.includes(i));
-      return [{ sender: part.from, rank, from: cells(part.from), to: cells(rank) }];
+      const from = cells(part.from, takes);
+      return [{ sender: part.from, rank, from, to: cells(rank, made.name) }];
     }
     const group = call.groups.find((members) => members.includes(rank));
     const senders = call.collective === "broadcast" ? [part.from] : group;
@@ -55,7 +56,8 @@ function originOf({ stage }) {
 
 /** Everything on the stage that is to be read. */
 function readable(stage, home) {
-  const boxes = [...stage.querySelectorAll(".cell, .closed .cells")].map((x) => around([x], home));
+  const boxes = [...stage.querySelectorAll(".cell, .closed .cells, .aside .cells")]
+    .filter((x) => x.getClientRects().length).map((x) => around([x], home));
   const words = ".who, .chip, figcaption, .shape, .column, .mark";
   for (const element of stage.querySelectorAll(words)) {
     const text = document.createRange();

@@ -2,6 +2,8 @@
 
 import { COLORS, make, percent, up_to } from "./parts.js";
 
+const NUMBER = 0.012; // of the time that is shown: a narrower bar has no room for its number
+
 /** Who computed what when: all until the next step's time, a chart for each run. */
 export function charts(player, event) {
   const { ranks, time } = player.recording;
@@ -9,19 +11,31 @@ export function charts(player, event) {
     (part.spans ?? []).map((span) => ({ ...span, rank, i }))));
   const length = Math.max(...spans.map((span) => span.end));
   const until = player.events[player.step + 1]?.time ?? length;
-  const bar = ({ what, microbatch, start, end, rank, i }) => {
+  const bar = ({ what, microbatch, chunk, start, end, rank, i }) => {
     const width = Math.min(end, until) - start; // its number is in what is shown of it
     const place = `left:${percent(start / length)};width:${percent(width / length)}`;
     const kind = `bar ${what}${i === player.step ? " new" : ""}`;
-    const style = `${place};background-color:${COLORS[rank]}`;
-    return make("span", { class: kind, style }, make("b", {}, microbatch + 1));
+    const color = chunk ? `color-mix(in srgb, ${COLORS[rank]} 45%, #fff)` : COLORS[rank];
+    const style = `${place};background-color:${color}`;
+    const number = width < NUMBER * length ? "" : make("b", {}, microbatch + 1);
+    return make("span", { class: kind, style }, number);
   };
-  /** Micro-batches that a stage holds: forward begun, backward not over. */
+  /** Micro-batches that a stage holds: forward begun; backward, or the weight pass if there
+   * is one, not over. A chunk of a stage holds a part of them. */
   const kept = (run, rank) => {
     const of_stage = spans.filter((span) => span.run === run && span.rank === rank);
+    const last = of_stage.some(({ what }) => what === "weight") ? "weight" : "backward";
     const begun = of_stage.filter(({ what, i }) => what === "forward" && i <= player.step);
-    const over = of_stage.filter(({ what, end }) => what === "backward" && end <= until);
-    return begun.length - over.length;
+    const over = of_stage.filter(({ what, end }) => what === last && end <= until);
+    return (begun.length - over.length) / (time.chunks?.[run] ?? 1);
+  };
+  /** An arrow from the row of the rank that sends to that of the one that receives. */
+  const message = ({ rank, to }) => {
+    const [top, rows] = [Math.min(rank, to) + 1, Math.abs(rank - to) - 1];
+    const style = `left:${percent(event.time / length)};--rank:${COLORS[rank]};--top:${top};` +
+      `--rows:${rows}`;
+    const about = { class: `message ${to > rank ? "down" : "up"}`, style };
+    return make("span", { ...about, "data-from": rank, "data-to": to });
   };
   const tick = (i) => make("span", { style: `left:${percent(i / 4)}` },
     `${Math.round((length * i) / 4)} ${time.unit}`);
@@ -30,16 +44,22 @@ export function charts(player, event) {
     const tracks = up_to(ranks).map((rank) => {
       const bars = begun.filter((span) => span.rank === rank).map(bar);
       const veil = make("span", { class: "veil", style: `left:${percent(until / length)}` });
-      const keeps = event.most ? ` at most ${event.kept[run][rank]}` : ` keeps ${kept(run, rank)}`;
-      const words = make("span", { class: "keeps" }, keeps, make("i", {}, " micro-batches"));
+      const n = event.most ? event.kept[run][rank] : kept(run, rank);
+      const keeps = ` ${event.most ? "at most" : "keeps"} ${n}`;
+      const unit = n === 1 ? " micro-batch" : " micro-batches";
+      const words = make("span", { class: "keeps" }, keeps, make("i", {}, unit));
       return make("div", { class: "track", style: `--rank:${COLORS[rank]}` },
-        make("span", {}, make("b", {}, `stage ${rank}`), words),
+        make("span", {}, make("b", {}, `rank ${rank}`), words),
         make("div", { class: "bars", "aria-hidden": "true" }, ...bars, veil));
     });
     const axis = make("div", { class: "axis", "aria-hidden": "true" }, ...up_to(5).map(tick));
     const about = { class: "chart", tabindex: 0, role: "group", "aria-label": `${run} in time` };
     const foot = make("div", { class: "track" }, make("span"), axis);
-    const chart = make("div", about, ...tracks, foot);
+    const sent = event.ranks.flatMap(({ messages = [] }, rank) =>
+      messages.filter((x) => x.run === run).map(({ to }) => message({ rank, to })));
+    const over = make("div", { class: "track over", "aria-hidden": "true" },
+      make("span"), make("div", { class: "messages" }, ...sent));
+    const chart = make("div", about, ...tracks, foot, over);
     requestAnimationFrame(() => {
       chart.scrollLeft = (chart.scrollWidth * until) / length - chart.clientWidth / 2;
     });

@@ -79,13 +79,14 @@ function placeAll(all, most) {
   return Math.max(0, ...all.map((life) => life.place + life.wide));
 }
 
-/** For each step: name → its first half cell; and how many half cells there are. */
+/** For each step: name → its first half cell, its width and the step that made it; and how
+ * many half cells there are. */
 export function findPlaces(player) {
   const all = lives(player);
   const least = placeAll(all.map((life) => ({ ...life })), 0);
   const halves = placeAll(all, Math.max(least, Math.min(least + MORE, WIDE)));
   const steps = player.events.map((_, step) => new Map(all
     .filter((life) => life.from <= step && step <= life.to)
-    .map(({ name, place, wide }) => [name, { place, wide }])));
+    .map(({ name, place, wide, from }) => [name, { place, wide, from }])));
   return { steps, halves };
 }

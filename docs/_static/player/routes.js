@@ -3,7 +3,8 @@
 const TRACK = 5; // px from one track to the next
 const CLEAR = 5; // px between an arrow and what is to be read, at least
 const TURN = 6; // a turn is as long as so many tracks
-const TAKEN = 4; // and so is a place where there is an arrow already
+const TAKEN = 4; // and so is a place where there is an arrow already,
+const AT_TIP = 10; // or near the tip of one, which is to stay in sight
 export const TIP = 12; // px: how long the tip of an arrow is
 const SIDES = [[1, 0], [0, 1], [-1, 0], [0, -1]]; // right, down, left, up
 
@@ -70,7 +71,7 @@ export function findWay(tracks, a, b, leaves, reaches) {
 }
 
 /** From the last state back to the first: where the way turns. It takes its places. */
-function corners({ across, cost }, best, last, starts, goal) {
+function corners({ across, down, cost }, best, last, starts, goal) {
   const points = [goal.edge];
   let first;
   for (let state = last; state !== undefined; state = best.get(state)) {
@@ -81,6 +82,10 @@ function corners({ across, cost }, best, last, starts, goal) {
     cost[place] = 1 + TAKEN;
     first = state;
   }
+  const [x, y] = goal.steps;
+  for (let j = Math.max(0, y - 2); j <= Math.min(down - 1, y + 2); j++)
+    for (let i = Math.max(0, x - 2); i <= Math.min(across - 1, x + 2); i++)
+      if (cost[j * across + i]) cost[j * across + i] = 1 + AT_TIP;
   points.unshift(starts[first % 4].edge);
   return { points, angle: 90 * ((goal.side + 2) % 4) };
 }

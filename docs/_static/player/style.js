@@ -29,7 +29,7 @@ export const STYLE = `
   button:disabled { opacity: .5; cursor: default; }
   input { flex: 1 1 6em; min-width: 5em; height: 2.2em; accent-color: var(--ink); }
   .count { min-width: 4.5em; text-align: right; font-variant-numeric: tabular-nums; }
-  .caption { font-size: 1.2em; min-height: 2.8em; margin: .2em 0 .4em; max-width: 68em; }
+  .caption { font-size: 1.2em; min-height: 2.9em; margin: .2em 0 .4em; max-width: 68em; }
   .badge {
     font-size: .85em; font-weight: 700; padding: .1em .6em; margin-right: .5em;
     border: 2px solid var(--ink); border-radius: 1em; display: inline-block;
@@ -104,7 +104,8 @@ export const STYLE = `
   .wrong .cells { outline: 4px solid var(--bad); outline-offset: -4px; }
   .ghost { position: absolute; z-index: 2; pointer-events: none; }
   .legend { display: flex; flex-wrap: wrap; gap: .2em 1.1em; margin: .3em 0; }
-  .legend .backward { background-color: #fff; }
+  .legend :is(.backward, .weight) { background-color: #fff; }
+  .legend .weight { background-color: #888; }
   .legend i {
     display: inline-block; width: 1.5em; height: 1em; vertical-align: -.12em;
     margin-right: .35em; border: 1.5px solid var(--ink); background-color: var(--back);
@@ -113,13 +114,15 @@ export const STYLE = `
   table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92em; }
   th, td { padding: .08em .8em .08em 0; text-align: right; }
   th:first-child { text-align: left; }
-  tbody th { font-weight: 400; }
+  tbody th { font-weight: 400; white-space: nowrap; }
   td:nth-last-child(2) { padding-left: 1em; }
   td.now { font-weight: 700; text-decoration: underline; }
   td.off { font-weight: 700; color: var(--bad); }
   .chart { overflow-x: auto; padding: 3px; } .keeps i { font-style: normal; }
-  .track { display: grid; grid-template-columns: 15em minmax(520px, 1fr); margin-bottom: 3px; }
-  .bars { position: relative; height: 1.75em; background: var(--soft); overflow: hidden; }
+  .track { display: grid; grid-template-columns: 16em minmax(520px, 1fr); }
+  .track { --gap: .7em; }
+  .track:not(.over) { height: calc(var(--row) - var(--gap)); margin-bottom: var(--gap); }
+  .bars { position: relative; height: 100%; background: var(--soft); overflow: hidden; }
   .bar {
     position: absolute; top: 0; bottom: 0; border: 1px solid #000; color: #000;
     font-size: .85em; line-height: 2; text-align: center; overflow: hidden;
@@ -127,6 +130,20 @@ export const STYLE = `
   .backward { background-image: repeating-linear-gradient(45deg, #0006 0 2px, #0000 2px 7px); }
   .bar b { background: var(--rank); padding: 0 .15em; }
   .bar.new { outline-offset: -3px; }
+  .weight { background-image: repeating-linear-gradient(-45deg, #fffa 0 3px, #0000 3px 6px); }
+  .chart { position: relative; --row: 2.45em; }
+  .over { position: absolute; inset: 3px 3px auto; pointer-events: none; z-index: 1; }
+  .messages { position: relative; }
+  .message {
+    position: absolute; top: calc(var(--top) * var(--row) - var(--gap) - 3px); width: 5px;
+    height: calc(var(--rows) * var(--row) + var(--gap) + 6px); margin-left: -2.5px;
+    background: var(--rank); border: 1px solid #000;
+  }
+  .message::after {
+    content: ""; position: absolute; left: -4px; width: 11px; height: 8px; background: #000;
+    clip-path: polygon(0 0, 100% 0, 50% 100%); bottom: -3px;
+  }
+  .message.up::after { bottom: auto; top: -3px; transform: scaleY(-1); }
   .veil {
     position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
     border-left: 3px solid var(--ink);
@@ -137,7 +154,8 @@ export const STYLE = `
   .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
   .slide :is(.head, .controls, .totals, .rule) { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
-  .slide .shape { display: inline-block; }
+  .slide .chart { --row: 2.05em; } .slide .track { --gap: .3em; }
+  .slide .shape { display: inline-block; } .slide .closed .shape { display: none; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
   @media print { .player:has(.printed) { break-inside: auto; } .head { break-after: avoid; } }
@@ -164,9 +182,17 @@ export const STYLE = `
     .boxes { display: flex; flex-wrap: wrap; }
     .ring .stage { display: block; }
     .count { min-width: 0; }
-    .track { grid-template-columns: 4.6em 640px; width: max-content; }
-    .track > :first-child { position: sticky; left: 0; background: var(--back); z-index: 1; }
+    .chart { --row: 3.3em; } .bar { line-height: 3; } td { text-align: left; }
+    .track { grid-template-columns: 5.6em 640px; width: max-content; }
+    .track > :first-child { position: sticky; left: -3px; background: var(--back); z-index: 2; }
+    .over > :first-child { visibility: hidden; }
+    .track > :first-child { padding-left: 3px; margin-left: -3px; }
     .keeps, .shape { display: block; line-height: 1; } .keeps i { display: none; }
-    th, td { padding-right: .45em; }
+    thead { display: none; } table, tbody { display: block; } td { padding: 0; }
+    tr { display: flex; flex-wrap: wrap; gap: 0 1em; margin-bottom: .3em; }
+    tbody th { flex: 0 0 100%; font-weight: 700; white-space: normal; }
+    td:nth-last-child(2) { padding-left: 0; }
+    tbody th::after { content: ": payload so far, bytes"; font-weight: 400; }
+    td::before { content: attr(data-head) ": "; font-weight: 400; }
   }
 `;

@@ -7,10 +7,10 @@
 
 import { findPlaces } from "./places.js";
 import { charts } from "./charts.js";
+import { table } from "./ledger.js";
 import { drawArrows, fly } from "./arrows.js";
 import {
-  COLORS, EVERYONE, make, bits, up_to, commas, sum, total, still, texts, paint,
-  strip, around, layout, onRing,
+  COLORS, EVERYONE, make, bits, up_to, commas, total, still, texts, paint, strip, layout, onRing,
 } from "./parts.js";
 import { STYLE } from "./style.js";
 
@@ -111,8 +111,13 @@ class TPPlayer extends HTMLElement {
     const entries = up_to(ranks).map((r) => entry(`background:${COLORS[r]}`, `rank ${r}`));
     const made = this.events.flatMap((event) => event.ranks[0].makes ?? []);
     if (time) {
-      const hatched = make("span", {}, make("i", { class: "backward" }), "backward");
-      entries.push(entry("", "forward"), hatched);
+      const hatched = (kind, text = kind) => make("span", {}, make("i", { class: kind }), text);
+      const spans = this.events.flatMap((event) => event.ranks.flatMap((x) => x.spans ?? []));
+      entries.push(entry("", "forward"), hatched("backward"));
+      if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW"));
+      if (time.chunks) entries.push(entry(`background:${COLORS[0]}66`, "second chunk"));
+      const line = "background:#888;width:5px;height:1.2em";
+      entries.push(entry(line, "a message to the next or previous rank"));
     } else if (made.some((x) => Array.isArray(x.who))) {
       const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
       entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
@@ -225,7 +230,7 @@ class TPPlayer extends HTMLElement {
     this.caption.replaceChildren(this.badge(event), event.says);
     const lanes = () => up_to(recording.ranks).map((rank) => this.lane(rank));
     this.stage.replaceChildren(...(recording.time ? charts(this, event) : lanes()));
-    this.totals.replaceChildren(this.table());
+    this.totals.replaceChildren(table(this));
     this.fit();
   }
 
@@ -245,7 +250,7 @@ class TPPlayer extends HTMLElement {
   /** Cells as large as the lane allows; then the arrows, which depend on it. */
   fit() {
     const boxes = this.stage?.querySelector(".boxes");
-    if (!boxes) return;
+    if (!boxes?.clientWidth) return; // in print the stage is hidden: its copies stay as they are
     const style = getComputedStyle(this.box);
     const [most, font] = [Number(style.getPropertyValue("--cell-max")), parseFloat(style.fontSize)];
     const closed = this.closedLetters() * 0.46 * font;
@@ -259,6 +264,7 @@ class TPPlayer extends HTMLElement {
     this.box.style.setProperty("--halves", this.places.halves);
     for (let less = cell - 2; this.isTooHigh() && less >= LEAST; less -= 2)
       this.box.style.setProperty("--cell", `${less}px`);
+    this.keepHeights(narrow);
     for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
       if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
       else lane.removeAttribute("tabindex");
@@ -266,26 +272,47 @@ class TPPlayer extends HTMLElement {
     drawArrows(this);
   }
 
+  /** While one steps, each lane keeps the height of its highest step. */
+  keepHeights(narrow) {
+    const { step, stage, box } = this;
+    if (narrow || this.slide || box.classList.contains("paper")) return;
+    if (this.measured?.width !== box.clientWidth) {
+      const highest = up_to(this.recording.ranks).map(() => 0);
+      this.events.forEach((_, each) => {
+        this.step = each;
+        const lanes = highest.map((_, rank) => this.lane(rank));
+        stage.replaceChildren(...lanes);
+        lanes.forEach((lane, rank) => {
+          highest[rank] = Math.max(highest[rank], lane.offsetHeight);
+        });
+      });
+      this.step = step;
+      stage.replaceChildren(...highest.map((_, rank) => this.lane(rank)));
+      this.measured = { width: box.clientWidth, highest };
+    }
+    const lanes = [...stage.querySelectorAll(".lane")];
+    lanes.forEach((lane, rank) => { lane.style.minHeight = `${this.measured.highest[rank]}px`; });
+  }
+
   /** On a slide there is nothing below the player's last line. */
   isTooHigh() {
     return this.slide && this.box.offsetHeight > this.clientHeight;
   }
 
-  /** On paper: every step that sends something, and the last one, below each other. */
+  /** On paper, below each other: the start, every step that sends something, every check. */
   printSteps() {
     if (this.slide || !this.events || this.box.querySelector(".printed")) return;
     this.box.classList.add("paper"); // as wide as a page, and so all places as on it
     this.style.width = "680px";
     const shown = this.step;
     const pages = this.events.map((event, step) => {
-      const sends = ["collective", "send"].includes(event.kind);
-      if (!sends && step < this.events.length - 1) return "";
+      if (["compute", "time"].includes(event.kind)) return "";
       this.step = step;
       this.render();
       const parts = [this.caption, this.stage].map((part) => part.cloneNode(true));
       return make("div", { class: "printed" }, ...parts);
     });
-    const last = this.table(); // all bytes
+    const last = table(this); // all bytes
     this.step = shown;
     this.render();
     this.totals.replaceChildren(last);
@@ -302,7 +329,11 @@ class TPPlayer extends HTMLElement {
   badge(event) {
     const words = { hold: "start", check: "check", time: "compute" };
     const payload = [...new Set(event.ranks.map(total))].filter(Boolean);
-    // A step of a timed recording is of several runs: no one message has all the bytes.
+    if (event.kind === "time" && payload.length) {
+      const each = event.ranks.flatMap((part) => Object.values(part.bytes ?? {}));
+      const sizes = [...new Set(each)].map(commas).join(" or ");
+      return make("span", { class: "badge moves" }, `compute; an arrow: ${sizes} bytes`);
+    }
     if (!payload.length || words[event.kind])
       return make("span", { class: "badge" }, words[event.kind] ?? "compute");
     const text = event.call
@@ -334,8 +365,9 @@ class TPPlayer extends HTMLElement {
       if (moved && earlier) this.showAdded(box, tensor, ranks[rank]);
       boxes.push(box);
     }
-    boxes.sort((a, b) => parseInt(a.style.gridColumn) - parseInt(b.style.gridColumn));
     const column = (box) => box.style.gridColumn;
+    const since = (box) => this.places.steps[this.step].get(box.dataset.name)?.from ?? 0;
+    boxes.sort((a, b) => parseInt(column(a)) - parseInt(column(b)) || since(a) - since(b));
     const columns = [...new Set(boxes.map(column))].map((place) => {
       const same = boxes.filter((box) => column(box) === place);
       const aside = same.every((box) => box.classList.contains("aside"));
@@ -368,7 +400,8 @@ class TPPlayer extends HTMLElement {
   moves(rank) {
     const { ranks, call } = this.events[this.step];
     const { to, from, sends } = ranks[rank];
-    if (to !== undefined) return [`sends ${commas(sends)} bytes → rank ${to}`, `← rank ${from}`];
+    if (to !== undefined)
+      return [`sends ${commas(sends)} bytes → rank ${to}`, `← rank ${from}`];
     if (!sends) return [];
     if (from !== undefined) return [`← rank ${from}`];
     const others = call.groups.find((group) => group.includes(rank)).filter((r) => r !== rank);
@@ -382,7 +415,7 @@ class TPPlayer extends HTMLElement {
     const { name, shape, values, who } = tensor;
     const size = `[${shape.join(", ")}]`;
     const verdict = !mark ? "" : !mark.ok ? `✗ wrong by ${Math.round(100 * mark.diff)} %`
-      : `✓ same${mark.diff ? ` (${mark.diff})` : ""}`;
+      : `✓\u00a0same${mark.diff ? ` (${mark.diff.toExponential(0).replace("-", "−")})` : ""}`;
     const term = tensor.term ? "term" : "";
     const open = values ? "" : "closed";
     const aside = kind || mark ? "" : "aside"; // on a narrow screen without its numbers
@@ -437,42 +470,6 @@ class TPPlayer extends HTMLElement {
       cells.append(cell);
     });
     return cells;
-  }
-
-  /** Payload so far, as each rank's counter had it, the lesson's formula, and what ranks
-   * of a ring have sent for it. At the end a number that is not the formula's is marked. */
-  table() {
-    const { ledger, ranks } = this.recording;
-    const events = this.events.slice(0, this.step + 1);
-    const ended = events.length === this.events.length;
-    const head = (text) => make("th", { scope: "col" }, text);
-    const each = (entries, key) =>
-      [...new Set(entries.map((x) => x[key]))].map(commas).join(" or ");
-    const rows = [...new Set(ledger.map((entry) => entry.row))].map((row) => {
-      const mine = ledger.filter((entry) => entry.row === row);
-      const cells = up_to(ranks).map((rank) => {
-        const bytes = events.map((event) => event.ranks[rank].bytes?.[row] ?? 0);
-        const entry = mine.find((x) => x.rank === rank);
-        const off = ended && entry && entry.predicted !== sum(bytes);
-        const kind = off ? "off" : bytes.at(-1) ? "now" : "";
-        const payload = commas(sum(bytes));
-        const about = { class: kind, "data-rank": rank, "data-row": row };
-        about["data-bytes"] = sum(bytes);
-        return make("td", about, off ? `✗ ${payload} of ${commas(entry.predicted)}` : payload);
-      });
-      const sent = events.flatMap((event) => event.ranks.map(({ bytes, sends }) =>
-        (bytes?.[row] ? sends ?? bytes[row] : 0)));
-      const predicted = each(mine, "predicted");
-      const formula = mine[0].formula === predicted ? "" : `${mine[0].formula}: `;
-      return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-        make("td", {}, `${formula}${predicted}`),
-        make("td", { class: "sent" }, commas(sum(sent) / ranks)));
-    });
-    const names = up_to(ranks).map((rank) => `rank ${rank}`);
-    const words = ["in total, by formula", "sent so far: mean per rank"];
-    const heads = ["payload so far, bytes", ...names, ...words];
-    const head_row = make("thead", {}, make("tr", {}, ...heads.map(head)));
-    return make("table", {}, head_row, make("tbody", {}, ...rows));
   }
 }
 
