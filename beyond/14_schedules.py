@@ -54,7 +54,7 @@ from torch import Tensor, nn
 try:
     import held_bytes
     from course import lesson00, lesson01, lesson02, lesson05
-    from held_bytes import HeldBytes, HeldTensor, PipelineMeters, add_meters  # noqa: F401
+    from held_bytes import HeldBytes, HeldTensor, PipelineMeters, add_meters  # noqa
     from pytorch_schedules import PYTORCH, lists_by_pytorch, peak_in_flight
     from timeline import draw_rank, from_first_start
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
