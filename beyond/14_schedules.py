@@ -13,7 +13,7 @@ Run it on 4 ranks (1, 2 and 8 also work):
 What you will see: which layers each rank holds; four timelines, in which each step has
 a stated time (--sleep), so that they look as in a textbook; the bubble by formula, by
 the lists and as measured; micro-batches in flight and the bytes that they hold;
-gradients; messages; the same with PyTorch's schedules.
+gradients; messages; and PyTorch's schedules, three of them new.
 
 Exercises; answers are in the sections of notebooks/14_schedules.ipynb in brackets:
     --microbatches 16     which bubbles become half as large [3], and what is held? [4]
@@ -64,7 +64,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 67 to 335, in about 27 minutes. Stop at RUN.
+# Read lines 67 to 334, in about 27 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -76,10 +76,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 
 
 def steps_of(kind: str, rank: int, P: int, M: int, v: int) -> list:
-    """The steps of a rank: ("forward", (chunk, micro-batch)), …
-
-    The other phases are "backward" and, in zero bubble, "weight".
-    """
+    """A rank's steps, ("forward", (chunk, micro-batch)), …, "backward" and "weight"."""
     if kind == "interleaved":
         return interleaved(rank, P, M, v)
     if kind == "zero-bubble":
@@ -92,18 +89,19 @@ def interleaved(rank: int, P: int, M: int, v: int) -> list:
 
     Rank r holds virtual stage r of v·P as its chunk 0, stage r + P as its chunk 1, and
     so on. P micro-batches go through chunk 0, the same P through chunk 1, …, then the
-    next P. A pass through a chunk takes 1/v of the time, so the pipeline fills and
-    drains v times as fast: a rank waits (P − 1)(t_F + t_B + t_W)/v. All ranks together
-    send about v times as many messages.
+    next P: after P passes the first one is back, for this rank's next chunk. A pass
+    takes 1/v of the time, so the pipeline fills and drains v times as fast: a rank
+    waits (P − 1)(t_F + t_B + t_W)/v. All ranks together send v·P − 1 messages per
+    micro-batch and direction instead of P − 1.
     """
     order = []
     for first in range(0, M, P):
         for chunk in range(v):
             order += [(chunk, first + i) for i in range(P)]
     order_back = [(v - 1 - chunk, i) for chunk, i in order]  # the last chunk first
-    # Before its first backward pass, a rank runs P micro-batches through v − 1 chunks,
-    # then twice the P − rank − 1 passes of 1F1B. If messages took no time, P − rank − 1
-    # would be enough. With twice as many, most messages have a step or more to arrive.
+    # Before forward and backward alternate, a rank runs P micro-batches through v − 1
+    # chunks, then twice the P − rank − 1 passes of 1F1B. If messages took no time, half
+    # of that would be enough. With twice as many, more messages arrive in time.
     warm_up = min((v - 1) * P + 2 * (P - rank - 1), M * v)
     steps = [("forward", which) for which in order[:warm_up]]
     for i in range(M * v - warm_up):
@@ -115,11 +113,11 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
     """1F1B with backward in two parts, B and W (ZB-H1, arXiv:2401.10241, sec. 2).
 
     B computes dL/dx, for which the stage before waits. W computes dL/dW, for which no
-    stage waits: so it can fill the bubble. The order of forward and backward passes is
-    that of 1F1B. W of rank r is r micro-batches behind its B, so r of them are left at
-    the end, when 1F1B would wait. Example: the last rank waits (P − 1)·t_F for its
-    first micro-batch. After its last B, the ranks before it need (P − 1)·t_B, and it
-    runs P − 1 weight passes in this time. In total it waits (P − 1)(t_F + t_B − t_W).
+    stage waits: so it can fill the bubble. Forward and backward passes are as in 1F1B.
+    W of rank r is r micro-batches behind its B: then rank r holds at most P of them, as
+    rank 0 of 1F1B, and r are left for the end, when 1F1B would wait. Example: the last
+    rank waits (P − 1)·t_F for its first micro-batch. After its last B it runs P weight
+    passes, and the ranks before it need (P − 1)·t_B + t_W: it waits (P − 1)(t_B − t_W).
     """
     steps = []
     for phase, i in lesson05.schedule("1f1b", rank, P, M):
@@ -294,7 +292,8 @@ class InputGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y: Tensor):
         (x,) = ctx.saved_tensors
-        # Detached: autograd gives x back with its history, which would stay alive.
+        # Detached: autograd gives x back with its history. p.grad, computed from it,
+        # would get a history as well: a graph of all micro-batches.
         SplitLinear.later.append((ctx.linear, x.detach(), grad_y))
         return grad_y @ ctx.linear.weight, None
 
@@ -533,11 +532,11 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         rows.append(row)
     report.section("The bubble: waiting/computing")
     report.table("bubbles", rows)
-    text = f"t_F = t_B = t_W = {args.sleep:g} ms at least. " if args.sleep else ""
+    text = f"t_F = t_B = t_W = {args.sleep:g} ms or more (1). " if args.sleep else ""
     if args.ranks > 1 and len(runs) == len(KINDS):
         waits = [runs[kind].planned - computing for kind in KINDS]
-        text += f"By their lists interleaved waits {100 * waits[2] / waits[1]:.0f} %, "
-        text += f"zero bubble {100 * waits[3] / waits[1]:.0f} % of 1F1B's time. "
+        text += f"By its list interleaved waits {100 * waits[2] / waits[1]:.0f} % as "
+        text += f"long as 1F1B, zero bubble {100 * waits[3] / waits[1]:.0f} %. "
     report.conclude(f"{text}More than that comes from messages and shared cores.")
 
 
@@ -623,8 +622,8 @@ def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
     report.section("Messages of rank 0: a header of 5 int64, and b·S·D elements each")
     report.ledger(formulas, size, hide=["collective", "ring"])
     if size["P"] > 1:
-        text = f"{2 * size['v'] - 1} messages from rank 0, the others 1"
-        report.conclude(f"Per micro-batch interleaved sends {text}.")
+        text = f"{2 * size['v'] - 1} messages with interleaved, 1 with the others"
+        report.conclude(f"Rank 0 sends per micro-batch {text}.")
 
 
 # ---- The same by PyTorch
@@ -653,8 +652,9 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
             rows.append(row)
     report.table("PyTorch", rows)
     report.conclude(
-        "in flight: passes through a chunk, on ranks 0, 1, …. ZBV and DualPipeV are "
-        "not run, only their lists are read: rank r has stages r and 2·P − 1 − r."
+        "in flight: passes through a chunk, on ranks 0, 1, …. The last three have "
+        "weight passes as well. Of ZBV and DualPipeV only the lists are read: there "
+        "rank r has stages r and 2·P − 1 − r, so chunks form a V."
     )
 
 
@@ -718,7 +718,7 @@ BREAKS = {
         new="    for linear, x, grad_y in self.later[max(self.later)]:  # the newest\n",
         what="a weight pass takes the newest micro-batch instead of its own",
         symptom="the loss and dL/dx are right; weights of all ranks but 0 are wrong",
-        why="some micro-batches are counted twice, others not at all",
+        why="on rank r the last one counts r + 1 times, the first r not at all",
         reported="github.com/pytorch/pytorch/pull/130210 (a review)",
     ),
     "forgotten": dict(
@@ -736,7 +736,8 @@ BREAKS = {
         new="x",
         what="what a weight pass needs is kept with its history",
         symptom="all gradients are right; the memory of zero bubble grows with M",
-        why="a saved input points to the graph that made it, so that graph stays alive",
+        why="p.grad is computed from x: with the history of x it becomes the end of a "
+        "graph, which keeps what the weight passes of all micro-batches used",
         reported="github.com/pytorch/pytorch/issues/3818",
     ),
 }
