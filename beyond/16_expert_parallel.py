@@ -62,7 +62,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 65 to 370, in about 31 minutes. Stop at RUN.
+# Read lines 65 to 371, in about 31 minutes. Stop at RUN.
 
 # From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
 # mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:
@@ -234,7 +234,8 @@ class ExpertParallel(Experts):
         nn.Module.__init__(self)  # not Experts': it would make all experts
         self.ep_group = ep_group
         self.tp_group = tp_group
-        self.exchange = AllToAllRows.apply  # RUN also puts PyTorch's function here
+        # An attribute, so that RUN can put PyTorch's function here.
+        self.exchange = AllToAllRows.apply
         self.up_proj = shard_experts(full.up_proj, ep_group, 1, tp_group)
         self.down_proj = shard_experts(full.down_proj, ep_group, 2, tp_group)
 
@@ -729,11 +730,10 @@ def show_memory(report, runs: dict, size: dict, groups: dict, batch) -> None:
     tensors = len(runs["without EP"].parameters)
     stored = {name: 2 * sums[name] + 4 * tensors for name in sizes}
     text = f"2·sum + 4·{tensors} step counts"
-    kind = "optimizer state"
-    rows.append(lesson02.measured_row(report, kind, text, stored, measured))
-    # The other parts are those of lesson 02, and routers.
+    row = lesson02.measured_row(report, "optimizer state", text, stored, measured)
+    rows.append(row)
     report.table("memory", rows if report.args.verbose else rows[-3:])
-    part = f"{sums['EP'] / sums['without EP']:.0%}"
+    part = f"{100 * sums['EP'] / sums['without EP']:.0f} %"
     report.conclude(f"A rank stores {part} of all parameters: all but others' experts.")
 
 
