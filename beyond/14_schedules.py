@@ -532,7 +532,7 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         rows.append(row)
     report.section("The bubble: waiting/computing")
     report.table("bubbles", rows)
-    text = f"t_F = t_B = t_W = {args.sleep:g} ms or more (1). " if args.sleep else ""
+    text = f"t_F = t_B = t_W = {args.sleep:g} ms at least (1). " if args.sleep else ""
     if args.ranks > 1 and len(runs) == len(KINDS):
         waits = [runs[kind].planned - computing for kind in KINDS]
         text += f"By its list interleaved waits {100 * waits[2] / waits[1]:.0f} % as "

@@ -569,10 +569,8 @@ def show_one_layer(report, size: dict, groups: dict) -> None:
     under_tp = bytes_under_tp(size, groups, report.args)
     report.check("bytes", "the same tokens by TP", abs(under_tp - R * even))
     if R > 1:
-        report.conclude(
-            f"A rank sends about k · {even:,} bytes. By TP it sends {under_tp:,}: it "
-            f"has the tokens of {R} ranks: EP sends less if k < {R}."
-        )
+        text = f"A rank sends k · {even:,} bytes or so, by TP (all tokens) {under_tp:,}"
+        report.conclude(f"{text}: less if k < {R}.")
 
 
 def layer_row(report, case: tuple, size: dict, groups: dict) -> dict:
