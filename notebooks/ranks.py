@@ -148,6 +148,8 @@ class Ranks:
         # An engine is there when it has answered two beats; after 30 s without, dead.
         beats = "--HeartMonitor."
         flags = [f"{beats}period=300", f"{beats}max_heartmonitor_misses=100"]
+        # The controller forgets an engine that has not answered in time, 30 seconds.
+        flags.append("--IPController.registration_timeout=600")
         held = hold_ports(20)  # it uses 18
         self.ports = [each.getsockname()[1] for each in held]
         flags.append("--ports=" + ",".join(map(str, self.ports)))
@@ -159,7 +161,7 @@ class Ranks:
                 raise OSError("ipyparallel's controller ended before it was ready")
             time.sleep(0.05)
         # an engine gives up after 5 seconds otherwise: too few on a busy machine
-        flags = ["--IPEngine.timeout=60", "--IPEngine.enable_nanny=False"]
+        flags = ["--IPEngine.timeout=600", "--IPEngine.enable_nanny=False"]
         flags.append("--InteractiveShell.colors=nocolor")
         for _ in range(self.count):
             self.spawn(ENGINE, *flags)
@@ -181,7 +183,7 @@ class Ranks:
         """Wait for all ranks as long as this machine needs, and say how many are there.
 
         The first rank has 10 minutes. From then on, there is an error if ten times what
-        the first one took goes by (at least a minute) and no further rank has come.
+        the first one took goes by (at least 3 minutes) and no further rank has come.
         """
         begin = time.time()
         told = begin
@@ -197,7 +199,7 @@ class Ranks:
                 if present == 0:
                     self.seconds_to_start = time.time() - begin
                 present = len(self.client.ids)
-                limit = time.time() + max(60, 10 * self.seconds_to_start)
+                limit = time.time() + max(180, 10 * self.seconds_to_start)
             if time.time() > told + 20 and "NOTEBOOK_RANKS" not in os.environ:
                 told = time.time()
                 print(f"{present} of {self.count} ranks have started; please wait")

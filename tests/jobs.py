@@ -42,7 +42,7 @@ CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 POOL = ThreadPoolExecutor(3)  # jobs at a time: while some wait, others compute
 STARTED = {}  # (lesson, ranks, *flags) → its future
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
-NOTEBOOKS = ThreadPoolExecutor(2)  # their cells wait half of the time
+NOTEBOOKS = ThreadPoolExecutor(1)  # its cells wait half of the time
 RUNNING = {}  # mark → the torchrun process
 
 
