@@ -273,7 +273,7 @@ class Checkpointed(nn.Module):
     it discards everything but the layer's input (arXiv:2205.05198, sec. 5).
     checkpoint() restores the random state, so the second forward draws the same dropout
     masks. Collectives of the inner module also run again: none in CoreAttention; in a
-    layer two under TP, four under SP.
+    layer two under TP, four under SP (without dropout, all but the last).
     """
 
     def __init__(self, inner: nn.Module):

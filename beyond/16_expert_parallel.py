@@ -4,7 +4,7 @@ A mixture of experts has E MLPs instead of one, and a router that sends each tok
 the k best of them. With expert parallelism (EP) each rank owns some of the experts, and
 tokens travel: to the ranks that own their experts, and back. EP needs no ranks of its
 own, it borrows those of data parallelism. So a rank's attention sees its own tokens,
-its experts see tokens of all these ranks, and only some gradients are summed over all.
+its experts see those of all ranks of its group, and only some gradients are summed.
 
 Run it on 1, 2, 4 or 8 ranks:
 
@@ -20,7 +20,7 @@ Try one change at a time. notebooks/16_expert_parallel.ipynb, section 9, answers
     2. Weigh outputs by the probability itself, as Switch does: in MoE.forward, delete
        the division by the sum. All values agree. What changes in section 4 for k = 1?
     3. --tp 2 on 4 ranks, compared with 2 ranks: attention and each expert are split
-       over tp as well; a rank has as many tokens. What is sent in addition, and why?
+       over tp as well; a rank has as many tokens as there. What is sent in addition?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
 `--break NAME`. Short of time? Read MoE, ExpertParallel and sum_gradients.
@@ -62,7 +62,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 65 to 371, in about 31 minutes. Stop at RUN.
+# Read lines 65 to 373, in about 31 minutes. Stop at RUN.
 
 # From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
 # mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:
@@ -175,11 +175,13 @@ class MoE(nn.Module):
 # Ep rank i owns experts i·E/R to (i + 1)·E/R − 1. Rows are sorted by expert, so those
 # for rank 0 come first, then those for rank 1, …. How many is up to the router: splits
 # are uneven, they differ from step to step, and some are empty. So ranks first tell
-# each other how many rows will come. E = 4, R = 2, k = 1, t = 5, by expert (0 1 | 2 3):
+# each other how many rows will come. E = 4, R = 2, k = 1, t = 5:
 #
-#     rank 0 has   3 1 | 0 1   sends 4 rows to rank 0 (itself), 1 to rank 1
-#     rank 1 has   0 1 | 2 2   sends 1 row to rank 0, 4 to rank 1
-#     rank 1 gets  0 1 + 2 2   for experts 3 2 2 3 3, and sorts them: 2 2 3 3 3
+#     rows for expert   0  1 | 2  3
+#     rank 0 has        3  1 | 0  1   sends 4 rows to rank 0 (itself), 1 to rank 1
+#     rank 1 has        0  1 | 2  2   sends 1 row to rank 0, 4 to rank 1
+#
+# Rank 1 gets a row for expert 3, then rows for 2, 2, 3 and 3: it sorts what arrives.
 
 
 def all_to_all_rows(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
@@ -192,7 +194,7 @@ def all_to_all_rows(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
     if group.size() == 1:
         return x_rD.clone()
     arrived = x_rD.new_empty(sum(recv), x_rD.shape[1])
-    leaving = x_rD[send[group.rank()] :]  # for COMM: as many rows as leave this rank
+    leaving = x_rD[send[group.rank()] :]  # COMM needs its size only
     with lesson00.COMM.record("all-to-all", leaving, group):
         # A rank without rows must call it as well: the others wait for it.
         dist.all_to_all_single(arrived, x_rD, recv, send, group=group)
@@ -463,8 +465,8 @@ def rows_between(expert_tk: Tensor, groups: dict, args) -> Tensor:
 def rows_of_rank(forwards: list[Tensor], groups: dict) -> dict[str, float]:
     """Of this rank, as letters; the mean of several forward passes of an MoE layer.
 
-    got: rows that its experts compute. m: rows to other ranks per all-to-all, the mean
-    of both ways: to the experts, rows of its own tokens; back, rows of the others'.
+    got: rows that its experts compute. m: rows that leave this rank per all-to-all, the
+    mean of those of its own tokens (to the experts) and of others' tokens (back).
     """
     rank = groups["ep"].rank()
     mean_RE = torch.stack(forwards).double().mean(0)
@@ -555,7 +557,7 @@ def show_one_layer(report, size: dict, groups: dict) -> None:
     """Output and gradients of one MoE layer for several routers, and what it sends."""
     report.section("One MoE layer, random input: output, all gradients, bytes sent")
     report.say(
-        "   sends: bytes of rows to other ranks, both ways, and 8·E of counts of rows\n"
+        "   sends: bytes of rows to other ranks, forward and backward; 8·E of counts\n"
         "   by y: norm of the router's gradient through y alone, without balance loss"
     )
     R = size["R"]
@@ -687,12 +689,12 @@ def show_communication(report, forwards, runs: dict, size: dict, groups: dict) -
         formulas[call("forward", "all-reduce", axis)] = [Calls("n", "8·E")]
         of_loss = [Calls("steps", "8"), Calls("steps", "e")]
         formulas[call("loss", "all-reduce", axis)] = of_loss
-    title = f"n = {sizes['n']} MoE forwards, m = {sizes['m']:.2f} rows leave it"
-    report.section(f"Communication of rank 0: {title} on average")
+    rows = f"m = {sizes['m']:.2f} rows leave per all-to-all"
+    report.section(f"Communication of rank 0: n = {sizes['n']} MoE passes, {rows}")
     report.ledger(formulas, sizes, hide=["run", "ring"])
     if size["R"] > 1:
         text = f"rest = {sizes['rest']:,} elements of gradients are summed over ep"
-        report.conclude(f"{text}; own = {sizes['own']:,}, the experts', are complete.")
+        report.conclude(f"{text}; own = {sizes['own']:,}, the experts', are not.")
 
 
 # What is stored → bytes on a rank; every second layer has experts.

@@ -437,7 +437,8 @@ def bars(values: dict[str, list[float]], parts: list[str], predicted: dict[str, 
     most = max([sum(v) for v in values.values()] + list(predicted.values()))
     for y, (name, measured) in enumerate(values.items()):
         left = 0
-        for part, (value, fill) in enumerate(zip(measured, PARTS)):
+        fills = PARTS[: len(parts)]  # a part without one would not be drawn
+        for part, (value, fill) in enumerate(zip(measured, fills, strict=True)):
             label = parts[part] if y == 0 else None
             ax.barh(y, value, left=left, color=fill, edgecolor="black", label=label)
             left += value

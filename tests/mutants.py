@@ -368,7 +368,7 @@ MUTANTS = [Mutant(*row) for row in [
      "test_lists_are_complete_and_as_short_as_the_formula"),
     # 16
     ("16", "sort_by_expert", "a row is of another token",
-     "order // expert_tk.shape[1]", "order % len(x_tD)",
+     "order // k", "order % len(x_tD)",
      "test_layers_of_random_shapes"),
     ("16", "undo_sort", "sorted once more", "[order.argsort()]", "[order]",
      "test_layers_of_random_shapes"),

@@ -92,12 +92,14 @@ def test_split_linears_have_the_gradients_of_linears():
     inputs = torch.randn(3, 2, 4, 5)
     for x, y_grad in zip(inputs, torch.randn(3, 2, 4, 3)):
         got, expected = (x.clone().requires_grad_() for _ in range(2))
-        script.SplitLinear.later = []
+        script.SplitLinear.for_weight_pass = []
         split(got).backward(y_grad)
         model(expected).backward(y_grad)
         assert torch.equal(got.grad, expected.grad)
-        assert all(not x.requires_grad for _, x, _ in script.SplitLinear.later)
-        todo.append(script.SplitLinear.later)
+        assert all(
+            not x.requires_grad for _, x, _ in script.SplitLinear.for_weight_pass
+        )
+        todo.append(script.SplitLinear.for_weight_pass)
     assert all(p.grad is None for p in split.parameters())
     for later in todo:
         for linear, x, grad_y in later:
