@@ -49,6 +49,11 @@ def test_a_new_script_lacks_all_of_it():
     assert len(places) == 9
 
 
+def test_every_mutant_still_edits_its_lesson():
+    for mutant in mutants.MUTANTS:
+        mutants.edited(mutant)  # raises if what it replaces is not there once
+
+
 def test_files_and_targets_that_it_names_exist():
     assert TEXT.count("\n") <= 200
     makefile = read("Makefile")
