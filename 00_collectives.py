@@ -576,7 +576,7 @@ def show_products(report: Report, a_IJ: Tensor, b_JK: Tensor, size, group) -> No
     rows = [product_row(report, product, size, group) for product in products]
     report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
     report.say(
-        "   1: J is whole: nothing is sent. 2, 3: J is split. 4: I, K over one axis\n"
+        "   1: J is not split: nothing is sent. 2, 3: it is. 4: I and K over one axis\n"
         "   flops: one rank's; bytes: payload; ring: what a rank of a ring sends for it"
     )
     report.table("communication", rows, hide=["calls"])
