@@ -463,18 +463,11 @@ def fold_layers(name: str) -> str:
 
 def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
     """Print the shapes of embedding and head, and how they are sharded."""
-    on_rank = dict(tp_model.named_parameters())
     rows = []
-    for name, p in full.named_parameters():
-        if name != f"{fold_layers(name)}.weight":  # a bias is split as its weight
-            continue
-        local_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
-        row = {"parameter": name, "global": list(p.shape)}
-        row["on a rank"] = list(local_p.shape)
-        # The placement is what the parameter remembers, not what it should be.
-        placements = [f"Shard({dim})" for dim, _ in shardings_of(local_p)]
-        row["placement"] = ", ".join(placements) or "Replicate()"
-        rows.append(row)
+    for row in placement_rows(full, tp_model):
+        name = row["parameter"]
+        if name == f"{fold_layers(name)}.weight":  # a bias is split as its weight
+            rows.append(row)
     report.table("holdings", rows)
 
 
@@ -1402,6 +1395,23 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
     return mlp
+
+
+def placement_rows(full: nn.Module, tp: nn.Module) -> list[dict]:
+    """A row for each parameter: its shape, this rank's slice, how it was sharded.
+
+    (lesson 01)"""
+    on_rank = dict(tp.named_parameters())
+    rows = []
+    for name, p in full.named_parameters():
+        slice_of_p = on_rank.get(name, torch.empty(0))  # your edit may have removed it
+        row = {"parameter": name, "global": list(p.shape)}
+        row["on a rank"] = list(slice_of_p.shape)
+        # The placement is what the parameter remembers, not what it should be.
+        placements = [f"Shard({dim})" for dim, _ in shardings_of(slice_of_p)]
+        row["placement"] = ", ".join(placements) or "Replicate()"
+        rows.append(row)
+    return rows
 
 
 def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:

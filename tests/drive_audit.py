@@ -12,6 +12,7 @@ import types
 from functools import partial
 from pathlib import Path
 
+import jobs
 import torch
 import torch.distributed as dist
 from audit_models import MODELS, block_subject
@@ -227,13 +228,11 @@ def try_bug(name: str, bug: str) -> dict:
 
 # What the first finding of each begins with. The lesson prints it, and the page of all
 # bugs shows it.
-AUDITED = ("01_naive_mlp_tp", "02_transformer_tp", "03_vocab_parallel")
-AUDITED += ("04_sequence_parallel", "09_shared_heads", "11_context_parallel")
-BUGS = {name: {} for name in AUDITED}
-for name in AUDITED:
-    for bug, edit in load(name).BREAKS.items():
-        if "audit" in edit:
-            BUGS[name][bug] = edit["audit"]
+BUGS = {}
+for name in (*jobs.LESSONS, *jobs.BEYOND):
+    edits = load(name).BREAKS.items()
+    if told := {bug: edit["audit"] for bug, edit in edits if "audit" in edit}:
+        BUGS[name] = told
 
 
 class GatedMLP(nn.Module):
