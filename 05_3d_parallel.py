@@ -45,6 +45,7 @@ import copy
 import logging
 import math
 from datetime import timedelta
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, parallel
 
 # ==== NEW in 05: data × pipeline × tensor parallelism
-# Read lines 60 to 406, in about 35 minutes. What follows is optional, up to RUN.
+# Read lines 61 to 407, in about 35 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: COMM counts collectives, and records in which call this rank waits.
 # From 01: shardings_of(p) is ((dim, group), …), empty if p is replicated. From 02: PAD
@@ -601,18 +602,17 @@ def show_steps_of_stages(report: Report, training: MeshTraining) -> None:
     report.say("   1 2 …: forward of micro-batch 1, 2, …; a b …: its backward")
     for stage, steps in enumerate(all_steps):
         marks = []
-        in_flight = [0]
         for phase, i in steps:
-            is_forward = phase == "forward"
-            marks.append(str(i + 1) if is_forward else chr(ord("a") + i % 26))
-            in_flight.append(in_flight[-1] + (1 if is_forward else -1))
-        most = max(in_flight)
-        report.say(wrap(f"   stage {stage}: {' '.join(marks)}, at most {most} held"))
+            marks.append(str(i + 1) if phase == "forward" else chr(ord("a") + i % 26))
+        most = max(accumulate(1 if phase == "forward" else -1 for phase, _ in steps))
+        limit = M if args.schedule == "gpipe" else min(args.pp - stage, M)
+        text = f"at most {most} held, predicted {limit}"
+        report.check("memory", f"stage {stage}", max(0, most - limit), text=text)
+        report.say(wrap(f"   stage {stage}: {' '.join(marks)}, {text}"))
     if args.pp > 1 and args.layers % args.pp == 0:
-        percent = f"{100 * (args.pp - 1) / M:.0f} %"
         report.conclude(
-            f"Bubble of GPipe and 1F1B: a stage waits (P − 1)/M = {percent} as long as "
-            "it computes, if all stages take the same time (beyond/14)."
+            f"The bubble: a stage waits (P − 1)/M = {100 * (args.pp - 1) / M:.0f} % as "
+            "long as it computes, if all stages take the same time (beyond/14)."
         )
 
 
