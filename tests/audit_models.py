@@ -595,7 +595,7 @@ class Block(nn.Module):
         self.calls += 1
         if self.bug != "train only" or not self.training:  # f is only in eval mode
             h = Copy.apply(h, self.group)
-        z = self.middle(h)
+        z = self.middle(h.detach() if self.bug == "detached" else h)
         if self.bug == "leaky":
             z = Leaky.apply(z)
         state = torch.get_rng_state()
@@ -604,10 +604,13 @@ class Block(nn.Module):
             seed += 10 * self.calls
         if self.training:
             torch.manual_seed(seed)
-        z = F.dropout(z, 0.3, self.training)
+        if self.bug != "no dropout":
+            z = F.dropout(z, 0.5 if self.bug == "rate" else 0.3, self.training)
         torch.set_rng_state(state)
         y = Sum.apply(F.linear(z, self.down.weight), self.group)
         if self.bug == "second call" and self.calls % 2 == 0:
+            y = 1.5 * y
+        if self.bug == "longer" and x.shape[1] > S:
             y = 1.5 * y
         is_here = self.bug != "bias on rank 0" or self.group.rank() == 0
         return x + y + self.down.bias * is_here
@@ -674,7 +677,7 @@ def block_subject(bug: str):
     def parallelize(model, group):
         if bug == "not split":
             return None
-        split_block(model[0], group)
+        split_block(model[0], group, bug if bug == "no dropout" else "")
         split_block(model[1], group, bug)
         up = model[1].up.weight
         if bug == "rounded":
@@ -696,6 +699,8 @@ def block_subject(bug: str):
     subject.build = build
     subject.parallelize = parallelize
     subject.batch = lambda step: (torch.randn(3, S, D), 9 * torch.randn(3, S, D))
+    if bug == "longer":  # the second batch
+        subject.batch = lambda step: tuple(torch.randn(2, 3, S + step, D))
     if bug in CLIP:
         subject.clip = clip_blocks(bug)
     return subject
@@ -1045,6 +1050,220 @@ def doubled_subject(bug: str):
     return subject
 
 
+# ---- A fused weight in the order of groups (q, k, v of each head), a split embedding.
+
+
+class Groups(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D)
+        self.proj = nn.Linear(D, D)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is not None:
+            x = Copy.apply(x, self.group)
+        y = self.qkv(x)
+        if self.bug == "read":
+            parts = [part.unflatten(-1, (-1, D // HEADS)) for part in y.chunk(3, -1)]
+        else:
+            parts = y.unflatten(-1, (-1, 3, D // HEADS)).unbind(-2)
+        parts = [part.transpose(1, 2) for part in parts]
+        y = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+        if self.group is None:
+            return self.proj(y)
+        if self.bug == "bias":
+            return Sum.apply(self.proj(y), self.group)
+        return Sum.apply(F.linear(y, self.proj.weight), self.group) + self.proj.bias
+
+
+class GroupsModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(V, D)
+        self.norm = nn.LayerNorm(D)
+        self.attn = Groups()
+        self.head = nn.Linear(D, V)
+
+    def forward(self, tokens):
+        group = self.attn.group
+        if group is None:
+            x = self.wte(tokens)
+        else:  # only the sum is right, and this is done between modules
+            rows = len(self.wte.weight)
+            tokens = tokens - rows * group.rank()
+            is_here = (tokens >= 0) & (tokens < rows)
+            x = self.wte(tokens.clamp(0, rows - 1)) * is_here[..., None]
+            x = Sum.apply(x, group)
+        return self.head(x + self.attn(self.norm(x)))
+
+
+def groups_subject(bug: str):
+    def parallelize(model, group):
+        attn = model.attn
+        attn.qkv.weight = piece(attn.qkv.weight, group)
+        attn.qkv.bias = piece(attn.qkv.bias, group)
+        attn.proj.weight = piece(attn.proj.weight, group, 1)
+        model.wte.weight = piece(model.wte.weight, group)
+        attn.group = group
+        attn.bug = bug
+        return model
+
+    return SimpleNamespace(
+        build=GroupsModel, parallelize=parallelize, batch=tokens_batch
+    )
+
+
+# ---- Experts with local numbers; no token chooses those of the last rank.
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(EXPERTS))
+        self.scale = nn.Parameter(torch.randn(EXPERTS, D))
+        self.first = 0
+        self.group = None
+
+    def forward(self, x):
+        z = x if self.group is None else Copy.apply(x, self.group)
+        y = 0 * z * self.scale.sum()
+        for number, (expert, scale) in enumerate(zip(self.experts, self.scale)):
+            if self.first + number < EXPERTS // 2:
+                y = y + scale * expert(z)
+        return x + (y if self.group is None else Sum.apply(y, self.group))
+
+
+def unused_subject(bug: str):
+    def parallelize(model, group):
+        layer = model[1]
+        here = EXPERTS // group.size()
+        layer.first = here * group.rank()
+        layer.experts = layer.experts[layer.first : layer.first + here]
+        first = layer.scale.detach()[:here]
+        layer.scale = piece(layer.scale, group)
+        if bug == "first rows":
+            layer.scale = nn.Parameter(first.clone())
+        layer.group = group
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Unused())
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- A partial sum that is reduce-scattered by the module around it.
+
+
+class Scattered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2 * D, D, bias=False)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.group is not None:
+            y = Rows.apply(Sum.apply(y, self.group), self.group)
+        return y.tanh() if self.bug else y
+
+
+def scattered_subject(bug: str):
+    def parallelize(model, group):
+        model[0].weight = piece(model[0].weight, group)
+        model[0].bias = piece(model[0].bias, group)
+        model[1].linear.weight = piece(model[1].linear.weight, group, 1)
+        model[1].group = group
+        model[1].bug = bug
+        model[2].register_forward_pre_hook(
+            lambda module, inputs: Gather.apply(inputs[0], group, False)
+        )
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(
+        nn.Linear(D, 2 * D), Scattered(), nn.Linear(D, D)
+    )
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- A head in the model's own forward; what nothing uses is not on the ranks.
+
+
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.norm = nn.LayerNorm(D)
+        self.head = nn.Parameter(torch.randn(D, D))
+        self.pooler = nn.Linear(D, D, bias=False)
+        self.register_buffer("table", torch.linspace(0, 1, 2 * S))
+        self.bug = ""
+
+    def forward(self, x):
+        group = self.block.group
+        x = self.norm(self.block(x)) + self.table[: x.shape[1], None]
+        if group is None:
+            return F.linear(x, self.head)
+        if self.bug != "no f":
+            x = Copy.apply(x, group)
+        y = F.linear(x, self.head).transpose(1, 2)
+        return Gather.apply(y, group, False).transpose(1, 2)
+
+
+def headed_subject(bug: str):
+    def parallelize(model, group):
+        split_block(model.block, group)
+        model.head = piece(model.head, group)
+        model.table[S:] = 0  # positions that no batch has
+        del model.pooler
+        model.bug = bug
+        return model
+
+    subject = block_subject("")
+    subject.build = Headed
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- Both models multiply in bfloat16, so partial sums have its rounding errors.
+
+
+class Coarse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(D, 8 * D)
+        self.down = nn.Linear(8 * D, D, bias=False)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        group = self.group
+        h = x if group is None or self.bug == "no f" else Copy.apply(x, group)
+        h = self.up(h).tanh().bfloat16()
+        y = F.linear(h, self.down.weight.bfloat16()).to(x)
+        return y if group is None else Sum.apply(y, group)
+
+
+def coarse_subject(bug: str):
+    def parallelize(model, group):
+        model[1].up.weight = piece(model[1].up.weight, group)
+        model[1].up.bias = piece(model[1].up.bias, group)
+        model[1].down.weight = piece(model[1].down.weight, group, 1)
+        model[1].group = group
+        model[1].bug = bug
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Coarse(), nn.LayerNorm(D))
+    subject.parallelize = parallelize
+    return subject
+
+
 # model → its bugs, and what the first finding of each begins with.
 MODELS = {
     fused_subject: {
@@ -1084,6 +1303,10 @@ MODELS = {
         "bias on rank 0": ["forward right on", "1"],
         "flat": ["forward", "the model"],
         "leaky": ["backward of a module", "1"],
+        "detached": ["backward cut off", "1.up"],
+        "longer": ["second batch", "loss"],
+        "no dropout": ["dropout missing", "loss"],
+        "rate": ["dropout rate", "1"],
         "train only": ["train mode", "1.norm.weight"],
         "same masks": ["dropout same", "1"],
         "recomputed": ["dropout recomputed", "1"],
@@ -1110,4 +1333,11 @@ MODELS = {
         "rate": ["later loss", "loss"],
         "apart": ["update differs between replicas", "1.weight"],
     },
+    groups_subject: {
+        "bias": ["forward bias", "attn.proj"],
+        "read": ["fused", "attn.qkv.weight"],
+    },
+    unused_subject: {"first rows": ["wrong piece", "1.scale"]},
+    scattered_subject: {"wrong": ["forward wrong", "1"]},
+    headed_subject: {"no f": ["gradient sum", "norm.weight"]},
 }

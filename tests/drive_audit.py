@@ -15,7 +15,7 @@ from pathlib import Path
 import jobs
 import torch
 import torch.distributed as dist
-from audit_models import MODELS, block_subject
+from audit_models import MODELS, block_subject, coarse_subject
 from in_ranks import load, run
 from torch import nn
 
@@ -45,6 +45,7 @@ def findings(subject, steps: int = 2) -> dict:
         "not compared": found["not_compared"], "is split": found["is_split"],
         "changes": [f["change"] for f in found["findings"]],
         "own": [f["category"] for f in found["findings"] if not f["follows"]],
+        "is rounding": found["is_rounding"],
     }  # fmt: skip
 
 
@@ -310,6 +311,7 @@ def try_model(make, bug: str) -> dict:
 def main() -> dict:
     found = {"bugs": [], "right": [], "models": [], "right models": []}
     found["not split"] = try_model(block_subject, "not split")
+    found["coarse"] = [try_model(coarse_subject, bug) for bug in ("", "no f")]
     for make, bugs in MODELS.items():
         found["right models"].append(try_model(make, ""))
         show(found["right models"][-1])

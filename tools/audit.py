@@ -38,8 +38,9 @@ parameters of the full model unique, and then finds every element of a rank's pa
 by its value, so names and placements need not be told.
 
 It ends with one of three verdicts. RIGHT: no fault in what was compared (exit code 0);
-what was not compared is listed. WRONG: a fault (1). NOT KNOWN: the run did not end, or
-nothing is split (2). Wrong use also ends with 2.
+what was not compared is listed. WRONG: a fault (1). NOT KNOWN: the run did not end,
+nothing is split, or all differences may be rounding errors (2). Wrong use also ends
+with 2.
 """
 
 import importlib.util

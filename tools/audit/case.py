@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -65,6 +67,13 @@ class Case:
         self.unknown = {name: self.unknown_share(name) for name in self.owners}
         self.relations = {}  # of outputs and inputs, and of their gradients
 
+    def with_allowed(self, allowed: float) -> Case:
+        """The same facts, but larger differences are allowed."""
+        case = copy.copy(self)
+        case.ruler = Ruler(self.ranks, allowed)
+        case.relations = {}
+        return case
+
     def tensors_in_order(self) -> list[Point]:
         """In the order of forward. Here a module may get a tensor of its own (gathered
         in front of it) that is another module's output in the full model."""
@@ -73,7 +82,13 @@ class Case:
         for point in own.values:
             if point.slot and point in self.full.same:
                 after.setdefault(self.full.point(point), []).append(point)
-        return [p for first in self.full.order for p in (first, *after.get(first, []))]
+        last = {self.full.point(point): point for point in self.full.order}
+        found = []
+        for point in self.full.order:  # a tensor may have several names
+            found.append(point)
+            if last[self.full.point(point)] == point:
+                found += after.get(self.full.point(point), [])
+        return found
 
     def vector(self, parts: dict) -> Tensor:
         return self.model.vector(parts)
@@ -106,6 +121,17 @@ class Case:
     def unmatched(self) -> list[str]:
         """Parameters that cannot be compared, because no piece of the model is like."""
         return [name for name in self.owners if self.unknown[name]]
+
+    def unused(self) -> list[str]:
+        """Parameters whose right gradient is zero in both batches on some rank."""
+        found = []
+        for name in filter(self.is_piece, self.owners):
+            if self.owner_in_full(name) in self.full.frozen:
+                continue
+            right = [self.compared(name, what)[1] for what in ("grads", "summed")]
+            if any(not one.any() and not both.any() for one, both in zip(*right)):
+                found.append(name)
+        return found
 
     def replica_sets(self, name: str) -> list[list[int]]:
         """Which of the ranks that have a parameter began with the same values of it.
@@ -201,7 +227,7 @@ class Case:
             return self.names.get(key, key)
 
         for what in ("values", "same", "callers", "flows", "returned", "writers",
-                     "drop_inputs", "drop_masks"):  # fmt: skip
+                     "drop_inputs", "drop_masks", "drop_rates"):  # fmt: skip
             found = {}
             for key, value in getattr(trace, what).items():
                 is_name = isinstance(value, Point)
@@ -320,9 +346,11 @@ class Case:
         if all(name in self.own[rank].frozen for rank in ranks):
             is_trained = self.full.grads.get(self.owner_in_full(name)) is not None
             return Relation(Kind.NONE if is_trained else Kind.FROZEN)
+        for place, e in enumerate(right):  # an expert without tokens has none
+            if grads[place] is None and near(e, 0 * e, self.largest * 1e-6):
+                grads[place] = torch.zeros_like(e)
         if any(grad is None for grad in grads):
-            is_zero = all(near(e, 0 * e, self.largest * 1e-6) for e in right)
-            return Relation(Kind.RIGHT if is_zero else Kind.NONE)
+            return Relation(Kind.NONE)
         if any(g.shape != e.shape for g, e in zip(grads, right)):
             return Relation(Kind.SHAPE)
         if self.ruler.all_near(grads, right, scale):

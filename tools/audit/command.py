@@ -219,6 +219,13 @@ def show(result: dict) -> str:
         for group in groups_of(follow):
             names = some([finding["where"] for finding in group])
             print(wrap(f"{group[0]['category']}: {names}", "      "))
+    if result["is_rounding"]:
+        print(
+            "\n   The differences are not larger than the full model's own rounding "
+            "errors, so there\n   may be no fault. Compare without the conversion to a "
+            "coarse format, in both models."
+        )
+        return UNKNOWN
     if result["findings"]:
         return WRONG
     if not result["is_split"]:

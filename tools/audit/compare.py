@@ -364,7 +364,7 @@ def wrong_share(got: list[Tensor], right: list[Tensor], limit: float) -> str:
         shares.append(f"{(off > limit).double().mean().item():.0%}")
         largest = max(largest, off.max().item() / scale_of(e))
     text = f"wrong elements by rank: {' '.join(shares)}"
-    return text + (f" by {largest:.1g} of the largest" if largest < 1e-4 else "")
+    return text + (f" by {largest:.1g} of the largest" if largest < 2e-2 else "")
 
 
 def numbers(values: list[float]) -> str:

@@ -21,6 +21,7 @@ from .subjects import (
     Loss,
     Missing,
     Optimizer,
+    OtherBatch,
     Output,
     Parameter,
     Recomputed,
@@ -84,12 +85,14 @@ FAULTS = [
       "The values of this parameter are in no parameter of the full model: this rank "
       "has initialized it itself, or has combined or scaled it.",
       "Slice the full parameter instead of initializing the shard.",
-      "lesson 02, --break seed"),
-    F(Missing, "missing", Missing.share,
+      "lesson 02, --break seed",
+      FORWARD),
+    F(Missing, "missing", Missing.in_words,
       "Some elements of the full model are on no rank, and others probably twice.",
       "Check which slice each rank takes: the group rank, the dim, the order of blocks "
-      "in a fused weight.",
-      "lesson 02, --break qkv"),
+      "in a fused weight, the experts of each rank.",
+      "lesson 02, --break qkv",
+      FORWARD),
     F(Parameter, "wrong parameter", Parameter.foreign,
       "This parameter holds elements that belong to another parameter of the full "
       "model.",
@@ -110,12 +113,6 @@ FAULTS = [
       "others. With c ranks per key/value head, rank t holds head t // c.",
       "notebook 12, fault 3; beyond/09, --break order",
       FORWARD),
-    F(Parameter, "fused", Parameter.fused,
-      "A fused weight is split into T slices as if it were one matrix: rank 0 gets "
-      "rows of q only.",
-      "Split it into its parts (q, k, v or gate, up) first, and each part into T "
-      "slices.",
-      "lesson 02, --break qkv"),
     # ---- Forward
     F(Output, "forward bias", kind(Kind.BIAS),
       "The output of this module is right but for its bias, which was added on every "
@@ -140,6 +137,13 @@ FAULTS = [
       "The tensor is right up to a factor.",
       "Look for a scale that depends on a shape: a width, a number of heads or of "
       "tokens may be that of the local shard.",
+      "lesson 02, --break qkv"),
+    F(Output, "fused", Output.fused,
+      "A fused weight is split into T slices as if it were one matrix, and what this "
+      "module makes of its output is wrong: rank 0 may have rows of q only.",
+      "Split it into its parts (q, k, v or gate, up) first, and each part into T "
+      "slices. If its rows are ordered by groups of heads (q, k, v of a group "
+      "together), one slice is right: then read its output in the same order.",
       "lesson 02, --break qkv"),
     F(Output, "forward in another order", kind(Kind.REORDERED),
       "The ranks hold the right elements of this tensor in the wrong order or on the "
@@ -176,8 +180,9 @@ FAULTS = [
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
     F(Loss, "loss", lambda loss: True,
       "The outputs of all modules are right and the loss is not.",
-      "Check over which ranks and by which count the loss is averaged, and whether "
-      "padding of the vocabulary joins in.",
+      "Check over which ranks and by which count the loss is averaged, whether padding "
+      "of the vocabulary joins in, whether a mean over the vocabulary is over all "
+      "ranks' columns, and whether each rank looks up targets at its own offset.",
       "lesson 03"),
     # ---- Backward
     F(Flow, "backward slice", Flow.slicer,
@@ -187,6 +192,13 @@ FAULTS = [
       "a reduce-scatter: sum over the ranks, then slice. DTensor: "
       "full_tensor(grad_placements=[Partial()]).",
       "lesson 04, --break split",
+      GRADIENTS),
+    F(Flow, "backward cut off", Flow.cut_off,
+      "This module gets its input without a gradient. In the full model, it returns a "
+      "gradient to it.",
+      "Look in front of this module for detach(), no_grad(), or a collective that "
+      "autograd does not track.",
+      "beyond/13, --break plain",
       GRADIENTS),
     F(Flow, "backward of a module", Flow.backward_of,
       "The gradient that arrives here is right, and the gradient that is returned is "
@@ -310,6 +322,12 @@ FAULTS = [
       "Look at how this module's forward uses the parameter, and at the backward of "
       "the collectives in it."),
     # ---- Several batches before a step
+    F(OtherBatch, "second batch", OtherBatch.wrong,
+      "The loss of batch(0) is right and that of batch(1) is not: the second batch "
+      "takes another path through the model (by its length, its mask, its tokens), or "
+      "the model still uses something of the first one.",
+      "Let batch(0) return this batch, and run the audit again: it names the place.",
+      "lesson 05, micro-batches"),
     F(Accumulated, "accumulation reduced again", lambda a: a.is_times(a.case.ranks, 1),
       "The gradient is right after one backward pass and wrong after two: a hook "
       "reduces the accumulated gradient again, so the first batch counts T times.",
@@ -337,6 +355,11 @@ FAULTS = [
       "computed again?), fused functions, if self.training.",
       "lesson 04, recomputation",
       ("dropout loss",)),
+    F(Dropped, "dropout rate", Dropped.other_rate,
+      "The ranks drop with another probability than the full model.",
+      "Look at which rate is passed here (of attention, of the residual, none).",
+      "lesson 02, --break mask-residual",
+      ("dropout loss",)),
     F(Dropped, "dropout differs",
       lambda d: d.relation.kind is Kind.SAME and (not d.is_same),
       "The input of this dropout is replicated, and the ranks drop different elements "
@@ -354,6 +377,10 @@ FAULTS = [
       "Keep preserve_rng_state=True in torch.utils.checkpoint, and restore every "
       "generator that dropout uses.",
       "notebook 12, fault 7"),
+    F(TrainLoss, "dropout missing", TrainLoss.not_dropped,
+      "The full model drops elements in train mode, and the parallel model drops none.",
+      "Look for a dropout that the parallel forward leaves out, or for a rate of 0.",
+      "lesson 02, --break mask-residual"),
     F(TrainLoss, "dropout loss", TrainLoss.apart,
       "With dropout (or other noise in train mode) the ranks of a TP group have "
       "different losses: somewhere it differs for a replicated tensor.",
@@ -418,9 +445,10 @@ FAULTS = [
       "lesson 02, --break drift; notebook 12, fault 8"),
     F(Update, "update", lambda u: "optimizer" in u.case.first.has and u.is_wrong,
       "The gradients after clip() are right and the updated parameter is not: the "
-      "optimizer is not elementwise (it takes a norm or a matrix product of a shard).",
-      "Gather what the optimizer needs of the full parameter, or use an elementwise "
-      "optimizer.",
+      "optimizer is not elementwise (it takes a norm or a matrix product of a shard), "
+      "or its learning rate is made from the shard's shape.",
+      "Gather what the optimizer needs of the full parameter (its norm, its shape), or "
+      "use an elementwise optimizer.",
       "notebook 12, fault 9"),
     F(Update, "update changed", lambda u: u.is_wrong,
       "The gradients after clip() are right, the optimizer is AdamW, and the parameter "

@@ -26,7 +26,7 @@ class Finding:
 
     @property
     def category(self) -> str:
-        if self.subject.stage:
+        if self.fault.key.startswith(self.subject.stage or " "):
             return f"{self.subject.stage} {self.subject.relation}"
         return self.fault.key + self.subject.more
 
@@ -43,6 +43,7 @@ class Finding:
         }  # fmt: skip
 
 
+VISIBLE = 1e-6  # relative differences that RIGHT rules out, if nothing else is said
 DROPOUT = (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
 IN_TRAIN_MODE = (*DROPOUT, subjects.TrainMode)  # the steps are in eval mode
 
@@ -74,6 +75,9 @@ class Search:
     def is_consequence(self, found: Finding) -> bool:
         """Does a fault follow from an earlier one?"""
         subject = found.subject
+        for other in self.findings:  # a parameter that is wrong itself
+            if other.where == found.where and "forward" in other.fault.follows:
+                return True
         for other in self.findings:  # one cause, in one module
             is_same = other.category == found.category and not other.follows
             if is_same and other.subject.module == subject.module:
@@ -83,7 +87,8 @@ class Search:
         if isinstance(subject, subjects.Gradient) and self.findings:
             if subject.arrives is not None and subject.arrives.is_right:
                 return False
-            if subject.is_consequence():
+            is_seen = any(f.subject.readers() for f in self.findings)
+            if is_seen or subject.is_consequence():
                 return True
         return any(found.category.startswith(f.fault.follows) for f in self.findings)
 
@@ -98,6 +103,7 @@ class Search:
         self.look(subjects.Start(case))
         is_right = case.are_near([trace.loss for trace in case.own], case.full.loss)
         if is_right:
+            self.check_missing()
             self.check_gradients()
             if not self.findings:
                 self.check_accumulation()
@@ -110,12 +116,26 @@ class Search:
             self.check_forward()
         self.list_not_compared(is_right)
 
+    def missing(self) -> list[subjects.Missing]:
+        """Parameters of the full model that are not all on the ranks."""
+        names = self.case.model.names
+        found = [subjects.Missing(self.case, n, n.rpartition(".")[0]) for n in names]
+        return [subject for subject in found if subject.share]
+
+    def check_missing(self) -> None:
+        """Elements that no batch uses may be on no rank, and the loss is right. A
+        parameter of which no rank has anything may be left out on purpose."""
+        for subject in self.missing():
+            if subject.share < 1 and not self.look(subject):
+                if subject.where in self.case.owners:  # another rank's piece
+                    self.look(subjects.Parameter(self.case, subject.where))
+
     def check_parameters(self) -> None:
         case = self.case
         looked = [subjects.Parameter(case, name) for name in case.owners]
-        for of, names in ((subjects.Missing, case.model.names),
-                          (subjects.Buffer, case.full.buffers)):  # fmt: skip
-            looked += [of(case, name, name.rpartition(".")[0]) for name in names]
+        looked += self.missing()
+        for name in case.full.buffers:
+            looked.append(subjects.Buffer(case, name, name.rpartition(".")[0]))
         for subject in looked:
             self.look(subject)
         self.findings.sort(key=lambda found: FAULTS.index(found.fault))
@@ -162,16 +182,21 @@ class Search:
         for point in points[:2]:
             text = f"{point} before it is {case.relation_of(point)}"
             for name, piece in case.pieces[0].items():
-                if piece.held is Held.BLOCKS and case.owner(name) == point.module:
-                    text += f" ({name} is {piece.words}: is it read in these blocks?)"
+                is_other = piece.held in (Held.BLOCKS, Held.PERMUTED)
+                if is_other and case.owner(name) == point.module:
+                    text += f" ({name} is {piece.words}: is it read in this order?)"
                     break
             texts.append(text)
         return texts
 
     def is_healed(self, point: Point) -> bool:
-        """Is a call right inside of which this tensor is?"""
-        for around in self.case.around(point):
-            relation = self.case.relation_of(around)
+        """Is a call right inside of which this tensor is, or does its reader get what
+        is one tensor with it in the full model (after a sum)?"""
+        case = self.case
+        full = case.full.point(point)
+        others = [p for p in case.order if case.full.point(p) == full and p != point]
+        for other in (*case.around(point), *others):
+            relation = case.relation_of(other)
             if relation is not None and relation.is_right:
                 return True
         return False
@@ -218,6 +243,8 @@ class Search:
 
     def check_accumulation(self) -> None:
         """Gradients of two batches together, if those of one are right."""
+        if self.look(subjects.OtherBatch(self.case)):
+            return
         for name, how in self.gradients_of("summed").items():
             if not how.is_right:
                 self.look(subjects.Accumulated(self.case, name))
@@ -242,11 +269,12 @@ class Search:
     def check_dropout(self) -> None:
         """Replicated tensors drop the same elements on all ranks, shards do not."""
         case = self.case
-        for name in case.own[0].drop_masks:
+        for name in dict.fromkeys([*case.full.drop_masks, *case.own[0].drop_masks]):
             masks = [trace.drop_masks.get(name, []) for trace in case.own]
             inputs = [trace.drop_inputs.get(name, []) for trace in case.own]
             full = case.full.drop_inputs.get(name, [])
-            if all(x.all() or not x.any() for own in masks for x in own):
+            expected = case.full.drop_masks.get(name, [])
+            if not any(map(subjects.drops, (*masks, expected))):
                 continue  # no dropout here
             if any(len(found) != len(full) for found in (*masks, *inputs)):
                 self.not_compared.append(f"dropout in the forward of {name}")
@@ -302,10 +330,24 @@ class Search:
                 "outputs of modules that are called another number of times: "
                 f"{some(case.calls_differ())}"
             )
+        missing = [s.where for s in self.missing() if s.where not in case.unmatched()]
+        if missing:
+            found.append(f"parameters that no rank has: {some(missing)}")
+        if case.unused():
+            found.append(
+                "parameters that no batch uses, so that their gradients are zero: "
+                f"{some(case.unused())}"
+            )
+        if case.ruler.allowed > VISIBLE:
+            found.append(
+                f"differences below {case.ruler.allowed:.1g} of the largest element "
+                "(the full model's rounding errors)"
+            )
         buffers = set(case.own[0].odd_buffers)
         for name in case.own[0].buffers:
             held = [trace.buffers.get(name) for trace in case.own]
-            if case.compare(held, case.full.buffers.get(name)) is None:
+            how = case.compare(held, case.full.buffers.get(name))
+            if how is None or not how.is_right:
                 buffers.add(name)
         if buffers:
             found.append(f"buffers: {some(sorted(buffers))}")
@@ -328,6 +370,13 @@ def findings_of(everyone: list[Facts], dtype: str) -> dict:
     case = Case(everyone, dtype)
     search = Search(case)
     search.run()
+    is_rounding = False
+    if search.findings and 3 * case.first.rounding > case.ruler.allowed:
+        # Only what is larger than the errors of the full model's formats is a fault.
+        larger = Search(case.with_allowed(3 * case.first.rounding))
+        larger.run()
+        is_rounding = not larger.findings
+        search = search if is_rounding else larger
     table = []
     for name in case.owners:
         relation = search.gradients.get(name)
@@ -346,5 +395,6 @@ def findings_of(everyone: list[Facts], dtype: str) -> dict:
         "is_split": case.is_split(),
         "warnings": case.first.warnings,
         "not_compared": search.not_compared,
+        "is_rounding": is_rounding,
         "findings": [finding.as_dict() for finding in search.findings],
     }

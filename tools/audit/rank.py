@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 import warnings
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -221,6 +222,22 @@ def tensors_of(batch: tuple) -> list[Tensor]:
 # ---- The passes
 
 
+@contextmanager
+def without_autocast():
+    """torch.autocast does nothing, as with float64, which it never converts."""
+    init = torch.autocast.__init__
+
+    def off(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        init(self, device_type, dtype, False, cache_enabled)
+
+    torch.autocast.__init__ = off
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = init
+
+
+@without_autocast()
 def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     """Run both models and return this rank's facts."""
     dtype = getattr(torch, args.dtype)
@@ -240,7 +257,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     batches = [prepare_batch(subject, step, args, device) for step in range(2)]
     facts.batch = tensors_of(batches[0])
     counter.report("the full model")
-    facts.noise = noise_of(reference, batches[0], args)
+    facts.noise, facts.rounding = noise_of(reference, batches[0], args)
     facts.use_grads = grads_of_uses(reference, batches[0], facts.full.tied)
     run_passes(reference, batches, facts.full, None)
     model = parallelize(subject, full, tp_group, facts, counter, args)
@@ -286,7 +303,9 @@ def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
         if run.of_user("after_backward") is not None:  # after the last pass only
             run.clear()
             run.step(batches[0], is_last=False)
-        trace.summed = run.step(batches[1]).grads
+        second = run.step(batches[1])
+        trace.summed = second.grads
+        trace.second_loss = second.loss
     run_in_train_mode(run, batches[0], trace, counter)
     run.clear()
 
@@ -321,8 +340,9 @@ def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
     run.model.eval()
 
 
-def noise_of(reference: Run, batch: tuple, args) -> float:
-    """How much rounding errors change the full model's loss and gradients.
+def noise_of(reference: Run, batch: tuple, args) -> tuple[float, float]:
+    """How much rounding errors change the full model's loss and gradients, relative to
+    the largest of all of them, and to the largest of each.
 
     A right parallel model differs by about as much. The errors are 1e-15, or those of
     float32 if the model converts to it (in a norm, or its logits before the loss).
@@ -331,7 +351,7 @@ def noise_of(reference: Run, batch: tuple, args) -> float:
     generator = torch.Generator().manual_seed(4321)
     casts = Casts()
 
-    def found(size: float) -> Tensor:
+    def found(size: float) -> list[Tensor]:
         """The loss and all gradients, with parameters that are so much off."""
         probe.clear()
         for p in probe.model.parameters():
@@ -339,13 +359,16 @@ def noise_of(reference: Run, batch: tuple, args) -> float:
             p.data *= (1 + size * noise).to(p)
         with casts:
             step = probe.step(batch)
-        flat = [x.flatten() for x in step.grads.values() if x is not None]
-        return torch.cat([torch.tensor([step.loss]).double(), *flat])
+        grads = [x for x in step.grads.values() if x is not None]
+        return [torch.tensor([step.loss]).double(), *grads]
 
     right = found(0.0)
-    changed = found(casts.eps if args.dtype == "float64" else 1e-7)
-    largest = right.abs().max().item() or 1.0
-    return (changed - right).abs().max().item() / largest
+    changed = found(max(casts.eps, 1e-15 if args.dtype == "float64" else 1e-7))
+    off = [(x - y).abs().max().item() for x, y in zip(changed, right)]
+    sizes = [x.abs().max().item() for x in right]
+    largest = max(sizes) or 1.0
+    of_each = [x / size for x, size in zip(off, sizes) if size > 1e-2 * max(sizes[1:])]
+    return max(off) / largest, max(of_each, default=0.0)
 
 
 def grads_of_uses(reference: Run, batch: tuple, tied: dict[str, str]) -> dict:

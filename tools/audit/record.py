@@ -65,6 +65,7 @@ class Trace:
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     # Gradients after a second backward pass of another batch, without clearing.
     summed: dict[str, Tensor | None] = field(default_factory=dict)
+    second_loss: float = 0.0  # of the other batch
     order: list[Point] = field(default_factory=list)  # in the order of forward
     values: dict[Point, Tensor] = field(default_factory=dict)
     same: dict[Point, Point] = field(default_factory=dict)  # another name of a tensor
@@ -75,6 +76,7 @@ class Trace:
     # Dropout, by module: its inputs if nothing is dropped, and what is dropped.
     drop_inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     drop_masks: dict[str, list[Tensor]] = field(default_factory=dict)
+    drop_rates: dict[str, list[float | None]] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)  # with another mask
     other_random: set[str] = field(default_factory=set)  # modules with random numbers
     train_loss: float = 0.0
@@ -120,6 +122,7 @@ class Facts:
     own: Trace
     batch: list[Tensor] = field(default_factory=list)
     noise: float = 0.0  # change of the full gradients by rounding errors
+    rounding: float = 0.0  # the same, relative to each parameter's largest
     # Tied weights: name → module that uses it → the gradient of this use alone.
     use_grads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     not_in_optimizer: list[str] = field(default_factory=list)
@@ -335,7 +338,7 @@ class CallCounter(TorchDispatchMode):
 
 
 class Casts(TorchDispatchMode):
-    """Records the coarsest precision to which float64 tensors are converted."""
+    """Records the coarsest precision to which tensors are converted."""
 
     def __init__(self):
         super().__init__()
@@ -343,7 +346,7 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point():
             if out.is_floating_point():
                 self.eps = max(self.eps, torch.finfo(out.dtype).eps)
         return out
@@ -389,15 +392,16 @@ class Dropouts(TorchDispatchMode):
             if inputs and torch.is_tensor(inputs[0]) and not in_place:
                 # What was zero before, like masked weights, is not dropped.
                 is_dropped = is_dropped & (local_part(inputs[0]) != 0)
-            self.note(name, output, is_dropped)
+            self.note(name, output, is_dropped, getattr(module, "p", None))
 
-    def note(self, name: str, x: Tensor, is_dropped: Tensor) -> None:
-        """One dropout: its input, or what it drops."""
+    def note(self, name: str, x: Tensor, is_dropped: Tensor, rate) -> None:
+        """One dropout: its input, or what it drops and with which probability."""
         held = self.again if is_in_backward() else self.trace.drop_masks
         if not self.keep_all:
             held.setdefault(name, []).append(copy_of(is_dropped))
         elif not is_in_backward():
             self.trace.drop_inputs.setdefault(name, []).append(copy_of(x))
+            self.trace.drop_rates.setdefault(name, []).append(rate)
 
     def running(self) -> str:
         """The module of the method that runs: a part of a forward that is computed
@@ -423,17 +427,20 @@ class Dropouts(TorchDispatchMode):
         if self.inside:
             return out
         if name == "native_dropout":
-            self.note(self.running(), args[0], ~out[1])
+            self.note(self.running(), args[0], ~out[1], args[1])
             if self.keep_all:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         elif name in ("bernoulli_", "bernoulli"):
-            self.pending[id(out)] = (out, copy_of(out) == 0, self.stack[-1])
+            kept = args[1] if len(args) > 1 else 0.5  # the default is not passed on
+            kept = kept if type(kept) is float else None
+            drop = copy_of(out) == 0, None if kept is None else 1 - kept
+            self.pending[id(out)] = (out, drop, self.stack[-1])
             if self.keep_all:  # F.dropout divides by the share that is kept
-                out.fill_(args[1] if type(args[-1]) is float else 1)
+                out.fill_(1 if kept is None else kept)
         elif name in ("mul", "mul_") and self.pending:
             for x, noise in ((args[0], args[1]), (args[1], args[0])):
                 if id(noise) in self.pending and torch.is_tensor(x):
-                    self.note(self.running(), x, self.pending.pop(id(noise))[1])
+                    self.note(self.running(), x, *self.pending.pop(id(noise))[1])
         elif torch.Tag.nondeterministic_seeded in func.tags:
             first = out[0] if isinstance(out, (tuple, list)) else out
             is_used = "scaled_dot_product" not in name or drop_rate(args, kwargs) > 0

@@ -132,27 +132,23 @@ class Parameter(Subject):
                 )
         return ""
 
-    def fused(self) -> str:
-        piece = self.pieces[0]
-        is_block = piece.held is Held.SHARD and piece.dim == 0
-        if not is_block or not FUSED.search(self.where):
-            return ""
-        return "by its name it is several matrices, and it is one Shard(0)"
-
 
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
-    def share(self) -> str:
-        case = self.case
+    def __init__(self, case: Case, name: str, module: str):
+        super().__init__(case, name, module)
         held = [x.flatten() for found in case.index for x in found.values()]
-        own = case.model.indices(self.where)
-        missing = ~torch.isin(own, torch.cat(held))
+        missing = ~torch.isin(case.model.indices(name), torch.cat(held))
+        self.share = missing.double().mean().item()
+
+    def in_words(self) -> str:
+        case = self.case
         pieces = [pieces.get(self.where) for pieces in case.pieces]
         is_others = any(piece is not None and piece.is_others for piece in pieces)
         is_known = not (case.unmatched() or self.where in case.full.tied or is_others)
-        if is_known and missing.any():
-            return f"{missing.double().mean().item():.0%} of it is held by no rank"
+        if is_known and self.share:
+            return f"{self.share:.0%} of it is held by no rank"
         return ""
 
 
@@ -216,6 +212,18 @@ class Output(Subject):
 
     def is_times(self, k: float) -> bool:
         return self.kind is Kind.FACTOR and abs(self.relation.factor / k - 1) < 1e-6
+
+    def fused(self) -> tuple | None:
+        """A weight in this module that is one slice, and whose name says that it is
+        several matrices."""
+        case = self.case
+        for name, piece in case.pieces[0].items():
+            is_inside = f"{case.owner(name)}.".startswith(f"{self.module}.")
+            is_one = piece.held is Held.SHARD and piece.dim == 0
+            if self.module and is_inside and is_one and FUSED.search(name):
+                said = "by its name it is several matrices, and it is one Shard(0)"
+                return name, said
+        return None
 
     def inside(self) -> list[str]:
         """The compared modules inside of this one."""
@@ -291,7 +299,8 @@ def is_never_summed(case: Case, point: Point) -> bool:
             held = [trace.value(around) for trace in case.own]
             same = all(torch.equal(x, held[0]) for x in held)
             is_scaled = relation.kind is Kind.FACTOR
-            return not (relation.is_right or is_scaled or same)
+            is_shard = held[0].shape != case.full.value(around).shape
+            return not (relation.is_right or is_scaled or same or is_shard)
     return True
 
 
@@ -341,6 +350,19 @@ class Flow(Subject):
 
     def partial(self) -> bool:
         return self.kind is Kind.PARTIAL and self.is_unexplained and self.text
+
+    def cut_off(self) -> tuple | None:
+        """The last module that gets an input without a gradient, unlike in the full
+        model, although a gradient arrives at its output."""
+        own = self.case.own
+        for point in self.case.full.returned:
+            relation = self.case.relation_of(point)
+            is_same = relation is not None and relation.is_right
+            flows = [trace.flow(point._replace(slot="")) for trace in own]
+            arrives = not any(x is None for x in flows)
+            if is_same and arrives and not any(point in t.returned for t in own):
+                return point.module, f"{point} has no gradient on the ranks"
+        return None
 
     def is_of_loss(self) -> bool:
         """Is it the gradient that the loss returns?"""
@@ -518,6 +540,19 @@ class Gradient(Subject):
         return self.case.is_wrong(self.arrives)
 
 
+class OtherBatch(Subject):
+    """The loss of the second batch, if all is right with the first."""
+
+    where = "loss"
+
+    def wrong(self) -> str:
+        losses = [trace.second_loss for trace in self.case.own]
+        right = self.case.full.second_loss
+        if self.case.are_near(losses, right):
+            return ""
+        return f"{numbers(losses)} on ranks 0, 1, …, not {right:.6g}"
+
+
 class Accumulated(Subject):
     """A gradient that is right after one backward pass, and wrong after two."""
 
@@ -558,6 +593,19 @@ class Dropped(Subject):
         self.relation = relation  # of its input
         self.is_same = all(torch.equal(mask, masks[0]) for mask in masks)
 
+    def other_rate(self) -> str:
+        right = self.case.full.drop_rates[self.where]
+        for rank, trace in enumerate(self.case.own):
+            for own, expected in zip(trace.drop_rates[self.where], right):
+                if None not in (own, expected) and abs(own - expected) > 1e-6:
+                    return f"p is {own:g} on rank {rank}, and {expected:g} in full"
+        return ""
+
+
+def drops(masks: list[torch.Tensor]) -> bool:
+    """Does a dropout drop some elements, and not all?"""
+    return any(mask.any() and not mask.all() for mask in masks)
+
 
 class Recomputed(Subject):
     """A dropout that backward computes again, with another mask."""
@@ -567,6 +615,15 @@ class TrainLoss(Subject):
     """The loss in train mode, on all ranks."""
 
     where = "loss"
+
+    def not_dropped(self) -> str:
+        """Modules in which the full model drops something, if no rank drops any."""
+        for trace in self.case.own:
+            if any(map(drops, trace.drop_masks.values())):
+                return ""
+        masks = self.case.full.drop_masks
+        names = [name or "the model" for name in masks if drops(masks[name])]
+        return f"the full model drops in {', '.join(names)}" if names else ""
 
     def apart(self) -> str:
         losses = [trace.train_loss for trace in self.case.own]
