@@ -477,7 +477,7 @@ def test_a_python_without_torch_is_told():
 
 def test_the_page_names_what_is_not_seen():
     page = (jobs.ROOT / "docs" / "audit.md").read_text("utf-8")
-    said = page.partition("## What it cannot see")[2].partition("\n## ")[0]
+    said = page.partition("## What the tool cannot see")[2].partition("\n## ")[0]
     said = " ".join(said.split())
     for words in ("any buffer that training changes", "not pieces of the full model's",
                   "not called as often", "`dropout_p`", "`main_grad`",
