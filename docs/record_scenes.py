@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 
+import record_beyond
 import record_schedules
 import torch
 import torch.distributed as dist
-from recorder import Recorder, clear, difference
+from recorder import Recorder, WatchOps, clear, difference
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def ring(lesson, group, name: str) -> dict:
@@ -142,22 +142,6 @@ def layer_and_tables(lesson, config) -> tuple:
     cos, sin = lesson.rotary_table(config.seq_len, config.hidden // config.heads)
     future = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(1)
     return lesson.DecoderLayer(config), (cos, sin, future)
-
-
-class WatchOps(TorchDispatchMode):
-    """Notes the results of some operations, for code that calls no module."""
-
-    def __init__(self, recorder: Recorder, *names: str):
-        super().__init__()
-        self.recorder = recorder
-        self.names = names
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        name = op.overloadpacket.__name__
-        if name in self.names:
-            self.recorder.see(f"op {name}", result)
-        return result
 
 
 def vocab_loss(lesson, group, name: str) -> dict:
@@ -474,6 +458,8 @@ SCENES = {  # name → ranks, the lesson, the scene
     "wrong-gradient": (2, "04_sequence_parallel", wrong_gradient),
     "schedules": (4, "14_schedules", schedules),
     "schedules-2": (4, "14_schedules", schedules),
+    "mesh-2d": (4, "13_mesh_2d", record_beyond.mesh_2d),
+    "experts": (2, "16_expert_parallel", record_beyond.experts),
     "batch": (4, "05_3d_parallel", batch),
     "context-ring": (4, "11_context_parallel", context_ring),
     "context-zigzag": (4, "11_context_parallel", context_zigzag),

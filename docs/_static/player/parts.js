@@ -82,3 +82,6 @@ export function onRing(rank, ranks) {
   const row = rank === 0 ? 1 : right ? rank : ranks - rank + 1;
   return `--row:${row};--side:${right ? 2 : 1}`;
 }
+
+/** Ranks on a mesh of two columns: the outer axis from top to bottom. */
+export const onMesh = (rank) => `--row:${Math.floor(rank / 2) + 1};--side:${(rank % 2) + 1}`;

@@ -38,8 +38,10 @@ export const STYLE = `
   .stage { position: relative; cursor: pointer; }
   .player { --cell-max: 48; --cell: 40px; }
   .ring { --cell-max: 60; }
-  .ring .stage { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em; }
-  .ring .lane { grid-row: var(--row); grid-column: var(--side); }
+  :is(.ring, .mesh) .stage {
+    display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em;
+  }
+  :is(.ring, .mesh) .lane { grid-row: var(--row); grid-column: var(--side); }
   .wide .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
   .wide .chip { display: inline; margin-left: .6em; }
   .wide .stage { gap: 1.6em 2em; }
@@ -49,6 +51,7 @@ export const STYLE = `
     margin: .4em 0; padding: .35em .6em; min-height: 4.6em;
   }
   .who { font-weight: 700; }
+  .at { font-weight: 400; font-size: .85em; margin-left: .6em; }
   .chip { display: block; font-weight: 400; line-height: 1.25; }
   .boxes {
     display: grid; align-items: center;
@@ -66,6 +69,7 @@ export const STYLE = `
     font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
     width: 0; min-width: 100%;
   }
+  .mesh figcaption { font-size: .74em; }
   .shape { font-weight: 400; white-space: nowrap; display: block; }
   .cells {
     display: grid; width: max-content; border: 1.5px solid #000; color: #000;
@@ -89,7 +93,7 @@ export const STYLE = `
   .ring .cell.marked { box-shadow: none; background: #fff; }
   .banded { padding-left: .8em; }
   .cell.pending { color: transparent; background: var(--soft) !important; }
-  .column { font-size: .8em; text-align: center; background: #fff; }
+  .column { font-size: .8em; background: #fff; display: grid; place-content: center; }
   .cell.below { border-top: 3px solid #000; }
   .cell.beside { border-left: 3px solid #000; letter-spacing: -.02em; }
   .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
@@ -163,6 +167,12 @@ export const STYLE = `
     .controls { display: none; } .printed { display: block; }
     .player:has(.printed) > :is(.caption, .stage) { display: none; }
   }
+  @container (min-width: 1101px) { /* what is above the caption is one line */
+    .player:not(.slide) { display: grid; grid-template-columns: max-content 1fr; gap: 0 2em; }
+    .player:not(.slide) > * { grid-column: 1 / -1; min-width: 0; }
+    .player:not(.slide) > .head { grid-column: 1; display: block; line-height: 1.2; }
+    .player:not(.slide) > .controls { grid-column: 2; } .head :is(b, span) { display: block; }
+  }
   @container (max-width: 1100px) {
     .wide .stage { display: block; } .wide .lane { margin: 1em 0; }
     .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; padding-inline: .35em; }
@@ -180,7 +190,7 @@ export const STYLE = `
     .aside figcaption { width: auto; min-width: 0; white-space: nowrap; }
     .caption { font-size: 1.1em; min-height: 6.8em; }
     .boxes { display: flex; flex-wrap: wrap; }
-    .ring .stage { display: block; }
+    :is(.ring, .mesh) .stage { display: block; }
     .count { min-width: 0; }
     .chart { --row: 3.3em; } .bar { line-height: 3; } td { text-align: left; }
     .track { grid-template-columns: 5.6em 640px; width: max-content; }

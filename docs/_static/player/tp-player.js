@@ -7,10 +7,12 @@
 
 import { findPlaces } from "./places.js";
 import { charts } from "./charts.js";
+import { keepLanes, keepWords } from "./heights.js";
 import { table } from "./ledger.js";
 import { drawArrows, fly } from "./arrows.js";
 import {
-  COLORS, EVERYONE, make, bits, up_to, commas, total, still, texts, paint, strip, layout, onRing,
+  COLORS, EVERYONE, make, bits, up_to, commas, total, still, texts, paint, strip, layout,
+  onMesh, onRing,
 } from "./parts.js";
 import { STYLE } from "./style.js";
 
@@ -107,7 +109,7 @@ class TPPlayer extends HTMLElement {
 
   legend() {
     const entry = (style, text) => make("span", {}, make("i", { style }), text);
-    const { ranks, time } = this.recording;
+    const { ranks, time, layout } = this.recording;
     const entries = up_to(ranks).map((r) => entry(`background:${COLORS[r]}`, `rank ${r}`));
     const made = this.events.flatMap((event) => event.ranks[0].makes ?? []);
     if (time) {
@@ -118,6 +120,9 @@ class TPPlayer extends HTMLElement {
       if (time.chunks) entries.push(entry(`background:${COLORS[0]}66`, "second chunk"));
       const line = "background:#888;width:5px;height:1.2em";
       entries.push(entry(line, "a message to the next or previous rank"));
+    } else if (layout === "rows") {
+      entries.push(make("span", {}, "e0: for expert 0; r0: from rank 0; " +
+        "t tokens of a rank, k experts per token, r rows, E experts, D features"));
     } else if (made.some((x) => Array.isArray(x.who))) {
       const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
       entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
@@ -129,7 +134,8 @@ class TPPlayer extends HTMLElement {
       const tensors = this.events.flatMap((e) => e.ranks.flatMap((part) =>
         [...(part.makes ?? []), ...(part.given ?? [])]));
       const some = (find) => tensors.some(find);
-      entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
+      if (some((x) => bits(x.who).length === ranks))
+        entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
       if (some((x) => ![1, ranks].includes(bits(x.who).length)))
         entries.push(entry(`background:${paint(3, 4)}`, "the same on these ranks"));
       if (some((x) => x.term)) entries.push(entry("border-style:dashed", "one term of a sum"));
@@ -227,7 +233,7 @@ class TPPlayer extends HTMLElement {
     this.count.textContent = `${step + 1} / ${events.length}`;
     this.first.disabled = this.back.disabled = step === 0;
     this.next.disabled = this.end.disabled = step === events.length - 1;
-    this.caption.replaceChildren(this.badge(event), event.says);
+    this.caption.replaceChildren(...this.words(event));
     const lanes = () => up_to(recording.ranks).map((rank) => this.lane(rank));
     this.stage.replaceChildren(...(recording.time ? charts(this, event) : lanes()));
     this.totals.replaceChildren(table(this));
@@ -250,6 +256,7 @@ class TPPlayer extends HTMLElement {
   /** Cells as large as the lane allows; then the arrows, which depend on it. */
   fit() {
     const boxes = this.stage?.querySelector(".boxes");
+    if (this.stage?.clientWidth) keepWords(this);
     if (!boxes?.clientWidth) return; // in print the stage is hidden: its copies stay as they are
     const style = getComputedStyle(this.box);
     const [most, font] = [Number(style.getPropertyValue("--cell-max")), parseFloat(style.fontSize)];
@@ -264,34 +271,12 @@ class TPPlayer extends HTMLElement {
     this.box.style.setProperty("--halves", this.places.halves);
     for (let less = cell - 2; this.isTooHigh() && less >= LEAST; less -= 2)
       this.box.style.setProperty("--cell", `${less}px`);
-    this.keepHeights(narrow);
+    keepLanes(this);
     for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
       if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
       else lane.removeAttribute("tabindex");
     }
     drawArrows(this);
-  }
-
-  /** While one steps, each lane keeps the height of its highest step. */
-  keepHeights(narrow) {
-    const { step, stage, box } = this;
-    if (narrow || this.slide || box.classList.contains("paper")) return;
-    if (this.measured?.width !== box.clientWidth) {
-      const highest = up_to(this.recording.ranks).map(() => 0);
-      this.events.forEach((_, each) => {
-        this.step = each;
-        const lanes = highest.map((_, rank) => this.lane(rank));
-        stage.replaceChildren(...lanes);
-        lanes.forEach((lane, rank) => {
-          highest[rank] = Math.max(highest[rank], lane.offsetHeight);
-        });
-      });
-      this.step = step;
-      stage.replaceChildren(...highest.map((_, rank) => this.lane(rank)));
-      this.measured = { width: box.clientWidth, highest };
-    }
-    const lanes = [...stage.querySelectorAll(".lane")];
-    lanes.forEach((lane, rank) => { lane.style.minHeight = `${this.measured.highest[rank]}px`; });
   }
 
   /** On a slide there is nothing below the player's last line. */
@@ -326,6 +311,10 @@ class TPPlayer extends HTMLElement {
     if (this.events) this.render();
   }
 
+  words(event) {
+    return [this.badge(event), event.says];
+  }
+
   badge(event) {
     const words = { hold: "start", check: "check", time: "compute" };
     const payload = [...new Set(event.ranks.map(total))].filter(Boolean);
@@ -336,6 +325,9 @@ class TPPlayer extends HTMLElement {
     }
     if (!payload.length || words[event.kind])
       return make("span", { class: "badge" }, words[event.kind] ?? "compute");
+    if (event.call?.uneven) // its payload is what leaves a rank
+      return make("span", { class: "badge moves" }, `${event.call.collective}, ranks send ` +
+        `${event.ranks.map(total).map(commas).join(" and ")} bytes to others`);
     const text = event.call
       ? `${event.call.collective}, payload ${payload.map(commas).join(" or ")} bytes`
       : `send/recv, each rank sends ${payload.map(commas).join(" or ")} bytes`;
@@ -355,8 +347,11 @@ class TPPlayer extends HTMLElement {
       .map((name) => before.get(name)).filter(Boolean);
     const boxes = stays.filter(({ name }) => !made.has(name) && name !== source?.name)
       .map((tensor) => this.tensor(tensor, "", mark_of(tensor)));
-    for (const tensor of source ? [source, ...leaves] : leaves)
+    if (source) boxes.push(this.tensor(source, "source"));
+    for (const tensor of leaves) {
       boxes.push(this.tensor(tensor, "source"));
+      if (source) boxes.at(-1).classList.add("aside"); // of what is sent nothing is made
+    }
     const { moved } = ranks[rank];
     for (const tensor of makes) {
       const earlier = before.get(tensor.name);
@@ -381,10 +376,13 @@ class TPPlayer extends HTMLElement {
     }
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
-    const place = this.recording.layout?.startsWith("ring") ? `;${onRing(rank, ranks.length)}` : "";
+    const where = { ring: onRing, mesh: onMesh }[this.recording.layout?.split(" ")[0]];
+    const place = where ? `;${where(rank, ranks.length)}` : "";
+    const at = this.recording.at?.[rank]; // its place on a mesh
     const lane = { class: "lane", role: "group", "aria-label": name, style: style + place };
     return make("div", lane,
-      make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...columns));
+      make("div", { class: "who" }, name, at ? make("span", { class: "at" }, at) : "", ...chips),
+      make("div", { class: "boxes" }, ...columns));
   }
 
   /** Above a sum: the number that arrived and was added. */
@@ -462,7 +460,9 @@ class TPPlayer extends HTMLElement {
       if (moved?.includes(i)) cell.classList.add("moved");
       if (marked?.includes(i) && (kind === "new" || !this.recording.layout))
         cell.classList.add("marked");
-      if (Array.isArray(who)) {
+      if (this.recording.layout === "rows" && Array.isArray(who)) {
+        cell.style.background = COLORS[bits(who[i])[0]];
+      } else if (Array.isArray(who)) {
         cell.style.background = strip(who[i]);
         cell.classList.add("striped");
         if (shape.length === 1) cell.prepend(make("small")); // for what is added
