@@ -42,7 +42,7 @@ export const STYLE = `
     display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em;
   }
   :is(.ring, .mesh) .lane { grid-row: var(--row); grid-column: var(--side); }
-  .wide .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
+  .wide .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; align-content: start; }
   .wide .chip { display: inline; margin-left: .6em; }
   .wide .stage { gap: 1.6em 2em; }
   .lane {
@@ -175,13 +175,14 @@ export const STYLE = `
   }
   @container (max-width: 1100px) {
     .wide .stage { display: block; } .wide .lane { margin: 1em 0; }
-    .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; padding-inline: .35em; }
+    .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; padding-inline: .35em;
+      align-content: start; }
     .chip { display: inline; margin-left: .6em; }
   }
   @container (max-width: 600px) {
     .player { padding: .5em .4em; }
     .lane { border-left-width: 6px; padding: .4em; }
-    .boxes > * { order: 2; } .boxes > .aside { order: 0; }
+    .boxes > * { order: 2; } .boxes > .aside { order: 0; } .boxes > .new { order: 3; }
     div.aside { display: flex; gap: .2em; }
     .boxes > .break { order: 1; flex: 0 0 100%; }
     .aside .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }

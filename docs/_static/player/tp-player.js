@@ -435,7 +435,7 @@ class TPPlayer extends HTMLElement {
     const { shape, values, who, columns, rows, marked } = tensor;
     const cells = make("div", { class: "cells" });
     const held = Array.isArray(who) ? 0 : bits(who).length;
-    if (held) cells.style.background = paint(who, this.recording.ranks);
+    cells.style.background = paint(held ? who : who[0], this.recording.ranks);
     if (held > 1 && held < this.recording.ranks) cells.classList.add("banded");
     if (!values) {
       cells.append(shape.join(" × "));
