@@ -134,7 +134,8 @@ def attention(lesson, group, name: str) -> dict:
     formulas = {}
     for phase in ("forward", "backward"):
         formulas[lesson.Call("with TP", phase, "all-reduce", "tp")] = "1 × B·S·D·e"
-    return recorder.recording(formulas, {"B": 1, "S": 3, "D": 4, "e": 4})
+    sizes = {"B": 1, "S": 3, "D": 4, "e": 4}
+    return recorder.recording(formulas, sizes, layout="brief")
 
 
 def layer_and_tables(lesson, config) -> tuple:
@@ -219,7 +220,8 @@ def sp_layer(lesson, group, name: str) -> dict:
         ("summing", "all-reduce", "1 × 6·D·e"),
     ):
         formulas[lesson.Call("TP + SP", phase, collective, "tp")] = formula
-    return recorder.recording(formulas, {"B": 1, "S": 4, "D": 4, "e": 4})
+    sizes = {"B": 1, "S": 4, "D": 4, "e": 4}
+    return recorder.recording(formulas, sizes, layout="brief")
 
 
 LINES = "send", "to", "one", "bubble", "stage", "two", "wait", "I"

@@ -155,10 +155,25 @@ export const STYLE = `
   .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
   .axis span { position: absolute; transform: translateX(-50%); }
   .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
-  .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
+  .player.slide { --cell-max: 78; --cell-min: 72; border: 0; padding: 0; font-size: 21px; }
   .slide :is(.head, .controls, .totals, .rule) { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
   .slide .chart { --row: 2.05em; } .slide .track { --gap: .3em; }
+  .slide .bar { font-size: 1.04em; line-height: 1.6; }
+  .slide .cell:is(.marked, .beside) { font-size: calc(var(--cell) * min(.4, 1.5 / var(--letters)));
+    font-weight: 400; }
+  /* Only what is new, or leaves, has its numbers. */
+  .slide .cell { line-height: 1.2; } .brief .cell { line-height: 1.25; padding: 0; }
+  .slide .lane { grid-template-columns: 6.6em 1fr; padding-block: .2em; min-height: 0; }
+  .brief .boxes { display: flex; flex-wrap: wrap; column-gap: .4em; }
+  .brief .boxes > .new { order: 3; } .brief .boxes > * { order: 2; }
+  .brief .boxes > .names { order: 0; } .brief .names .box { min-width: 0; }
+  .brief .names .box { display: flex; gap: .3em; align-items: center; padding: 0; }
+  .brief .names .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
+  .brief .names :is(.cell, .column, .shape, .mark) { display: none; }
+  .brief .names :is(.cells, figcaption) { flex: none; } .brief .names .cells { order: -1; }
+  .brief .names figcaption { font: 400 .75em/1.2 var(--mono); width: auto; min-width: 0;
+    white-space: nowrap; margin: 0; }
   .slide .shape { display: inline-block; } .slide .closed .shape { display: none; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
@@ -183,7 +198,7 @@ export const STYLE = `
     .player { padding: .5em .4em; }
     .lane { border-left-width: 6px; padding: .4em; }
     .boxes > * { order: 2; } .boxes > .aside { order: 0; } .boxes > .new { order: 3; }
-    div.aside { display: flex; gap: .2em; }
+    div.aside { display: flex; flex-wrap: wrap; gap: .2em; }
     .boxes > .break { order: 1; flex: 0 0 100%; }
     .aside .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
     .aside .cell, .aside .column { display: none; } .aside .shape { display: none; }

@@ -6,6 +6,7 @@
 // Attributes: src, and step (the step to begin with, from 1).
 
 import { findPlaces } from "./places.js";
+import { cellOfBrief } from "./brief.js";
 import { charts } from "./charts.js";
 import { keepLanes, keepWords } from "./heights.js";
 import { table } from "./ledger.js";
@@ -91,7 +92,9 @@ class TPPlayer extends HTMLElement {
     this.totals = make("div", { ...group, class: "totals", "aria-label": "bytes" });
     const source = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
     const buttons = [this.first, this.back, this.play, this.next, this.end];
-    const kind = `player ${this.slide ? "slide" : ""} ${this.recording.layout ?? ""}`;
+    this.brief = this.slide || this.recording.layout === "brief"; // see brief in style.js
+    const kinds = [this.slide && "slide", this.brief && "brief", this.recording.layout];
+    const kind = ["player", ...kinds.filter(Boolean)].join(" ");
     this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
       make("div", { class: "controls" }, ...buttons, this.slider, this.count),
@@ -148,7 +151,7 @@ class TPPlayer extends HTMLElement {
       }
       if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
         const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
-        entries.push(make("span", {}, `${key}; a small letter: this rank's slice`));
+        entries.push(make("span", { class: "rule" }, `${key}; a small letter: this rank's slice`));
       }
     }
     return make("div", { class: "legend" }, ...entries);
@@ -263,13 +266,15 @@ class TPPlayer extends HTMLElement {
     const closed = this.closedLetters() * 0.46 * font;
     const narrow = this.box.clientWidth < 620;
     const room = boxes.clientWidth - 8;
-    const fits = narrow ? room / this.widestCells() - 2
+    const fits = this.brief && !narrow ? cellOfBrief(this, room, font)
+      : narrow ? room / this.widestCells() - 2
       : (2 * (room - closed)) / this.places.halves;
     const cell = Math.floor(Math.max(LEAST, Math.min(most, fits)));
     this.box.style.setProperty("--cell", `${cell}px`);
     this.box.style.setProperty("--closed", `${closed}px`);
     this.box.style.setProperty("--halves", this.places.halves);
-    for (let less = cell - 2; this.isTooHigh() && less >= LEAST; less -= 2)
+    const enough = parseFloat(getComputedStyle(this.box).getPropertyValue("--cell-min")) || LEAST;
+    for (let less = cell - 2; this.isTooHigh() && less >= enough; less -= 2)
       this.box.style.setProperty("--cell", `${less}px`);
     keepLanes(this);
     for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
@@ -281,7 +286,7 @@ class TPPlayer extends HTMLElement {
 
   /** On a slide there is nothing below the player's last line. */
   isTooHigh() {
-    return this.slide && this.box.offsetHeight > this.clientHeight;
+    return this.slide && this.scrollHeight > this.clientHeight;
   }
 
   /** On paper, below each other: the start, every step that sends something, every check. */
@@ -350,7 +355,8 @@ class TPPlayer extends HTMLElement {
     if (source) boxes.push(this.tensor(source, "source"));
     for (const tensor of leaves) {
       boxes.push(this.tensor(tensor, "source"));
-      if (source) boxes.at(-1).classList.add("aside"); // of what is sent nothing is made
+      if (source || (this.slide && leaves.length > 2)) // what is sent matters more
+        boxes.at(-1).classList.add("aside");
     }
     const { moved } = ranks[rank];
     for (const tensor of makes) {
@@ -363,12 +369,15 @@ class TPPlayer extends HTMLElement {
     const column = (box) => box.style.gridColumn;
     const since = (box) => this.places.steps[this.step].get(box.dataset.name)?.from ?? 0;
     boxes.sort((a, b) => parseInt(column(a)) - parseInt(column(b)) || since(a) - since(b));
-    const columns = [...new Set(boxes.map(column))].map((place) => {
-      const same = boxes.filter((box) => column(box) === place);
+    const asides = boxes.filter((box) => this.brief && box.classList.contains("aside"));
+    const others = boxes.filter((box) => !asides.includes(box));
+    const columns = [...new Set(others.map(column))].map((place) => {
+      const same = others.filter((box) => column(box) === place);
       const aside = same.every((box) => box.classList.contains("aside"));
       const about = { class: aside ? "aside" : "", style: `grid-column:${place}` };
       return same.length === 1 ? same[0] : make("div", about, ...same);
     });
+    if (asides.length) columns.unshift(make("div", { class: "aside names" }, ...asides));
     columns.push(make("span", { class: "break" })); // on a narrow screen
     if (moved) {
       const cells = boxes.find((box) => box.dataset.name === takes).querySelectorAll(".cell");
