@@ -624,6 +624,42 @@ def test_no_number_is_cut_or_crossed_and_arrows_lead_to_their_cells(open_page, n
         check_frames(frames, width)
 
 
+ENDS = """player => [...player.stage.querySelectorAll("svg .tip")].map(tip => {
+    const path = tip.previousElementSibling;
+    const colors = [0, path.getTotalLength()].map(at => {
+        const {x, y} = path.getPointAtLength(at).matrixTransform(path.getScreenCTM());
+        const off = cell => {
+            const box = cell.getBoundingClientRect();
+            return Math.hypot(Math.max(box.left - x, x - box.right, 0),
+                              Math.max(box.top - y, y - box.bottom, 0));
+        };
+        const all = [...player.stage.querySelectorAll(".cell")];
+        const nearest = all.reduce((a, b) => (off(b) < off(a) ? b : a));
+        return getComputedStyle(nearest).backgroundColor;
+    });
+    const color = getComputedStyle(tip).fill;
+    const {from, to, cells} = tip.dataset;
+    return {from: +from, to: +to, cells, color, colors};
+})"""
+
+
+def test_arrows_of_experts_lead_from_rows_to_the_same_rows(open_page):
+    """A row has the color of its token's rank at both ends of an arrow: that of the
+    sender on the way to the experts, that of the receiver on the way back."""
+    page = open_page("experts", width=1280)
+    for number, event in enumerate(RECORDED["experts"]["events"]):
+        if event.get("call", {}).get("uneven"):
+            arrows = page.locator("tp-player").evaluate(ENDS)
+            by_rank = {arrow["from"]: arrow["color"] for arrow in arrows}
+            back = event["takes"] in ("out_rD", "dL/darrived_rD")
+            for arrow in arrows:
+                owner = by_rank[arrow["to" if back else "from"]]
+                assert arrow["colors"] == [owner, owner], (number, arrow)
+                rows = event["ranks"][arrow["from"]]["splits"][arrow["to"]]
+                assert arrow["cells"] == f"{2 * rows} {2 * rows}", (number, arrow)
+        page.keyboard.press("ArrowRight")
+
+
 def test_arrows_on_a_scaled_slide(open_page):
     """reveal.js scales its slides: 1.5 on a projector."""
     page = open_page("mlp", width=1280)

@@ -120,7 +120,7 @@ export function drawArrows(player) {
     svg.append(element("path", { d, class: "back" }),
       element("path", { d, stroke: color }),
       element("path", { d: tip, fill: color, class: "tip", transform, "data-from": sender,
-        "data-to": rank }));
+        "data-to": rank, "data-cells": `${from.length} ${to.length}` }));
   }
   stage.append(svg);
 }
