@@ -56,6 +56,8 @@ PLAYERS = {
     "batch": ("05", 9),
     "context-ring": ("11", 2),
     "context-zigzag": ("11", 2),
+    "mesh-2d": ("13", 4),
+    "experts": ("16", 3),
 }
 
 

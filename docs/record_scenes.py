@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 
+import record_beyond
 import record_schedules
 import torch
 import torch.distributed as dist
-from recorder import Recorder, clear, difference
+from recorder import Recorder, WatchOps, clear, difference
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def ring(lesson, group, name: str) -> dict:
@@ -134,7 +134,8 @@ def attention(lesson, group, name: str) -> dict:
     formulas = {}
     for phase in ("forward", "backward"):
         formulas[lesson.Call("with TP", phase, "all-reduce", "tp")] = "1 × B·S·D·e"
-    return recorder.recording(formulas, {"B": 1, "S": 3, "D": 4, "e": 4})
+    sizes = {"B": 1, "S": 3, "D": 4, "e": 4}
+    return recorder.recording(formulas, sizes, layout="brief")
 
 
 def layer_and_tables(lesson, config) -> tuple:
@@ -142,22 +143,6 @@ def layer_and_tables(lesson, config) -> tuple:
     cos, sin = lesson.rotary_table(config.seq_len, config.hidden // config.heads)
     future = torch.ones(config.seq_len, config.seq_len, dtype=torch.bool).triu(1)
     return lesson.DecoderLayer(config), (cos, sin, future)
-
-
-class WatchOps(TorchDispatchMode):
-    """Notes the results of some operations, for code that calls no module."""
-
-    def __init__(self, recorder: Recorder, *names: str):
-        super().__init__()
-        self.recorder = recorder
-        self.names = names
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        name = op.overloadpacket.__name__
-        if name in self.names:
-            self.recorder.see(f"op {name}", result)
-        return result
 
 
 def vocab_loss(lesson, group, name: str) -> dict:
@@ -235,7 +220,8 @@ def sp_layer(lesson, group, name: str) -> dict:
         ("summing", "all-reduce", "1 × 6·D·e"),
     ):
         formulas[lesson.Call("TP + SP", phase, collective, "tp")] = formula
-    return recorder.recording(formulas, {"B": 1, "S": 4, "D": 4, "e": 4})
+    sizes = {"B": 1, "S": 4, "D": 4, "e": 4}
+    return recorder.recording(formulas, sizes, layout="brief")
 
 
 LINES = "send", "to", "one", "bubble", "stage", "two", "wait", "I"
@@ -474,6 +460,8 @@ SCENES = {  # name → ranks, the lesson, the scene
     "wrong-gradient": (2, "04_sequence_parallel", wrong_gradient),
     "schedules": (4, "14_schedules", schedules),
     "schedules-2": (4, "14_schedules", schedules),
+    "mesh-2d": (4, "13_mesh_2d", record_beyond.mesh_2d),
+    "experts": (2, "16_expert_parallel", record_beyond.experts),
     "batch": (4, "05_3d_parallel", batch),
     "context-ring": (4, "11_context_parallel", context_ring),
     "context-zigzag": (4, "11_context_parallel", context_zigzag),

@@ -6,7 +6,7 @@ sees, in order:
     up_proj out           the output of a module, from a forward hook
     down_proj in          its input (in 0, in 1, … if it has several)
     grad down_proj in     the gradient of such a tensor, from a tensor's hook
-    op exp                the result of an operation of PyTorch (scene vocab_loss)
+    op exp                the result of an operation of PyTorch (of WatchOps)
 
 NAME.toml, next to the recording, has the title and the captions: for each step what it
 shows of this (`see`), what the tensor is called from here on, and what it says. Every
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     import tomllib
@@ -46,6 +47,7 @@ COLLECTIVES = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
     "broadcast": "broadcast",
 }
 
@@ -61,8 +63,10 @@ class Seen(NamedTuple):
 class Recorder:
     """What this rank sees while a lesson's own code runs inside `with recorder`."""
 
-    def __init__(self, lesson, name: str):
+    def __init__(self, lesson, name: str, *also):
         self.lesson = lesson
+        self.modules = (lesson, *also)  # which call collectives under their own names
+        self.only_leaving = ()  # phases that count the bytes which leave a rank
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         self.script = tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
@@ -76,17 +80,18 @@ class Recorder:
 
     def __enter__(self):
         clear(self.lesson)
-        self.originals = {}
-        for name, collective in COLLECTIVES.items():
-            original = getattr(self.lesson, name, None)
-            if original is not None:
-                self.originals[name] = original
-                setattr(self.lesson, name, self.wrap(collective, original))
+        self.originals = []
+        for module in self.modules:
+            for name, collective in COLLECTIVES.items():
+                original = getattr(module, name, None)
+                if original is not None:
+                    self.originals.append((module, name, original))
+                    setattr(module, name, self.wrap(collective, original))
         return self
 
     def __exit__(self, *_):
-        for name, original in self.originals.items():
-            setattr(self.lesson, name, original)
+        for module, name, original in self.originals:
+            setattr(module, name, original)
 
     def see(self, label: str, value: Tensor | None, **comm) -> None:
         value = None if value is None else value.detach().clone()
@@ -113,8 +118,8 @@ class Recorder:
                 "group": members,
             }
             comm["call"]["phase"] = self.lesson.COMM.phase
-            if source is None and numbers:
-                comm["call"]["dim"] = numbers[0]
+            if source is None and (numbers or collective == "all-to-all"):
+                comm["call"]["dim"] = numbers[0] if numbers else 0
             if source not in (None, self.rank):
                 comm["from"] = source
             self.see(collective, result, **comm)
@@ -172,6 +177,9 @@ class Recorder:
                 value = self.seen[found].value
                 made[name] = value.T if step.get("transpose") else value
                 comm = self.seen[found].comm
+                if "dim" in comm.get("call", {}) and step.get("transpose"):
+                    comm = dict(comm, call=dict(comm["call"]))
+                    comm["call"]["dim"] = 1 - comm["call"]["dim"]
                 if comm:
                     given = self.seen[found - 1].value
                 place = max(place, found + 1)
@@ -214,7 +222,7 @@ class Recorder:
             is_term = {"term": True} if step.get("given_term") else {}
             own["given"] = {takes: raw(given, is_term)}
         own["makes"] = {name: raw(x, step) for name, x in makes.items()}
-        for key in ("bytes", "sends", "to", "from", "moved"):
+        for key in ("bytes", "sends", "to", "from", "moved", "splits"):
             if key in comm:
                 own[key] = comm.pop(key)
         for name in drops:
@@ -261,11 +269,29 @@ class Recorder:
             row["calls"] = counted.calls[call]
             row["bytes"] = sent
             row["ring"] = self.lesson.ring_bytes(call.collective, sent, size)
+            if call.phase in self.only_leaving:
+                row["ring"] = sent
             row["formula"] = formula.replace("-", " − ")
             row["predicted"] = predicted
             if predicted or sent:
                 rows.append(row)
         return [row for part in self.lesson.gather_objects(rows) for row in part]
+
+
+class WatchOps(TorchDispatchMode):
+    """Notes the results of some operations, for code that calls no module."""
+
+    def __init__(self, recorder: Recorder, *names: str):
+        super().__init__()
+        self.recorder = recorder
+        self.names = names
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        name = op.overloadpacket.__name__
+        if name in self.names:
+            self.recorder.see(f"op {name}", result)
+        return result
 
 
 def listed(words) -> list[str]:

@@ -26,7 +26,7 @@ ARROWS = """player => {
     const cells = [...stage.querySelectorAll(".cell, .closed .cells")].filter(seen);
     const words = [];
     for (const each of stage.querySelectorAll(
-        ".cell, .column, .shape, .chip, .who, figcaption, .mark")) {
+        ".cell, .column, .shape, .chip, .who, .at, figcaption, .mark")) {
         const range = document.createRange();
         for (const node of each.childNodes) {
             if (node.nodeType !== Node.TEXT_NODE) continue;

@@ -78,6 +78,15 @@ CUT_LANES = """[...document.querySelectorAll("tp-player")].flatMap(player =>
         const cut = lanes.some(lane => lane.scrollWidth > lane.clientWidth);
         return cut ? [player.getAttribute("src"), step + 1] : [];
     })).filter(each => each.length)"""
+# The smallest number of a player on a slide, in percent of the slide's height.
+SMALLEST = """player => 100 / 720 * Math.min(...[
+    ...player.shadowRoot.querySelectorAll(".stage .cell, .stage .bar b")
+].filter(each => each.checkVisibility() && each.textContent
+).map(each => parseFloat(getComputedStyle(each).fontSize)))"""
+CUT_NUMBERS = """player => [
+    ...player.shadowRoot.querySelectorAll(".stage .cell")
+].filter(cell => cell.offsetParent && cell.scrollWidth > cell.clientWidth
+).map(cell => cell.textContent)"""
 WIDER = "() => document.documentElement.scrollWidth - window.innerWidth"
 
 
@@ -305,7 +314,8 @@ def test_glossary(looks):
 @pytest.mark.parametrize("width", [1280, 1920])
 @pytest.mark.parametrize("deck", DECKS)
 def test_players_on_slides(browser, address, deck, width):
-    """In the dark and on a projector: nothing is cut off, arrows end at their cells."""
+    """In the dark and on a projector: nothing is cut off, arrows end at their cells,
+    and no number is smaller than 3 % of the slide's height."""
     size = {"width": width, "height": width * 9 // 16}
     page = browser.new_page(viewport=size, color_scheme="dark", reduced_motion="reduce")
     page.goto(f"{address}slides/{deck}.html")
@@ -313,9 +323,14 @@ def test_players_on_slides(browser, address, deck, width):
     arrows = 0
     for number in range(page.evaluate("Reveal.getTotalSlides()")):
         page.evaluate(f"Reveal.slide({number})")
-        for _ in (page.evaluate(STOPS) or [*range(page.evaluate(STEPS))])[1:]:
-            page.keyboard.press("ArrowRight")
+        steps = page.evaluate(STOPS) or [*range(page.evaluate(STEPS))]
+        for turn, step in enumerate(steps):
+            if turn:
+                page.keyboard.press("ArrowRight")
             player = page.locator("section.present tp-player")
+            smallest = player.evaluate(SMALLEST)  # none at the start of schedules
+            assert smallest is None or smallest >= 2.99, (number, step)
+            assert player.evaluate(CUT_NUMBERS) == [], (number, step)
             assert player.evaluate("it => it.scrollHeight <= it.clientHeight")
             assert player.evaluate(BACK) == "rgb(255, 255, 255)"
             seen = player.evaluate(ARROWS)

@@ -1,6 +1,6 @@
 // What is sent in a step: arrows that stay, and a flight from sender to receiver.
 
-import { COLORS, around, make, total } from "./parts.js";
+import { COLORS, around, make, sum, total } from "./parts.js";
 import { TIP, findWay, pathThrough, tracksOf } from "./routes.js";
 
 const FLIGHT = 900; // ms that numbers take from one rank to another
@@ -13,6 +13,18 @@ function sliceOf(box, tensor, dim, i, n) {
   const inner = tensor.shape.slice(dim + 1).reduce((a, b) => a * b, 1);
   const long = tensor.shape[dim];
   return cells.filter((_, k) => Math.floor(((Math.floor(k / inner) % long) * n) / long) === i);
+}
+
+/** The rows of a box from one row up to another. */
+function rowsOf(box, { shape }, [begin, end]) {
+  const long = shape.slice(1).reduce((a, b) => a * b, 1);
+  return [...box.querySelectorAll(".cell")].slice(begin * long, end * long);
+}
+
+/** Where part i is, if parts of these sizes are one after the other. */
+function partOf(sizes, i) {
+  const begin = sum(sizes.slice(0, i));
+  return [begin, begin + sizes[i]];
 }
 
 /** Every message of this step: who sends, and the cells that it leaves and reaches. */
@@ -38,13 +50,19 @@ function messages(player) {
     return senders.filter((r) => r !== undefined && find(r, takes)).map((sender) => {
       const [from, to] = [find(sender, takes), target];
       const [mine, theirs] = [group.indexOf(rank), group.indexOf(sender)];
-      const scatters = call.collective === "reduce-scatter";
-      const gathers = call.collective === "all-gather";
+      if (call.uneven) { // each sender says how many rows it sends to whom
+        const leaves = partOf(ranks[sender].splits, mine);
+        const arrives = partOf(group.map((r) => ranks[r].splits[mine]), theirs);
+        return { sender, rank, from: rowsOf(from, held(sender, takes), leaves),
+          to: rowsOf(to, made, arrives) };
+      }
+      const scatters = ["reduce-scatter", "all-to-all"].includes(call.collective);
+      const gathers = ["all-gather", "all-to-all"].includes(call.collective);
       const leaves = sliceOf(from, held(sender, takes), scatters ? call.dim : null,
         mine, group.length);
       const reaches = sliceOf(to, made, gathers ? call.dim : null, theirs, group.length);
       return { sender, rank, from: leaves, to: reaches };
-    });
+    }).filter(({ from }) => from.length);
   });
 }
 
@@ -58,7 +76,7 @@ function originOf({ stage }) {
 function readable(stage, home) {
   const boxes = [...stage.querySelectorAll(".cell, .closed .cells, .aside .cells")]
     .filter((x) => x.getClientRects().length).map((x) => around([x], home));
-  const words = ".who, .chip, figcaption, .shape, .column, .mark";
+  const words = ".who, .at, .chip, figcaption, .shape, .column, .mark";
   for (const element of stage.querySelectorAll(words)) {
     const text = document.createRange();
     for (const node of element.childNodes) {
@@ -102,7 +120,7 @@ export function drawArrows(player) {
     svg.append(element("path", { d, class: "back" }),
       element("path", { d, stroke: color }),
       element("path", { d: tip, fill: color, class: "tip", transform, "data-from": sender,
-        "data-to": rank }));
+        "data-to": rank, "data-cells": `${from.length} ${to.length}` }));
   }
   stage.append(svg);
 }

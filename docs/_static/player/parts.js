@@ -60,9 +60,9 @@ export function around(elements, home) {
 }
 
 /** Where each number stands: three dims are blocks below each other, four beside each
- * other; a vector of more than 8 numbers has several rows. */
+ * other; a vector of more than 8 numbers has rows of 6. */
 export function layout({ shape, values }) {
-  const across = shape.length > 1 ? shape.at(-1) : Math.min(values.length, 8);
+  const across = shape.length > 1 ? shape.at(-1) : values.length > 8 ? 6 : values.length;
   const block = shape.length > 1 ? across * shape.at(-2) : values.length;
   const beside = shape.length === 4 ? values.length / block : 1;
   const place = (i) => {
@@ -82,3 +82,6 @@ export function onRing(rank, ranks) {
   const row = rank === 0 ? 1 : right ? rank : ranks - rank + 1;
   return `--row:${row};--side:${right ? 2 : 1}`;
 }
+
+/** Ranks on a mesh of two columns: the outer axis from top to bottom. */
+export const onMesh = (rank) => `--row:${Math.floor(rank / 2) + 1};--side:${(rank % 2) + 1}`;

@@ -1,16 +1,18 @@
 // Where tensors stand in a lane: each keeps its place for as long as it is shown.
 
-import { layout } from "./parts.js";
+import { bits, layout } from "./parts.js";
 
 const PADDING = 1; // half cells around the numbers of a box
 const NAME = 4; // half cells that a name needs at least
 const ARROW = 1; // half cells between a tensor and what is made of it
-const MORE = 6; // half cells, at most, so that what follows stands to the right,
+const MORE = 6; // half cells, at most, so that what follows stands to the right (not where
+// lanes are beside each other),
 const WIDE = 46; // as long as there are no more than this
 
 /** All tensors that are shown at a step, on any rank: name → the widest of that name. */
 function shownAt(player, step) {
   const shown = new Map();
+  const wide = (tensor) => halves(tensor, player.recording.ranks);
   player.events[step].ranks.forEach((part, rank) => {
     const all = [...player.held(rank, step + 1).values(), ...(part.given ?? [])];
     const { takes } = player.events[step];
@@ -18,15 +20,17 @@ function shownAt(player, step) {
       if (player.held(rank, step).has(name)) all.push(player.held(rank, step).get(name));
     for (const tensor of all) {
       const other = shown.get(tensor.name);
-      if (!other || halves(tensor) > halves(other)) shown.set(tensor.name, tensor);
+      if (!other || wide(tensor) > wide(other)) shown.set(tensor.name, tensor);
     }
   });
   return shown;
 }
 
-/** How wide a box is, in half cells. */
-const halves = (tensor) =>
-  Math.max(2 * layout(tensor).wide + (tensor.rows ? 1 : 0), NAME) + PADDING;
+/** How wide a box is, in half cells; what some ranks hold has a bar at its left. */
+const halves = (tensor, ranks) => {
+  const bar = !Array.isArray(tensor.who) && ![1, ranks].includes(bits(tensor.who).length);
+  return Math.max(2 * layout(tensor).wide + (tensor.rows || bar ? 1 : 0), NAME) + PADDING;
+};
 
 /** Every time that a name is shown without a pause: its steps, its width, its source. */
 function lives(player) {
@@ -44,7 +48,7 @@ function lives(player) {
         all.push(life = { name, from: step, wide: 0, after, under: tensor.under });
       }
       life.to = step;
-      life.wide = Math.max(life.wide, halves(tensor));
+      life.wide = Math.max(life.wide, halves(tensor, player.recording.ranks));
       next.set(name, life);
     }
     open = next;
@@ -84,7 +88,8 @@ function placeAll(all, most) {
 export function findPlaces(player) {
   const all = lives(player);
   const least = placeAll(all.map((life) => ({ ...life })), 0);
-  const halves = placeAll(all, Math.max(least, Math.min(least + MORE, WIDE)));
+  const more = player.recording.layout?.startsWith("mesh") ? 0 : MORE;
+  const halves = placeAll(all, Math.max(least, Math.min(least + more, WIDE)));
   const steps = player.events.map((_, step) => new Map(all
     .filter((life) => life.from <= step && step <= life.to)
     .map(({ name, place, wide, from }) => [name, { place, wide, from }])));

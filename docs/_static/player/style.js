@@ -38,9 +38,11 @@ export const STYLE = `
   .stage { position: relative; cursor: pointer; }
   .player { --cell-max: 48; --cell: 40px; }
   .ring { --cell-max: 60; }
-  .ring .stage { display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em; }
-  .ring .lane { grid-row: var(--row); grid-column: var(--side); }
-  .wide .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; }
+  :is(.ring, .mesh) .stage {
+    display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em;
+  }
+  :is(.ring, .mesh) .lane { grid-row: var(--row); grid-column: var(--side); }
+  .wide .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; align-content: start; }
   .wide .chip { display: inline; margin-left: .6em; }
   .wide .stage { gap: 1.6em 2em; }
   .lane {
@@ -49,6 +51,7 @@ export const STYLE = `
     margin: .4em 0; padding: .35em .6em; min-height: 4.6em;
   }
   .who { font-weight: 700; }
+  .at { font-weight: 400; font-size: .85em; margin-left: .6em; }
   .chip { display: block; font-weight: 400; line-height: 1.25; }
   .boxes {
     display: grid; align-items: center;
@@ -66,6 +69,7 @@ export const STYLE = `
     font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
     width: 0; min-width: 100%;
   }
+  .mesh figcaption { font-size: .74em; }
   .shape { font-weight: 400; white-space: nowrap; display: block; }
   .cells {
     display: grid; width: max-content; border: 1.5px solid #000; color: #000;
@@ -89,7 +93,7 @@ export const STYLE = `
   .ring .cell.marked { box-shadow: none; background: #fff; }
   .banded { padding-left: .8em; }
   .cell.pending { color: transparent; background: var(--soft) !important; }
-  .column { font-size: .8em; text-align: center; background: #fff; }
+  .column { font-size: .8em; background: #fff; display: grid; place-content: center; }
   .cell.below { border-top: 3px solid #000; }
   .cell.beside { border-left: 3px solid #000; letter-spacing: -.02em; }
   .cell.moved { outline: 3px solid #000; outline-offset: -3px; font-weight: 700; }
@@ -151,10 +155,25 @@ export const STYLE = `
   .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
   .axis span { position: absolute; transform: translateX(-50%); }
   .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
-  .player.slide { --cell-max: 66; border: 0; padding: 0; font-size: 21px; }
+  .player.slide { --cell-max: 78; --cell-min: 72; border: 0; padding: 0; font-size: 21px; }
   .slide :is(.head, .controls, .totals, .rule) { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
   .slide .chart { --row: 2.05em; } .slide .track { --gap: .3em; }
+  .slide .bar { font-size: 1.04em; line-height: 1.6; }
+  .slide .cell:is(.marked, .beside) { font-size: calc(var(--cell) * min(.4, 1.5 / var(--letters)));
+    font-weight: 400; }
+  /* Only what is new, or leaves, has its numbers. */
+  .slide .cell { line-height: 1.2; } .brief .cell { line-height: 1.25; padding: 0; }
+  .slide .lane { grid-template-columns: 6.6em 1fr; padding-block: .2em; min-height: 0; }
+  .brief .boxes { display: flex; flex-wrap: wrap; column-gap: .4em; }
+  .brief .boxes > .new { order: 3; } .brief .boxes > * { order: 2; }
+  .brief .boxes > .names { order: 0; } .brief .names .box { min-width: 0; }
+  .brief .names .box { display: flex; gap: .3em; align-items: center; padding: 0; }
+  .brief .names .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
+  .brief .names :is(.cell, .column, .shape, .mark) { display: none; }
+  .brief .names :is(.cells, figcaption) { flex: none; } .brief .names .cells { order: -1; }
+  .brief .names figcaption { font: 400 .75em/1.2 var(--mono); width: auto; min-width: 0;
+    white-space: nowrap; margin: 0; }
   .slide .shape { display: inline-block; } .slide .closed .shape { display: none; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
@@ -163,16 +182,23 @@ export const STYLE = `
     .controls { display: none; } .printed { display: block; }
     .player:has(.printed) > :is(.caption, .stage) { display: none; }
   }
+  @container (min-width: 1101px) { /* what is above the caption is one line */
+    .player:not(.slide) { display: grid; grid-template-columns: max-content 1fr; gap: 0 2em; }
+    .player:not(.slide) > * { grid-column: 1 / -1; min-width: 0; }
+    .player:not(.slide) > .head { grid-column: 1; display: block; line-height: 1.2; }
+    .player:not(.slide) > .controls { grid-column: 2; } .head :is(b, span) { display: block; }
+  }
   @container (max-width: 1100px) {
     .wide .stage { display: block; } .wide .lane { margin: 1em 0; }
-    .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; padding-inline: .35em; }
+    .lane { grid-template-columns: minmax(0, 1fr); gap: .2em; padding-inline: .35em;
+      align-content: start; }
     .chip { display: inline; margin-left: .6em; }
   }
   @container (max-width: 600px) {
     .player { padding: .5em .4em; }
     .lane { border-left-width: 6px; padding: .4em; }
-    .boxes > * { order: 2; } .boxes > .aside { order: 0; }
-    div.aside { display: flex; gap: .2em; }
+    .boxes > * { order: 2; } .boxes > .aside { order: 0; } .boxes > .new { order: 3; }
+    div.aside { display: flex; flex-wrap: wrap; gap: .2em; }
     .boxes > .break { order: 1; flex: 0 0 100%; }
     .aside .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
     .aside .cell, .aside .column { display: none; } .aside .shape { display: none; }
@@ -180,7 +206,7 @@ export const STYLE = `
     .aside figcaption { width: auto; min-width: 0; white-space: nowrap; }
     .caption { font-size: 1.1em; min-height: 6.8em; }
     .boxes { display: flex; flex-wrap: wrap; }
-    .ring .stage { display: block; }
+    :is(.ring, .mesh) .stage { display: block; }
     .count { min-width: 0; }
     .chart { --row: 3.3em; } .bar { line-height: 3; } td { text-align: left; }
     .track { grid-template-columns: 5.6em 640px; width: max-content; }

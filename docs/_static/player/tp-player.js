@@ -6,11 +6,14 @@
 // Attributes: src, and step (the step to begin with, from 1).
 
 import { findPlaces } from "./places.js";
+import { cellOfBrief } from "./brief.js";
 import { charts } from "./charts.js";
+import { keepLanes, keepWords } from "./heights.js";
 import { table } from "./ledger.js";
 import { drawArrows, fly } from "./arrows.js";
 import {
-  COLORS, EVERYONE, make, bits, up_to, commas, total, still, texts, paint, strip, layout, onRing,
+  COLORS, EVERYONE, make, bits, up_to, commas, total, still, texts, paint, strip, layout,
+  onMesh, onRing,
 } from "./parts.js";
 import { STYLE } from "./style.js";
 
@@ -89,7 +92,9 @@ class TPPlayer extends HTMLElement {
     this.totals = make("div", { ...group, class: "totals", "aria-label": "bytes" });
     const source = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
     const buttons = [this.first, this.back, this.play, this.next, this.end];
-    const kind = `player ${this.slide ? "slide" : ""} ${this.recording.layout ?? ""}`;
+    this.brief = this.slide || this.recording.layout === "brief"; // see brief in style.js
+    const kinds = [this.slide && "slide", this.brief && "brief", this.recording.layout];
+    const kind = ["player", ...kinds.filter(Boolean)].join(" ");
     this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
       make("div", { class: "controls" }, ...buttons, this.slider, this.count),
@@ -107,7 +112,7 @@ class TPPlayer extends HTMLElement {
 
   legend() {
     const entry = (style, text) => make("span", {}, make("i", { style }), text);
-    const { ranks, time } = this.recording;
+    const { ranks, time, layout } = this.recording;
     const entries = up_to(ranks).map((r) => entry(`background:${COLORS[r]}`, `rank ${r}`));
     const made = this.events.flatMap((event) => event.ranks[0].makes ?? []);
     if (time) {
@@ -118,6 +123,9 @@ class TPPlayer extends HTMLElement {
       if (time.chunks) entries.push(entry(`background:${COLORS[0]}66`, "second chunk"));
       const line = "background:#888;width:5px;height:1.2em";
       entries.push(entry(line, "a message to the next or previous rank"));
+    } else if (layout === "rows") {
+      entries.push(make("span", {}, "e0: for expert 0; r0: from rank 0; " +
+        "t tokens of a rank, k experts per token, r rows, E experts, D features"));
     } else if (made.some((x) => Array.isArray(x.who))) {
       const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
       entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
@@ -129,7 +137,8 @@ class TPPlayer extends HTMLElement {
       const tensors = this.events.flatMap((e) => e.ranks.flatMap((part) =>
         [...(part.makes ?? []), ...(part.given ?? [])]));
       const some = (find) => tensors.some(find);
-      entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
+      if (some((x) => bits(x.who).length === ranks))
+        entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
       if (some((x) => ![1, ranks].includes(bits(x.who).length)))
         entries.push(entry(`background:${paint(3, 4)}`, "the same on these ranks"));
       if (some((x) => x.term)) entries.push(entry("border-style:dashed", "one term of a sum"));
@@ -142,7 +151,7 @@ class TPPlayer extends HTMLElement {
       }
       if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
         const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
-        entries.push(make("span", {}, `${key}; a small letter: this rank's slice`));
+        entries.push(make("span", { class: "rule" }, `${key}; a small letter: this rank's slice`));
       }
     }
     return make("div", { class: "legend" }, ...entries);
@@ -227,7 +236,7 @@ class TPPlayer extends HTMLElement {
     this.count.textContent = `${step + 1} / ${events.length}`;
     this.first.disabled = this.back.disabled = step === 0;
     this.next.disabled = this.end.disabled = step === events.length - 1;
-    this.caption.replaceChildren(this.badge(event), event.says);
+    this.caption.replaceChildren(...this.words(event));
     const lanes = () => up_to(recording.ranks).map((rank) => this.lane(rank));
     this.stage.replaceChildren(...(recording.time ? charts(this, event) : lanes()));
     this.totals.replaceChildren(table(this));
@@ -250,21 +259,24 @@ class TPPlayer extends HTMLElement {
   /** Cells as large as the lane allows; then the arrows, which depend on it. */
   fit() {
     const boxes = this.stage?.querySelector(".boxes");
+    if (this.stage?.clientWidth) keepWords(this);
     if (!boxes?.clientWidth) return; // in print the stage is hidden: its copies stay as they are
     const style = getComputedStyle(this.box);
     const [most, font] = [Number(style.getPropertyValue("--cell-max")), parseFloat(style.fontSize)];
     const closed = this.closedLetters() * 0.46 * font;
     const narrow = this.box.clientWidth < 620;
     const room = boxes.clientWidth - 8;
-    const fits = narrow ? room / this.widestCells() - 2
+    const fits = this.brief && !narrow ? cellOfBrief(this, room, font)
+      : narrow ? room / this.widestCells() - 2
       : (2 * (room - closed)) / this.places.halves;
     const cell = Math.floor(Math.max(LEAST, Math.min(most, fits)));
     this.box.style.setProperty("--cell", `${cell}px`);
     this.box.style.setProperty("--closed", `${closed}px`);
     this.box.style.setProperty("--halves", this.places.halves);
-    for (let less = cell - 2; this.isTooHigh() && less >= LEAST; less -= 2)
+    const enough = parseFloat(getComputedStyle(this.box).getPropertyValue("--cell-min")) || LEAST;
+    for (let less = cell - 2; this.isTooHigh() && less >= enough; less -= 2)
       this.box.style.setProperty("--cell", `${less}px`);
-    this.keepHeights(narrow);
+    keepLanes(this);
     for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
       if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
       else lane.removeAttribute("tabindex");
@@ -272,31 +284,9 @@ class TPPlayer extends HTMLElement {
     drawArrows(this);
   }
 
-  /** While one steps, each lane keeps the height of its highest step. */
-  keepHeights(narrow) {
-    const { step, stage, box } = this;
-    if (narrow || this.slide || box.classList.contains("paper")) return;
-    if (this.measured?.width !== box.clientWidth) {
-      const highest = up_to(this.recording.ranks).map(() => 0);
-      this.events.forEach((_, each) => {
-        this.step = each;
-        const lanes = highest.map((_, rank) => this.lane(rank));
-        stage.replaceChildren(...lanes);
-        lanes.forEach((lane, rank) => {
-          highest[rank] = Math.max(highest[rank], lane.offsetHeight);
-        });
-      });
-      this.step = step;
-      stage.replaceChildren(...highest.map((_, rank) => this.lane(rank)));
-      this.measured = { width: box.clientWidth, highest };
-    }
-    const lanes = [...stage.querySelectorAll(".lane")];
-    lanes.forEach((lane, rank) => { lane.style.minHeight = `${this.measured.highest[rank]}px`; });
-  }
-
   /** On a slide there is nothing below the player's last line. */
   isTooHigh() {
-    return this.slide && this.box.offsetHeight > this.clientHeight;
+    return this.slide && this.scrollHeight > this.clientHeight;
   }
 
   /** On paper, below each other: the start, every step that sends something, every check. */
@@ -326,6 +316,10 @@ class TPPlayer extends HTMLElement {
     if (this.events) this.render();
   }
 
+  words(event) {
+    return [this.badge(event), event.says];
+  }
+
   badge(event) {
     const words = { hold: "start", check: "check", time: "compute" };
     const payload = [...new Set(event.ranks.map(total))].filter(Boolean);
@@ -336,6 +330,9 @@ class TPPlayer extends HTMLElement {
     }
     if (!payload.length || words[event.kind])
       return make("span", { class: "badge" }, words[event.kind] ?? "compute");
+    if (event.call?.uneven) // its payload is what leaves a rank
+      return make("span", { class: "badge moves" }, `${event.call.collective}, ranks send ` +
+        `${event.ranks.map(total).map(commas).join(" and ")} bytes to others`);
     const text = event.call
       ? `${event.call.collective}, payload ${payload.map(commas).join(" or ")} bytes`
       : `send/recv, each rank sends ${payload.map(commas).join(" or ")} bytes`;
@@ -355,8 +352,12 @@ class TPPlayer extends HTMLElement {
       .map((name) => before.get(name)).filter(Boolean);
     const boxes = stays.filter(({ name }) => !made.has(name) && name !== source?.name)
       .map((tensor) => this.tensor(tensor, "", mark_of(tensor)));
-    for (const tensor of source ? [source, ...leaves] : leaves)
+    if (source) boxes.push(this.tensor(source, "source"));
+    for (const tensor of leaves) {
       boxes.push(this.tensor(tensor, "source"));
+      if (source || (this.slide && leaves.length > 2)) // what is sent matters more
+        boxes.at(-1).classList.add("aside");
+    }
     const { moved } = ranks[rank];
     for (const tensor of makes) {
       const earlier = before.get(tensor.name);
@@ -368,12 +369,15 @@ class TPPlayer extends HTMLElement {
     const column = (box) => box.style.gridColumn;
     const since = (box) => this.places.steps[this.step].get(box.dataset.name)?.from ?? 0;
     boxes.sort((a, b) => parseInt(column(a)) - parseInt(column(b)) || since(a) - since(b));
-    const columns = [...new Set(boxes.map(column))].map((place) => {
-      const same = boxes.filter((box) => column(box) === place);
+    const asides = boxes.filter((box) => this.brief && box.classList.contains("aside"));
+    const others = boxes.filter((box) => !asides.includes(box));
+    const columns = [...new Set(others.map(column))].map((place) => {
+      const same = others.filter((box) => column(box) === place);
       const aside = same.every((box) => box.classList.contains("aside"));
       const about = { class: aside ? "aside" : "", style: `grid-column:${place}` };
       return same.length === 1 ? same[0] : make("div", about, ...same);
     });
+    if (asides.length) columns.unshift(make("div", { class: "aside names" }, ...asides));
     columns.push(make("span", { class: "break" })); // on a narrow screen
     if (moved) {
       const cells = boxes.find((box) => box.dataset.name === takes).querySelectorAll(".cell");
@@ -381,10 +385,13 @@ class TPPlayer extends HTMLElement {
     }
     const chips = this.moves(rank).map((text) => make("span", { class: "chip" }, text));
     const [name, style] = [`rank ${rank}`, `--rank:${COLORS[rank]}`];
-    const place = this.recording.layout?.startsWith("ring") ? `;${onRing(rank, ranks.length)}` : "";
+    const where = { ring: onRing, mesh: onMesh }[this.recording.layout?.split(" ")[0]];
+    const place = where ? `;${where(rank, ranks.length)}` : "";
+    const at = this.recording.at?.[rank]; // its place on a mesh
     const lane = { class: "lane", role: "group", "aria-label": name, style: style + place };
     return make("div", lane,
-      make("div", { class: "who" }, name, ...chips), make("div", { class: "boxes" }, ...columns));
+      make("div", { class: "who" }, name, at ? make("span", { class: "at" }, at) : "", ...chips),
+      make("div", { class: "boxes" }, ...columns));
   }
 
   /** Above a sum: the number that arrived and was added. */
@@ -437,7 +444,7 @@ class TPPlayer extends HTMLElement {
     const { shape, values, who, columns, rows, marked } = tensor;
     const cells = make("div", { class: "cells" });
     const held = Array.isArray(who) ? 0 : bits(who).length;
-    if (held) cells.style.background = paint(who, this.recording.ranks);
+    cells.style.background = paint(held ? who : who[0], this.recording.ranks);
     if (held > 1 && held < this.recording.ranks) cells.classList.add("banded");
     if (!values) {
       cells.append(shape.join(" × "));
@@ -462,7 +469,9 @@ class TPPlayer extends HTMLElement {
       if (moved?.includes(i)) cell.classList.add("moved");
       if (marked?.includes(i) && (kind === "new" || !this.recording.layout))
         cell.classList.add("marked");
-      if (Array.isArray(who)) {
+      if (this.recording.layout === "rows" && Array.isArray(who)) {
+        cell.style.background = COLORS[bits(who[i])[0]];
+      } else if (Array.isArray(who)) {
         cell.style.background = strip(who[i]);
         cell.classList.add("striped");
         if (shape.length === 1) cell.prepend(make("small")); // for what is added

@@ -1,0 +1,34 @@
+// On slides, where numbers have to be large: what neither is new nor leaves is a name.
+
+import { sum, up_to } from "./parts.js";
+
+const SWATCH = 2.6; // em: the color next to a name, and what is between boxes
+const LETTER = 0.46; // em: of such a name
+
+/** Half cells of the boxes with numbers in a lane, and letters of its longest name. */
+function widths(player, step, lane) {
+  const at = player.places.steps[step];
+  const names = (parent) => [...parent.querySelectorAll(".box")].map((box) => box.dataset.name);
+  const columns = [...lane.querySelectorAll(".boxes > :not(.names, .break)")];
+  const wide = columns.map((column) => {
+    const inside = column.dataset.name ? [column.dataset.name] : names(column);
+    return Math.max(...inside.map((name) => at.get(name)?.wide ?? 0));
+  });
+  const aside = lane.querySelector(".names");
+  return { halves: sum(wide), letters: aside ? Math.max(...names(aside).map((x) => x.length)) : 0 };
+}
+
+/** How wide a cell can be, so that the widest of the steps to stop at is one line. */
+export function cellOfBrief(player, room, font) {
+  if (!player.widths) {
+    const { step } = player;
+    const stops = player.getAttribute("steps")?.split(",").map((stop) => stop - 1);
+    player.widths = (stops ?? up_to(player.events.length)).flatMap((each) => {
+      player.step = each;
+      return up_to(player.recording.ranks).map((r) => widths(player, each, player.lane(r)));
+    });
+    player.step = step;
+  }
+  return Math.min(...player.widths.filter(({ halves }) => halves).map(({ halves, letters }) =>
+    (2 * (room - (letters ? (letters * LETTER + SWATCH) * font : 0))) / halves));
+}
