@@ -132,7 +132,7 @@ export const STYLE = `
     font-size: .85em; line-height: 2; text-align: center; overflow: hidden;
   }
   .backward { background-image: repeating-linear-gradient(45deg, #0006 0 2px, #0000 2px 7px); }
-  .bar b { background: var(--rank); padding: 0 .15em; }
+  .bar b { background: var(--rank); padding: 0 .15em; position: relative; z-index: 2; }
   .bar.new { outline-offset: -3px; }
   .weight { background-image: repeating-linear-gradient(-45deg, #fffa 0 3px, #0000 3px 6px); }
   .chart { position: relative; --row: 2.45em; }
@@ -140,13 +140,14 @@ export const STYLE = `
   .messages { position: relative; }
   .message {
     position: absolute; top: calc(var(--top) * var(--row) - var(--gap) - 3px); width: 5px;
-    height: calc(var(--rows) * var(--row) + var(--gap) + 6px); margin-left: -2.5px;
+    height: calc(var(--rows) * var(--row) + var(--gap) + 6px); margin-left: -5px;
     background: var(--rank); border: 1px solid #000;
   }
   .message::after {
-    content: ""; position: absolute; left: -4px; width: 11px; height: 8px; background: #000;
+    content: ""; position: absolute; left: -4px; width: 11px; height: 8px; background: var(--ink);
     clip-path: polygon(0 0, 100% 0, 50% 100%); bottom: -3px;
   }
+  .message.up { margin-left: 0; } /* next to a message down at the same time */
   .message.up::after { bottom: auto; top: -3px; transform: scaleY(-1); }
   .veil {
     position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
