@@ -4,7 +4,7 @@ Lesson 05 runs a pipeline as a list of steps per stage. Here four such lists run
 same ranks, with the same model and batch: GPipe, 1F1B, interleaved 1F1B (each rank
 holds several chunks of layers) and zero bubble (backward in two parts, one of which can
 wait). All gradients are bitwise those of one process. What differs is when a rank
-waits, and how much it holds.
+waits, how much it holds, and how many messages it sends.
 
 Run it on 4 ranks (1, 2 and 8 also work):
 
@@ -99,7 +99,8 @@ def interleaved(rank: int, P: int, M: int, v: int) -> list:
             order += [(chunk, first + i) for i in range(P)]
     order_back = [(v - 1 - chunk, i) for chunk, i in order]  # the last chunk first
     # Before forward and backward alternate, a rank runs P micro-batches through v − 1
-    # chunks, then twice 1F1B's P − rank − 1 passes, so that messages arrive in time.
+    # chunks, then twice 1F1B's P − rank − 1 passes. Once would do if messages took no
+    # time; twice leaves each message time to arrive.
     warm_up = min((v - 1) * P + 2 * (P - rank - 1), M * v)
     steps = [("forward", which) for which in order[:warm_up]]
     for i in range(M * v - warm_up):
@@ -115,8 +116,9 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
     W of rank r is r micro-batches behind its B. So rank r has at most P − r in flight
     and r that wait for W: P, as rank 0 of 1F1B. Those r are left for the end, when 1F1B
     would wait. Example: the last rank waits (P − 1)·t_F for its first micro-batch.
-    After its last B it runs P weight passes; meanwhile the others run a B one by one,
-    then rank 0 a W, (P − 1)·t_B + t_W: so the last waits (P − 1)(t_B − t_W) more.
+    After its last B it runs P weight passes, one in its turn and the P − 1 that are
+    left. Meanwhile this B goes through the other ranks, and rank 0 ends with its W:
+    (P − 1)·t_B + t_W. So the last rank waits (P − 1)(t_B − t_W) more.
     """
     steps = []
     for phase, i in lesson05.schedule("1f1b", rank, P, M):
@@ -154,8 +156,7 @@ def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
     Args:
         steps_of_ranks: of each rank, (phase, virtual stage, micro-batch), in order.
         last: the number of the last virtual stage.
-        cost: phase → how long it takes. In lists without weight passes "backward" is B
-            and W in one; PyTorch's lists call that "full".
+        cost: phase → how long it takes; without weight passes, "backward" is B and W.
     Returns: (phase, stage, micro-batch) → (begin, end).
     Raises: ValueError if all ranks wait: the lists do not fit together.
     """
@@ -176,7 +177,7 @@ def plan(steps_of_ranks: list[list], last: int, cost: dict[str, float]) -> dict:
             if needs is not None:
                 begin = max(begin, times[needs][1])
             clock[rank] = begin + cost[phase]
-            done = "backward" if phase == "full" else phase
+            done = "backward" if phase == "full" else phase  # PyTorch's: B and W
             times[done, stage, i] = (begin, clock[rank])
             position[rank] += 1
             left -= 1
@@ -306,8 +307,7 @@ class VirtualPipeline(lesson05.Pipeline):
     def weight(self, which: tuple[int, int]) -> None:
         """Compute the weight gradients that backward of this micro-batch left."""
         if which not in self.later:
-            text = f"weight pass of micro-batch {which[1] + 1}"
-            raise ValueError(f"{text} before its backward pass")
+            raise ValueError(f"W of micro-batch {which[1] + 1} before its B")
         for linear, x, grad_y in self.later.pop(which):
             linear.add_weight_gradient(x, grad_y)
 
@@ -435,7 +435,7 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
 
 def warm_up(full, micro_batches, targets, groups) -> None:
     """The first passes of a process are slow: run them before anything is measured."""
-    # With this one schedule, all functions of the others have run as well.
+    # With this one schedule, nearly all functions of the others have run as well.
     chunks, _ = chunks_of_model(full, 1, groups["pp"], split=True)
     steps = [("forward", (0, 0)), ("backward", (0, 0)), ("weight", (0, 0))]
     pipeline = MeasuredPipeline(chunks, partial(loss_part, targets), groups)
