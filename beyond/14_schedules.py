@@ -4,7 +4,7 @@ Lesson 05 runs a pipeline as a list of steps per stage. Here four such lists run
 same ranks, with the same model and batch: GPipe, 1F1B, interleaved 1F1B (each rank
 holds several chunks of layers) and zero bubble (backward in two parts, one of which can
 wait). All gradients are bitwise those of one process. What differs is when a rank
-waits, how much it holds, and how many messages it sends.
+waits, and how much it holds.
 
 Run it on 4 ranks (1, 2 and 8 also work):
 
