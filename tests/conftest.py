@@ -23,7 +23,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+NAMES = "chromium-headless-shell chromium chromium-browser google-chrome chrome"
 ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
 FLAGS += " --disable-background-networking --disable-component-update --disable-sync"
@@ -113,7 +113,7 @@ def no_figure_left():
 @pytest.fixture(scope="session")
 def browser():
     """One Chromium for the site and the players; CI has to have it."""
-    paths = [shutil.which(name) for name in NAMES] + [shutil.which(ON_MACOS)]
+    paths = [shutil.which(name) for name in NAMES.split()] + [shutil.which(ON_MACOS)]
     if not any(paths):
         assert os.environ.get("CI") != "true", "CI has to have a chromium"
         pytest.skip("no chromium here: nothing was opened in a browser")
@@ -125,8 +125,14 @@ def browser():
         yield chromium.launch(executable_path=path, args=FLAGS.split())
 
 
+@pytest.fixture(scope="session")
+def window(browser):
+    """Where pages are opened: a new window each would cost two seconds of a core."""
+    return browser.new_context()
+
+
 @pytest.fixture
-def open_file(browser):
+def open_file(window):
     """Opens a file of docs/_static; errors and requests to elsewhere fail the test."""
     wrong = []
     pages = []
@@ -135,9 +141,11 @@ def open_file(browser):
         path = urlsplit(route.request.url).path
         route.fulfill(path=jobs.ROOT / path.removeprefix("/"))
 
-    def open_file(address: str, **options):
-        page = browser.new_page(**options)
+    def open_file(address: str, width: int, height: int, **media):
+        page = window.new_page()
         pages.append(page)
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(**media)
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.route("**/*", lambda route: route.abort())  # the console reports it

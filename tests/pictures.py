@@ -73,6 +73,17 @@ ARROWS = """player => {
 }"""
 
 
+def walk(player, look: str, key: str = "ArrowRight") -> list:
+    """What a look finds at every step of a player, which a key takes on. All in one
+    call: each takes its time on a busy machine."""
+    steps = f"""(player, key) => player.events.map(() => {{
+        const found = ({look})(player);
+        player.box.dispatchEvent(new KeyboardEvent("keydown", {{key}}));
+        return found;
+    }})"""
+    return player.evaluate(steps, key)
+
+
 def drawings(name: str) -> SimpleNamespace:
     """The functions of a notebook's drawing cells, run as they stand, with draw.py;
     what follows a line `# Picture: …` calls them."""

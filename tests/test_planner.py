@@ -126,9 +126,8 @@ def open_page(open_file):
     """Opens the page with a query."""
 
     def open_page(query="", width=390, scheme="light", refused=False):
-        size = {"width": width, "height": 800}
         address = f"planner/index.html{query}"
-        page = open_file(address, viewport=size, color_scheme=scheme)
+        page = open_file(address, width, 800, color_scheme=scheme)
         page.wait_for_function("document.querySelector('#fits').textContent")
         assert refused or page.locator("#map button").count()
         return page

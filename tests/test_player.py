@@ -9,7 +9,7 @@ from itertools import pairwise
 import jobs
 import pytest
 import torch
-from pictures import ARROWS, contrast, draw
+from pictures import ARROWS, contrast, draw, walk
 
 lesson_00 = jobs.load("00_collectives")
 sys.path.append(str(jobs.ROOT / "docs"))
@@ -442,13 +442,25 @@ def open_page(open_file):
     """Opens a recording, 360 px wide."""
 
     def open_page(name: str, motion="reduce", width=360):
-        size = dict(width=width, height=720)
         address = f"player/index.html?play={name}"
-        page = open_file(address, viewport=size, reduced_motion=motion)
+        page = open_file(address, width, 720, reduced_motion=motion)
         page.wait_for_selector("tp-player .caption")
         return page
 
     return open_page
+
+
+FITTED = """width => {
+  const player = document.querySelector("tp-player");
+  return innerWidth === width && player.words_measured.width === player.box.clientWidth;
+}"""
+
+
+def resize(player, width: int) -> None:
+    """A window of another width, in which the player shows its first step."""
+    player.page.set_viewport_size({"width": width, "height": 720})
+    player.page.wait_for_function(FITTED, arg=width)
+    player.evaluate("player => player.go(0, false)")
 
 
 SHOWN = """player => ({
@@ -500,14 +512,15 @@ def sent_by(recording: dict, row: str, steps: int) -> int:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_it_plays_to_the_end_and_back(open_page, name):
-    steps, page = [*enumerate(RECORDED[name]["events"], 1)], open_page(name)
+    steps = [*enumerate(RECORDED[name]["events"], 1)]
+    player = open_page(name).locator("tp-player")
     sent = {(x["row"], x["rank"]): x["bytes"] for x in RECORDED[name]["ledger"]}
     rows = dict.fromkeys(row for row, _ in sent)
     ranks = RECORDED[name]["ranks"]
     ledger = Counter(sent)  # a rank that has no such row has sent nothing
-    for key, order in (("ArrowRight", steps), ("ArrowLeft", steps[-2::-1])):
-        for number, event in order:
-            shown = page.locator("tp-player").evaluate(SHOWN)
+    for key, order in (("ArrowRight", steps), ("ArrowLeft", steps[::-1])):
+        looks = walk(player, SHOWN, key)
+        for (number, event), shown in zip(order, looks, strict=True):
             assert shown["says"] == event["says"] and shown["fits"]
             assert shown["count"] == f"{number} / {len(steps)}"
             labels_agree(shown, event)
@@ -519,13 +532,6 @@ def test_it_plays_to_the_end_and_back(open_page, name):
                 assert table == ledger  # the sum of all events' bytes
             so_far = [sent_by(RECORDED[name], row, number) for row in rows]
             assert shown["sent"] == [f"{n / ranks:,.0f}" for n in so_far], number
-            page.keyboard.press(key)
-        page.keyboard.press("ArrowLeft")
-
-
-CUT = """player => [...player.shadowRoot.querySelectorAll(".stage .cell")].filter(
-    cell => cell.offsetParent && cell.textContent && cell.scrollWidth > cell.clientWidth
-).map(cell => cell.textContent)"""
 
 
 def messages_of(event: dict) -> int:
@@ -570,11 +576,11 @@ def test_messages_between_stages(open_page, name):
                 for row in part.get("bytes", {})
             }
             assert {(run.partition(" ")[0], to) for run, to in sent} == expected
+    player = open_page(name).locator("tp-player")
     for width in (390, 1280):
-        page = open_page(name, width=width)
-        player = page.locator("tp-player")
-        for event in recording["events"]:
-            seen = player.evaluate(MESSAGES)
+        resize(player, width)
+        looks = walk(player, MESSAGES)
+        for event, seen in zip(recording["events"], looks, strict=True):
             for run, arrows in zip(recording["time"]["runs"], seen, strict=True):
                 parts = enumerate(event["ranks"])
                 expected = [
@@ -584,15 +590,18 @@ def test_messages_between_stages(open_page, name):
                     if message["run"] == run
                 ]
                 assert arrows == expected, (width, event["says"])
-            page.keyboard.press("ArrowRight")
 
 
-FRAME = """player => ({
+FRAME = f"""player => ({{
   height: player.box.offsetHeight,
   table: player.totals.scrollWidth - player.totals.clientWidth,
   columns: [...player.stage.querySelectorAll(".lane .boxes > div")].map(
     column => [...column.querySelectorAll(".box")].map(box => box.dataset.name)),
-})"""
+  cut: [...player.stage.querySelectorAll(".cell")].filter(cell => cell.offsetParent &&
+    cell.textContent && cell.scrollWidth > cell.clientWidth).map(
+    cell => cell.textContent),
+  arrows: ({ARROWS})(player),
+}})"""
 
 
 def check_frames(frames: list[dict], width: int) -> None:
@@ -609,18 +618,17 @@ def check_frames(frames: list[dict], width: int) -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_no_number_is_cut_or_crossed_and_arrows_lead_to_their_cells(open_page, name):
+    player = open_page(name).locator("tp-player")
     for width in (390, 1280, 1920):
-        page = open_page(name, width=width)
-        player = page.locator("tp-player")
-        frames = []
-        for number, event in enumerate(RECORDED[name]["events"], 1):
-            frames.append(player.evaluate(FRAME))
-            assert player.evaluate(CUT) == [], (width, number)
-            arrows = player.evaluate(ARROWS)
+        resize(player, width)
+        frames = walk(player, FRAME)
+        events = enumerate(RECORDED[name]["events"], 1)
+        for (number, event), frame in zip(events, frames, strict=True):
+            arrows = frame["arrows"]
             about = (width, number, arrows)
+            assert frame["cut"] == [], about
             assert arrows["tips"] == messages_of(event), about
             assert arrows["astray"] == arrows["crossed"] == [], about
-            page.keyboard.press("ArrowRight")
         check_frames(frames, width)
 
 
@@ -684,7 +692,8 @@ def test_keys_clicks_slider_playing_and_theme(open_page):
     page = open_page("mlp", motion="no-preference")
     page.evaluate(HOLD_FLIGHTS)  # a busy machine would look when they have landed
     count = page.locator("tp-player .count")
-    for key, wanted in (("End", 12), ("Home", 1), ("PageDown", 2)):
+    keys = dict(End=12, Home=1, PageDown=2, ArrowRight=3, ArrowLeft=2)
+    for key, wanted in keys.items():
         page.keyboard.press(key)
         assert count.inner_text() == f"{wanted} / 12"
     page.locator("tp-player input").fill("4")
