@@ -5,6 +5,7 @@ torchrun --nproc_per_node=2 drive_audit.py FOLDER
 The suite tries 12 right models. AUDIT_RIGHT=60 tries 60, SHOW=1 prints each result.
 """
 
+import copyreg
 import os
 import random
 import sys
@@ -25,6 +26,15 @@ from audit.findings import findings_of
 from audit.rank import audit
 from audit.record import CallCounter
 
+
+def reduced(tensor):
+    """For pickle: of many small ones, ten times as fast as PyTorch's way."""
+    if tensor.dtype == torch.bfloat16 or tensor.requires_grad:
+        return tensor.__reduce_ex__(2)
+    return torch.from_numpy, (tensor.numpy(),)
+
+
+copyreg.pickle(torch.Tensor, reduced)
 RIGHT = int(os.environ.get("AUDIT_RIGHT", "12"))  # right models of random sizes
 
 

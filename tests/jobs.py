@@ -117,7 +117,8 @@ def printed(folder: Path, stream: str) -> str:
 
 def torchrun(script, ranks: int, *flags, limit=600, launcher=TORCHRUN, **env) -> Done:
     """Run a script on so many ranks, to its end or for `limit` seconds."""
-    command = [*launcher, f"--nproc_per_node={ranks}", str(script), *map(str, flags)]
+    command = ["nice", *launcher, f"--nproc_per_node={ranks}", str(script)]
+    command += map(str, flags)
     return watch(command, limit, env)
 
 
@@ -238,7 +239,7 @@ def run_lesson(lesson: str, ranks: int, *flags) -> Done:
 def run_driver(script: str, ranks: int) -> list:
     """What each rank of a driver script found."""
     with tempfile.TemporaryDirectory() as folder:
-        done = launch(ROOT / "tests" / script, ranks, folder, limit=900)
+        done = launch(ROOT / "tests" / script, ranks, folder, limit=1500)
         files = [Path(folder, f"rank{rank}.json") for rank in range(ranks)]
         if done.code or not all(path.exists() for path in files):
             raise RuntimeError(f"{script} ended with {done.code}:\n{done.text[-8000:]}")

@@ -79,6 +79,7 @@ def run(job: dict) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
+    os.nice(10)  # what waits for ranks comes first: the tests, and the browser
     logging.disable()  # else torch's log imports torch._dynamo to show an exception
     multiprocessing.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()

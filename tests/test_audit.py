@@ -22,8 +22,8 @@ from audit.record import Dropouts, Point, Trace, drop_rate
 from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
-pytestmark = pytest.mark.launches(*DRIVER)
-
+# One driver tries 130 models.
+pytestmark = [pytest.mark.launches(*DRIVER), pytest.mark.timeout(1800)]
 
 START = multiprocessing.get_context("forkserver")
 
