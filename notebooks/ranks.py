@@ -213,9 +213,10 @@ class Ranks:
         self.processes.append(process)
 
     def form_group(self) -> None:
-        """All ranks join one group (again)."""
+        """All ranks join one group (again). A busy machine gets more time."""
         self.groups += 1
-        self.view.apply_sync(join, self.groups, self.timeout)
+        limit = max(self.timeout, self.seconds_to_start)
+        self.view.apply_sync(join, self.groups, limit)
 
     def px(self, line: str, cell: str | None = None) -> None:
         """Run code on every rank, wait, and print what each said, in rank order."""

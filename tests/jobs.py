@@ -39,7 +39,7 @@ ENV["PET_LOCAL_ADDR"] = os.environ.get("PET_LOCAL_ADDR", "127.0.0.1")
 RANK_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 
-POOL = ThreadPoolExecutor(3)  # jobs at a time: while some wait, others compute
+POOL = ThreadPoolExecutor(2)  # jobs at a time: while one waits, the other computes
 STARTED = {}  # (lesson, ranks, *flags) → its future
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
 NOTEBOOKS = ThreadPoolExecutor(1)  # its cells wait half of the time
