@@ -87,6 +87,7 @@ def experts(script, group, name: str) -> dict:
     arriving = recorder.seen[i].value.view(R, E // R)
     arriving.rows = [f"r{r}" for r in range(R)]
     arriving.columns = [f"e{expert}" for expert in owned.tolist()]
+    arriving.who = [2**r for r in range(R) for _ in owned]
     recorder.seen[i] = recorder.seen[i]._replace(value=arriving)
     told = watched.told()
     for step in recorder.steps:
@@ -95,8 +96,8 @@ def experts(script, group, name: str) -> dict:
     x_alone = x_BSD.clone().requires_grad_()
     alone(x_alone).backward(upstream_BSD)
     expected = {"dL/dx_tD": x_alone.grad[rank]}
-    expected["dL/dW_eFD"] = lesson.shard(alone.experts.up_proj.grad, 0, groups["ep"])
-    found = {"dL/dx_tD": x.grad[0], "dL/dW_eFD": moe.experts.up_proj.grad}
+    expected["dL/dW_up_eFD"] = lesson.shard(alone.experts.up_proj.grad, 0, groups["ep"])
+    found = {"dL/dx_tD": x.grad[0], "dL/dW_up_eFD": moe.experts.up_proj.grad}
     recorder.check(expected, **found)
     assert not recorder.steps
     formulas = {

@@ -31,7 +31,8 @@ export function table(player) {
       make("td", { "data-head": words[0] }, [...new Set(formulas)].join(" or ")),
       make("td", { class: "sent", "data-head": words[1] }, commas(sum(sent) / ranks)));
   });
-  const heads = ["payload so far, bytes", ...names, ...words];
+  const rule = player.recording.layout === "rows" ? "; of rows: to other ranks" : "";
+  const heads = [`payload so far, bytes${rule}`, ...names, ...words];
   const head_row = make("thead", {}, make("tr", {}, ...heads.map(head)));
   return make("table", {}, head_row, make("tbody", {}, ...rows));
 }

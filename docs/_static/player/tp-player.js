@@ -124,8 +124,9 @@ class TPPlayer extends HTMLElement {
       const line = "background:#888;width:5px;height:1.2em";
       entries.push(entry(line, "a message to the next or previous rank"));
     } else if (layout === "rows") {
-      entries.push(make("span", {}, "e0: for expert 0; r0: from rank 0; " +
-        "t tokens of a rank, k experts per token, r rows, E experts, D features"));
+      entries.push(make("span", {}, "a color: whose token; e0: for expert 0; r0: from rank 0; " +
+        "t tokens of a rank, k experts per token, r rows, m rows that leave a rank, " +
+        "E experts (e: of a rank), D features, F width"));
     } else if (made.some((x) => Array.isArray(x.who))) {
       const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
       entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
@@ -457,6 +458,7 @@ class TPPlayer extends HTMLElement {
     cells.style.gridTemplateColumns = `${first}repeat(${wide}, var(--cell))`;
     const title = (text, row, column) => cells.append(
       make("span", { class: "column", style: `grid-area: ${row} / ${column}` }, text));
+    if (head && side) title("", 1, 1);
     (columns ?? []).forEach((text, i) => title(text, 1, 1 + side + i));
     (rows ?? []).forEach((text, i) => title(text, 1 + head + i, 1));
     const lengths = texts(values).map((text) => (text.includes(".") ? 5 : text.length));
