@@ -213,10 +213,10 @@ class Ranks:
         self.processes.append(process)
 
     def form_group(self) -> None:
-        """All ranks join one group (again). A busy machine gets more time."""
+        """All ranks join one group (again). A busy machine gets more time for it."""
         self.groups += 1
         limit = max(self.timeout, self.seconds_to_start)
-        self.view.apply_sync(join, self.groups, limit)
+        self.view.apply_sync(join, self.groups, self.timeout, limit)
 
     def px(self, line: str, cell: str | None = None) -> None:
         """Run code on every rank, wait, and print what each said, in rank order."""
@@ -353,13 +353,14 @@ def load(rank: int, ranks: int, name: str) -> None:
     HERE["names"].update(public | own)
 
 
-def join(number: int, timeout: float) -> None:
-    """Leave the old group, if there is one, and join a new one."""
+def join(number: int, timeout: float, limit: float) -> None:
+    """Leave the old group, if there is one, and join a new one within `limit` seconds;
+    in it one rank waits for another for `timeout` seconds."""
     lesson00, old = lesson00_of(HERE["lesson"]), HERE.get("tp_group")
     if lesson00.dist.is_initialized():
         lesson00.dist.destroy_process_group()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # which part of the store
-    lesson00.COMM.store = lesson00.join_group("gloo", timedelta(seconds=timeout))
+    lesson00.COMM.store = lesson00.join_group("gloo", timedelta(seconds=limit))
     lesson00.COMM.entered.clear()
     lesson00.COMM.set_status("in no call")
     new = lesson00.mesh_groups({"tp": HERE["ranks"]}, timeout)["tp"]
