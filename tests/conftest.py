@@ -27,6 +27,7 @@ NAMES = "chromium-headless-shell chromium chromium-browser google-chrome chrome"
 ON_MACOS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
 FLAGS += " --disable-background-networking --disable-component-update --disable-sync"
+PATIENCE = 300_000  # ms for a page on a busy machine
 OF_ITS_OWN = "test_site test_player test_submission test_draw test_setup test_text"
 QUICK = [("00", 2), ("01", 2), ("02", 2), ("03", 2), ("04", 2), ("05", 4)]
 
@@ -128,7 +129,9 @@ def browser():
 @pytest.fixture(scope="session")
 def window(browser):
     """Where pages are opened: a new window each would cost two seconds of a core."""
-    return browser.new_context()
+    context = browser.new_context()
+    context.set_default_timeout(PATIENCE)
+    return context
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 from unittest import mock
 
 import jobs
@@ -18,8 +19,11 @@ import test_notebooks
 jax = pytest.importorskip("jax", reason="jax is not installed: make setup EXTRA=1")
 
 NAME = "06_the_same_in_jax"
-LESSON = ("01_naive_mlp_tp", 4, "--dtype", "float64")  # the notebook's first run
-pytestmark = pytest.mark.launches(*LESSON)
+RUNS = {  # of the notebook: where it writes what they found
+    "traces/06.json": ("01_naive_mlp_tp", 4, "--dtype", "float64"),
+    "traces/06_mesh.json": ("13_mesh_2d", 4, "--dtype", "float64"),
+}
+pytestmark = [pytest.mark.launches(*run) for run in RUNS.values()]
 
 
 def cells() -> list[str]:
@@ -37,12 +41,13 @@ def cells() -> list[str]:
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
     """What the notebook's names are after its last cell."""
-    path = tmp_path_factory.mktemp("traces") / "06.json"
-    path.write_text(json.dumps(jobs.result(*LESSON).data))
+    traces = tmp_path_factory.mktemp("traces")
+    for path, run in RUNS.items():
+        (traces / Path(path).name).write_text(json.dumps(jobs.result(*run).data))
     folder, names = os.getcwd(), {}
     with mock.patch.dict(os.environ):
         for text in cells():
-            exec(text.replace('"traces/06.json"', repr(str(path))), names)
+            exec(text.replace('"traces/', f'"{traces}/'), names)
     os.chdir(folder)
     return names
 

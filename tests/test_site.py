@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+from conftest import PATIENCE
 from pictures import ARROWS
 
 pytestmark = pytest.mark.timeout(2400)  # the build, and some thirty pages
@@ -116,7 +117,9 @@ def address(site):
 
 @pytest.fixture(scope="module")
 def page(browser):
-    return browser.new_page(viewport={"width": 1280, "height": 720})
+    page = browser.new_page(viewport={"width": 1280, "height": 720})
+    page.set_default_timeout(PATIENCE)
+    return page
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +321,7 @@ def test_players_on_slides(browser, address, deck, width):
     and no number is smaller than 3 % of the slide's height."""
     size = {"width": width, "height": width * 9 // 16}
     page = browser.new_page(viewport=size, color_scheme="dark", reduced_motion="reduce")
+    page.set_default_timeout(PATIENCE)
     page.goto(f"{address}slides/{deck}.html")
     page.wait_for_function(LOADED)
     arrows = 0
