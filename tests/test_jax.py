@@ -19,7 +19,8 @@ import test_notebooks
 jax = pytest.importorskip("jax", reason="jax is not installed: make setup EXTRA=1")
 
 NAME = "06_the_same_in_jax"
-RUNS = {  # of the notebook: where it writes what they found
+# A file that the notebook reads, and the run that writes it.
+RUNS = {
     "traces/06.json": ("01_naive_mlp_tp", 4, "--dtype", "float64"),
     "traces/06_mesh.json": ("13_mesh_2d", 4, "--dtype", "float64"),
 }
