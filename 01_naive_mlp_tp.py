@@ -967,6 +967,8 @@ def read_flags(parse_args, module: dict) -> argparse.Namespace:
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
         args.backend = "nccl"
         torch.cuda.set_device(args.device)
+        # Each barrier would warn that it uses this GPU. It should.
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device")
     return args
 
 
@@ -1161,6 +1163,7 @@ import textwrap
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path

@@ -1140,6 +1140,8 @@ def read_flags(parse_args, module: dict) -> argparse.Namespace:
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
         args.backend = "nccl"
         torch.cuda.set_device(args.device)
+        # Each barrier would warn that it uses this GPU. It should.
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device")
     return args
 
 
@@ -1879,7 +1881,8 @@ def train_transformer(
     norm_of = norm_of or global_norm  # of (model, tp_group)
     # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
     # errors of gradients near 0 into full steps, different ones in each run.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+    # foreach, the default on GPUs, cannot update DTensors and plain tensors together.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, foreach=False)
 
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
         # One seed for all ranks, so that they sample the same dropout masks.
@@ -2361,6 +2364,7 @@ import textwrap
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path

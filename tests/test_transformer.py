@@ -297,3 +297,10 @@ def test_runs_that_raise(tmp_path, raising):
     assert all(row.endswith("ok") is (len(raising) == 1) for row in rows)
     traffic = done.out.partition("\n4  ")[2].partition("\n5  ")[0]
     assert ("DTensor" in traffic) is ("DTensor" not in raising)
+
+
+@pytest.mark.parametrize("lesson", [TRANSFORMER, VOCAB])
+def test_the_optimizer_takes_dtensors_beside_plain_tensors(lesson):
+    """As on GPUs, where AdamW updates lists of tensors if it is not told otherwise."""
+    done = jobs.launch(jobs.ROOT / "tests" / "foreach.py", 2, lesson)
+    assert done.code == 0 and "\nPASS  " in done.out, done.text

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 GiB = 2**30
 # Lessons and scripts ran at their defaults under these versions of torch, and passed
 # (docs/run.md names the exception).
-TRIED = ("2.9.1", "2.13.0", "2.14.1")
+TRIED = ("2.9.1", "2.11.0", "2.13.0", "2.14.1")
 OUR_OWN = "torchrun --local-addr=127.0.0.1 …, or export PET_LOCAL_ADDR=127.0.0.1"
 
 # A check returns what it found, and what to do about it: "" where all is well.

@@ -173,7 +173,8 @@ class Run:
         """The user's optimizer; for the full model, one of the same kind if need be."""
         make = self.of_user("optimizer")
         if make is None:
-            return torch.optim.AdamW(self.model.parameters(), lr=1e-3, eps=1e-6)
+            parameters = self.model.parameters()  # DTensors and plain ones: no foreach
+            return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, foreach=False)
         if "named_parameters" in inspect.signature(make).parameters:
             optimizer = make(self.model.named_parameters())
         else:
