@@ -449,8 +449,7 @@ def train_transformer(
     losses = {}
     norms = {}
     norm_of = norm_of or global_norm  # of (model, tp_group)
-    # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
-    # errors of gradients near 0 into full steps, different ones in each run.
+    # A tiny eps would turn rounding errors of gradients near 0 into full steps.
     # foreach, the default on GPUs, cannot update DTensors and plain tensors together.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, foreach=False)
 

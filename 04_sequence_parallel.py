@@ -36,7 +36,7 @@ Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, V vocabulary
     rank's slice: x_BsD has s = S/T positions. `partial_` in front: full shape, still to
     be summed over the group, written {U_tp}. PyTorch calls these placements
     Replicate(), Shard(dim) and Partial(). An arrow means input → output. In formulas:
-    X = B·S·D; C = 2·L + 1 inputs to gather, two per layer and one of lm_head; p
+    X = B·S·D; 2·L + 1 inputs are gathered, two per layer and one of lm_head; p
     parameter tensors; e bytes per element.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism, memory);
@@ -389,7 +389,6 @@ def main(args, report: Report) -> None:
     full = make_tied(args)
     size = sizes_of(args)
     size["X"] = args.batch_size * args.seq_len * args.hidden
-    size["C"] = 2 * args.layers + 1
     size["p"] = len(list(full.parameters()))
     note = why_these_sizes(args.ranks)
     if padding > 0:
@@ -512,35 +511,36 @@ def first_numbers(tensors: dict[str, Tensor], names: list[str]) -> dict[str, str
 
 def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     """Collectives of each step, and what a rank of a ring sends for them."""
-    again = "C" if report.args.save_gathered else "2·C"
+    inputs = "(2·L + 1)"  # that are gathered
+    again = inputs if report.args.save_gathered else f"2·{inputs}"
     formulas = {
-        Call("TP", "forward", "all-reduce", "tp"): [Calls("C", "X·e")],
-        Call("TP", "backward", "all-reduce", "tp"): [Calls("C", "X·e")],
+        Call("TP", "forward", "all-reduce", "tp"): [Calls(inputs, "X·e")],
+        Call("TP", "backward", "all-reduce", "tp"): [Calls(inputs, "X·e")],
         Call("TP", "loss", "all-reduce", "tp"): [Calls("3", "B·S·e")],
         Call("TP", "clipping", "all-reduce", "tp"): [Calls("1", "8")],  # a float64
-        Call("TP + SP", "forward", "all-gather", "tp"): [Calls("C", "X·e")],
-        Call("TP + SP", "forward", "reduce-scatter", "tp"): [Calls("C", "X·e")],
-        Call("TP + SP", "backward", "all-gather", "tp"): [Calls(f"{again}", "X·e")],
-        Call("TP + SP", "backward", "reduce-scatter", "tp"): [Calls("C", "X·e")],
+        Call("TP + SP", "forward", "all-gather", "tp"): [Calls(inputs, "X·e")],
+        Call("TP + SP", "forward", "reduce-scatter", "tp"): [Calls(inputs, "X·e")],
+        Call("TP + SP", "backward", "all-gather", "tp"): [Calls(again, "X·e")],
+        Call("TP + SP", "backward", "reduce-scatter", "tp"): [Calls(inputs, "X·e")],
         Call("TP + SP", "loss", "all-reduce", "tp"): [Calls("3", "B·S·e")],
         Call("TP + SP", "summing", "all-reduce", "tp"): [Calls("1", "(6·L + 2)·D·e")],
         Call("TP + SP", "clipping", "all-reduce", "tp"): [Calls("1", "8")],
-        Call("DTensor", "forward", "all-gather", "tp"): [Calls("C", "X·e")],
-        Call("DTensor", "forward", "reduce-scatter", "tp"): [Calls("C", "X·e")],
-        # C and not 2·C: DTensor saves the gathered inputs, as section 5 shows.
-        Call("DTensor", "backward", "all-gather", "tp"): [Calls("C", "X·e")],
-        Call("DTensor", "backward", "reduce-scatter", "tp"): [Calls("C", "X·e")],
+        Call("DTensor", "forward", "all-gather", "tp"): [Calls(inputs, "X·e")],
+        Call("DTensor", "forward", "reduce-scatter", "tp"): [Calls(inputs, "X·e")],
+        # Not twice as many: DTensor saves the gathered inputs, as section 5 shows.
+        Call("DTensor", "backward", "all-gather", "tp"): [Calls(inputs, "X·e")],
+        Call("DTensor", "backward", "reduce-scatter", "tp"): [Calls(inputs, "X·e")],
         Call("DTensor", "loss", "all-reduce", "tp"): [Calls("3", "B·S·e")],
-        # The C LayerNorms, one before each gather, have a weight and a bias each. Their
+        # The LayerNorms, one before each gather, have a weight and a bias each. Their
         # gradients stay Partial(): DTensor sums them at each use, first in float64, for
         # its norm. (It adds the biases of o_proj and down_proj to all positions, so
         # their gradients are complete.)
         Call("DTensor", "clipping", "all-reduce", "tp"): [
-            Calls("2·C", "8·D"),
+            Calls(f"2·{inputs}", "8·D"),
             Calls("1", norm_bytes("p")),
         ],
         # AdamW uses a gradient three times; no sum is stored, so each use sums again.
-        Call("DTensor", "update", "all-reduce", "tp"): [Calls("3·2·C", "D·e")],
+        Call("DTensor", "update", "all-reduce", "tp"): [Calls(f"3·2·{inputs}", "D·e")],
     }
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
     brief = ["DTensor", "loss", "clipping"]
@@ -569,7 +569,7 @@ def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
         if run in report.raised:
             continue
         row = {"run": run, "forward + backward": 0}
-        row["formula"] = f"{rounds[run]}·C·X·e·(T - 1)/T"
+        row["formula"] = f"{rounds[run]}·(2·L + 1)·X·e·(T - 1)/T"
         row["calls after"] = 0
         row["ring after"] = 0
         for sent in report.data["communication"]:
@@ -1879,8 +1879,7 @@ def train_transformer(
     losses = {}
     norms = {}
     norm_of = norm_of or global_norm  # of (model, tp_group)
-    # AdamW divides by the size of the gradient. A tiny eps would turn the rounding
-    # errors of gradients near 0 into full steps, different ones in each run.
+    # A tiny eps would turn rounding errors of gradients near 0 into full steps.
     # foreach, the default on GPUs, cannot update DTensors and plain tensors together.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, foreach=False)
 

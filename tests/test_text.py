@@ -365,7 +365,6 @@ MEANINGS = {
 OTHER_MEANINGS = {
     ("n", "00"): "the size of the small vectors",  # before there are heads
     ("K", "13"): "the dims of any matrices",  # C[I, K] of lesson 00
-    ("C", "04"): r"2·L \+ 1 inputs",  # before there is CP
     ("v", "14"): "chunks per rank",  # as in arXiv:2104.04473
     ("k", "16"): "experts per token",  # the field's "top-k"
 }
