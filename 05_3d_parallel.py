@@ -230,8 +230,8 @@ class Pipeline:
         for phase, i in steps:
             with COMM.label("mesh", phase):
                 getattr(self, phase)(i)  # forward or backward, of micro-batch i
-        for message in self.sent_back:
-            wait_for(message)
+        while self.sent_back:
+            wait_for(self.sent_back.pop(0))
         return self.loss
 
     def forward(self, i: int) -> None:

@@ -116,7 +116,6 @@ class PipelineMeters:
         # Around all of it: a graph that is made between passes is seen as well.
         with self.held:
             loss = super().run(steps, micro_batches)
-        self.sent_back.clear()  # messages that have arrived
         self.left_alive = bytes_alive(but=[loss, *self.gradients()]) - before
         return loss
 
