@@ -310,7 +310,7 @@ def in_short(error: Exception) -> str:
     text = str(getattr(error, "evalue", error))
     text = re.sub(r"^\[[^]]*third_party[^]]*\] *", "", text)
     line = re.search(r"Cell [^,\n]*, line (\d+)", str(getattr(error, "traceback", "")))
-    where = f" (line {line[1]} of the cell)" if line else ""
+    where = f" (line {int(line[1]) + 1} of the cell)" if line else ""  # %%px is 1
     return f"{getattr(error, 'ename', type(error).__name__)}: {text}{where}"
 
 

@@ -140,7 +140,7 @@ def test_a_rank_that_raises(cell, px):
     said = px("if rank == 1:\n    raise ValueError('out')\nall_reduce(kept, tp_group)")
     waited, raised, _, advice = said.splitlines()
     assert waited.startswith("rank 0: RuntimeError: Timed out waiting 4000ms")
-    assert raised == "rank 1: ValueError: out (line 2 of the cell)"
+    assert raised == "rank 1: ValueError: out (line 3 of the cell)"
     assert advice.endswith(": live.restart()")
     said = cell("live.restart()")
     assert "rank 1 is not in a collective" in said and "is kept" in said

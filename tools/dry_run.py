@@ -49,9 +49,9 @@ class AsExpected(int):
 
 
 class Unknown(TorchFunctionMode):
-    """Where the lesson asks a tensor without numbers for some, it gets an answer: that
-    a header is the expected one, with a micro-batch's shape; that a norm is 1; that
-    tokens are of the vocabulary, and all have a target."""
+    """Answers where the lesson reads numbers, which these tensors do not have: a header
+    is as expected, with a micro-batch's shape; a norm is 1; tokens are of the
+    vocabulary, and all have a target."""
 
     def __init__(self, shape: list[int]):
         super().__init__()

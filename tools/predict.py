@@ -417,8 +417,8 @@ def of_layers(args, stage: int, x: float, rows: Rows) -> None:
     the same in backward, and there one more all-gather. Embedding and head likewise.
 
     A layer that is recomputed repeats all its calls but the last reduce-scatter, whose
-    result is not needed (PyTorch's checkpoint stops before it). Experts get rows by
-    another way, so a layer without a shared one has attention's block only.
+    result is not needed (PyTorch's checkpoint stops before it). A layer of experts
+    (beyond/16) without a shared expert has attention's block only.
     """
     M, l = args.microbatches, layers_of(args, stage)
     blocks = l if args.experts and not args.ffn else 2 * l
