@@ -467,6 +467,13 @@ def directive(build, arguments: int, optional: int = 0):
     return Built
 
 
+def mark_short_cells(app, doctree, docname: str) -> None:
+    """Cells with a few characters: on a narrow screen they need no more room."""
+    for cell in doctree.findall(nodes.entry):
+        if len(cell.astext()) <= 10:
+            cell["classes"].append("short")
+
+
 def setup(app):
     app.add_directive("lesson", directive(lesson_page, 1))
     app.add_directive("clone", directive(clone, 0))
@@ -479,6 +486,7 @@ def setup(app):
     app.add_directive("picture", directive(picture, 2, optional=1))
     app.add_role("line", line_role)
     app.add_directive("exercises", directive(exercises, 1))
+    app.connect("doctree-resolved", mark_short_cells)
     if Path(app.srcdir) == DOCS:  # not for the slides
         app.connect("builder-inited", write_notebooks)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -168,7 +168,7 @@ def moment(group: list, end: float, spans: list, P: int, names: list[str]) -> di
     then = (begin + end) / 2
     doing = [state(then, spans, name, P) for name in names]
     second = doing[1].replace("Zero", "zero")
-    says = f"{begin:.0f} to {end:.0f} ms, halfway: {doing[0]}; {second}."
+    says = f"{begin:.0f} to {end:.0f} ms; at {then:.0f} ms: {doing[0]}; {second}."
     return dict(kind="time", time=begin, says=says, ranks=ranks)
 
 

@@ -1,7 +1,7 @@
 // What is sent in a step: arrows that stay, and a flight from sender to receiver.
 
 import { COLORS, around, make, sum, total } from "./parts.js";
-import { TIP, findWay, pathThrough, tracksOf } from "./routes.js";
+import { TIP, findWay, pathThrough, straight, tracksOf } from "./routes.js";
 
 const FLIGHT = 900; // ms that numbers take from one rank to another
 const SVG = "http://www.w3.org/2000/svg";
@@ -111,8 +111,8 @@ export function drawArrows(player) {
   for (const message of all) {
     const { sender, rank, from, to } = message;
     const [a, b] = [around(from, home), around(to, home)];
-    const way = findWay(tracks, a, b, which(message, "sender"), which(message, "rank"));
-    if (!way) continue;
+    const way = findWay(tracks, a, b, which(message, "sender"), which(message, "rank")) ??
+      straight(a, b);
     const d = pathThrough(way.points);
     const color = COLORS[sender];
     const tip = `M 0 0 L -${TIP} -7 L -${TIP} 7 Z`;

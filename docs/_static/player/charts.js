@@ -1,8 +1,8 @@
 // Schedules in time: a bar for each forward and backward pass on each stage.
 
-import { COLORS, make, percent, up_to } from "./parts.js";
+import { COLORS, make, pale, percent, up_to } from "./parts.js";
 
-const NUMBER = 0.012; // of the time that is shown: a narrower bar has no room for its number
+const NUMBER = 0.018; // of the time that is shown: a narrower bar has no room for its number
 
 /** Who computed what when: all until the next step's time, a chart for each run. */
 export function charts(player, event) {
@@ -15,7 +15,7 @@ export function charts(player, event) {
     const width = Math.min(end, until) - start; // its number is in what is shown of it
     const place = `left:${percent(start / length)};width:${percent(width / length)}`;
     const kind = `bar ${what}${i === player.step ? " new" : ""}`;
-    const color = chunk ? `color-mix(in srgb, ${COLORS[rank]} 45%, #fff)` : COLORS[rank];
+    const color = chunk ? pale(COLORS[rank]) : COLORS[rank];
     const style = `${place};background-color:${color}`;
     const number = width < NUMBER * length ? "" : make("b", {}, microbatch + 1);
     return make("span", { class: kind, style }, number);

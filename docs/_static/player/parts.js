@@ -4,6 +4,8 @@
 export const COLORS = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7",
   "#F0E442", "#D55E00", "#0072B2", "#BBBBBB"];
 export const EVERYONE = "#E6E6E6"; // what every rank holds alike
+/** Of a rank's second chunk. */
+export const pale = (color) => `color-mix(in srgb, ${color} 45%, #fff)`;
 
 /** An element with attributes and children; text is never read as HTML. */
 export function make(tag, attributes = {}, ...children) {

@@ -4,6 +4,7 @@ const TRACK = 5; // px from one track to the next
 const CLEAR = 5; // px between an arrow and what is to be read, at least
 const TURN = 6; // a turn is as long as so many tracks
 const TAKEN = 4; // and so is a place where there is an arrow already,
+const BESIDE = 3; // beside one,
 const AT_TIP = 10; // or near the tip of one, which is to stay in sight
 export const TIP = 12; // px: how long the tip of an arrow is
 const SIDES = [[1, 0], [0, 1], [-1, 0], [0, -1]]; // right, down, left, up
@@ -79,6 +80,8 @@ function corners({ across, down, cost }, best, last, starts, goal) {
     const before = best.get(state);
     if (before === undefined || before % 4 !== state % 4 || state === last)
       points.unshift([(place % across) * TRACK, Math.floor(place / across) * TRACK]);
+    for (const step of [1, -1, across, -across])
+      if (cost[place + step] === 1) cost[place + step] = 1 + BESIDE;
     cost[place] = 1 + TAKEN;
     first = state;
   }
@@ -88,6 +91,18 @@ function corners({ across, down, cost }, best, last, starts, goal) {
       if (cost[j * across + i]) cost[j * across + i] = 1 + AT_TIP;
   points.unshift(starts[first % 4].edge);
   return { points, angle: 90 * ((goal.side + 2) % 4) };
+}
+
+/** Where boxes are so close that no way fits between them: from edge to edge. */
+export function straight(a, b) {
+  const along = (side, length) => {
+    const [a0, b0, a1, b1] = [a[side], b[side], a[side] + a[length], b[side] + b[length]];
+    if (a1 <= b0) return [a1, b0];
+    return b1 <= a0 ? [a0, b1] : [(a0 + a1) / 2, (b0 + b1) / 2];
+  };
+  const [[x0, x1], [y0, y1]] = [along("left", "width"), along("top", "height")];
+  const angle = (Math.atan2(y1 - y0, x1 - x0) * 180) / Math.PI;
+  return { points: [[x0, y0], [x1, y1]], angle };
 }
 
 /** As SVG draws it, with round corners. */

@@ -60,7 +60,7 @@ export const STYLE = `
   }
   .stage svg { position: absolute; inset: 0; pointer-events: none; z-index: 1; overflow: visible; }
   svg path:not(.tip) { fill: none; stroke-width: 4; }
-  svg .back { stroke: #000; stroke-width: 7; }
+  svg path.back { stroke: #000; stroke-width: 7; }
   svg .tip { stroke: #000; stroke-width: 1.5; }
   .box { margin: 2px 0; padding: .15em .2em; border-radius: 5px; justify-self: start; }
   .box:not(.closed) { min-width: calc(2.3 * var(--cell)); }
@@ -70,7 +70,7 @@ export const STYLE = `
     width: 0; min-width: 100%;
   }
   .mesh figcaption { font-size: .74em; }
-  .shape { font-weight: 400; white-space: nowrap; display: block; }
+  .shape { font-weight: 400; line-height: 1.35; white-space: nowrap; display: block; }
   .cells {
     display: grid; width: max-content; border: 1.5px solid #000; color: #000;
   }
@@ -105,7 +105,7 @@ export const STYLE = `
   .source { opacity: .8; }
   .mark { font-size: .85em; font-weight: 700; display: block; width: 0; min-width: 100%; }
   .mark.good { color: var(--good); } .mark.bad { color: var(--bad); }
-  .wrong .cells { outline: 4px solid var(--bad); outline-offset: -4px; }
+  .wrong .cells { outline: 4px solid var(--bad); margin-block: 4px; }
   .ghost { position: absolute; z-index: 2; pointer-events: none; }
   .legend { display: flex; flex-wrap: wrap; gap: .2em 1.1em; margin: .3em 0; }
   .legend :is(.backward, .weight) { background-color: #fff; }
@@ -132,8 +132,8 @@ export const STYLE = `
     font-size: .85em; line-height: 2; text-align: center; overflow: hidden;
   }
   .backward { background-image: repeating-linear-gradient(45deg, #0006 0 2px, #0000 2px 7px); }
-  .bar b { background: var(--rank); padding: 0 .15em; position: relative; z-index: 2; }
-  .bar.new { outline-offset: -3px; }
+  .bar b { background-color: inherit; padding: 0 .15em; position: relative; z-index: 2; }
+  .bar.new { outline-width: 2px; outline-offset: -2px; }
   .weight { background-image: repeating-linear-gradient(-45deg, #fffa 0 3px, #0000 3px 6px); }
   .chart { position: relative; --row: 2.45em; }
   .over { position: absolute; inset: 3px 3px auto; pointer-events: none; z-index: 1; }
@@ -165,9 +165,10 @@ export const STYLE = `
     font-weight: 400; }
   /* Only what is new, or leaves, has its numbers. */
   .slide .cell { line-height: 1.2; } .brief .cell { line-height: 1.25; padding: 0; }
+  .brief .cell.striped { padding-bottom: 1.3em; }
   .slide .lane { grid-template-columns: 6.6em 1fr; padding-block: .2em; min-height: 0; }
   .brief .boxes { display: flex; flex-wrap: wrap; column-gap: .4em; }
-  .brief .boxes > .new { order: 3; } .brief .boxes > * { order: 2; }
+  .brief .boxes > :is(.new, :has(> .new)) { order: 3; } .brief .boxes > * { order: 2; }
   .brief .boxes > .names { order: 0; } .brief .names .box { min-width: 0; }
   .brief .names .box { display: flex; gap: .3em; align-items: center; padding: 0; }
   .brief .names .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
@@ -175,7 +176,8 @@ export const STYLE = `
   .brief .names :is(.cells, figcaption) { flex: none; } .brief .names .cells { order: -1; }
   .brief .names figcaption { font: 400 .75em/1.2 var(--mono); width: auto; min-width: 0;
     white-space: nowrap; margin: 0; }
-  .slide .shape { display: inline-block; } .slide .closed .shape { display: none; }
+  .slide .shape { display: inline-block; font-size: 1.15em; }
+  .slide .closed .shape { display: none; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
   .printed { display: none; break-inside: avoid; }
   @media print { .player:has(.printed) { break-inside: auto; } .head { break-after: avoid; } }
@@ -199,7 +201,7 @@ export const STYLE = `
     .player { padding: .5em .4em; }
     .lane { border-left-width: 6px; padding: .4em; }
     .boxes > * { order: 2; } .boxes > .aside { order: 0; } .boxes > .new { order: 3; }
-    div.aside { display: flex; flex-wrap: wrap; gap: .2em; }
+    div.aside { display: flex; flex-wrap: wrap; gap: .3em 1em; }
     .boxes > .break { order: 1; flex: 0 0 100%; }
     .aside .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
     .aside .cell, .aside .column { display: none; } .aside .shape { display: none; }
@@ -211,10 +213,10 @@ export const STYLE = `
     .count { min-width: 0; }
     .chart { --row: 3.3em; } .bar { line-height: 3; } td { text-align: left; }
     .track { grid-template-columns: 5.6em 640px; width: max-content; }
-    .track > :first-child { position: sticky; left: -3px; background: var(--back); z-index: 2; }
+    .track > :first-child { position: sticky; left: -3px; background: var(--back); z-index: 3; }
     .over > :first-child { visibility: hidden; }
     .track > :first-child { padding-left: 3px; margin-left: -3px; }
-    .keeps, .shape { display: block; line-height: 1; } .keeps i { display: none; }
+    .keeps { display: block; line-height: 1; } .keeps i { display: none; }
     thead { display: none; } table, tbody { display: block; } td { padding: 0; }
     tr { display: flex; flex-wrap: wrap; gap: 0 1em; margin-bottom: .3em; }
     tbody th { flex: 0 0 100%; font-weight: 700; white-space: normal; }

@@ -12,7 +12,7 @@ import { keepLanes, keepWords } from "./heights.js";
 import { table } from "./ledger.js";
 import { drawArrows, fly } from "./arrows.js";
 import {
-  COLORS, EVERYONE, make, bits, up_to, commas, total, still, texts, paint, strip, layout,
+  COLORS, EVERYONE, pale, make, bits, up_to, commas, total, still, texts, paint, strip, layout,
   onMesh, onRing,
 } from "./parts.js";
 import { STYLE } from "./style.js";
@@ -120,19 +120,20 @@ class TPPlayer extends HTMLElement {
       const spans = this.events.flatMap((event) => event.ranks.flatMap((x) => x.spans ?? []));
       entries.push(entry("", "forward"), hatched("backward"));
       if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW"));
-      if (time.chunks) entries.push(entry(`background:${COLORS[0]}66`, "second chunk"));
+      if (time.chunks) entries.push(entry(`background:${pale(COLORS[0])}`, "second chunk"));
       const line = "background:#888;width:5px;height:1.2em";
       entries.push(entry(line, "a message to the next or previous rank"));
     } else if (layout === "rows") {
-      entries.push(make("span", {}, "a color: whose token; e0: for expert 0; r0: from rank 0; " +
-        "t tokens of a rank, k experts per token, r rows, m rows that leave a rank, " +
-        "E experts (e: of a rank), D features, F width"));
+      entries.push(make("span", {}, "a color: whose token, or expert; e0: for expert 0; " +
+        "r0: from rank 0; t tokens of a rank, k experts per token, r rows, m rows that leave it, " +
+        "E experts (e: of a rank; in formulas bytes per element), D features, F width"));
     } else if (made.some((x) => Array.isArray(x.who))) {
       const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
       entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
-      entries.push(entry("border:3px dotted var(--ink)", "is sent"));
+      const cell = (line) => `border:3px ${line} #000;background:#fff`; // as in the picture
+      entries.push(entry(cell("dotted"), "is sent"));
       const scores = made.some((x) => x.marked);
-      entries.push(entry("border-width:3px", `has arrived${scores ? "" : "; +2: and is added"}`));
+      entries.push(entry(cell("solid"), `has arrived${scores ? "" : "; +2: and is added"}`));
       if (scores) entries.push(entry("background:#fff", "computed in this step"));
     } else {
       const tensors = this.events.flatMap((e) => e.ranks.flatMap((part) =>
