@@ -435,7 +435,7 @@ class TPPlayer extends HTMLElement {
     const style = `grid-column:${2 + at.place} / span ${at.wide}`;
     const about = { class: kinds, role: "img", "aria-label": label, "data-name": name, style };
     return make("figure", about,
-      make("figcaption", {}, name.replaceAll("_", "_\u200b"), " ",
+      make("figcaption", {}, name.replace(/_(?!\w{1,4}$)/g, "_\u200b"), " ",
         make("span", { class: "shape" }, size)),
       this.cells(tensor, kind, moved),
       make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
