@@ -963,7 +963,7 @@ BREAKS = {
         what="gradients of a weight tied over two stages are not summed (--tie is on)",
         symptom="the first loss is right; the embedding's gradient lacks the head's",
         why="a weight with two uses gets the sum of two gradients, wherever they arise",
-        reported="github.com/uw-syfi/piper/issues/13, NVIDIA/Megatron-LM issue 844",
+        reported="github.com/uw-syfi/piper/issues/13",
     ),
     "replicas": dict(
         target="count_targets",

@@ -393,7 +393,7 @@ def test_cells_that_only_draw_are_folded_and_neighbors_are_one(name):
 
 
 # How long a reader takes. Rates were chosen so that their sum is near what authors had
-# estimated for sections before: 200 words and 12 lines of code per minute.
+# estimated for sections before: 200 words or 12 lines of code per minute.
 LIMIT = 90
 
 

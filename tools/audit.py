@@ -38,9 +38,10 @@ parameters of the full model unique, and then finds every element of a rank's pa
 by its value, so names and placements need not be told.
 
 It ends with one of three verdicts. RIGHT: no fault in what was compared (exit code 0);
-what was not compared is listed. WRONG: a fault (1). NOT KNOWN: the run did not end,
-nothing is split, or all differences may be rounding errors (2). Wrong use also ends
-with 2.
+what was not compared is listed. WRONG: a fault, or the parallel model raised an error
+or was aborted (1). NOT KNOWN: ranks hang or lose each other, `parallelize` failed
+after its first collective, nothing is split, or all differences may be rounding
+errors (2). Wrong use also ends with 2.
 """
 
 import importlib.util

@@ -327,26 +327,26 @@ FAULTS = [
       "takes another path through the model (by its length, its mask, its tokens), or "
       "the model still uses something of the first one.",
       "Let batch(0) return this batch, and run the audit again: it names the place.",
-      "lesson 05, micro-batches"),
+      "lesson 05, MeshTraining.sum_gradients"),
     F(Accumulated, "accumulation reduced again", lambda a: a.is_times(a.case.ranks, 1),
       "The gradient is right after one backward pass and wrong after two: a hook "
       "reduces the accumulated gradient again, so the first batch counts T times.",
       "Reduce what this backward pass has added, not p.grad: all-reduce in the "
       "backward of a function on the parameter or its input, or once after the last "
       "micro-batch.",
-      "lesson 05, micro-batches"),
+      "lesson 05, MeshTraining.sum_gradients"),
     F(Accumulated, "accumulation overwritten", lambda a: a.is_times(0, 1),
       "The gradient is right after one backward pass; the second one has overwritten "
       "it.",
       "Add to p.grad instead of assigning it.",
-      "lesson 05, micro-batches"),
+      "lesson 05, MeshTraining.sum_gradients"),
     F(Accumulated, "accumulation", lambda a: True,
       "The gradient is right after one backward pass and wrong after two without "
       "clearing.",
       "Look at hooks that change p.grad, at what is stored from one backward pass to "
       "the next, and at sums of gradients that run once per micro-batch "
       "(after_each_backward).",
-      "lesson 05, micro-batches"),
+      "lesson 05, MeshTraining.sum_gradients"),
     # ---- Train mode and dropout
     F(TrainMode, "train mode", lambda t: True,
       "This is right in eval mode and wrong in train mode, even if nothing is dropped: "

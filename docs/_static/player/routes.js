@@ -80,7 +80,9 @@ function corners({ across, down, cost }, best, last, starts, goal) {
     const before = best.get(state);
     if (before === undefined || before % 4 !== state % 4 || state === last)
       points.unshift([(place % across) * TRACK, Math.floor(place / across) * TRACK]);
-    for (const step of [1, -1, across, -across])
+    const column = place % across; // at an edge there is one neighbor less
+    const beside = [column > 0 ? -1 : 0, column < across - 1 ? 1 : 0, across, -across];
+    for (const step of beside)
       if (cost[place + step] === 1) cost[place + step] = 1 + BESIDE;
     cost[place] = 1 + TAKEN;
     first = state;
@@ -93,7 +95,7 @@ function corners({ across, down, cost }, best, last, starts, goal) {
   return { points, angle: 90 * ((goal.side + 2) % 4) };
 }
 
-/** Where boxes are so close that no way fits between them: from edge to edge. */
+/** Where no way is free, as between boxes that are too close: from edge to edge. */
 export function straight(a, b) {
   const along = (side, length) => {
     const [a0, b0, a1, b1] = [a[side], b[side], a[side] + a[length], b[side] + b[length]];

@@ -200,7 +200,8 @@ export const STYLE = `
   @container (max-width: 600px) {
     .player { padding: .5em .4em; }
     .lane { border-left-width: 6px; padding: .4em; }
-    .boxes > * { order: 2; } .boxes > .aside { order: 0; } .boxes > .new { order: 3; }
+    .boxes > * { order: 2; } .boxes > .aside { order: 0; }
+    .boxes > :is(.new, :has(> .new)) { order: 3; }
     div.aside { display: flex; flex-wrap: wrap; gap: .3em 1em; }
     .boxes > .break { order: 1; flex: 0 0 100%; }
     .aside .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
