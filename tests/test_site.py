@@ -137,8 +137,8 @@ def looks(site, address, page) -> dict[str, dict]:
         if "_static" in name:  # the players' own page, and reveal.js's notes
             continue
         errors.clear()
-        page.goto(address + name)  # to its end; then until its scripts have all
-        page.wait_for_load_state("networkidle")
+        page.goto(address + name)  # to its end; then until players have their recording
+        page.wait_for_function(LOADED)
         found[name] = look = page.evaluate(LOOK)
         look["errors"] = list(errors)
         look["too wide"] = []
