@@ -1879,7 +1879,7 @@ def train_transformer(
     losses = {}
     norms = {}
     norm_of = norm_of or global_norm  # of (model, tp_group)
-    # A tiny eps would turn rounding errors of gradients near 0 into full steps.
+    # AdamW divides by a gradient's size: a tiny eps turns rounding errors into steps.
     # foreach, the default on GPUs, cannot update DTensors and plain tensors together.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, foreach=False)
 
