@@ -88,6 +88,8 @@ CUT_NUMBERS = """player => [
     ...player.shadowRoot.querySelectorAll(".stage .cell")
 ].filter(cell => cell.offsetParent && cell.scrollWidth > cell.clientWidth
 ).map(cell => cell.textContent)"""
+# A player that has just come into sight fits its text at the next frame.
+SETTLED = "() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
 WIDER = "() => document.documentElement.scrollWidth - window.innerWidth"
 
 
@@ -331,6 +333,7 @@ def test_players_on_slides(browser, address, deck, width):
         for turn, step in enumerate(steps):
             if turn:
                 page.keyboard.press("ArrowRight")
+            page.evaluate(SETTLED)
             player = page.locator("section.present tp-player")
             smallest = player.evaluate(SMALLEST)  # none at the start of schedules
             assert smallest is None or smallest >= 2.99, (number, step)
