@@ -122,7 +122,7 @@ def spans_and_messages(runs: dict[str, list]) -> list[tuple]:
                 parts.append((about["start"], stage, about))
             for message in of_stage["sent"]:
                 when = round(1e3 * (message["at"] - begin), 1)
-                about = {"run": SCHEDULES[kind], "to": message["to"]}
+                about = {"run": SCHEDULES[kind], "to": message["to"], "at": when}
                 parts.append((when, stage, dict(about, bytes=message["bytes"])))
     return sorted(parts, key=lambda part: part[:2])
 
@@ -161,9 +161,8 @@ def moment(group: list, end: float, spans: list, P: int, names: list[str]) -> di
                 sums = own.setdefault("bytes", {})
                 for row, n in part["bytes"].items():
                     sums[row] = sums.get(row, 0) + n
-                message = {"run": part["run"], "to": part["to"]}
-                if message not in own.setdefault("messages", []):
-                    own["messages"].append(message)
+                message = {key: part[key] for key in ("run", "to", "at")}
+                own.setdefault("messages", []).append(message)
         ranks.append(own)
     then = (begin + end) / 2
     doing = [state(then, spans, name, P) for name in names]

@@ -638,7 +638,11 @@ ENDS = """player => [...player.stage.querySelectorAll("svg .tip")].map(tip => {
         const {x, y} = path.getPointAtLength(at).matrixTransform(path.getScreenCTM());
         const off = cell => {
             const box = cell.getBoundingClientRect();
-            return Math.hypot(Math.max(box.left - x, x - box.right, 0),
+            const numbers = cell.closest(".cells");
+            const first = numbers.querySelector(".cell").getBoundingClientRect().left;
+            const begin = box.left === first ? numbers.getBoundingClientRect().left
+                : box.left; // left of the numbers: the names of rows
+            return Math.hypot(Math.max(begin - x, x - box.right, 0),
                               Math.max(box.top - y, y - box.bottom, 0));
         };
         const all = [...player.stage.querySelectorAll(".cell")];

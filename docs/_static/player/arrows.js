@@ -72,11 +72,32 @@ function originOf({ stage }) {
   return { left, top, scale: width / stage.offsetWidth || 1 };
 }
 
+/** The rectangle of some cells of a tensor, with what is at the left of its numbers. */
+function whole(cells, home) {
+  const rect = around(cells, home);
+  const all = cells[0].closest(".cells");
+  const first = around([...all.querySelectorAll(".cell"), ...cells], home);
+  if (rect.left > first.left + 1) return rect;
+  const { left } = around([all], home);
+  return { ...rect, left, width: rect.width + rect.left - left };
+}
+
+/** What an arrow may cross, but should not cover: lines around tensors, colors of lanes. */
+function lines(stage, home) {
+  const lanes = [...stage.querySelectorAll(".lane")].map((x) => around([x], home));
+  return [...stage.querySelectorAll(".new, .term .cells")].map((x) => around([x], home))
+    .flatMap(({ left, top, width, height }) => [
+      { left, top, width, height: 0 }, { left, top: top + height, width, height: 0 },
+      { left, top, width: 0, height }, { left: left + width, top, width: 0, height }])
+    .concat(lanes.map((lane) => ({ ...lane, width: 10 })));
+}
+
 /** Everything on the stage that is to be read. */
 function readable(stage, home) {
-  const boxes = [...stage.querySelectorAll(".cell, .closed .cells, .aside .cells")]
+  const all = ".cell, .column, .banded, .closed .cells, .aside .cells";
+  const boxes = [...stage.querySelectorAll(all)]
     .filter((x) => x.getClientRects().length).map((x) => around([x], home));
-  const words = ".who, .at, .chip, figcaption, .shape, .column, .mark";
+  const words = ".who, .at, .chip, figcaption, .shape, .mark";
   for (const element of stage.querySelectorAll(words)) {
     const text = document.createRange();
     for (const node of element.childNodes) {
@@ -103,14 +124,14 @@ export function drawArrows(player) {
     return made;
   };
   const svg = element("svg", { ...size, "aria-hidden": "true" });
-  const tracks = tracksOf(size, readable(stage, home));
+  const tracks = tracksOf(size, readable(stage, home), lines(stage, home));
   const which = (message, key) => {
     const same = all.filter((other) => other[key] === message[key]);
     return [same.indexOf(message), same.length];
   };
   for (const message of all) {
     const { sender, rank, from, to } = message;
-    const [a, b] = [around(from, home), around(to, home)];
+    const [a, b] = [whole(from, home), whole(to, home)];
     const way = findWay(tracks, a, b, which(message, "sender"), which(message, "rank")) ??
       straight(a, b);
     const d = pathThrough(way.points);

@@ -20,19 +20,20 @@ export function charts(player, event) {
     const number = width < NUMBER * length ? "" : make("b", {}, microbatch + 1);
     return make("span", { class: kind, style }, number);
   };
-  /** Micro-batches that a stage holds: forward begun; backward, or the weight pass if there
-   * is one, not over. A chunk of a stage holds a part of them. */
+  /** Micro-batches that a stage holds at the caption's time: forward begun; backward, or the
+   * weight pass if there is one, not over. A chunk of a stage holds a part of them. */
   const kept = (run, rank) => {
     const of_stage = spans.filter((span) => span.run === run && span.rank === rank);
     const last = of_stage.some(({ what }) => what === "weight") ? "weight" : "backward";
     const begun = of_stage.filter(({ what, i }) => what === "forward" && i <= player.step);
-    const over = of_stage.filter(({ what, end }) => what === last && end <= until);
+    const over = of_stage.filter(({ what, end }) =>
+      what === last && end <= (event.time + until) / 2);
     return (begun.length - over.length) / (time.chunks?.[run] ?? 1);
   };
-  /** An arrow from the row of the rank that sends to that of the one that receives. */
-  const message = ({ rank, to }) => {
+  /** An arrow, when it is sent, from the row of the sender to that of the receiver. */
+  const message = ({ rank, to, at }) => {
     const [top, rows] = [Math.min(rank, to) + 1, Math.abs(rank - to) - 1];
-    const style = `left:${percent(event.time / length)};--rank:${COLORS[rank]};--top:${top};` +
+    const style = `left:${percent(at / length)};--rank:${COLORS[rank]};--top:${top};` +
       `--rows:${rows}`;
     const about = { class: `message ${to > rank ? "down" : "up"}`, style };
     return make("span", { ...about, "data-from": rank, "data-to": to });
@@ -56,7 +57,7 @@ export function charts(player, event) {
     const about = { class: "chart", tabindex: 0, role: "group", "aria-label": `${run} in time` };
     const foot = make("div", { class: "track" }, make("span"), axis);
     const sent = event.ranks.flatMap(({ messages = [] }, rank) =>
-      messages.filter((x) => x.run === run).map(({ to }) => message({ rank, to })));
+      messages.filter((x) => x.run === run).map(({ to, at }) => message({ rank, to, at })));
     const over = make("div", { class: "track over", "aria-hidden": "true" },
       make("span"), make("div", { class: "messages" }, ...sent));
     const chart = make("div", about, ...tracks, foot, over);

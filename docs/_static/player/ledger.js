@@ -9,7 +9,7 @@ export function table(player) {
   const events = player.events.slice(0, player.step + 1);
   const ended = events.length === player.events.length;
   const head = (text) => make("th", { scope: "col" }, text);
-  const names = up_to(ranks).map((rank) => `rank ${rank}`);
+  const names = up_to(ranks).map((rank) => `rank\u00a0${rank}`);
   const words = ["in total, by formula", "sent so far: mean per rank"];
   const rows = [...new Set(ledger.map((entry) => entry.row))].map((row) => {
     const mine = ledger.filter((entry) => entry.row === row);
@@ -27,8 +27,10 @@ export function table(player) {
       (bytes?.[row] ? sends ?? bytes[row] : 0)));
     const formulas = mine.map(({ formula, predicted }) =>
       (formula === commas(predicted) ? formula : `${formula}: ${commas(predicted)}`));
+    const pieces = [...new Set(formulas)].flatMap((text, i) =>
+      [i ? " or " : "", make("span", {}, text)]);
     return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
-      make("td", { "data-head": words[0] }, [...new Set(formulas)].join(" or ")),
+      make("td", { "data-head": words[0] }, ...pieces),
       make("td", { class: "sent", "data-head": words[1] }, commas(sum(sent) / ranks)));
   });
   const rule = player.recording.layout === "rows" ? "; of rows: to other ranks" : "";

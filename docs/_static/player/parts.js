@@ -44,7 +44,7 @@ export function paint(who, ranks) {
   const held = bits(who);
   if (held.length === 1 && ranks > 1) return COLORS[held[0]];
   if (held.length === ranks) return EVERYONE;
-  return `${bands(held)} left / .8em 100% no-repeat ${EVERYONE}`;
+  return `${bands(held)} left / .7rem 100% no-repeat ${EVERYONE}`;
 }
 
 /** Below a number: the colors of the ranks whose numbers are in it. */

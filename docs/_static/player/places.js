@@ -14,7 +14,7 @@ function shownAt(player, step) {
   const shown = new Map();
   const wide = (tensor) => halves(tensor, player.recording.ranks);
   player.events[step].ranks.forEach((part, rank) => {
-    const all = [...player.held(rank, step + 1).values(), ...(part.given ?? [])];
+    const all = [...(part.given ?? []), ...player.held(rank, step + 1).values()];
     const { takes } = player.events[step];
     for (const name of [takes, ...(player.events[step].drops ?? [])]) // its sources
       if (player.held(rank, step).has(name)) all.push(player.held(rank, step).get(name));
@@ -38,13 +38,15 @@ function lives(player) {
   let [open, last] = [new Map(), undefined];
   player.events.forEach((event, step) => {
     const next = new Map();
-    const made = event.ranks.flatMap((part) => part.makes ?? []).map(({ name }) => name);
+    const names = (key) => event.ranks.flatMap((part) => part[key] ?? []).map(({ name }) => name);
+    const made = names("makes");
+    const sources = new Set([...open.keys(), ...names("given")]);
     for (const [name, tensor] of shownAt(player, step)) {
       if (!tensor.values) continue; // without numbers: the first column
       let life = open.get(name);
       if (!life) {
         const others = [event.takes, ...(event.drops ?? []), last].filter((x) => x !== name);
-        const after = made.includes(name) ? others.find((x) => open.has(x)) : undefined;
+        const after = made.includes(name) ? others.find((x) => sources.has(x)) : undefined;
         all.push(life = { name, from: step, wide: 0, after, under: tensor.under });
       }
       life.to = step;

@@ -3,23 +3,27 @@
 const TRACK = 5; // px from one track to the next
 const CLEAR = 5; // px between an arrow and what is to be read, at least
 const TURN = 6; // a turn is as long as so many tracks
-const TAKEN = 4; // and so is a place where there is an arrow already,
+const ON_LINE = 2; // and so is a place on a line that should stay in sight,
+const TAKEN = 4; // one where there is an arrow already,
 const BESIDE = 3; // beside one,
 const AT_TIP = 10; // or near the tip of one, which is to stay in sight
 export const TIP = 12; // px: how long the tip of an arrow is
 const SIDES = [[1, 0], [0, 1], [-1, 0], [0, -1]]; // right, down, left, up
 
-/** The tracks of a stage; those that would cross one of these boxes are closed. */
-export function tracksOf({ width, height }, boxes) {
+/** The tracks of a stage. Those that would cross one of these boxes are closed, and those
+ * on one of these lines cost more. */
+export function tracksOf({ width, height }, boxes, lines) {
   const [across, down] = [width, height].map((px) => Math.ceil(px / TRACK) + 1);
   const cost = new Uint8Array(across * down).fill(1); // 0: closed
-  for (const { left, top, width: wide, height: high } of boxes) {
+  const fill = ({ left, top, width: wide, height: high }, price) => {
     const [x0, y0] = [left, top].map((px) => Math.ceil((px - CLEAR) / TRACK));
     const x1 = Math.min(across - 1, Math.floor((left + wide + CLEAR) / TRACK));
     const y1 = Math.min(down - 1, Math.floor((top + high + CLEAR) / TRACK));
     for (let y = Math.max(0, y0); y <= y1; y++)
-      for (let x = Math.max(0, x0); x <= x1; x++) cost[y * across + x] = 0;
-  }
+      for (let x = Math.max(0, x0); x <= x1; x++) cost[y * across + x] = price;
+  };
+  for (const line of lines) fill(line, 1 + ON_LINE);
+  for (const box of boxes) fill(box, 0);
   return { across, down, cost };
 }
 
@@ -64,6 +68,7 @@ export function findWay(tracks, a, b, leaves, reaches) {
       const [x, y] = [place % across + SIDES[side][0], Math.floor(place / across) + SIDES[side][1]];
       const there = at([x, y]);
       if (there === place + next) reach(length + (cost[there] || 1), there, side, state);
+      if (from !== undefined && Math.floor(from / 4) === place) continue; // no two turns here
       for (const turn of [1, 3]) reach(length + TURN, place, (side + turn) % 4, state);
     }
     delete queue[length];

@@ -63,13 +63,14 @@ export const STYLE = `
   svg path.back { stroke: #000; stroke-width: 7; }
   svg .tip { stroke: #000; stroke-width: 1.5; }
   .box { margin: 2px 0; padding: .15em .2em; border-radius: 5px; justify-self: start; }
-  .box:not(.closed) { min-width: calc(2.3 * var(--cell)); }
+  .box:not(.closed) { min-width: calc(2.4 * var(--cell)); }
   .boxes > div > .box { width: max-content; } .break { height: 0; }
   figcaption {
     font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
     width: 0; min-width: 100%;
   }
-  .mesh figcaption { font-size: .74em; }
+  .mesh figcaption { font-size: .74em; line-height: 1.35; }
+  .mesh .box:not(.closed) { min-width: calc(2.2 * var(--cell)); }
   .shape { font-weight: 400; line-height: 1.35; white-space: nowrap; display: block; }
   .cells {
     display: grid; width: max-content; border: 1.5px solid #000; color: #000;
@@ -77,21 +78,24 @@ export const STYLE = `
   .cell {
     width: var(--cell); padding: .1em 0; text-align: center; overflow: hidden;
     font-size: clamp(9px, var(--cell) * min(.42, 1.5 / var(--letters)), 24px);
-    line-height: 1.5;
+    line-height: 1.5; align-content: center;
     border: .5px solid #0006; font-variant-numeric: tabular-nums;
   }
   .cell.letter { font-family: var(--mono); font-size: clamp(12px, var(--cell) * .5, 24px); }
   .cell.striped { font-size: clamp(11px, var(--cell) * .42, 24px); padding-bottom: 1.3em; }
   .cell small { display: block; height: 1.1em; font-size: clamp(9px, var(--cell) * .28, 18px);
     line-height: 1.1; }
+  .cell.moved.striped {
+    font-size: clamp(9px, var(--cell) * min(.42, 1.15 / var(--letters)), 24px);
+  }
   .cell.leaves { outline: 3px dotted #000; outline-offset: -3px; }
   .cell.marked { box-shadow: inset 0 0 0 3px #000; font-weight: 700; }
   /* Bold digits are wider, and a border between two parts takes room as well. */
   .cell:is(.marked, .beside) {
-    font-size: clamp(9px, var(--cell) * min(.4, 1.3 / var(--letters)), 22px);
+    font-size: clamp(9px, var(--cell) * min(.4, 1.2 / var(--letters)), 22px);
   }
   .ring .cell.marked { box-shadow: none; background: #fff; }
-  .banded { padding-left: .8em; }
+  .banded { padding-left: .7rem; }
   .cell.pending { color: transparent; background: var(--soft) !important; }
   .column { font-size: .8em; background: #fff; display: grid; place-content: center; }
   .cell.below { border-top: 3px solid #000; }
@@ -119,7 +123,8 @@ export const STYLE = `
   th, td { padding: .08em .8em .08em 0; text-align: right; }
   th:first-child { text-align: left; }
   tbody th { font-weight: 400; white-space: nowrap; }
-  td:nth-last-child(2) { padding-left: 1em; }
+  td:nth-last-child(2) { padding-left: 1em; } td span { white-space: nowrap; }
+  thead th { vertical-align: bottom; } thead th:last-child { min-width: 9em; }
   td.now { font-weight: 700; text-decoration: underline; }
   td.off { font-weight: 700; color: var(--bad); }
   .chart { overflow-x: auto; padding: 3px; } .keeps i { font-style: normal; }
@@ -140,14 +145,14 @@ export const STYLE = `
   .messages { position: relative; }
   .message {
     position: absolute; top: calc(var(--top) * var(--row) - var(--gap) - 3px); width: 5px;
-    height: calc(var(--rows) * var(--row) + var(--gap) + 6px); margin-left: -5px;
+    height: calc(var(--rows) * var(--row) + var(--gap) + 6px); margin-left: -9px;
     background: var(--rank); border: 1px solid #000;
   }
   .message::after {
     content: ""; position: absolute; left: -4px; width: 11px; height: 8px; background: var(--ink);
     clip-path: polygon(0 0, 100% 0, 50% 100%); bottom: -3px;
   }
-  .message.up { margin-left: 0; } /* next to a message down at the same time */
+  .message.up { margin-left: 3px; } /* next to a message down at the same time */
   .message.up::after { bottom: auto; top: -3px; transform: scaleY(-1); }
   .veil {
     position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
@@ -168,6 +173,7 @@ export const STYLE = `
   .brief .cell.striped { padding-bottom: 1.3em; }
   .slide .lane { grid-template-columns: 6.6em 1fr; padding-block: .2em; min-height: 0; }
   .brief .boxes { display: flex; flex-wrap: wrap; column-gap: .4em; }
+  .brief:not(.slide) .boxes { column-gap: 1.5em; }
   .brief .boxes > :is(.new, :has(> .new)) { order: 3; } .brief .boxes > * { order: 2; }
   .brief .boxes > .names { order: 0; } .brief .names .box { min-width: 0; }
   .brief .names .box { display: flex; gap: .3em; align-items: center; padding: 0; }
@@ -186,10 +192,11 @@ export const STYLE = `
     .player:has(.printed) > :is(.caption, .stage) { display: none; }
   }
   @container (min-width: 1101px) { /* what is above the caption is one line */
-    .player:not(.slide) { display: grid; grid-template-columns: max-content 1fr; gap: 0 2em; }
+    .player:not(.slide) { display: grid; grid-template-columns: fit-content(50%) 1fr; gap: 0 2em; }
     .player:not(.slide) > * { grid-column: 1 / -1; min-width: 0; }
     .player:not(.slide) > .head { grid-column: 1; display: block; line-height: 1.2; }
-    .player:not(.slide) > .controls { grid-column: 2; } .head :is(b, span) { display: block; }
+    .player:not(.slide) > .controls { grid-column: 2; flex-wrap: nowrap; }
+    .head :is(b, span) { display: block; }
   }
   @container (max-width: 1100px) {
     .wide .stage { display: block; } .wide .lane { margin: 1em 0; }
@@ -209,7 +216,7 @@ export const STYLE = `
     .aside figcaption { font-size: .75em; font-weight: 400; }
     .aside figcaption { width: auto; min-width: 0; white-space: nowrap; }
     .caption { font-size: 1.1em; min-height: 6.8em; }
-    .boxes { display: flex; flex-wrap: wrap; }
+    .boxes { display: flex; flex-wrap: wrap; gap: .2em .4em; }
     :is(.ring, .mesh) .stage { display: block; }
     .count { min-width: 0; }
     .chart { --row: 3.3em; } .bar { line-height: 3; } td { text-align: left; }

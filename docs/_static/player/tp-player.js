@@ -10,10 +10,11 @@ import { cellOfBrief } from "./brief.js";
 import { charts } from "./charts.js";
 import { keepLanes, keepWords } from "./heights.js";
 import { table } from "./ledger.js";
+import { legend } from "./legend.js";
 import { drawArrows, fly } from "./arrows.js";
 import {
-  COLORS, EVERYONE, pale, make, bits, up_to, commas, total, still, texts, paint, strip, layout,
-  onMesh, onRing,
+  COLORS, make, bands, bits, up_to, commas, total, still, texts, paint, strip,
+  layout, onMesh, onRing,
 } from "./parts.js";
 import { STYLE } from "./style.js";
 
@@ -98,7 +99,7 @@ class TPPlayer extends HTMLElement {
     this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
       make("div", { class: "controls" }, ...buttons, this.slider, this.count),
-      this.caption, this.stage, this.legend(), this.totals);
+      this.caption, this.stage, legend(this), this.totals);
     this.box.addEventListener("keydown", (event) => this.key(event));
     this.dress();
     this.shadowRoot.replaceChildren(make("style", {}, STYLE), this.box);
@@ -108,55 +109,6 @@ class TPPlayer extends HTMLElement {
   dress() {
     const theme = this.slide ? "light" : document.documentElement.dataset.theme ?? "";
     this.box?.setAttribute("data-theme", theme);
-  }
-
-  legend() {
-    const entry = (style, text) => make("span", {}, make("i", { style }), text);
-    const { ranks, time, layout } = this.recording;
-    const entries = up_to(ranks).map((r) => entry(`background:${COLORS[r]}`, `rank ${r}`));
-    const made = this.events.flatMap((event) => event.ranks[0].makes ?? []);
-    if (time) {
-      const hatched = (kind, text = kind) => make("span", {}, make("i", { class: kind }), text);
-      const spans = this.events.flatMap((event) => event.ranks.flatMap((x) => x.spans ?? []));
-      entries.push(entry("", "forward"), hatched("backward"));
-      if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW"));
-      if (time.chunks) entries.push(entry(`background:${pale(COLORS[0])}`, "second chunk"));
-      const line = "background:#888;width:5px;height:1.2em";
-      entries.push(entry(line, "a message to the next or previous rank"));
-    } else if (layout === "rows") {
-      entries.push(make("span", {}, "a color: whose token, or expert; e0: for expert 0; " +
-        "r0: from rank 0; t tokens of a rank, k experts per token, r rows, m rows that leave it, " +
-        "E experts (e: of a rank; in formulas bytes per element), D features, F width"));
-    } else if (made.some((x) => Array.isArray(x.who))) {
-      const both = `linear-gradient(90deg,${COLORS[0]} 50%,${COLORS[1]} 50%)`;
-      entries.push(entry(`background:${both}`, "these ranks' numbers are in it"));
-      const cell = (line) => `border:3px ${line} #000;background:#fff`; // as in the picture
-      entries.push(entry(cell("dotted"), "is sent"));
-      const scores = made.some((x) => x.marked);
-      entries.push(entry(cell("solid"), `has arrived${scores ? "" : "; +2: and is added"}`));
-      if (scores) entries.push(entry("background:#fff", "computed in this step"));
-    } else {
-      const tensors = this.events.flatMap((e) => e.ranks.flatMap((part) =>
-        [...(part.makes ?? []), ...(part.given ?? [])]));
-      const some = (find) => tensors.some(find);
-      if (some((x) => bits(x.who).length === ranks))
-        entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
-      if (some((x) => ![1, ranks].includes(bits(x.who).length)))
-        entries.push(entry(`background:${paint(3, 4)}`, "the same on these ranks"));
-      if (some((x) => x.term)) entries.push(entry("border-style:dashed", "one term of a sum"));
-      if (some((x) => x.marked))
-        entries.push(entry("box-shadow:inset 0 0 0 3px var(--ink)", "the target"));
-      if (this.events.some((event) => event.ranks[0].marks)) {
-        const rule = "largest difference / largest number of one process";
-        const words = `✓ same as in one process; ✗ wrong by: ${rule}`;
-        entries.push(make("span", { class: "rule" }, words));
-      }
-      if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
-        const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
-        entries.push(make("span", { class: "rule" }, `${key}; a small letter: this rank's slice`));
-      }
-    }
-    return make("div", { class: "legend" }, ...entries);
   }
 
   // Moving through the steps
@@ -423,8 +375,9 @@ class TPPlayer extends HTMLElement {
   tensor(tensor, kind, mark, moved) {
     const { name, shape, values, who } = tensor;
     const size = `[${shape.join(", ")}]`;
-    const verdict = !mark ? "" : !mark.ok ? `✗ wrong by ${Math.round(100 * mark.diff)} %`
-      : `✓\u00a0same${mark.diff ? ` (${mark.diff.toExponential(0).replace("-", "−")})` : ""}`;
+    const share = mark && Math.round(100 * mark.diff);
+    const verdict = !mark ? "" : !mark.ok ? `✗ wrong by\u00a0${share}\u00a0%` :
+      `✓\u00a0same${mark.diff ? ` (${mark.diff.toExponential(0).replace("-", "−")})` : ""}`;
     const term = tensor.term ? "term" : "";
     const open = values ? "" : "closed";
     const aside = kind || mark ? "" : "aside"; // on a narrow screen without its numbers
@@ -435,7 +388,7 @@ class TPPlayer extends HTMLElement {
     const style = `grid-column:${2 + at.place} / span ${at.wide}`;
     const about = { class: kinds, role: "img", "aria-label": label, "data-name": name, style };
     return make("figure", about,
-      make("figcaption", {}, name.replace(/_(?!\w{1,4}$)/g, "_\u200b"), " ",
+      make("figcaption", {}, name.replace(/_(?!\w{1,4}$)|^dL\/d|(?=\[)/g, "$&\u200b"), " ",
         make("span", { class: "shape" }, size)),
       this.cells(tensor, kind, moved),
       make("span", { class: `mark ${mark?.ok ? "good" : "bad"}` }, verdict));
@@ -446,7 +399,8 @@ class TPPlayer extends HTMLElement {
     const { shape, values, who, columns, rows, marked } = tensor;
     const cells = make("div", { class: "cells" });
     const held = Array.isArray(who) ? 0 : bits(who).length;
-    cells.style.background = paint(held ? who : who[0], this.recording.ranks);
+    cells.style.background = held ? paint(who, this.recording.ranks)
+      : bands([...new Set(who.flatMap(bits))]);
     if (held > 1 && held < this.recording.ranks) cells.classList.add("banded");
     if (!values) {
       cells.append(shape.join(" × "));

@@ -1,0 +1,54 @@
+// Below the lanes: what colors, lines and letters mean.
+
+import { COLORS, EVERYONE, bands, bits, make, paint, pale, up_to } from "./parts.js";
+
+export function legend({ recording, events }) {
+  const entry = (style, text) => make("span", {}, make("i", { style }), text);
+  const { ranks, time, layout } = recording;
+  const paper = "outline:1px solid var(--line);background:";
+  const entries = up_to(ranks).map((r) => entry(`background:${COLORS[r]}`, `rank ${r}`));
+  const made = events.flatMap((event) => event.ranks[0].makes ?? []);
+  if (time) {
+    const hatched = (kind, text = kind) => make("span", {}, make("i", { class: kind }), text);
+    const spans = events.flatMap((event) => event.ranks.flatMap((x) => x.spans ?? []));
+    entries.push(entry("background:#fff", "forward"), hatched("backward"));
+    if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW"));
+    if (time.chunks) entries.push(entry(`background:${pale(COLORS[0])}`, "second chunk"));
+    entries.push(entry("background:#888;width:5px", "a message to another rank"));
+    entries.push(make("span", { class: "rule" }, "M micro-batches, b sequences in one, " +
+      "S positions, D features, e bytes per number; a header of 40 bytes"));
+  } else if (layout === "rows") {
+    entries.push(make("span", {}, "a color: whose token, or expert; e0: for expert 0; r0: from " +
+      "rank 0; t tokens of a rank, k experts per token, r rows, m rows that leave it (mean), " +
+      "E experts (e: of a rank; in formulas bytes per element), D features, F width"));
+  } else if (made.some((x) => Array.isArray(x.who))) {
+    entries.push(entry(`background:${bands([0, 1])}`, "these ranks' numbers are in it"));
+    const cell = (line) => `border:3px ${line} #000;${paper}#fff`; // as in the picture
+    entries.push(entry(cell("dotted"), "is sent"));
+    const scores = made.some((x) => x.marked);
+    entries.push(entry(cell("solid"), `has arrived${scores ? "" : "; +2: and is added"}`));
+    if (scores) entries.push(entry("background:#fff", "computed in this step"));
+  } else {
+    const tensors = events.flatMap((e) => e.ranks.flatMap((part) =>
+      [...(part.makes ?? []), ...(part.given ?? [])]));
+    const some = (find) => tensors.some(find);
+    if (some((x) => bits(x.who).length === ranks))
+      entries.push(entry(`background:${EVERYONE}`, "the same on every rank"));
+    if (some((x) => ![1, ranks].includes(bits(x.who).length)))
+      entries.push(entry(`background:${paint(3, 4)}`, "the same on these ranks"));
+    if (some((x) => x.term))
+      entries.push(entry(`border:3px dashed #000;${paper}#fff`, "one term of a sum"));
+    if (some((x) => x.marked))
+      entries.push(entry(`box-shadow:inset 0 0 0 3px #000;${paper}#fff`, "the target"));
+    if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
+      const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
+      entries.push(make("span", { class: "rule" }, `${key}; a small letter: this rank's slice`));
+    }
+  }
+  if (events.some((event) => event.ranks[0].marks)) {
+    const rule = "largest difference / largest number of one process";
+    const words = `✓ same as in one process; ✗ wrong by: ${rule}`;
+    entries.push(make("span", { class: "rule" }, words));
+  }
+  return make("div", { class: "legend" }, ...entries);
+}
