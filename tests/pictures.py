@@ -39,7 +39,7 @@ ARROWS = """player => {
         const box = cell.getBoundingClientRect();
         const numbers = cell.closest(".cells"); // left of them: a bar, or names of rows
         const left = numbers.querySelector(".cell")?.getBoundingClientRect().left;
-        const begin = box.left === left ? numbers.getBoundingClientRect().left : box.left;
+        const begin = (box.left === left ? numbers : cell).getBoundingClientRect().left;
         const [dx, dy] = [Math.max(begin - x, x - box.right, 0),
                           Math.max(box.top - y, y - box.bottom, 0)];
         return Math.hypot(dx, dy) < 4 * scale;

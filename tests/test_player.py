@@ -592,6 +592,24 @@ def test_messages_between_stages(open_page, name):
                 assert arrows == expected, (width, event["says"])
 
 
+@pytest.mark.parametrize("name", ["schedules", "schedules-2"])
+def test_a_message_is_sent_when_a_pass_ends(name):
+    """And its arrow stands there, not where the step of the player begins."""
+    events = RECORDED[name]["events"]
+    parts = [(rank, x) for event in events for rank, x in enumerate(event["ranks"])]
+    ends = {}
+    for rank, part in parts:
+        for span in part.get("spans", []):
+            ends.setdefault((rank, span["run"]), []).append(span["end"])
+    messages = [(rank, x) for rank, part in parts for x in part.get("messages", [])]
+    late = []
+    for rank, message in messages:
+        before = [e for e in ends[rank, message["run"]] if e <= message["at"]]
+        late.append(message["at"] - max(before))
+    assert len(late) > 70
+    assert max(late) < 5  # ms; a pass takes 25 at least
+
+
 FRAME = f"""player => ({{
   height: player.box.offsetHeight,
   table: player.totals.scrollWidth - player.totals.clientWidth,
