@@ -42,7 +42,7 @@ GROUPS = {}  # by their ranks: gloo has a thread for each group, which wakes oft
 
 
 def same_group(new_group, ranks=None, *args, **options):
-    """A group of these ranks, the same one for all models."""
+    """A group of these ranks, one for all models; the first call's options hold."""
     key = tuple(ranks or range(dist.get_world_size()))
     if key not in GROUPS:
         GROUPS[key] = new_group(ranks, *args, **options)

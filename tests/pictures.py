@@ -15,7 +15,8 @@ import draw
 from matplotlib.colors import to_hex, to_rgb
 
 # Arrows of the step that is shown: those that do not begin at a cell that is sent, or
-# do not end at a new cell of their receiver, and what they cross that is to be read.
+# do not end at a new cell of their receiver (or at what is left of it: a bar, or names
+# of rows), and what they cross that is to be read.
 ARROWS = """player => {
     const stage = player.shadowRoot.querySelector(".stage");
     const svg = stage.querySelector("svg");
@@ -34,6 +35,11 @@ ARROWS = """player => {
             for (const box of range.getClientRects())
                 if (node.data.trim()) words.push([node.data.trim(), box]);
         }
+    }
+    for (const each of stage.querySelectorAll(".banded")) {
+        const {left, top, height} = each.getBoundingClientRect();
+        const width = parseFloat(getComputedStyle(each).paddingLeft) * scale;
+        if (width) words.push(["a bar", new DOMRect(left + 2, top, width - 2, height)]);
     }
     const near = (cell, x, y) => {
         const box = cell.getBoundingClientRect();

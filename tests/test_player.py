@@ -14,6 +14,7 @@ from pictures import ARROWS, contrast, draw, walk
 lesson_00 = jobs.load("00_collectives")
 sys.path.append(str(jobs.ROOT / "docs"))
 record = jobs.load("record")
+record_schedules = jobs.load("record_schedules")
 PATHS = record.FOLDER.glob("*.json")
 RECORDED = {path.stem: json.loads(path.read_text("utf-8")) for path in PATHS}
 
@@ -557,15 +558,27 @@ MESSAGES = """player => [...player.shadowRoot.querySelectorAll(".chart")].map(
             r => rows[r].top < bottom && rows[r].bottom > top);
         const ends = [touched[0], touched.at(-1)];
         if (line.classList.contains("up")) ends.reverse();
-        return ends;
+        const time = line.parentElement.getBoundingClientRect();
+        const box = line.getBoundingClientRect();
+        return [...ends, ((box.left + box.right) / 2 - time.left) / time.width];
     }))"""
+KEPT = """player => [...player.shadowRoot.querySelectorAll(".chart")].map(
+    chart => [...chart.querySelectorAll(".keeps")].map(
+        words => parseFloat(words.textContent.replace(/[^0-9.]/g, ""))))"""
 
 
 @pytest.mark.parametrize("name", ["schedules", "schedules-2"])
 def test_messages_between_stages(open_page, name):
     """Arrows lead from the row that sends to the one that receives: to the next rank
-    forward, to the previous one backward, each time that bytes are counted."""
+    forward, to the previous one backward, each time that bytes are counted. They stand
+    where they were sent."""
     recording = RECORDED[name]
+    length = max(
+        span["end"]
+        for event in recording["events"]
+        for part in event["ranks"]
+        for span in part.get("spans", [])
+    )
     P = recording["ranks"]
     for event in recording["events"]:
         for rank, part in enumerate(event["ranks"]):
@@ -576,6 +589,9 @@ def test_messages_between_stages(open_page, name):
                 for row in part.get("bytes", {})
             }
             assert {(run.partition(" ")[0], to) for run, to in sent} == expected
+            assert len(sent) == len(
+                part.get("messages", [])
+            )  # else its bytes are a sum
     player = open_page(name).locator("tp-player")
     for width in (390, 1280):
         resize(player, width)
@@ -584,17 +600,34 @@ def test_messages_between_stages(open_page, name):
             for run, arrows in zip(recording["time"]["runs"], seen, strict=True):
                 parts = enumerate(event["ranks"])
                 expected = [
-                    [rank, message["to"]]
+                    (rank, message["to"], message["at"] / length)
                     for rank, part in parts
                     for message in part.get("messages", [])
                     if message["run"] == run
                 ]
-                assert arrows == expected, (width, event["says"])
+                for (*ends, place), (rank, to, at) in zip(
+                    arrows, expected, strict=True
+                ):
+                    assert ends == [rank, to], (width, event["says"])
+                    assert abs(place - at) < 0.01, (width, event["says"])
+
+
+@pytest.mark.parametrize("name", ["schedules", "schedules-2"])
+def test_what_a_rank_keeps_is_that_of_the_time_in_the_caption(open_page, name):
+    events = RECORDED[name]["events"]
+    parts = [(rank, x) for event in events for rank, x in enumerate(event["ranks"])]
+    spans = [(rank, span) for rank, part in parts for span in part.get("spans", [])]
+    looks = walk(open_page(name).locator("tp-player"), KEPT)
+    for (event, later), seen in zip(pairwise(events), looks):
+        middle = (event["time"] + later["time"]) / 2
+        for run, shown in zip(RECORDED[name]["time"]["runs"], seen, strict=True):
+            kept = record_schedules.kept_at(middle, spans, run, RECORDED[name]["ranks"])
+            assert shown == kept or event["kind"] == "hold", event["says"]
 
 
 @pytest.mark.parametrize("name", ["schedules", "schedules-2"])
 def test_a_message_is_sent_when_a_pass_ends(name):
-    """And its arrow stands there, not where the step of the player begins."""
+    """Its own time, not that at which the step of the player begins."""
     events = RECORDED[name]["events"]
     parts = [(rank, x) for event in events for rank, x in enumerate(event["ranks"])]
     ends = {}

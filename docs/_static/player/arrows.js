@@ -73,23 +73,24 @@ function originOf({ stage }) {
 }
 
 /** The rectangle of some cells of a tensor, with what is at the left of its numbers. */
-function whole(cells, home) {
+function withLeft(cells, home) {
   const rect = around(cells, home);
-  const all = cells[0].closest(".cells");
-  const first = around([...all.querySelectorAll(".cell"), ...cells], home);
-  if (rect.left > first.left + 1) return rect;
-  const { left } = around([all], home);
+  const tensor = cells[0].closest(".cells");
+  const numbers = around([...tensor.querySelectorAll(".cell"), ...cells], home);
+  if (rect.left > numbers.left + 1) return rect;
+  const { left } = around([tensor], home);
   return { ...rect, left, width: rect.width + rect.left - left };
 }
 
 /** What an arrow may cross, but should not cover: lines around tensors, colors of lanes. */
 function lines(stage, home) {
-  const lanes = [...stage.querySelectorAll(".lane")].map((x) => around([x], home));
+  const lanes = [...stage.querySelectorAll(".lane")].map((lane) =>
+    ({ ...around([lane], home), width: lane.clientLeft }));
   return [...stage.querySelectorAll(".new, .term .cells")].map((x) => around([x], home))
     .flatMap(({ left, top, width, height }) => [
       { left, top, width, height: 0 }, { left, top: top + height, width, height: 0 },
       { left, top, width: 0, height }, { left: left + width, top, width: 0, height }])
-    .concat(lanes.map((lane) => ({ ...lane, width: 10 })));
+    .concat(lanes);
 }
 
 /** Everything on the stage that is to be read. */
@@ -131,7 +132,7 @@ export function drawArrows(player) {
   };
   for (const message of all) {
     const { sender, rank, from, to } = message;
-    const [a, b] = [whole(from, home), whole(to, home)];
+    const [a, b] = [withLeft(from, home), withLeft(to, home)];
     const way = findWay(tracks, a, b, which(message, "sender"), which(message, "rank")) ??
       straight(a, b);
     const d = pathThrough(way.points);

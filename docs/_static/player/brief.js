@@ -4,8 +4,10 @@ import { sum, up_to } from "./parts.js";
 
 const SWATCH = 2.6; // em: the color next to a name, and what is between boxes
 const LETTER = 0.46; // em: of such a name
+const GAP = 1.5; // em: between boxes where there is room for arrows, not on slides
 
-/** Half cells of the boxes with numbers in a lane, and letters of its longest name. */
+/** Half cells of the boxes with numbers in a lane, gaps between them, and letters of its
+ * longest name. */
 function widths(player, step, lane) {
   const at = player.places.steps[step];
   const names = (parent) => [...parent.querySelectorAll(".box")].map((box) => box.dataset.name);
@@ -15,7 +17,8 @@ function widths(player, step, lane) {
     return Math.max(...inside.map((name) => at.get(name)?.wide ?? 0));
   });
   const aside = lane.querySelector(".names");
-  return { halves: sum(wide), letters: aside ? Math.max(...names(aside).map((x) => x.length)) : 0 };
+  const letters = aside ? Math.max(...names(aside).map((x) => x.length)) : 0;
+  return { halves: sum(wide), gaps: Math.max(0, wide.length - 1), letters };
 }
 
 /** How wide a cell can be, so that the widest of the steps to stop at is one line. */
@@ -29,6 +32,10 @@ export function cellOfBrief(player, room, font) {
     });
     player.step = step;
   }
-  return Math.min(...player.widths.filter(({ halves }) => halves).map(({ halves, letters }) =>
-    (2 * (room - (letters ? (letters * LETTER + SWATCH) * font : 0))) / halves));
+  const gap = player.slide ? 0 : GAP;
+  const sizes = player.widths.filter(({ halves }) => halves).map(({ halves, gaps, letters }) => {
+    const names = letters ? (letters * LETTER + SWATCH) * font : 0;
+    return (2 * (room - names - gaps * gap * font)) / halves;
+  });
+  return Math.min(...sizes);
 }

@@ -25,9 +25,10 @@ export function charts(player, event) {
   const kept = (run, rank) => {
     const of_stage = spans.filter((span) => span.run === run && span.rank === rank);
     const last = of_stage.some(({ what }) => what === "weight") ? "weight" : "backward";
-    const begun = of_stage.filter(({ what, i }) => what === "forward" && i <= player.step);
-    const over = of_stage.filter(({ what, end }) =>
-      what === last && end <= (event.time + until) / 2);
+    const middle = (event.time + until) / 2;
+    const begun = of_stage.filter(({ what, start, i }) =>
+      what === "forward" && start <= middle && i <= player.step);
+    const over = of_stage.filter(({ what, end }) => what === last && end <= middle);
     return (begun.length - over.length) / (time.chunks?.[run] ?? 1);
   };
   /** An arrow, when it is sent, from the row of the sender to that of the receiver. */

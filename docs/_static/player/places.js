@@ -14,6 +14,7 @@ function shownAt(player, step) {
   const shown = new Map();
   const wide = (tensor) => halves(tensor, player.recording.ranks);
   player.events[step].ranks.forEach((part, rank) => {
+    // What is given comes first, for a source is placed before what is made of it.
     const all = [...(part.given ?? []), ...player.held(rank, step + 1).values()];
     const { takes } = player.events[step];
     for (const name of [takes, ...(player.events[step].drops ?? [])]) // its sources

@@ -49,46 +49,52 @@ function ports({ left, top, width, height }, [i, n], away) {
 export function findWay(tracks, a, b, leaves, reaches) {
   const { across, down, cost } = tracks;
   const at = ([x, y]) => (x < 0 || y < 0 || x >= across || y >= down ? -1 : y * across + x);
-  const best = new Map(); // state → where it came from; a state is a place and a direction
+  // State → where it came from. A state is a place, a direction, and if it has just turned:
+  // one that turned twice at a place would lie on itself.
+  const best = new Map();
   const queue = []; // by length: the states that are reached
-  const reach = (length, place, side, from) => {
-    if (place >= 0 && cost[place]) (queue[length] ??= []).push([place * 4 + side, from]);
+  const reach = (length, place, side, from, turned = 0) => {
+    if (place >= 0 && cost[place])
+      (queue[length] ??= []).push([place * 8 + side * 2 + turned, from]);
   };
   const starts = ports(a, leaves, CLEAR + 1);
   for (const { side, steps } of starts) reach(0, at(steps), side);
   const goals = new Map(ports(b, reaches, TIP + 2).map((port) =>
-    [at(port.steps) * 4 + ((port.side + 2) % 4), port]));
+    [at(port.steps) * 4 + ((port.side + 2) % 4), port])); // by place and direction
   for (let length = 0; length < queue.length; length++) {
     for (const [state, from] of queue[length] ?? []) {
       if (best.has(state)) continue;
       best.set(state, from);
-      if (goals.has(state)) return corners(tracks, best, state, starts, goals.get(state));
-      const [place, side] = [Math.floor(state / 4), state % 4];
+      const goal = goals.get(Math.floor(state / 2));
+      if (goal) return corners(tracks, best, state, starts, goal);
+      const [place, side] = placeOf(state);
       const next = SIDES[side][0] + SIDES[side][1] * across;
       const [x, y] = [place % across + SIDES[side][0], Math.floor(place / across) + SIDES[side][1]];
       const there = at([x, y]);
       if (there === place + next) reach(length + (cost[there] || 1), there, side, state);
-      if (from !== undefined && Math.floor(from / 4) === place) continue; // no two turns here
-      for (const turn of [1, 3]) reach(length + TURN, place, (side + turn) % 4, state);
+      if (state % 2 === 0)
+        for (const turn of [1, 3]) reach(length + TURN, place, (side + turn) % 4, state, 1);
     }
     delete queue[length];
   }
   return undefined;
 }
 
+const placeOf = (state) => [Math.floor(state / 8), Math.floor(state / 2) % 4];
+
 /** From the last state back to the first: where the way turns. It takes its places. */
 function corners({ across, down, cost }, best, last, starts, goal) {
   const points = [goal.edge];
   let first;
   for (let state = last; state !== undefined; state = best.get(state)) {
-    const place = Math.floor(state / 4);
+    const [place, side] = placeOf(state);
     const before = best.get(state);
-    if (before === undefined || before % 4 !== state % 4 || state === last)
+    if (before === undefined || placeOf(before)[1] !== side || state === last)
       points.unshift([(place % across) * TRACK, Math.floor(place / across) * TRACK]);
     const column = place % across; // at an edge there is one neighbor less
     const beside = [column > 0 ? -1 : 0, column < across - 1 ? 1 : 0, across, -across];
     for (const step of beside)
-      if (cost[place + step] === 1) cost[place + step] = 1 + BESIDE;
+      if (cost[place + step] && cost[place + step] < 1 + BESIDE) cost[place + step] = 1 + BESIDE;
     cost[place] = 1 + TAKEN;
     first = state;
   }
@@ -96,7 +102,7 @@ function corners({ across, down, cost }, best, last, starts, goal) {
   for (let j = Math.max(0, y - 2); j <= Math.min(down - 1, y + 2); j++)
     for (let i = Math.max(0, x - 2); i <= Math.min(across - 1, x + 2); i++)
       if (cost[j * across + i]) cost[j * across + i] = 1 + AT_TIP;
-  points.unshift(starts[first % 4].edge);
+  points.unshift(starts[placeOf(first)[1]].edge);
   return { points, angle: 90 * ((goal.side + 2) % 4) };
 }
 

@@ -145,14 +145,14 @@ export const STYLE = `
   .messages { position: relative; }
   .message {
     position: absolute; top: calc(var(--top) * var(--row) - var(--gap) - 3px); width: 5px;
-    height: calc(var(--rows) * var(--row) + var(--gap) + 6px); margin-left: -9px;
+    height: calc(var(--rows) * var(--row) + var(--gap) + 6px); margin-left: -7px;
     background: var(--rank); border: 1px solid #000;
   }
   .message::after {
     content: ""; position: absolute; left: -4px; width: 11px; height: 8px; background: var(--ink);
     clip-path: polygon(0 0, 100% 0, 50% 100%); bottom: -3px;
   }
-  .message.up { margin-left: 3px; } /* next to a message down at the same time */
+  .message.up { margin-left: 1px; } /* next to a message down at the same time */
   .message.up::after { bottom: auto; top: -3px; transform: scaleY(-1); }
   .veil {
     position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
@@ -173,7 +173,6 @@ export const STYLE = `
   .brief .cell.striped { padding-bottom: 1.3em; }
   .slide .lane { grid-template-columns: 6.6em 1fr; padding-block: .2em; min-height: 0; }
   .brief .boxes { display: flex; flex-wrap: wrap; column-gap: .4em; }
-  .brief:not(.slide) .boxes { column-gap: 1.5em; }
   .brief .boxes > :is(.new, :has(> .new)) { order: 3; } .brief .boxes > * { order: 2; }
   .brief .boxes > .names { order: 0; } .brief .names .box { min-width: 0; }
   .brief .names .box { display: flex; gap: .3em; align-items: center; padding: 0; }
@@ -191,6 +190,7 @@ export const STYLE = `
     .controls { display: none; } .printed { display: block; }
     .player:has(.printed) > :is(.caption, .stage) { display: none; }
   }
+  @container (min-width: 601px) { .brief:not(.slide, .paper) .boxes { column-gap: 1.5em; } }
   @container (min-width: 1101px) { /* what is above the caption is one line */
     .player:not(.slide) { display: grid; grid-template-columns: fit-content(50%) 1fr; gap: 0 2em; }
     .player:not(.slide) > * { grid-column: 1 / -1; min-width: 0; }
