@@ -166,7 +166,8 @@ function ghost(player, { sender, from, to }) {
     const copy = cell.cloneNode(true);
     const place = around([cell], home);
     copy.className = "cell";
-    copy.style.cssText = `position:absolute;background:${COLORS[sender]};
+    const { fontSize } = getComputedStyle(cell); // it depends on the other numbers
+    copy.style.cssText = `position:absolute;background:${COLORS[sender]};font-size:${fontSize};
       left:${place.left - a.left}px;top:${place.top - a.top}px;
       width:${place.width}px;height:${place.height}px`;
     ghost.append(copy);
