@@ -4,10 +4,11 @@ import { sum, up_to } from "./parts.js";
 
 const SWATCH = 2.6; // em: the color next to a name, and what is between boxes
 const LETTER = 0.46; // em: of such a name
-const GAP = 1.5; // em: between boxes where there is room for arrows, not on slides
+const GAP = 0.4; // em: between boxes, not on slides,
+const ARROWS = 1.5; // and where something is sent
 
-/** Half cells of the boxes with numbers in a lane, gaps between them, and letters of its
- * longest name. */
+/** Half cells of the boxes with numbers in a lane, em of gaps between them, and letters
+ * of its longest name. */
 function widths(player, step, lane) {
   const at = player.places.steps[step];
   const names = (parent) => [...parent.querySelectorAll(".box")].map((box) => box.dataset.name);
@@ -18,7 +19,8 @@ function widths(player, step, lane) {
   });
   const aside = lane.querySelector(".names");
   const letters = aside ? Math.max(...names(aside).map((x) => x.length)) : 0;
-  return { halves: sum(wide), gaps: Math.max(0, wide.length - 1), letters };
+  const gap = lane.querySelector(".chip") ? ARROWS : GAP;
+  return { halves: sum(wide), gaps: (wide.length - 1) * gap, letters };
 }
 
 /** How wide a cell can be, so that the widest of the steps to stop at is one line. */
@@ -32,10 +34,9 @@ export function cellOfBrief(player, room, font) {
     });
     player.step = step;
   }
-  const gap = player.slide ? 0 : GAP;
   const sizes = player.widths.filter(({ halves }) => halves).map(({ halves, gaps, letters }) => {
     const names = letters ? (letters * LETTER + SWATCH) * font : 0;
-    return (2 * (room - names - gaps * gap * font)) / halves;
+    return (2 * (room - names - (player.slide ? 0 : gaps * font))) / halves;
   });
   return Math.min(...sizes);
 }

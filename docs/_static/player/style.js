@@ -190,7 +190,9 @@ export const STYLE = `
     .controls { display: none; } .printed { display: block; }
     .player:has(.printed) > :is(.caption, .stage) { display: none; }
   }
-  @container (min-width: 601px) { .brief:not(.slide, .paper) .boxes { column-gap: 1.5em; } }
+  @container (min-width: 601px) { /* where something is sent, for the arrows */
+    .brief:not(.slide, .paper) .lane:has(.chip) .boxes { column-gap: 1.5em; }
+  }
   @container (min-width: 1101px) { /* what is above the caption is one line */
     .player:not(.slide) { display: grid; grid-template-columns: fit-content(50%) 1fr; gap: 0 2em; }
     .player:not(.slide) > * { grid-column: 1 / -1; min-width: 0; }
