@@ -36,6 +36,7 @@ COLORS = (  # by rank
     "#F0E442", "#D55E00", "#0072B2", "#BBBBBB",
 )  # fmt: skip
 PARTS = ("#4D4D4D", "#8C8C8C", "#C8C8C8", "#EDEDED")  # of a bar: not ranks, so gray
+LINES = (*PARTS[:2], "#B0B0B0", "#000000")  # seen on white, each with its own marker
 EVERYONE = "#E6E6E6"
 # Values: brown below zero, purple above. No rank has these, and they differ in blue, so
 # people blind to red or green can tell them apart.
@@ -466,7 +467,7 @@ def fit(series: dict[str, list[tuple]], lines: dict[str, tuple], x: str, y: str)
     where there is none, points are joined."""
     _, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
     marks = ("o", "s", "^", "D")
-    for (name, points), mark, shade in zip(series.items(), marks, PARTS):
+    for (name, points), mark, shade in zip(series.items(), marks, LINES):
         xs, ys = zip(*points)
         ax.plot(xs, ys, mark, color=shade, markersize=9, markeredgecolor="black",
                 label=name)  # fmt: skip
@@ -487,7 +488,7 @@ def curves(series: dict[str, list[float]], x: str, y: str, title: str = ""):
     """Numbers step by step, one line per name; the steps count from 1."""
     figure, ax = plt.subplots(figsize=(WIDTH, 4.2), layout="constrained")
     styles = ("o-", "s--", "^:", "D-.")
-    for (name, values), style, shade in zip(series.items(), styles, PARTS):
+    for (name, values), style, shade in zip(series.items(), styles, LINES):
         steps = range(1, len(values) + 1)
         ax.plot(steps, values, style, color=shade, linewidth=2, markersize=9,
                 markeredgecolor="black", label=name)  # fmt: skip

@@ -27,8 +27,7 @@ function widths(player, step, lane) {
 export function cellOfBrief(player, room, font) {
   if (!player.widths) {
     const { step } = player;
-    const stops = player.getAttribute("steps")?.split(",").map((stop) => stop - 1);
-    player.widths = (stops ?? up_to(player.events.length)).flatMap((each) => {
+    player.widths = player.stops().flatMap((each) => {
       player.step = each;
       return up_to(player.recording.ranks).map((r) => widths(player, each, player.lane(r)));
     });

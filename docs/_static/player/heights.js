@@ -3,10 +3,12 @@
 import { table } from "./ledger.js";
 import { up_to } from "./parts.js";
 
-/** On a slide and on paper each step is as high as it is. */
-const changes = ({ slide, box }) => slide || box.classList.contains("paper");
+/** On paper each step is as high as it is. */
+const changes = ({ box }) => box.classList.contains("paper");
 
-const tall = (element) => element.getBoundingClientRect().height; // not rounded
+/** Not rounded; on a slide, which reveal.js scales, in its own pixels. */
+const tall = (element, { slide }) =>
+  (slide ? element.offsetHeight : element.getBoundingClientRect().height);
 
 /** The caption, and the table of bytes, as high as their highest step. */
 export function keepWords(player) {
@@ -15,12 +17,12 @@ export function keepWords(player) {
   for (const element of elements) element.style.minHeight = "";
   if (changes(player)) return;
   if (player.words_measured?.width !== box.clientWidth) {
-    events.forEach((event, each) => {
+    for (const each of player.stops()) {
       player.step = each; // the table is that of the player's step
-      caption.replaceChildren(...player.words(event));
+      caption.replaceChildren(...player.words(events[each]));
       totals.replaceChildren(table(player));
-      elements.forEach((element, i) => { high[i] = Math.max(high[i], tall(element)); });
-    });
+      elements.forEach((element, i) => { high[i] = Math.max(high[i], tall(element, player)); });
+    }
     player.step = step;
     caption.replaceChildren(...player.words(events[step]));
     totals.replaceChildren(table(player));
@@ -33,22 +35,28 @@ export function keepWords(player) {
 
 /** Each lane, as high as its highest step. */
 export function keepLanes(player) {
-  const { events, step, stage, box } = player;
+  const { step, stage, box } = player;
   if (changes(player)) return;
   const all = () => up_to(player.recording.ranks).map((rank) => player.lane(rank));
-  if (player.lanes_measured?.width !== box.clientWidth) {
+  const size = `${box.clientWidth} ${box.style.getPropertyValue("--cell")}`;
+  if (player.lanes_measured?.size !== size) {
     const high = all().map(() => 0);
-    events.forEach((_, each) => {
+    for (const each of player.stops()) {
       player.step = each;
       const lanes = all();
       stage.replaceChildren(...lanes);
-      lanes.forEach((lane, i) => { high[i] = Math.max(high[i], tall(lane)); });
-    });
+      lanes.forEach((lane, i) => { high[i] = Math.max(high[i], tall(lane, player)); });
+    }
     player.step = step;
     stage.replaceChildren(...all());
-    player.lanes_measured = { width: box.clientWidth, high };
+    player.lanes_measured = { size, high };
   }
   [...stage.querySelectorAll(".lane")].forEach((lane, rank) => {
     lane.style.minHeight = `${player.lanes_measured.high[rank]}px`;
   });
+}
+
+/** On a slide that has no room for the highest: each lane is as high as it is now. */
+export function freeLanes({ stage }) {
+  for (const lane of stage.querySelectorAll(".lane")) lane.style.minHeight = "";
 }

@@ -2,8 +2,29 @@
 
 import { COLORS, EVERYONE, bands, bits, make, paint, pale, up_to } from "./parts.js";
 
+// Letters of shapes and formulas; in a name a small one is a rank's slice.
+const LETTERS = {
+  B: "batch", S: "positions", D: "features", N: "heads", K: "key/value heads",
+  H: "features of a head", F: "width of the MLP", V: "vocabulary", T: "ranks", C: "ranks",
+  M: "micro-batches", b: "sequences in one of them", s: "positions of a rank",
+  n: "numbers of a rank", e: "bytes per number", outer: "and inner: ranks of that axis",
+};
+const OF_A_BATCH = { ...LETTERS, n: "positions of all micro-batches" };
+
+/** What the letters of a recording mean: those of its formulas and its names. */
+function key({ ledger, lesson }, names) {
+  const shapes = names.flatMap((name) => /_([BSDFNVbsdfnv]+)$/.exec(name)?.[1] ?? []).join("");
+  const formulas = ledger.flatMap(({ formula }) => formula.match(/[A-Za-z]+/g) ?? []);
+  const used = new Set([...shapes.toUpperCase(), ...formulas]);
+  const meanings = lesson.startsWith("05") ? OF_A_BATCH : LETTERS;
+  const words = Object.entries(meanings).filter(([letter]) => used.has(letter))
+    .map((pair) => pair.join(" ")).join(", ");
+  return /[a-z]/.test(shapes) ? `${words}; in a name a small letter: this rank's slice` : words;
+}
+
 export function legend({ recording, events }) {
   const entry = (style, text) => make("span", {}, make("i", { style }), text);
+  const rule = (text) => make("span", { class: "rule" }, text);
   const { ranks, time, layout } = recording;
   const paper = "outline:1px solid var(--line);background:";
   const entries = up_to(ranks).map((r) => entry(`background:${COLORS[r]}`, `rank ${r}`));
@@ -15,8 +36,7 @@ export function legend({ recording, events }) {
     if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW"));
     if (time.chunks) entries.push(entry(`background:${pale(COLORS[0])}`, "second chunk"));
     entries.push(entry("background:#888;width:5px", "a message to another rank"));
-    entries.push(make("span", { class: "rule" }, "M micro-batches, b sequences in one, " +
-      "S positions, D features, e bytes per number; a header of 40 bytes"));
+    entries.push(rule(`${key(recording, [])}; a header of 40 bytes`));
   } else if (layout === "rows") {
     entries.push(make("span", {}, "a color: whose token, or expert; e0: for expert 0; r0: from " +
       "rank 0; t tokens of a rank, k experts per token, r rows, m rows that leave it (mean), " +
@@ -28,6 +48,7 @@ export function legend({ recording, events }) {
     const scores = made.some((x) => x.marked);
     entries.push(entry(cell("solid"), `has arrived${scores ? "" : "; +2: and is added"}`));
     if (scores) entries.push(entry("background:#fff", "computed in this step"));
+    entries.push(rule(key(recording, made.map(({ name }) => name))));
   } else {
     const tensors = events.flatMap((e) => e.ranks.flatMap((part) =>
       [...(part.makes ?? []), ...(part.given ?? [])]));
@@ -40,15 +61,14 @@ export function legend({ recording, events }) {
       entries.push(entry(`border:3px dashed #000;${paper}#fff`, "one term of a sum"));
     if (some((x) => x.marked))
       entries.push(entry(`box-shadow:inset 0 0 0 3px #000;${paper}#fff`, "the target"));
-    if (some((x) => /_[BSDFNTVsdfnv]+$/.test(x.name))) {
-      const key = "B batch, S positions, D features, N heads, F width, V vocabulary";
-      entries.push(make("span", { class: "rule" }, `${key}; a small letter: this rank's slice`));
-    }
+    entries.push(rule(key(recording, tensors.map(({ name }) => name))));
+    const rounded = (v) => typeof v === "number" && v !== Number(v.toFixed(2));
+    if (some(({ term, values }) => term && values?.some(rounded)))
+      entries.push(rule("numbers are rounded: a sum can differ by 0.01 from what is shown"));
   }
   if (events.some((event) => event.ranks[0].marks)) {
-    const rule = "largest difference / largest number of one process";
-    const words = `✓ same as in one process; ✗ wrong by: ${rule}`;
-    entries.push(make("span", { class: "rule" }, words));
+    entries.push(rule("✓ same as in one process; ✗ wrong by: largest difference / largest " +
+      "number of one process"));
   }
   return make("div", { class: "legend" }, ...entries);
 }

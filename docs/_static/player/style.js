@@ -54,7 +54,7 @@ export const STYLE = `
   .at { font-weight: 400; font-size: .85em; margin-left: .6em; }
   .chip { display: block; font-weight: 400; line-height: 1.25; }
   .boxes {
-    display: grid; align-items: center;
+    display: grid; align-items: start; align-self: start; /* no box moves for a higher one */
     grid-template-columns: var(--closed) repeat(var(--halves), calc(var(--cell) / 2));
     min-width: 0; overflow-x: auto; padding: 4px;
   }
@@ -69,6 +69,7 @@ export const STYLE = `
     font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
     width: 0; min-width: 100%;
   }
+  .brief figcaption { width: min-content; overflow-wrap: break-word; }
   .mesh figcaption { font-size: .74em; line-height: 1.35; }
   .mesh .box:not(.closed) { min-width: calc(2.2 * var(--cell)); }
   .shape { font-weight: 400; line-height: 1.35; white-space: nowrap; display: block; }
@@ -169,7 +170,9 @@ export const STYLE = `
   .slide .cell:is(.marked, .beside) { font-size: calc(var(--cell) * min(.4, 1.5 / var(--letters)));
     font-weight: 400; }
   /* Only what is new, or leaves, has its numbers. */
-  .slide .cell { line-height: 1.2; } .brief .cell { line-height: 1.25; padding: 0; }
+  .slide .cell { line-height: 1.2; } .slide .cell small { font-size: 22px; }
+  .slide .closed .cells { font-size: 22px; line-height: 1.2; }
+  .brief .cell { line-height: 1.25; padding: 0; }
   .brief .cell.striped { padding-bottom: 1.3em; }
   .slide .lane { grid-template-columns: 6.6em 1fr; padding-block: .2em; min-height: 0; }
   .brief .boxes { display: flex; flex-wrap: wrap; column-gap: .4em; }

@@ -8,7 +8,7 @@
 import { findPlaces } from "./places.js";
 import { cellOfBrief } from "./brief.js";
 import { charts } from "./charts.js";
-import { keepLanes, keepWords } from "./heights.js";
+import { freeLanes, keepLanes, keepWords } from "./heights.js";
 import { table } from "./ledger.js";
 import { legend } from "./legend.js";
 import { drawArrows, fly } from "./arrows.js";
@@ -162,12 +162,16 @@ class TPPlayer extends HTMLElement {
     if (move && forward && !still()) fly(this);
   }
 
-  /** On a slide each step is a fragment: reveal.js shows them, the player follows.
-   * `steps`, such as "1,3,7", names the steps to stop at. */
+  /** The steps to stop at on a slide: all, or those that `steps` names ("1,3,7"). */
+  stops() {
+    const named = this.getAttribute("steps")?.split(",").map((stop) => stop - 1);
+    return named ?? up_to(this.events.length);
+  }
+
+  /** On a slide each stop is a fragment: reveal.js shows them, the player follows. */
   shownFragments() {
     const shown = this.slide.querySelectorAll(".fragment.visible").length;
-    const stops = this.getAttribute("steps")?.split(",");
-    return stops ? stops[Math.min(shown, stops.length - 1)] - 1 : shown;
+    return this.stops()[Math.min(shown, this.stops().length - 1)];
   }
 
   /** What a rank holds after so many events: name → tensor. */
@@ -223,14 +227,16 @@ class TPPlayer extends HTMLElement {
     const fits = this.brief && !narrow ? cellOfBrief(this, room, font)
       : narrow ? room / this.widestCells() - 2
       : (2 * (room - closed)) / this.places.halves;
-    const cell = Math.floor(Math.max(LEAST, Math.min(most, fits)));
-    this.box.style.setProperty("--cell", `${cell}px`);
+    let cell = Math.floor(Math.max(LEAST, Math.min(most, fits)));
     this.box.style.setProperty("--closed", `${closed}px`);
     this.box.style.setProperty("--halves", this.places.halves);
     const enough = parseFloat(getComputedStyle(this.box).getPropertyValue("--cell-min")) || LEAST;
-    for (let less = cell - 2; this.isTooHigh() && less >= enough; less -= 2)
-      this.box.style.setProperty("--cell", `${less}px`);
-    keepLanes(this);
+    do {
+      this.box.style.setProperty("--cell", `${cell}px`);
+      keepLanes(this);
+      cell -= 2;
+    } while (this.isTooHigh() && cell >= enough);
+    if (this.isTooHigh()) freeLanes(this);
     for (const lane of this.stage.querySelectorAll(".boxes")) { // keys reach what scrolls
       if (lane.scrollWidth > lane.clientWidth) lane.tabIndex = 0;
       else lane.removeAttribute("tabindex");
