@@ -4,7 +4,7 @@ import { sum, up_to } from "./parts.js";
 
 const SWATCH = 2.6; // em: the color next to a name, and what is between boxes
 const LETTER = 0.46; // em: of such a name
-const GAP = 0.4; // em: between boxes, not on slides,
+const GAP = 0.4; // em: between boxes,
 const ARROWS = 1.5; // and where something is sent
 
 /** Half cells of the boxes with numbers in a lane, em of gaps between them, and letters
@@ -35,7 +35,7 @@ export function cellOfBrief(player, room, font) {
   }
   const sizes = player.widths.filter(({ halves }) => halves).map(({ halves, gaps, letters }) => {
     const names = letters ? (letters * LETTER + SWATCH) * font : 0;
-    return (2 * (room - names - (player.slide ? 0 : gaps * font))) / halves;
+    return (2 * (room - names - gaps * font)) / halves;
   });
   return Math.min(...sizes);
 }

@@ -194,7 +194,7 @@ export const STYLE = `
     .player:has(.printed) > :is(.caption, .stage) { display: none; }
   }
   @container (min-width: 601px) { /* where something is sent, for the arrows */
-    .brief:not(.slide, .paper) .lane:has(.chip) .boxes { column-gap: 1.5em; }
+    .brief:not(.paper) .lane:has(.chip) .boxes { column-gap: 1.5em; }
   }
   @container (min-width: 1101px) { /* what is above the caption is one line */
     .player:not(.slide) { display: grid; grid-template-columns: fit-content(50%) 1fr; gap: 0 2em; }
