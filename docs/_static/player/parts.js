@@ -31,6 +31,10 @@ export function texts(values) {
   return values.map((v) => text(v).replace(/^-0\.00$/, "0.00").replace("-", "−"));
 }
 
+/** Does this recording begin with tokens, shown as letters? */
+export const hasLetters = ({ events }) => events[0].ranks.some(({ makes }) =>
+  makes?.some(({ values }) => values?.some((v) => /^[a-z]$/.test(v))));
+
 /** The colors of these ranks, one after the other, from left to right. */
 export function bands(held) {
   const stops = held.map((r, i) =>

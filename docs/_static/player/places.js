@@ -1,10 +1,11 @@
 // Where tensors stand in a lane: each keeps its place for as long as it is shown.
 
-import { bits, layout } from "./parts.js";
+import { bits, hasLetters, layout } from "./parts.js";
 
 const PADDING = 1; // half cells around the numbers of a box
 const NAME = 4; // half cells that a name needs at least
-const ARROW = 1; // half cells between a tensor and what is made of it
+const ARROW = 1; // half cells between a tensor and what is made of it,
+const OF_SMALL = 2; // and where cells are small
 const MORE = 6; // half cells, at most, so that what follows stands to the right (not where
 // lanes are beside each other),
 const WIDE = 46; // as long as there are no more than this
@@ -69,7 +70,7 @@ function free(life, placed, start) {
 }
 
 /** Places within `most` half cells, where that can be: a result right of its source. */
-function placeAll(all, most) {
+function placeAll(all, most, arrow) {
   const placed = [];
   const at = (name, step) => placed.find((x) =>
     x.name === name && x.from <= step && step <= x.to);
@@ -77,7 +78,7 @@ function placeAll(all, most) {
     for (const below of all.filter((x) => x.under === life.name && x.from === life.from))
       life.wide = Math.max(life.wide, below.wide);
     const source = life.after && at(life.after, life.from);
-    life.place = free(life, placed, source ? source.place + source.wide + ARROW : 0);
+    life.place = free(life, placed, source ? source.place + source.wide + arrow : 0);
     if (life.place + life.wide > most) life.place = free(life, placed, 0);
     placed.push(life);
   }
@@ -90,9 +91,10 @@ function placeAll(all, most) {
  * many half cells there are. */
 export function findPlaces(player) {
   const all = lives(player);
-  const least = placeAll(all.map((life) => ({ ...life })), 0);
+  const arrow = hasLetters(player.recording) ? OF_SMALL : ARROW;
+  const least = placeAll(all.map((life) => ({ ...life })), 0, arrow);
   const more = player.recording.layout?.startsWith("mesh") ? 0 : MORE;
-  const halves = placeAll(all, Math.max(least, Math.min(least + more, WIDE)));
+  const halves = placeAll(all, Math.max(least, Math.min(least + more, WIDE)), arrow);
   const steps = player.events.map((_, step) => new Map(all
     .filter((life) => life.from <= step && step <= life.to)
     .map(({ name, place, wide, from }) => [name, { place, wide, from }])));

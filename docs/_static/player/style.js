@@ -37,7 +37,7 @@ export const STYLE = `
   .badge.moves { background: var(--ink); color: var(--back); }
   .stage { position: relative; cursor: pointer; }
   .player { --cell-max: 48; --cell: 40px; }
-  .ring { --cell-max: 60; }
+  .ring { --cell-max: 60; } .letters { --cell-max: 36; } /* a letter needs less room */
   :is(.ring, .mesh) .stage {
     display: grid; grid-template-columns: 1fr 1fr; gap: 2.2em 3em;
   }

@@ -14,7 +14,7 @@ import { legend } from "./legend.js";
 import { drawArrows, fly } from "./arrows.js";
 import {
   COLORS, make, bands, bits, up_to, commas, total, still, texts, paint, strip,
-  layout, onMesh, onRing,
+  hasLetters, layout, onMesh, onRing,
 } from "./parts.js";
 import { STYLE } from "./style.js";
 
@@ -94,7 +94,8 @@ class TPPlayer extends HTMLElement {
     const source = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
     const buttons = [this.first, this.back, this.play, this.next, this.end];
     this.brief = this.slide || this.recording.layout === "brief"; // see brief in style.js
-    const kinds = [this.slide && "slide", this.brief && "brief", this.recording.layout];
+    const kinds = [this.slide && "slide", this.brief && "brief",
+      hasLetters(this.recording) && "letters", this.recording.layout];
     const kind = ["player", ...kinds.filter(Boolean)].join(" ");
     this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
