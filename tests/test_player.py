@@ -643,9 +643,13 @@ def test_a_message_is_sent_when_a_pass_ends(name):
     assert max(late) < 5  # ms; a pass takes 25 at least
 
 
+ROUNDED = "attention mlp mlp-break-f sp-layer vocab-loss wrong-gradient".split()
 FRAME = f"""player => ({{
   height: player.box.offsetHeight,
   table: player.totals.scrollWidth - player.totals.clientWidth,
+  tops: [...player.stage.querySelectorAll(".lane")].flatMap((lane, rank) =>
+    [...lane.querySelectorAll(".boxes > .box")].map(box => [rank + box.dataset.name,
+      box.getBoundingClientRect().top - lane.getBoundingClientRect().top])),
   columns: [...player.stage.querySelectorAll(".lane .boxes > div")].map(
     column => [...column.querySelectorAll(".box")].map(box => box.dataset.name)),
   cut: [...player.stage.querySelectorAll(".cell")].filter(cell => cell.offsetParent &&
@@ -661,10 +665,23 @@ def check_frames(frames: list[dict], width: int) -> None:
     heights = [frame["height"] for frame in frames]
     assert max(heights) - min(heights) <= 2, (width, heights)
     for before, after in pairwise(frames):
+        tops, later = dict(before["tops"]), dict(after["tops"])
+        for name in tops.keys() & later.keys() if width > 600 else ():
+            assert abs(tops[name] - later[name]) <= 1, (width, name)
         for names in before["columns"]:
             for others in after["columns"]:
                 both = [name for name in names if name in others]
                 assert both == [name for name in others if name in names]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_letters_of_formulas_are_explained(open_page, name):
+    legend = open_page(name).locator("tp-player .legend").inner_text()
+    formulas = " ".join(entry["formula"] for entry in RECORDED[name]["ledger"])
+    for letter in set(re.findall("[A-Za-z]+", formulas)):
+        assert re.search(rf"\b{letter}\b", legend), (letter, legend)
+    is_rounded = "numbers are rounded" in legend
+    assert is_rounded == (name in ROUNDED)
 
 
 @pytest.mark.parametrize("name", RECORDED)

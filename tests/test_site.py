@@ -11,6 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jobs
+import numpy as np
 import pytest
 from conftest import PATIENCE
 from pictures import ARROWS
@@ -81,13 +82,16 @@ CUT_LANES = """[...document.querySelectorAll("tp-player")].flatMap(player =>
     })).filter(each => each.length)"""
 # The smallest number of a player on a slide, in percent of the slide's height.
 SMALLEST = """player => 100 / 720 * Math.min(...[
-    ...player.shadowRoot.querySelectorAll(".stage .cell, .stage .bar b")
+    ...player.shadowRoot.querySelectorAll(
+        ".stage .cell, .stage .cell small, .stage .bar b, .stage .closed .cells")
 ].filter(each => each.checkVisibility() && each.textContent
-).map(each => parseFloat(getComputedStyle(each).fontSize)))"""
+).map(each => parseFloat(getComputedStyle(each).fontSize)).filter(Boolean))"""
 CUT_NUMBERS = """player => [
     ...player.shadowRoot.querySelectorAll(".stage .cell")
 ].filter(cell => cell.offsetParent && cell.scrollWidth > cell.clientWidth
 ).map(cell => cell.textContent)"""
+LANES = """player => [...player.shadowRoot.querySelectorAll(".lane")].map(
+    lane => [lane.offsetTop, lane.offsetHeight])"""
 # A player that has just come into sight fits its text at the next frame.
 SETTLED = "() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
 WIDER = "() => document.documentElement.scrollWidth - window.innerWidth"
@@ -319,8 +323,8 @@ def test_glossary(looks):
 @pytest.mark.parametrize("width", [1280, 1920])
 @pytest.mark.parametrize("deck", DECKS)
 def test_players_on_slides(browser, address, deck, width):
-    """In the dark and on a projector: nothing is cut off, arrows end at their cells,
-    and no number is smaller than 3 % of the slide's height."""
+    """In the dark and on a projector: nothing is cut off, lanes keep their places,
+    arrows end at their cells, no number is smaller than 3 % of the slide's height."""
     size = {"width": width, "height": width * 9 // 16}
     page = browser.new_page(viewport=size, color_scheme="dark", reduced_motion="reduce")
     page.set_default_timeout(PATIENCE)
@@ -330,6 +334,7 @@ def test_players_on_slides(browser, address, deck, width):
     for number in range(page.evaluate("Reveal.getTotalSlides()")):
         page.evaluate(f"Reveal.slide({number})")
         steps = page.evaluate(STOPS) or [*range(page.evaluate(STEPS))]
+        lanes = []
         for turn, step in enumerate(steps):
             if turn:
                 page.keyboard.press("ArrowRight")
@@ -343,6 +348,9 @@ def test_players_on_slides(browser, address, deck, width):
             seen = player.evaluate(ARROWS)
             assert seen["astray"] == seen["crossed"] == [], (number, seen)
             arrows += seen["tips"]
+            lanes.append(player.evaluate(LANES))
+        off = np.ptp(lanes, axis=0) if lanes else np.zeros(1)
+        assert off.max(initial=0) <= 1, (number, lanes)
     assert arrows >= 10
     page.close()
 

@@ -5,7 +5,7 @@ import { sum, up_to } from "./parts.js";
 const SWATCH = 2.6; // em: the color next to a name, and what is between boxes
 const LETTER = 0.46; // em: of such a name
 const GAP = 0.4; // em: between boxes,
-const ARROWS = 1.5; // and where something is sent
+const ARROWS = 1.5; // and where something is sent, see column-gap in style.js
 
 /** Half cells of the boxes with numbers in a lane, em of gaps between them, and letters
  * of its longest name. */

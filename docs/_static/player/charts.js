@@ -14,10 +14,11 @@ export function charts(player, event) {
   const bar = ({ what, microbatch, chunk, start, end, rank, i }) => {
     const width = Math.min(end, until) - start; // its number is in what is shown of it
     const place = `left:${percent(start / length)};width:${percent(width / length)}`;
-    const kind = `bar ${what}${i === player.step ? " new" : ""}`;
+    const narrow = width < NUMBER * length;
+    const kind = `bar ${what}${narrow ? " narrow" : i === player.step ? " new" : ""}`;
     const color = chunk ? pale(COLORS[rank]) : COLORS[rank];
     const style = `${place};background-color:${color}`;
-    const number = width < NUMBER * length ? "" : make("b", {}, microbatch + 1);
+    const number = narrow ? "" : make("b", {}, microbatch + 1);
     return make("span", { class: kind, style }, number);
   };
   /** Micro-batches that a stage holds at the caption's time: forward begun; backward, or the
@@ -31,12 +32,18 @@ export function charts(player, event) {
     const over = of_stage.filter(({ what, end }) => what === last && end <= middle);
     return (begun.length - over.length) / (time.chunks?.[run] ?? 1);
   };
-  /** An arrow, when it is sent, from the row of the sender to that of the receiver. */
-  const message = ({ rank, to, at }) => {
+  /** An arrow, when it is sent, from the row of the sender to that of the receiver. Of two
+   * at nearly the same time, up and down, the first one is at the left. */
+  const message = ({ rank, to, at }, _, all) => {
+    const isUp = (x) => x.to < x.rank;
+    const other = all.find((x) => isUp(x) !== isUp({ rank, to }) &&
+      Math.abs(x.at - at) < NUMBER * length);
+    const isRight = other && other.at !== at ? other.at < at : to < rank;
     const [top, rows] = [Math.min(rank, to) + 1, Math.abs(rank - to) - 1];
     const style = `left:${percent(at / length)};--rank:${COLORS[rank]};--top:${top};` +
       `--rows:${rows}`;
-    const about = { class: `message ${to > rank ? "down" : "up"}`, style };
+    const kind = `message ${to > rank ? "down" : "up"} ${isRight ? "right" : ""}`;
+    const about = { class: kind, style };
     return make("span", { ...about, "data-from": rank, "data-to": to });
   };
   const tick = (i) => make("span", { style: `left:${percent(i / 4)}` },
@@ -58,9 +65,9 @@ export function charts(player, event) {
     const about = { class: "chart", tabindex: 0, role: "group", "aria-label": `${run} in time` };
     const foot = make("div", { class: "track" }, make("span"), axis);
     const sent = event.ranks.flatMap(({ messages = [] }, rank) =>
-      messages.filter((x) => x.run === run).map(({ to, at }) => message({ rank, to, at })));
+      messages.filter((x) => x.run === run).map(({ to, at }) => ({ rank, to, at })));
     const over = make("div", { class: "track over", "aria-hidden": "true" },
-      make("span"), make("div", { class: "messages" }, ...sent));
+      make("span"), make("div", { class: "messages" }, ...sent.map(message)));
     const chart = make("div", about, ...tracks, foot, over);
     requestAnimationFrame(() => {
       chart.scrollLeft = (chart.scrollWidth * until) / length - chart.clientWidth / 2;

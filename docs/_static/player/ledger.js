@@ -28,7 +28,7 @@ export function table(player) {
     const formulas = mine.map(({ formula, predicted }) =>
       (formula === commas(predicted) ? formula : `${formula}: ${commas(predicted)}`));
     const pieces = [...new Set(formulas)].flatMap((text, i) =>
-      [i ? " or " : "", make("span", {}, text)]);
+      [...(i ? [make("br"), "or "] : []), make("span", {}, text)]);
     return make("tr", {}, make("th", { scope: "row" }, row), ...cells,
       make("td", { "data-head": words[0] }, ...pieces),
       make("td", { class: "sent", "data-head": words[1] }, commas(sum(sent) / ranks)));

@@ -1,6 +1,6 @@
 // Below the lanes: what colors, lines and letters mean.
 
-import { COLORS, EVERYONE, bands, bits, make, paint, pale, up_to } from "./parts.js";
+import { COLORS, EVERYONE, bands, bits, make, paint, pale, strip, up_to } from "./parts.js";
 
 // Letters of shapes and formulas; in a name a small one is a rank's slice.
 const LETTERS = {
@@ -35,19 +35,21 @@ export function legend({ recording, events }) {
     entries.push(entry("background:#fff", "forward"), hatched("backward"));
     if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW"));
     if (time.chunks) entries.push(entry(`background:${pale(COLORS[0])}`, "second chunk"));
-    entries.push(entry("background:#888;width:5px", "a message to another rank"));
-    entries.push(rule(`${key(recording, [])}; a header of 40 bytes`));
+    entries.push(entry("background:#888;width:5px", "a message, in the color of its sender"));
+    entries.push(rule("the line: now; keeps: micro-batches whose activations a rank has now"));
+    entries.push(rule(`P stages, ${key(recording, [])}; a header of 40 bytes`));
   } else if (layout === "rows") {
     entries.push(make("span", {}, "a color: whose token, or expert; e0: for expert 0; r0: from " +
       "rank 0; t tokens of a rank, k experts per token, r rows, m rows that leave it (mean), " +
       "E experts (e: of a rank; in formulas bytes per element), D features, F width"));
   } else if (made.some((x) => Array.isArray(x.who))) {
-    entries.push(entry(`background:${bands([0, 1])}`, "these ranks' numbers are in it"));
+    const scores = made.some((x) => x.marked);
+    entries.push(entry(`background:${scores ? strip(1) : bands([0, 1])}`,
+      scores ? "whose key and value" : "these ranks' numbers are in it"));
     const cell = (line) => `border:3px ${line} #000;${paper}#fff`; // as in the picture
     entries.push(entry(cell("dotted"), "is sent"));
-    const scores = made.some((x) => x.marked);
     entries.push(entry(cell("solid"), `has arrived${scores ? "" : "; +2: and is added"}`));
-    if (scores) entries.push(entry("background:#fff", "computed in this step"));
+    if (scores) entries.push(entry("background:#fff", "a score computed in this step"));
     entries.push(rule(key(recording, made.map(({ name }) => name))));
   } else {
     const tensors = events.flatMap((e) => e.ranks.flatMap((part) =>
@@ -63,12 +65,13 @@ export function legend({ recording, events }) {
       entries.push(entry(`box-shadow:inset 0 0 0 3px #000;${paper}#fff`, "the target"));
     entries.push(rule(key(recording, tensors.map(({ name }) => name))));
     const rounded = (v) => typeof v === "number" && v !== Number(v.toFixed(2));
-    if (some(({ term, values }) => term && values?.some(rounded)))
+    const sums = events.some(({ call }) => call?.collective.includes("reduce"));
+    if (sums && some(({ values }) => values?.some(rounded)))
       entries.push(rule("numbers are rounded: a sum can differ by 0.01 from what is shown"));
   }
   if (events.some((event) => event.ranks[0].marks)) {
-    entries.push(rule("✓ same as in one process; ✗ wrong by: largest difference / largest " +
-      "number of one process"));
+    const reference = layout === "ring" ? "as PyTorch's all-reduce" : "as in one process";
+    entries.push(rule(`✓ same ${reference}; ✗ wrong by: largest difference / largest number`));
   }
   return make("div", { class: "legend" }, ...entries);
 }

@@ -4,10 +4,11 @@ const TRACK = 5; // px from one track to the next
 const CLEAR = 5; // px between an arrow and what is to be read, at least
 const TURN = 6; // a turn is as long as so many tracks
 const ON_LINE = 2; // and so is a place on a line that should stay in sight,
-const TAKEN = 4; // one where there is an arrow already,
+const TAKEN = 20; // one where there is an arrow already,
 const BESIDE = 3; // beside one,
-const AT_TIP = 10; // or near the tip of one, which is to stay in sight
+const AT_TIP = 12; // or near the tip of one, which is to stay in sight
 export const TIP = 12; // px: how long the tip of an arrow is
+const APART = 14; // px between two tips, so that none lies on another
 const SIDES = [[1, 0], [0, 1], [-1, 0], [0, -1]]; // right, down, left, up
 
 /** The tracks of a stage. Those that would cross one of these boxes are closed, and those
@@ -23,8 +24,9 @@ export function tracksOf({ width, height }, boxes, lines) {
       for (let x = Math.max(0, x0); x <= x1; x++) cost[y * across + x] = price;
   };
   for (const line of lines) fill(line, 1 + ON_LINE);
+  for (const x of [0, across - 1]) fill({ left: x * TRACK, top: 0, width: 0, height }, 0);
   for (const box of boxes) fill(box, 0);
-  return { across, down, cost };
+  return { across, down, cost, tips: [] };
 }
 
 /** Where arrow i of n leaves or reaches each side of a box: the point on its edge, and
@@ -59,14 +61,23 @@ export function findWay(tracks, a, b, leaves, reaches) {
   };
   const starts = ports(a, leaves, CLEAR + 1);
   for (const { side, steps } of starts) reach(0, at(steps), side);
-  const goals = new Map(ports(b, reaches, TIP + 2).map((port) =>
+  const far = ({ edge }) => tracks.tips.every(([x, y]) =>
+    Math.hypot(edge[0] - x, edge[1] - y) >= APART);
+  const all = ports(b, reaches, TIP + 2);
+  const goals = new Map((all.some(far) ? all.filter(far) : all).map((port) =>
     [at(port.steps) * 4 + ((port.side + 2) % 4), port])); // by place and direction
+  let way;
   for (let length = 0; length < queue.length; length++) {
     for (const [state, from] of queue[length] ?? []) {
       if (best.has(state)) continue;
       best.set(state, from);
       const goal = goals.get(Math.floor(state / 2));
-      if (goal) return corners(tracks, best, state, starts, goal);
+      if (goal) {
+        const found = corners(tracks, best, state, starts, goal);
+        way = way && turnsBack(found.points) ? way : found;
+        if (!turnsBack(found.points) || goals.size === 1) return take(tracks, way);
+        goals.delete(Math.floor(state / 2)); // another side may do without
+      }
       const [place, side] = placeOf(state);
       const next = SIDES[side][0] + SIDES[side][1] * across;
       const [x, y] = [place % across + SIDES[side][0], Math.floor(place / across) + SIDES[side][1]];
@@ -77,33 +88,55 @@ export function findWay(tracks, a, b, leaves, reaches) {
     }
     delete queue[length];
   }
-  return undefined;
+  return way && take(tracks, way);
 }
 
 const placeOf = (state) => [Math.floor(state / 8), Math.floor(state / 2) % 4];
 
-/** From the last state back to the first: where the way turns. It takes its places. */
-function corners({ across, down, cost }, best, last, starts, goal) {
-  const points = [goal.edge];
+/** From the last state back to the first: where the way turns, and all its places. */
+function corners({ across }, best, last, starts, goal) {
+  const [points, places] = [[goal.edge], []];
   let first;
   for (let state = last; state !== undefined; state = best.get(state)) {
     const [place, side] = placeOf(state);
     const before = best.get(state);
     if (before === undefined || placeOf(before)[1] !== side || state === last)
       points.unshift([(place % across) * TRACK, Math.floor(place / across) * TRACK]);
+    places.push(place);
+    first = state;
+  }
+  points.unshift(starts[placeOf(first)[1]].edge);
+  return { points, places, goal, angle: 90 * ((goal.side + 2) % 4) };
+}
+
+/** Does a way come back next to itself? That looks like a knot. */
+function turnsBack(points) {
+  const parts = [];
+  for (let i = 1; i < points.length; i++) {
+    const [dx, dy] = [0, 1].map((k) => points[i][k] - points[i - 1][k]);
+    if (!dx && !dy) continue;
+    const [side, length] = [`${Math.sign(dx)} ${Math.sign(dy)}`, Math.abs(dx + dy)];
+    if (parts.at(-1)?.side === side) parts.at(-1).length += length;
+    else parts.push({ side, length, back: `${-Math.sign(dx)} ${-Math.sign(dy)}` });
+  }
+  return parts.some(({ back }, i) => parts[i + 2]?.side === back && parts[i + 1].length < APART);
+}
+
+/** The way takes its places: later ones cost more there, beside them and at its tip. */
+function take({ across, down, cost, tips }, way) {
+  for (const place of way.places) {
     const column = place % across; // at an edge there is one neighbor less
     const beside = [column > 0 ? -1 : 0, column < across - 1 ? 1 : 0, across, -across];
     for (const step of beside)
       if (cost[place + step] && cost[place + step] < 1 + BESIDE) cost[place + step] = 1 + BESIDE;
     cost[place] = 1 + TAKEN;
-    first = state;
   }
-  const [x, y] = goal.steps;
+  const [x, y] = way.goal.steps;
   for (let j = Math.max(0, y - 2); j <= Math.min(down - 1, y + 2); j++)
     for (let i = Math.max(0, x - 2); i <= Math.min(across - 1, x + 2); i++)
       if (cost[j * across + i]) cost[j * across + i] = 1 + AT_TIP;
-  points.unshift(starts[placeOf(first)[1]].edge);
-  return { points, angle: 90 * ((goal.side + 2) % 4) };
+  tips.push(way.goal.edge);
+  return way;
 }
 
 /** Where no way is free, as between boxes that are too close: from edge to edge. */

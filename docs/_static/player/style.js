@@ -64,7 +64,9 @@ export const STYLE = `
   svg .tip { stroke: #000; stroke-width: 1.5; }
   .box { margin: 2px 0; padding: .15em .2em; border-radius: 5px; justify-self: start; }
   .box:not(.closed) { min-width: calc(2.4 * var(--cell)); }
-  .boxes > div > .box { width: max-content; } .break { height: 0; }
+  .boxes > div > .box { width: max-content; } 
+  .player:not(.slide) .boxes > div > .box + .box { margin-top: 6px; }
+  .break { height: 0; }
   figcaption {
     font: 700 .85em/1.2 var(--mono); overflow-wrap: anywhere; margin-bottom: .15em;
     width: 0; min-width: 100%;
@@ -124,7 +126,7 @@ export const STYLE = `
   th, td { padding: .08em .8em .08em 0; text-align: right; }
   th:first-child { text-align: left; }
   tbody th { font-weight: 400; white-space: nowrap; }
-  td:nth-last-child(2) { padding-left: 1em; } td span { white-space: nowrap; }
+  td:nth-last-child(2) { padding-left: 1em; white-space: nowrap; } td span { white-space: nowrap; }
   thead th { vertical-align: bottom; } thead th:last-child { min-width: 9em; }
   td.now { font-weight: 700; text-decoration: underline; }
   td.off { font-weight: 700; color: var(--bad); }
@@ -139,6 +141,7 @@ export const STYLE = `
   }
   .backward { background-image: repeating-linear-gradient(45deg, #0006 0 2px, #0000 2px 7px); }
   .bar b { background-color: inherit; padding: 0 .15em; position: relative; z-index: 2; }
+  .bar.narrow { border-width: 0 0 0 1px; }
   .bar.new { outline-width: 2px; outline-offset: -2px; }
   .weight { background-image: repeating-linear-gradient(-45deg, #fffa 0 3px, #0000 3px 6px); }
   .chart { position: relative; --row: 2.45em; }
@@ -153,7 +156,7 @@ export const STYLE = `
     content: ""; position: absolute; left: -4px; width: 11px; height: 8px; background: var(--ink);
     clip-path: polygon(0 0, 100% 0, 50% 100%); bottom: -3px;
   }
-  .message.up { margin-left: 1px; } /* next to a message down at the same time */
+  .message.right { margin-left: 1px; } /* next to a message at the same time */
   .message.up::after { bottom: auto; top: -3px; transform: scaleY(-1); }
   .veil {
     position: absolute; top: 0; bottom: 0; right: 0; background: var(--soft);
@@ -195,13 +198,14 @@ export const STYLE = `
   }
   @container (min-width: 601px) { /* where something is sent, for the arrows */
     .brief:not(.paper) .lane:has(.chip) .boxes { column-gap: 1.5em; }
+    .slide.brief .lane:has(.chip) .boxes { column-gap: 1em; }
   }
   @container (min-width: 1101px) { /* what is above the caption is one line */
     .player:not(.slide) { display: grid; grid-template-columns: fit-content(50%) 1fr; gap: 0 2em; }
     .player:not(.slide) > * { grid-column: 1 / -1; min-width: 0; }
     .player:not(.slide) > .head { grid-column: 1; display: block; line-height: 1.2; }
     .player:not(.slide) > .controls { grid-column: 2; flex-wrap: nowrap; }
-    .head :is(b, span) { display: block; }
+    .head :is(b, span) { display: block; white-space: nowrap; }
   }
   @container (max-width: 1100px) {
     .wide .stage { display: block; } .wide .lane { margin: 1em 0; }
@@ -211,9 +215,12 @@ export const STYLE = `
   }
   @container (max-width: 600px) {
     .player { padding: .5em .4em; }
-    .lane { border-left-width: 6px; padding: .4em; }
-    .boxes > * { order: 2; } .boxes > .aside { order: 0; }
-    .boxes > :is(.new, :has(> .new)) { order: 3; }
+    .lane { border-left-width: 6px; padding: .4em .4em .4em 1em; } /* arrows pass there */
+    .boxes > div:not(.aside, .names) { display: contents; } /* each box has its turn */
+    .boxes > *, .boxes > div > .box { order: 2; }
+    .player:not(.slide) .boxes > div > .box + .box { margin-top: 2px; }
+    .boxes > .aside, .boxes > div > .aside { order: 0; }
+    .boxes > :is(.new, .kept), .boxes > div > :is(.new, .kept) { order: 3; }
     div.aside { display: flex; flex-wrap: wrap; gap: .3em 1em; }
     .boxes > .break { order: 1; flex: 0 0 100%; }
     .aside .cells { font-size: 0; width: 1.6rem; height: .9rem; overflow: hidden; }
@@ -233,7 +240,7 @@ export const STYLE = `
     thead { display: none; } table, tbody { display: block; } td { padding: 0; }
     tr { display: flex; flex-wrap: wrap; gap: 0 1em; margin-bottom: .3em; }
     tbody th { flex: 0 0 100%; font-weight: 700; white-space: normal; }
-    td:nth-last-child(2) { padding-left: 0; }
+    td:nth-last-child(2) { padding-left: 0; white-space: normal; }
     tbody th::after { content: ": payload so far, bytes"; font-weight: 400; }
     td::before { content: attr(data-head) ": "; font-weight: 400; }
   }

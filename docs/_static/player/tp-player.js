@@ -228,10 +228,10 @@ class TPPlayer extends HTMLElement {
     const fits = this.brief && !narrow ? cellOfBrief(this, room, font)
       : narrow ? room / this.widestCells() - 2
       : (2 * (room - closed)) / this.places.halves;
-    let cell = Math.floor(Math.max(LEAST, Math.min(most, fits)));
+    const enough = parseFloat(style.getPropertyValue("--cell-min")) || LEAST;
+    let cell = Math.floor(Math.max(enough, Math.min(most, fits)));
     this.box.style.setProperty("--closed", `${closed}px`);
     this.box.style.setProperty("--halves", this.places.halves);
-    const enough = parseFloat(getComputedStyle(this.box).getPropertyValue("--cell-min")) || LEAST;
     do {
       this.box.style.setProperty("--cell", `${cell}px`);
       keepLanes(this);
@@ -330,7 +330,8 @@ class TPPlayer extends HTMLElement {
     const column = (box) => box.style.gridColumn;
     const since = (box) => this.places.steps[this.step].get(box.dataset.name)?.from ?? 0;
     boxes.sort((a, b) => parseInt(column(a)) - parseInt(column(b)) || since(a) - since(b));
-    const asides = boxes.filter((box) => this.brief && box.classList.contains("aside"));
+    const asides = boxes.filter((box) => this.brief && box.classList.contains("aside"))
+      .sort((a, b) => since(a) - since(b));
     const others = boxes.filter((box) => !asides.includes(box));
     const columns = [...new Set(others.map(column))].map((place) => {
       const same = others.filter((box) => column(box) === place);
