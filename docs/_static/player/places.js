@@ -1,14 +1,14 @@
 // Where tensors stand in a lane: each keeps its place for as long as it is shown.
 
-import { bits, hasLetters, layout } from "./parts.js";
+import { bits, hasLetters, layout, sum, up_to } from "./parts.js";
 
 const PADDING = 1; // half cells around the numbers of a box
 const NAME = 4; // half cells that a name needs at least
 const ARROW = 1; // half cells between a tensor and what is made of it,
 const OF_SMALL = 2; // and where cells are small
-const MORE = 6; // half cells, at most, so that what follows stands to the right (not where
+const MORE = 8; // half cells, at most, so that what follows stands to the right (not where
 // lanes are beside each other),
-const WIDE = 46; // as long as there are no more than this
+const WIDE = 52; // as long as there are no more than this
 
 /** All tensors that are shown at a step, on any rank: name → the widest of that name. */
 function shownAt(player, step) {
@@ -78,6 +78,7 @@ function placeAll(all, most, arrow) {
     for (const below of all.filter((x) => x.under === life.name && x.from === life.from))
       life.wide = Math.max(life.wide, below.wide);
     const source = life.after && at(life.after, life.from);
+    life.source = source;
     life.place = free(life, placed, source ? source.place + source.wide + arrow : 0);
     if (life.place + life.wide > most) life.place = free(life, placed, 0);
     placed.push(life);
@@ -87,15 +88,28 @@ function placeAll(all, most, arrow) {
   return Math.max(0, ...all.map((life) => life.place + life.wide));
 }
 
+/** How many results stand left of what they are made of; where they are sent, arrows have
+ * to go back, which is worse. */
+const leftOfSource = (all, events) => sum(all.map(({ place, source, from }) =>
+  (source && place < source.place ? (events[from].call ? 3 : 1) : 0)));
+
 /** For each step: name → its first half cell, its width and the step that made it; and how
  * many half cells there are. */
 export function findPlaces(player) {
-  const all = lives(player);
-  const arrow = hasLetters(player.recording) ? OF_SMALL : ARROW;
-  const least = placeAll(all.map((life) => ({ ...life })), 0, arrow);
-  const more = player.recording.layout?.startsWith("mesh") ? 0 : MORE;
-  const halves = placeAll(all, Math.max(least, Math.min(least + more, WIDE)), arrow);
-  const steps = player.events.map((_, step) => new Map(all
+  const { events, recording } = player;
+  const arrow = hasLetters(recording) ? OF_SMALL : ARROW;
+  const tryWithin = (most) => {
+    const all = lives(player);
+    const halves = placeAll(all, most, arrow);
+    return { all, halves, cost: leftOfSource(all, events) };
+  };
+  const least = tryWithin(0).halves;
+  const more = recording.layout?.startsWith("mesh") ? 0 : MORE;
+  const most = Math.max(least, Math.min(least + more, WIDE));
+  const tried = up_to(most - least + 1).map((i) => tryWithin(least + i));
+  const { all, halves } = tried.reduce((a, b) =>
+    (b.cost < a.cost && b.halves <= most ? b : a));
+  const steps = events.map((_, step) => new Map(all
     .filter((life) => life.from <= step && step <= life.to)
     .map(({ name, place, wide, from }) => [name, { place, wide, from }])));
   return { steps, halves };
