@@ -1,10 +1,11 @@
 """The player of recorded runs shows what the recordings hold, and they are fresh."""
 
 import json
+import math
 import re
 import sys
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import jobs
 import pytest
@@ -656,6 +657,10 @@ FRAME = f"""player => ({{
     cell.textContent && cell.scrollWidth > cell.clientWidth).map(
     cell => cell.textContent),
   arrows: ({ARROWS})(player),
+  ends: [...player.stage.querySelectorAll("svg .tip")].map(tip => {{
+    const {{e, f}} = tip.transform.baseVal[0].matrix;
+    return [e, f];
+  }}),
 }})"""
 
 
@@ -697,6 +702,8 @@ def test_no_number_is_cut_or_crossed_and_arrows_lead_to_their_cells(open_page, n
             assert frame["cut"] == [], about
             assert arrows["tips"] == messages_of(event), about
             assert arrows["astray"] == arrows["crossed"] == [], about
+            for one, other in combinations(frame["ends"], 2):  # no tip hides another
+                assert math.dist(one, other) >= 12, about
         check_frames(frames, width)
 
 

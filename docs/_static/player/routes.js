@@ -3,11 +3,12 @@
 const TRACK = 5; // px from one track to the next
 const CLEAR = 5; // px between an arrow and what is to be read, at least
 const TURN = 6; // a turn is as long as so many tracks
-const ON_LINE = 2; // and so is a place on a line that should stay in sight,
+const ON_LINE = 5; // and so is a place on a line that should stay in sight,
 const TAKEN = 20; // one where there is an arrow already,
 const BESIDE = 3; // beside one,
 const AT_TIP = 12; // or near the tip of one, which is to stay in sight
 export const TIP = 12; // px: how long the tip of an arrow is
+const DETOUR = 20; // tracks, to a side where no arrow lies below the tip
 const APART = 14; // px between two tips, so that none lies on another
 const SIDES = [[1, 0], [0, 1], [-1, 0], [0, -1]]; // right, down, left, up
 
@@ -63,19 +64,24 @@ export function findWay(tracks, a, b, leaves, reaches) {
   for (const { side, steps } of starts) reach(0, at(steps), side);
   const far = ({ edge }) => tracks.tips.every(([x, y]) =>
     Math.hypot(edge[0] - x, edge[1] - y) >= APART);
+  const isFree = ({ side, steps: [x, y] }) => [0, 1, 2].every((i) => // below the tip
+    cost[at([x - i * SIDES[side][0], y - i * SIDES[side][1]])] !== 1 + TAKEN);
   const all = ports(b, reaches, TIP + 2);
   const goals = new Map((all.some(far) ? all.filter(far) : all).map((port) =>
     [at(port.steps) * 4 + ((port.side + 2) % 4), port])); // by place and direction
-  let way;
-  for (let length = 0; length < queue.length; length++) {
+  let way; // the best one so far, which a free one that is a little longer is better than
+  let most = Infinity;
+  for (let length = 0; length < Math.min(queue.length, most); length++) {
     for (const [state, from] of queue[length] ?? []) {
       if (best.has(state)) continue;
       best.set(state, from);
       const goal = goals.get(Math.floor(state / 2));
       if (goal) {
         const found = corners(tracks, best, state, starts, goal);
-        way = way && turnsBack(found.points) ? way : found;
-        if (!turnsBack(found.points) || goals.size === 1) return take(tracks, way);
+        const knot = turnsBack(found.points);
+        if (!knot && isFree(goal)) return take(tracks, found);
+        if (!way || (turnsBack(way.points) && !knot)) way = found;
+        if (!knot) most = Math.min(most, length + DETOUR);
         goals.delete(Math.floor(state / 2)); // another side may do without
       }
       const [place, side] = placeOf(state);

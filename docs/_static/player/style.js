@@ -19,6 +19,7 @@ export const STYLE = `
   :focus-visible { outline: 3px solid var(--ink); outline-offset: 2px; }
   .head, .controls { display: flex; flex-wrap: wrap; align-items: center; gap: .3em .6em; }
   .head { justify-content: space-between; } .head b { font-size: 1.15em; }
+  .head i { font-style: normal; white-space: nowrap; }
   .head span, .shape, .chip, .legend, .keeps { font-size: .85em; }
   .controls { margin: .4em 0; }
   button {
@@ -205,7 +206,7 @@ export const STYLE = `
     .player:not(.slide) > * { grid-column: 1 / -1; min-width: 0; }
     .player:not(.slide) > .head { grid-column: 1; display: block; line-height: 1.2; }
     .player:not(.slide) > .controls { grid-column: 2; flex-wrap: nowrap; }
-    .head :is(b, span) { display: block; white-space: nowrap; }
+    .head :is(b, span) { display: block; }
   }
   @container (max-width: 1100px) {
     .wide .stage { display: block; } .wide .lane { margin: 1em 0; }

@@ -92,13 +92,15 @@ class TPPlayer extends HTMLElement {
     const group = { role: "group", ...(this.slide ? {} : { tabindex: 0 }) };
     this.totals = make("div", { ...group, class: "totals", "aria-label": "bytes" });
     const source = `lesson ${lesson.slice(0, 2)}, ${ranks} ranks, a recorded run`;
+    const words = title.split(/(--\w+ \w+)/).map((part) => // an option is one word
+      (part.startsWith("--") ? make("i", {}, part) : part));
     const buttons = [this.first, this.back, this.play, this.next, this.end];
     this.brief = this.slide || this.recording.layout === "brief"; // see brief in style.js
     const kinds = [this.slide && "slide", this.brief && "brief",
       hasLetters(this.recording) && "letters", this.recording.layout];
     const kind = ["player", ...kinds.filter(Boolean)].join(" ");
     this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
-      make("div", { class: "head" }, make("b", {}, title), make("span", {}, source)),
+      make("div", { class: "head" }, make("b", {}, ...words), make("span", {}, source)),
       make("div", { class: "controls" }, ...buttons, this.slider, this.count),
       this.caption, this.stage, legend(this), this.totals);
     this.box.addEventListener("keydown", (event) => this.key(event));
