@@ -65,7 +65,7 @@ export const STYLE = `
   svg .tip { stroke: #000; stroke-width: 1.5; }
   .box { margin: 2px 0; padding: .15em .2em; border-radius: 5px; justify-self: start; }
   .box:not(.closed) { min-width: calc(2.4 * var(--cell)); }
-  .boxes > div > .box { width: max-content; } 
+  .boxes > div > .box { width: max-content; }
   .player:not(.slide) .boxes > div > .box + .box { margin-top: 6px; }
   .break { height: 0; }
   figcaption {
