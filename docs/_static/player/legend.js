@@ -33,10 +33,11 @@ export function legend({ recording, events }) {
     const hatched = (kind, text = kind) => make("span", {}, make("i", { class: kind }), text);
     const spans = events.flatMap((event) => event.ranks.flatMap((x) => x.spans ?? []));
     entries.push(entry("background:#fff", "forward"), hatched("backward"));
-    if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW"));
+    if (spans.some(({ what }) => what === "weight")) entries.push(hatched("weight", "dL/dW apart"));
     if (time.chunks) entries.push(entry(`background:${pale(COLORS[0])}`, "second chunk"));
     entries.push(entry("background:#888;width:5px", "a message, in the color of its sender"));
-    entries.push(rule("the line: now; keeps: micro-batches whose activations a rank has now"));
+    entries.push(rule("thick border: begins in this step; the line: its end; " +
+      "keeps: micro-batches whose activations a rank has at the caption's time"));
     entries.push(rule(`P stages, ${key(recording, [])}; a header of 40 bytes`));
   } else if (layout === "rows") {
     entries.push(make("span", {}, "a color: whose token, or expert; e0: for expert 0; r0: from " +
@@ -69,6 +70,7 @@ export function legend({ recording, events }) {
     if (sums && some(({ values }) => values?.some(rounded)))
       entries.push(rule("numbers are rounded: a sum can differ by 0.01 from what is shown"));
   }
+  if (!time) entries.push(rule("faded: used or sent in this step, or not kept after it"));
   if (events.some((event) => event.ranks[0].marks)) {
     const reference = layout === "ring" ? "as PyTorch's all-reduce" : "as in one process";
     entries.push(rule(`✓ same ${reference}; ✗ wrong by: largest difference / largest number`));
