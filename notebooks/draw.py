@@ -433,7 +433,7 @@ def bars(values: dict[str, list[float]], parts: list[str], predicted: dict[str, 
         predicted: name → what the formula gives for the whole bar.
     """
     figure, ax = plt.subplots(
-        figsize=(WIDTH, 0.7 * len(values) + 1.8), layout="constrained"
+        figsize=(WIDTH, 0.45 * len(values) + 1.8), layout="constrained"
     )
     most = max([sum(v) for v in values.values()] + list(predicted.values()))
     for y, (name, measured) in enumerate(values.items()):

@@ -160,8 +160,10 @@ class Ranks:
             if not self.processes[0].is_alive():
                 raise OSError("ipyparallel's controller ended before it was ready")
             time.sleep(0.05)
-        # an engine gives up after 5 seconds otherwise: too few on a busy machine
-        flags = ["--IPEngine.timeout=600", "--IPEngine.enable_nanny=False"]
+        # An engine gives up after 5 seconds otherwise, or when it has heard no beat of
+        # the controller for 40: too few on a busy machine, and ours watch a pipe.
+        flags = ["--IPEngine.timeout=600", "--IPEngine.max_heartbeat_misses=0"]
+        flags.append("--IPEngine.enable_nanny=False")
         flags.append("--InteractiveShell.colors=nocolor")
         for _ in range(self.count):
             self.spawn(ENGINE, *flags)
@@ -191,7 +193,7 @@ class Ranks:
         present = 0
         while present < self.count:
             if not all(process.is_alive() for process in self.processes):
-                raise OSError("a process ended before it was ready")
+                raise OSError("a process ended before it was ready" + self.last_words())
             if time.time() > limit:
                 raise TimeoutError(f"{present} of {self.count} ranks came in time")
             time.sleep(0.05)
@@ -203,6 +205,14 @@ class Ranks:
             if time.time() > told + 20 and "NOTEBOOK_RANKS" not in os.environ:
                 told = time.time()
                 print(f"{present} of {self.count} ranks have started; please wait")
+
+    def last_words(self) -> str:
+        """The last line of each log of the processes, for an error's message."""
+        text = ""
+        for log in sorted(self.folder.glob("*.log")):
+            lines = log.read_text(errors="replace").strip().splitlines()
+            text += f"\n{log.stem}: {lines[-1]}" if lines else ""
+        return text
 
     def spawn(self, module: str, *flags: str) -> None:
         """One process, which may start others, that runs a module of ipyparallel."""

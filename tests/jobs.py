@@ -39,10 +39,11 @@ ENV["PET_LOCAL_ADDR"] = os.environ.get("PET_LOCAL_ADDR", "127.0.0.1")
 RANK_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 
-POOL = ThreadPoolExecutor(2)  # jobs at a time: while one waits, the other computes
+AT_A_TIME = int(os.environ.get("TEST_JOBS", 2))  # jobs: one waits, another computes
+POOL = ThreadPoolExecutor(AT_A_TIME)
 STARTED = {}  # (lesson, ranks, *flags) → its future
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
-NOTEBOOKS = ThreadPoolExecutor(1)  # its cells wait half of the time
+NOTEBOOKS = ThreadPoolExecutor(max(1, AT_A_TIME // 2))  # cells wait half of the time
 RUNNING = {}  # mark → the torchrun process
 
 

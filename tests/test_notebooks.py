@@ -135,6 +135,19 @@ def test_the_controller_has_the_ports_that_were_held(cell):
             pass
 
 
+def test_ranks_wait_for_a_controller_that_is_late(cell):
+    """An engine that counts its beats ends by itself after 40 seconds without one."""
+    log = cell("print((live.folder / f'{ranks.ENGINE}.log').read_text())")
+    assert log.count("heartbeat signal from the hub is not enabled") == 2
+
+
+def test_an_error_has_the_last_words_of_each_process(tmp_path):
+    (tmp_path / "engine.log").write_text("started\nno room left\n")
+    (tmp_path / "controller.log").write_text("")
+    said = ranks.Ranks.last_words(SimpleNamespace(folder=tmp_path))
+    assert said == "\nengine: no room left"
+
+
 def test_a_rank_that_raises(cell, px):
     px("kept = torch.ones(2) + rank\nmlp = tp_mlp(MLP(2, 4), tp_group)")
     said = px("if rank == 1:\n    raise ValueError('out')\nall_reduce(kept, tp_group)")

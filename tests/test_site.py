@@ -14,7 +14,7 @@ import jobs
 import numpy as np
 import pytest
 from conftest import PATIENCE
-from pictures import ARROWS
+from pictures import ARROWS, draw
 
 pytestmark = pytest.mark.timeout(2400)  # the build, and some thirty pages
 
@@ -86,6 +86,10 @@ SMALLEST = """player => 100 / 720 * Math.min(...[
         ".stage .cell, .stage .cell small, .stage .bar b, .stage .closed .cells")
 ].filter(each => each.checkVisibility() && each.textContent
 ).map(each => parseFloat(getComputedStyle(each).fontSize)).filter(Boolean))"""
+# And of a picture, whose numbers have draw.py's FONT at 100 pixels per inch.
+PICTURE = """picture => 100 / 720 * FONT / 72 * 100 * Math.min(
+    picture.offsetWidth / picture.naturalWidth,
+    picture.offsetHeight / picture.naturalHeight)""".replace("FONT", str(draw.FONT))
 CUT_NUMBERS = """player => [
     ...player.shadowRoot.querySelectorAll(".stage .cell")
 ].filter(cell => cell.offsetParent && cell.scrollWidth > cell.clientWidth
@@ -377,6 +381,8 @@ def test_slides(page, address, deck):
         title, notes = slide["title"], slide["notes"]
         assert len(" ".join(slide["prose"]).split()) <= 25, title
         assert slide["below"] <= 0, title
+        for picture in page.locator("section.present img[src*=png]").all():
+            assert picture.evaluate(PICTURE) >= 3, title
         assert re.search(r"\bAsk\b|Everyone writes", notes), title
         if times := re.search(r"[Mm]inutes (\d+)–(\d+)\.", notes):
             start, end = map(int, times.groups())
