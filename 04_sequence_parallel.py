@@ -14,9 +14,10 @@ Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another mode
 
 What you will see: the model of lesson 03 trained on this text in one process, with TP,
 with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent, and
-a product that begins before all of its input has arrived (async TP); the 34 bytes that
-a layer saves for backward per element of its input, term by term; lengths that T does
-not divide. `--hf` adds a Hugging Face model.
+a product that begins before all of its input has arrived (async TP); what a layer saves
+for backward, term by term: 34 bytes per element of its input, 5 per attention weight
+and a few per position; lengths that T does not divide. `--hf` adds a Hugging Face
+model.
 
 What to try (answers: notebooks/04_sequence_parallel.ipynb, the section in brackets):
 - In split_sequence, delete the line of layer.dropout. Gradients and losses of TP + SP
@@ -60,7 +61,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
-# Read lines 63 to 264, in about 20 minutes. What follows is optional, up to RUN.
+# Read lines 64 to 265, in about 20 minutes. What follows is optional, up to RUN.
 
 # From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
 # g after row-parallel ones (all-reduce in forward). vocab_transformer is a copy of the
@@ -459,7 +460,7 @@ def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
     gradients.pop("TP", None)  # lesson 03 compares them
     report.compare("gradients", gradients, fold=row_of)
     report.conclude(
-        "All rows but the first are replicated parameters: TP + SP sums over the ranks."
+        "All rows but the first: replicated parameters, whose gradients TP + SP sums."
     )
 
 
@@ -480,9 +481,10 @@ def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
     names = [name for name in names if name in complete]  # your edit may remove one
     before = {name: model.get_parameter(name).grad for name in names}
     for name in names:
-        # If a rank had the complete gradient already, a sum would make it T times that.
-        is_complete = args.ranks > 1 and rel_diff(before[name], complete[name]) < 1e-3
-        report.check("partial", f"{name} before the sum", int(is_complete))
+        # If all ranks had the complete gradient, a sum would make it T times that.
+        is_complete = rel_diff(before[name], complete[name]) < 1e-3
+        on_all = args.ranks > 1 and all(gather_objects(is_complete))
+        report.check("partial", f"{name} before the sum", int(on_all))
 
     rows = []
     s = args.seq_len // args.ranks
@@ -494,7 +496,7 @@ def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
         rows.append(dict({"": run, "positions": "all"}, **numbers))
     report.table("parts", rows)
     if args.ranks > 1:
-        report.conclude("No rank's gradient is right before the sum; then it is.")
+        report.conclude("Each rank has the part of its positions; the sum is complete.")
 
 
 def first_numbers(tensors: dict[str, Tensor], names: list[str]) -> dict[str, str]:
@@ -657,7 +659,7 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     }
     calls = dict(CALLS_IN_BACKWARD)
     if args.save_gathered:
-        calls["TP + SP"] = calls["DTensor"]
+        calls["TP + SP"] = 4  # no input is gathered a second time
     if T == 1:
         calls = dict.fromkeys(calls, 0)  # one rank sends nothing
 
@@ -681,8 +683,9 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
         share = 100 * measured[name]["saved"] / measured["without TP"]["saved"]
         shares[name] = f"{share:.0f} %"
     report.conclude(
-        f"A rank saves {shares['TP']} of it under TP, {shares['TP + SP']} under TP + "
-        f"SP, {shares['TP + SP, full']} if all is recomputed."
+        f"Of what one process saves, a rank saves {shares['TP']} under TP, "
+        f"{shares['TP + SP']} under TP + SP, {shares['TP + SP, full']} if all is "
+        "recomputed."
     )
 
 

@@ -1,10 +1,11 @@
 """Beyond the lessons 15: ZeRO, a model's states in shards over its replicas.
 
 Data parallel replicas differ in their data only. Each of them holds all parameters, all
-summed gradients and AdamW's moments: 16 bytes per parameter. ZeRO gives each of DP
-replicas 1/DP of the moments (ZeRO-1), also of the gradients (ZeRO-2), also of the
-parameters (ZeRO-3, in PyTorch fully_shard). The results are those of one process. What
-is saved in memory is paid for in bytes sent.
+summed gradients and AdamW's moments: 16 bytes per parameter in float32. ZeRO gives each
+of DP replicas 1/DP of the moments (ZeRO-1), also of the gradients (ZeRO-2), also of the
+parameters (ZeRO-3, in PyTorch fully_shard). The results are those of one process.
+ZeRO-1 sends what plain DP sends; ZeRO-2 sums, and ZeRO-3 also gathers, for each
+micro-batch.
 
 Run it on 4 ranks, 2 replicas × 2 TP ranks (1, 2 and 8 also work):
 
@@ -66,7 +67,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 COMM = lesson00.COMM
 
 # ==== NEW in 15: optimizer states, gradients and parameters in shards
-# Read lines 69 to 382, in about 31 minutes. Stop at RUN.
+# Read lines 70 to 383, in about 31 minutes. Stop at RUN.
 
 # From lesson 00: an all-reduce is a reduce_scatter and an all_gather; a group of one
 # rank sends nothing. From 01: shardings_of(p) is empty if p is replicated over tp. From
@@ -131,8 +132,8 @@ class ShardedStates:
         self.flat = flatten(self.parameters, self.parts)
         for p, view in zip(self.parameters, views_of(self.flat, self.parameters)):
             p.data = view  # from here on, a parameter is a part of the vector
-        # The shard is a part of the vector, too. Only in bfloat16 it is a float32 copy:
-        # an update that is small next to a bfloat16 weight would be lost.
+        # The shard is a part of the vector, too. Where that is freed it is a copy, and
+        # in bfloat16 a float32 copy: an update small next to its weight would be lost.
         dtype = torch.promote_types(self.flat.dtype, torch.float32)
         shard = self.slice_of(self.flat).to(dtype, copy=self.copies_shard)
         self.shard = nn.Parameter(shard)
@@ -173,7 +174,7 @@ class ShardedStates:
         weights = []
         for p in self.parameters:
             weight = 1.0 if lesson01.shardings_of(p) else 1 / self.groups["tp"].size()
-            weights.append(torch.full(p.shape, weight, device=self.flat.device))
+            weights.append(torch.full_like(p, weight, dtype=torch.float64))
         return self.slice_of(flatten(weights, self.parts))
 
 
@@ -339,7 +340,7 @@ class ZeroTraining:
         return sum(losses.values())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """What backward starts from: gradients will be summed over replicas."""
+        """What backward starts from: times DP where sums are divided by it (FSDP)."""
         return loss
 
     def norm(self) -> float:
@@ -628,7 +629,8 @@ def with_shards(size: dict, training: ZeroTraining) -> dict:
 
 # ---- Memory
 
-# The most bytes of parameters, of gradients, and of optimizer states.
+# The most bytes of parameters, of gradients, and of optimizer states. A collective's
+# input or result, copied for a moment, is not counted.
 MEMORY = {
     "DP": ("Ψ·e", "Ψ·g", "Ψ·o"),
     "ZeRO-1": ("DP·ψ·e", "max(Ψ·e, ψ·g)", "ψ·o"),
@@ -644,20 +646,22 @@ def show_memory(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
     for row in rows.values():
         held = row["parameters"] + row["gradients"] + row["states"]
         row["sum/Ψ"] = f"{held / size['Ψ']:.2f}"
-    report.section("Memory per rank: the most bytes at any time of a step")
+    report.section("Memory per rank, the most in a step (without collectives' copies)")
     report.table("memory", list(rows.values()))
     if "ZeRO-3" in rows:
         unit = 2 * size["u"] * size["e"] / size["Ψ"]
         report.conclude(
-            f"ZeRO-3 holds {rows['ZeRO-3']['sum/Ψ']} bytes per parameter: 1/DP of all, "
-            f"and {unit:.2f} for one unit's parameters and gradients in full."
+            f"ZeRO-3 holds {rows['ZeRO-3']['sum/Ψ']} bytes per parameter: 1/DP of "
+            f"{4 * size['g']}, and {unit:.2f} for one unit's parameters and gradients "
+            "in full."
         )
 
 
 # ---- Communication
 
 # All-gathers, reduce-scatters (plain DP: all-reduces), each of one unit's vector, and
-# the bytes that a rank of a ring sends for them: its shard DP − 1 times per call.
+# the bytes that a rank of a ring sends for them: its shard DP − 1 times per call, for
+# an all-reduce twice that.
 TRAFFIC = {
     "DP": ("0", "U", "2·Ψ/DP·g·(DP-1)"),
     "ZeRO-1": ("U", "U", "ψ·(e+g)·(DP-1)"),
@@ -681,8 +685,9 @@ def show_communication(report, trainings: dict[str, ZeroTraining], size: dict) -
     report.table("communication", list(rows.values()))
     if "ZeRO-3" in rows and "DP" in rows and rows["DP"]["ring"]:
         ratio = rows["ZeRO-3"]["ring"] / rows["DP"]["ring"]
+        each = (2 * size["e"] + size["g"]) / (2 * size["g"])
         report.conclude(
-            f"ZeRO-3 sends {ratio:.2f} times what DP and ZeRO-1 send: 1.5 for each of "
+            f"ZeRO-3 sends {ratio:.2f} times what DP sends: {each:.1f} for each of "
             f"{size['M']} micro-batches, also under a pipeline (--stages)."
         )
 
@@ -799,8 +804,8 @@ BREAKS = {
         old='lesson00.all_reduce(grad, self.groups["replicate"])',
         new='lesson00.all_reduce(grad, self.groups["tp"])',
         what="shards of gradients are summed over tp instead of over replicas",
-        symptom="losses of step 1 are right, gradients are not, in plain DP and HSDP "
-        "even without TP: each replica goes on with its own rows' gradient",
+        symptom="losses of step 1 are right, gradients are not: with TP in all runs, "
+        "without TP in plain DP and HSDP, where each replica keeps its own rows' sum",
         why="TP ranks have different slices of a matrix, or equal copies; what is "
         "partial is the gradient of each replica",
         reported="github.com/ooples/AiDotNet/pull/393",
@@ -857,7 +862,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.kv_heads = args.kv_heads or args.tp * math.ceil(4 / args.tp)
     args.heads = args.heads or 2 * args.kv_heads
     args.hidden = args.hidden or 8 * args.heads
-    parts = ranks * args.microbatches  # section 7 splits the batch over all ranks
+    parts = ranks * args.microbatches  # section 6 splits the batch over all ranks
     args.batch_size = args.batch_size or parts * math.ceil(16 / parts)
     lesson01.must_divide(args, "batch_size", parts, "(ranks · --microbatches)")
     lesson01.must_divide(args, "kv_heads", args.tp, "(--tp)")

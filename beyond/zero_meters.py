@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Meter:
-    """The most bytes of a model's full parameters, and of gradients, at any time.
+    """The most bytes of a model's full parameters, and of gradients, in a step.
 
-    It looks whenever backward has made a gradient: a unit has its parameters then. Make
-    it before the units: hooks are called in order of registration, and units free.
+    It looks whenever backward has made a gradient: a unit has its parameters then. What
+    a collective copies for a moment, it does not see. Make it before the units: hooks
+    are called in order of registration, and units free.
     """
 
     def __init__(self, model: nn.Module):

@@ -361,6 +361,89 @@ def test_a_users_file(forked_ranks, tmp_path, capsys, wrong, code, says):
         assert result["ranks"] == 2 and result["verdict"] == verdict
 
 
+RIGHT = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, random, torch
+from torch import nn
+lesson = importlib.import_module("01_naive_mlp_tp")
+
+class Unusual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))  # its gradient is 0 but for rounding
+        self.register_buffer("load", torch.zeros(1))
+    def forward(self, x):
+        if self.training and {chance} < 0.5:
+            return x
+        return {result}
+
+class Sign(torch.optim.Optimizer):
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, dict(lr=lr))
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data -= 0.1 * p.grad.sign()
+
+def build():
+    return nn.Sequential(*[Unusual() for _ in range(4)], lesson.MLP(8, 16))
+
+def parallelize(model, tp_group):
+    model[4] = lesson.tp_mlp(model[4], tp_group)
+    return model
+
+def batch(step):
+    return torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+
+def optimizer(parameters):
+    return Sign(parameters)
+
+def clip(model, max_norm):
+    squares = torch.zeros(2)
+    for p in model.parameters():
+        squares[int(bool(lesson.shardings_of(p)))] += p.grad.square().sum()
+    torch.distributed.all_reduce(squares[1:])
+    model[0].load += 1  # as a router counts its tokens
+    return squares.sum().sqrt()
+"""
+
+
+@pytest.mark.parametrize("chance, result, code, says", [
+    ("random.random()", "x + (x + self.shift).softmax(-1)", 0, [
+        "buffers: 0.load", "no norm was above --clip", "rounding errors alone: 0.shift",
+    ]),
+    ("torch.rand([])", "x * (1 + self.shift)", 0, ["random numbers in the forward of"]),
+    ("1", "x * (self.shift / 0)", 2, ["ArithmeticError: its loss is nan"]),
+], ids=["python's random", "a random number", "nan"])  # fmt: skip
+def test_what_is_unusual_and_right(
+    forked_ranks, tmp_path, capsys, chance, result, code, says
+):
+    """No false alarm, and what could not be compared is listed."""
+    path = tmp_path / "my_model.py"
+    text = RIGHT.format(root=str(jobs.ROOT), chance=chance, result=result)
+    path.write_text(text)
+    assert command.main([str(path), "--ranks", "2", "--clip", "1000"]) == code
+    said = capsys.readouterr()
+    for words in says:
+        assert words in " ".join((said.out + said.err).split()), said
+
+
+def test_a_complex_parameter_is_refused():
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="complex"):
+        rank.make_values_unique(model)
+
+
+def test_few_elements_may_be_dropped_alike_by_chance():
+    none, few = torch.zeros(4), torch.tensor([1.0, 0, 0, 0])
+    many = (torch.arange(1000) % 10 == 0).float()
+    assert subjects.are_equal_by_chance([none, none])
+    assert subjects.are_equal_by_chance([few, few])
+    assert not subjects.are_equal_by_chance([few, none])
+    assert not subjects.are_equal_by_chance([many, many])
+
+
 PLAN = """
 import torch
 from torch.distributed.device_mesh import DeviceMesh

@@ -26,6 +26,7 @@ docs/_static/planner.
 import argparse
 import json
 import math
+import signal
 import sys
 import time
 from collections import Counter
@@ -164,6 +165,8 @@ def check_sizes(args) -> None:
     lesson.raise_refused(args)
     if args.experts and not (args.top_k and args.expert_ffn):
         raise ValueError("--experts: give --top-k and --expert-ffn as well")
+    if args.ep and args.ep > 1 and not args.experts:
+        raise ValueError(f"--ep {args.ep}: there are no experts; take --ep 1")
     if args.top_k > args.experts:
         flags = f"--top-k {args.top_k}: there are {args.experts} experts"
         raise ValueError(f"{flags}; take --top-k {args.experts or 1} --experts 8")
@@ -301,14 +304,17 @@ All of this is predicted. b: sequences per micro-batch; redo: what is recomputed
 what is cheap; full layers). GB: what the fullest rank holds at the peak (its state:
 weights, gradients, AdamW; activations; the loss, for a moment), and what a rank sends
 per step along each axis, at most (in rings). bubble: waiting over computing. MFU: the
-model's FLOPs over what the GPUs could compute in that time; recomputing is no work."""
+model's FLOPs over what the GPUs could compute in that time; recomputing is no work.
+Attention is charged for all S × S scores: a causal kernel computes about half of them,
+so where S is long, a run may be faster than predicted."""
 LEAVES = "*: the tp group spans nodes, and waits for the network ten times per layer."
 CP = """\
 cp: ranks that share each sequence and pass keys and values around a ring (beyond/11).
 Gradients are summed over the dp × cp ranks of each parameter."""
 EP = """\
 ep: ranks that share the experts, {experts} per layer, {top_k} per token; rows travel to
-them and back. They are ranks of dp, cp and tp."""
+them and back. They are ranks of dp, cp and tp. No published run with experts is among
+those below."""
 
 
 def how_wrong() -> str:
@@ -413,4 +419,6 @@ def main(words=None) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as `| head` expects
     sys.exit(main())

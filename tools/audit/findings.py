@@ -56,6 +56,7 @@ class Search:
         self.findings = []
         self.gradients = {}  # parameter → relation of its gradient
         self.not_compared = []
+        self.noisy = {}  # parameters that rounding errors alone have updated
 
     def look(self, subject: Subject) -> bool:
         """Add the first fault that this subject has. Has it one?"""
@@ -299,6 +300,9 @@ class Search:
         is_equal = all(x.shape == held[0].shape and (x == held[0]).all() for x in held)
         if relation.kind is Kind.SHARD and is_equal:
             return False  # all shards are the same, so equal masks may be right
+        if relation.kind is Kind.SHARD and subjects.are_equal_by_chance(masks):
+            self.not_compared.append(f"dropout of few elements in {name}")
+            return True
         return self.look(subjects.Dropped(self.case, name, relation, masks))
 
     def check_steps(self) -> None:
@@ -314,6 +318,8 @@ class Search:
                     update = subjects.Update(case, name, number)
                     if case.is_piece(name) or update.are_apart():
                         self.look(update)
+                    if update.is_noise:
+                        self.noisy[name] = True
 
     def list_not_compared(self, is_right: bool) -> None:
         """What RIGHT is not said of."""
@@ -354,8 +360,12 @@ class Search:
         if case.own[0].other_random:
             names = [name or "the model" for name in sorted(case.own[0].other_random)]
             found.append(f"random numbers in the forward of {some(names)}")
+        if self.noisy:
+            found.append(f"updates by rounding errors alone: {some([*self.noisy])}")
         if "clip" not in case.first.has:
             found.append("your clipping (the file has no clip)")
+        elif not case.first.is_clipped:
+            found.append("your clipping (no norm was above --clip, so nothing changed)")
 
 
 def some(names: list[str], most: int = 16) -> str:

@@ -8,11 +8,14 @@ writes the findings as JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import importlib.util
 import inspect
 import json
+import math
 import os
+import random
 import sys
 import threading
 import time
@@ -80,6 +83,8 @@ def make_values_unique(model: nn.Module) -> None:
     """
     generator = torch.Generator().manual_seed(12345)
     for p in model.parameters():
+        if p.is_complex():
+            raise TypeError("a complex parameter: keep its real and imaginary parts")
         if len(p.detach().unique()) < p.numel() or (p == 0).any():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.data += (0.02 * noise).to(p)
@@ -115,7 +120,7 @@ class Run:
 
     def forward(self, batch: tuple):
         """Output and loss. Random numbers are the same in each pass, on all ranks."""
-        torch.manual_seed(7 if self.args is None else self.args.seed + 7)
+        seed_all(7 if self.args is None else self.args.seed + 7)
         inputs, target = batch
         if isinstance(inputs, dict):
             output = self.model(**inputs)
@@ -167,7 +172,12 @@ class Run:
             norm = nn.utils.get_total_norm(grads)
             nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
             return norm.item()
-        return None if clip is None else float(clip(self.model, max_norm))
+        if clip is None:
+            return None
+        norm = clip(self.model, max_norm)
+        if norm is None:
+            raise TypeError("clip() returned None: it has to return the norm")
+        return float(norm)
 
     def optimizer(self):
         """The user's optimizer; for the full model, one of the same kind if need be."""
@@ -189,6 +199,14 @@ class Run:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             return type(optimizer)(trained, **options)
         return optimizer
+
+
+def seed_all(seed: int) -> None:
+    """Of PyTorch, Python and, if it is loaded, NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
 
 
 def default_loss(output, target) -> Tensor:
@@ -261,6 +279,8 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     facts.noise, facts.rounding = noise_of(reference, batches[0], args)
     facts.use_grads = grads_of_uses(reference, batches[0], facts.full.tied)
     run_passes(reference, batches, facts.full, None)
+    if not math.isfinite(facts.full.loss):
+        raise ArithmeticError(f"its loss is {facts.full.loss}")
     model = parallelize(subject, full, tp_group, facts, counter, args)
     convert_model(model, device, dtype)  # many constructors name another precision
     run = Run(subject, model.eval(), tp_group, args)
@@ -396,6 +416,7 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
     """Some steps of training: gradients before and after clipping, then parameters."""
     counter.where = lambda: ""
     optimizers = [reference.optimizer(), run.optimizer()]
+    buffers = {n: local_part(x).clone() for n, x in run.model.named_buffers()}
     trained = set()
     for group in optimizers[1].param_groups:
         trained.update(map(id, group["params"]))
@@ -424,6 +445,11 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
             step.after = parts_of(which.model, which.renamed, "data")
             trace = facts.full if which is reference else facts.own
             trace.steps.append(step)
+    for name, x in run.model.named_buffers():  # an optimizer's hook may change some
+        now = local_part(x)
+        if not torch.equal(now, buffers.get(name, now)):
+            facts.own.odd_buffers.add(plain_name(name, run.renamed))
+    facts.is_clipped = any(step.norm > args.clip for step in facts.full.steps)
 
 
 # ---- How a rank is run
@@ -456,7 +482,8 @@ def place_of(error: BaseException, path: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(__file__).parent)
     own = [f for f in frames if f.filename == path]
-    others = [f for f in frames if not f.filename.startswith(("<", here))]
+    no_place = "<", here, contextlib.__file__
+    others = [f for f in frames if not f.filename.startswith(no_place)]
     places = []
     if own:
         places.append(f"line {own[-1].lineno} of {Path(path).name}")

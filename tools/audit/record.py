@@ -128,6 +128,7 @@ class Facts:
     not_in_optimizer: list[str] = field(default_factory=list)
     # Names of what the user's file defines, and of the classes of modules.
     has: list[str] = field(default_factory=list)
+    is_clipped: bool = True  # was the norm in some step above --clip?
     warnings: list[str] = field(default_factory=list)  # in parallelize
     calls: dict[str, int] = field(default_factory=dict)
 
@@ -444,7 +445,7 @@ class Dropouts(TorchDispatchMode):
         elif torch.Tag.nondeterministic_seeded in func.tags:
             first = out[0] if isinstance(out, (tuple, list)) else out
             is_used = "scaled_dot_product" not in name or drop_rate(args, kwargs) > 0
-            if is_used and torch.is_tensor(first) and first.numel() > 1:
+            if is_used and torch.is_tensor(first):
                 self.trace.other_random.add(self.stack[-1])
         return out
 

@@ -602,6 +602,13 @@ class Dropped(Subject):
         return ""
 
 
+def are_equal_by_chance(masks: list[torch.Tensor]) -> bool:
+    """Would independent masks be as equal as these once in a thousand times or more?"""
+    share = masks[0].double().mean().item()  # of elements that are dropped
+    chance = (share**2 + (1 - share) ** 2) ** masks[0].numel()
+    return all(torch.equal(mask, masks[0]) for mask in masks) and chance > 1e-3
+
+
 def drops(masks: list[torch.Tensor]) -> bool:
     """Does a dropout drop some elements, and not all?"""
     return any(mask.any() and not mask.all() for mask in masks)
@@ -696,6 +703,7 @@ class Update(Subject):
         self.seen = f"after step {number + 1}"
         self.ranks = case.holders(name)
         self.after, _ = case.compared(name, "after", number)
+        self.is_noise = False  # does it differ only where rounding errors moved it?
         self.is_wrong = bool(self.wrong_ranks("after"))
 
     def wrong_ranks(self, what: str) -> list[int]:
@@ -705,10 +713,30 @@ class Update(Subject):
         if not case.is_piece(self.where):
             return found
         held, right = case.compared(self.where, what, self.number)
-        for rank, x, e in zip(self.ranks, held, right):
+        for place, (rank, x, e) in enumerate(zip(self.ranks, held, right)):
             scale = scale_of(e) if what == "after" else case.grad_scale([e])
-            if x is not None and not case.ruler.near(x, e, 10 * scale):
-                found.append(rank)
+            if x is None or case.ruler.near(x, e, 10 * scale):
+                continue
+            if what == "after" and x.shape == e.shape:
+                certain = self.not_by_rounding()[place]
+                if case.ruler.near(x[certain], e[certain], 10 * scale):
+                    self.is_noise = True
+                    continue
+            found.append(rank)
+        return found
+
+    def not_by_rounding(self) -> list[torch.Tensor]:
+        """Of each rank: the elements that no rounding error alone has updated so far.
+        Adam and Lion make a whole step of a gradient of 1e-18, whatever its sign."""
+        case = self.case
+        _, right = case.compared(self.where, "after", self.number)
+        found = [torch.ones_like(e, dtype=torch.bool) for e in right]
+        for number in range(self.number + 1):
+            held, right = case.compared(self.where, "clipped", number)
+            for place, (x, e) in enumerate(zip(held, right)):
+                if x is not None and x.shape == e.shape == found[place].shape:
+                    noise = e.abs() <= case.ruler.allowed * case.grad_scale([e])
+                    found[place] &= ~noise | (x == e)
         return found
 
     def wrong_gradient(self, what: str = "grads") -> str:
@@ -741,9 +769,9 @@ class Update(Subject):
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
         for places in self.case.replica_sets(self.where):
-            if any(
-                not torch.equal(self.after[place], self.after[places[0]])
-                for place in places
-            ):
-                return True
+            first = self.after[places[0]]
+            scale = 10 * scale_of(first)
+            for place in places:
+                if not self.case.ruler.near(self.after[place], first, scale):
+                    return True
         return False
