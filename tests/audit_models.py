@@ -525,6 +525,10 @@ def lora_subject(bug: str):
             module.kind = kind
             module.group = group
             module.bug = bug
+        if bug == "frozen":
+            down.lora_B.requires_grad_(False)
+        if bug == "trained":
+            down.base.bias.requires_grad_(True)
         return model
 
     def batch(step):
@@ -1296,7 +1300,12 @@ MODELS = {
         "experts summed": "gradient of several pieces",
         "scale": "forward wrong",
     },
-    lora_subject: {"A": "gradient sum", "B": "gradient sum"},
+    lora_subject: {
+        "A": "gradient sum",
+        "B": "gradient sum",
+        "frozen": ["gradient frozen on the ranks", "2.lora_B"],
+        "trained": ["gradient of a frozen parameter", "2.base.bias"],
+    },
     plan_subject: {"norm": "gradient sum"},
     block_subject: {
         "local width": ["forward", "1"],

@@ -345,7 +345,10 @@ class Case:
         scale = self.grad_scale(right)
         if all(name in self.own[rank].frozen for rank in ranks):
             is_trained = self.full.grads.get(self.owner_in_full(name)) is not None
-            return Relation(Kind.NONE if is_trained else Kind.FROZEN)
+            return Relation(Kind.NOT_TRAINED if is_trained else Kind.FROZEN)
+        is_frozen = self.owner_in_full(name) in self.full.frozen
+        if is_frozen and any(grad is not None for grad in grads):
+            return Relation(Kind.TRAINED)
         for place, e in enumerate(right):  # an expert without tokens has none
             if grads[place] is None and near(e, 0 * e, self.largest * 1e-6):
                 grads[place] = torch.zeros_like(e)

@@ -166,6 +166,8 @@ class Kind(Enum):
     MIXED = "of several pieces"
     ZERO = "zero"
     NONE = "None"
+    NOT_TRAINED = "frozen on the ranks"
+    TRAINED = "of a frozen parameter"
     USES = "of its uses"
     OTHERS = "another rank's piece"
     PERMUTED = "permuted"

@@ -228,6 +228,16 @@ FAULTS = [
       "All-reduce dL/dx in the backward of what reads this output (f, in front of a "
       "column-parallel linear)."),
     # ---- Gradients of parameters
+    F(Gradient, "gradient frozen on the ranks", kind(Kind.NOT_TRAINED),
+      "The full model trains this parameter, and on the ranks it has requires_grad "
+      "False.",
+      "Give each shard the requires_grad of the parameter that it is a piece of.",
+      "notebook 12, fault 6"),
+    F(Gradient, "gradient of a frozen parameter", kind(Kind.TRAINED),
+      "This parameter is frozen in the full model, and on the ranks it has a gradient.",
+      "Give each shard the requires_grad of the parameter that it is a piece of: a new "
+      "nn.Parameter has True.",
+      "notebook 12, fault 6"),
     F(Gradient, "gradient factor per rank", kind(Kind.FACTORS),
       "Each rank's gradient is right up to a factor of its own.",
       "Each rank divides by its own number (of tokens, of samples), or a rank's "

@@ -604,9 +604,25 @@ class Dropped(Subject):
 
 def are_equal_by_chance(masks: list[torch.Tensor]) -> bool:
     """Would independent masks be as equal as these once in a thousand times or more?"""
-    share = masks[0].double().mean().item()  # of elements that are dropped
-    chance = (share**2 + (1 - share) ** 2) ** masks[0].numel()
+    drawn = draws_of(masks[0])
+    share = drawn.mean().item()  # of what is dropped
+    chance = (share**2 + (1 - share) ** 2) ** len(drawn)
     return all(torch.equal(mask, masks[0]) for mask in masks) and chance > 1e-3
+
+
+def are_kept_by_chance(masks: list[torch.Tensor]) -> bool:
+    """Would other masks drop nothing of so few once in a thousand times or more?"""
+    drawn = torch.cat([draws_of(mask) for mask in masks])
+    return (1 - drawn.mean().item()) ** len(drawn) > 1e-3
+
+
+def draws_of(mask: torch.Tensor) -> torch.Tensor:
+    """What was drawn for a mask: one number of a channel that is dropped whole."""
+    for dim in range(mask.dim()):
+        first = mask.narrow(dim, 0, 1)
+        if (mask == first).all():
+            mask = first
+    return mask.flatten().double()
 
 
 def drops(masks: list[torch.Tensor]) -> bool:
@@ -629,6 +645,8 @@ class TrainLoss(Subject):
             if any(map(drops, trace.drop_masks.values())):
                 return ""
         masks = self.case.full.drop_masks
+        if all(are_kept_by_chance(found) for found in masks.values()):
+            return ""
         names = [name or "the model" for name in masks if drops(masks[name])]
         return f"the full model drops in {', '.join(names)}" if names else ""
 
