@@ -483,8 +483,8 @@ def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
     for name in names:
         # If all ranks had the complete gradient, a sum would make it T times that.
         is_complete = rel_diff(before[name], complete[name]) < 1e-3
-        on_all = args.ranks > 1 and all(gather_objects(is_complete))
-        report.check("partial", f"{name} before the sum", int(on_all))
+        is_complete = args.ranks > 1 and all(gather_objects(is_complete))
+        report.check("partial", f"{name} before the sum", int(is_complete))
 
     rows = []
     s = args.seq_len // args.ranks
