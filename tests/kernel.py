@@ -32,10 +32,28 @@ def held_ports():
             yield ports
 
 
+def tell_of_stderr() -> None:
+    """nbval says that there was an output on stderr, and not what it was."""
+    from nbval.plugin import IPyNbCell
+
+    compare = IPyNbCell.compare_outputs
+
+    def and_tell(cell, test, ref, skip_compare=None):
+        is_same = compare(cell, test, ref, skip_compare)
+        for output in [] if is_same else test:
+            if output.get("name") == "stderr":
+                cell.comparison_traceback.append(f"stderr: {output['text']}")
+        return is_same
+
+    IPyNbCell.compare_outputs = and_tell
+
+
 if __name__ == "__main__":
     # jsonschema does without this, of which the import takes 3 seconds.
     sys.modules["rfc3987_syntax"] = None
     del sys.argv[0]
     run = runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module
+    if "--nbval" in sys.argv:
+        tell_of_stderr()
     with held_ports():
         run(sys.argv[0], run_name="__main__")
