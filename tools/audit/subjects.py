@@ -619,7 +619,7 @@ def are_kept_by_chance(masks: list[torch.Tensor]) -> bool:
 def draws_of(mask: torch.Tensor) -> torch.Tensor:
     """What was drawn for a mask: one number of a channel that is dropped whole."""
     for dim in range(mask.dim()):
-        first = mask.narrow(dim, 0, 1)
+        first = mask.narrow(dim, 0, min(1, mask.shape[dim]))
         if (mask == first).all():
             mask = first
     return mask.flatten().double()
