@@ -55,7 +55,7 @@ from torch import Tensor, nn
 try:
     from course import lesson00, lesson01, lesson02
     from one_attention import bytes_saved, random_attention, split_attention
-    from pytorch_ring import pytorch_attention
+    from pytorch_ring import pytorch_attention, why_left_out
     from zigzag import Block, blocks_of, chunks_of, positions_of
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -538,7 +538,8 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
                 results[name] = split_attention(method, core, tables, tensors, cp_group)
             if method.attention is ring_attention:
                 rows.extend(block_rows(report, blocks, method.layout, size, cp_group))
-    if report.args.device != "cpu":
+    left_out = why_left_out(report.args, size)
+    if not left_out:
         with report.column("PyTorch, one attention"):
             results["PyTorch"] = pytorch_attention(tensors, tables, size["H"], cp_group)
     report.section("One attention, random input: output, gradients, blocks of scores")
@@ -550,8 +551,8 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
     text = f"   Busiest rank, scores per head: C·s² = {contiguous:,}, "
     text += f"with zigzag (2·C + 1)·s²/4 = {zigzag:,}."
     report.say(lesson00.wrap(text))
-    if report.args.device == "cpu":
-        report.say("   PyTorch's context_parallel is left out: it has no CPU kernel.")
+    if left_out:
+        report.say(f"   PyTorch's context_parallel is left out: {left_out}")
 
 
 @contextmanager

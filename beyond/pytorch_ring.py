@@ -6,16 +6,36 @@ A helper of beyond/11_context_parallel.py, no script.
 import torch.nn.functional as F
 from course import lesson02
 
+# Its float32 kernel for GPUs pads the log-sum-exps of a chunk to a multiple of so many
+# positions, and merging them fails (torch 2.11.0).
+ROWS = 32
+
+
+def why_left_out(args, size: dict) -> str:
+    """Why PyTorch's context_parallel cannot run here, or ""."""
+    if args.device == "cpu":
+        return "it has no CPU kernel."
+    if args.dtype == "float64":
+        return "its kernels have no float64."
+    chunk = size["S"] // (2 * size["C"])
+    if chunk % ROWS:
+        needed = 2 * size["C"] * ROWS
+        text = f"a chunk is S/(2·C) = {chunk} positions,\n   and its GPU kernel pads "
+        return text + f"them to a multiple of {ROWS}: take --seq-len {needed}."
+    return ""
+
 
 def pytorch_attention(tensors, tables, head_size: int, cp_group) -> dict:
-    """The same by PyTorch's context_parallel; written from its documentation, not run.
+    """The same by PyTorch's context_parallel, a prototype.
 
     It shards the buffers in place, zigzag, and F.scaled_dot_product_attention becomes a
-    ring. That needs a GPU, and float32 or less. On CPU, PyTorch 2.13 raises
+    ring. That needs a GPU, and float32 or less. (Run on an H200 with torch 2.11.0, two
+    and four ranks, float32: all four tensors agree to 1e-6.) On CPU, PyTorch 2.13
+    raises
     NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu
     .default does not have a sharding strategy registered.
     """
-    # Imported here: it is a prototype, and only GPUs get here.
+    # Imported here: only GPUs get here.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import _attention, context_parallel
 

@@ -4,6 +4,8 @@ Attention of random shapes on 2, 3, 4 and 8 ranks against PyTorch's own, to the 
 of float64; the blocks of scores and the bytes; then what the script's own runs say.
 """
 
+import argparse
+
 import jobs
 import pytest
 import torch
@@ -103,6 +105,22 @@ def test_pytorch_has_no_kernel_for_cpu(ranks):
 
 
 # In this process.
+
+
+def test_when_pytorch_is_left_out():
+    """On a GPU its chunks are padded to 32 positions (run on an H200 with 16: it
+    raised; with 32 and 64: it agreed)."""
+
+    def reason(device, dtype, S, C):
+        args = argparse.Namespace(device=device, dtype=dtype)
+        return lesson.why_left_out(args, {"S": S, "C": C})
+
+    assert "no CPU kernel" in reason("cpu", "float32", 128, 2)
+    assert "float64" in reason("cuda:0", "float64", 128, 2)
+    assert "take --seq-len 128" in reason("cuda:0", "float32", 64, 2)
+    assert "take --seq-len 256" in reason("cuda:0", "float32", 128, 4)
+    for S, C in ((128, 2), (256, 2), (256, 4), (512, 4)):
+        assert reason("cuda:1", "float32", S, C) == ""
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 8])
