@@ -166,6 +166,16 @@ def fused_subject(bug: str):
         subject.optimizer = lambda parameters: torch.optim.AdamW(
             parameters, 1e-3 * (1 + dist.get_rank())
         )
+    if bug == "decay":  # a rule by the shape, which a shard does not have
+
+        def decaying(parameters):
+            parameters = list(parameters)
+            large = [p for p in parameters if p.numel() > 2 * D * D]
+            small = [p for p in parameters if p.numel() <= 2 * D * D]
+            groups = [dict(params=large), dict(params=small, weight_decay=0.1)]
+            return torch.optim.AdamW(groups, 1e-3, weight_decay=0.0)
+
+        subject.optimizer = decaying
     if bug == "one rank skips":
 
         def optimizer(parameters):
@@ -255,7 +265,16 @@ def renamed_subject(bug: str):
     def batch(step):
         return torch.randn(3, S, D), torch.randn(3, S, D)
 
-    return SimpleNamespace(build=build, parallelize=parallelize, batch=batch)
+    def own_rows(output, target, group):
+        if group is not None:
+            output, target = (x.chunk(2, 1)[group.rank()] for x in (output, target))
+        loss = F.mse_loss(output, target)
+        return loss / 2 if group is not None and bug == "own sum" else loss
+
+    subject = SimpleNamespace(build=build, parallelize=parallelize, batch=batch)
+    if bug in ("own rows", "own sum"):
+        subject.loss = own_rows
+    return subject
 
 
 # ---- A model that makes rounding errors a thousand million times larger.
@@ -1281,6 +1300,7 @@ MODELS = {
         "norm on rank 0": "norm",
         "wrong slice": "gradient another rank's piece",
         "own rate": "update differs between replicas",
+        "decay": ["update by other settings", "attn.c_attn.weight"],
         "one rank skips": "update missing on ranks [1]",
         "made before": "not in the optimizer",
     },
@@ -1288,6 +1308,8 @@ MODELS = {
         "no f": "gradient sum",
         "bias": "forward bias",
         "scaled": ["forward 1.5 times", "0"],
+        "own rows": ["loss of each rank's part", "loss"],
+        "own sum": ["loss of each rank's part", "loss"],
     },
     sharp_subject: {},
     odd_subject: {"memory": "gradient sum", "stale": "stale"},

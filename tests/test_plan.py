@@ -952,17 +952,18 @@ def test_dry_run_finds_a_bug(capsys, bug):
 
 @pytest.mark.parametrize("flags, words", [
     (("--model", "gpt3", "--gpus", 16), "72.0 of 80 GB.*take --gpus 64"),
-    (("--model", "gpt3", "--gpus", 1024, "--tp", 5), "take --gpus 1020"),
+    (("--model", "gpt3", "--gpus", 1024, "--tp", 5), "but --tp 5; take --tp 4$"),
     (("--model", "gpt3", "--gpus", 128, "--tp", 128),
      "128: heads % tp is not 0 for gpt3; take --tp 1, 2, 4, 8, 16 or 32"),
     (("--model", "qwen2.5-7b", "--gpus", 64, "--tp", 8), "take --tp 1, 2 or 4$"),
     (("--layers", 4, "--hidden", 96, "--heads", 12, "--gpus", 8, "--tp", 8),
-     "take --heads 16"),
+     "--tp 8: heads % tp is not 0; take --tp 4$"),
     (("--model", "gpt3", "--gpus", 1031), "heads % tp is not 0.*take --gpus 1024"),
     (("--model", "gpt3", "--gpus", 100, "--virtual", 7), "pp . virtual. is not 0"),
     (("--model", "mixtral-8x7b", "--gpus", 8, "--top-k", 9), "there are 8 experts"),
     (("--model", "gpt3", "--gpus", 1024, "--experts", 8), "give --top-k"),
-    (("--model", "mixtral-8x7b", "--gpus", 64, "--ep", 3), "8 % 3 .--ep.*--experts 9"),
+    (("--model", "mixtral-8x7b", "--gpus", 64, "--ep", 3),
+     "experts % ep is not 0; take --ep 4"),
     (("--model", "gpt3", "--gpus", 1024, "--schedule", "zb-h1", "--virtual", 2),
      "only 1F1B is interleaved here; take --virtual 1"),
     (("--layers", 3, "--hidden", 16), "--heads: how many.* --model gpt3"),
@@ -975,7 +976,7 @@ def test_dry_run_finds_a_bug(capsys, bug):
     (("--model", "llama-3-8b", "--gpus", 64, "--dry-run"), "--dry-run of a gated MLP"),
     (("--model", "gpt3", "--gpus", 1024, "--zero", 2, "--dry-run"), "take --zero 1"),
     (("--model", "gpt3", "--gpus", 1024, "--json", "/no/where"), "/no/where"),
-    (("--model", "gpt3", "--gpus", 64, "--cp", 3), "2048 % 6.*--seq-len 2052"),
+    (("--model", "gpt3", "--gpus", 64, "--cp", 3), "but --cp 3; take --cp 4$"),
     (("--model", "gpt3", "--gpus", 66, "--cp", 4), "66, but --cp 4; take --gpus 64"),
     (("--model", "gpt3", "--gpus", 1024, "--cp", 2, "--attention", "math"),
      "cp 2: a ring saves no scores; take --attention flash"),
@@ -988,6 +989,24 @@ def test_refusals(capsys, flags, words):
     code, out, err = told(capsys, *flags)
     assert code == 2 and out == ""
     assert re.search(words, message(err)), err
+
+
+@pytest.mark.parametrize("flags", [
+    "--tp 3", "--tp 64", "--cp 3", "--pp 33", "--dp 7", "--micro-batch 3",
+    "--kv-heads 5", "--virtual 3 --pp 4", "--virtual 7", "--tp 5 --pp 3", "--heads 33",
+    "--dp 2 --pp 2 --tp 3", "--gpus 13", "--layers 60 --hidden 8192",
+    "--experts 8 --top-k 9 --expert-ffn 64",
+    "--experts 8 --top-k 2 --expert-ffn 64 --ep 3",
+    "--experts 8 --top-k 2 --expert-ffn 64 --ep 16 --tp 3",
+])  # fmt: skip
+def test_what_a_refusal_suggests_is_accepted(capsys, flags):
+    model = "--layers 8 --hidden 512 --heads 32 --gpus 64".split()
+    words = [*model, *flags.split()]
+    code, _, err = told(capsys, *words)
+    if code == 2:
+        words += message(err).partition("; take ")[2].partition(",")[0].split()
+        code, _, err = told(capsys, *words)
+    assert code == 0, (words, err)
 
 
 @pytest.mark.parametrize("model, gpus, take", [

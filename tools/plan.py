@@ -24,6 +24,7 @@ docs/_static/planner.
 """
 
 import argparse
+import itertools
 import json
 import math
 import signal
@@ -39,6 +40,9 @@ from published import BANDS
 
 # What the flags say of a layout besides its mesh.
 OPTIONS = "zero attention virtual schedule loss grad_bytes imbalance overlap_dp".split()
+
+
+MOST_TRIED = 2000  # layouts, in the search for flags that are accepted
 
 
 def read_flags(words=None) -> argparse.Namespace:
@@ -151,7 +155,11 @@ def fill(args) -> argparse.Namespace:
 
 def check_sizes(args) -> None:
     """ValueError where sizes do not go together."""
-    lesson.must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
+    heads, kv_heads = args.heads, args.kv_heads
+    if heads % kv_heads:
+        near = min(predict.divisors(heads), key=lambda n: abs(n - kv_heads))
+        said = f"--heads {heads} % {kv_heads} is not 0; take --kv-heads {near}"
+        raise ValueError(f"--kv-heads {kv_heads}: {said}")
     if args.head_dim is None:
         lesson.must_divide(
             args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)"
@@ -159,17 +167,17 @@ def check_sizes(args) -> None:
         args.head_dim = args.hidden // args.heads
     else:
         lesson.must_divide(args, "head_dim", 2, "(rotary pairs)")
-    if args.cp and args.cp > 1:
-        lesson.must_divide(args, "seq_len", 2 * args.cp, "(2 · --cp: zigzag)")
-        lesson.must_divide(args, "seq_len", args.cp * (args.tp or 1), "(--cp · --tp)")
     lesson.raise_refused(args)
     if args.experts and not (args.top_k and args.expert_ffn):
         raise ValueError("--experts: give --top-k and --expert-ffn as well")
     if args.ep and args.ep > 1 and not args.experts:
         raise ValueError(f"--ep {args.ep}: there are no experts; take --ep 1")
+    if args.top_k and not args.experts:
+        raise ValueError(f"--top-k {args.top_k}: there are no experts; leave it out, "
+                         "or give --experts and --expert-ffn as well")  # fmt: skip
     if args.top_k > args.experts:
         flags = f"--top-k {args.top_k}: there are {args.experts} experts"
-        raise ValueError(f"{flags}; take --top-k {args.experts or 1} --experts 8")
+        raise ValueError(f"{flags}; take --top-k {args.experts}")
     if args.virtual > 1 and args.schedule != "1f1b":
         raise ValueError(f"--virtual {args.virtual} with --schedule {args.schedule}: "
                          "only 1F1B is interleaved here; take --virtual 1")  # fmt: skip
@@ -189,7 +197,11 @@ def check_gpus(args) -> None:
     if args.gpus % product or (exact and product != args.gpus):
         text = " × ".join(f"--{axis} {n}" for axis, n in given.items())
         near = product if complete else max(1, args.gpus // product) * product
-        raise ValueError(f"--gpus {args.gpus}, but {text}; take --gpus {near}")
+        sizes, fixed, options = asked(args)
+        take = f"--gpus {near}"
+        if not is_possible(sizes, near, fixed, options):
+            take = nearest(args) or take
+        raise ValueError(f"--gpus {args.gpus}, but {text}; take {take}")
 
 
 def asked(args) -> tuple[dict, dict, dict]:
@@ -220,20 +232,68 @@ def find(args) -> tuple[list, list, Counter]:
             f"{args.gpu_memory:g} GB (--reserve {args.reserve:g}): the smallest, "
             f"{mesh}, would hold {least['memory'] / GB:.1f}; {what_fits(args)}"
         )
-    for name in ("heads", "kv_heads", "ffn", "seq_len"):
-        lesson.must_divide(args, name, args.tp or 1, "(--tp)")
-    parts = (args.dp or 1) * (args.micro_batch or 1)
-    lesson.must_divide(args, "batch_size", parts, "(--dp · --micro-batch)")
-    if args.ep:
-        lesson.must_divide(args, "experts", args.ep, "(--ep)")
-    lesson.raise_refused(args)
+    raise ValueError(f"{why_none(args, refused)}; take {nearest(args)}")
+
+
+def why_none(args, refused: Counter) -> str:
+    """Which flags no layout has, and why."""
+    sizes, fixed, _ = asked(args)
+    mesh = {name: fixed[name] for name in (*AXES, "cp", "ep") if name in fixed}
+    for some in [{name: mesh[name]} for name in mesh] + [mesh]:
+        reason = why_not(sizes, **some)
+        if reason and not (list(some) == ["ep"] and args.experts % args.ep == 0):
+            flags = " × ".join(f"--{name} {n}" for name, n in some.items())
+            return f"{flags}: {reason}"
+    parts = fixed.get("dp", 1) * fixed.get("micro_batch", 1)
+    if args.batch_size % parts:
+        return (
+            f"--batch-size {args.batch_size} % {parts} (--dp · --micro-batch) is not 0"
+        )
     if not refused:  # meshes are possible, but no micro-batch size is
-        raise ValueError(f"--virtual {args.virtual}: a replica's micro-batches are no "
-                         "multiple of pp; take --virtual 1")  # fmt: skip
+        said = "a replica's micro-batches are no multiple of pp"
+        return f"--virtual {args.virtual}: {said}"
     why = "; ".join(f"{reason} ({n})" for reason, n in refused.items())
-    more = predict.most_gpus(sizes, args.gpus, fixed | {"virtual": args.virtual})
-    take = f"--gpus {more}" if more else "--virtual 1"
-    raise ValueError(f"--gpus {args.gpus}: {why}; take {take}")
+    return f"--gpus {args.gpus}: {why}"
+
+
+def is_possible(sizes: dict, gpus: int, fixed: dict, options: dict) -> bool:
+    """Is there any layout, whether or not it fits?"""
+    is_flash = options["attention"] == "flash"
+    for mesh in predict.meshes(gpus, fixed, is_flash * sizes["seq_len"]):
+        if not why_not(sizes, **mesh, virtual=options["virtual"]):
+            if any(predict.choices(sizes, mesh, fixed, options)):
+                return True
+    return False
+
+
+def nearest(args) -> str:
+    """Other values of the layout's flags, few and near, which are accepted."""
+    sizes, fixed, options = asked(args)
+    names = [name for name in (*AXES, "cp", "ep", "micro_batch") if name in fixed]
+    allowed = {"ep": args.experts or 1, "micro_batch": args.batch_size}
+    tried = [predict.divisors(allowed.get(name, args.gpus)) for name in names]
+    fixed["virtual"] = args.virtual
+    names.append("virtual")
+    tried.append(range(1, args.virtual + 1))
+    tried = [sorted({*n, fixed[name]}) for n, name in zip(tried, names)]
+
+    def distance(values) -> tuple:
+        off = [abs(math.log(n / fixed[name])) for n, name in zip(values, names)]
+        return sum(map(bool, off)), sum(off)
+
+    for values in sorted(itertools.product(*tried), key=distance)[:MOST_TRIED]:
+        found = fixed | dict(zip(names, values))
+        changed = {name: n for name, n in found.items() if n != fixed[name]}
+        gpus = args.gpus
+        if all(axis in found for axis in AXES):
+            gpus = math.prod(found.get(axis, 1) for axis in (*AXES, "cp"))
+            changed |= {"gpus": gpus} if gpus != args.gpus else {}
+        options["virtual"] = found.pop("virtual")
+        if changed and is_possible(sizes, gpus, found, options):
+            flags = [f"--{name.replace('_', '-')} {n}" for name, n in changed.items()]
+            return " ".join(flags)
+    more = predict.most_gpus(sizes, args.gpus, fixed)
+    return f"--gpus {more}" if more else "other sizes"
 
 
 def refuse_tp(args, sizes: dict) -> None:
@@ -265,7 +325,11 @@ def what_fits(args) -> str:
         if predict.search(sizes, machine, fixed, **options)[0]:
             free = ", and no --dp, --pp, --tp" if args.tp and "tp" not in fixed else ""
             return f"take --gpus {gpus}{free}"
-    return f"take --gpu-memory {2 * args.gpu_memory:g}, or a smaller model"
+    least = min(
+        row["memory"] for row in predict.search(sizes, args, fixed, **options)[1]
+    )
+    needed = math.ceil(least / GB / (1 - args.reserve))
+    return f"take --gpu-memory {needed}, or a smaller model"
 
 
 def sent(axis: str):

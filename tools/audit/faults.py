@@ -178,6 +178,12 @@ FAULTS = [
       "embedding has its first row at rank · rows, and gives 0 for tokens of other "
       "ranks before the sum.",
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
+    F(Loss, "loss of each rank's part", Loss.is_part,
+      "The outputs of all modules are right, and each rank returns the loss of its own "
+      "part (of the tokens, or of the vocabulary).",
+      "Every rank is to return the loss of all: sum the parts over the ranks (g, whose "
+      "backward does not sum) and divide by the number of all targets.",
+      "lesson 03; beyond/11"),
     F(Loss, "loss", lambda loss: True,
       "The outputs of all modules are right and the loss is not.",
       "Check over which ranks and by which count the loss is averaged, whether padding "
@@ -453,6 +459,12 @@ FAULTS = [
       "differ.",
       "All ranks need the same flags, norms, learning rates and optimizer state.",
       "lesson 02, --break drift; notebook 12, fault 8"),
+    F(Update, "update by other settings", Update.other_settings,
+      "The gradients after clip() are right, and the optimizer updates this parameter "
+      "with another learning rate or weight decay than in the full model.",
+      "Compare the optimizer's groups of parameters: a rule by names, shapes or dims "
+      "may put a shard in another group. A learning rate may be made from its shape.",
+      "notebook 12, fault 9"),
     F(Update, "update", lambda u: "optimizer" in u.case.first.has and u.is_wrong,
       "The gradients after clip() are right and the updated parameter is not: the "
       "optimizer is not elementwise (it takes a norm or a matrix product of a shard), "

@@ -321,6 +321,17 @@ class Loss(Subject):
         if len(set(losses)) > 1:
             texts.append(f"it differs between ranks: {numbers(losses)}")
         self.seen = "; ".join(texts)
+        self.losses = losses
+
+    def is_part(self) -> str:
+        """Is it each rank's own part, so that only their sum or mean is right?"""
+        total, ranks = sum(self.losses), self.case.ranks
+        if self.case.are_near(self.losses, self.losses[0]):
+            return ""
+        if self.case.are_near([total], self.case.full.loss):
+            return "the sum of the ranks' losses is right"
+        is_mean = self.case.are_near([total / ranks], self.case.full.loss)
+        return "the mean of the ranks' losses is right" if is_mean else ""
 
 
 class Flow(Subject):
@@ -756,6 +767,30 @@ class Update(Subject):
                     noise = e.abs() <= case.ruler.allowed * case.grad_scale([e])
                     found[place] &= ~noise | (x == e)
         return found
+
+    def other_settings(self) -> str:
+        """Is its step a multiple of the right one, or off by a multiple of itself, as
+        with another learning rate or weight decay? The same on all ranks."""
+        case = self.case
+        _, right = case.compared(self.where, "after", self.number)
+        number = self.number - 1
+        start = ("after", number) if self.number else ("parts", None)
+        _, before = case.compared(self.where, *start)
+        is_shaped = all(x.shape == e.shape for x, e in zip(self.after, right))
+        if not (self.is_wrong and is_shaped):
+            return ""
+        off = [x - e for x, e in zip(self.after, right)]
+        steps = [e - x for x, e in zip(before, right)]
+        scale = scale_of(torch.cat([e.flatten() for e in steps]))
+        for directions, words in (
+            (steps, "the step is {:.4g} times the right one"),
+            (before, "the step is off by {:.4g} times the parameter (weight decay)"),
+        ):
+            k = multiple_of(off, directions)
+            rest = [x - k * direction for x, direction in zip(off, directions)]
+            if all(case.ruler.near(x, 0 * x, 100 * scale) for x in rest):
+                return words.format(k + (directions is steps))
+        return ""
 
     def wrong_gradient(self, what: str = "grads") -> str:
         wrong = self.wrong_ranks(what)
