@@ -772,6 +772,8 @@ def parse_args(ranks: int) -> argparse.Namespace:
     parser.set_defaults(ragged=False, schedule="1f1b", sleep=0.0)
     args = parser.parse_args()
     args.tie = args.tie or args.bug == "tied-copy"
+    if args.bug == "position" and args.steps == 1:
+        raise ValueError("--break position needs --steps 2 or more")
     if not (args.pp or args.dp or args.tp) and ranks % 2 == 0:
         args.tp = 2  # so that tensors are sharded
     lesson05.fill_mesh(args, ranks)

@@ -546,9 +546,8 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
     report.compare("attention", results)
     report.table("blocks", rows)
     # A step takes as long as its busiest rank; a block is s² or, if zigzag, s²/4.
-    contiguous = lesson00.evaluate("C·s·s", size)
     zigzag = lesson00.evaluate("(2·C + 1)·s·s/4", size)
-    text = f"   Busiest rank, scores per head: C·s² = {contiguous:,}, "
+    text = f"   Busiest rank, scores per head: C·s² = {size['C'] * size['s'] ** 2:,}, "
     text += f"with zigzag (2·C + 1)·s²/4 = {zigzag:,}."
     report.say(lesson00.wrap(text))
     if left_out:
@@ -832,6 +831,9 @@ def parse_args(ranks: int) -> argparse.Namespace:
         left = f"{ranks} ranks % {args.tp} = {ranks % args.tp}, not 0"
         raise ValueError(f"--tp {args.tp}: {left}; take {math.gcd(ranks, args.tp)}")
     C = ranks // args.tp
+    if args.bug in BREAKS and C == 1 and ranks > 1:
+        text = "one CP rank shows no bug; take a smaller --tp, or start more ranks"
+        raise ValueError(f"--break with --tp {args.tp}: {text}")
     args.kv_heads = args.kv_heads or ranks * math.ceil(4 / ranks)
     args.heads = args.heads or 2 * args.kv_heads
     args.hidden = args.hidden or 8 * args.heads

@@ -240,7 +240,8 @@ class SplitLinear(nn.Module):
         """Add dL/dW and dL/db of one micro-batch."""
         grad_y = grad_y.flatten(0, -2)  # [rows, features]
         add_gradient(self.weight, grad_y.T @ x.flatten(0, -2))
-        add_gradient(self.bias, grad_y.sum(0))
+        if self.bias is not None:
+            add_gradient(self.bias, grad_y.sum(0))
 
 
 def add_gradient(p: nn.Parameter, grad: Tensor) -> None:
@@ -270,9 +271,8 @@ class VirtualPipeline(lesson05.Pipeline):
     def __init__(self, chunks: list[nn.Module], loss_of, groups):
         super().__init__(chunks[0], loss_of, groups)
         self.chunks = chunks
-        P = self.pp.size()
-        self.rank_before = (self.pp.rank() - 1) % P
-        self.rank_after = (self.pp.rank() + 1) % P
+        self.rank_before = (self.pp.rank() - 1) % self.pp.size()
+        self.rank_after = (self.pp.rank() + 1) % self.pp.size()
 
     def run(self, steps: list[tuple], micro_batches: list) -> Tensor:
         """Run all steps. Return the sum of the losses; 0 without the last stage."""
@@ -767,6 +767,8 @@ def parse_args(ranks: int) -> argparse.Namespace:
     args.dropout = 0.0
     args.layers = args.layers or max(8, args.chunks * ranks, 2 * ranks)
     args.batch_size = args.batch_size or 2 * args.microbatches
+    if args.bug == "chunks" and args.chunks == 1 and ranks > 1:
+        raise ValueError("--break chunks needs --chunks 2 or more")
     if ranks == 1 and args.chunks > 1:
         raise ValueError(f"--chunks {args.chunks}: one rank has no other to wait for")
     lesson01.must_divide(

@@ -58,8 +58,9 @@ def bytes_held(training) -> dict[str, int]:
     """Measured: parameters and gradients at most during a step, and the states."""
     held = dict(training.meter.most, states=0)
     for unit in training.units:
-        state = training.adamw.state[unit.shard]
-        held["states"] += lesson01.nbytes([state["exp_avg"], state["exp_avg_sq"]])
+        for name, x in training.adamw.state[unit.shard].items():
+            if name != "step":  # AdamW: two moments; another optimizer has others
+                held["states"] += lesson01.nbytes([x])
         if unit.copies_shard:  # ZeRO-3: besides the vector that comes and goes
             held["parameters"] += unit.shard.nbytes
         elif unit.shard.dtype != unit.flat.dtype:  # a copy, in float32

@@ -43,6 +43,14 @@ class Copy(torch.autograd.Function):
         return grad, None
 
 
+class CopyInFloat32(Copy):
+    """The same, with a sum of 32 bits."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Copy.backward(ctx, grad.float())[0].to(grad), None
+
+
 class Sum(torch.autograd.Function):
     """All-reduce; the identity in backward."""
 
@@ -240,6 +248,9 @@ class RowDown(nn.Module):
     def forward(self, x):
         if self.bug == "bias":
             return Sum.apply(F.linear(x, self.weight, self.bias), self.group)
+        if self.bug == "rank 0 adds it":  # no bug: the others do not use their copy
+            bias = None if self.group.rank() else self.bias
+            return Sum.apply(F.linear(x, self.weight, bias), self.group)
         return Sum.apply(F.linear(x, self.weight), self.group) + self.bias
 
 
@@ -274,6 +285,13 @@ def renamed_subject(bug: str):
     subject = SimpleNamespace(build=build, parallelize=parallelize, batch=batch)
     if bug in ("own rows", "own sum"):
         subject.loss = own_rows
+    if bug == "pieces added":  # gradients of shards in a replicated one
+
+        def after_backward(model):
+            down = model.decoder[1].linear_fc2
+            down.bias.grad += down.weight.grad.sum(1)
+
+        subject.after_backward = after_backward
     return subject
 
 
@@ -409,7 +427,8 @@ class Pair(nn.Module):
         if self.group is None:
             return self.down(self.up(x).tanh())
         if self.bug != "no f":
-            x = Copy.apply(x, self.group)
+            f = CopyInFloat32 if self.bug == "f in float32" else Copy
+            x = f.apply(x, self.group)
         y = F.linear(self.up(x).tanh(), self.down.weight)
         return Sum.apply(y, self.group) + self.down.bias
 
@@ -438,6 +457,99 @@ def float32_loss_subject(bug: str):
     """Both models convert their outputs to float32, as many do with logits."""
     subject = pairs_subject(bug)
     subject.loss = lambda output, target: F.mse_loss(output.float(), target.float())
+    if bug == "slow decay":  # of the weights that are not split, by their shape
+
+        def optimizer(parameters):
+            parameters = list(parameters)
+            large = [p for p in parameters if p.numel() >= 2 * D * D]
+            small = [p for p in parameters if p.numel() < 2 * D * D]
+            groups = [dict(params=large, weight_decay=0.1), dict(params=small)]
+            return torch.optim.AdamW(groups, 2e-5, weight_decay=0.0)
+
+        subject.optimizer = optimizer
+    return subject
+
+
+# ---- A list of heads: each rank has some of them, and numbers them from 0.
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        heads = [nn.Linear(D, D // HEADS) for _ in range(HEADS)]
+        self.heads = nn.ModuleList(heads)
+        self.proj = nn.Linear(D, D)
+        self.group = None
+
+    def forward(self, x):
+        if self.group is not None:
+            x = Copy.apply(x, self.group)
+        return self.proj(torch.cat([head(x).tanh() for head in self.heads], -1))
+
+
+def lists_subject(bug: str):
+    def parallelize(model, group):
+        own = model[1]
+        count = HEADS // group.size()
+        first = group.rank() * count
+        own.heads = own.heads[first : first + count]
+        own.proj = RowDown(SimpleNamespace(down=own.proj), group, bug)
+        own.group = group
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(nn.LayerNorm(D), Heads())
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- A frozen weight of integers, and what optimizers people write.
+
+
+class Integers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        values = torch.randint(-100, 100, (2 * D, D), dtype=torch.int8)
+        self.up = nn.Parameter(values, requires_grad=False)
+        self.A = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D, bias=False)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            return self.down((self.A(x) + F.linear(x, self.up.to(x) / 100)).tanh())
+        if self.bug != "no f":
+            x = Copy.apply(x, self.group)
+        h = (self.A(x) + F.linear(x, self.up.to(x) / 100)).tanh()
+        return Sum.apply(self.down(h), self.group)
+
+
+class Stepper:
+    """An optimizer that says nothing of its groups."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, 1e-2)
+
+    def step(self):
+        self.inner.step()
+
+
+def integers_subject(bug: str):
+    def parallelize(model, group):
+        own = model[1]
+        own.up = piece(own.up, group)
+        own.A.weight = piece(own.A.weight, group)
+        own.A.bias = piece(own.A.bias, group)
+        own.down.weight = piece(own.down.weight, group, 1)
+        own.group = group
+        own.bug = bug
+        return model
+
+    subject = renamed_subject(bug)
+    subject.build = lambda: nn.Sequential(nn.LayerNorm(D), Integers())
+    subject.parallelize = parallelize
+    subject.optimizer = Stepper
     return subject
 
 
@@ -1310,11 +1422,23 @@ MODELS = {
         "scaled": ["forward 1.5 times", "0"],
         "own rows": ["loss of each rank's part", "loss"],
         "own sum": ["loss of each rank's part", "loss"],
+        "pieces added": [
+            "gradient differs between replicas",
+            "decoder.1.linear_fc2.bias",
+        ],
     },
     sharp_subject: {},
     odd_subject: {"memory": "gradient sum", "stale": "stale"},
-    pairs_subject: {"no f": "backward partial"},
-    float32_loss_subject: {"no f": "backward partial"},
+    pairs_subject: {
+        "no f": "backward partial",
+        "f in float32": ["backward right but for rounding", "1"],
+    },
+    lists_subject: {"bias": ["forward bias", "1.proj"]},
+    float32_loss_subject: {
+        "no f": "backward partial",
+        "slow decay": ["update by other settings", "0.up.weight"],
+    },
+    integers_subject: {"no f": ["gradient sum", "0.weight"]},
     recomputed_subject: {"state not kept": "dropout recomputed"},
     experts_subject: {
         "router": "gradient sum",

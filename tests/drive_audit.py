@@ -16,7 +16,7 @@ from pathlib import Path
 import jobs
 import torch
 import torch.distributed as dist
-from audit_models import MODELS, block_subject, coarse_subject
+from audit_models import MODELS, block_subject, coarse_subject, renamed_subject
 from in_ranks import load, run
 from torch import nn
 
@@ -332,6 +332,7 @@ def try_model(make, bug: str) -> dict:
 def main() -> dict:
     dist.new_group = partial(same_group, dist.new_group)
     found = {"bugs": [], "right": [], "models": [], "right models": []}
+    found["unused copy"] = try_model(renamed_subject, "rank 0 adds it")
     found["not split"] = try_model(block_subject, "not split")
     found["coarse"] = [try_model(coarse_subject, bug) for bug in ("", "no f")]
     for make, bugs in MODELS.items():

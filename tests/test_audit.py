@@ -109,6 +109,7 @@ def test_a_text_says_where_it_was_seen(ranks):
     router = of_models(ranks, "router")["texts"][0]
     assert "returned wrong by the forward of 1 (partial)" in router
     assert "call 2" in of_models(ranks, "second call")["texts"][0]
+    assert "sum over the wrong group" in of_models(ranks, "pieces added")["changes"][0]
     assert "0 before it is of shape [18, 16]" in of_models(ranks, "flat")["texts"][0]
     rounded = of_models(ranks, "float32")["texts"][0]
     assert re.search(r"by \de-0[789] of the largest", rounded)
@@ -162,6 +163,13 @@ def test_what_was_not_compared_is_listed(ranks):
 
 
 def test_a_model_that_is_not_split_is_told(ranks):
+    unused = ranks[0]["unused copy"]
+    assert unused["categories"] == []
+    assert any("which do not use it" in text for text in unused["not compared"])
+    (lists,) = [
+        each for each in ranks[0]["right models"] if each["model"] == "lists_subject"
+    ]
+    assert any("numbers from 0: 1.heads.0" in text for text in lists["not compared"])
     assert ranks[0]["not split"]["categories"] == []
     assert ranks[0]["not split"]["is split"] is False
     right = ranks[0]["right models"] + ranks[0]["right"]
@@ -270,7 +278,7 @@ def test_every_relation_has_a_fault():
         for of in (subjects.Gradient, subjects.Output):
             subject = of.__new__(of)
             relation = SimpleNamespace(kind=kind, factor=3.0, words="")
-            vars(subject).update(relation=relation, kind=kind, point=("", 0, ""))
+            vars(subject).update(relation=relation, kind=kind, arrives=None)
             subject.case = SimpleNamespace(
                 ranks=2, first=SimpleNamespace(has=[]), full=None, pieces=[{}]
             )

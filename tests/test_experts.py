@@ -4,6 +4,8 @@ Layers of random shapes and routers on eight ranks and seven meshes, against a l
 without a sort, to the rounding of float64; then what the script's own runs say.
 """
 
+from types import SimpleNamespace
+
 import jobs
 import pytest
 import torch
@@ -102,9 +104,36 @@ def test_balance_loss_is_smallest_elsewhere_but_its_gradient_evens_out():
     assert (logits.grad[:6, 0] > 0).all() and (logits.grad[:6, 1] < 0).all()
 
 
+def test_the_router_is_compared_by_the_largest_gradient():
+    """Its own may be rounding errors only; all others are compared by their own."""
+    diffs = {}
+
+    def check_tensor(kind, name, got, expected, allowed, least):
+        diffs[name.split(",")[0]] = lesson.lesson00.rel_diff(got, expected, least)
+        return True
+
+    report = SimpleNamespace(check_tensor=check_tensor, allowed=1e-5)
+    expected = {"y": torch.ones(3), "router.weight": torch.zeros(2, 2)}
+    expected.update({"dL/dx": torch.full((3,), 2.0), "experts.up_proj": torch.ones(1)})
+    found = {what: x + 2**-20 for what, x in expected.items()}
+    row = {}
+    lesson.compare_layer(report, row, "random, k 1", found, expected)
+    assert diffs["router.weight"] == diffs["dL/dx"] == 2**-21
+    assert diffs["y"] == diffs["experts.up_proj"] == row["diff"] == 2**-20
+
+
 @pytest.mark.parametrize("ranks, flags, words", [
-    (4, "--ep 3", ("--ep", "3 · 1 = 3", "4 ranks")),
-    (4, "--tp 8", ("--tp", "= 8", "4 ranks")),
+    (4, "--ep 3", ("--ep", "3 · 1 = 3", "4 ranks", "take --ep 1 --tp 1")),
+    (4, "--tp 8", ("--tp", "= 8", "4 ranks", "take --ep 1 --tp 4")),
+    (6, "--ep 4 --tp 2", ("4 · 2 = 8", "6 ranks", "take --ep 1 --tp 2")),
+    (2, "--break twice --ep 2", ("2 · 2 = 4", "take --ep 1 --tp 2")),
+    (3, "--break twice", ("--break twice", "an even number of ranks")),
+    (2, "--break replicas --ep 2", ("--break replicas", "take --ep 1 --tp 1")),
+    (2, "--break replicas --tp 2", ("--break replicas", "take --ep 1 --tp 1")),
+    (2, "--break inverse --experts 2", ("--break inverse", "take --experts 4")),
+    (8, "--break inverse", ("--break inverse", "take --experts 16")),
+    (2, "--top-k 3 --experts 2", ("--top-k 3", "2 experts", "take --top-k 2")),
+    (2, "--top-k 1 --balance 0", ("--balance 0 with --top-k 1", "--balance 0.01")),
     (4, "--experts 6", ("--experts 6", "6 % 4", "--experts 8")),
     (4, "--batch-size 6", ("--batch-size 6", "6 % 4", "--batch-size 8")),
     (2, "--layers 3", ("--layers 3", "3 % 2", "--layers 4")),

@@ -15,7 +15,9 @@ import sys
 import jobs
 import pytest
 from runs import (
+    CHECKPOINTS,
     COLLECTIVES,
+    CONTEXT,
     MESH,
     MESH_2D,
     MLP,
@@ -84,7 +86,13 @@ OF_14 = [
     (4, "--chunks 3 --layers 8", "--layers 8", "v·P = 12", "take --layers 12"),
     (4, "--batch-size 12", "--batch-size 12", "12 % 8", "take --batch-size 16"),
     (1, "--chunks 2", "--chunks 2", "one rank"),
+    (2, "--break chunks --chunks 1", "--break chunks", "--chunks 2 or more"),
 ]  # fmt: skip
+OF_BREAKS = [  # a bug that these flags do not show
+    (CHECKPOINTS, 2, "--break position --steps 1", "--steps 2 or more"),
+    (CONTEXT, 2, "--break sum --tp 2", "--tp 2: one CP rank", "smaller --tp"),
+    (CONTEXT, 4, "--break lse --tp 4", "--tp 4: one CP rank", "smaller --tp"),
+]
 REFUSED = [
     (COLLECTIVES, 1, "--break skip", "--break", "2 ranks"),
     *((COLLECTIVES, 2, *case) for case in SHARED),
@@ -94,6 +102,7 @@ REFUSED = [
     *((lesson, 4, "--kv-heads 2", "beyond/09_shared") for lesson in (VOCAB, SEQUENCE)),
     *((MESH, 4, *case) for case in OF_05),
     *((SCHEDULES, *case) for case in OF_14),
+    *OF_BREAKS,
 ]
 
 

@@ -86,6 +86,15 @@ def test_a_hash_sees_one_bit():
     assert script.digest(x, 3.0) == script.digest(torch.tensor([1.0, 2.0, 3.0]))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_blocks_of_an_mlp_with_and_without_biases(bias):
+    mlp = script.lesson01.MLP(16, 32)
+    mlp.up_proj = torch.nn.Linear(16, 32, bias=bias)
+    mlp.down_proj = torch.nn.Linear(32, 16, bias=bias)
+    x = torch.randn(2, 3, 16)
+    torch.testing.assert_close(script.blocked_mlp(mlp, no_group(1))(x), mlp(x))
+
+
 def test_in_a_group_of_one_nothing_is_sent():
     x = torch.randn(3)
     assert torch.equal(script.tree_all_reduce(x, no_group(1)), x)

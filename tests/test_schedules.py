@@ -81,11 +81,13 @@ def test_lists_that_do_not_fit_together():
 # Backward in two parts.
 
 
-def test_split_linears_have_the_gradients_of_linears():
+@pytest.mark.parametrize("bias", [True, False])
+def test_split_linears_have_the_gradients_of_linears(bias):
     """All bits of dL/dx, and after the weight passes of dL/dW and dL/db."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-    split = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    linear = torch.nn.Linear
+    model = torch.nn.Sequential(linear(5, 7), linear(7, 3, bias=bias))
+    split = torch.nn.Sequential(linear(5, 7), linear(7, 3, bias=bias))
     split.load_state_dict(model.state_dict())
     script.split_linears(split)
     todo = []

@@ -84,6 +84,8 @@ def test_a_model_of_repeated_heads_computes_the_same(kv_heads, copies):
     (4, "--vocab-size 256", ("--vocab-size 256", "257")),
     (4, "--clip 0", ("--clip 0",)), (4, "--dropout 1", ("--dropout 1",)),
     (2, "--break order", ("--break order", "start 4 ranks")),
+    (3, "--break order", ("--break order", "start 4 ranks")),
+    (4, "--break order --kv-heads 1", ("--break order", "take --kv-heads 2")),
     (4, "--break copies --kv-heads 4", ("--kv-heads 4", "no head has a replica")),
     (1, "--break copies", ("--break",)),
     (4, "--only 8", ("--only",)),

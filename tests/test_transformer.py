@@ -165,6 +165,28 @@ def make_batches(count: int, seed: int) -> list:
     return lesson.make_batches(lesson.__doc__, args, count)
 
 
+def test_a_batch_of_one_row_stores_its_tokens_only():
+    """A view of S + 1 positions counted as 8 bytes more than the formula has."""
+    args = SimpleNamespace(batch_size=1, seq_len=8, seed=1, device="cpu")
+    ((tokens, _),) = lesson.make_batches(lesson.__doc__, args, 1)
+    assert tokens.shape == (1, 8) and tokens.untyped_storage().nbytes() == 64
+
+
+def test_errors_of_a_parameter_are_compared_with_ten_steps():
+    """A bias of 0.003 after one step; a gradient has no such scale."""
+    bias = torch.tensor([3e-3, -3e-3])
+    diff = lesson.rel_diff(bias * 1.001, bias)
+    assert abs(diff - 1e-3) < 1e-5
+    assert (
+        abs(lesson.rel_diff(bias * 1.001, bias, lesson.LEAST["parameters"]) - 1e-4)
+        < 1e-6
+    )
+    assert lesson.rel_diff(bias, bias.flip(0), 0.03) == pytest.approx(0.2)
+    assert (
+        set(lesson.LEAST) == {"parameters"} and lesson.LEAST["parameters"] == 10 * 3e-3
+    )
+
+
 def test_batches_are_lines_of_the_text():
     """A row is a piece of a line up to its end; a target is the next byte, or none."""
     lines = [f"{line}\n".encode() for line in lesson.__doc__.splitlines()]

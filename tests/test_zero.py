@@ -5,6 +5,8 @@ float64; what is held and sent, against formulas written here; vectors and their
 then what the script's own runs say.
 """
 
+from functools import partial
+
 import jobs
 import pytest
 import torch
@@ -173,6 +175,37 @@ def test_parameters_are_there_while_they_are_needed(keep):
     assert torch.equal(unit.shard.grad, torch.ones(8))
 
 
+class Named(dict):
+    """Reads x.name as x["name"]."""
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+@pytest.mark.parametrize("optimizer, moments", [
+    (torch.optim.AdamW, 2),
+    (torch.optim.SGD, 0),
+    (partial(torch.optim.SGD, momentum=0.9), 1),
+])  # fmt: skip
+def test_states_of_any_optimizer_are_counted(optimizer, moments):
+    """All tensors of a parameter but the number of steps."""
+    _, unit = unit_of(lesson.ShardedStates)
+    unit.shard.grad = torch.ones_like(unit.shard)
+    adamw = optimizer([unit.shard], lr=0.1)
+    adamw.step()
+    training = Named(meter=Named(most={}), units=[unit], adamw=adamw)
+    assert lesson.bytes_held(training) == {"states": moments * 8 * 4}
+
+
+def test_bfloat16_may_round_once(monkeypatch):
+    """Also if the difference that was measured is 0 by chance."""
+    run = Named(losses={"step 1": 5.0}, gradients={"weight": torch.ones(2)})
+    monkeypatch.setattr(lesson, "make_training", lambda *args: None)
+    monkeypatch.setattr(lesson, "train", lambda *args: run)
+    report = Named(args=None)
+    lesson.allow_rounding(report, None, None, None, run)
+    assert (report.allowed_loss, report.allowed) == (2**-9, 2**-8)
+
+
 # What is refused.
 
 
@@ -184,6 +217,9 @@ def test_parameters_are_there_while_they_are_needed(keep):
     (2, "--vocab-size 256", ("--vocab-size 256", "257")),
     (2, "--clip 0", ("--clip 0",)), (2, "--microbatches 0", ("--microbatches",)),
     (1, "--break last", ("--break",)), (2, "--only 7", ("--only",)),
+    (2, "--break last --microbatches 1", ("--break last", "--microbatches 2 or more")),
+    (3, "--break norm", ("--break norm", "even number of ranks", "--tp")),
+    (3, "--break hybrid --tp 3", ("--break hybrid", "two replicas", "take --tp 1")),
 ])  # fmt: skip
 def test_refused(ranks, flags, words):
     text = refused_in_one_line(ZERO, ranks, flags)

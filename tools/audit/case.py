@@ -46,6 +46,8 @@ class Case:
         self.ruler = Ruler(self.ranks, allowed)
         self.model = FullModel(self.full.parts)
         self.vectors = {}  # see compared()
+        self.unused_copies = {}  # parameter → ranks; see fill_unused()
+        self.eps = torch.finfo(getattr(torch, dtype)).eps
         self.largest = self.vector(self.full.grads).abs().max().item() or 1.0
         self.owners = {}  # parameter → its module, of all ranks
         for trace in self.own:
@@ -65,6 +67,7 @@ class Case:
             self.rename(trace)
         self.order = self.tensors_in_order()
         self.unknown = {name: self.unknown_share(name) for name in self.owners}
+        self.renumbered = self.renumbered_modules()
         self.relations = {}  # of outputs and inputs, and of their gradients
 
     def with_allowed(self, allowed: float) -> Case:
@@ -98,6 +101,34 @@ class Case:
     def holders(self, name: str) -> list[int]:
         """The ranks that have a parameter of this name (experts may be apart)."""
         return [rank for rank, trace in enumerate(self.own) if name in trace.parts]
+
+    def renumbered_modules(self) -> list[str]:
+        """Modules of a list that each rank numbers from 0: heads.0 of rank 1 is heads.2
+        of the full model. The names do not say what to compare their tensors with."""
+        found = []
+        for name in self.owners:
+            whole = [self.whole_parameter(rank, name) for rank in range(self.ranks)]
+            if None in whole or len(set(whole)) < self.ranks:
+                continue
+            other = next(x for x in whole if x != name).split(".")
+            parts = name.split(".")
+            count = 1
+            while parts[:count] == other[:count]:
+                count += 1
+            found.append(".".join(parts[:count]))
+        return list(dict.fromkeys(found))
+
+    def whole_parameter(self, rank: int, name: str) -> str | None:
+        """The full model's parameter of which a rank's is all, if there is one."""
+        index = self.index[rank].get(name)
+        if index is None or not index.numel() or index.min() < 0:
+            return None
+        other = self.model.owner(int(index.flatten()[0]))
+        is_all = torch.equal(index.flatten(), self.model.indices(other).flatten())
+        return other if is_all else None
+
+    def is_renumbered(self, module: str) -> bool:
+        return any(f"{module}.".startswith(f"{name}.") for name in self.renumbered)
 
     def unknown_share(self, name: str) -> tuple[int, float] | None:
         """The first rank with elements that are in no parameter of the full model, and
@@ -253,6 +284,8 @@ class Case:
     def relation_of(self, point: Point, what: str = "value") -> Relation | None:
         """How a tensor ("value") or its gradient ("flow") is related, or None."""
         key = (point, what)
+        if self.is_renumbered(point.module):
+            return None
         if key not in self.relations:
             expected = getattr(self.full, what)(point)
             held = [getattr(trace, what)(point) for trace in self.own]
@@ -267,6 +300,8 @@ class Case:
     def returned_by(self, reader: Point) -> Relation | None:
         """How the gradient that a module returns to one of its inputs is related."""
         held = [trace.returned.get(reader) for trace in self.own]
+        if self.is_renumbered(reader.module):
+            return None
         return self.compare(held, self.full.returned.get(reader))
 
     def is_wrong(self, relation: Relation | None) -> bool:
@@ -334,6 +369,17 @@ class Case:
             held.append(getattr(trace, what).get(name))
         return held, [self.expected(rank, name, self.vectors[key]) for rank in ranks]
 
+    def fill_unused(self, name: str, grads: list, right: list, scale: float) -> None:
+        """A rank that does not use its copy has no gradient of it (a bias that rank 0
+        adds). This is right if the others' is; the copy is listed as not compared."""
+        for places in self.replica_sets(name):
+            used = [place for place in places if grads[place] is not None]
+            if used and all(self.ruler.near(grads[i], right[i], scale) for i in used):
+                for place in set(places) - set(used):
+                    grads[place] = right[place]
+                    rank = self.holders(name)[place]
+                    self.unused_copies.setdefault(name, set()).add(rank)
+
     def gradient(self, name: str, what: str = "grads") -> Relation:
         """How the ranks' gradients of a parameter are related to the right ones.
 
@@ -352,6 +398,7 @@ class Case:
         for place, e in enumerate(right):  # an expert without tokens has none
             if grads[place] is None and near(e, 0 * e, self.largest * 1e-6):
                 grads[place] = torch.zeros_like(e)
+        self.fill_unused(name, grads, right, scale)
         if any(grad is None for grad in grads):
             return Relation(Kind.NONE)
         if any(g.shape != e.shape for g, e in zip(grads, right)):

@@ -20,7 +20,7 @@ from .findings import some
 TOOLS = Path(__file__).resolve().parents[1]
 EXAMPLES = Path(__file__).parent / "examples"
 # Phases of a rank before its model is parallel: an error there is wrong use.
-BEFORE = ("importing the file", "build", "batch", "the full model")
+BEFORE = ("importing the file", "build", "batch", "the full model", "optimizer()")
 # Phases in which it runs: an error there is a fault of it.
 PARALLEL = ("forward", "backward", "two batches", "dropout", "training")
 OWN = "the audit itself, not your model"
@@ -194,7 +194,7 @@ def show(result: dict) -> str:
     if "failed" in result:
         print("   ✗ the run did not end")
         lines = list(result["failed"])
-        if result["verdict"] == UNKNOWN:
+        if result["verdict"] == UNKNOWN and not any("raised" in x for x in lines):
             lines.append("A slow machine? --timeout gives the ranks more time.")
         for line in lines:
             print(wrap(line, "      "))

@@ -117,7 +117,7 @@ FAULTS = [
     F(Output, "forward bias", kind(Kind.BIAS),
       "The output of this module is right but for its bias, which was added on every "
       "rank before a sum.",
-      "Add the bias of a row-parallel linear after the all-reduce, or on one rank.",
+      "Add the bias of a row-parallel linear after the all-reduce.",
       "lesson 01, --break bias"),
     F(Output, "forward partial", kind(Kind.PARTIAL),
       "The sum of this tensor over the ranks is right, so each rank has only a partial "
@@ -206,6 +206,13 @@ FAULTS = [
       "autograd does not track.",
       "beyond/13, --break plain",
       GRADIENTS),
+    F(Flow, "backward right but for rounding", Flow.is_rounded,
+      "The gradient that arrives here is right, and the one that is returned is right "
+      "to about seven digits only: this backward computes or sends it in float32.",
+      "Look for a dtype in the collective's backward. If it is meant, let the full "
+      "model do the same.",
+      "beyond/08, why the order of a sum changes last bits",
+      GRADIENTS),
     F(Flow, "backward of a module", Flow.backward_of,
       "The gradient that arrives here is right, and the gradient that is returned is "
       "wrong: the fault is in this module's own backward.",
@@ -266,7 +273,8 @@ FAULTS = [
       "in what reads that output."),
     F(Gradient, "gradient mean", kind(Kind.MEAN),
       "The mean of this gradient over the replicas is right, but they differ.",
-      "Average the gradient over the ranks that hold this parameter.",
+      "Average the gradient over the ranks that hold this parameter. Was it averaged "
+      "over another group?",
       "lesson 01, average_gradients"),
     F(Gradient, "gradient scaled sum", kind(Kind.SCALED_SUM),
       "The sum of this gradient over the ranks is right up to a factor.",
@@ -319,6 +327,12 @@ FAULTS = [
       "The gradient has the right elements in another order.",
       "Check the order in which pieces are gathered or split.",
       "lesson 02, --break qkv"),
+    F(Gradient, "gradient reduced over other ranks", Gradient.is_reduced_wrongly,
+      "Ranks that hold the same piece have different gradients, although the right "
+      "gradient arrives at this module: what is done with it afterwards is wrong.",
+      "Look at the sums of gradients after backward: a sum over the wrong group (tp "
+      "for dp) adds up pieces that do not belong together, and leaves replicas apart.",
+      "notebook 12, fault 3"),
     F(Gradient, "gradient differs between replicas", lambda g: g.kind is Kind.REPLICAS,
       "Ranks that hold the same piece have different gradients, and their sum is not "
       "right either: some of what reads this module's output returns a complete "

@@ -344,6 +344,9 @@ class Search:
                 "parameters that no batch uses, so that their gradients are zero: "
                 f"{some(case.unused())}"
             )
+        if case.renumbered:
+            names = some(case.renumbered)
+            found.append(f"tensors of lists that each rank numbers from 0: {names}")
         if case.ruler.allowed > VISIBLE:
             found.append(
                 f"differences below {case.ruler.allowed:.1g} of the largest element "
@@ -360,6 +363,10 @@ class Search:
         if case.own[0].other_random:
             names = [name or "the model" for name in sorted(case.own[0].other_random)]
             found.append(f"random numbers in the forward of {some(names)}")
+        for name, ranks in case.unused_copies.items():
+            found.append(f"{name} on ranks {sorted(ranks)}, which do not use it")
+        if 1e4 * case.ruler.allowed >= 1:
+            found.append("updates that are small next to the parameters")
         if self.noisy:
             found.append(f"updates by rounding errors alone: {some([*self.noisy])}")
         if "clip" not in case.first.has:

@@ -189,6 +189,11 @@ class Run:
             optimizer = make(self.model.named_parameters())
         else:
             optimizer = make(self.model.parameters())
+        if not hasattr(optimizer, "step"):
+            made = type(optimizer).__name__
+            raise TypeError(f"optimizer() returns a {made}: one object with step()")
+        if not hasattr(optimizer, "param_groups"):
+            return optimizer
         own = set(map(id, self.model.parameters()))
         has_own = False
         for group in optimizer.param_groups:
@@ -375,7 +380,7 @@ def noise_of(reference: Run, batch: tuple, args) -> tuple[float, float]:
     def found(size: float) -> list[Tensor]:
         """The loss and all gradients, with parameters that are so much off."""
         probe.clear()
-        for p in probe.model.parameters():
+        for p in filter(torch.is_floating_point, probe.model.parameters()):
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.data *= (1 + size * noise).to(p)
         with casts:
@@ -415,13 +420,16 @@ def grads_of_uses(reference: Run, batch: tuple, tied: dict[str, str]) -> dict:
 def compare_steps(subject, reference: Run, run: Run, facts, counter, args, device):
     """Some steps of training: gradients before and after clipping, then parameters."""
     counter.where = lambda: ""
-    optimizers = [reference.optimizer(), run.optimizer()]
+    with counter.counting("optimizer()"):
+        optimizers = [reference.optimizer(), run.optimizer()]
     buffers = {n: local_part(x).clone() for n, x in run.model.named_buffers()}
     trained = set()
-    for group in optimizers[1].param_groups:
+    # An optimizer without groups does not say what it trains.
+    groups = getattr(optimizers[1], "param_groups", None)
+    for group in groups or []:
         trained.update(map(id, group["params"]))
     for name, p in run.model.named_parameters():
-        if p.requires_grad and id(p) not in trained:
+        if groups and p.requires_grad and id(p) not in trained:
             facts.not_in_optimizer.append(plain_name(name, run.renamed))
     for number in range(args.steps):
         batch = prepare_batch(subject, number, args, device)

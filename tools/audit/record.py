@@ -163,6 +163,8 @@ def parts_of(model: nn.Module, renamed: dict, what: str) -> dict[str, Tensor | N
     """This rank's part of every parameter ("data") or gradient ("grad")."""
     parts = {}
     for long_name, p in model.named_parameters():
+        if not p.is_floating_point():  # it has no gradient; a buffer, in effect
+            continue
         name = plain_name(long_name, renamed)
         if name in parts:  # two parameters with one name in the full model
             name = long_name
@@ -176,12 +178,16 @@ def parts_of(model: nn.Module, renamed: dict, what: str) -> dict[str, Tensor | N
 def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -> None:
     """Parameters, which of them are tied or frozen, and buffers of real numbers."""
     trace.parts = parts_of(model, renamed, "data")
-    for name, p in zip(trace.parts, model.parameters()):
+    real = [p for p in model.parameters() if p.is_floating_point()]
+    for name, p in zip(trace.parts, real):
         if not p.requires_grad:
             trace.frozen.append(name)
     first = {}
     for long_name, p in model.named_parameters(remove_duplicate=False):
         name = plain_name(long_name, renamed)
+        if not p.is_floating_point():
+            trace.buffers[name] = local_part(p.data).double().clone()
+            continue
         if p in first:
             trace.tied[name] = first[p]
         first.setdefault(p, name)

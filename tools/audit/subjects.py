@@ -105,6 +105,8 @@ class Parameter(Subject):
         is_known = self.where in case.model.names and not self.unknown
         if not is_known or self.where in case.full.tied:
             return ""
+        if case.is_renumbered(self.module):
+            return ""
         for rank in self.ranks:
             index = case.index[rank][self.where]
             is_own = torch.isin(index, case.model.indices(self.where))
@@ -316,8 +318,9 @@ class Loss(Subject):
         texts = [
             "all modules are right",
             *notes,
-            f"it is {ratio:.4g} times the right one",
         ]
+        if abs(ratio - 1) > 1e-3:
+            texts.append(f"it is {ratio:.4g} times the right one")
         if len(set(losses)) > 1:
             texts.append(f"it differs between ranks: {numbers(losses)}")
         self.seen = "; ".join(texts)
@@ -476,6 +479,13 @@ class Flow(Subject):
             f"{self.point} is each rank's slice of its own: the gather is {place}"
         )
 
+    def is_rounded(self) -> tuple[str, str] | None:
+        """A module that returns a gradient which is right but for rounding."""
+        for reader, relation in self.readers():
+            if relation.kind is Kind.ROUNDED:
+                return reader, self.text
+        return None
+
     def backward_of(self) -> tuple[str, str] | None:
         """The module whose own backward is wrong, and what is known of it."""
         case = self.case
@@ -549,6 +559,10 @@ class Gradient(Subject):
 
     def is_consequence(self) -> bool:
         return self.case.is_wrong(self.arrives)
+
+    def is_reduced_wrongly(self) -> bool:
+        arrives = self.arrives is not None and self.arrives.is_right
+        return self.kind is Kind.REPLICAS and arrives
 
 
 class OtherBatch(Subject):
@@ -744,7 +758,11 @@ class Update(Subject):
         held, right = case.compared(self.where, what, self.number)
         for place, (rank, x, e) in enumerate(zip(self.ranks, held, right)):
             scale = scale_of(e) if what == "after" else case.grad_scale([e])
-            if x is None or case.ruler.near(x, e, 10 * scale):
+            if x is None or rank in case.unused_copies.get(self.where, ()):
+                continue
+            if case.ruler.near(x, e, 10 * scale):
+                if what == "after" and self.is_step_off(place):
+                    found.append(rank)
                 continue
             if what == "after" and x.shape == e.shape:
                 certain = self.not_by_rounding()[place]
@@ -753,6 +771,27 @@ class Update(Subject):
                     continue
             found.append(rank)
         return found
+
+    def is_step_off(self, place: int) -> bool:
+        """Is the step itself wrong, which may be far smaller than the parameter? Only
+        elements count whose gradients are known to four digits."""
+        case = self.case
+        certain = torch.ones_like(self.after[place], dtype=torch.bool)
+        for number in range(self.number + 1):
+            held, right = case.compared(self.where, "clipped", number)
+            x, e = held[place], right[place]
+            if x is None or x.shape != certain.shape:
+                return False
+            known = e.abs() > 1e4 * case.ruler.allowed * case.grad_scale([e])
+            certain &= known | (x == e)
+        start = ("after", self.number - 1) if self.number else ("parts", None)
+        held, right = case.compared(self.where, *start)
+        _, after = case.compared(self.where, "after", self.number)
+        step = after[place] - right[place]
+        off = (self.after[place] - held[place] - step)[certain]
+        limit = (1e-3 + 1e3 * case.ruler.allowed) * step.abs().max().item()
+        limit += 16 * case.eps * scale_of(after[place])  # of the parameter's format
+        return off.numel() > 0 and off.abs().max().item() > limit
 
     def not_by_rounding(self) -> list[torch.Tensor]:
         """Of each rank: the elements that no rounding error alone has updated so far.
