@@ -42,7 +42,8 @@ from published import BANDS
 OPTIONS = "zero attention virtual schedule loss grad_bytes imbalance overlap_dp".split()
 
 
-MOST_TRIED = 2000  # layouts, in the search for flags that are accepted
+MOST_TRIED = 500  # layouts, in the search for flags that are accepted
+NEAR = 6  # values of each flag
 
 
 def read_flags(words=None) -> argparse.Namespace:
@@ -269,27 +270,30 @@ def is_possible(sizes: dict, gpus: int, fixed: dict, options: dict) -> bool:
 def nearest(args) -> str:
     """Other values of the layout's flags, few and near, which are accepted."""
     sizes, fixed, options = asked(args)
-    names = [name for name in (*AXES, "cp", "ep", "micro_batch") if name in fixed]
-    allowed = {"ep": args.experts or 1, "micro_batch": args.batch_size}
-    tried = [predict.divisors(allowed.get(name, args.gpus)) for name in names]
     fixed["virtual"] = args.virtual
-    names.append("virtual")
-    tried.append(range(1, args.virtual + 1))
-    tried = [sorted({*n, fixed[name]}) for n, name in zip(tried, names)]
+    most = dict.fromkeys((*AXES, "cp"), args.gpus)
+    most |= {"ep": args.experts or 1, "micro_batch": args.batch_size}
+    names = [name for name in (*most, "virtual") if name in fixed]
 
-    def distance(values) -> tuple:
-        off = [abs(math.log(n / fixed[name])) for n, name in zip(values, names)]
+    def distance(values: dict) -> tuple:
+        off = [abs(math.log(n / fixed[name])) for name, n in values.items()]
         return sum(map(bool, off)), sum(off)
 
-    for values in sorted(itertools.product(*tried), key=distance)[:MOST_TRIED]:
-        found = fixed | dict(zip(names, values))
-        changed = {name: n for name, n in found.items() if n != fixed[name]}
+    tried = []
+    for name in names:
+        values = range(1, args.virtual + 1)
+        if name != "virtual":
+            values = {*predict.divisors(most[name]), fixed[name]}
+        tried.append(sorted(values, key=lambda n: distance({name: n}))[:NEAR])
+    found = [dict(zip(names, values)) for values in itertools.product(*tried)]
+    for values in sorted(found, key=distance)[:MOST_TRIED]:
+        changed = {name: n for name, n in values.items() if n != fixed[name]}
         gpus = args.gpus
-        if all(axis in found for axis in AXES):
-            gpus = math.prod(found.get(axis, 1) for axis in (*AXES, "cp"))
+        if all(axis in values for axis in AXES):
+            gpus = math.prod(values.get(axis, 1) for axis in (*AXES, "cp"))
             changed |= {"gpus": gpus} if gpus != args.gpus else {}
-        options["virtual"] = found.pop("virtual")
-        if changed and is_possible(sizes, gpus, found, options):
+        options["virtual"] = values["virtual"]
+        if changed and is_possible(sizes, gpus, fixed | values, options):
             flags = [f"--{name.replace('_', '-')} {n}" for name, n in changed.items()]
             return " ".join(flags)
     more = predict.most_gpus(sizes, args.gpus, fixed)
