@@ -637,10 +637,10 @@ def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None
     if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
         stored["without TP"] -= evaluate("V·D·e", size)
     _, saved = add_up(saved_terms(report.args.dropout), alone)
-    activations = measured.pop("saved for backward"), saved["without TP"]
-    # Weights, gradients, and AdamW's two moments and step counts.
-    states = sum(measured.values()), 4 * (stored["without TP"] + len(run.parameters))
-    report.check_model(states=states, activations=activations)
+    parameters = measured["parameters"], stored["without TP"]
+    activations = measured["saved for backward"], saved["without TP"]
+    report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
+    report.check_model(parameters=parameters, activations=activations)
 
 
 def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None:

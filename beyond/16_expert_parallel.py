@@ -479,8 +479,9 @@ def rows_of_rank(forwards: list[Tensor], groups: dict) -> dict[str, float]:
 
 def show_rows(report, rows_RE: Tensor) -> None:
     """The first MoE layer in step 1: who owns what, and what is sent to whom."""
-    title = "Who owns which experts, and where rows go (step 1, first MoE layer)"
-    report.section(title)
+    report.section(
+        "Who owns which experts, and where rows go (step 1, first MoE layer)"
+    )
     R, E = rows_RE.shape
     by_owner_RR = rows_RE.view(R, R, -1).sum(2)
     rows = []

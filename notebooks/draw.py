@@ -24,12 +24,17 @@ below the cell. A picture that one notebook has is drawn there, in folded cells 
 tag `drawing`, of the parts below "Boxes": `blank`, `box`, `tile`, `write`.
 """
 
+import warnings
+
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
+
+# matplotlib says it where a picture takes a second, as on a busy machine.
+warnings.filterwarnings("ignore", 'Creating legend with loc="best" can be slow')
 
 COLORS = (  # by rank
     "#56B4E9", "#E69F00", "#009E73", "#CC79A7",
