@@ -104,8 +104,9 @@ def test_balance_loss_is_smallest_elsewhere_but_its_gradient_evens_out():
     assert (logits.grad[:6, 0] > 0).all() and (logits.grad[:6, 1] < 0).all()
 
 
-def test_the_router_is_compared_by_the_largest_gradient():
-    """Its own may be rounding errors only; all others are compared by their own."""
+@pytest.mark.parametrize("size, scale", [(0.0, 2.0), (1e-5, 2.0), (1e-3, 1e-3)])
+def test_a_router_without_gradient_is_compared_by_the_largest(size, scale):
+    """If its own is rounding errors only; else, and all others, by their own."""
     diffs = {}
 
     def check_tensor(kind, name, got, expected, allowed, least):
@@ -113,13 +114,14 @@ def test_the_router_is_compared_by_the_largest_gradient():
         return True
 
     report = SimpleNamespace(check_tensor=check_tensor, allowed=1e-5)
-    expected = {"y": torch.ones(3), "router.weight": torch.zeros(2, 2)}
+    expected = {"y": torch.ones(3), "router.weight": torch.full((2, 2), size)}
     expected.update({"dL/dx": torch.full((3,), 2.0), "experts.up_proj": torch.ones(1)})
-    found = {what: x + 2**-20 for what, x in expected.items()}
+    found = {what: x.double() + 2**-20 for what, x in expected.items()}
     row = {}
     lesson.compare_layer(report, row, "random, k 1", found, expected)
-    assert diffs["router.weight"] == diffs["dL/dx"] == 2**-21
-    assert diffs["y"] == diffs["experts.up_proj"] == row["diff"] == 2**-20
+    assert diffs["router.weight"] == pytest.approx(2**-20 / scale, rel=1e-3)
+    assert diffs["y"] == diffs["experts.up_proj"] == 2 * diffs["dL/dx"] == 2**-20
+    assert row["diff"] == max(diffs.values())
 
 
 @pytest.mark.parametrize("ranks, flags, words", [
