@@ -1264,7 +1264,6 @@ CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks against a formula. All other kinds are about values.
 FORMULAS = ["calls", "bytes", "memory"]
 
-
 # Biases start at 0, and AdamW moves them by lr = 0.003 per step, however small their
 # gradients are. After one step rounding errors are compared with three such steps.
 LEAST = {"parameters": 0.009}
@@ -1509,7 +1508,8 @@ class Report:
             less = []
         self.table("communication", [row for row in rows if row not in less], hide)
         if less:
-            more = "rows" if len(less) == len(rows) else "more rows"
+            more = "more " if len(less) < len(rows) else ""
+            more += "row" if len(less) == 1 else "rows"
             brief = f"{len(less)} {more} ({', '.join(brief)})"
             self.table("communication", less, hide, brief)
             self.agree("calls and bytes as predicted")

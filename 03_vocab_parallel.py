@@ -2026,8 +2026,8 @@ def raise_wrong_sizes(args) -> None:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
     if args.hidden < 4:
         raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
-    if not 0 <= getattr(args, "dropout", 0) < 1:
-        raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
+    if not 0 <= getattr(args, "dropout", 0) <= 0.9:  # 1/(1 − p) scales rounding errors
+        raise ValueError(f"--dropout {args.dropout}: must be at least 0, at most 0.9")
     if not args.clip > 0:
         raise ValueError(f"--clip {args.clip}: must be greater than 0")
 
@@ -2222,7 +2222,6 @@ ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks against a formula. All other kinds are about values.
 FORMULAS = ["calls", "bytes", "memory"]
-
 
 # Biases start at 0, and AdamW moves them by lr = 0.003 per step, however small their
 # gradients are. After one step rounding errors are compared with three such steps.
@@ -2468,7 +2467,8 @@ class Report:
             less = []
         self.table("communication", [row for row in rows if row not in less], hide)
         if less:
-            more = "rows" if len(less) == len(rows) else "more rows"
+            more = "more " if len(less) < len(rows) else ""
+            more += "row" if len(less) == 1 else "rows"
             brief = f"{len(less)} {more} ({', '.join(brief)})"
             self.table("communication", less, hide, brief)
             self.agree("calls and bytes as predicted")

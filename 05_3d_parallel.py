@@ -648,8 +648,8 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
         if TIED in training.parameters:
             tied[f"{TIED} over pp"] = training.parameters[TIED]
         rows.append(replicas_row(report, "pp", tied, groups["embedding"]))
-    replicas = sum(row["tensors"] for row in rows)
-    report.table("replicas", rows, brief=f"{replicas} replicas of rank 0")
+    held = sum(row["tensors"] for row in rows if report.mesh[row["identical over"]] > 1)
+    report.table("replicas", rows, brief=f"{held} replicas of rank 0")
     report.agree("the same on all ranks that hold them")
     losses = gather_objects(run.losses)
     report.check("replicas", "losses", float(losses != [run.losses] * len(losses)))
@@ -714,7 +714,7 @@ def show_communication_mesh(report: Report, training, batch, size: dict) -> None
         "   l      layers of the stage; + 1: embedding or head, + 2: both\n"
         "   Ψ, ρ   parameters of the rank; those of them that are replicated over tp"
     )
-    if args.tie or args.verbose or args.pp == 1:
+    if args.tie or args.verbose or (args.pp == 1 and args.tp > 1):
         report.say("   v, w   ⌈V/T⌉ rows of the vocabulary; bytes of a loss")
     brief = ["norm", "batch"]
     report.ledger(traffic(args, stage), size, hide=["run"], brief=brief)
@@ -776,7 +776,7 @@ def show_totals(report: Report) -> None:
         if call_of(row) not in of_rank_0:
             rows.append(dict({"last stage also": row["phase"]}, **row))
     if rows:
-        brief = f"{len(rows)} rows that only the last stage has"
+        brief = f"{len(rows)} more that only the last stage has"
         report.table("communication of the last stage", rows, ["run", "phase"], brief)
         report.agree("as predicted")
 
@@ -799,10 +799,9 @@ def show_totals(report: Report) -> None:
     if len(order) > 1:
         most = totals[order[0]]["ring, all ranks"]
         share = most / max(1, totals[order[-1]]["ring, all ranks"])
-        report.conclude(
-            f"All ranks together, {order[0]} sends {share:.0f} times as much as "
-            f"{order[-1]}. Only tp and pp grow with B·S."
-        )
+        text = f"{order[0]} sends {share:.0f} times as much as {order[-1]}."
+        text += " A larger B·S leaves dp as it is." * ("dp" in totals)
+        report.conclude(f"All ranks together, {text}")
 
 
 # ---- One step by PyTorch's API
@@ -923,7 +922,7 @@ BREAKS = {
         new="        rows = args.batch_size // args.dp // args.microbatches\n"
         "        shape = [2, rows, args.seq_len]\n",
         what="TP receivers guess the shape of the batch (--ragged is on)",
-        symptom="an error of the transport about sizes, an abort, or a rank that waits",
+        symptom="an error about sizes or about tokens, an abort, or a rank that waits",
         why="one rank sends the trimmed batch, the others receive into larger buffers",
         reported="github.com/NVIDIA/Megatron-LM/pull/4103",
     ),
@@ -2098,8 +2097,8 @@ def raise_wrong_sizes(args) -> None:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
     if args.hidden < 4:
         raise ValueError("--hidden 2: LayerNorm makes ±1 of any 2 numbers; take 4")
-    if not 0 <= getattr(args, "dropout", 0) < 1:
-        raise ValueError(f"--dropout {args.dropout}: must be at least 0 and below 1")
+    if not 0 <= getattr(args, "dropout", 0) <= 0.9:  # 1/(1 − p) scales rounding errors
+        raise ValueError(f"--dropout {args.dropout}: must be at least 0, at most 0.9")
     if not args.clip > 0:
         raise ValueError(f"--clip {args.clip}: must be greater than 0")
 
@@ -2579,7 +2578,6 @@ CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks against a formula. All other kinds are about values.
 FORMULAS = ["calls", "bytes", "memory"]
 
-
 # Biases start at 0, and AdamW moves them by lr = 0.003 per step, however small their
 # gradients are. After one step rounding errors are compared with three such steps.
 LEAST = {"parameters": 0.009}
@@ -2824,7 +2822,8 @@ class Report:
             less = []
         self.table("communication", [row for row in rows if row not in less], hide)
         if less:
-            more = "rows" if len(less) == len(rows) else "more rows"
+            more = "more " if len(less) < len(rows) else ""
+            more += "row" if len(less) == 1 else "rows"
             brief = f"{len(less)} {more} ({', '.join(brief)})"
             self.table("communication", less, hide, brief)
             self.agree("calls and bytes as predicted")

@@ -69,7 +69,7 @@ OF_MODEL = [  # the same function in 02, 03 and 04
     ("--hidden 2 --heads 4", "--hidden 2"), ("--clip 0", "--clip 0", "greater than 0"),
     ("--vocab-size 256", "--vocab-size 256", "257"),
     ("--kv-heads 0",), ("--layers 0",), ("--seq-len -1",),
-    ("--dropout 1",), ("--dropout nan",),
+    ("--dropout 0.91", "at most 0.9"), ("--dropout nan",),
 ]  # fmt: skip
 OF_05 = [
     ("--pp 3", "--pp 3 = 3", "4 ranks", "start 3"),

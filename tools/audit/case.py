@@ -289,12 +289,14 @@ class Case:
         if key not in self.relations:
             expected = getattr(self.full, what)(point)
             held = [getattr(trace, what)(point) for trace in self.own]
-            self.relations[key] = self.compare(held, expected)
+            self.relations[key] = self.compare(held, expected, what == "flow")
         return self.relations[key]
 
-    def compare(self, held: list, expected: Tensor | None) -> Relation | None:
+    def compare(self, held: list, expected: Tensor | None, in_any_layout=False):
         if expected is None or any(x is None for x in held):
             return None
+        if in_any_layout:
+            return self.ruler.in_any_layout(held, expected)
         return self.ruler.relation(held, expected)
 
     def returned_by(self, reader: Point) -> Relation | None:
@@ -302,7 +304,7 @@ class Case:
         held = [trace.returned.get(reader) for trace in self.own]
         if self.is_renumbered(reader.module):
             return None
-        return self.compare(held, self.full.returned.get(reader))
+        return self.compare(held, self.full.returned.get(reader), True)
 
     def is_wrong(self, relation: Relation | None) -> bool:
         """Is it known to be wrong, also in another layout?"""

@@ -9,7 +9,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-6  # relative difference of tensors, one of which was float32 for a while
+# Relative differences of tensors that were in such a format for a while.
+ROUNDING = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 PADDING = -1  # index of an element that belongs to no parameter of the full model
 
 
@@ -186,6 +187,7 @@ class Relation:
     words: str = ""
     factor: float = 1.0
     dim: int | None = None
+    is_other_layout: bool = False  # right, if it is read in another layout
 
     @property
     def is_right(self) -> bool:
@@ -249,13 +251,16 @@ class Ruler:
         if is_full and self.near(sum(tensors), expected, scale):
             if not all(self.near(x, tensors[0], scale) for x in tensors):
                 return Relation(Kind.PARTIAL)
-        for _, pieces in views:
+        for relation, pieces in views:
             k = self.times(tensors, pieces, scale)
             if k:
                 return self.factor(k)
-        for _, pieces in views:
-            if self.all_near(tensors, pieces, scale * ROUNDING / self.allowed):
-                return Relation(Kind.ROUNDED)
+            if self.is_partial_shard(tensors, pieces, scale):
+                words = f"partial {relation}, to be summed over ranks that share a piece"
+                return Relation(Kind.PARTIAL, words, 1.0, relation.dim)
+        rounded = self.rounded(tensors, views, scale)
+        if rounded is not None:
+            return rounded
         if self.are_sorted_alike([torch.cat([x.flatten() for x in tensors])], expected):
             return Relation(Kind.REORDERED)
         right = self.right_ranks(tensors, views, scale)
@@ -271,6 +276,45 @@ class Ruler:
         if is_full and not all(torch.equal(x, tensors[0]) for x in tensors):
             return Relation(Kind.DIFFERS)
         return Relation(Kind.WRONG)
+
+    def is_partial_shard(self, tensors, pieces, scale: float) -> bool:
+        """Is the sum over the ranks that have the same piece right, but no tensor is?
+        (A key/value head that several ranks have.)"""
+        places = {}  # where a piece begins → ranks
+        for rank, piece in enumerate(pieces):
+            places.setdefault(piece.storage_offset(), []).append(rank)
+        if len(places) == 1 or all(len(ranks) == 1 for ranks in places.values()):
+            return False
+        sums = [sum(tensors[rank] for rank in ranks) for ranks in places.values()]
+        targets = [pieces[ranks[0]] for ranks in places.values()]
+        return self.all_near(sums, targets, scale)
+
+    def rounded(self, tensors, views: list[tuple], scale: float) -> Relation | None:
+        """Is it right but for the rounding errors of a format? Of a coarse one only if
+        all elements are numbers of this format."""
+        for dtype, limit in ROUNDING.items():
+            if dtype is not torch.float32:
+                if not all(torch.equal(x, x.to(dtype).to(x.dtype)) for x in tensors):
+                    continue
+            for _, pieces in views:
+                if self.all_near(tensors, pieces, scale * limit / self.allowed):
+                    name = str(dtype).removeprefix("torch.")
+                    return Relation(Kind.ROUNDED, f"right but for rounding to {name}")
+        return None
+
+    def in_any_layout(self, tensors: list[Tensor], expected: Tensor) -> Relation:
+        """The relation, also if the ranks have swapped batch and sequence, or have made
+        one dim of both. Only what is then simple is known."""
+        first = self.relation(tensors, expected)
+        if first.is_right or first.kind in (Kind.PARTIAL, Kind.FACTOR, Kind.ROUNDED):
+            return first
+        for words, others in other_layouts(tensors, expected):
+            found = self.relation(others, expected)
+            if found.is_right:
+                return Relation(Kind.REORDERED, f"{found}, {words}", 1, None, True)
+            if found.kind in (Kind.PARTIAL, Kind.FACTOR, Kind.ROUNDED):
+                return Relation(found.kind, f"{found}, {words}", found.factor)
+        return first
 
     def factor(self, k: float) -> Relation:
         """In words: T times, 1/T, or k times."""
@@ -344,6 +388,24 @@ def pieces_of(full: Tensor, dim: int, widths: list[int]) -> list[Tensor]:
         return []
     copies = max(1, ranks // pieces)
     return [slice_of(full, dim, width, rank // copies) for rank in range(ranks)]
+
+
+def other_layouts(tensors: list[Tensor], expected: Tensor) -> list[tuple]:
+    """The ranks' tensors in the full model's layout, and what was done, in words."""
+    found = []
+    if expected.dim() > 2 and all(x.dim() == expected.dim() for x in tensors):
+        swapped = [x.transpose(0, 1) for x in tensors]
+        found.append(("with dims 0 and 1 swapped", swapped))
+    shape = expected.shape
+    if expected.dim() > 2 and all(x.dim() == expected.dim() - 1 for x in tensors):
+        sizes = [(x.shape[0], shape[0] * shape[1]) for x in tensors]
+        if all(own == full for own, full in sizes):
+            words = "with dims 0 and 1 in one"
+            found.append((words, [x.unflatten(0, shape[:2]) for x in tensors]))
+            other = (shape[1], shape[0])
+            turned = [x.unflatten(0, other).transpose(0, 1) for x in tensors]
+            found.append((f"{words}, the second one first", turned))
+    return found
 
 
 def multiple_of(tensors: list[Tensor], pieces: list[Tensor]) -> float:
