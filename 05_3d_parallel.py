@@ -800,7 +800,8 @@ def show_totals(report: Report) -> None:
         most = totals[order[0]]["ring, all ranks"]
         share = most / max(1, totals[order[-1]]["ring, all ranks"])
         text = f"{order[0]} sends {share:.0f} times as much as {order[-1]}."
-        text += " A larger B·S leaves dp as it is." * ("dp" in totals)
+        if "dp" in totals:
+            text += " A larger B·S leaves dp as it is."
         report.conclude(f"All ranks together, {text}")
 
 
