@@ -1670,8 +1670,7 @@ class Report:
     def begin(self, mesh: dict[str, int], size: dict[str, int], note="") -> None:
         """Print the first lines. size: letter of the legend → number."""
         self.mesh = mesh
-        self.data["mesh"] = mesh
-        self.data["size"] = size
+        self.data.update(mesh=mesh, size=size)
         axes = " × ".join(f"{axis} {ranks}" for axis, ranks in mesh.items())
         where = f"{dist.get_backend()} on {self.args.device}  {self.args.dtype}"
         print(f"{self.data['lesson']}  ranks {self.args.ranks}, mesh {axes}  {where}")
@@ -1691,8 +1690,10 @@ class Report:
             print(text, flush=True)
 
     def conclude(self, text: str) -> None:
-        """End a section with what it shows, in this run's numbers."""
-        self.say(textwrap.indent(textwrap.fill(text, 85), "   "))
+        """End a section with what it shows, if no formula has failed before."""
+        failed = {check["kind"] for check in self.checks.values() if not check["ok"]}
+        if self.is_edited or not failed.intersection(FORMULAS):
+            self.say(textwrap.indent(textwrap.fill(text, 85), "   "))
 
     def check(self, kind: str, name: str, diff: float, allowed=0.0, text="") -> bool:
         """Record one comparison of this rank, `text` in words. Does it hold?"""
@@ -1848,7 +1849,7 @@ class Report:
         """
         runs = {call.run for call in formulas}.difference(self.raised)
         rows = []
-        # Calls that no formula predicts get a row as well. One rank sends nothing.
+        # Calls that no formula predicts get a row as well.
         for call in dict.fromkeys(list(formulas) + list(COMM.calls)):
             if call.run in runs and self.mesh.get(call.axis, 1) > 1:
                 row = self.ledger_row(call, formulas.get(call, []), size, steps)
@@ -1862,6 +1863,8 @@ class Report:
         less = [row for row in rows if row["run"] in brief or row["phase"] in brief]
         if self.args.verbose:
             less = []
+        if self.args.ranks == 1 and "communication" not in self.data:
+            self.say("   One rank sends nothing.")
         self.table("communication", [row for row in rows if row not in less], hide)
         if less:
             more = "more " if len(less) < len(rows) else ""
@@ -1921,14 +1924,12 @@ class Report:
             self.name_edits(edits)
             text = text if counts else f"values agree: {text}"
             text += f"; the model was edited: {len(edits)} formulas do not describe it"
-        self.data["verdict"] = "FAIL" if counts else "PASS"
-        self.data["edited"] = self.is_edited
-        self.data["checks"] = checks
+        verdict = "FAIL" if counts else "PASS"
+        self.data.update(verdict=verdict, edited=self.is_edited, checks=checks)
         if self.args.json and dist.get_rank() == 0:
             self.args.json.write_text(json.dumps(self.data, indent=1))
-        text = f"{self.data['verdict']}  {self.data['lesson']}  {text}"
-        print(wrap(text), flush=True)
-        return self.data["verdict"]
+        print(wrap(f"{verdict}  {self.data['lesson']}  {text}"), flush=True)
+        return verdict
 
     def name_failures(self, kinds: dict[str, list]) -> dict[str, str]:
         """Print one failed check of each kind, causes first; count them by kind."""
@@ -1942,9 +1943,8 @@ class Report:
         # If the loss of step 1 is wrong, forward is: this comes before gradients.
         forward = [c for c in failed.get("losses", []) if "step 1," in c["name"]]
         early = ("runs", "outputs", "losses") if forward else ()
-        for kind in sorted(
-            failed, key=lambda kind: (kind not in early, kind in FORMULAS)
-        ):
+        order = lambda kind: (kind not in early, kind in FORMULAS)
+        for kind in sorted(failed, key=order):
             cause = likely_cause(kind, failed[kind], bool(forward))
             print(wrap(f"✗ {in_words(cause)}"))
         return counts
@@ -2002,7 +2002,7 @@ def notes_on(row: dict) -> list[str]:
     notes = [f"   ✗ {text}" for text in texts if not text.startswith(" ≠")]
     ranks = row.get("off_ranks", [])
     if ranks and 0 not in ranks:
-        label = next(iter(row.values()))
+        label = " ".join(label_of(row)) or next(iter(row.values()))
         notes.append(f"   ✗ {label}: fails on ranks {ranks}, not on rank 0")
     return notes
 
@@ -2187,7 +2187,7 @@ def launch(main, parse_args, module: dict) -> None:
     dist.destroy_process_group()
     if args.bug and not fails:
         is_reporter = os.environ["RANK"] == "0"
-        text = "error: the bug does not show in this run; take the default sizes"
+        text = "error: the bug does not show in this run; give --break alone"
         exit_rank(1, text, is_reporter)
     if fails and not args.bug and os.environ["LOCAL_RANK"] == "0":
         # One rank per host: torchrun's report is then as short as it can be.

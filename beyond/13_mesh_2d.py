@@ -418,7 +418,6 @@ def show_communication_2d(report, size: dict[str, int]) -> None:
         report.say("   4 calls: two weights and two biases, together θ/inner bytes")
     report.ledger(by_mesh, size, steps=report.args.steps)
     if report.args.ranks == 1:
-        report.say("   One rank sends nothing.")
         return
     sent = {}  # run → bytes that a rank of a ring sends
     for row in report.data["communication"]:

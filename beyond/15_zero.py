@@ -480,7 +480,7 @@ def allow_rounding(report, full, groups, batches, alone) -> None:
     training = make_training("bfloat16", full, ShardedStates, groups, report.args)
     run = train(training, batches)
     # A measured difference can be tiny by chance. So at least one rounding of bfloat16
-    # is allowed: 2^-8 of a gradient; of a loss, 2^-9 / √n, for it is a mean of n numbers.
+    # is allowed: 2^-8 of a gradient; of a loss, a mean of n numbers, 2^-9 / √n.
     targets = batches[0][1].numel()
     for kind, floor in (("losses", 2**-9 / targets**0.5), ("gradients", 2**-8)):
         pairs = [(getattr(run, kind)[x], y) for x, y in getattr(alone, kind).items()]

@@ -605,8 +605,7 @@ def layer_row(report, case: tuple, size: dict, groups: dict) -> dict:
 def compare_layer(report, row: dict, name: str, found: dict, expected: dict) -> None:
     """Check y and all gradients; the row's diff leaves out the shared expert's."""
     row["diff"] = 0.0
-    # k = 1 and evenly spread rows: the router's gradient is 0 but for rounding errors of
-    # terms as large as the other gradients. Then the largest of these is its scale.
+    # k = 1, evenly spread rows: the router's gradient is 0, a sum of terms this large.
     largest = max(x.abs().max().item() for what, x in expected.items() if what != "y")
     is_zero = expected["router.weight"].abs().max() < report.allowed * largest
     for what, value in expected.items():

@@ -386,6 +386,6 @@ def test_a_bug_that_does_not_show_is_one_line():
     """Elements that all ranks of tp hold are counted twice; here tp has one rank."""
     done = jobs.result(*NOT_SHOWN)
     assert done.code == 1 and "\nPASS  15_zero  " in done.out, done.text
-    said = "error: the bug does not show in this run; take the default sizes"
+    said = "error: the bug does not show in this run; give --break alone"
     assert done.err.startswith(said), done.err
     assert "Traceback" not in done.err
