@@ -291,6 +291,7 @@ REFUSED = {
     "?batch_size=99999999999": "is not a whole number above 0, up to 2147483647",
     "?top_k=2": "experts per token: 2, but there are 0 experts",
     "?experts=8": "experts: how many per token, and how wide?",
+    "?imbalance=2": "expert imbalance: 2, but there are no experts",
 }
 
 
@@ -352,6 +353,26 @@ def test_the_map_marks_tp_that_leaves_the_node(open_page):
 def test_the_page_says_how_wrong_the_times_are(open_page):
     rows = open_page().locator("#bands tr").all_text_contents()[1:]
     assert rows == [f"{k}{low} to {high}" for k, (low, high) in published.BANDS.items()]
+
+
+def test_the_page_lists_published_peaks_and_says_its_units(open_page):
+    page = open_page()
+    rows = page.locator("#peaks tr").all_text_contents()[1:]
+    assert len(rows) == len(published.peaks())
+    for row, peak in zip(rows, published.peaks(), strict=True):
+        off = f"{peak.predicted / peak.measured - 1:+.0%}".replace("-", "−")
+        measured, found = peak.measured / 1e9, peak.predicted / 1e9
+        assert row == f"{peak.name}{found:.1f}{measured:.1f}{off}{peak.why}"
+    text = page.locator("main").text_content()
+    assert "GB are 10⁹ bytes" in text and "all S × S scores" in text
+
+
+def test_a_model_without_experts_has_no_imbalance(open_page):
+    """Not even the one of the model before it."""
+    page = open_page("?model=mixtral-8x7b&nodes=8&imbalance=1.5&zero=1")
+    page.select_option("#model", "gpt-18.4b")
+    assert page.locator("#imbalance").input_value() == "1"
+    assert page.locator("#map button").count()
 
 
 def test_what_does_not_fit_says_why(open_page):

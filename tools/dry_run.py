@@ -198,9 +198,7 @@ def by_axis(sent: dict) -> dict[str, int]:
     return total
 
 
-def show(layout, microbatches: int) -> tuple[list[dict], bool]:
-    """Run and print; the rows, and whether nothing is off."""
-    few = min(microbatches, layout.microbatches)
+def show_head(layout, few: int, differs: str) -> None:
     mesh = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in lesson.AXES)
     print(
         f"\nDry run of lesson 05, {mesh}: the first rank of each stage, with {few} of\n"
@@ -208,6 +206,15 @@ def show(layout, microbatches: int) -> tuple[list[dict], bool]:
         "lesson counted\nparameters, bytes saved for backward per micro-batch, payload "
         "sent; off: difference\nfrom the formulas."
     )
+    if differs:
+        print(differs)
+
+
+def show(layout, microbatches: int, differs="") -> tuple[list[dict], bool]:
+    """Run and print; the rows, and whether nothing is off. differs: what a table in
+    front of it has and lesson 05 does not."""
+    few = min(microbatches, layout.microbatches)
+    show_head(layout, few, differs)
     names = "parameters", "saved of one", "sent via tp", "via pp", "via dp", "off"
     print("  stages  " + "".join(f"{x:>{n}}" for x, n in zip(names, WIDTHS)))
     rows, start = [], time.perf_counter()

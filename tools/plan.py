@@ -29,6 +29,7 @@ import json
 import math
 import signal
 import sys
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,7 +37,7 @@ from pathlib import Path
 import predict
 from predict import AXES, GB, MACHINE, RECOMPUTE, SIZES, ZERO, lesson, usable, why_not
 from presets import BIASES, EXPERTS, MACHINES, MODELS, STYLE
-from published import BANDS
+from published import BANDS, peaks
 
 # What the flags say of a layout besides its mesh.
 OPTIONS = "zero attention virtual schedule loss grad_bytes imbalance overlap_dp".split()
@@ -46,58 +47,134 @@ MOST_TRIED = 500  # layouts, in the search for flags that are accepted
 NEAR = 6  # values of each flag
 
 
+# A size: what it is, and in brackets what it is without --model.
+ABOUT = {
+    "layers": "layers of the transformer",
+    "hidden": "hidden size",
+    "heads": "query heads",
+    "kv_heads": "key/value heads (--heads)",
+    "head_dim": "size of a head (--hidden / --heads)",
+    "ffn": "width of the MLP (4 · --hidden), or of the shared expert (0)",
+    "vocab_size": "tokens in the vocabulary (51200)",
+    "seq_len": "tokens per sequence (2048)",
+    "batch_size": "sequences per step, on all GPUs together (512)",
+    "experts": "experts per layer (0)",
+    "top_k": "experts per token (0)",
+    "expert_ffn": "width of an expert (0)",
+}
+
+
 def read_flags(words=None) -> argparse.Namespace:
-    style = argparse.RawDescriptionHelpFormatter
-    parser = lesson.Parser(description=__doc__, formatter_class=style)
-    add = parser.add_argument
-    add("--model", choices=MODELS, help="sizes of a known one; flags change them")
-    add("--machine", choices=MACHINES, default="dgx-a100", help="(dgx-a100)")
-    for name in (*SIZES, *EXPERTS, "gpus", "node"):
-        add(f"--{name.replace('_', '-')}", type=lesson.positive)
+    return fill(make_parser().parse_args(words))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = lesson.Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="plan.py --model NAME --gpus N [--machine NAME] [flags below]",
+    )
+    names = known(MODELS, "Sizes in brackets are those without --model.")
+    add_model_flags(parser.add_argument_group("model", names).add_argument)
+    names = known(MACHINES)
+    add_machine_flags(parser.add_argument_group("machine", names).add_argument)
+    add_layout_flags(parser.add_argument_group("layout").add_argument)
+    add = parser.add_argument_group("output", UNITS).add_argument
+    add("--top", type=lesson.positive, metavar="N", default=20, help="rows shown (20)")
+    add("--json", type=Path, metavar="PATH", help="write all rows there")
+    add("--dry-run", type=lesson.positive, nargs="?", const=2, metavar="M",
+        help="try the best layout, M micro-batches per step (2)")  # fmt: skip
+    return parser
+
+
+def known(names, more="") -> str:
+    """The description of a group of flags; argparse would break names at a hyphen."""
+    return textwrap.fill(f"{', '.join(names)}. {more}", 84, break_on_hyphens=False)
+
+
+def add_model_flags(add) -> None:
     yes_or_no = argparse.BooleanOptionalAction
+    add("--model", choices=MODELS, metavar="NAME",
+        help="take its sizes; flags change them")  # fmt: skip
+    for name, text in ABOUT.items():
+        kind = from_zero if name in ("ffn", *EXPERTS) else lesson.positive
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
     add("--gated", action=yes_or_no, help="the MLP has three matrices: gate, up, down")
     add("--biases", choices=BIASES, help="which linears have one (all)")
     add("--tie", action=yes_or_no, help="embedding and head are one weight")
     add("--qk-norm", action=yes_or_no, help="a norm of each query and key head")
-    add("--gpu-memory", type=above_zero, metavar="GB", help="of a GPU, such as 80")
-    add("--reserve", type=share, help="share of it that stays free (0.1)")
-    add("--gpu-flops", type=above_zero, help="its peak FLOP/s, such as 312e12")
-    add("--inside", type=above_zero, help="bytes/s within a node, such as 300e9")
-    add("--between", type=above_zero, help="bytes/s of a network card, such as 25e9")
-    add("--alpha-inside", type=above_zero, help="s per step of a ring in a node (2e-6)")
-    add("--alpha-between", type=above_zero, help="s per step of another ring (1e-5)")
-    add_layout_flags(add)
-    add("--top", type=lesson.positive, default=20, help="number of rows (20)")
-    add("--json", type=Path, metavar="PATH", help="write all rows there")
-    add("--dry-run", type=lesson.positive, nargs="?", const=2, metavar="M",
-        help="try the best layout, M micro-batches per step (2)")  # fmt: skip
-    return fill(parser.parse_args(words))
+
+
+def add_machine_flags(add) -> None:
+    add("--machine", choices=MACHINES, metavar="NAME", default="dgx-a100",
+        help="take its GPUs and links (dgx-a100); flags change them")  # fmt: skip
+    add("--gpus", type=lesson.positive, metavar="N", help="GPUs of the run")
+    add("--node", type=lesson.positive, metavar="N", help="GPUs per node")
+    add(
+        "--gpu-memory",
+        type=above_zero,
+        metavar="GB",
+        help="memory of a GPU, such as 80",
+    )
+    add(
+        "--reserve",
+        type=share,
+        metavar="SHARE",
+        help="of the memory that stays free (0.1)",
+    )
+    values = {
+        "--gpu-flops": "peak FLOP/s of a GPU, such as 312e12",
+        "--inside": "bytes/s within a node, such as 300e9",
+        "--between": "bytes/s of a network card, such as 25e9",
+        "--alpha-inside": "seconds per step of a ring in a node (2e-6)",
+        "--alpha-between": "seconds per step of another ring (1e-5)",
+    }
+    for flag, text in values.items():
+        add(flag, type=above_zero, metavar="X", help=text)
 
 
 def add_layout_flags(add) -> None:
     """What a layout must be, and what it may use."""
+    whole = dict(type=lesson.positive, metavar="N")
     for name in AXES:
-        add(f"--{name}", type=lesson.positive, help="only layouts with this size")
-    add("--cp", type=lesson.positive, help="ranks that share each sequence, in a ring "
-        "(beyond/11); not given: tried for long sequences")  # fmt: skip
-    add("--ep", type=lesson.positive, help="ranks that share the experts")
-    add("--micro-batch", type=lesson.positive, metavar="B", help="sequences in one")
-    add("--recompute", choices=RECOMPUTE, help="only this")
-    add("--virtual", type=lesson.positive, default=1, metavar="V",
+        add(f"--{name}", **whole, help=f"only layouts with this {name}")
+    add("--cp", **whole, help="ranks that share each sequence, in a ring (beyond/11); "
+        "not given: tried for long sequences")  # fmt: skip
+    add("--ep", **whole, help="ranks that share the experts; not given: all are tried")
+    add("--micro-batch", **whole, help="sequences per micro-batch")
+    add("--recompute", choices=RECOMPUTE, help="only layouts that recompute "
+        "nothing, what is cheap, or full layers")  # fmt: skip
+    add("--virtual", **whole, default=1,
         help="chunks of layers per stage: interleaving (1)")  # fmt: skip
-    add("--schedule", choices=predict.SCHEDULES, default="1f1b", help="(1f1b)")
-    add("--attention", choices=predict.ATTENTION, default="flash", help="(flash)")
+    add("--schedule", choices=predict.SCHEDULES, default="1f1b",
+        help="order of a stage's passes (1f1b)")  # fmt: skip
+    add("--attention", choices=predict.ATTENTION, default="flash",
+        help="math: scores are saved; flash: FlashAttention saves none "
+        "(flash)")  # fmt: skip
     add("--zero", type=int, choices=ZERO, nargs="?", const=1, default=0,
         help="ZeRO's stage: shard AdamW's state over dp (1, also without a number), "
-        "gradients (2), weights (3)")  # fmt: skip
-    add("--loss", choices=predict.LOSSES, default="plain", help="(plain: lesson 03's)")
+        "gradients (2), weights (3), or nothing (0, not given)")  # fmt: skip
+    add("--loss", choices=predict.LOSSES, default="plain",
+        help="plain: lesson 03's; fused: one kernel; pieces: 1/16 of the positions "
+        "at a time (plain)")  # fmt: skip
     add("--grad-bytes", type=int, choices=(2, 4), default=2, help="bytes per gradient: "
         "4 if they are accumulated in float32 (2)")  # fmt: skip
-    add("--mlp-saves", type=lesson.positive, help="tensors of its width that a gated "
-        "MLP saves: 3 if SiLU is fused with the product, otherwise 4 (3)")  # fmt: skip
-    add("--imbalance", type=at_least_one, default=1.0, help="tokens of the busiest "
-        "experts over the mean (1)")  # fmt: skip
+    add("--mlp-saves", type=int, choices=(3, 4), help="tensors of its width that a "
+        "gated MLP saves: 3 if SiLU is fused with the product, "
+        "otherwise 4 (3)")  # fmt: skip
+    add("--imbalance", type=at_least_one, metavar="X", default=1.0,
+        help="tokens of the busiest experts over the mean (1)")  # fmt: skip
     add("--overlap-dp", action="store_true", help="dp's messages hide behind backward")
+
+
+def from_zero(text: str) -> int:
+    if text == "0":
+        return 0
+    try:
+        return lesson.positive(text)
+    except argparse.ArgumentTypeError:
+        said = f"{text} is not a number from 0 to {2**31 - 1}"
+        raise argparse.ArgumentTypeError(said) from None
 
 
 def at_least_one(text: str) -> float:
@@ -169,6 +246,20 @@ def check_sizes(args) -> None:
     else:
         lesson.must_divide(args, "head_dim", 2, "(rotary pairs)")
     lesson.raise_refused(args)
+    check_experts(args)
+    if args.mlp_saves and not args.gated:
+        raise ValueError(f"--mlp-saves {args.mlp_saves}: the MLP is not gated; leave "
+                         "it out, or give --gated as well")  # fmt: skip
+    if args.virtual > 1 and args.schedule != "1f1b":
+        raise ValueError(f"--virtual {args.virtual} with --schedule {args.schedule}: "
+                         "only 1F1B is interleaved here; take --virtual 1")  # fmt: skip
+
+
+def check_experts(args) -> None:
+    """ValueError for flags of experts that do not go together."""
+    if not args.experts and not args.ffn:
+        raise ValueError("--ffn 0: there are no experts; take --ffn "
+                         f"{4 * args.hidden}, or give --experts as well")  # fmt: skip
     if args.experts and not (args.top_k and args.expert_ffn):
         raise ValueError("--experts: give --top-k and --expert-ffn as well")
     if args.ep and args.ep > 1 and not args.experts:
@@ -179,9 +270,9 @@ def check_sizes(args) -> None:
     if args.top_k > args.experts:
         flags = f"--top-k {args.top_k}: there are {args.experts} experts"
         raise ValueError(f"{flags}; take --top-k {args.experts}")
-    if args.virtual > 1 and args.schedule != "1f1b":
-        raise ValueError(f"--virtual {args.virtual} with --schedule {args.schedule}: "
-                         "only 1F1B is interleaved here; take --virtual 1")  # fmt: skip
+    if args.imbalance > 1 and not args.experts:
+        raise ValueError(f"--imbalance {args.imbalance:g}: there are no experts; take "
+                         "--imbalance 1")  # fmt: skip
 
 
 def check_gpus(args) -> None:
@@ -192,7 +283,7 @@ def check_gpus(args) -> None:
     product = math.prod(given.values())
     args.gpus = args.gpus or (product if complete else None)
     if not args.gpus:
-        raise ValueError("--gpus: how many?")
+        raise ValueError("--gpus: how many? For example --gpus 64")
     # With cp left open, a complete mesh may leave a factor to it.
     exact = complete and (mesh["cp"] or args.seq_len < 2 * predict.SHORTEST_IN_A_RING)
     if args.gpus % product or (exact and product != args.gpus):
@@ -338,7 +429,12 @@ def what_fits(args) -> str:
 
 def sent(axis: str):
     """How GB of a row are shown."""
-    return lambda row: f"{row['sent'].get(axis, 0) / GB:.1f}"
+
+    def text(row: dict) -> str:
+        value = row["sent"].get(axis, 0) / GB
+        return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+    return text
 
 
 def held(*kinds: str):
@@ -346,35 +442,37 @@ def held(*kinds: str):
 
 
 STATES = "parameters", "gradients", "optimizer", "unsharded"
-COLUMNS = [  # heading, width, value
-    ("dp", 4, lambda row: row["dp"]),
-    ("pp", 3, lambda row: row["pp"]),
-    ("tp", 3, lambda row: f"{row['tp']}{'*' * row['tp_leaves_node']}"),
-    ("cp", 2, lambda row: row["cp"]),
-    ("ep", 3, lambda row: row["ep"]),
-    ("b", 2, lambda row: row["micro_batch"]),
-    ("redo", 4, lambda row: row["recompute"].replace("selective", "some")),
-    ("peak", 5, lambda row: f"{row['memory'] / GB:.1f}"),
-    ("state", 5, held(*STATES)),
-    ("activ", 5, held("activations")),
-    ("loss", 4, held("loss")),
-    ("via tp", 6, sent("tp")),
-    ("pp", 4, sent("pp")),
-    ("dp", 5, sent("dp")),
-    ("cp", 4, sent("cp")),
-    ("ep", 5, sent("ep")),
-    ("bubble", 6, lambda row: f"{row['bubble']:.2f}"),
-    ("s/step", 6, lambda row: f"{row['seconds']:.2f}"),
-    ("MFU", 4, lambda row: f"{row['mfu']:.0%}"),
-]
-LEGEND = """\
-All of this is predicted. b: sequences per micro-batch; redo: what is recomputed (some:
-what is cheap; full layers). GB: what the fullest rank holds at the peak (its state:
-weights, gradients, AdamW; activations; the loss, for a moment), and what a rank sends
-per step along each axis, at most (in rings). bubble: waiting over computing. MFU: the
-model's FLOPs over what the GPUs could compute in that time; recomputing is no work.
-Attention is charged for all S × S scores: a causal kernel computes about half of them,
-so where S is long, a run may be faster than predicted."""
+COLUMNS = {  # heading: value
+    "dp": lambda row: f"{row['dp']}",
+    "pp": lambda row: f"{row['pp']}",
+    "tp": lambda row: f"{row['tp']}{'*' * row['tp_leaves_node']}",
+    "cp": lambda row: f"{row['cp']}",
+    "ep": lambda row: f"{row['ep']}",
+    "b": lambda row: f"{row['micro_batch']}",
+    "redo": lambda row: row["recompute"].replace("selective", "some"),
+    "peak": lambda row: f"{row['memory'] / GB:.1f}",
+    "state": held(*STATES),
+    "activ": held("activations"),
+    "loss": held("loss"),
+    "→tp": sent("tp"),
+    "→pp": sent("pp"),
+    "→dp": sent("dp"),
+    "→cp": sent("cp"),
+    "→ep": sent("ep"),
+    "bubble": lambda row: f"{row['bubble']:.2f}",
+    "s/step": lambda row: f"{row['seconds']:.2f}",
+    "MFU": lambda row: f"{row['mfu']:.0%}",
+}
+UNITS = "GB: 10⁹ bytes (PyTorch's errors say GiB, which are 1.074 GB)."
+LEGEND = f"""\
+All of this is predicted. {UNITS}
+b       sequences per micro-batch
+redo    what is recomputed: none; some (what is cheap); full layers
+peak    GB that the fullest rank holds at the peak: state (weights, gradients, AdamW),
+        activ (activations) and loss (for a moment)
+→tp …   GB that a rank sends per step along each axis, at most (in rings)
+bubble  waiting over computing
+MFU     the model's FLOPs, without recomputing, over the GPUs' peak in that time"""
 LEAVES = "*: the tp group spans nodes, and waits for the network ten times per layer."
 CP = """\
 cp: ranks that share each sequence and pass keys and values around a ring (beyond/11).
@@ -385,23 +483,65 @@ them and back. They are ranks of dp, cp and tp. No published run with experts is
 those below."""
 
 
+def about_scores(args) -> str:
+    """How much of the time is attention's scores, which a causal kernel halves."""
+    sizes, _, _ = asked(args)
+    layout = predict.make_layout(sizes)
+    tokens = args.batch_size * args.seq_len
+    scores = 12 * tokens * args.layers * args.seq_len * predict.q_width(layout)
+    part = scores / predict.model_flops(layout)
+    return lesson.wrap(
+        f"Times and MFU count all S × S scores, {part:.0%} of the model's FLOPs here, "
+        "as most published MFU do. A causal kernel computes about half of them; with "
+        "half, published runs would be predicted worse."
+    )
+
+
 def how_wrong() -> str:
     bands = [f"{kind}: {low} to {high}" for kind, (low, high) in BANDS.items()]
-    first = "How wrong: published runs took longer than predicted, times these: "
-    last = ". So compare neighboring layouts only, and measure the best."
-    return lesson.wrap(first + "; ".join(bands) + last)
+    off = [peak.predicted / peak.measured - 1 for peak in peaks()]
+    return lesson.wrap(
+        "How wrong: published runs took longer than predicted, times these: "
+        f"{'; '.join(bands)}. So compare neighboring layouts only, and measure the "
+        f"best. Predicted peaks are {-min(off):.0%} below to {max(off):.0%} above "
+        f"those of {len(off)} published runs (tools/published.py)."
+    )
 
 
-def columns_of(args, rows: list) -> list:
+def columns_of(args, rows: list) -> list[str]:
     """cp and ep only if a row has them; then the bubble makes room."""
     hidden = set()
     if all(row["cp"] == 1 for row in rows):
-        hidden.add("cp")
+        hidden |= {"cp", "→cp"}
     if not args.experts:
-        hidden.add("ep")
-    if len(hidden) < 2:
+        hidden |= {"ep", "→ep"}
+    if len(hidden) < 4:
         hidden.add("bubble")
-    return [column for column in COLUMNS if column[0] not in hidden]
+    return [name for name in COLUMNS if name not in hidden]
+
+
+def show_rows(args, rows: list) -> None:
+    """A table whose columns are as wide as their largest value."""
+    names = columns_of(args, rows)
+    lines = [names]
+    lines += [[COLUMNS[name](row) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for cells in lines:
+        print("", *[f"{cell:>{width}}" for cell, width in zip(cells, widths)])
+
+
+def show_asked(args) -> None:
+    """What is the same in all rows."""
+    print(
+        f"Per step: {args.batch_size} sequences of {args.seq_len:,} tokens. Machine: "
+        f"{args.machine}, {args.node} GPUs per node."
+    )
+    names = ["zero", "attention", "schedule", "virtual", "loss", "grad_bytes"]
+    names += ["imbalance"] if args.experts else []
+    names += ["mlp_saves"] if args.mlp_saves else []
+    flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names]
+    flags += ["--overlap-dp"] if args.overlap_dp else []
+    print(lesson.wrap(f"All rows: {', '.join(flags)}."))
 
 
 def show(args, fits: list, too_large: list, refused: Counter, took: float) -> None:
@@ -409,20 +549,18 @@ def show(args, fits: list, too_large: list, refused: Counter, took: float) -> No
     count = predict.parameters(predict.make_layout(sizes), 0)[0]
     layouts = f"{len(fits) + len(too_large)} layouts in {took:.1f} s, {len(fits)} fit"
     print(f"{count / 1e9:.4g} billion parameters on {args.gpus} GPUs: {layouts}.")
+    show_asked(args)
     free = f"{args.reserve:.0%} stay free (--reserve: CUDA, NCCL, fragmentation)"
     print(f"A rank may hold {usable(args) / GB:.1f} of {args.gpu_memory:g} GB: {free}.")
     print(LEGEND)
     rows = fits[: args.top]
-    columns = columns_of(args, rows)
     if any(row["tp_leaves_node"] for row in rows):
         print(LEAVES)
     if any(row["cp"] > 1 for row in rows):
         print(CP)
     if args.experts:
         print(EP.format(experts=args.experts, top_k=args.top_k))
-    print(" ".join(f"{name:>{width}}" for name, width, _ in columns))
-    for row in rows:
-        print(" ".join(f"{value(row):>{width}}" for _, width, value in columns))
+    show_rows(args, rows)
     if too_large:
         least = min(row["memory"] for row in too_large) / GB
         print(
@@ -433,6 +571,7 @@ def show(args, fits: list, too_large: list, refused: Counter, took: float) -> No
         reasons = [f"{reason} ({n})" for reason, n in refused.most_common()]
         text = f"{sum(refused.values())} other meshes of {args.gpus} GPUs are refused: "
         print(lesson.wrap(text + "; ".join(reasons)))
+    print(about_scores(args))
     print(how_wrong())
 
 
@@ -450,11 +589,61 @@ def refuse_dry_run(args, best: dict) -> None:
     elif best["virtual"] > 1:
         wrong = f"of --virtual {args.virtual}: lesson 05 does not interleave; take "
         wrong += "--virtual 1"
+    elif args.schedule != "1f1b":
+        wrong = f"of --schedule {args.schedule}: lesson 05 runs 1F1B here; take "
+        wrong += "--schedule 1f1b"
+    elif args.loss != "plain":
+        wrong = f"of --loss {args.loss}: lesson 05 has lesson 03's; take --loss plain"
+    elif args.grad_bytes != 2:
+        wrong = f"of --grad-bytes {args.grad_bytes}: lesson 05's gradients are as wide "
+        wrong += "as its weights; take --grad-bytes 2"
+    elif args.experts:
+        wrong = f"of --experts {args.experts}: lesson 05 has none; leave it out"
+    elif args.qk_norm:
+        wrong = "of --qk-norm: lesson 05 does not have it; take --no-qk-norm"
+    elif args.head_dim != args.hidden // args.heads:
+        wrong = f"of --head-dim {args.head_dim}: lesson 05 has --hidden / --heads; "
+        wrong += f"take --head-dim {args.hidden // args.heads}"
     elif args.ffn != 4 * args.hidden or args.gated or args.biases != "all":
         wrong = "of a gated MLP, another --ffn than 4 · hidden, or other --biases: "
         wrong += "lesson 05 has none of them; take --model gpt3"
     if wrong:
         raise ValueError(f"--dry-run {wrong}")
+
+
+def what_differs(args, best: dict) -> str:
+    """What the table has and lesson 05 does not: one sentence each, or ""."""
+    sizes, _, options = asked(args)
+    mesh = {name: best[name] for name in (*AXES, "micro_batch", "recompute")}
+    layout = predict.make_layout(sizes, **mesh, **options)
+    flash = predict.saved_bytes(layout, 0)
+    scores = predict.saved_bytes(predict.changed(layout, attention="math"), 0)
+    said = ""
+    if flash != scores:
+        core = "saves the scores"
+        if best["recompute"] == "selective":
+            core = "recomputes only its core"
+        said = (
+            f"Lesson 05 writes attention out and {core}; the table has FlashAttention. "
+            f"Stage 0 saves {scores:,} bytes per micro-batch, with FlashAttention "
+            f"{flash:,} (predicted). "
+        )
+    if best["light_ends"]:
+        said += (
+            "In the table the first and the last stage have one layer less than the "
+            "others; lesson 05 gives the first stages one layer more."
+        )
+    return lesson.wrap(said)
+
+
+def dry_run_of(args, best: dict) -> tuple[list[dict], bool]:
+    """Its rows, and whether nothing is off."""
+    import dry_run
+
+    sizes, _, _ = asked(args)
+    mesh = {name: best[name] for name in (*AXES, "micro_batch", "recompute")}
+    layout = predict.make_layout(sizes, **mesh, zero=args.zero)
+    return dry_run.show(layout, args.dry_run, what_differs(args, best))
 
 
 def main(words=None) -> int:
@@ -470,19 +659,13 @@ def main(words=None) -> int:
         print(lesson.wrap(f"error: {error}"), file=sys.stderr)
         return 2
     show(args, fits, too_large, refused, time.perf_counter() - start)
-    sizes, _, _ = asked(args)
-    data = {"asked": {name: getattr(args, name) for name in (*sizes, *MACHINE)}}
-    data.update({"predicted": fits, "too large": too_large, "refused": refused})
+    data = {"asked": vars(args), "predicted": fits, "too large": too_large}
+    data["refused"] = refused
     passed = True
     if args.dry_run:
-        import dry_run
-
-        best = {name: fits[0][name] for name in (*AXES, "micro_batch", "recompute")}
-        # Lesson 05 writes attention out, and has one loss; all else is the same.
-        layout = predict.make_layout(sizes, **best, zero=args.zero)
-        data["dry run"], passed = dry_run.show(layout, args.dry_run)
+        data["dry run"], passed = dry_run_of(args, fits[0])
     if args.json:
-        args.json.write_text(json.dumps(data, indent=1))
+        args.json.write_text(json.dumps(data, indent=1, default=str))
     return 0 if passed else 1
 
 

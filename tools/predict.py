@@ -952,13 +952,16 @@ def best_of_each(rows: list[dict]) -> list[dict]:
 
 
 def page_data() -> str:
-    """Models, machines and how wrong the times are, for the page with sliders."""
-    from published import BANDS  # which compares with this file
+    """Models, machines and how wrong the predictions are, for the page with sliders."""
+    from published import BANDS, peaks  # which compares with this file
 
     bands = [
         {"kind": kind, "low": low, "high": high} for kind, (low, high) in BANDS.items()
     ]
-    data = {"models": MODELS, "machines": MACHINES, "bands": bands}
+    data = {"models": MODELS, "machines": MACHINES, "bands": bands, "peaks": []}
+    for peak in peaks():
+        row = {"run": peak.name, "predicted": peak.predicted, "measured": peak.measured}
+        data["peaks"].append(row | {"why": peak.why})
     return json.dumps(data, indent=1) + "\n"
 
 

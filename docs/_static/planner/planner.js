@@ -114,6 +114,7 @@ function read(name) {
 function changed(name) {
   state[name] = read(name);
   if (name === "model") Object.assign(state, modelOf(state.model));
+  if (name === "model" && !state.experts) state.imbalance = 1;
   if (name === "machine") Object.assign(state, machineOf(state.machine));
   if (name === "hidden" || name === "heads") state.head_dim = state.hidden / state.heads;
   update();
@@ -134,12 +135,13 @@ function problem() {
     const to = below ? `, below ${below}` : whole && enough && !any ? `, up to ${LARGEST}` : "";
     return `${label}: ${Number.isNaN(value) ? "nothing" : value} is not ${what} ${from}${to}`;
   }
-  const { hidden, heads, kv_heads, head_dim, experts, top_k, expert_ffn } = state;
+  const { hidden, heads, kv_heads, head_dim, experts, top_k, expert_ffn, imbalance } = state;
   const pairs = "rotary embedding turns pairs";
   if (hidden % heads) return `hidden size ${hidden} is not a multiple of ${heads} heads`;
   if (head_dim % 2) return `head size ${head_dim} is odd: ${pairs}`;
   if (heads % kv_heads) return `heads: ${heads} is not a multiple of ${kv_heads} key/value heads`;
   if (top_k > experts) return `experts per token: ${top_k}, but there are ${experts} experts`;
+  if (imbalance > 1 && !experts) return `expert imbalance: ${imbalance}, but there are no experts`;
   if (experts && !(top_k && expert_ffn)) return "experts: how many per token, and how wide?";
   if (!experts && !state.ffn) return "MLP width: 0, and there are no experts";
   if (state.schedule !== "1f1b" && state.virtual > 1) return "chunks per stage: only with 1f1b";
@@ -422,7 +424,17 @@ function showBands() {
   }
 }
 
+function showPeaks() {
+  for (const { run, predicted, measured, why } of presets.peaks) {
+    const off = Math.round((predicted / measured - 1) * 100);
+    const sign = predicted < measured ? "−" : "+";
+    const cells = [gigabytes(predicted), gigabytes(measured), `${sign}${Math.abs(off)}%`, why];
+    $("peaks").append(make("tr", {}, make("th", { scope: "row" }, run), ...cells.map((x) => make("td", {}, x))));
+  }
+}
+
 buildForm();
 showBands();
+showPeaks();
 readAddress();
 update();
