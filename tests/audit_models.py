@@ -170,6 +170,15 @@ def fused_subject(bug: str):
             p.grad = pieces[dist.get_rank() - 1]
 
         subject.after_backward = after_backward
+    if bug == "sent after a step":
+
+        class Sends(torch.optim.AdamW):
+            def step(self):
+                super().step()
+                for p in self.param_groups[0]["params"]:
+                    dist.broadcast(p.data, 0)
+
+        subject.optimizer = lambda parameters: Sends(parameters, 1e-3)
     if bug == "own rate":
         subject.optimizer = lambda parameters: torch.optim.AdamW(
             parameters, 1e-3 * (1 + dist.get_rank())
@@ -1399,6 +1408,352 @@ def coarse_subject(bug: str):
     return subject
 
 
+# ---- A block whose norm and what it reads can be in front of f, behind it, or both.
+
+
+class CopyInBFloat16(Copy):
+    """The same as Copy, with a sum of 16 bits."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Copy.backward(ctx, grad.bfloat16())[0].to(grad), None
+
+
+class Feed(nn.Module):
+    """A norm, two linears, and as a second summand the input or the norm's output."""
+
+    def __init__(self, adds_norm: bool = False):
+        super().__init__()
+        self.adds_norm = adds_norm
+        self.norm = nn.LayerNorm(D)
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D, bias=False)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        n = self.norm(x)
+        rest = n if self.adds_norm else x
+        if self.group is None:
+            return rest + self.down(self.up(n).relu())
+        copy = CopyInBFloat16 if self.bug == "f in bfloat16" else Copy
+        h = n if self.bug == "no f" else copy.apply(n, self.group)
+        y = F.linear(self.up(h).relu(), self.down.weight)
+        if self.bug == "added before":
+            return Sum.apply(rest + y, self.group)
+        y = Sum.apply(y, self.group)
+        if self.bug == "left out":
+            return y
+        return y + (h if self.bug == "behind f" else rest)
+
+
+def split_feed(feed, group, bug: str = "") -> None:
+    feed.up.weight = piece(feed.up.weight, group)
+    feed.up.bias = piece(feed.up.bias, group)
+    feed.down.weight = piece(feed.down.weight, group, 1)
+    feed.group = group
+    feed.bug = bug
+
+
+def feeds_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, "" if bug == "behind f" else bug)
+        split_feed(model[2], group, bug if bug == "behind f" else "")
+        return model
+
+    subject = renamed_subject("")
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Feed(), Feed(True))
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- Ranks compute in another layout than the full model.
+
+
+class Layout(nn.Module):
+    """Two blocks. Ranks compute them as [S, B, D] or [B · S, D], or shuffle rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.a = Feed()
+        self.b = Feed()
+        self.last = nn.Linear(D, D)
+        self.layout = ""
+
+    def forward(self, x):
+        x = self.first(x)
+        shape = x.shape
+        order = torch.arange(len(x) * S) * 5 % (len(x) * S)
+        if self.layout == "flat":
+            x = x.flatten(0, 1)
+        elif self.layout == "shuffled":
+            x = x.flatten(0, 1)[order]
+        elif self.layout == "swapped":
+            x = x.transpose(0, 1).contiguous()
+        x = self.b(self.a(x))
+        if self.layout == "flat":
+            x = x.view(shape)
+        elif self.layout == "shuffled":
+            x = x[order.argsort()].view(shape)
+        elif self.layout == "swapped":
+            x = x.transpose(0, 1).contiguous()
+        return self.last(x)
+
+
+def layout_subject(bug: str, layout: str = "swapped"):
+    def parallelize(model, group):
+        split_feed(model.a, group)
+        split_feed(model.b, group, bug)
+        model.layout = layout
+        return model
+
+    subject = renamed_subject("")
+    subject.build = Layout
+    subject.parallelize = parallelize
+    return subject
+
+
+def flat_subject(bug: str):
+    return layout_subject(bug, "flat")
+
+
+def shuffled_subject(bug: str):
+    return layout_subject(bug, "shuffled")
+
+
+# ---- Two branches, so that two faults can be apart.
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = Feed()
+        self.b = Feed()
+
+    def forward(self, x, y):
+        return self.a(x) + self.b(y)
+
+
+def branches_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model.a, group, bug)
+        split_feed(model.b, group, bug)
+        return model
+
+    def batch(step):
+        x, y, target = torch.randn(3, 3, S, D)
+        return (x, y), target
+
+    return SimpleNamespace(build=Branches, parallelize=parallelize, batch=batch)
+
+
+# ---- What a model returns: the loss gets all of it.
+
+
+class Outputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.feed = Feed()
+        self.router = nn.Linear(D, 4)
+        self.bug = ""
+
+    def forward(self, x):
+        x = self.feed(x)
+        second = self.router(x).square().mean()
+        if self.bug:
+            second = Sum.apply(second, self.feed.group)
+        return SimpleNamespace(logits=x, second=second)
+
+
+def outputs_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model.feed, group)
+        model.bug = bug
+        return model
+
+    subject = renamed_subject("")
+    subject.build = Outputs
+    subject.parallelize = parallelize
+    subject.loss = lambda output, target: (
+        F.mse_loss(output.logits, target) + output.second
+    )
+    return subject
+
+
+# ---- A replicated table, of which each rank takes its own rows as a head.
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(V, D)
+        self.norm = nn.LayerNorm(D)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        weight = self.embed.weight
+        if self.group is None:
+            return F.linear(x, weight)
+        if self.bug != "rows of a head":
+            weight = Copy.apply(weight, self.group)
+        weight = weight.chunk(self.group.size())[self.group.rank()]
+        y = F.linear(Copy.apply(x, self.group), weight)
+        return Gather.apply(y.transpose(1, 2), self.group, False).transpose(1, 2)
+
+
+def table_subject(bug: str):
+    def parallelize(model, group):
+        model.group = group
+        model.bug = bug
+        return model
+
+    return SimpleNamespace(build=Table, parallelize=parallelize, batch=tokens_batch)
+
+
+# ---- A sharded embedding with a padding_idx.
+
+
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(V, D, padding_idx=2)
+        self.head = nn.Linear(D, V)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, tokens):
+        if self.group is None:
+            return self.head(self.embed(tokens))
+        rows = len(self.embed.weight)
+        first = self.group.rank() * rows
+        own = (tokens >= first) & (tokens < first + rows)
+        padding = 2 - first if 0 <= 2 - first < rows else None
+        if self.bug == "local index":
+            padding = 2
+        index = (tokens - first).clamp(0, rows - 1)
+        x = F.embedding(index, self.embed.weight, padding_idx=padding)
+        return self.head(Sum.apply(x * own[..., None], self.group))
+
+
+def padded_subject(bug: str):
+    def parallelize(model, group):
+        model.embed.weight = piece(model.embed.weight, group)
+        model.group = group
+        model.bug = bug
+        return model
+
+    def batch(step):
+        tokens = torch.arange(2 * V).view(6, 10) % V  # all of them
+        return tokens, tokens.roll(1)
+
+    return SimpleNamespace(build=Padded, parallelize=parallelize, batch=batch)
+
+
+# ---- A buffer that train mode changes, by statistics of a shard.
+
+
+class Moments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D, bias=False)
+        self.register_buffer("average", torch.ones(()))
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        h = self.up(x if self.group is None else Copy.apply(x, self.group))
+        if self.training:
+            mean = h.detach().abs().mean()
+            if self.group is not None and not self.bug.startswith("own mean"):
+                dist.all_reduce(mean, group=self.group)
+                mean /= self.group.size()
+            if self.bug == "own mean, assigned":
+                self.average = 0.5 * self.average + 0.5 * mean
+            else:
+                self.average.mul_(0.5).add_(0.5 * mean)
+        y = F.linear((h / self.average).relu(), self.down.weight)
+        return x + (y if self.group is None else Sum.apply(y, self.group))
+
+
+def moments_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    subject = renamed_subject("")
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Moments())
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- GroupNorm on channels that are split.
+
+
+class Channels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Conv1d(S, 2 * D, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 2 * D)
+        self.down = nn.Conv1d(2 * D, S, 3, padding=1, bias=False)
+        self.group = None
+
+    def forward(self, x):
+        if self.group is None:
+            return self.down(self.norm(self.up(x)).relu())
+        h = self.norm(self.up(Copy.apply(x, self.group))).relu()
+        return Sum.apply(self.down(h), self.group)
+
+
+def channels_subject(bug: str):
+    def parallelize(model, group):
+        model.up.weight = piece(model.up.weight, group)
+        model.up.bias = piece(model.up.bias, group)
+        model.norm.weight = piece(model.norm.weight, group)
+        model.norm.bias = piece(model.norm.bias, group)
+        model.norm.num_channels //= group.size()
+        if bug != "full groups":
+            model.norm.num_groups //= group.size()
+        model.down.weight = piece(model.down.weight, group, 1)
+        model.group = group
+        return model
+
+    subject = renamed_subject("")
+    subject.build = Channels
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- So few rows that the last rank has none.
+
+
+def empty_subject(bug: str):
+    def parallelize(model, group):
+        rows = slice(0, 2) if group.rank() == 0 else slice(2, 2)
+        feed = model[1]
+        for linear in (feed.up, feed.down):
+            weight = linear.weight.detach()
+            weight = weight[rows] if linear is feed.up else weight[:, rows]
+            linear.weight = nn.Parameter(weight.clone())
+        feed.up.bias = nn.Parameter(feed.up.bias.detach()[rows].clone())
+        feed.group = group
+        return model
+
+    def build():
+        feed = Feed()
+        feed.up = nn.Linear(D, 2)
+        feed.down = nn.Linear(2, D, bias=False)
+        return nn.Sequential(nn.Linear(D, D), feed)
+
+    subject = renamed_subject("")
+    subject.build = build
+    subject.parallelize = parallelize
+    return subject
+
+
 # model → its bugs, and what the first finding of each begins with.
 MODELS = {
     fused_subject: {
@@ -1412,6 +1767,7 @@ MODELS = {
         "norm on rank 0": "norm",
         "wrong slice": "gradient another rank's piece",
         "own rate": "update differs between replicas",
+        "sent after a step": ["update of another rank", "attn.c_attn.weight"],
         "decay": ["update by other settings", "attn.c_attn.weight"],
         "one rank skips": "update missing on ranks [1]",
         "made before": "not in the optimizer",
@@ -1495,4 +1851,28 @@ MODELS = {
     unused_subject: {"first rows": ["wrong piece", "1.scale"]},
     scattered_subject: {"wrong": ["forward wrong", "1"]},
     headed_subject: {"no f": ["gradient sum", "norm.weight"]},
+    feeds_subject: {
+        "behind f": ["backward T times", "2"],
+        "f in bfloat16": ["backward right but for rounding", "the forward of 1"],
+        "added before": ["forward wrong", "1"],
+        "left out": ["forward wrong", "1"],
+    },
+    layout_subject: {"no f": ["gradient sum", "b.norm.weight"]},
+    flat_subject: {"no f": ["gradient sum", "b.norm.weight"]},
+    shuffled_subject: {"no f": ["gradient sum", "b.norm.weight"]},
+    branches_subject: {"no f": ["gradient sum", "b.norm.weight"]},
+    outputs_subject: {"second loss summed": ["loss", "loss"]},
+    table_subject: {
+        "rows of a head": [
+            "gradient right in another slice on each rank",
+            "embed.weight",
+        ]
+    },
+    padded_subject: {"local index": ["gradient unexplained", "embed.weight"]},
+    moments_subject: {
+        "own mean": ["train buffer", "1.average"],
+        "own mean, assigned": ["train buffer", "1.average"],
+    },
+    channels_subject: {"full groups": ["forward wrong", "norm"]},
+    empty_subject: {},
 }

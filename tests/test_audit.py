@@ -17,12 +17,13 @@ import psutil
 import pytest
 import torch
 from audit import command, faults, from_full, rank, subjects
+from audit.case import Case
 from audit.compare import FullModel, Kind, Ruler, piece_of
-from audit.record import Dropouts, Point, Trace, drop_rate
+from audit.record import Dropouts, Point, Trace, add_hooks, drop_rate
 from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
-# One driver tries 130 models.
+# One driver tries 180 models.
 pytestmark = [pytest.mark.launches(*DRIVER), pytest.mark.timeout(1800)]
 
 START = multiprocessing.get_context("forkserver")
@@ -82,7 +83,7 @@ def is_named(bug: dict) -> bool:
 def test_bugs_of_other_models_are_found_and_named(ranks):
     """Models that are not the course's: each bug's first category is its cause."""
     bugs = ranks[0]["models"]
-    assert len(bugs) >= 61
+    assert len(bugs) >= 86
     for bug in bugs:
         assert bug["categories"] and is_named(bug), bug
 
@@ -144,12 +145,67 @@ def test_advice_names_modules_or_none(ranks):
     assert "DistributedDataParallel" not in columns["changes"][0]
 
 
+SAID = [  # a bug, and what its first finding says of the cause
+    ("behind f", "what the forward of 2 returns to it counts once, not T times"),
+    ("added before", "if the output of 0 counts once, not T times"),
+    ("left out", "if the output of 0 counts once, not 0 times"),
+    ("f in bfloat16", "right but for rounding to bfloat16"),
+    ("local index", "row 2 on rank 1 is zero, unlike in the full model"),
+    ("local index", "row padding_idx − t · rows of the shard"),
+    ("full groups", "GroupNorm on sharded channels: num_groups / T groups"),
+    ("rows of a head", "whose backward sums over the ranks (f on the parameter)"),
+    ("own mean", "after one pass: differs between ranks"),
+    ("own mean", "what the buffer is updated with"),
+    ("sent after a step", "rank 1 has the piece of rank 0"),
+    ("second loss summed", "a second loss (of a router) that every rank has in full"),
+    ("read", "its mask (is_causal), its scale"),
+]
+
+
+@pytest.mark.parametrize("bug, words", SAID)
+def test_what_is_said_of_a_cause(ranks, bug, words):
+    found = of_models(ranks, bug)
+    assert words in f"{found['texts'][0]} {found['changes'][0]}"
+
+
+def of_subject(ranks, model: str) -> dict:
+    """The first bug of a model."""
+    return next(each for each in ranks[0]["models"] if each["model"] == model)
+
+
+def test_a_layout_of_the_ranks_own(ranks):
+    """[S, B, D] and [B · S, D] are compared. If the rows are shuffled, the gradient in
+    front of the blocks says nothing of what is in them."""
+    for model in ("layout_subject", "flat_subject"):
+        assert of_subject(ranks, model)["changes"][0].endswith("is read by b.up.")
+    shuffled = of_subject(ranks, "shuffled_subject")
+    assert "returned wrong" not in shuffled["texts"][0]
+    assert "is read by" not in shuffled["changes"][0]
+    assert set(shuffled["own"]) == {"gradient sum"}
+
+
+def test_two_faults_have_an_advice_each(ranks):
+    found = of_subject(ranks, "branches_subject")
+    assert found["own"] == 4 * ["gradient sum"]
+    read = [change.rpartition(" ")[2] for change in found["changes"]]
+    assert read == ["b.up.", "b.up.", "a.up.", "a.up."]
+    findings = [
+        {"category": category, "change": change}
+        for category, change in zip(found["own"], found["changes"])
+    ]
+    assert len(command.groups_of(findings)) == 1
+    assert len(command.groups_of(findings, "change")) == 2
+
+
 def test_what_was_not_compared_is_listed(ranks):
     said = {each["model"]: each["not compared"] for each in ranks[0]["right models"]}
     assert said["fused_subject"] == []
     clip = "your clipping (the file has no clip)"
     own = "parameters that are not the full model's: "
     assert said["block_subject"] == [f"{own}2.extra", clip]
+    # A buffer that train mode changes is compared, and so are gradients there.
+    assert said["moments_subject"] == said["outputs_subject"] == [clip]
+    assert said["empty_subject"] == [clip]  # a rank without rows has no unused ones
     idle = "parameters that no batch uses, so that their gradients are zero: "
     assert said["doubled_subject"] == [f"{own}1.weight", f"{idle}1.idle", clip]
     assert said["unused_subject"][0].startswith(f"{idle}1.scale, 1.experts.0.weight")
@@ -269,6 +325,17 @@ def test_a_fault_is_one_definition():
         assert set(fault.follows) <= keys, fault.key
 
 
+def case_of_no_rank(point) -> SimpleNamespace:
+    """What tests of faults ask, and are told nothing."""
+    none = lambda *_: []
+    return SimpleNamespace(
+        ranks=2, first=SimpleNamespace(has=[]), pieces=[{}], order=[point],
+        full=SimpleNamespace(classes={}), ruler=Ruler(2, 1e-9), holders=none,
+        replica_sets=none, same_gradients=none, compared=lambda *_: ([], []),
+        grad_scale=lambda right: 1.0,
+    )  # fmt: skip
+
+
 def test_every_relation_has_a_fault():
     """A kind of relation that no fault knows would be a finding without advice."""
     general = {fault.of for fault in faults.FAULTS if fault.key.endswith("unexplained")}
@@ -279,10 +346,9 @@ def test_every_relation_has_a_fault():
             subject = of.__new__(of)
             relation = SimpleNamespace(kind=kind, factor=3.0, words="")
             vars(subject).update(relation=relation, kind=kind, arrives=None)
-            subject.case = SimpleNamespace(
-                ranks=2, first=SimpleNamespace(has=[]), full=None, pieces=[{}]
-            )
-            subject.point = SimpleNamespace(slot="")
+            vars(subject).update(is_fed_right=False, held=[], expected=torch.ones(1))
+            subject.point = SimpleNamespace(slot="", module="")
+            subject.case = case_of_no_rank(subject.point)
             found = [f for f in faults.FAULTS if f.of is of and f.test(subject)]
             assert found, (kind, of)
 
@@ -307,6 +373,75 @@ def test_the_ranks_that_are_right_are_asked_first():
     assert how.kind is Kind.SHAPE and "of shape [2, 5], not [3, 4]" in how.words
 
 
+def test_a_partial_sum_of_a_shared_piece():
+    """Ranks 0 and 1 share one half, ranks 2 and 3 the other one."""
+    expected = torch.randn(4, 3, dtype=torch.float64)
+    tensors = []
+    for half in expected.chunk(2):
+        part = torch.randn(2, 3, dtype=torch.float64)
+        tensors += [part, half - part]
+    how = Ruler(4, 1e-9).relation(tensors, expected)
+    assert how.kind is Kind.PARTIAL
+    assert str(how) == "partial Shard(0) of ranks that share a piece"
+    how = Ruler(4, 1e-9).relation([*tensors[:3], tensors[3] + 1], expected)
+    assert how.kind is not Kind.PARTIAL
+
+
+def test_a_coarse_format_is_known_by_its_numbers():
+    """Small differences of other numbers are no rounding errors of bfloat16."""
+    expected = torch.linspace(1, 2, 12, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = expected.to(dtype).double()
+        how = Ruler(2, 1e-9).relation([x, x], expected)
+        assert how.kind is Kind.ROUNDED and str(dtype)[6:] in str(how)
+    x = expected + 1e-3 * torch.sin(100 * expected)
+    assert Ruler(2, 1e-9).relation([x, x], expected).kind is Kind.WRONG
+
+
+class Remembers(nn.Linear):
+    """Adds what the forward before has made."""
+
+    memory = 0.0
+
+    def forward(self, x):
+        self.memory = super().forward(x).detach() + 0.5 * self.memory
+        return super().forward(x) + self.memory
+
+
+def test_a_memory_is_no_rounding_error():
+    model = Remembers(4, 4).double()
+    reference = rank.Run(SimpleNamespace(), model, None, None)
+    batch = (torch.randn(2, 4).double(),), torch.randn(2, 4).double()
+    args = SimpleNamespace(dtype="float64", seed=1)
+    noise, rounding = rank.noise_of(reference, batch, args)
+    assert 0 < noise < 1e-12 and rounding < 1e-12
+
+
+def test_a_slice_of_a_partial_gradient_in_any_layout():
+    """Each rank returns its slice of its own partial gradient, of [S, B, D] as well."""
+    case = SimpleNamespace(ruler=Ruler(2, 1e-9))
+    partial = list(torch.randn(2, 6, 3, 4, dtype=torch.float64))
+    got = [partial[0][:3], partial[1][3:]]
+    for expected in (sum(partial), sum(partial).transpose(0, 1)):
+        assert Case.is_slice_of(case, got, partial, expected)
+        assert not Case.is_slice_of(
+            case, list(sum(partial).chunk(2)), partial, expected
+        )
+
+
+def test_a_compiled_module_is_one_module():
+    """torch.compile puts a module of the same name around it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1] = torch.compile(model[1], backend="eager")
+    names = []
+    enter = lambda name, module, inputs, keywords: names.append(name)
+    handles = add_hooks(model, {}, enter, lambda *_: None)
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            hook(module, (), {})
+    assert sorted(names) == ["", "0", "1"] and len(handles) == 6
+
+
 def test_the_page_shows_what_the_notebook_ran():
     """docs/audit.md has the output of the last run in notebook 12; README a part."""
     path = jobs.ROOT / "notebooks" / "12_wrong_gradients.ipynb"
@@ -321,6 +456,19 @@ def test_the_page_shows_what_the_notebook_ran():
     excerpt = readme.partition("## Audit your own model")[2].split("```")[1]
     for line in excerpt.splitlines()[1:]:
         assert line.strip() in ("", "…") or line in said.splitlines(), line
+
+
+def test_the_first_example_of_the_page(forked_ranks, tmp_path, capsys):
+    """It runs as it is printed, with the command below it."""
+    page = (jobs.ROOT / "docs" / "audit.md").read_text("utf-8")
+    text, _, rest = page.partition("```python\n")[2].partition("```")
+    flags = re.search(r"audit.py my_model.py (.*)", rest)[1].split()
+    path = tmp_path / "my_model.py"
+    path.write_text(text)
+    assert command.main([str(path), *flags, "--timeout", "100"]) == 0
+    said = capsys.readouterr().out
+    assert "\n2 ranks\n" in said and "\n4 ranks\n" in said
+    assert "\nRIGHT  my_model.py\n" in said and "RIGHT  my_model.py" in rest
 
 
 MISSING_F = """
@@ -608,6 +756,27 @@ def test_an_error_has_its_module_and_a_hint():
     error = RuntimeError("Expected mat_a to be Float32, BFloat16 or Float16 matrix")
     assert "--dtype float32" in rank.in_words(error, counter, args)
     assert "sys.exit(3)" in rank.in_words(SystemExit(3), counter, args)
+    error = AttributeError("'CausalLMOutputWithPast' object has no attribute 'view'")
+    assert "take its logits" in rank.in_words(error, counter, args)
+
+
+def test_a_loss_gets_what_the_model_returns_or_its_logits():
+    """Hugging Face's models return an object; what fails with both is not hidden."""
+    output = SimpleNamespace(logits=torch.ones(2, 4), aux_loss=torch.tensor(3.0))
+    losses = {
+        "output": lambda output, target: output.logits.mean() + output.aux_loss,
+        "logits": lambda logits, target: logits.flatten(0, 1).mean(),
+        "slice": lambda logits, target, group: logits[:, :-1].mean(),
+        "wrong": lambda logits, target: logits.missing,
+    }
+    found = {}
+    for name, loss in losses.items():
+        run = rank.Run(SimpleNamespace(loss=loss), nn.Linear(4, 4), None, None)
+        try:
+            found[name] = run.loss(output, None).item()
+        except AttributeError as error:
+            found[name] = "missing" in str(error)
+    assert found == {"output": 4.0, "logits": 1.0, "slice": 1.0, "wrong": True}
 
 
 def test_what_a_users_file_may_define():
@@ -625,6 +794,12 @@ def test_what_a_users_file_may_define():
     right = model(x)[0].sum() + model.weight.sum()
     assert run.forward(((x,), None))[1] == right
     assert run.optimizer().param_groups[0]["param_names"] == ["weight", "bias"]
+    # The loss gets what the model returns, also if this has logits.
+    made = SimpleNamespace(logits=x, second=x.sum())
+    subject = SimpleNamespace(loss=lambda output, target: output.second)
+    assert rank.Run(subject, lambda x: made, None, None).forward(((x,), None))[1]
+    default = rank.Run(SimpleNamespace(), lambda x: made, None, None)
+    assert default.forward(((x,), x))[1] == 0
 
 
 def test_from_full():
@@ -755,3 +930,61 @@ def test_the_order_of_shared_heads_on_four_ranks(
     assert command.main([str(path), "--ranks", "4", "--timeout", "100"]) == code
     out = capsys.readouterr().out
     assert ("1. layers.0.self_attn.k_proj.weight: wrong piece" in out) == (code == 1)
+
+
+DP_AND_TP = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, torch
+import torch.distributed as dist
+lesson = importlib.import_module("01_naive_mlp_tp")
+
+def pair_of(rank, apart):  # ranks 0 1 and 2 3 are tp groups; 0 2 and 1 3 are dp groups
+    return [rank % 2, rank % 2 + 2] if apart else [rank // 2 * 2, rank // 2 * 2 + 1]
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), lesson.MLP(8, 16))
+
+def parallelize(model, group):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model[1] = lesson.tp_mlp(model[1], groups[dist.get_rank() // 2])
+    model.register_forward_pre_hook(
+        lambda module, inputs: (inputs[0].chunk(2)[dist.get_rank() // 2],))
+    return model
+
+def batch(step):
+    return torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+
+def loss(output, target, group):
+    if group is None:
+        return torch.nn.functional.mse_loss(output, target)
+    own = target.chunk(2)[group.rank() // 2]
+    part = torch.nn.functional.mse_loss(output, own)
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    return part + total / 4 - part.detach()
+
+def after_backward(model):
+    for p in model.parameters():
+        parts = [torch.empty_like(p) for _ in range(4)]
+        dist.all_gather(parts, p.grad.contiguous())
+        p.grad = sum(parts[r] for r in pair_of(dist.get_rank(), {apart})) / 2
+"""
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_gradient_averaged_over_the_wrong_group(
+    forked_ranks, tmp_path, capsys, apart
+):
+    """Two tp groups with different batches: an average over tp leaves them apart."""
+    path = tmp_path / "both.py"
+    path.write_text(DP_AND_TP.format(root=str(jobs.ROOT), apart=apart))
+    code = command.main([str(path), "--ranks", "4", "--timeout", "100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == (0 if apart else 1), said
+    if not apart:
+        first, _, rest = said.partition("✗ 1. ")[2].partition("✗ 2. ")
+        assert "ranks [0, 1] hold different pieces and have the same gradient" in first
+        assert "a sum over the wrong group (tp for dp)" in first
+        assert "the same on ranks [0, 1] and the same on ranks [2, 3]" in rest
+        assert "Average over ranks that have different batches (dp)" in rest

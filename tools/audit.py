@@ -14,9 +14,10 @@ and may define
 
     loss(output, target)                    or loss(output, target, tp_group), where
                                             tp_group is None for the full model; also
-                                            with a last argument named model. Default:
-                                            cross entropy for integer targets, otherwise
-                                            the mean squared error
+                                            with a last argument named model. output is
+                                            what the model returns, or its logits.
+                                            Default: cross entropy for integer targets,
+                                            otherwise the mean squared error
     after_backward(model)                   sums of gradients that your training makes
                                             once per step, after the last micro-batch
     after_each_backward(model)              the same, after each micro-batch

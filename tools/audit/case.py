@@ -160,8 +160,10 @@ class Case:
             if self.owner_in_full(name) in self.full.frozen:
                 continue
             right = [self.compared(name, what)[1] for what in ("grads", "summed")]
-            if any(not one.any() and not both.any() for one, both in zip(*right)):
-                found.append(name)
+            for one, both in zip(*right):
+                if one.numel() and not one.any() and not both.any():
+                    found.append(name)
+                    break
         return found
 
     def replica_sets(self, name: str) -> list[list[int]]:
@@ -335,6 +337,23 @@ class Case:
                 if found is None or self.is_wrong(relation):
                     found = relation
         return found
+
+    def begins(self, name: str) -> int:
+        """The first place in the order of forward at which a parameter may be used."""
+        uses = [name]
+        uses += [alias for alias, first in self.own[0].tied.items() if first == name]
+        found = []
+        for use in uses:
+            owner = use.rpartition(".")[0]
+            module = self.names.get(owner, owner)
+            places = []
+            while not places:
+                for place, point in enumerate(self.order):
+                    if f"{point.module}.".startswith(f"{module}." if module else ""):
+                        places.append(place)
+                module = module.rpartition(".")[0]
+            found.append(places[0])
+        return min(found)
 
     def place_of(self, name: str) -> int:
         """When forward ended the module that has a parameter; −1 if it is not known."""
@@ -526,10 +545,38 @@ class Case:
         sorted_grads = [sorted_of(g) for g in grads]
         if self.ruler.all_near(sorted_grads, [sorted_of(e) for e in right], scale):
             return Relation(Kind.PERMUTED)
+        if self.are_slices(grads, right, scale):
+            return Relation(Kind.SLICES)
         for ranks in self.replica_sets(name):
             if any(not near(grads[r], grads[ranks[0]], scale) for r in ranks):
                 return Relation(Kind.REPLICAS)
         return Relation(Kind.UNEXPLAINED)
+
+    def are_slices(self, grads: list, right: list, scale: float) -> bool:
+        """Has each rank of a replicated parameter the right gradient of some elements,
+        and no two ranks that of the same, if it is not right on all?"""
+        if any(not torch.equal(e, right[0]) for e in right) or not right[0].numel():
+            return False
+        limit = self.ruler.allowed * scale
+        is_near = torch.stack([(g - right[0]).abs() <= limit for g in grads])
+        count = is_near.sum(0)
+        alone = is_near & (count == 1)
+        if not ((count == 1) | (count == len(grads))).all():
+            return False
+        return bool(alone.flatten(1).any(1).all())
+
+    def same_gradients(self, name: str) -> list[list[int]]:
+        """The ranks that have a parameter, by their gradient of it."""
+        grads, _ = self.compared(name, "grads")
+        found = []
+        for rank, grad in zip(self.holders(name), grads):
+            for ranks, first in found:
+                if grad is not None and first is not None and torch.equal(grad, first):
+                    ranks.append(rank)
+                    break
+            else:
+                found.append(([rank], grad))
+        return [ranks for ranks, _ in found]
 
     def wrong_elements(self, name: str) -> str:
         """How much of a gradient is wrong, and where if these are a few rows."""
@@ -573,6 +620,10 @@ class Case:
         """
         if any(x is None for x in (*got, *partial, expected)):
             return False
+        if expected.dim() > 2 and all(x.dim() == expected.dim() for x in partial):
+            is_turned = expected.shape != partial[0].shape
+            if is_turned:  # ranks may have swapped batch and sequence
+                expected = expected.transpose(0, 1)
         if any(x.shape != expected.shape for x in partial):
             return False
         scale = scale_of(expected)

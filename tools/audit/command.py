@@ -211,7 +211,7 @@ def show(result: dict) -> str:
     if result["not_compared"]:
         print(wrap(f"not compared: {'; '.join(result['not_compared'])}"))
     own = [finding for finding in result["findings"] if not finding["follows"]]
-    for number, group in enumerate(groups_of(own), 1):
+    for number, group in enumerate(groups_of(own, "change"), 1):
         show_fault(number, group)
     follow = [finding for finding in result["findings"] if finding["follows"]]
     if follow:
@@ -248,11 +248,13 @@ def show_parameters(rows: list[dict]) -> None:
         print(f"   {name}  {row['placement']:<{places}}  {row['gradient']}{mark}")
 
 
-def groups_of(findings: list[dict]) -> list[list[dict]]:
-    """Findings of one category together, in the order in which they were found."""
+def groups_of(findings: list[dict], *more: str) -> list[list[dict]]:
+    """Findings of one category together, in the order in which they were found. more:
+    what else must be the same, such as the advice ("change")."""
     groups = {}
     for finding in findings:
-        groups.setdefault(finding["category"], []).append(finding)
+        key = tuple(finding[name] for name in ("category", *more))
+        groups.setdefault(key, []).append(finding)
     return list(groups.values())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Relative differences of tensors that were in such a format for a while.
-ROUNDING = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 PADDING = -1  # index of an element that belongs to no parameter of the full model
 
 
@@ -172,6 +172,7 @@ class Kind(Enum):
     USES = "of its uses"
     OTHERS = "another rank's piece"
     PERMUTED = "permuted"
+    SLICES = "right in another slice on each rank"
     REPLICAS = "differs between replicas"
     UNEXPLAINED = "unexplained"
 
@@ -256,7 +257,7 @@ class Ruler:
             if k:
                 return self.factor(k)
             if self.is_partial_shard(tensors, pieces, scale):
-                words = f"partial {relation}, to be summed over ranks that share a piece"
+                words = f"partial {relation} of ranks that share a piece"
                 return Relation(Kind.PARTIAL, words, 1.0, relation.dim)
         rounded = self.rounded(tensors, views, scale)
         if rounded is not None:
@@ -425,6 +426,9 @@ def wrong_share(got: list[Tensor], right: list[Tensor], limit: float) -> str:
     largest = 0.0
     for x, e in zip(got, right):
         off = (x - e).abs()
+        if not off.numel():
+            shares.append("none")
+            continue
         shares.append(f"{(off > limit).double().mean().item():.0%}")
         largest = max(largest, off.max().item() / scale_of(e))
     text = f"wrong elements by rank: {' '.join(shares)}"

@@ -27,6 +27,7 @@ from .subjects import (
     Recomputed,
     Start,
     Step,
+    TrainBuffer,
     TrainLoss,
     TrainMode,
     Update,
@@ -138,12 +139,26 @@ FAULTS = [
       "Look for a scale that depends on a shape: a width, a number of heads or of "
       "tokens may be that of the local shard.",
       "lesson 02, --break qkv"),
+    F(Output, "forward counted term", Output.counted_term,
+      "The tensor is right but for one of the tensors that are added in it.",
+      "T times: every rank has it in full (a residual, a shared expert), so add it "
+      "after the sum over the ranks, not before. 0 times: this forward leaves it out.",
+      "lesson 01, --break bias"),
     F(Output, "fused", Output.fused,
       "A fused weight is split into T slices as if it were one matrix, and what this "
       "module makes of its output is wrong: rank 0 may have rows of q only.",
       "Split it into its parts (q, k, v or gate, up) first, and each part into T "
       "slices. If its rows are ordered by groups of heads (q, k, v of a group "
-      "together), one slice is right: then read its output in the same order.",
+      "together), one slice is right: then read its output in the same order, and "
+      "look at what else this forward does: its mask (is_causal), its scale, its "
+      "positions.",
+      "lesson 02, --break qkv"),
+    F(Output, "forward norm of a shard", Output.norm_of_shard,
+      "This norm gets a shard of its input, and takes the statistics of the shard for "
+      "those of the full tensor.",
+      "GroupNorm on sharded channels: num_groups / T groups, so that a group has as "
+      "many channels as in the full model. LayerNorm and RMSNorm over a sharded dim: "
+      "sum the statistics over the ranks, or gather the input first.",
       "lesson 02, --break qkv"),
     F(Output, "forward in another order", kind(Kind.REORDERED),
       "The ranks hold the right elements of this tensor in the wrong order or on the "
@@ -158,22 +173,24 @@ FAULTS = [
       "sliced like the heads), or a branch such as if rank == 0.",
       "lesson 03; lesson 04, --break rotary"),
     F(Output, "forward right but for rounding", kind(Kind.ROUNDED),
-      "This tensor is right to about seven digits: the parallel model computes it in "
-      "float32, and the full model does not.",
-      "Look for .float(), torch.float32 or a dtype in a constructor. If it is meant, "
-      "let the full model do the same.",
+      "This tensor is right but for rounding errors: the parallel model computes or "
+      "sends it in a coarser format, and the full model does not.",
+      "Look for .float(), .bfloat16(), torch.float32 or a dtype in a constructor. If "
+      "it is meant, let the full model do the same.",
       "beyond/08, why the order of a sum changes last bits"),
     F(Output, "forward of the code between", lambda o: bool(o.point.slot),
       "The modules before return the right tensors, and this module makes a wrong one "
       "of them.",
       "Look at what this forward does between its modules, and at what it assumes "
       "about the shape: a mean, a scale or a number of heads may be that of the local "
-      "shard. A table with an entry per head is sliced like the heads.",
+      "shard. A table with an entry per head is sliced like the heads. What every rank "
+      "has in full (a bias, a shared expert) is added after a sum, not before.",
       "lesson 02, --break qkv"),
     F(Output, "forward", lambda o: True,
       "This is the first module whose output is wrong.",
-      "Look at this module's parameters in the table, at its bias (is it added on "
-      "every rank before a sum?), and at what it assumes about the shape of its input: "
+      "Look at this module's parameters in the table, at what every rank adds before "
+      "a sum (a bias, a shared expert), and at what it assumes about the shape of its "
+      "input: "
       "a mean, a norm or a number of heads may be that of the local shard. A sharded "
       "embedding has its first row at rank · rows, and gives 0 for tokens of other "
       "ranks before the sum.",
@@ -188,7 +205,8 @@ FAULTS = [
       "The outputs of all modules are right and the loss is not.",
       "Check over which ranks and by which count the loss is averaged, whether padding "
       "of the vocabulary joins in, whether a mean over the vocabulary is over all "
-      "ranks' columns, and whether each rank looks up targets at its own offset.",
+      "ranks' columns, whether each rank looks up targets at its own offset, and "
+      "whether a second loss (of a router) that every rank has in full is summed.",
       "lesson 03"),
     # ---- Backward
     F(Flow, "backward slice", Flow.slicer,
@@ -207,11 +225,18 @@ FAULTS = [
       "beyond/13, --break plain",
       GRADIENTS),
     F(Flow, "backward right but for rounding", Flow.is_rounded,
-      "The gradient that arrives here is right, and the one that is returned is right "
-      "to about seven digits only: this backward computes or sends it in float32.",
+      "The gradient that arrives here is right, and the one that is returned has "
+      "rounding errors: this backward computes or sends it in a coarser format.",
       "Look for a dtype in the collective's backward. If it is meant, let the full "
       "model do the same.",
       "beyond/08, why the order of a sum changes last bits",
+      GRADIENTS),
+    F(Flow, "backward T times", Flow.counted,
+      "A gradient that every rank has in full is summed over the ranks in backward, so "
+      "it counts T times: something that is not sharded reads the tensor behind f.",
+      "What every rank computes in full (a residual, a shared expert, a router) must "
+      "read the tensor in front of f. Only what is sharded reads it behind f.",
+      "lesson 01, --break g",
       GRADIENTS),
     F(Flow, "backward of a module", Flow.backward_of,
       "The gradient that arrives here is right, and the gradient that is returned is "
@@ -262,6 +287,12 @@ FAULTS = [
       "summed, or a bias is added as bias/T on every rank before a sum. The loss may "
       "be divided by the wrong number of targets.",
       "lesson 01, --break g"),
+    F(Gradient, "gradient sum", Gradient.is_shared_sum,
+      "The sum of this gradient over the ranks that hold the same piece is right, so "
+      "each of them has only a partial gradient: a reduction is missing.",
+      "Sum this parameter's gradient over the ranks that hold the same piece (those "
+      "that share a key/value head), not over all ranks.",
+      "beyond/09"),
     F(Gradient, "gradient sum", kind(Kind.SUM),
       "The sum of this gradient over the ranks that hold the same piece is right, so "
       "each rank has only a partial gradient: a reduction is missing.",
@@ -271,6 +302,13 @@ FAULTS = [
       "Sum the parameter's gradient over the ranks after backward (a replicated weight "
       "whose input is sharded). If dL/d(output of its module) is partial, f is missing "
       "in what reads that output."),
+    F(Gradient, "gradient mean", Gradient.mean_of_groups,
+      "The mean of this gradient over the replicas is right, and some replicas have "
+      "the same gradient: it is not averaged between these groups of ranks.",
+      "Average over ranks that have different batches (dp): the first of each group "
+      "together, then the second, … An average over the ranks of one group (tp) "
+      "changes nothing.",
+      "notebook 12, fault 3"),
     F(Gradient, "gradient mean", kind(Kind.MEAN),
       "The mean of this gradient over the replicas is right, but they differ.",
       "Average the gradient over the ranks that hold this parameter. Was it averaged "
@@ -327,9 +365,24 @@ FAULTS = [
       "The gradient has the right elements in another order.",
       "Check the order in which pieces are gathered or split.",
       "lesson 02, --break qkv"),
+    F(Gradient, "gradient slices", kind(Kind.SLICES),
+      "Each rank has the right gradient of another slice of this replicated parameter: "
+      "somewhere forward uses only the rank's own slice of it (its rows as a sharded "
+      "head).",
+      "Take the slice of a copy whose backward sums over the ranks (f on the "
+      "parameter), or sum the gradient of this use alone. If the parameter has no "
+      "other use, sum its gradient over the ranks.",
+      "lesson 03, --break tie"),
+    F(Gradient, "gradient of one row", Gradient.padding_row,
+      "One row of this parameter has a gradient on a rank and none in the full model, "
+      "or the reverse.",
+      "padding_idx is a row of the full table. On rank t this is row padding_idx − t · "
+      "rows of the shard, and only the rank that has the row has a padding_idx.",
+      "lesson 03, section 1"),
     F(Gradient, "gradient reduced over other ranks", Gradient.is_reduced_wrongly,
       "Ranks that hold the same piece have different gradients, although the right "
-      "gradient arrives at this module: what is done with it afterwards is wrong.",
+      "gradient arrives at this module, or ranks with different pieces have the same "
+      "one: what is done with the gradient afterwards is wrong.",
       "Look at the sums of gradients after backward: a sum over the wrong group (tp "
       "for dp) adds up pieces that do not belong together, and leaves replicas apart.",
       "notebook 12, fault 3"),
@@ -378,6 +431,13 @@ FAULTS = [
       "(after_each_backward).",
       "lesson 05, MeshTraining.sum_gradients"),
     # ---- Train mode and dropout
+    F(TrainBuffer, "train buffer", TrainBuffer.wrong,
+      "Train mode changes this buffer, and on the ranks it gets another value than in "
+      "the full model: statistics of a shard may be taken for those of all.",
+      "Sum or average over the ranks what the buffer is updated with (a mean over "
+      "features, tokens or samples that are sharded), with the full model's momentum.",
+      "lesson 02, --break qkv",
+      ("train mode", "dropout loss")),
     F(TrainMode, "train mode", lambda t: True,
       "This is right in eval mode and wrong in train mode, even if nothing is dropped: "
       "training takes another path through the model, and that path is wrong.",
@@ -473,6 +533,11 @@ FAULTS = [
       "differ.",
       "All ranks need the same flags, norms, learning rates and optimizer state.",
       "lesson 02, --break drift; notebook 12, fault 8"),
+    F(Update, "update of another rank", Update.of_other_rank,
+      "After the step, a rank has the values of another rank's piece.",
+      "Look for a broadcast or a copy of parameters after the step: it may send only "
+      "what is replicated.",
+      "notebook 12, fault 3"),
     F(Update, "update by other settings", Update.other_settings,
       "The gradients after clip() are right, and the optimizer updates this parameter "
       "with another learning rate or weight decay than in the full model.",

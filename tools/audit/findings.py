@@ -45,7 +45,8 @@ class Finding:
 
 VISIBLE = 1e-6  # relative differences that RIGHT rules out, if nothing else is said
 DROPOUT = (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
-IN_TRAIN_MODE = (*DROPOUT, subjects.TrainMode)  # the steps are in eval mode
+TRAINED = (subjects.TrainMode, subjects.TrainBuffer)
+IN_TRAIN_MODE = (*DROPOUT, *TRAINED)  # the steps are in eval mode
 
 
 class Search:
@@ -83,10 +84,13 @@ class Search:
             is_same = other.category == found.category and not other.follows
             if is_same and other.subject.module == subject.module:
                 return False
+        if isinstance(subject, (subjects.Step, subjects.Update)):
+            # What train mode has changed may be used in the steps.
+            return any(f.fault.of in TRAINED for f in self.findings)
         if isinstance(subject, subjects.Output):
             return any(self.is_read_by(f, subject.module) for f in self.findings)
         if isinstance(subject, subjects.Gradient) and self.findings:
-            if subject.arrives is not None and subject.arrives.is_right:
+            if subject.is_fed_right or subject.is_apart:
                 return False
             is_seen = any(f.subject.readers() for f in self.findings)
             if is_seen or subject.is_consequence():
@@ -219,7 +223,8 @@ class Search:
         flow = self.first_wrong_flow(wrong)
         if flow is not None:
             is_in_forward = flow.is_of_loss() and self.check_forward(False)
-            if not is_in_forward:
+            is_cause = flow.is_behind(wrong[0]) or flow.cut_off()
+            if is_cause and not is_in_forward:
                 self.look(flow)
         for name in wrong:
             self.look(subjects.Gradient(case, name, flow))
@@ -256,11 +261,15 @@ class Search:
         if any(trace.is_train_random for trace in (case.full, *case.own)):
             self.not_compared.append("gradients in train mode")
             return
+        for name in case.full.changed:
+            self.look(subjects.TrainBuffer(case, name, name.rpartition(".")[0]))
         losses = [trace.kept_loss for trace in case.own]
         if not case.are_near(losses, case.full.kept_loss):
             said = f"{numbers(losses)} on ranks 0, 1, …, not {case.full.kept_loss:.6g}"
             self.look(subjects.TrainMode(case, "loss", seen=said))
             return
+        if self.findings:
+            return  # a wrong buffer is the cause
         found = self.gradients_of("kept")
         for name in sorted(found, key=case.place_of, reverse=True):
             if not found[name].is_right:
@@ -344,6 +353,11 @@ class Search:
                 "parameters that no batch uses, so that their gradients are zero: "
                 f"{some(case.unused())}"
             )
+        output = case.relation_of(Point(""))
+        if case.is_wrong(output) and output.kind is not Kind.PARTIAL:
+            found.append(
+                f"the model's output where the loss does not use it: it is {output}"
+            )
         if case.renumbered:
             names = some(case.renumbered)
             found.append(f"tensors of lists that each rank numbers from 0: {names}")
@@ -352,12 +366,7 @@ class Search:
                 f"differences below {case.ruler.allowed:.1g} of the largest element "
                 "(the full model's rounding errors)"
             )
-        buffers = set(case.own[0].odd_buffers)
-        for name in case.own[0].buffers:
-            held = [trace.buffers.get(name) for trace in case.own]
-            how = case.compare(held, case.full.buffers.get(name))
-            if how is None or not how.is_right:
-                buffers.add(name)
+        buffers = self.other_buffers()
         if buffers:
             found.append(f"buffers: {some(sorted(buffers))}")
         if case.own[0].other_random:
@@ -373,6 +382,19 @@ class Search:
             found.append("your clipping (the file has no clip)")
         elif not case.first.is_clipped:
             found.append("your clipping (no norm was above --clip, so nothing changed)")
+
+    def other_buffers(self) -> set[str]:
+        """Buffers that are not the full model's, at first or after train mode."""
+        case = self.case
+        found = set(case.own[0].odd_buffers)
+        for what in ("buffers", "changed"):
+            for name in getattr(case.own[0], what):
+                held = [getattr(trace, what).get(name) for trace in case.own]
+                how = case.compare(held, getattr(case.full, what).get(name))
+                is_known = what == "buffers" or not case.own[0].is_train_random
+                if how is None or not how.is_right or not is_known:
+                    found.add(name)
+        return found
 
 
 def some(names: list[str], most: int = 16) -> str:

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -126,10 +127,11 @@ class Run:
             output = self.model(**inputs)
         else:
             output = self.model(*inputs)
-        output = getattr(output, "logits", output)  # of Hugging Face
         return output, self.loss(output, target)
 
     def loss(self, output, target) -> Tensor:
+        """The user's loss gets what the model returns, or if it cannot use that, the
+        logits in it (of Hugging Face)."""
         loss_of = self.of_user("loss")
         if loss_of is None:
             return default_loss(main_output(output), target)
@@ -137,9 +139,13 @@ class Run:
         known = inspect.signature(loss_of).parameters
         if "model" in known:
             more["model"] = self.model
-        if len(known) - len(more) > 2:
-            return loss_of(output, target, self.tp_group, **more)
-        return loss_of(output, target, **more)
+        rest = [target, self.tp_group] if len(known) - len(more) > 2 else [target]
+        try:
+            return loss_of(output, *rest, **more)
+        except (AttributeError, TypeError):
+            if not isinstance(getattr(output, "logits", None), Tensor):
+                raise
+            return loss_of(output.logits, *rest, **more)
 
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Backward, and the sums of gradients that the user's training makes."""
@@ -340,8 +346,11 @@ def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
     """Two passes in train mode: one that drops nothing, so that its gradients can be
     compared, and one that shows what dropout drops. Buffers are put back after each."""
     buffers = []
-    for name, x in run.model.named_buffers():
-        buffers.append((plain_name(name, run.renamed), x, x.detach().clone()))
+    for long_name, x in run.model.named_buffers():
+        parent, _, key = long_name.rpartition(".")
+        held = run.model.get_submodule(parent)._buffers
+        name = plain_name(long_name, run.renamed)
+        buffers.append((name, held, key, x, x.detach().clone()))
     for keep_all in (True, False):
         run.clear()
         for module in run.model.train().modules():
@@ -357,13 +366,22 @@ def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
             trace.kept_loss = step.loss
             trace.kept = step.grads
         trace.train_loss = step.loss
-        changed = [name for name, x, before in buffers if not torch.equal(x, before)]
-        trace.odd_buffers.update(changed)
-        trace.is_train_random |= bool(changed)
-        for _, x, before in buffers:
+        for name, held, key, x, before in buffers:
+            now = held[key]  # another tensor, if forward assigns it
+            is_first = keep_all or name not in trace.changed
+            if is_first and is_changed(now, before):
+                trace.changed[name] = local_part(now).double().clone()
             x.data.copy_(before)
+            held[key] = x
     trace.is_train_random |= bool(trace.other_random)
     run.model.eval()
+
+
+def is_changed(now: Tensor, before: Tensor) -> bool:
+    """Is a buffer of real numbers another one than before?"""
+    if now is None or now.is_complex():
+        return False
+    return now.dtype != before.dtype or not torch.equal(now, before)
 
 
 def noise_of(reference: Run, batch: tuple, args) -> tuple[float, float]:
@@ -373,13 +391,13 @@ def noise_of(reference: Run, batch: tuple, args) -> tuple[float, float]:
     A right parallel model differs by about as much. The errors are 1e-15, or those of
     float32 if the model converts to it (in a norm, or its logits before the loss).
     """
-    probe = Run(reference.subject, copy.deepcopy(reference.model), None, args)
     generator = torch.Generator().manual_seed(4321)
     casts = Casts()
 
     def found(size: float) -> list[Tensor]:
-        """The loss and all gradients, with parameters that are so much off."""
-        probe.clear()
+        """The loss and all gradients, with parameters that are so much off. A new copy
+        each time: a forward may change what the next one uses (a memory)."""
+        probe = Run(reference.subject, copy.deepcopy(reference.model), None, args)
         for p in filter(torch.is_floating_point, probe.model.parameters()):
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.data *= (1 + size * noise).to(p)
@@ -509,6 +527,8 @@ def in_words(error: BaseException, counter: CallCounter, args) -> str:
     module = counter.where()
     places = [f"module {module}" if module else "", place_of(error, args.path)]
     text = ", ".join([text, *filter(None, places)])
+    if re.search(r"\b\w+Output\w*", str(error)):  # a class of Hugging Face
+        text += "; loss() gets what the model returns: take its logits there"
     refused = ("Float32", "BFloat16", "Half", "'Double'", "float64", "double")
     if args.dtype == "float64" and any(word in str(error) for word in refused):
         text += "; if an operator refuses float64, add --dtype float32"

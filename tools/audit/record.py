@@ -60,7 +60,9 @@ class Trace:
     tied: dict[str, str] = field(default_factory=dict)  # name → name in parts
     frozen: list[str] = field(default_factory=list)  # requires_grad is False
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    odd_buffers: set[str] = field(default_factory=set)  # complex, or changed by a pass
+    odd_buffers: set[str] = field(default_factory=set)  # complex, or changed by a step
+    changed: dict[str, Tensor] = field(default_factory=dict)  # by a pass in train mode
+    classes: dict[str, str] = field(default_factory=dict)  # module → its class
     loss: float = 0.0
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     # Gradients after a second backward pass of another batch, without clearing.
@@ -178,6 +180,8 @@ def parts_of(model: nn.Module, renamed: dict, what: str) -> dict[str, Tensor | N
 def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -> None:
     """Parameters, which of them are tied or frozen, and buffers of real numbers."""
     trace.parts = parts_of(model, renamed, "data")
+    for name, module in model.named_modules():
+        trace.classes[plain_name(name, renamed)] = type(module).__name__
     real = [p for p in model.parameters() if p.is_floating_point()]
     for name, p in zip(trace.parts, real):
         if not p.requires_grad:
@@ -218,6 +222,8 @@ def add_hooks(model: nn.Module, renamed: dict[str, str], enter, leave) -> list:
     """Call enter(name, module, …) before each module's forward, and leave after it."""
     handles = []
     for long_name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            continue  # torch.compile's, around a module that has the same name
         name = plain_name(long_name, renamed)
         before = partial(enter, name)
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

@@ -12,6 +12,7 @@ import torch
 
 from .case import Case
 from .compare import (
+    NOT_COMPARED,
     Held,
     Kind,
     Relation,
@@ -215,6 +216,39 @@ class Output(Subject):
     def is_times(self, k: float) -> bool:
         return self.kind is Kind.FACTOR and abs(self.relation.factor / k - 1) < 1e-6
 
+    def counted_term(self) -> str:
+        """A tensor of which it contains several times what it should, or nothing."""
+        case = self.case
+        expected = self.expected.double()
+        if any(x.shape != expected.shape for x in self.held):
+            return ""
+        off = [x.double() - expected for x in self.held]
+        scale = scale_of(expected)
+        for point in reversed(case.order[: case.order.index(self.point)]):
+            term = case.full.value(point)
+            relation = case.relation_of(point)
+            if relation is None or relation.kind is not Kind.SAME:
+                continue
+            if term.shape != expected.shape:
+                continue
+            k = case.ruler.times(off, [term.double() for _ in off], scale)
+            for count, words in ((case.ranks, "T times"), (0, "0 times")):
+                if abs(k - (count - 1)) < 1e-6:
+                    term = point if point.slot else f"the output of {point}"
+                    return f"it is right if {term} counts once, not {words}"
+        return ""
+
+    def norm_of_shard(self) -> str:
+        """Is it a norm of a sharded tensor that is right?"""
+        name = self.case.full.classes.get(self.point.module, "")
+        is_norm = re.search("group|layer|rms", name.lower())  # not of each channel
+        if self.point.slot or not is_norm or "norm" not in name.lower():
+            return ""
+        how = self.case.relation_of(self.point._replace(slot="input 0"))
+        if how is None or how.kind is not Kind.SHARD:
+            return ""
+        return f"it is a {name}, and its input is right ({how})"
+
     def fused(self) -> tuple | None:
         """A weight in this module that is one slice, and whose name says that it is
         several matrices."""
@@ -350,13 +384,14 @@ class Flow(Subject):
         self.relation = case.relation_of(point, "flow")
         self.kind = self.relation.kind
         self.where = self.module = self.point.module
+        self.wrong = wrong
         closest = case.gradient(wrong[0])  # to the loss
         self.is_unexplained = closest.kind is Kind.UNEXPLAINED
         self.text = f"dL/d(output of {self.point}): {self.relation}"
 
     def of_loss(self) -> tuple | bool:
         own = self.case.own[0]
-        if not self.is_of_loss():
+        if not self.is_of_loss() or self.is_averaged():
             return False
         if own.point(Point("")) == own.point(self.point):
             return "loss", self.text
@@ -377,6 +412,20 @@ class Flow(Subject):
             if is_same and arrives and not any(point in t.returned for t in own):
                 return point.module, f"{point} has no gradient on the ranks"
         return None
+
+    def is_averaged(self) -> bool:
+        """Is it too large by a factor, and ranks average gradients of parameters?"""
+        kinds = (self.case.gradient(name).kind for name in self.wrong)
+        return self.kind is Kind.FACTOR and Kind.MEAN in kinds
+
+    def is_inside(self, module: str) -> bool:
+        """Is it the output of a module inside of this one?"""
+        inner = self.point.module
+        return inner != module and inner.startswith(f"{module}." if module else "")
+
+    def is_behind(self, name: str) -> bool:
+        """Does a parameter act on it? Otherwise it says nothing of its gradient."""
+        return self.case.order.index(self.point) >= self.case.begins(name)
 
     def is_of_loss(self) -> bool:
         """Is it the gradient that the loss returns?"""
@@ -486,6 +535,36 @@ class Flow(Subject):
                 return reader, self.text
         return None
 
+    def counted(self) -> tuple[str, str] | None:
+        """Who returns a complete gradient that is summed over the ranks, as if it were
+        partial? The gradients of readers are known of the full model."""
+        case = self.case
+        full = case.full
+        right = full.flow(self.point).double()
+        held = [trace.flow(self.point) for trace in case.own]
+        if any(x.shape != right.shape for x in held):
+            return None
+        terms = {}
+        readers = full.readers(self.point)
+        for reader in readers:
+            terms[reader.module or "the model"] = full.returned.get(reader)
+        if self.user() is not None:
+            rest = full.of_others(self.point, readers)
+            terms[f"the forward of {self.user()}"] = rest
+        known = {}
+        for name, x in terms.items():
+            if x is not None and x.shape == right.shape and x.any():
+                known[name] = x.double()
+        off = [x.double() - right for x in held]
+        for name, x in known.items():
+            k = case.ruler.times(off, [x] * case.ranks, scale_of(right))
+            if abs(k - (case.ranks - 1)) < 1e-6:
+                return self.user() or "the model", (
+                    f"{self.text}; it is right if what {name} returns to it counts "
+                    "once, not T times"
+                )
+        return None
+
     def backward_of(self) -> tuple[str, str] | None:
         """The module whose own backward is wrong, and what is known of it."""
         case = self.case
@@ -530,18 +609,27 @@ class Gradient(Subject):
         self.relation = case.gradient(name)
         self.kind = self.relation.kind
         self.arrives = case.arrival(name)
+        self.is_fed_right = self.is_right_arrival(self.arrives)
+        self.is_apart = False  # from the first wrong gradient in backward
         self.returned = []
         texts = [case.wrong_elements(name)]
         if self.arrives is not None:
             words = str(self.arrives)
-            words = f"right ({words})" if self.arrives.is_right else words
+            if self.is_fed_right:
+                is_scaled = self.arrives.kind is Kind.FACTOR
+                words += ", right if ranks average it" if is_scaled else ""
+                words = words if is_scaled else f"right ({words})"
             texts.append(
                 f"dL/d(output of its module, {self.module or 'the model'}): {words}"
             )
-        if flow is not None and self.is_of_flow():
+        if flow is not None and flow.is_inside(self.module):
+            self.is_fed_right = False  # it is used in front of a wrong gradient
+        if flow is not None and self.is_of_flow() and flow.is_behind(name):
             if flow.module != self.module:
                 texts.append(flow.text)
-            self.returned = flow.readers()
+            own = self.own_readers(flow)
+            self.is_apart = bool(own)
+            self.returned = own or flow.readers()
             if self.returned:
                 words = [f"{name} ({relation})" for name, relation in self.returned]
                 texts.append(f"returned wrong by {', '.join(words)}")
@@ -550,19 +638,106 @@ class Gradient(Subject):
     def readers(self) -> list[tuple[str, Relation]]:
         return self.returned
 
+    def is_right_arrival(self, arrives: Relation | None) -> bool:
+        """Is this gradient right for its module? If a mean over ranks is taken later,
+        it may be as many times too large as there are parts of the batch."""
+        if arrives is None:
+            return False
+        is_scaled = self.kind is Kind.MEAN and arrives.kind is Kind.FACTOR
+        return arrives.is_right or arrives.is_other_layout or is_scaled
+
+    def own_readers(self, flow: Flow) -> list[tuple[str, Relation]]:
+        """Modules that return a wrong gradient to this one's output, although they get
+        a right one: a fault apart from the first wrong gradient in backward."""
+        case = self.case
+        point = Point(self.module)
+        is_known = point in case.full.order and case.is_wrong(self.arrives)
+        if not is_known or case.full.point(point) == case.full.point(flow.point):
+            return []
+        found = []
+        for name, relation in Flow(case, point, [self.where]).readers():
+            module = name.removeprefix("the forward of ").removeprefix("the model")
+            arrives = case.relation_of(Point(module), "flow")
+            is_function = module != name
+            if is_function and self.is_wrong_between(point, module):
+                continue
+            if self.is_right_arrival(arrives):
+                found.append((name, relation))
+        return found
+
+    def is_wrong_between(self, point: Point, module: str) -> bool:
+        """Is the gradient of a later output in this module's forward wrong?"""
+        order = self.case.full.order
+        for other in order[order.index(point) + 1 :]:
+            is_inside = f"{other.module}.".startswith(f"{module}." if module else "")
+            is_known = is_inside and other.module != module and not other.slot
+            if is_known and self.case.is_wrong(self.case.relation_of(other, "flow")):
+                return True
+        return False
+
     def is_of_flow(self) -> bool:
         """May the cause be the gradient that arrives at its module?"""
         kinds = (Kind.SUM, Kind.REPLICAS, Kind.UNEXPLAINED, Kind.ZERO, Kind.NONE,
                  Kind.MIXED)  # fmt: skip
-        is_right = self.arrives is not None and self.arrives.is_right
-        return self.kind in kinds and not is_right
+        return self.kind in kinds and not self.is_fed_right
 
     def is_consequence(self) -> bool:
+        """Does it follow from a wrong gradient behind it, as far as is known?"""
+        is_known = self.arrives is not None and self.arrives.kind not in NOT_COMPARED
+        vague = (Kind.REPLICAS, Kind.UNEXPLAINED)
+        if not is_known:
+            return self.kind in vague
         return self.case.is_wrong(self.arrives)
 
-    def is_reduced_wrongly(self) -> bool:
-        arrives = self.arrives is not None and self.arrives.is_right
-        return self.kind is Kind.REPLICAS and arrives
+    def is_shared_sum(self) -> bool:
+        """Is a sum missing over some of the ranks, which share a piece?"""
+        ranks = len(self.case.holders(self.where))
+        sets = self.case.replica_sets(self.where)
+        return self.kind is Kind.SUM and 1 < len(sets) < ranks
+
+    def groups(self) -> list[list[int]]:
+        """Ranks that have one gradient, if replicas have several and some are equal."""
+        found = self.case.same_gradients(self.where)
+        is_some = 1 < len(found) < len(self.case.holders(self.where))
+        return found if is_some else []
+
+    def mean_of_groups(self) -> str:
+        """Is a mean over groups of ranks missing, each of which has one gradient?"""
+        groups = self.groups() if self.kind is Kind.MEAN else []
+        words = " and ".join(f"the same on ranks {ranks}" for ranks in groups)
+        return f"it is {words}" if groups else ""
+
+    def is_reduced_wrongly(self) -> str | bool:
+        """Was it reduced over other ranks than those that hold the same piece?"""
+        if self.kind is Kind.REPLICAS and self.is_fed_right:
+            return True
+        if self.kind not in (Kind.REPLICAS, Kind.UNEXPLAINED):
+            return False
+        case = self.case
+        for same in self.groups():
+            grad = case.own[same[0]].grads[self.where]
+            if grad is None or not grad.any():
+                continue
+            held = [case.own[rank].parts[self.where] for rank in same]
+            if any(not torch.equal(x, held[0]) for x in held):
+                return f"ranks {same} hold different pieces and have the same gradient"
+        return False
+
+    def padding_row(self) -> str:
+        """One row that is zero on a rank and not in the full model, or the reverse."""
+        held, right = self.case.compared(self.where, "grads")
+        limit = self.case.ruler.allowed * self.case.grad_scale(right)
+        found = []
+        for rank, x, e in zip(self.case.holders(self.where), held, right):
+            if self.kind is not Kind.UNEXPLAINED or e.dim() != 2 or len(e) < 3:
+                return ""
+            rows = ((x - e).abs() > limit).any(1).nonzero().flatten().tolist()
+            if len(rows) > 1 or (rows and x[rows].any() and e[rows].any()):
+                return ""
+            if rows:
+                words = "zero" if e[rows].any() else "not zero"
+                found.append(f"row {rows[0]} on rank {rank} is {words}")
+        return f"{' and '.join(found)}, unlike in the full model" if found else ""
 
 
 class OtherBatch(Subject):
@@ -603,7 +778,21 @@ def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
     """The largest difference, relative to the largest element."""
     if x is None or x.shape != right.shape:
         return float("inf")
+    if not x.numel():
+        return 0.0
     return (x - right).abs().max().item() / scale_of(right)
+
+
+class TrainBuffer(Subject):
+    """A buffer that train mode changes, if its value after one pass is wrong."""
+
+    def wrong(self) -> str:
+        case = self.case
+        held = [trace.changed.get(self.where) for trace in case.own]
+        how = case.compare(held, case.full.changed.get(self.where))
+        if how is None or how.is_right or how.kind in (Kind.SHAPE, Kind.PARTIAL):
+            return ""
+        return f"after one pass: {how}"
 
 
 class TrainMode(Subject):
@@ -718,6 +907,8 @@ class Step(Subject):
     def wrong_factors(self) -> tuple | None:
         """How many times the right ones the clipped gradients are, rank by rank."""
         case = self.case
+        if "clip" not in case.first.has:
+            return None
         held = [[] for _ in self.own]
         right = [[] for _ in self.own]
         for name in filter(case.is_piece, case.owners):
@@ -789,9 +980,11 @@ class Update(Subject):
         _, after = case.compared(self.where, "after", self.number)
         step = after[place] - right[place]
         off = (self.after[place] - held[place] - step)[certain]
+        if not off.numel():
+            return False
         limit = (1e-3 + 1e3 * case.ruler.allowed) * step.abs().max().item()
         limit += 16 * case.eps * scale_of(after[place])  # of the parameter's format
-        return off.numel() > 0 and off.abs().max().item() > limit
+        return off.abs().max().item() > limit
 
     def not_by_rounding(self) -> list[torch.Tensor]:
         """Of each rank: the elements that no rounding error alone has updated so far.
@@ -842,6 +1035,18 @@ class Update(Subject):
         found = [rank for rank, grad in zip(self.ranks, held) if grad is None]
         is_cause = found and self.is_wrong
         return f"its gradient is None on ranks {found}" if is_cause else ""
+
+    def of_other_rank(self) -> str:
+        """Does a rank hold another rank's piece after the step?"""
+        case = self.case
+        _, right = case.compared(self.where, "after", self.number)
+        for rank, x, own in zip(self.ranks, self.after, right):
+            for other, piece in zip(self.ranks, right):
+                is_one = case.ruler.near(own, piece, 10 * scale_of(piece))
+                is_others = case.ruler.near(x, piece, 10 * scale_of(piece))
+                if is_others and not is_one:
+                    return f"rank {rank} has the piece of rank {other}"
+        return ""
 
     def missing(self) -> bool:
         """Have some ranks not updated it, and others have?"""
