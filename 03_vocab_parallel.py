@@ -531,7 +531,7 @@ def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
     report.section("Where a loss easily goes wrong")
     rows = [try_case(report, name, tp_group, **HARD_CASES[name]) for name in HARD_CASES]
-    brief = f"{len(rows)} cases, such as logits × 10,000 and V = 50,257"
+    brief = f"{len(rows)} cases, such as logits × 10,000"
     report.table("hard cases", rows, brief=brief)
     report.agree("equal to F.cross_entropy")
     check_slope(report, tp_group)
@@ -1197,7 +1197,7 @@ def where_raised(error: Exception) -> str:
         return wrap(f"   {'; '.join(lines)}")
     names = {module: name for name, module in root.named_modules()}
     shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
-    lines.append(f"in {names.get(called) or 'the model'}, of input {shapes}")
+    lines.append(f"in {names.get(called) or 'the model'}, with tensors {shapes}")
     for name, layer in [("", called), *called.named_children()]:
         weights = [list(p.shape) for p in layer.parameters(recurse=False)]
         lines.append(f"{name} {type(layer).__name__} {weights}".strip())

@@ -1363,7 +1363,7 @@ def where_raised(error: Exception) -> str:
         return wrap(f"   {'; '.join(lines)}")
     names = {module: name for name, module in root.named_modules()}
     shapes = [list(x.shape) for x in inputs.values() if isinstance(x, Tensor)]
-    lines.append(f"in {names.get(called) or 'the model'}, of input {shapes}")
+    lines.append(f"in {names.get(called) or 'the model'}, with tensors {shapes}")
     for name, layer in [("", called), *called.named_children()]:
         weights = [list(p.shape) for p in layer.parameters(recurse=False)]
         lines.append(f"{name} {type(layer).__name__} {weights}".strip())
