@@ -7,10 +7,10 @@ published. `ratio` is measured over predicted seconds. Each row has a source tha
 opened; a row of which only the result is known, and not the layout, is not here.
 
 MFU counts all S × S scores: so do arXiv:2204.02311 (which defined it), 2104.04473 and
-2205.05198, llm-foundry and torchtitan ("we do not account for sparsity in causal
-attention", torchtitan's metrics); arXiv:2407.21783 does not say. Times charge all of
-them as well, because with half of them all runs with FlashAttention would be farther
-from their prediction (at S 65,536 the ratio is 3.9 instead of 2.4): tests/test_plan.py.
+2205.05198, llm-foundry and torchtitan (its count of FLOPs ignores that the mask is
+causal); arXiv:2407.21783 does not say. Times charge all of them as well, because with
+half of them all runs with FlashAttention would be farther from their prediction (at
+S 65,536 the ratio is 3.9 instead of 2.4): tests/test_plan.py.
 """
 
 import argparse
