@@ -1114,8 +1114,9 @@ def difference(got, expected) -> str:
     expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
     if got.shape != expected.shape:
         return f"shape {list(got.shape)}, expected {list(expected.shape)}"
-    if got.numel() == 1:
-        return f"{got.item():.7g}, expected {expected.item():.7g}"
+    if got.numel() <= 4:
+        text = lambda x: " ".join(f"{value:.7g}" for value in x.flatten().tolist())
+        return f"{text(got)}, expected {text(expected)}"
     factor = ((got * expected).sum() / (expected * expected).sum()).item()
     if rel_diff(got, factor * expected) < 1e-4 and abs(factor - 1) > 1e-3:
         return f"{factor:.4g} times the expected tensor"
@@ -1605,10 +1606,11 @@ class CommCounter:
         text = f"{type(error).__name__}: {error}"
         keys = [f"raised/{run}/{rank}" for rank in range(dist.get_world_size())]
         self.store.set(keys[dist.get_rank()], text)
-        try:
-            self.store.wait(keys, timedelta(seconds=5))
-        except RuntimeError:  # some rank did not raise
-            return False
+        until = time.monotonic() + 5
+        while not self.store.check(keys):  # store.wait would print warnings of C++
+            if time.monotonic() > until:  # some rank did not raise
+                return False
+            time.sleep(0.1)
         return all(self.store.get(key).decode() == text for key in keys)
 
 
@@ -1620,8 +1622,8 @@ CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks against a formula. All other kinds are about values.
 FORMULAS = ["calls", "bytes", "memory"]
 
-# Biases start at 0, and AdamW moves them by lr = 0.003 per step, however small their
-# gradients are. After one step rounding errors are compared with three such steps.
+# Some biases start at 0, and AdamW moves them by lr = 0.003 per step, however small
+# the gradient is. After one step, rounding errors are compared with three such steps.
 LEAST = {"parameters": 0.009}
 
 
@@ -1894,13 +1896,12 @@ class Report:
         merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
-                if name not in merged:
-                    merged[name] = dict(check, name=name, ranks=[])
-                if check["diff"] > merged[name]["diff"]:
-                    merged[name].update(diff=check["diff"], text=check["text"])
+                one = merged.setdefault(name, dict(check, name=name, ranks=[]))
+                one["diff"] = max(one["diff"], check["diff"])
                 if not check["ok"]:
-                    merged[name]["ok"] = False
-                    merged[name]["ranks"].append(rank)
+                    if one["ok"]:  # the first rank where it fails says what is wrong
+                        one.update(ok=False, text=check["text"])
+                    one["ranks"].append(rank)
         return list(merged.values())
 
     def verdict(self) -> str:
@@ -1955,7 +1956,7 @@ class Report:
         some = ""
         if len(shown) < len(edits):
             some = f"; {len(shown)} of {len(edits)}, all with --verbose"
-        print(f"The model without TP was edited. Formulas that do not fit it{some}:")
+        print(wrap(f"The model without TP was edited. Formulas that do not fit{some}:"))
         for check in shown:
             print(wrap(f"≠ {check['text']}"))
 

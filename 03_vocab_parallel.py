@@ -494,8 +494,8 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
         report.expect(found, name, "positions", name, positions)
     report.table("tokens", rows)
     report.conclude(
-        f"Of T·v = {size['T'] * v} rows, {size['T'] * v - size['V']} is padding; no "
-        f"rank holds IGNORE, {ignored} of the {positions} targets."
+        f"T·v = {size['T'] * v} rows: {size['V']} and {size['T'] * v - size['V']} of "
+        f"padding. No rank holds IGNORE, {ignored} of the {positions} targets."
     )
 
 
@@ -706,7 +706,8 @@ def show_pieces(report: Report, model, batch: tuple, size: dict, tp_group) -> No
         rows.append(row)
     report.table("pieces", rows)
     if size["S"] > pieces > 1:
-        report.conclude(f"In {pieces} pieces the peak of the logits is 1/{pieces}.")
+        text = "At the peak there are 4 tensors of logits, in pieces with 1/"
+        report.conclude(f"{text}{pieces} of the positions.")
 
 
 def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
@@ -1143,8 +1144,9 @@ def difference(got, expected) -> str:
     expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
     if got.shape != expected.shape:
         return f"shape {list(got.shape)}, expected {list(expected.shape)}"
-    if got.numel() == 1:
-        return f"{got.item():.7g}, expected {expected.item():.7g}"
+    if got.numel() <= 4:
+        text = lambda x: " ".join(f"{value:.7g}" for value in x.flatten().tolist())
+        return f"{text(got)}, expected {text(expected)}"
     factor = ((got * expected).sum() / (expected * expected).sum()).item()
     if rel_diff(got, factor * expected) < 1e-4 and abs(factor - 1) > 1e-3:
         return f"{factor:.4g} times the expected tensor"
@@ -2208,10 +2210,11 @@ class CommCounter:
         text = f"{type(error).__name__}: {error}"
         keys = [f"raised/{run}/{rank}" for rank in range(dist.get_world_size())]
         self.store.set(keys[dist.get_rank()], text)
-        try:
-            self.store.wait(keys, timedelta(seconds=5))
-        except RuntimeError:  # some rank did not raise
-            return False
+        until = time.monotonic() + 5
+        while not self.store.check(keys):  # store.wait would print warnings of C++
+            if time.monotonic() > until:  # some rank did not raise
+                return False
+            time.sleep(0.1)
         return all(self.store.get(key).decode() == text for key in keys)
 
 
@@ -2223,8 +2226,8 @@ CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks against a formula. All other kinds are about values.
 FORMULAS = ["calls", "bytes", "memory"]
 
-# Biases start at 0, and AdamW moves them by lr = 0.003 per step, however small their
-# gradients are. After one step rounding errors are compared with three such steps.
+# Some biases start at 0, and AdamW moves them by lr = 0.003 per step, however small
+# the gradient is. After one step, rounding errors are compared with three such steps.
 LEAST = {"parameters": 0.009}
 
 
@@ -2497,13 +2500,12 @@ class Report:
         merged = {}
         for rank, checks in enumerate(gather_objects(self.checks)):
             for name, check in checks.items():
-                if name not in merged:
-                    merged[name] = dict(check, name=name, ranks=[])
-                if check["diff"] > merged[name]["diff"]:
-                    merged[name].update(diff=check["diff"], text=check["text"])
+                one = merged.setdefault(name, dict(check, name=name, ranks=[]))
+                one["diff"] = max(one["diff"], check["diff"])
                 if not check["ok"]:
-                    merged[name]["ok"] = False
-                    merged[name]["ranks"].append(rank)
+                    if one["ok"]:  # the first rank where it fails says what is wrong
+                        one.update(ok=False, text=check["text"])
+                    one["ranks"].append(rank)
         return list(merged.values())
 
     def verdict(self) -> str:
@@ -2558,7 +2560,7 @@ class Report:
         some = ""
         if len(shown) < len(edits):
             some = f"; {len(shown)} of {len(edits)}, all with --verbose"
-        print(f"The model without TP was edited. Formulas that do not fit it{some}:")
+        print(wrap(f"The model without TP was edited. Formulas that do not fit{some}:"))
         for check in shown:
             print(wrap(f"≠ {check['text']}"))
 

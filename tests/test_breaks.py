@@ -106,7 +106,7 @@ EXPECTED = {
     },
     "05_3d_parallel": {
         "shape": r"^error: ranks? |raised RuntimeError|^terminate called",
-        "data": ("runs: a TP group works on one batch", loss("mesh"),
+        "data": ("runs: micro-batches unlike those of the TP group", loss("mesh"),
             grad("embed_tokens.weight, mesh"), "PyTorch: loss, PyTorch"),
         "micro": (loss("mesh"), grad("…"), grad("lm_head.bias, mesh"), loss("mesh"),
             "PyTorch: loss, PyTorch"),
