@@ -2883,7 +2883,8 @@ class Report:
         if edits:
             self.name_edits(edits)
             text = text if counts else f"values agree: {text}"
-            text += f"; the model was edited: {len(edits)} formulas do not describe it"
+            count = "1 formula does" if len(edits) == 1 else f"{len(edits)} formulas do"
+            text += f"; the model was edited: {count} not describe it"
         verdict = "FAIL" if counts else "PASS"
         self.data.update(verdict=verdict, edited=self.is_edited, checks=checks)
         if self.args.json and dist.get_rank() == 0:
@@ -3009,7 +3010,7 @@ def who_is_missing(statuses: list[str]) -> str:
         text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
         return text + "it hung, crashed or skipped a call"
     if len(set(statuses)) == 1:
-        return "a collective failed although every rank had entered it"
+        return "all ranks have entered the same call, and it raised an error"
     text = f"ranks {waiting} are waiting in different calls: "
     return text + "one skipped or reordered a call, or died in it"
 
@@ -3031,7 +3032,7 @@ def describe_hang(error: Exception) -> str:
         if set(silent).issuperset(ranks[first : first + size]):
             text = f"error: no rank of machine {first // size} has reported an error: "
             lines[0] = wrap(text + "they hang, or it is lost or cannot be reached")
-    lines.append(wrap(f"  transport: {first_line(error)[:150]}"))
+    lines.append(wrap(f"  raised: {first_line(error)[:150]}"))
     return "\n".join(lines)
 
 
@@ -3077,9 +3078,8 @@ def exit_rank(code: int, message: str, is_reporter: bool) -> None:
     if path and code:  # for torchrun's report
         # torchrun calls the earliest failure the root cause: the one that is printed.
         seconds = int(time.time()) + (0 if is_reporter else 3600)
-        extra = {"timestamp": str(seconds)}
-        details = {"message": {"message": message, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(details))
+        details = {"message": message, "extraInfo": {"timestamp": str(seconds)}}
+        Path(path).write_text(json.dumps({"message": details}))
     sys.stdout.flush()
     if is_reporter:
         print(message, file=sys.stderr, flush=True)

@@ -16,7 +16,9 @@ lesson = jobs.load("00_collectives")
 MESHES = [(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 1, 3), (2, 2, 2), (4, 1, 1)]
 WENT_ON = "not in a collective, while ranks .* are waiting in one: it hung, crashed or"
 WAITING = "are waiting in different calls: one skipped or reordered a call, or died"
-IN_ITS_CALL = f"^a collective failed although every rank had entered it$|{WAITING}"
+IN_ITS_CALL = (
+    f"^all ranks have entered the same call, and it raised an error$|{WAITING}"
+)
 FAULTS = {  # what a rank does → what must be said
     "hangs": WENT_ON,
     "hangs inside": f"{IN_ITS_CALL}|{WENT_ON}",
