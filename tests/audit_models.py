@@ -4,6 +4,7 @@ A fused q, k, v and a tied head; a parallel model with other classes and names; 
 that are on one rank each; LoRA; PyTorch's plan for a split sequence.
 """
 
+import time
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -1444,6 +1445,8 @@ class Feed(nn.Module):
         y = Sum.apply(y, self.group)
         if self.bug == "left out":
             return y
+        if self.bug == "scaled too much":
+            return y + 1.5 * rest
         return y + (h if self.bug == "behind f" else rest)
 
 
@@ -1690,6 +1693,185 @@ def moments_subject(bug: str):
     return subject
 
 
+class KeptMoments(Moments):
+    """The average is a number that the module keeps, and no buffer. It also keeps what
+    says nothing: a time, a count of its own columns, and the last mean of these."""
+
+    def __init__(self):
+        super().__init__()
+        del self.average
+        self.average = 1.0
+        self.time = 0.0
+        self.count = 0
+        self.last = 0.0
+
+    def forward(self, x):
+        self.time += time.perf_counter()
+        self.count += len(self.up.weight)
+        self.last = self.up(x).mean().item()
+        self.average = torch.tensor(self.average)
+        y = super().forward(x)
+        self.average = self.average.item()
+        return y
+
+
+def kept_moments_subject(bug: str):
+    subject = moments_subject(bug)
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), KeptMoments())
+    return subject
+
+
+# ---- A shared expert with a gate: every rank has both in full.
+
+
+class Gated(Feed):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(D, D, bias=False)
+        self.gate = nn.Linear(D, 1, bias=False)
+
+    def forward(self, x):
+        shared = self.gate(x).sigmoid() * self.shared(x)
+        if self.group is None:
+            return shared + self.down(self.up(x).relu())
+        h = self.up(Copy.apply(x, self.group)).relu()
+        y = F.linear(h, self.down.weight)
+        if self.bug == "gated, before":
+            return Sum.apply(shared + y, self.group)
+        y = Sum.apply(y, self.group)
+        return y if self.bug == "gated, left out" else shared + y
+
+
+def gated_expert_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    subject = renamed_subject("")
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Gated())
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- Rows of other ranks' tokens are masked outside of the embedding. A soft cap.
+
+
+class Capped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(V, D)
+        self.feed = Feed()
+        self.group = None
+        self.bug = ""
+
+    def rows(self, tokens):
+        if self.group is None:
+            return self.embed(tokens)
+        rows = V // self.group.size()
+        tokens = tokens - self.group.rank() * rows
+        is_here = (tokens >= 0) & (tokens < rows)
+        x = self.embed(tokens.clamp(0, rows - 1)) * is_here[..., None]
+        return Sum.apply(x, self.group)
+
+    def forward(self, tokens):
+        x = self.feed(4 * self.rows(tokens))
+        x = (x / 2).tanh() * 2
+        return (x / 2).tanh() * 2 if self.bug == "capped twice" else x
+
+
+def capped_subject(bug: str):
+    def parallelize(model, group):
+        model.embed.weight = piece(model.embed.weight, group)
+        split_feed(model.feed, group)
+        model.group = group
+        model.bug = bug
+        return model
+
+    def batch(step):
+        return torch.randint(V, (3, S)), torch.randn(3, S, D)
+
+    return SimpleNamespace(build=Capped, parallelize=parallelize, batch=batch)
+
+
+# ---- An attention of four linears, and masks.
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(D, D)
+        self.k = nn.Linear(D, D)
+        self.v = nn.Linear(D, D)
+        self.o = nn.Linear(D, D, bias=False)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        h = x if self.group is None else Copy.apply(x, self.group)
+        parts = []
+        for linear in (self.q, self.k, self.v):
+            parts.append(linear(h).unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
+        mask = torch.ones(S, S, dtype=torch.bool).tril()
+        if self.bug == "no mask":
+            mask = None
+        elif self.bug == "window":
+            mask = mask.triu(-2)
+        y = F.scaled_dot_product_attention(*parts, attn_mask=mask)
+        y = F.linear(y.transpose(1, 2).flatten(2), self.o.weight)
+        return x + (y if self.group is None else Sum.apply(y, self.group))
+
+
+def masked_subject(bug: str):
+    def parallelize(model, group):
+        for linear in (model.mix.q, model.mix.k, model.mix.v):
+            linear.weight = piece(linear.weight, group)
+            linear.bias = piece(linear.bias, group)
+        model.mix.o.weight = piece(model.mix.o.weight, group, 1)
+        model.mix.group = group
+        model.mix.bug = bug
+        return model
+
+    subject = renamed_subject("")
+    subject.build = lambda: nn.Sequential(
+        OrderedDict(norm=nn.LayerNorm(D), mix=Masked(), head=nn.Linear(D, D))
+    )
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- BatchNorm of features that are split: in train mode the bias in front of it has
+# the gradient 0, but for rounding errors.
+
+
+class Normed(Feed):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2 * D)
+
+    def forward(self, x):
+        h = 0.1 * (x if self.group is None else Copy.apply(x, self.group))
+        h = self.norm(self.up(h).transpose(1, 2)).transpose(1, 2).relu()
+        y = F.linear(h, self.down.weight)
+        return y if self.group is None else Sum.apply(y, self.group)
+
+
+def normed_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        norm = model[1].norm
+        norm.weight = piece(norm.weight, group)
+        norm.bias = piece(norm.bias, group)
+        for name in ("running_mean", "running_var"):
+            own = getattr(norm, name).chunk(group.size())[group.rank()]
+            setattr(norm, name, own.clone())
+        return model
+
+    subject = renamed_subject("")
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Normed())
+    subject.parallelize = parallelize
+    return subject
+
+
 # ---- GroupNorm on channels that are split.
 
 
@@ -1856,6 +2038,7 @@ MODELS = {
         "f in bfloat16": ["backward right but for rounding", "the forward of 1"],
         "added before": ["forward wrong", "1"],
         "left out": ["forward wrong", "1"],
+        "scaled too much": ["forward wrong", "1"],
     },
     layout_subject: {"no f": ["gradient sum", "b.norm.weight"]},
     flat_subject: {"no f": ["gradient sum", "b.norm.weight"]},
@@ -1873,6 +2056,17 @@ MODELS = {
         "own mean": ["train buffer", "1.average"],
         "own mean, assigned": ["train buffer", "1.average"],
     },
+    kept_moments_subject: {"own mean, kept": ["train buffer", "1.average"]},
+    gated_expert_subject: {
+        "gated, before": ["forward wrong", "1"],
+        "gated, left out": ["forward wrong", "1"],
+    },
+    capped_subject: {"capped twice": ["forward wrong", "the model"]},
+    masked_subject: {
+        "no mask": ["forward wrong", "mix"],
+        "window": ["forward wrong", "mix"],
+    },
     channels_subject: {"full groups": ["forward wrong", "norm"]},
+    normed_subject: {},
     empty_subject: {},
 }

@@ -15,6 +15,7 @@ from .compare import (
     Kind,
     Relation,
     Ruler,
+    equal_ones,
     numbers,
     piece_of,
     pieces_of,
@@ -48,7 +49,11 @@ class Case:
         self.vectors = {}  # see compared()
         self.unused_copies = {}  # parameter → ranks; see fill_unused()
         self.eps = torch.finfo(getattr(torch, dtype)).eps
-        self.largest = self.vector(self.full.grads).abs().max().item() or 1.0
+        largest = [
+            self.model.vector(grads).abs().max().item()
+            for grads in (self.full.grads, self.full.kept)  # in eval and in train mode
+        ]
+        self.largest = max(largest) or 1.0
         self.owners = {}  # parameter → its module, of all ranks
         for trace in self.own:
             for name in trace.parts:
@@ -92,9 +97,6 @@ class Case:
             if last[self.full.point(point)] == point:
                 found += after.get(self.full.point(point), [])
         return found
-
-    def vector(self, parts: dict) -> Tensor:
-        return self.model.vector(parts)
 
     # ---- Parameters
 
@@ -171,15 +173,7 @@ class Case:
 
         A rank is given by its place among the ranks that have the parameter.
         """
-        sets = []
-        held = [self.own[rank].parts[name] for rank in self.holders(name)]
-        for place, x in enumerate(held):
-            same = [places for places in sets if torch.equal(held[places[0]], x)]
-            if same:
-                same[0].append(place)
-            else:
-                sets.append([place])
-        return sets
+        return equal_ones([self.own[rank].parts[name] for rank in self.holders(name)])
 
     def expected(self, rank: int, name: str, vector: Tensor) -> Tensor:
         """This rank's piece of what the full model has, as a vector."""
@@ -355,23 +349,6 @@ class Case:
             found.append(places[0])
         return min(found)
 
-    def place_of(self, name: str) -> int:
-        """When forward ended the module that has a parameter; −1 if it is not known."""
-        places = [self.place_of_module(self.owners[name])]
-        for alias, first in self.own[0].tied.items():
-            if first == name:
-                places.append(self.place_of_module(alias.rpartition(".")[0]))
-        return min(places)
-
-    def place_of_module(self, owner: str) -> int:
-        order = self.modules(self.own[0])
-        inside = [m for m in order if m.startswith(f"{owner}.") or not owner]
-        if len(inside) > (0 if owner else 1):  # it may be used before its children
-            return order.index(inside[0])
-        while owner and owner not in order:
-            owner = owner.rpartition(".")[0]
-        return order.index(owner) if owner in order else -1
-
     # ---- Gradients of parameters
 
     def compared(self, name: str, what: str, step: int | None = None) -> tuple:
@@ -443,7 +420,9 @@ class Case:
     def grad_scale(self, right: list[Tensor]) -> float:
         """What differences are compared with: the parameter's largest gradient."""
         scale = max([e.abs().max().item() for e in right if e.numel()], default=0.0)
-        floor = min(1e-2, 1e3 * self.ruler.allowed)  # a key's bias has the gradient 0
+        # Rounding errors alone make the gradient of a key's bias, or of a bias in front
+        # of a BatchNorm.
+        floor = min(1e-2, 1e5 * self.ruler.allowed)
         return max(scale, floor * self.largest)
 
     def owner_in_full(self, name: str) -> str:
@@ -520,15 +499,15 @@ class Case:
         got = []
         for ranks in sets:
             got.append(sum(grads[place] for place in ranks).flatten() / len(sets[0]))
+        got = torch.cat(got)
         columns = []
         for grad in uses.values():
-            vector = self.vector({**self.full.grads, tied: grad})
+            vector = self.model.vector({**self.full.grads, tied: grad})
             own = [self.expected(places[ranks[0]], name, vector) for ranks in sets]
             columns.append(torch.cat([piece.flatten() for piece in own]))
-        got = torch.cat(got)
-        matrix = torch.stack(columns, 1)
-        factors = torch.linalg.lstsq(matrix, got[:, None]).solution[:, 0]
-        if not self.ruler.near(matrix @ factors, got, scale):
+        columns = torch.stack(columns, 1)
+        factors = torch.linalg.lstsq(columns, got[:, None]).solution[:, 0]
+        if not self.ruler.near(columns @ factors, got, scale):
             return None
         words = []
         for use, k in zip(uses, factors.tolist()):
@@ -568,15 +547,8 @@ class Case:
     def same_gradients(self, name: str) -> list[list[int]]:
         """The ranks that have a parameter, by their gradient of it."""
         grads, _ = self.compared(name, "grads")
-        found = []
-        for rank, grad in zip(self.holders(name), grads):
-            for ranks, first in found:
-                if grad is not None and first is not None and torch.equal(grad, first):
-                    ranks.append(rank)
-                    break
-            else:
-                found.append(([rank], grad))
-        return [ranks for ranks, _ in found]
+        ranks = self.holders(name)
+        return [[ranks[place] for place in places] for places in equal_ones(grads)]
 
     def wrong_elements(self, name: str) -> str:
         """How much of a gradient is wrong, and where if these are a few rows."""

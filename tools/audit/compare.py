@@ -409,6 +409,20 @@ def other_layouts(tensors: list[Tensor], expected: Tensor) -> list[tuple]:
     return found
 
 
+def equal_ones(tensors: list[Tensor | None]) -> list[list[int]]:
+    """The places of tensors, those of equal ones together; None is equal to nothing."""
+    found = []
+    for place, x in enumerate(tensors):
+        for places in found:
+            first = tensors[places[0]]
+            if x is not None and first is not None and torch.equal(x, first):
+                places.append(place)
+                break
+        else:
+            found.append([place])
+    return found
+
+
 def multiple_of(tensors: list[Tensor], pieces: list[Tensor]) -> float:
     """The k for which the tensors are closest to k times their pieces."""
     over = 0.0

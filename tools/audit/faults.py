@@ -117,8 +117,8 @@ FAULTS = [
     # ---- Forward
     F(Output, "forward bias", kind(Kind.BIAS),
       "The output of this module is right but for its bias, which was added on every "
-      "rank before a sum.",
-      "Add the bias of a row-parallel linear after the all-reduce.",
+      "rank before a sum (T times), or not at all (0 times).",
+      "Add the bias of a row-parallel linear once, after the all-reduce.",
       "lesson 01, --break bias"),
     F(Output, "forward partial", kind(Kind.PARTIAL),
       "The sum of this tensor over the ranks is right, so each rank has only a partial "
@@ -128,7 +128,8 @@ FAULTS = [
     F(Output, "forward T times", lambda o: o.is_times(o.case.ranks),
       "The tensor is T times too large: something that every rank has in full was "
       "summed over the ranks, or it was summed twice.",
-      "Reduce once, and only partial sums.",
+      "Reduce once, and only partial sums. If it is a mean over what is sharded, "
+      "divide by the number of elements of all ranks.",
       "lesson 01, --break g"),
     F(Output, "forward 1/T", lambda o: o.is_times(1 / o.case.ranks),
       "The tensor is 1/T of the right one: it was averaged instead of summed.",
@@ -142,7 +143,9 @@ FAULTS = [
     F(Output, "forward counted term", Output.counted_term,
       "The tensor is right but for one of the tensors that are added in it.",
       "T times: every rank has it in full (a residual, a shared expert), so add it "
-      "after the sum over the ranks, not before. 0 times: this forward leaves it out.",
+      "after the sum over the ranks, not before. 0 times: this forward leaves it out. "
+      "Another number: it is scaled by another factor, or is scaled and counts T times "
+      "(LoRA's B).",
       "lesson 01, --break bias"),
     F(Output, "fused", Output.fused,
       "A fused weight is split into T slices as if it were one matrix, and what this "
@@ -178,6 +181,19 @@ FAULTS = [
       "Look for .float(), .bfloat16(), torch.float32 or a dtype in a constructor. If "
       "it is meant, let the full model do the same.",
       "beyond/08, why the order of a sum changes last bits"),
+    F(Output, "forward of an attention", Output.in_attention,
+      "This attention gets the right input and returns a wrong output: its mask, its "
+      "scale, its positions, a norm of q and k, or the order of its heads is another.",
+      "Wrong at the first positions and right at the last one: a causal mask is "
+      "missing, or it is there and should not be. Wrong at the last positions only: "
+      "another window. Wrong in some samples only: the mask of padding. Right at the "
+      "first position only, with a causal mask: the scale (1/√ of a head's width) or "
+      "the positions (rotary). Wrong everywhere: also look at which key/value head "
+      "each query head reads (repeat_interleave, not repeat), at a norm of q and k (of "
+      "one head, or of all ranks' heads), at a scale or a number of heads that is that "
+      "of the local shard, at a table with an entry per head (it is sliced like the "
+      "heads), and at what every rank adds before a sum.",
+      "lesson 02, --break qkv; lesson 04, --break rotary"),
     F(Output, "forward of the code between", lambda o: bool(o.point.slot),
       "The modules before return the right tensors, and this module makes a wrong one "
       "of them.",
@@ -189,11 +205,13 @@ FAULTS = [
     F(Output, "forward", lambda o: True,
       "This is the first module whose output is wrong.",
       "Look at this module's parameters in the table, at what every rank adds before "
-      "a sum (a bias, a shared expert), and at what it assumes about the shape of its "
+      "a sum (a bias, a shared expert), at what is done with its last tensor (a scale, "
+      "a cap), and at what it assumes about the shape of its "
       "input: "
       "a mean, a norm or a number of heads may be that of the local shard. A sharded "
       "embedding has its first row at rank · rows, and gives 0 for tokens of other "
-      "ranks before the sum.",
+      "ranks before the sum. If it is wrong only behind the border of two ranks' "
+      "slices, a convolution or a window lacks the positions of the other rank.",
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
     F(Loss, "loss of each rank's part", Loss.is_part,
       "The outputs of all modules are right, and each rank returns the loss of its own "
@@ -204,9 +222,11 @@ FAULTS = [
     F(Loss, "loss", lambda loss: True,
       "The outputs of all modules are right and the loss is not.",
       "Check over which ranks and by which count the loss is averaged, whether padding "
-      "of the vocabulary joins in, whether a mean over the vocabulary is over all "
-      "ranks' columns, whether each rank looks up targets at its own offset, and "
-      "whether a second loss (of a router) that every rank has in full is summed.",
+      "of the vocabulary joins in, whether a mean or a softmax over the vocabulary (a "
+      "teacher's as well) is over all ranks' columns, whether each rank looks up "
+      "targets at its own offset, whether a second loss (of a router) that every rank "
+      "has in full is summed, and whether a norm of parameters (weight decay in the "
+      "loss) is summed over their shards.",
       "lesson 03"),
     # ---- Backward
     F(Flow, "backward slice", Flow.slicer,
@@ -245,7 +265,8 @@ FAULTS = [
       "What other ranks sent forward is needed again in backward; the gradient of what "
       "this rank received belongs to the rank that sent it, and is a sum over ranks (a "
       "gather in front of experts: sum, then slice; full_tensor(grad_placements=…)); "
-      "the weights of a softmax over all ranks need the statistics of all.",
+      "the weights of a softmax over all ranks need the statistics of all; a sum of "
+      "squares (a norm over a sharded dim) is all-reduced in both directions.",
       "beyond/11, --break stale, home and lse; lesson 01, the table of collectives and "
       "their backward",
       GRADIENTS),
@@ -287,6 +308,21 @@ FAULTS = [
       "summed, or a bias is added as bias/T on every rank before a sum. The loss may "
       "be divided by the wrong number of targets.",
       "lesson 01, --break g"),
+    F(Gradient, "missing sum over dp", Gradient.lacks_dp_sum,
+      "Ranks that hold the same piece of this parameter have different samples or "
+      "tokens, and only the sum over them is right: the gradient is not summed over "
+      "these ranks (dp).",
+      "Sum the gradient over the ranks that hold the same piece and have different "
+      "data (the dp group), after backward. An all-reduce over tp adds up different "
+      "pieces of a sharded weight.",
+      "lesson 05, MeshTraining.sum_gradients"),
+    F(Gradient, "missing average over dp", Gradient.lacks_dp_mean,
+      "This weight is sharded. Ranks that hold the same piece have different samples "
+      "or tokens, and only the mean over them is right: the gradient is not averaged "
+      "over these ranks (dp).",
+      "Average the gradient over the ranks that hold the same piece (the dp group), "
+      "after backward. An average over tp mixes different pieces.",
+      "lesson 01, average_gradients; lesson 05, MeshTraining.sum_gradients"),
     F(Gradient, "gradient sum", Gradient.is_shared_sum,
       "The sum of this gradient over the ranks that hold the same piece is right, so "
       "each of them has only a partial gradient: a reduction is missing.",
@@ -343,7 +379,8 @@ FAULTS = [
     F(Gradient, "gradient None", kind(Kind.NONE),
       "Autograd did not reach this parameter: a collective that it does not track, "
       "detach(), or a copy of the parameter is used in forward.",
-      "Wrap the collective in an autograd.Function.",
+      "Wrap the collective in an autograd.Function. Look for detach() and for copies "
+      "in front of what uses this parameter.",
       "beyond/13, --break plain"),
     F(Gradient, "gradient of its uses", kind(Kind.USES),
       "This weight is tied: several modules use it, and their gradients are not summed "
@@ -432,8 +469,9 @@ FAULTS = [
       "lesson 05, MeshTraining.sum_gradients"),
     # ---- Train mode and dropout
     F(TrainBuffer, "train buffer", TrainBuffer.wrong,
-      "Train mode changes this buffer, and on the ranks it gets another value than in "
-      "the full model: statistics of a shard may be taken for those of all.",
+      "Train mode changes this buffer (or number that the module keeps), and on the "
+      "ranks it gets another value than in the full model: statistics of a shard may "
+      "be taken for those of all.",
       "Sum or average over the ranks what the buffer is updated with (a mean over "
       "features, tokens or samples that are sharded), with the full model's momentum.",
       "lesson 02, --break qkv",

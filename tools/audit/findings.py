@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from . import subjects
@@ -196,7 +197,8 @@ class Search:
 
     def is_healed(self, point: Point) -> bool:
         """Is a call right inside of which this tensor is, or does its reader get what
-        is one tensor with it in the full model (after a sum)?"""
+        is one tensor with it in the full model (after a sum)? Or is all right that the
+        full model makes of it (rows of other ranks' tokens are masked)?"""
         case = self.case
         full = case.full.point(point)
         others = [p for p in case.order if case.full.point(p) == full and p != point]
@@ -204,7 +206,9 @@ class Search:
             relation = case.relation_of(other)
             if relation is not None and relation.is_right:
                 return True
-        return False
+        made = case.full.made_of.get(full, set()) - {full}
+        found = [case.relation_of(other) for other in made]
+        return bool(found) and all(how is not None and how.is_right for how in found)
 
     def gradients_of(self, what: str) -> dict[str, Relation]:
         """Parameters that can be compared, and how their gradients are related."""
@@ -217,7 +221,7 @@ class Search:
         case = self.case
         self.gradients = self.gradients_of("grads")
         wrong = [name for name, how in self.gradients.items() if not how.is_right]
-        wrong.sort(key=lambda name: -case.place_of(name))
+        wrong.sort(key=lambda name: -case.begins(name))
         if not wrong:
             return
         flow = self.first_wrong_flow(wrong)
@@ -258,11 +262,12 @@ class Search:
     def check_train_mode(self) -> None:
         """Loss and gradients in train mode, where nothing is dropped."""
         case = self.case
-        if any(trace.is_train_random for trace in (case.full, *case.own)):
+        if any(trace.other_random for trace in (case.full, *case.own)):
             self.not_compared.append("gradients in train mode")
             return
         for name in case.full.changed:
-            self.look(subjects.TrainBuffer(case, name, name.rpartition(".")[0]))
+            if name in case.full.buffers or self.is_running(name):
+                self.look(subjects.TrainBuffer(case, name, name.rpartition(".")[0]))
         losses = [trace.kept_loss for trace in case.own]
         if not case.are_near(losses, case.full.kept_loss):
             said = f"{numbers(losses)} on ranks 0, 1, …, not {case.full.kept_loss:.6g}"
@@ -271,10 +276,19 @@ class Search:
         if self.findings:
             return  # a wrong buffer is the cause
         found = self.gradients_of("kept")
-        for name in sorted(found, key=case.place_of, reverse=True):
+        for name in sorted(found, key=case.begins, reverse=True):
             if not found[name].is_right:
                 said = f"gradient {found[name]}"
                 self.look(subjects.TrainMode(case, name, seen=said))
+
+    def is_running(self, name: str) -> bool:
+        """Is an attribute changed by each pass of the full model, and the same on all
+        ranks? Otherwise it is what the last pass had, or a time."""
+        full = self.case.full
+        masks = [mask for found in full.drop_masks.values() for mask in found]
+        others = [facts.full.changed.get(name) for facts in self.case.everyone]
+        is_same = all(x is not None and torch.equal(x, others[0]) for x in others)
+        return is_same and name in full.running and not subjects.drops(masks)
 
     def check_dropout(self) -> None:
         """Replicated tensors drop the same elements on all ranks, shards do not."""
@@ -334,41 +348,34 @@ class Search:
         """What RIGHT is not said of."""
         case = self.case
         found = self.not_compared
-        if case.unmatched():
-            found.append(
-                f"parameters that are not the full model's: {some(case.unmatched())}"
-            )
+        add = self.add_names
+        add("parameters that are not the full model's", case.unmatched())
         if not is_right or self.findings:
             return
-        if case.calls_differ():
-            found.append(
-                "outputs of modules that are called another number of times: "
-                f"{some(case.calls_differ())}"
-            )
+        add(
+            "outputs of modules that are called another number of times",
+            case.calls_differ(),
+        )
         missing = [s.where for s in self.missing() if s.where not in case.unmatched()]
-        if missing:
-            found.append(f"parameters that no rank has: {some(missing)}")
-        if case.unused():
-            found.append(
-                "parameters that no batch uses, so that their gradients are zero: "
-                f"{some(case.unused())}"
-            )
+        add("parameters that no rank has", missing)
+        add(
+            "parameters that no batch uses, so that their gradients are zero",
+            case.unused(),
+        )
         output = case.relation_of(Point(""))
         if case.is_wrong(output) and output.kind is not Kind.PARTIAL:
             found.append(
                 f"the model's output where the loss does not use it: it is {output}"
             )
-        if case.renumbered:
-            names = some(case.renumbered)
-            found.append(f"tensors of lists that each rank numbers from 0: {names}")
+        add("tensors of lists that each rank numbers from 0", case.renumbered)
         if case.ruler.allowed > VISIBLE:
             found.append(
                 f"differences below {case.ruler.allowed:.1g} of the largest element "
                 "(the full model's rounding errors)"
             )
-        buffers = self.other_buffers()
-        if buffers:
-            found.append(f"buffers: {some(sorted(buffers))}")
+        buffers, attributes = self.other_states()
+        add("buffers", buffers)
+        add("what modules keep as attributes", attributes)
         if case.own[0].other_random:
             names = [name or "the model" for name in sorted(case.own[0].other_random)]
             found.append(f"random numbers in the forward of {some(names)}")
@@ -376,25 +383,36 @@ class Search:
             found.append(f"{name} on ranks {sorted(ranks)}, which do not use it")
         if 1e4 * case.ruler.allowed >= 1:
             found.append("updates that are small next to the parameters")
-        if self.noisy:
-            found.append(f"updates by rounding errors alone: {some([*self.noisy])}")
+        add("updates by rounding errors alone", [*self.noisy])
         if "clip" not in case.first.has:
             found.append("your clipping (the file has no clip)")
         elif not case.first.is_clipped:
             found.append("your clipping (no norm was above --clip, so nothing changed)")
 
-    def other_buffers(self) -> set[str]:
-        """Buffers that are not the full model's, at first or after train mode."""
+    def add_names(self, words: str, names: list[str]) -> None:
+        """Add what these names have in common to what was not compared."""
+        if names:
+            self.not_compared.append(f"{words}: {some(names)}")
+
+    def other_states(self) -> tuple[list[str], list[str]]:
+        """Buffers that are not the full model's, at first or after train mode. And
+        other attributes of modules, if training changes those of the full model."""
         case = self.case
-        found = set(case.own[0].odd_buffers)
+        own = case.own[0]
+        buffers = set(own.odd_buffers)
+        attributes = set()
         for what in ("buffers", "changed"):
-            for name in getattr(case.own[0], what):
+            for name in getattr(own, what):
                 held = [getattr(trace, what).get(name) for trace in case.own]
                 how = case.compare(held, getattr(case.full, what).get(name))
-                is_known = what == "buffers" or not case.own[0].is_train_random
-                if how is None or not how.is_right or not is_known:
-                    found.add(name)
-        return found
+                is_known = what == "buffers" or not own.other_random
+                if how is not None and how.is_right and is_known:
+                    continue
+                if name in own.buffers:
+                    buffers.add(name)
+                elif name in case.full.changed:
+                    attributes.add(name)
+        return sorted(buffers), sorted(attributes)
 
 
 def some(names: list[str], most: int = 16) -> str:

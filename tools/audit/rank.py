@@ -38,6 +38,7 @@ from .record import (
     Casts,
     Dropouts,
     Facts,
+    State,
     Step,
     Trace,
     Watch,
@@ -47,6 +48,7 @@ from .record import (
     parts_of,
     plain_name,
     record_parameters,
+    states_of,
 )
 
 
@@ -170,20 +172,23 @@ class Run:
         for p in self.model.parameters():
             p.grad = None
 
-    def clip(self, max_norm: float) -> float | None:
-        """Clip by the user's own function, if there is one, and return its norm."""
+    def clip(self, full_norm: float | None) -> float | None:
+        """Clip by the user's own function, and return its norm. If there is none, scale
+        the gradients as the full model's norm says."""
+        max_norm = self.args.clip
         clip = self.of_user("clip")
         if self.tp_group is None:
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            norm = nn.utils.get_total_norm(grads)
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
-            return norm.item()
-        if clip is None:
-            return None
-        norm = clip(self.model, max_norm)
-        if norm is None:
-            raise TypeError("clip() returned None: it has to return the norm")
-        return float(norm)
+            full_norm = nn.utils.get_total_norm(grads).item()
+        elif clip is not None:
+            norm = clip(self.model, max_norm)
+            if norm is None:
+                raise TypeError("clip() returned None: it has to return the norm")
+            return float(norm)
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad *= min(1.0, max_norm / (full_norm + 1e-6))
+        return full_norm if self.tp_group is None else None
 
     def optimizer(self):
         """The user's optimizer; for the full model, one of the same kind if need be."""
@@ -301,7 +306,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     compare_steps(subject, reference, run, facts, counter, args, device)
     facts.calls = dict(counter.calls)
     if dist.get_rank() > 0:  # rank 0 has the same
-        facts.full = Trace(parts=facts.full.parts)
+        facts.full = Trace(parts=facts.full.parts, changed=facts.full.changed)
     return facts
 
 
@@ -344,13 +349,9 @@ def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
 
 def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
     """Two passes in train mode: one that drops nothing, so that its gradients can be
-    compared, and one that shows what dropout drops. Buffers are put back after each."""
-    buffers = []
-    for long_name, x in run.model.named_buffers():
-        parent, _, key = long_name.rpartition(".")
-        held = run.model.get_submodule(parent)._buffers
-        name = plain_name(long_name, run.renamed)
-        buffers.append((name, held, key, x, x.detach().clone()))
+    compared, and one that shows what dropout drops. What they change of buffers and of
+    numbers that modules keep is put back."""
+    states = states_of(run.model, run.renamed)
     for keep_all in (True, False):
         run.clear()
         for module in run.model.train().modules():
@@ -366,22 +367,23 @@ def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
             trace.kept_loss = step.loss
             trace.kept = step.grads
         trace.train_loss = step.loss
-        for name, held, key, x, before in buffers:
-            now = held[key]  # another tensor, if forward assigns it
-            is_first = keep_all or name not in trace.changed
-            if is_first and is_changed(now, before):
-                trace.changed[name] = local_part(now).double().clone()
-            x.data.copy_(before)
-            held[key] = x
-    trace.is_train_random |= bool(trace.other_random)
+        for state in states:
+            note_change(state, trace, keep_all)
+            if state.is_buffer or not keep_all:
+                state.put_back()
     run.model.eval()
 
 
-def is_changed(now: Tensor, before: Tensor) -> bool:
-    """Is a buffer of real numbers another one than before?"""
-    if now is None or now.is_complex():
-        return False
-    return now.dtype != before.dtype or not torch.equal(now, before)
+def note_change(state: State, trace: Trace, keep_all: bool) -> None:
+    """Record what the first pass that changes a state makes of it; and whether the next
+    pass changes it again: then it is a running mean, not what the last pass had."""
+    name = state.name
+    if state.is_same():
+        return
+    if keep_all or name not in trace.changed:
+        trace.changed[name] = state.now()
+    elif not state.is_buffer and not torch.equal(state.now(), trace.changed[name]):
+        trace.running.add(name)
 
 
 def noise_of(reference: Run, batch: tuple, args) -> tuple[float, float]:
@@ -440,42 +442,42 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
     counter.where = lambda: ""
     with counter.counting("optimizer()"):
         optimizers = [reference.optimizer(), run.optimizer()]
-    buffers = {n: local_part(x).clone() for n, x in run.model.named_buffers()}
-    trained = set()
-    # An optimizer without groups does not say what it trains.
-    groups = getattr(optimizers[1], "param_groups", None)
-    for group in groups or []:
-        trained.update(map(id, group["params"]))
-    for name, p in run.model.named_parameters():
-        if groups and p.requires_grad and id(p) not in trained:
-            facts.not_in_optimizer.append(plain_name(name, run.renamed))
+    facts.not_in_optimizer = not_trained(run, optimizers[1])
+    states = states_of(run.model, run.renamed)
     for number in range(args.steps):
         batch = prepare_batch(subject, number, args, device)
-        full_norm = 0.0
-        for which, optimizer in zip((reference, run), optimizers):
-            which.clear()
-            phase = "a full step" if which is reference else "training"
-            with counter.counting(phase):
-                step = which.step(batch)
-                step.norm = which.clip(args.clip)
-            if which is reference:
-                full_norm = step.norm
-            elif step.norm is None:  # no function of the user's: scale as the reference
-                scale = min(1.0, args.clip / (full_norm + 1e-6))
-                for p in which.model.parameters():
-                    if p.grad is not None:
-                        p.grad *= scale
-            step.clipped = which.grads()
-            with counter.counting(phase):
-                optimizer.step()
-            step.after = parts_of(which.model, which.renamed, "data")
-            trace = facts.full if which is reference else facts.own
-            trace.steps.append(step)
-    for name, x in run.model.named_buffers():  # an optimizer's hook may change some
-        now = local_part(x)
-        if not torch.equal(now, buffers.get(name, now)):
-            facts.own.odd_buffers.add(plain_name(name, run.renamed))
-    facts.is_clipped = any(step.norm > args.clip for step in facts.full.steps)
+        train(reference, optimizers[0], batch, facts.full, counter, None)
+        norm = facts.full.steps[-1].norm
+        train(run, optimizers[1], batch, facts.own, counter, norm)
+        facts.is_clipped |= norm > args.clip
+    for state in states:  # an optimizer's hook may change some
+        if state.is_buffer and not state.is_same():
+            facts.own.odd_buffers.add(state.name)
+
+
+def not_trained(run: Run, optimizer) -> list[str]:
+    """Parameters that the optimizer does not have, if it says which it has."""
+    groups = getattr(optimizer, "param_groups", None)
+    if not groups:
+        return []
+    trained = {id(p) for group in groups for p in group["params"]}
+    named = run.model.named_parameters()
+    lost = [name for name, p in named if p.requires_grad and id(p) not in trained]
+    return [plain_name(name, run.renamed) for name in lost]
+
+
+def train(run: Run, optimizer, batch: tuple, trace: Trace, counter, full_norm) -> None:
+    """One step of training."""
+    phase = "a full step" if run.tp_group is None else "training"
+    run.clear()
+    with counter.counting(phase):
+        step = run.step(batch)
+        step.norm = run.clip(full_norm)
+    step.clipped = run.grads()
+    with counter.counting(phase):
+        optimizer.step()
+    step.after = parts_of(run.model, run.renamed, "data")
+    trace.steps.append(step)
 
 
 # ---- How a rank is run

@@ -62,6 +62,7 @@ class Trace:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     odd_buffers: set[str] = field(default_factory=set)  # complex, or changed by a step
     changed: dict[str, Tensor] = field(default_factory=dict)  # by a pass in train mode
+    running: set[str] = field(default_factory=set)  # attributes changed by each pass
     classes: dict[str, str] = field(default_factory=dict)  # module → its class
     loss: float = 0.0
     grads: dict[str, Tensor | None] = field(default_factory=dict)
@@ -75,16 +76,18 @@ class Trace:
     flows: dict[Point, Tensor] = field(default_factory=dict)  # dL/d(tensor)
     returned: dict[Point, Tensor] = field(default_factory=dict)  # input → its gradient
     writers: dict[Point, Point] = field(default_factory=dict)  # input → whose output
+    # What autograd has made directly of a tensor, and of nothing recorded in between.
+    made_of: dict[Point, set[Point]] = field(default_factory=dict)
     # Dropout, by module: its inputs if nothing is dropped, and what is dropped.
     drop_inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     drop_masks: dict[str, list[Tensor]] = field(default_factory=dict)
     drop_rates: dict[str, list[float | None]] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)  # with another mask
-    other_random: set[str] = field(default_factory=set)  # modules with random numbers
+    # Modules with random numbers that are no dropout: train mode cannot be compared.
+    other_random: set[str] = field(default_factory=set)
     train_loss: float = 0.0
     kept_loss: float = 0.0  # in train mode, but nothing is dropped
     kept: dict[str, Tensor | None] = field(default_factory=dict)  # its gradients
-    is_train_random: bool = False  # then they cannot be compared
     steps: list[Step] = field(default_factory=list)
 
     def point(self, point: Point) -> Point:
@@ -130,7 +133,7 @@ class Facts:
     not_in_optimizer: list[str] = field(default_factory=list)
     # Names of what the user's file defines, and of the classes of modules.
     has: list[str] = field(default_factory=list)
-    is_clipped: bool = True  # was the norm in some step above --clip?
+    is_clipped: bool = False  # was the norm in some step above --clip?
     warnings: list[str] = field(default_factory=list)  # in parallelize
     calls: dict[str, int] = field(default_factory=dict)
 
@@ -190,7 +193,7 @@ def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -
     for long_name, p in model.named_parameters(remove_duplicate=False):
         name = plain_name(long_name, renamed)
         if not p.is_floating_point():
-            trace.buffers[name] = local_part(p.data).double().clone()
+            trace.buffers[name] = numbers_in(p.data)
             continue
         if p in first:
             trace.tied[name] = first[p]
@@ -200,7 +203,58 @@ def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -
         if x.is_complex():
             trace.odd_buffers.add(name)
         else:
-            trace.buffers[name] = local_part(x).double().clone()
+            trace.buffers[name] = numbers_in(x)
+
+
+@dataclass
+class State:
+    """A buffer, or a number or tensor that a module keeps as a Python attribute."""
+
+    name: str
+    held: dict  # the module's buffers or attributes
+    key: str
+    value: object
+    before: Tensor
+    is_buffer: bool
+
+    def now(self) -> Tensor | None:
+        return numbers_in(self.held.get(self.key))  # another tensor, if assigned
+
+    def is_same(self) -> bool:
+        now = self.now()
+        return now is None or torch.equal(now, self.before)
+
+    def put_back(self) -> None:
+        x = self.value
+        if torch.is_tensor(x):
+            (x.to_local() if isinstance(x, DTensor) else x).data.copy_(self.before)
+        self.held[self.key] = self.value
+
+
+def numbers_in(x) -> Tensor | None:
+    """A copy of a real number, or of a tensor of them (not sparse or quantized)."""
+    if type(x) in (int, float):
+        return torch.tensor(x).double()
+    if not torch.is_tensor(x) or x.is_complex() or x.is_quantized:
+        return None
+    if x.layout != torch.strided:
+        return None
+    return local_part(x).double().clone()
+
+
+def states_of(model: nn.Module, renamed: dict[str, str]) -> list[State]:
+    """All that a module may keep from one pass to the next, but parameters."""
+    found = []
+    for prefix, module in model.named_modules():
+        for held in (module._buffers, vars(module)):
+            for key, x in held.items():
+                name = plain_name(f"{prefix}.{key}" if prefix else key, renamed)
+                before = numbers_in(x)
+                is_buffer = held is module._buffers
+                is_state = is_buffer or not getattr(x, "requires_grad", False)
+                if before is not None and is_state:
+                    found.append(State(name, held, key, x, before, is_buffer))
+    return found
 
 
 def is_in_backward() -> bool:
@@ -300,9 +354,29 @@ class Watch:
             x.register_hook(lambda grad: add_to(self.trace.flows, point, grad))
 
     def remove(self) -> None:
+        self.record_graph()
         self.held.clear()
         for handle in self.handles:
             handle.remove()
+
+    def record_graph(self) -> None:
+        """Which tensors are made of which, by autograd's graph."""
+        nodes = {}  # of the graph → the tensors that it made
+        for point, x in self.held.values():
+            if x.grad_fn is not None:
+                nodes.setdefault(x.grad_fn, []).append(point)
+        for node, points in nodes.items():
+            waiting = [node]
+            seen = set()
+            while waiting:
+                for before, _ in waiting.pop().next_functions:
+                    if before is None or before in seen:
+                        continue
+                    seen.add(before)
+                    for point in nodes.get(before, ()):
+                        self.trace.made_of.setdefault(point, set()).update(points)
+                    if before not in nodes:
+                        waiting.append(before)
 
 
 def add_to(grads: dict, point: Point, grad: Tensor) -> None:

@@ -32,11 +32,13 @@ def from_full(model, full, tp_group, names=None, blocks=None, dims=None) -> nn.M
     sources.update(full.named_buffers())
     targets = dict(model.named_parameters())
     targets.update(model.named_buffers())
-    lists = {old: new for old, new in (names or {}).items() if not isinstance(new, str)}
-    renamed = {old: new for old, new in (names or {}).items() if old not in lists}
+    names = names or {}
+    renamed = {old: new for old, new in names.items() if isinstance(new, str)}
     for long_name, target in targets.items():
         name = plain_name(long_name, {})
-        parts = lists.get(name, [plain_name(long_name, renamed)])
+        parts = [plain_name(long_name, renamed)]
+        if not isinstance(names.get(name, ""), str):
+            parts = names[name]
         missing = [part for part in parts if part not in sources]
         if missing and isinstance(target, nn.Parameter):
             raise ValueError(
@@ -44,17 +46,12 @@ def from_full(model, full, tp_group, names=None, blocks=None, dims=None) -> nn.M
             )
         if missing:
             continue  # a buffer of the parallel model alone
-        source = sources[parts[0]].detach()
+        full_parts = [sources[part].detach() for part in parts]
         sizes = (blocks or {}).get(name)
         if len(parts) > 1:
-            sizes = [len(sources[part]) for part in parts]
-            source = torch.cat([sources[part].detach() for part in parts])
-        if isinstance(target, DTensor):
-            mesh = target.device_mesh
-            value = distribute_tensor(source, mesh, target.placements)
-        else:
-            dim = (dims or {}).get(name, sharded_dim(source, target))
-            value = own_slice(source, target, dim, sizes, tp_group)
+            sizes = [len(part) for part in full_parts]
+            full_parts = [torch.cat(full_parts)]
+        value = value_of(target, full_parts[0], (dims or {}).get(name), sizes, tp_group)
         if value.shape != target.shape:
             raise ValueError(
                 f"from_full: {name} is {list(target.shape)}, and this rank's slice is "
@@ -62,6 +59,14 @@ def from_full(model, full, tp_group, names=None, blocks=None, dims=None) -> nn.M
             )
         target.copy_(value)
     return model
+
+
+def value_of(target, source: Tensor, dim: int | None, sizes, group) -> Tensor:
+    """What a parameter of the parallel model gets of the full tensor."""
+    if isinstance(target, DTensor):
+        return distribute_tensor(source, target.device_mesh, target.placements)
+    dim = sharded_dim(source, target) if dim is None else dim
+    return own_slice(source, target, dim, sizes, group)
 
 
 def sharded_dim(source: Tensor, target: Tensor) -> int | None:

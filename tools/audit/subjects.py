@@ -24,7 +24,11 @@ from .compare import (
 )
 from .record import Point
 
-FUSED = re.compile("qkv|query_key_value|c_attn|in_proj|gate_up|fused", re.IGNORECASE)
+ATTENTION = re.compile("attn|attention", re.IGNORECASE)
+KEYS = re.compile("(w|to_)?k(ey|eys)?(_proj|_lin)?", re.IGNORECASE)  # a linear
+FUSED = re.compile(
+    "qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused", re.IGNORECASE
+)
 
 
 class Subject:
@@ -61,7 +65,7 @@ class Start(Subject):
 
     def other_model(self) -> tuple | list:
         case = self.case
-        held = [case.vector(facts.full.parts) for facts in case.everyone]
+        held = [case.model.vector(facts.full.parts) for facts in case.everyone]
         found = [rank for rank, x in enumerate(held) if not torch.equal(x, held[0])]
         return found and ("build()", f"it returns another model on ranks {found}")
 
@@ -121,9 +125,9 @@ class Parameter(Subject):
     def others_piece(self) -> str:
         """Which rank holds the piece of another one, in words."""
         T = self.case.ranks
+        if self.unknown:
+            return ""
         for rank, piece in zip(self.ranks, self.pieces):
-            if self.unknown:
-                break
             if piece.is_others:
                 return f"rank {rank} holds {piece.words}"
             usual = rank * piece.pieces // T
@@ -205,6 +209,9 @@ class Output(Subject):
         if all(x.shape == self.expected.shape for x in self.held):
             limit = case.ruler.allowed * scale_of(self.expected)
             found.append(wrong_share(self.held, [self.expected] * case.ranks, limit))
+        places = self.wrong_places()
+        if places and self.kind in (Kind.WRONG, Kind.DIFFERS):
+            found.append(places)
         inside = [] if point.slot else self.inside()
         if inside:
             found.append(
@@ -217,7 +224,8 @@ class Output(Subject):
         return self.kind is Kind.FACTOR and abs(self.relation.factor / k - 1) < 1e-6
 
     def counted_term(self) -> str:
-        """A tensor of which it contains several times what it should, or nothing."""
+        """A tensor of which it contains several times what it should, or nothing. A
+        gate may multiply it: one factor per token."""
         case = self.case
         expected = self.expected.double()
         if any(x.shape != expected.shape for x in self.held):
@@ -231,11 +239,20 @@ class Output(Subject):
                 continue
             if term.shape != expected.shape:
                 continue
-            k = case.ruler.times(off, [term.double() for _ in off], scale)
+            name = str(point) if point.slot else f"the output of {point}"
+            factors = [case.ruler.times(off, [term.double() for _ in off], scale)]
+            if not factors[0] and term.dim() > 1 and term.shape[-1] > 3:
+                rows = factors_of_rows(off[0], term.double())
+                if case.ruler.all_near(off, [rows * term] * case.ranks, scale):
+                    factors = rows.flatten().tolist()
+                    name += ", times a factor per token (a gate),"
+            is_gate = len(factors) > 1
             for count, words in ((case.ranks, "T times"), (0, "0 times")):
-                if abs(k - (count - 1)) < 1e-6:
-                    term = point if point.slot else f"the output of {point}"
-                    return f"it is right if {term} counts once, not {words}"
+                shares = [k / (count - 1) for k in factors]  # of what is counted once
+                if all(k > 0 if is_gate else abs(k - 1) < 1e-6 for k in shares):
+                    return f"it is right if {name} counts once, not {words}"
+            if factors[0] and not is_gate:
+                return f"it contains {factors[0]:.4g} times {name} too much"
         return ""
 
     def norm_of_shard(self) -> str:
@@ -260,6 +277,35 @@ class Output(Subject):
                 said = "by its name it is several matrices, and it is one Shard(0)"
                 return name, said
         return None
+
+    def in_attention(self) -> bool:
+        """Is this an attention, by its name or by that of the linear of its keys?"""
+        classes = self.case.full.classes
+        prefix = f"{self.module}." if self.module else ""
+        names = [name.removeprefix(prefix) for name in classes]
+        own = f"{self.module.rpartition('.')[2]} {classes.get(self.module, '')}"
+        is_named = ATTENTION.search(own) or any(map(KEYS.fullmatch, names))
+        return bool(is_named) and self.kind is Kind.WRONG
+
+    def wrong_places(self) -> str:
+        """Where along each dim but the last it is wrong, if only at some places."""
+        last = self.expected.dim() - 1
+        limit = self.case.ruler.allowed * scale_of(self.expected)
+        off = None
+        for view, pieces in self.case.ruler.views(self.held, self.expected)[:1]:
+            if view.dim in (None, last):  # otherwise a place is another one per rank
+                off = torch.zeros(self.expected.shape[:-1])
+                for x, piece in zip(self.held, pieces):
+                    off += ((trimmed(x, piece) - piece).abs() > limit).sum(-1)
+        if off is None:
+            return ""
+        found = []
+        for dim in range(off.dim()):
+            rows = off.transpose(0, dim).flatten(1) if off.dim() > 1 else off[:, None]
+            wrong = rows.any(1).nonzero().flatten().tolist()
+            if len(wrong) < len(rows):
+                found.append(f"at {wrong} of {len(rows)} along dim {dim}")
+        return f"it is wrong {' and '.join(found)} only" if found else ""
 
     def inside(self) -> list[str]:
         """The compared modules inside of this one."""
@@ -318,6 +364,11 @@ class Output(Subject):
         return None
 
 
+def factors_of_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The factor of each row for which x is closest to its multiple of y."""
+    return (x * y).sum(-1, keepdim=True) / (y * y).sum(-1, keepdim=True)
+
+
 def fits(bias, piece) -> bool:
     """Can a bias be added to this piece without a change of its shape?"""
     return all(b in (1, n) for b, n in zip(bias.shape, piece.shape))
@@ -349,10 +400,7 @@ class Loss(Subject):
         self.case = case
         losses = [trace.loss for trace in case.own]
         ratio = losses[0] / case.full.loss if case.full.loss else 0.0
-        texts = [
-            "all modules are right",
-            *notes,
-        ]
+        texts = ["all modules are right", *notes]
         if abs(ratio - 1) > 1e-3:
             texts.append(f"it is {ratio:.4g} times the right one")
         if len(set(losses)) > 1:
@@ -453,9 +501,8 @@ class Flow(Subject):
     def common_readers(self) -> list[Point]:
         """The inputs of modules that are this tensor, in the full model and here."""
         own = self.case.own[0].readers(self.point)
-        return [
-            reader for reader in self.case.full.readers(self.point) if reader in own
-        ]
+        full = self.case.full.readers(self.point)
+        return [reader for reader in full if reader in own]
 
     def functions(self) -> list[tuple[str, Relation]]:
         """The forward around it, if what is wrong is not returned by any module."""
@@ -695,6 +742,35 @@ class Gradient(Subject):
         sets = self.case.replica_sets(self.where)
         return self.kind is Kind.SUM and 1 < len(sets) < ranks
 
+    def sees_other_data(self) -> str:
+        """Do ranks with the same piece of a sharded parameter compute other outputs
+        with it? Then they have different samples or tokens."""
+        case = self.case
+        ranks = case.holders(self.where)
+        point = Point(self.module)
+        same = []
+        for places in case.replica_sets(self.where):
+            same = [ranks[place] for place in places]
+            held = [case.own[rank].value(point) for rank in same]
+            if len(same) in (1, len(ranks)) or any(x is None for x in held):
+                return ""
+            if all(case.ruler.near(x, held[0], scale_of(held[0])) for x in held):
+                return ""
+        said = f"ranks {same} hold one piece and have computed different outputs"
+        return said if same else ""
+
+    def lacks_dp_sum(self) -> str:
+        """Is a sum over them missing? Of a replicated parameter, the sum over all ranks
+        is then as many times too large as there are ranks in a group."""
+        groups = self.groups()
+        is_scaled = self.kind is Kind.SCALED_SUM and groups
+        if is_scaled and abs(self.relation.factor / len(groups[0]) - 1) < 1e-6:
+            return in_groups(groups)
+        return self.kind is Kind.SUM and self.sees_other_data()
+
+    def lacks_dp_mean(self) -> str:
+        return self.kind is Kind.MEAN and self.sees_other_data()
+
     def groups(self) -> list[list[int]]:
         """Ranks that have one gradient, if replicas have several and some are equal."""
         found = self.case.same_gradients(self.where)
@@ -704,8 +780,7 @@ class Gradient(Subject):
     def mean_of_groups(self) -> str:
         """Is a mean over groups of ranks missing, each of which has one gradient?"""
         groups = self.groups() if self.kind is Kind.MEAN else []
-        words = " and ".join(f"the same on ranks {ranks}" for ranks in groups)
-        return f"it is {words}" if groups else ""
+        return in_groups(groups) if groups else ""
 
     def is_reduced_wrongly(self) -> str | bool:
         """Was it reduced over other ranks than those that hold the same piece?"""
@@ -738,6 +813,11 @@ class Gradient(Subject):
                 words = "zero" if e[rows].any() else "not zero"
                 found.append(f"row {rows[0]} on rank {rank} is {words}")
         return f"{' and '.join(found)}, unlike in the full model" if found else ""
+
+
+def in_groups(groups: list[list[int]]) -> str:
+    words = " and ".join(f"the same on ranks {ranks}" for ranks in groups)
+    return f"it is {words}"
 
 
 class OtherBatch(Subject):
@@ -790,7 +870,10 @@ class TrainBuffer(Subject):
         case = self.case
         held = [trace.changed.get(self.where) for trace in case.own]
         how = case.compare(held, case.full.changed.get(self.where))
-        if how is None or how.is_right or how.kind in (Kind.SHAPE, Kind.PARTIAL):
+        of_shard = [Kind.SHAPE, Kind.PARTIAL]  # a count of a rank's own tokens
+        if self.where not in case.full.buffers:
+            of_shard.append(Kind.FACTOR)
+        if how is None or how.is_right or how.kind in of_shard:
             return ""
         return f"after one pass: {how}"
 
@@ -909,18 +992,15 @@ class Step(Subject):
         case = self.case
         if "clip" not in case.first.has:
             return None
-        held = [[] for _ in self.own]
-        right = [[] for _ in self.own]
+        pairs = [[] for _ in self.own]  # of each rank
         for name in filter(case.is_piece, case.owners):
-            for rank, x, e in zip(
-                case.holders(name), *case.compared(name, "clipped", self.number)
-            ):
+            found = case.compared(name, "clipped", self.number)
+            for rank, x, e in zip(case.holders(name), *found):
                 if x is not None:
-                    held[rank].append(x.flatten())
-                    right[rank].append(e.flatten())
+                    pairs[rank].append((x, e))
         found = []
-        for own, expected in zip(held, right):
-            k = multiple_of([torch.cat(own)], [torch.cat(expected)]) if own else 1.0
+        for own in pairs:
+            k = multiple_of(*zip(*own)) if own else 1.0
             found.append(1.0 if abs(k - 1) < 100 * case.ruler.allowed else k)
         if all(k == 1 for k in found):
             return None
@@ -963,6 +1043,12 @@ class Update(Subject):
             found.append(rank)
         return found
 
+    def before(self) -> tuple[list, list]:
+        """What the ranks held before the step, and what is right."""
+        if self.number == 0:
+            return self.case.compared(self.where, "parts")
+        return self.case.compared(self.where, "after", self.number - 1)
+
     def is_step_off(self, place: int) -> bool:
         """Is the step itself wrong, which may be far smaller than the parameter? Only
         elements count whose gradients are known to four digits."""
@@ -975,8 +1061,7 @@ class Update(Subject):
                 return False
             known = e.abs() > 1e4 * case.ruler.allowed * case.grad_scale([e])
             certain &= known | (x == e)
-        start = ("after", self.number - 1) if self.number else ("parts", None)
-        held, right = case.compared(self.where, *start)
+        held, right = self.before()
         _, after = case.compared(self.where, "after", self.number)
         step = after[place] - right[place]
         off = (self.after[place] - held[place] - step)[certain]
@@ -1005,9 +1090,7 @@ class Update(Subject):
         with another learning rate or weight decay? The same on all ranks."""
         case = self.case
         _, right = case.compared(self.where, "after", self.number)
-        number = self.number - 1
-        start = ("after", number) if self.number else ("parts", None)
-        _, before = case.compared(self.where, *start)
+        _, before = self.before()
         is_shaped = all(x.shape == e.shape for x, e in zip(self.after, right))
         if not (self.is_wrong and is_shaped):
             return ""
