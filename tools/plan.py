@@ -143,7 +143,8 @@ def add_layout_flags(add) -> None:
     add("--ep", **whole, help="ranks that share the experts; not given: all are tried")
     add("--micro-batch", **whole, help="sequences per micro-batch")
     add("--recompute", choices=RECOMPUTE, help="only layouts that recompute "
-        "nothing, what is cheap, or full layers")  # fmt: skip
+        "nothing, what is cheap, that and half of the linears (torchtitan's "
+        "selective), or full layers")  # fmt: skip
     add("--virtual", **whole, default=1,
         help="chunks of layers per stage: interleaving (1)")  # fmt: skip
     add("--schedule", choices=predict.SCHEDULES, default="1f1b",
@@ -467,7 +468,8 @@ UNITS = "GB: 10⁹ bytes (PyTorch's errors say GiB, which are 1.074 GB)."
 LEGEND = f"""\
 All of this is predicted. {UNITS}
 b       sequences per micro-batch
-redo    what is recomputed: none; some (what is cheap); full layers
+redo    what is recomputed: none; some (selective: what is cheap); half (also linears:
+        k, o and up; torchtitan's selective mode); full layers
 peak    GB that the fullest rank holds at the peak: state (weights, gradients, AdamW),
         activ (activations) and loss (for a moment)
 →tp …   GB that a rank sends per step along each axis, at most (in rings)
@@ -565,11 +567,11 @@ def show(args, fits: list, too_large: list, refused: Counter, took: float) -> No
         least = min(row["memory"] for row in too_large) / GB
         print(
             f"Too large: {len(too_large)} layouts hold more than "
-            f"{usable(args) / GB:.1f} GB, {least:.1f} or more."
+            f"{usable(args) / GB:.1f} GB; the smallest holds {least:.1f}."
         )
     if refused:
         reasons = [f"{reason} ({n})" for reason, n in refused.most_common()]
-        text = f"{sum(refused.values())} other meshes of {args.gpus} GPUs are refused: "
+        text = f"Refused of {args.gpus} GPUs: {sum(refused.values())} meshes, because "
         print(lesson.wrap(text + "; ".join(reasons)))
     print(about_scores(args))
     print(how_wrong())
@@ -583,6 +585,9 @@ def refuse_dry_run(args, best: dict) -> None:
         wrong += f"not replicate heads; take --tp {args.kv_heads}"
     elif best["cp"] > 1:
         wrong = f"of --cp {best['cp']}: lesson 05 splits no sequence; take --cp 1"
+    elif best["recompute"] == "half":
+        wrong = "of --recompute half: lesson 05 recomputes no linear on its own; take "
+        wrong += "--recompute full"
     elif args.zero > 1:
         wrong = f"of --zero {args.zero}: lesson 05 shards the optimizer only; take "
         wrong += "--zero 1"
@@ -656,7 +661,10 @@ def main(words=None) -> int:
         if args.json:
             args.json.open("a").close()
     except (ValueError, OSError) as error:
-        print(lesson.wrap(f"error: {error}"), file=sys.stderr)
+        told = error
+        if isinstance(error, OSError):
+            told = f"--json {args.json}: {error.strerror}"
+        print(lesson.wrap(f"error: {told}"), file=sys.stderr)
         return 2
     show(args, fits, too_large, refused, time.perf_counter() - start)
     data = {"asked": vars(args), "predicted": fits, "too large": too_large}

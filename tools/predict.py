@@ -33,9 +33,10 @@ lesson = importlib.import_module("course").lesson05
 
 ATTENTION = "math", "flash"  # written out, as in the lessons; or FlashAttention
 ZERO = 0, 1, 2, 3  # ZeRO's stage
-# Nothing; what is cheap to compute again (with attention written out its core, with
-# FlashAttention the outputs of norms and the MLP's product); entire layers.
-RECOMPUTE = "none", "selective", "full"
+# none. selective: what is cheap to compute again (with attention written out its core,
+# with FlashAttention the outputs of norms and the MLP's product). half: that, and every
+# second linear from k on (k, o, up), which is torchtitan's "selective". full: layers.
+RECOMPUTE = "none", "selective", "half", "full"
 SCHEDULES = "1f1b", "zb-h1"
 SIZES = (
     "layers hidden heads kv_heads head_dim ffn vocab_size seq_len batch_size".split()
@@ -92,7 +93,19 @@ def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, cp=1, ep=1, **more
     layout.update(more)
     if cp > 1 and layout["attention"] != "flash":
         raise ValueError(f"cp {cp}: a ring saves no scores; take --attention flash")
+    if layout["recompute"] not in ways_to_recompute(sizes, layout["attention"]):
+        raise ValueError(
+            "--recompute half: with FlashAttention and without experts only; take "
+            "--recompute selective"
+        )
     return argparse.Namespace(**layout)
+
+
+def ways_to_recompute(sizes: dict, attention: str) -> list[str]:
+    """What may be recomputed; half has no formula for experts and saved scores."""
+    if attention == "flash" and not sizes.get("experts"):
+        return list(RECOMPUTE)
+    return [how for how in RECOMPUTE if how != "half"]
 
 
 def changed(layout, **changes):
@@ -224,6 +237,8 @@ def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
     s = S // T if sp else S
     if args.recompute == "full":
         return e * b * s * D  # the layer's input
+    if args.recompute == "half":
+        return half_bytes(args, b * S, b * s, e)
     cheap = 0
     if args.recompute == "selective" and args.attention == "flash":
         cheap = 1  # tensors of the MLP that are computed again: the product
@@ -244,6 +259,15 @@ def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
     scores = b * args.heads * S * S // T * (e + masks * (1 + e))
     q_k_v_o = inside + 2 * q_width(args)
     return outside + e * b * S * q_k_v_o // T + scores + routed
+
+
+def half_bytes(args, tokens: int, own: int, e: int) -> int:
+    """Bytes that a layer saves with recompute "half": its input, attention's output and
+    log-sum-exp, and the outputs of linears 1, 3, 5, 7 of q, k, v, o, gate, up, down
+    (without a gate: of q, v, up). own: tokens between the linears."""
+    outside = own * args.hidden * (2 if args.gated else 1)
+    inside = tokens * (2 * q_width(args) + kv_width(args) + args.ffn) // args.tp
+    return e * (outside + inside) + 4 * tokens * args.heads // args.tp
 
 
 def routed_rows(args, tokens: int) -> int:
@@ -416,9 +440,9 @@ def of_layers(args, stage: int, x: float, rows: Rows) -> None:
     """Lesson 04: per block (attention, MLP) an all-gather and a reduce-scatter forward,
     the same in backward, and there one more all-gather. Embedding and head likewise.
 
-    A layer that is recomputed repeats all its calls but the last reduce-scatter, whose
-    result is not needed (PyTorch's checkpoint stops before it). A layer of experts
-    (beyond/16) without a shared expert has attention's block only.
+    A layer that is recomputed, half or fully, repeats all its calls but the last
+    reduce-scatter, whose result is not needed (PyTorch's checkpoint stops before it). A
+    layer of experts (beyond/16) without a shared expert has attention's block only.
     """
     M, l = args.microbatches, layers_of(args, stage)
     blocks = l if args.experts and not args.ffn else 2 * l
@@ -428,7 +452,7 @@ def of_layers(args, stage: int, x: float, rows: Rows) -> None:
     rows.add("forward", "reduce-scatter", "tp", M * (blocks + first), x)
     rows.add("backward", "all-gather", "tp", M * (2 * blocks + first + last), x)
     rows.add("backward", "reduce-scatter", "tp", M * (blocks + last), x)
-    if args.recompute == "full":
+    if args.recompute in ("half", "full"):
         rows.add("backward", "all-gather", "tp", M * blocks, x)
         rows.add("backward", "reduce-scatter", "tp", M * l, x)
 
@@ -667,6 +691,8 @@ def flops(args, stage: int) -> int:
     again = 0
     if args.recompute == "full":
         again = layer
+    elif args.recompute == "half":
+        again = 2 * linears_again(args)
     elif args.recompute == "selective" and args.attention == "math":
         again = scores
     if args.attention == "flash":
@@ -675,6 +701,12 @@ def flops(args, stage: int) -> int:
     if stage == args.pp - 1:
         work += 3 * 2 * args.hidden * args.vocab_size
     return tokens * work // ranks
+
+
+def linears_again(args) -> int:
+    """Elements of the linears that "half" computes again: k, o, and with a gate up."""
+    mlp = args.ffn if args.gated else 0
+    return args.hidden * (kv_width(args) + q_width(args) + mlp)
 
 
 def active_weights(args) -> int:
@@ -741,13 +773,15 @@ def in_micro_batches(took: dict) -> float:
 
 def bubble(args) -> float:
     """Waiting over computing of a stage, with F, B (dL/dx alone) and W (dL/dW) equally
-    long; recomputing full layers adds an F to B.
+    long; recomputing full layers adds an F to B, half of the linears a part of it.
 
     1F1B waits (P − 1)·(F + B + W) (2104.04473, sec. 2.2), with v chunks per stage one
     v-th of that; ZB-H1 (P − 1)·(F + B − W) (2401.10241). Computing: M·(F + B + W).
     """
     F = W = 1
     B = 2 if args.recompute == "full" else 1
+    if args.recompute == "half":
+        B += linears_again(args) / layer_weights(args)
     waits = F + B - W if args.schedule == "zb-h1" else F + B + W
     waits *= args.pp - 1
     return waits / (args.virtual * args.microbatches * (F + B + W))
@@ -923,7 +957,8 @@ def search(sizes: dict, machine, fixed: dict | None = None, **options) -> tuple:
     too_large = []
     refused = Counter()
     flash = options.get("attention", "math") == "flash"
-    ways = [fixed["recompute"]] if "recompute" in fixed else RECOMPUTE
+    ways = ways_to_recompute(sizes, options.get("attention", "math"))
+    ways = [fixed["recompute"]] if "recompute" in fixed else ways
     for mesh in meshes(machine.gpus, fixed, flash * sizes["seq_len"]):
         reason = why_not(sizes, **mesh, virtual=options.get("virtual", 1))
         if reason:
@@ -961,7 +996,7 @@ def page_data() -> str:
     data = {"models": MODELS, "machines": MACHINES, "bands": bands, "peaks": []}
     for peak in peaks():
         row = {"run": peak.name, "predicted": peak.predicted, "measured": peak.measured}
-        data["peaks"].append(row | {"why": peak.why})
+        data["peaks"].append(row)
     return json.dumps(data, indent=1) + "\n"
 
 

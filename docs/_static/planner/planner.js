@@ -2,7 +2,7 @@
 // the address. It has no formula of its own.
 import {
   ATTENTION, LOSSES, RECOMPUTE, SCHEDULES, divisors, layoutOptions, makeLayout, predict, search,
-  usable, whyNot,
+  usable, waysToRecompute, whyNot,
 } from "./predict.js";
 
 const presets = await (await fetch("presets.json")).json();
@@ -115,6 +115,7 @@ function changed(name) {
   state[name] = read(name);
   if (name === "model") Object.assign(state, modelOf(state.model));
   if (name === "model" && !state.experts) state.imbalance = 1;
+  if (name === "model" && state.experts && state.recompute === "half") state.recompute = "selective";
   if (name === "machine") Object.assign(state, machineOf(state.machine));
   if (name === "hidden" || name === "heads") state.head_dim = state.hidden / state.heads;
   update();
@@ -145,6 +146,9 @@ function problem() {
   if (experts && !(top_k && expert_ffn)) return "experts: how many per token, and how wide?";
   if (!experts && !state.ffn) return "MLP width: 0, and there are no experts";
   if (state.schedule !== "1f1b" && state.virtual > 1) return "chunks per stage: only with 1f1b";
+  if (!waysToRecompute(state, state.attention).includes(state.recompute)) {
+    return "recompute: half, only with attention flash and without experts";
+  }
   return "";
 }
 
@@ -425,10 +429,10 @@ function showBands() {
 }
 
 function showPeaks() {
-  for (const { run, predicted, measured, why } of presets.peaks) {
+  for (const { run, predicted, measured } of presets.peaks) {
     const off = Math.round((predicted / measured - 1) * 100);
     const sign = predicted < measured ? "−" : "+";
-    const cells = [gigabytes(predicted), gigabytes(measured), `${sign}${Math.abs(off)}%`, why];
+    const cells = [gigabytes(predicted), gigabytes(measured), `${sign}${Math.abs(off)}%`];
     $("peaks").append(make("tr", {}, make("th", { scope: "row" }, run), ...cells.map((x) => make("td", {}, x))));
   }
 }

@@ -2,7 +2,7 @@
 // tests/test_planner.py compares both on random layouts: bytes are equal, times agree to
 // 1e-9. Names are those of the Python code. A formula is edited there first.
 
-export const RECOMPUTE = ["none", "selective", "full"];
+export const RECOMPUTE = ["none", "selective", "half", "full"];
 export const ATTENTION = ["flash", "math"];
 export const SCHEDULES = ["1f1b", "zb-h1"];
 // Bytes per logit that a loss saves, and that it needs on top of them at its peak.
@@ -106,6 +106,11 @@ export function layerBytes(a, e = 2, stats = 4, masks = false, sp = true) {
   const S = floorDiv(a.seq_len, a.cp);
   const s = sp ? floorDiv(S, a.tp) : S;
   if (a.recompute === "full") return e * b * s * a.hidden;
+  if (a.recompute === "half") {
+    const outer = b * s * a.hidden * (a.gated ? 2 : 1);
+    const inner = floorDiv(b * S * (2 * qWidth(a) + kvWidth(a) + a.ffn), a.tp);
+    return e * (outer + inner) + floorDiv(4 * b * a.heads * S, a.tp);
+  }
   const cheap = a.recompute === "selective" && a.attention === "flash" ? 1 : 0;
   const norms = 2 * normStats(a) * stats;
   const inputs = cheap ? 2 : 4;
@@ -222,7 +227,7 @@ export function traffic(a, stage, e = 2) {
   add("forward", "reduce-scatter", "tp", M * (blocks + first), X);
   add("backward", "all-gather", "tp", M * (2 * blocks + first + last), X);
   add("backward", "reduce-scatter", "tp", M * (blocks + last), X);
-  if (a.recompute === "full") {
+  if (["half", "full"].includes(a.recompute)) {
     add("backward", "all-gather", "tp", M * blocks, X);
     add("backward", "reduce-scatter", "tp", M * l, X);
   }
@@ -346,6 +351,8 @@ export function rates(a, machine) {
   return found;
 }
 
+const linearsAgain = (a) => a.hidden * (kvWidth(a) + qWidth(a) + (a.gated ? a.ffn : 0));
+
 export function flops(a, stage) {
   const tokens = floorDiv(a.batch_size, a.dp) * a.seq_len;
   const scores = 4 * a.seq_len * qWidth(a);
@@ -353,6 +360,7 @@ export function flops(a, stage) {
   const layer = 2 * (layerWeights(a) + active) + scores;
   let again = 0;
   if (a.recompute === "full") again = layer;
+  else if (a.recompute === "half") again = 2 * linearsAgain(a);
   else if (a.recompute === "selective" && a.attention === "math") again = scores;
   if (a.attention === "flash") again += floorDiv(scores, 2);
   let work = layersOf(a, stage) * (3 * layer + again);
@@ -384,7 +392,9 @@ function seconds(a, stage, machine, rate) {
 }
 
 export function bubble(a) {
-  const [F, B, W] = [1, a.recompute === "full" ? 2 : 1, 1];
+  const [F, W] = [1, 1];
+  let B = a.recompute === "full" ? 2 : 1;
+  if (a.recompute === "half") B += linearsAgain(a) / layerWeights(a);
   const waits = (a.schedule === "zb-h1" ? F + B - W : F + B + W) * (a.pp - 1);
   return waits / (a.virtual * a.microbatches * (F + B + W));
 }
@@ -503,6 +513,12 @@ export function search(sizes, machine, options, fixed = {}) {
   return best;
 }
 
+// What may be recomputed; half has no formula for experts and saved scores.
+export function waysToRecompute(sizes, attention) {
+  const half = attention === "flash" && !sizes.experts;
+  return RECOMPUTE.filter((how) => how !== "half" || half);
+}
+
 function bestOfMesh(sizes, machine, mesh, options) {
   let best = null;
   for (const micro_batch of divisors(sizes.batch_size / mesh.dp)) {
@@ -510,7 +526,7 @@ function bestOfMesh(sizes, machine, mesh, options) {
     if (options.virtual > 1 && M % mesh.pp) continue;
     for (const ep of sizes.experts ? divisors(sizes.experts) : [1]) {
       if (whyNot(sizes, { ...mesh, ep })) continue;
-      for (const recompute of RECOMPUTE) {
+      for (const recompute of waysToRecompute(sizes, options.attention)) {
         const layout = makeLayout(sizes, { ...mesh, ...options, micro_batch, ep, recompute });
         const row = predict(layout, machine);
         if (row.memory > usable(machine)) continue;
