@@ -50,6 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 START = multiprocessing.get_context(METHOD)
 ENGINE, CONTROLLER = "ipyparallel.engine.app", "ipyparallel.controller.app"
+TORCH = "torch.distributed.tensor.parallel"
 
 
 def prepare() -> None:
@@ -113,7 +114,8 @@ class Ranks:
 
     def __init__(self, count: int, lesson: str, timeout: float):
         self.count, self.timeout = count, timeout
-        START.set_forkserver_preload([ENGINE, CONTROLLER, lesson])
+        # The server that ranks are forked from does not find scripts of beyond/.
+        START.set_forkserver_preload([ENGINE, CONTROLLER, TORCH, lesson])
         if METHOD == "forkserver":
             forkserver.ensure_running()  # while the lesson is imported here
         self.lesson = importlib.import_module(lesson)

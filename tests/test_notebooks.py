@@ -276,9 +276,13 @@ def judge_exercises(name: str, verdict) -> None:
         assert "not yet" in said and wanted in said, (answer, said)
 
 
-RENEW = """%px %reset -f
-live.view.map_sync(ranks.load, range(2), [2] * 2, ["{lesson}"] * 2)
-live.form_group()
+RENEW = """if live.count != {count}:
+    live = ranks.start({count}, "{lesson}", timeout=4)
+else:
+    live.view.execute("%reset -f", block=True)
+    each = range({count}), [{count}] * {count}, ["{lesson}"] * {count}
+    live.view.map_sync(ranks.load, *each)
+    live.form_group()
 """
 
 
@@ -287,9 +291,8 @@ live.form_group()
 ])  # fmt: skip
 def test_exercises(cell, px, name):
     """On ranks with the lesson and nothing else: the two that run, in the end four."""
-    lesson = LESSON[name]
-    start = f"live = ranks.start(4, '{lesson}', timeout=4)"
-    said = cell(start if name in ON_FOUR else RENEW.format(lesson=lesson))
+    count = 4 if name in ON_FOUR else 2
+    said = cell(RENEW.format(count=count, lesson=LESSON[name]))
     # Where machines are slow, start() says after 20 seconds how many have started.
     assert all(line.endswith("please wait") for line in said.splitlines()), said
 
