@@ -173,8 +173,8 @@ def test_a_batch_of_one_row_stores_its_tokens_only():
 
 
 def test_one_step_is_compared_as_three_steps_are():
-    """A bias of 0.003 after one step of lr = 0.003; a gradient has no such scale."""
-    assert lesson.LEAST == {"parameters": pytest.approx(3 * 3e-3)}
+    """A bias of 0.003 after one step of lr = 0.003."""
+    assert lesson.LEAST["parameters"] == pytest.approx(3 * 3e-3)
     bias = torch.tensor([3e-3, -3e-3], dtype=torch.float64)
     wrong = bias * 1.001
     assert lesson.rel_diff(wrong, bias) == pytest.approx(1e-3)
@@ -281,6 +281,21 @@ def test_a_changed_model_reaches_the_comparison(tmp_path, name):
         return
     assert done.code == 0 and not failed and "✗" not in done.out, done.text
     assert f"\nPASS  {TRANSFORMER}  values agree: " in done.out and "\n≠ " in done.out
+
+
+NO_ROTARY = [
+    ("        q_BNSH = rotate(q_BNSH, cos_SH[:S], sin_SH[:S])\n", ""),
+    ("        k_BKSH = rotate(k_BKSH, cos_SH[:S], sin_SH[:S])\n", ""),
+]
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_errors(tmp_path):
+    """Without rotary embedding a key's bias adds the same to all scores of a query. Its
+    errors are compared with less than the smallest gradient of a default run has."""
+    done = run_changed(tmp_path, NO_ROTARY)
+    assert done.code == 0 and f"\nPASS  {TRANSFORMER}" in done.out, done.text
+    wrong, right = torch.tensor(2e-9), torch.tensor(0.0)
+    assert lesson.rel_diff(wrong, right, lesson.LEAST["gradients"]) > 1e-5
 
 
 def test_a_norm_over_heads_has_partial_gradients(tmp_path):
