@@ -1,11 +1,12 @@
 """The site, built as `make site` does and opened in a real browser."""
 
 import functools
-import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,8 +16,6 @@ import numpy as np
 import pytest
 from conftest import PATIENCE
 from pictures import ARROWS, draw
-
-pytestmark = pytest.mark.timeout(2400)  # the build, and some thirty pages
 
 DECKS = {"ninety": 90, "day": 60}  # minutes until the end, or of each hour
 # What one look at a page finds.
@@ -101,19 +100,33 @@ SETTLED = "() => new Promise(done => requestAnimationFrame(() => setTimeout(done
 WIDER = "() => document.documentElement.scrollWidth - window.innerWidth"
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def build() -> Path:
     """The folder of the site; its line numbers lead to a repository on GitHub."""
-    folder = tmp_path_factory.mktemp("site")
+    folder = Path(tempfile.mkdtemp())
     make = ["make", "-n", "site", f"RUN={sys.executable}"]
     told = subprocess.check_output(make, cwd=jobs.ROOT, text=True).splitlines()
     commands = [line for line in told if "-m sphinx" in line]
     assert len(commands) == 2 and all(" -W " in line for line in commands)
-    env = os.environ | {"GITHUB_REPOSITORY": "us/course", "GITHUB_SHA": "abc"}
+    env = {"GITHUB_REPOSITORY": "us/course", "GITHUB_SHA": "abc"}
     for line in commands:
         words = [re.sub("^site/", f"{folder}/", word) for word in shlex.split(line)]
-        subprocess.run(words, cwd=jobs.ROOT, env=env, check=True)
+        done = jobs.watch(["nice", *words], 900, env)
+        assert done.code == 0, done.text
     return folder / "html"
+
+
+pytestmark = [
+    pytest.mark.timeout(2400),  # the build, and some thirty pages
+    pytest.mark.ahead.with_args(build),
+]
+
+
+@pytest.fixture(scope="module")
+def site():
+    """What was built ahead of the tests."""
+    html = jobs.begin(build).result()
+    yield html
+    shutil.rmtree(html.parent)
 
 
 @pytest.fixture(scope="module")
