@@ -1035,15 +1035,16 @@ def lesson_parser(doc: str, breaks: dict, sections: int, **sizes: int) -> Parser
         allow_abbrev=False,
     )
     add = parser.add_argument
-    for name, default in dict(sizes, seed=1, timeout=60).items():
+    for name, default in dict(sizes, seed=1).items():
         text = f"(default {default or 'derived from the mesh'})"
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=positive, default=default, help=text)
+    text = "seconds that a call may wait (default 60; with --break at most 15)"
+    add("--timeout", type=positive, default=60, help=text)
     text = "float64 separates bugs from rounding errors"
     add("--dtype", choices=list(ALLOWED), default="float32", help=text)
-    numbers = range(1, sections + 1)
     text = f"print only section N, 1 to {sections}"
-    add("--only", type=int, choices=numbers, metavar="N", help=text)
+    add("--only", type=int, choices=range(1, sections + 1), metavar="N", help=text)
     add("--verbose", action="store_true", help="print all rows of all tables")
     names = list(breaks) + ["list"]
     text = "inject a bug; `--break list` names them all"

@@ -220,10 +220,15 @@ SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
 SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
 
 
+def on_two_machines():
+    flags = (*SMALL, "--steps", "2", "--pp", "2", "--tp", "1")
+    return jobs.two_agents(jobs.ROOT / f"{MESH}.py", 1, *flags)
+
+
+@pytest.mark.ahead.with_args(on_two_machines)
 def test_two_machines():
     """Two agents on this one, as on two hosts: torchrun --nnodes=2."""
-    flags = (*SMALL, "--steps", "2", "--pp", "2", "--tp", "1")
-    first, second = jobs.two_agents(jobs.ROOT / f"{MESH}.py", 1, *flags)
+    first, second = jobs.begin(on_two_machines).result()
     assert first.code == second.code == 0, first.text + second.text
     last = [one.out.splitlines()[-1] for one in (first, second) if one.out]
     assert len(last) == 1 and last[0].startswith(f"PASS  {MESH}")
