@@ -1265,7 +1265,7 @@ class Report:
             self.say(wrap(f"   {what}: {how}"))
         self.agreeing.clear()
 
-    def print_rows(self, rows: list[dict], hide) -> None:
+    def print_rows(self, rows: list[dict], hide, is_short=False) -> None:
         lines = [" "] * (len(rows) + 1)  # they grow column by column
         notes = []  # below the table
         for row in rows:
@@ -1273,11 +1273,13 @@ class Report:
         for name in rows[0]:
             if name in hide or name in ("off", "off_ranks", "predicted"):
                 continue
-            texts = [name] + [marked_cell(row, name) for row in rows]
+            texts = [name] + [marked_cell(row, name, is_short) for row in rows]
             width = max(len(text) for text in texts)
             pad = str.ljust if isinstance(rows[0][name], str) else str.rjust
             for i, text in enumerate(texts):
                 lines[i] += "  " + pad(text, width)
+        if max(map(len, lines)) > 88 and not is_short:
+            return self.print_rows(rows, hide, is_short=True)  # ≠ alone, as it fits
         self.say("\n".join([line.rstrip() for line in lines] + notes))
 
     def compare(self, key, runs: dict, allowed=0.0, fold=str, brief: str = "") -> None:
@@ -1488,7 +1490,7 @@ def notes_on(row: dict) -> list[str]:
     return notes
 
 
-def marked_cell(row: dict, name: str) -> str:
+def marked_cell(row: dict, name: str, is_short: bool) -> str:
     """A value as a table shows it; ✗ if it failed, ≠ if the model was edited."""
     value = row[name]
     predicted = row.get("predicted", {})
@@ -1502,7 +1504,7 @@ def marked_cell(row: dict, name: str) -> str:
         text = f"{value:,}"
     if name not in row.get("off", []):
         return text
-    mark = predicted.get(name, "")
+    mark = predicted.get(name, "")[: 2 if is_short else None]  # short: " ≠"
     return text + (mark if mark.startswith(" ≠") else "✗")
 
 
@@ -1614,9 +1616,8 @@ def join_group(backend: str, limit: timedelta) -> dist.Store:
     # After a restart by torchrun the store still has what the last attempt wrote.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt {restarts}", store)
-    dist.init_process_group(
-        backend, timeout=limit, store=store, rank=rank, world_size=ranks
-    )
+    member = dict(store=store, rank=rank, world_size=ranks)
+    dist.init_process_group(backend, timeout=limit, **member)
     return store
 
 
@@ -1666,9 +1667,8 @@ def launch(main, parse_args, module: dict) -> None:
     gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
     if args.bug and not fails:
-        is_reporter = os.environ["RANK"] == "0"
         text = "error: the bug does not show in this run; give --break alone"
-        exit_rank(1, text, is_reporter)
+        exit_rank(1, text, is_reporter=os.environ["RANK"] == "0")
     if fails and not args.bug and os.environ["LOCAL_RANK"] == "0":
         # One rank per host: torchrun's report is then as short as it can be.
         time.sleep(1)  # the other ranks have ended

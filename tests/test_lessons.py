@@ -158,6 +158,7 @@ def test_a_right_edit_passes(edit, tmp_path):
     done = jobs.launch(script, 2, "--json", path)
     assert done.code == 0 and f"\nPASS  {MLP}  values agree: " in done.out, done.text
     assert "✗" not in done.out and " ≠ " in done.out
+    assert max(map(len, done.out.splitlines())) <= 88, done.out
     data = json.loads(path.read_text())
     assert data["edited"] and data["verdict"] == "PASS"
     off = {row["kind"] for row in data["checks"] if row["ranks"]}

@@ -162,3 +162,16 @@ def test_hugging_face(run):
     wanted = 12 * int(flag(run, "--layers", 2)) + 2 + ("--tie" not in run)
     assert len(diffs) == wanted and 0 < max(diffs) <= 1e-5
     assert compared["Qwen2 loss: loss, step 1, DTensor"] <= 1e-6
+
+
+def test_rows_of_an_edited_model_fit_the_screen(tmp_path):
+    """Four predicted values do not fit: the end of the output has both numbers."""
+    script = tmp_path / f"{SEQUENCE}.py"
+    text = jobs.PATHS[SEQUENCE].read_text("utf-8")
+    assert text.count("F.gelu(self") == 1
+    script.write_text(text.replace("F.gelu(self", "F.relu(self"), "utf-8")
+    done = jobs.launch(script, 2)
+    assert done.code == 0 and "  values agree: " in done.out, done.text
+    assert max(map(len, done.out.splitlines())) <= 88, done.out
+    assert re.search(r"saved, measured +377,856 ≠  230,400 ≠ ", done.out), done.out
+    assert "≠ saved, TP: 230,400, the lesson has 263,168\n" in done.out
