@@ -572,10 +572,14 @@ class Experts(nn.Module):
         self.router = nn.Linear(D, EXPERTS, bias=False)
         names = [str(i) for i in range(EXPERTS)]
         self.experts = nn.ModuleDict({name: nn.Linear(D, D) for name in names})
+        self.shared = nn.Linear(D, D)
         self.group = None
         self.bug = ""
 
     def forward(self, x):
+        shape = x.shape
+        x = x.flatten(0, 1)
+        shared = self.shared(x)
         weights, chosen = self.router(x).softmax(-1).topk(2, -1)
         if self.group is None or self.bug != "scale":
             weights = weights / weights.sum(-1, keepdim=True)
@@ -587,7 +591,10 @@ class Experts(nn.Module):
         for name, expert in self.experts.items():
             of_expert = (weights * (chosen == int(name))).sum(-1, keepdim=True)
             y = y + expert(x) * of_expert
-        return y if self.group is None else Sum.apply(y, self.group)
+        if self.bug == "shared expert":
+            y = y + shared
+        y = y if self.group is None else Sum.apply(y, self.group)
+        return (y if self.bug == "shared expert" else y + shared).view(shape)
 
 
 def experts_subject(bug: str):
@@ -1806,10 +1813,13 @@ class Masked(nn.Module):
         self.group = None
         self.bug = ""
 
+    def linears(self):
+        return self.q, self.k, self.v
+
     def forward(self, x):
         h = x if self.group is None else Copy.apply(x, self.group)
         parts = []
-        for linear in (self.q, self.k, self.v):
+        for linear in self.linears():
             parts.append(linear(h).unflatten(-1, (-1, D // HEADS)).transpose(1, 2))
         mask = torch.ones(S, S, dtype=torch.bool).tril()
         if self.bug == "no mask":
@@ -1821,9 +1831,21 @@ class Masked(nn.Module):
         return x + (y if self.group is None else Sum.apply(y, self.group))
 
 
-def masked_subject(bug: str):
+class Listed(Masked):
+    """Its linears are in a list, whose name is that of one fused weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.ModuleList(super().linears())
+        del self.q, self.k, self.v
+
+    def linears(self):
+        return self.qkv
+
+
+def masked_subject(bug: str, make=Masked):
     def parallelize(model, group):
-        for linear in (model.mix.q, model.mix.k, model.mix.v):
+        for linear in model.mix.linears():
             linear.weight = piece(linear.weight, group)
             linear.bias = piece(linear.bias, group)
         model.mix.o.weight = piece(model.mix.o.weight, group, 1)
@@ -1833,10 +1855,14 @@ def masked_subject(bug: str):
 
     subject = renamed_subject("")
     subject.build = lambda: nn.Sequential(
-        OrderedDict(norm=nn.LayerNorm(D), mix=Masked(), head=nn.Linear(D, D))
+        OrderedDict(norm=nn.LayerNorm(D), mix=make(), head=nn.Linear(D, D))
     )
     subject.parallelize = parallelize
     return subject
+
+
+def listed_subject(bug: str):
+    return masked_subject(bug.removesuffix(" of a list"), Listed)
 
 
 # ---- BatchNorm of features that are split: in train mode the bias in front of it has
@@ -1936,6 +1962,107 @@ def empty_subject(bug: str):
     return subject
 
 
+# ---- A fused weight whose last row, a gate, all ranks have.
+
+
+class GatedRows(Feed):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(D, 2 * D + 1, bias=False)
+        del self.norm
+
+    def forward(self, x):
+        rows, gate = self.up.weight[:-1], self.up.weight[-1:]
+        if self.group is not None:
+            x = Copy.apply(x, self.group)
+            if self.bug != "row of all":
+                gate = Copy.apply(gate, self.group)
+        h = F.linear(x, rows) * F.linear(x, gate).sigmoid()
+        y = F.linear(h, self.down.weight)
+        return y if self.group is None else Sum.apply(y, self.group)
+
+
+def gated_rows_subject(bug: str):
+    def parallelize(model, group):
+        feed = model[1]
+        rows = piece(feed.up.weight[:-1], group)
+        feed.up.weight = nn.Parameter(torch.cat([rows, feed.up.weight[-1:]]).detach())
+        feed.down.weight = piece(feed.down.weight, group, 1)
+        feed.group = group
+        feed.bug = bug
+        return model
+
+    subject = renamed_subject("")
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), GatedRows())
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- An average of a weight, which training keeps without a gradient.
+
+
+class Averaged(Feed):
+    def __init__(self):
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(2 * D, D), requires_grad=False)
+
+    def forward(self, x):
+        if self.training:
+            rate = 0.2 if self.bug else 0.1
+            self.average.data.lerp_(self.up.weight.data, rate)
+        return super().forward(x)
+
+
+def averaged_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        model[1].average = piece(model[1].average, group)
+        return model
+
+    subject = renamed_subject("")
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Averaged())
+    subject.parallelize = parallelize
+    return subject
+
+
+# ---- Layers that are no modules: their weights are stacked.
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(2, D))
+        self.up = nn.Parameter(torch.randn(2, 2 * D, D) / 4)
+        self.down = nn.Parameter(torch.randn(2, D, 2 * D) / 4)
+        self.head = nn.Linear(D, D)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        for scale, up, down in zip(self.scale, self.up, self.down):
+            h = x * scale
+            if self.group is not None and not self.bug:
+                h = Copy.apply(h, self.group)
+            y = F.linear(F.linear(h, up).relu(), down)
+            x = x + (y if self.group is None else Sum.apply(y, self.group))
+        return self.head(x)
+
+
+def stacked_subject(bug: str):
+    def parallelize(model, group):
+        model.up = nn.Parameter(model.up.detach().chunk(group.size(), 1)[group.rank()])
+        down = model.down.detach().chunk(group.size(), 2)
+        model.down = nn.Parameter(down[group.rank()].clone())
+        model.group = group
+        model.bug = bug
+        return model
+
+    subject = renamed_subject("")
+    subject.build = Stacked
+    subject.parallelize = parallelize
+    return subject
+
+
 # model → its bugs, and what the first finding of each begins with.
 MODELS = {
     fused_subject: {
@@ -1983,6 +2110,7 @@ MODELS = {
         "wrong expert": "wrong parameter",
         "experts summed": "gradient of several pieces",
         "scale": "forward wrong",
+        "shared expert": ["forward wrong", "1"],
     },
     lora_subject: {
         "A": "gradient sum",
@@ -2066,7 +2194,13 @@ MODELS = {
         "no mask": ["forward wrong", "mix"],
         "window": ["forward wrong", "mix"],
     },
+    listed_subject: {"window of a list": ["forward wrong", "mix"]},
     channels_subject: {"full groups": ["forward wrong", "norm"]},
+    gated_rows_subject: {"row of all": ["gradient sum", "1.up.weight"]},
+    averaged_subject: {
+        "average": ["update of a frozen parameter", "1.average"],
+    },
+    stacked_subject: {"stacked": ["gradient differs between replicas", "scale"]},
     normed_subject: {},
     empty_subject: {},
 }

@@ -83,7 +83,7 @@ def is_named(bug: dict) -> bool:
 def test_bugs_of_other_models_are_found_and_named(ranks):
     """Models that are not the course's: each bug's first category is its cause."""
     bugs = ranks[0]["models"]
-    assert len(bugs) >= 93
+    assert len(bugs) >= 98
     for bug in bugs:
         assert bug["categories"] and is_named(bug), bug
 
@@ -126,6 +126,9 @@ def test_what_follows_has_no_advice_of_its_own(ranks):
     bugs = [b for b in ranks[0]["models"] if b["model"] == "pairs_subject"]
     assert bugs[0]["own"] == ["backward partial"]
     assert len(bugs[0]["categories"]) > 4
+    stacked = of_models(ranks, "stacked")
+    assert stacked["own"] == ["gradient differs between replicas"]
+    assert ["gradient unexplained", "up"] in stacked["categories"]
     headed = [b for b in ranks[0]["models"] if b["model"] == "headed_subject"]
     assert set(headed[0]["own"]) == {"gradient sum"}
     assert len(headed[0]["categories"]) > 4
@@ -166,6 +169,9 @@ SAID = [  # a bug, and what its first finding says of the cause
     ("sent after a step", "rank 1 has the piece of rank 0"),
     ("second loss summed", "a second loss (of a router) that every rank has in full"),
     ("read", "its mask (is_causal), its scale"),
+    ("shared expert", "if the output of 1.shared counts once, not T times"),
+    ("row of all", "sum the rows that several ranks have"),
+    ("stacked", "Look at what reads this parameter or its module's output"),
 ]
 
 

@@ -432,15 +432,12 @@ class Case:
     def over_replicas(self, name: str, grads, right, scale: float) -> Relation | None:
         """Is the sum over the ranks with the same piece right, or a factor off?"""
         near = self.ruler.all_near
-        sets = self.replica_sets(name)
-        sums = [sum(grads[rank] for rank in ranks) for ranks in sets]
-        targets = [right[ranks[0]] for ranks in sets]
-        most = max(len(ranks) for ranks in sets)
-        if most > 1 and near(sums, targets, scale):
+        sums, most = self.over_holders(name, grads)
+        if most > 1 and near(sums, right, scale):
             if all(torch.equal(g, grads[0]) for g in grads):
                 return Relation(Kind.FACTOR, f"factor {1 / most:.6g}", 1 / most)
             return Relation(Kind.SUM)
-        if most > 1 and near(sums, targets, scale * most, most):
+        if most > 1 and near(sums, right, scale * most, most):
             return Relation(Kind.MEAN)
         k = self.ruler.times(grads, right, scale)
         if k:
@@ -448,10 +445,22 @@ class Case:
         factors = [self.ruler.times([g], [e], scale) for g, e in zip(grads, right)]
         if all(factors):
             return Relation(Kind.FACTORS, f"factor per rank {numbers(factors)}")
-        k = self.ruler.times(sums, targets, scale)
+        k = self.ruler.times(sums, right, scale)
         if most > 1 and k:
             return Relation(Kind.SCALED_SUM, f"scaled sum, {k:.6g} times", k)
         return None
+
+    def over_holders(self, name: str, grads: list[Tensor]) -> tuple[list, int]:
+        """The sum of each element's gradients over the ranks that hold this element,
+        and how many do at most. A fused weight may be shared in some rows only."""
+        held = torch.cat([self.index[r][name].flatten() for r in self.holders(name)])
+        known, places = held.unique(return_inverse=True)
+        flat = torch.cat([grad.flatten() for grad in grads]).double()
+        sums = torch.zeros(len(known)).double().index_add(0, places, flat)[places]
+        counts = places.bincount()[known != PADDING].tolist()
+        parts = sums.split([grad.numel() for grad in grads])
+        parts = [part.view(grad.shape) for part, grad in zip(parts, grads)]
+        return parts, max(counts, default=0)
 
     def in_its_place(self, name: str, vector: Tensor) -> list[Tensor]:
         """The right gradients of what each rank has in the place of this parameter, if

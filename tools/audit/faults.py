@@ -173,7 +173,8 @@ FAULTS = [
       "This tensor is right on some ranks and wrong on others.",
       "Look for what depends on the rank: an offset (positions, the first row of the "
       "vocabulary, a mask), an index of a slice (a table with an entry per head is "
-      "sliced like the heads), or a branch such as if rank == 0.",
+      "sliced like the heads), the rows that a rank has of a fused weight (each of its "
+      "parts is sliced), or a branch such as if rank == 0.",
       "lesson 03; lesson 04, --break rotary"),
     F(Output, "forward right but for rounding", kind(Kind.ROUNDED),
       "This tensor is right but for rounding errors: the parallel model computes or "
@@ -188,11 +189,11 @@ FAULTS = [
       "missing, or it is there and should not be. Wrong at the last positions only: "
       "another window. Wrong in some samples only: the mask of padding. Right at the "
       "first position only, with a causal mask: the scale (1/√ of a head's width) or "
-      "the positions (rotary). Wrong everywhere: also look at which key/value head "
-      "each query head reads (repeat_interleave, not repeat), at a norm of q and k (of "
-      "one head, or of all ranks' heads), at a scale or a number of heads that is that "
-      "of the local shard, at a table with an entry per head (it is sliced like the "
-      "heads), and at what every rank adds before a sum.",
+      "the positions (rotary, ALiBi's slopes). Wrong everywhere: also look at which "
+      "key/value head each query head reads (repeat_interleave, not repeat), at a norm "
+      "of q and k (of one head, or of all ranks' heads), at a scale or a number of "
+      "heads that is that of the local shard, at a table with an entry per head (it is "
+      "sliced like the heads), and at what every rank adds before a sum.",
       "lesson 02, --break qkv; lesson 04, --break rotary"),
     F(Output, "forward of the code between", lambda o: bool(o.point.slot),
       "The modules before return the right tensors, and this module makes a wrong one "
@@ -204,14 +205,15 @@ FAULTS = [
       "lesson 02, --break qkv"),
     F(Output, "forward", lambda o: True,
       "This is the first module whose output is wrong.",
-      "Look at this module's parameters in the table, at what every rank adds before "
-      "a sum (a bias, a shared expert), at what is done with its last tensor (a scale, "
-      "a cap), and at what it assumes about the shape of its "
-      "input: "
-      "a mean, a norm or a number of heads may be that of the local shard. A sharded "
-      "embedding has its first row at rank · rows, and gives 0 for tokens of other "
-      "ranks before the sum. If it is wrong only behind the border of two ranks' "
-      "slices, a convolution or a window lacks the positions of the other rank.",
+      "Look at this module's parameters in the table (of a weight of several blocks, "
+      "as of an LSTM's gates or behind a concatenation, each block is sliced), at what "
+      "every rank adds before a sum (a bias, a shared expert), at what is done with "
+      "its last tensor (a scale, a cap), and at what it assumes about the shape of its "
+      "input: a mean, a norm, a number of heads or of experts (a capacity) may be that "
+      "of the local shard. A sharded embedding has its first row at rank · rows, and "
+      "gives 0 for tokens of other ranks before the sum. If it is wrong only behind "
+      "the border of two ranks' slices, a convolution or a window lacks the positions "
+      "of the other rank.",
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
     F(Loss, "loss of each rank's part", Loss.is_part,
       "The outputs of all modules are right, and each rank returns the loss of its own "
@@ -266,7 +268,9 @@ FAULTS = [
       "this rank received belongs to the rank that sent it, and is a sum over ranks (a "
       "gather in front of experts: sum, then slice; full_tensor(grad_placements=…)); "
       "the weights of a softmax over all ranks need the statistics of all; a sum of "
-      "squares (a norm over a sharded dim) is all-reduced in both directions.",
+      "squares (a norm over a sharded dim) is all-reduced in both directions. If this "
+      "module makes a second loss (of a router), look also at what is done with that: "
+      "every rank has it in full, so it reads nothing behind f and is not summed.",
       "beyond/11, --break stale, home and lse; lesson 01, the table of collectives and "
       "their backward",
       GRADIENTS),
@@ -304,9 +308,10 @@ FAULTS = [
       "notebook 12, fault 12"),
     F(Gradient, "gradient factor", kind(Kind.FACTOR),
       "This gradient is right up to a factor.",
-      "T: summed twice, or g all-reduces in backward too. 1/T: averaged instead of "
-      "summed, or a bias is added as bias/T on every rank before a sum. The loss may "
-      "be divided by the wrong number of targets.",
+      "T: summed twice, or g all-reduces in backward too, or the backward of a gather "
+      "sums what every rank has in full. 1/T: averaged instead of summed, or a bias is "
+      "added as bias/T on every rank before a sum. The loss may be divided by the "
+      "wrong number of targets.",
       "lesson 01, --break g"),
     F(Gradient, "missing sum over dp", Gradient.lacks_dp_sum,
       "Ranks that hold the same piece of this parameter have different samples or "
@@ -327,7 +332,8 @@ FAULTS = [
       "The sum of this gradient over the ranks that hold the same piece is right, so "
       "each of them has only a partial gradient: a reduction is missing.",
       "Sum this parameter's gradient over the ranks that hold the same piece (those "
-      "that share a key/value head), not over all ranks.",
+      "that share a key/value head), not over all ranks. Of a fused weight, sum the "
+      "rows that several ranks have, or use f on these rows in forward.",
       "beyond/09"),
     F(Gradient, "gradient sum", kind(Kind.SUM),
       "The sum of this gradient over the ranks that hold the same piece is right, so "
@@ -380,7 +386,8 @@ FAULTS = [
       "Autograd did not reach this parameter: a collective that it does not track, "
       "detach(), or a copy of the parameter is used in forward.",
       "Wrap the collective in an autograd.Function. Look for detach() and for copies "
-      "in front of what uses this parameter.",
+      "in front of what uses this parameter, and for checkpoint(use_reentrant=True), "
+      "which returns no gradient if none of its inputs needs one.",
       "beyond/13, --break plain"),
     F(Gradient, "gradient of its uses", kind(Kind.USES),
       "This weight is tied: several modules use it, and their gradients are not summed "
@@ -421,7 +428,9 @@ FAULTS = [
       "gradient arrives at this module, or ranks with different pieces have the same "
       "one: what is done with the gradient afterwards is wrong.",
       "Look at the sums of gradients after backward: a sum over the wrong group (tp "
-      "for dp) adds up pieces that do not belong together, and leaves replicas apart.",
+      "for dp) adds up pieces that do not belong together, and leaves replicas apart. "
+      "If the loss has a derivative of the model in it (a gradient penalty), f and g "
+      "are differentiated twice: each must be the other's backward.",
       "notebook 12, fault 3"),
     F(Gradient, "gradient differs between replicas", lambda g: g.kind is Kind.REPLICAS,
       "Ranks that hold the same piece have different gradients, and their sum is not "
@@ -430,8 +439,8 @@ FAULTS = [
       "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
       "lesson 01, --break f; beyond/09, --break input",
       GRADIENTS,
-      "Look at what reads this module's output: which of it has no all-reduce of dL/dx "
-      "in backward (f)?"),
+      "Look at what reads this parameter or its module's output: which of it has no "
+      "all-reduce of dL/dx in backward (f)?"),
     F(Gradient, "gradient unexplained", lambda g: True,
       "This gradient is wrong in no simple relation to the right one.",
       "Look at the backward of {modules}: it is the first in backward that returns a "
@@ -480,7 +489,8 @@ FAULTS = [
       "This is right in eval mode and wrong in train mode, even if nothing is dropped: "
       "training takes another path through the model, and that path is wrong.",
       "Look at what runs in train mode only: recomputation (is f inside of what is "
-      "computed again?), fused functions, if self.training.",
+      "computed again? use_reentrant=True returns no gradient if no input needs one), "
+      "fused functions, if self.training.",
       "lesson 04, recomputation",
       ("dropout loss",)),
     F(Dropped, "dropout rate", Dropped.other_rate,
@@ -554,6 +564,12 @@ FAULTS = [
       "The gradient is right before clip() and wrong after it.",
       "Look at the parameters that clip() gets, and at what it does with this one.",
       "lesson 02, clip_gradients"),
+    F(Update, "update of a frozen parameter", Update.of_frozen,
+      "The full model changes this parameter without a gradient (an average of "
+      "weights, a momentum encoder), and the ranks give it another value.",
+      "Update every shard as the full model does, with the same factor, as often, and "
+      "from the same piece of the other weight.",
+      "notebook 12, fault 8"),
     F(Update, "update without gradient", Update.without_gradient,
       "The gradient is None on this rank and zero in the full model, so the optimizer "
       "skips the parameter here: no weight decay, no momentum.",

@@ -24,10 +24,12 @@ from .compare import (
 )
 from .record import Point
 
+VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 KEYS = re.compile("(w|to_)?k(ey|eys)?(_proj|_lin)?", re.IGNORECASE)  # a linear
-FUSED = re.compile(
-    "qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused", re.IGNORECASE
+FUSED = re.compile(  # but not a list of matrices (qkv.0)
+    r"(qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused)(?!\w*\.\d)",
+    re.IGNORECASE,
 )
 
 
@@ -237,8 +239,9 @@ class Output(Subject):
             relation = case.relation_of(point)
             if relation is None or relation.kind is not Kind.SAME:
                 continue
-            if term.shape != expected.shape:
+            if term.numel() != expected.numel():
                 continue
+            term = term.reshape(expected.shape)  # tokens in one dim (a router)
             name = str(point) if point.slot else f"the output of {point}"
             factors = [case.ruler.times(off, [term.double() for _ in off], scale)]
             if not factors[0] and term.dim() > 1 and term.shape[-1] > 3:
@@ -671,6 +674,8 @@ class Gradient(Subject):
             )
         if flow is not None and flow.is_inside(self.module):
             self.is_fed_right = False  # it is used in front of a wrong gradient
+        if self.kind in VAGUE and self.has_modules_inside():
+            self.is_fed_right = False  # it may be used in front of one that is not seen
         if flow is not None and self.is_of_flow() and flow.is_behind(name):
             if flow.module != self.module:
                 texts.append(flow.text)
@@ -684,6 +689,11 @@ class Gradient(Subject):
 
     def readers(self) -> list[tuple[str, Relation]]:
         return self.returned
+
+    def has_modules_inside(self) -> bool:
+        prefix = f"{self.module}." if self.module else ""
+        names = [name for name in self.case.full.classes if name != self.module]
+        return any(name.startswith(prefix) for name in names)
 
     def is_right_arrival(self, arrives: Relation | None) -> bool:
         """Is this gradient right for its module? If a mean over ranks is taken later,
@@ -731,16 +741,13 @@ class Gradient(Subject):
     def is_consequence(self) -> bool:
         """Does it follow from a wrong gradient behind it, as far as is known?"""
         is_known = self.arrives is not None and self.arrives.kind not in NOT_COMPARED
-        vague = (Kind.REPLICAS, Kind.UNEXPLAINED)
         if not is_known:
-            return self.kind in vague
+            return self.kind in VAGUE
         return self.case.is_wrong(self.arrives)
 
     def is_shared_sum(self) -> bool:
-        """Is a sum missing over some of the ranks, which share a piece?"""
-        ranks = len(self.case.holders(self.where))
-        sets = self.case.replica_sets(self.where)
-        return self.kind is Kind.SUM and 1 < len(sets) < ranks
+        """Is a sum missing over some of the ranks, or of a part of the elements?"""
+        return self.kind is Kind.SUM and len(self.case.replica_sets(self.where)) > 1
 
     def sees_other_data(self) -> str:
         """Do ranks with the same piece of a sharded parameter compute other outputs
@@ -786,7 +793,7 @@ class Gradient(Subject):
         """Was it reduced over other ranks than those that hold the same piece?"""
         if self.kind is Kind.REPLICAS and self.is_fed_right:
             return True
-        if self.kind not in (Kind.REPLICAS, Kind.UNEXPLAINED):
+        if self.kind not in VAGUE:
             return False
         case = self.case
         for same in self.groups():
@@ -1111,6 +1118,10 @@ class Update(Subject):
         wrong = self.wrong_ranks(what)
         said = f"its gradient in step {self.number + 1} is wrong on rank"
         return f"{said} {wrong[0]}" if wrong else ""
+
+    def of_frozen(self) -> bool:
+        frozen = self.case.full.frozen
+        return self.is_wrong and self.case.owner_in_full(self.where) in frozen
 
     def without_gradient(self) -> str:
         """Is there no gradient on some ranks, although the full model has one?"""
