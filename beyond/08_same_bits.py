@@ -342,9 +342,9 @@ def show_sums(report: lesson00.Report, group) -> None:
         sum_row(report, "tree", tree_sum(terms), summed_as_tree, "all-gather", group),
     ]
     # The sum one by one may differ; the tree must not, on any rank.
-    if not report.check(
-        "bits", "sum of 16 terms, tree", differs(summed_as_tree, terms)
-    ):
+    is_other = differs(summed_as_tree, terms)
+    text = "the tree's sum of 16 terms has other bits than with T = 1"
+    if not report.check("bits", "sum of 16 terms, tree", is_other, text=text):
         rows[1]["off"].append(f"T = {T}")
     report.section(
         "A sum of 16 terms of 1,000 elements; a hash stands for all its bits"
@@ -416,8 +416,9 @@ def show_mlps(report: lesson00.Report, tp_group, alone) -> None:
         diff = lesson00.rel_diff(blocked[name], tp_alone[name])
         if not report.check("values", f"MLP, {name}", diff, report.allowed):
             row["off"].append("tensor")
-        is_other = digest(blocked[name]) != digest(expected)
-        if not report.check("bits", f"MLP, {name}", float(is_other)):
+        is_other = float(digest(blocked[name]) != digest(expected))
+        text = f"MLP in blocks: {name} has other bits than with T = 1"
+        if not report.check("bits", f"MLP, {name}", is_other, text=text):
             row["off"].append("in blocks: differ")
         rows.append(row)
     report.section(
@@ -449,12 +450,14 @@ def show_hashes(report: lesson00.Report, runs: dict) -> None:
         row = rows["in blocks"]
         row["off"] = []
         for kind in kinds:
-            is_other = row[kind] != rows["blocks, T = 1"][kind]
-            if not report.check("bits", f"training, {kind}", float(is_other)):
+            is_other = float(row[kind] != rows["blocks, T = 1"][kind])
+            text = f"training in blocks: {kind} have other bits than with T = 1"
+            if not report.check("bits", f"training, {kind}", is_other, text=text):
                 row["off"].append(kind)
             # Each rank has its own reference, so ranks also compare with each other.
             hashes = set(lesson00.gather_objects(row[kind]))
-            report.check("replicas", f"hash of {kind}", len(hashes) - 1)
+            text = f"the ranks have {len(hashes)} different hashes of {kind}"
+            report.check("replicas", f"hash of {kind}", len(hashes) - 1, text=text)
     report.section(
         "Hashes of all bits of these, for 1, 2, 4 and 8 ranks (run them all)"
     )

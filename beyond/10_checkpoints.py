@@ -238,7 +238,7 @@ def load_checkpoint(path: Path, step: int, training: FlatTraining) -> None:
     optimizer = training.optimizer
     moments = {}
     for kind in MOMENTS:
-        moments[kind] = {}  # dcp fills tensors, so they must exist before the load
+        moments[kind] = {}  # dcp fills what exists; rows of padding, in no file, stay 0
         for name, p in optimizer.parameters.items():
             moments[kind][name] = torch.zeros_like(p)
     state = state_to_save(training, moments)
@@ -531,15 +531,15 @@ EXAMPLES = ["layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "norm", "embed_tok
 
 def show_examples(report, parts: list[dict], training: FlatTraining) -> None:
     """How four of the weights are sharded on mesh A, and what is written of them."""
-    placements = {}
-    for name, x in state_to_save(training, {}).items():
-        placements[name] = repr(x.placements[0])
+    state = state_to_save(training, {})
+    placements = {name: repr(x.placements[0]) for name, x in state.items()}
     for of_rank in lesson00.gather_objects(placements):  # each stage has its own layers
         placements.update(of_rank)
     rows = []
-    for module in EXAMPLES:
-        name = f"weight/{module}.weight"
+    for name in [f"weight/{module}.weight" for module in EXAMPLES]:
         written = [part for part in parts if part["tensor"] == name]
+        if not written:  # your edit has given it another name
+            continue
         shapes = [str(part["shape"]) for part in written]
         row = {"tensor": name, "full": str(written[0]["full"])}
         row["placement"] = placements[name]

@@ -537,7 +537,7 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
             with recorded_blocks() as blocks:
                 results[name] = split_attention(method, core, tables, tensors, cp_group)
             if method.attention is ring_attention:
-                rows.extend(block_rows(report, blocks, method.layout, size, cp_group))
+                rows.extend(block_rows(report, blocks, name, size, cp_group))
     left_out = why_left_out(report.args, size)
     if not left_out:
         with report.column("PyTorch, one attention"):
@@ -576,20 +576,20 @@ def recorded_blocks():
         globals().update(originals)
 
 
-def block_rows(report, blocks: list, layout: str, size: dict, cp_group) -> list[dict]:
+def block_rows(report, blocks: list, method: str, size: dict, cp_group) -> list[dict]:
     """How many blocks of scores each rank computed at each step of the ring."""
-    formulas = {"contiguous": "t + 1", "zigzag": "2·C + 1"}
-    C = size["C"]
+    layout = METHODS[method].layout
+    formula = {"contiguous": "t + 1", "zigzag": "2·C + 1"}[layout]
     computed = [step for step, _ in blocks]  # on this rank
-    counts = [computed.count(step) for step in range(C)]
+    counts = [computed.count(step) for step in range(size["C"])]
     rows = []
     for rank, of_rank in enumerate(lesson00.gather_objects(counts, cp_group)):
         row = {"blocks": layout, "rank t": rank}
         row["at each ring step"] = " ".join(map(str, of_rank))
         row["total"] = sum(of_rank)
-        row["formula"] = formulas[layout]
-        predicted = lesson00.evaluate(formulas[layout], dict(size, t=rank))
-        report.expect(row, "total", "blocks", f"{layout}, rank {rank}", predicted)
+        row["formula"] = formula
+        predicted = lesson00.evaluate(formula, dict(size, t=rank))
+        report.expect(row, "total", "blocks", f"{method}, rank {rank}", predicted)
         rows.append(row)
     return rows
 
@@ -600,24 +600,23 @@ def block_rows(report, blocks: list, layout: str, size: dict, cp_group) -> list[
 def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) -> None:
     """Calls and bytes per step of each method, as counted, against formulas."""
     per_method = {  # phase, collective: calls, bytes per call
-        "gather": {
+        gather_attention: {
             ("forward", "all-gather"): ("L", "C·kv"),
             ("backward", "reduce-scatter"): ("L", "C·kv"),
         },
-        "ring": {
+        ring_attention: {
             ("forward", "send/recv"): ("L·(C-1)", "kv"),
             ("backward", "send/recv"): ("L·(2·C-1)", "kv"),
         },
-        "Ulysses": {  # of q, k, v and the output
+        ulysses_attention: {  # of q, k, v and the output
             ("forward", "all-to-all"): ("4·L", "(qy+kv)/4"),
             ("backward", "all-to-all"): ("4·L", "(qy+kv)/4"),
         },
     }
-    per_method["zigzag"] = per_method["ring"]
     formulas = {}
-    for run in methods:
-        for (phase, collective), (calls, nbytes) in per_method[run].items():
-            call = lesson00.Call(run, phase, collective, "cp")
+    for run, method in methods.items():
+        for key, (calls, nbytes) in per_method[method.attention].items():
+            call = lesson00.Call(run, key[0], key[1], "cp")
             formulas[call] = [lesson00.Calls(calls, nbytes)]
         # The number of targets (int64) and the loss; then all gradients.
         call = lesson00.Call(run, "loss", "all-reduce", "cp")
@@ -640,14 +639,15 @@ def show_communication_cp(report: lesson00.Report, methods: dict, size: dict) ->
 
 def show_sent(report, methods: dict, size: dict) -> None:
     """Add up what a rank sends around attention per step, and say who sends less."""
-    formulas = {"gather": "L·2·(C-1)·kv", "Ulysses": "L·2·(C-1)·(qy+kv)/C"}
+    formulas = {gather_attention: "L·2·(C-1)·kv", ring_attention: "L·(3·C-2)·kv"}
+    formulas[ulysses_attention] = "L·2·(C-1)·(qy+kv)/C"
     sent = dict.fromkeys(methods, 0)
     for row in report.data["communication"]:
         if row["axis"] == "cp" and row["phase"] in ("forward", "backward"):
             sent[row["run"]] += row["ring"]
-    for run in methods:
+    for run, method in methods.items():
         if run not in report.raised:
-            predicted = lesson00.evaluate(formulas.get(run, "L·(3·C-2)·kv"), size)
+            predicted = lesson00.evaluate(formulas[method.attention], size)
             diff = abs(sent[run] - predicted)
             report.check("bytes", f"{run}, sent around attention", diff)
     C = size["C"]
@@ -655,36 +655,36 @@ def show_sent(report, methods: dict, size: dict) -> None:
     slices = f"Slices kv per layer: the ring sends {3 * C - 2}, gather {2 * C - 2}; "
     slices += f"gather holds {C} at once."
     ring = C * (3 * C - 2) / (2 * (C - 1))
-    less = "The ring sends less than Ulysses if "
-    less += "C·(3·C − 2)/(2·(C − 1)) < N/K + 1: here "
-    less += f"{ring:.3g} and {size['N'] / size['K'] + 1:.3g}."
+    less = "The ring sends less than Ulysses if C·(3·C − 2)/(2·(C − 1)) < N/K + 1:"
+    less += f" here {ring:.3g} and {size['N'] / size['K'] + 1:.3g}."
     for line in (f"Both phases: {text} bytes.", slices, less):
         report.say(lesson00.wrap(f"   {line}"))
 
 
-# Bytes per rank and layer; a = B·n·e. a·S·S and a·s·S are weights of the softmax, as in
-# lesson 02; s·S alone is the mask, and 2·s·H the rotary tables. The ring saves y and
-# lse instead of weights.
+# Bytes per rank and layer; a = B·n·e. a·S·S, a·s·S: weights of the softmax (lesson 02);
+# s·S: the mask; 2·s·H: rotary tables. The ring saves y and lse instead of weights.
 SAVED_BY_ATTENTION = {
-    "without CP": "a·(3·S·H+S·S)",
-    "gather": "a·(s+2·S)·H + s·(a·S+2·H·e+S)",
-    "ring": "a·s·(2·H+1) + 2·(B·k+1)·s·H·e",
-    "zigzag": "a·s·(2·H+1) + 2·(B·k+1)·s·H·e",
-    "Ulysses": "a·(3·S·H+S·S)/C",
+    lesson02.CoreAttention: "a·(3·S·H+S·S)",
+    gather_attention: "a·(s+2·S)·H + s·(a·S+2·H·e+S)",
+    ring_attention: "a·s·(2·H+1) + 2·(B·k+1)·s·H·e",
+    ulysses_attention: "a·(3·S·H+S·S)/C",
 }
 
 
 def show_saved(report: lesson00.Report, methods: dict, size: dict, cp_group) -> None:
     """Bytes that one attention saves for backward, at three lengths."""
     rows = []
+    size = dict(size, a=lesson00.evaluate("B·n·e", size))
     for name in ["without CP"] + list(methods):
-        row = {"attention": name, "formula": SAVED_BY_ATTENTION[name]}
+        kind = methods[name].attention if name in methods else lesson02.CoreAttention
+        row = {"attention": name, "formula": SAVED_BY_ATTENTION[kind]}
         for S in (size["S"], 2 * size["S"], 4 * size["S"]):
             sizes = dict(size, S=S, s=S // size["C"])
-            sizes["a"] = lesson00.evaluate("B·n·e", size)
             column = f"S {S}"
             row[column] = bytes_saved(report.args, methods.get(name), sizes, cp_group)
             predicted = lesson00.evaluate(row["formula"], sizes)
+            if name not in methods and row[column] != predicted:
+                report.is_edited = True  # your attention saves something else
             report.expect(row, column, "memory", f"saved, {name}, {column}", predicted)
         rows.append(row)
     report.section("Bytes that one attention saves for backward on a rank")

@@ -352,7 +352,6 @@ def main(args, report: lesson00.Report) -> None:
     # Each micro-batch's loss is divided by the targets of the batch (lesson 05).
     targets = int((batch[1] != lesson02.IGNORE).sum())
 
-    # Each section prints as soon as its numbers exist.
     show_chunks(report)
     runs = {}
     warm_up(full, micro_batches, targets, groups)
@@ -363,6 +362,8 @@ def main(args, report: lesson00.Report) -> None:
     show_bubbles(report, runs)
     show_memory(report, runs)
     expected = one_process(full, micro_batches, targets)
+    loss = lesson02.mean_loss(full(batch[0]), batch[1]).detach()  # without loss_part
+    report.check_tensor("losses", "batch", expected["loss"], loss, report.allowed_loss)
     show_gradients(report, runs, expected)
     show_messages(report, runs, size)
     show_pytorch(report, full, micro_batches, targets, groups, expected)
@@ -521,7 +522,8 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         row = {"schedule": kind, "a rank waits": formulas[kind], "=": f"{waits:g}"}
         row.update({"/computing": f"{waits / computing:.3f}", "off": []})
         off = abs(waits - bubble_of(kind, args.ranks, chunks_of(kind, args)))
-        if not report.check("plan", f"bubble of {kind}, by its lists", off, 1e-9):
+        text = f"{kind}: by its lists a rank waits {waits:g}, {off:g} off the formula"
+        if not report.check("plan", f"bubble of {kind}, by its lists", off, 1e-9, text):
             row["off"].append("=")
         # No step is shorter than stated, so a run cannot be shorter than its plan.
         early = max(0.0, run.planned * args.sleep / 1000 - run.length)

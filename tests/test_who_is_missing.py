@@ -142,3 +142,20 @@ def test_who_has_raised_nothing_is_named(monkeypatch):
     lesson.COMM.store.set("failed/1", "")
     text = lesson.describe_hang(RuntimeError("Timed out waiting 5000ms"))
     assert "have reported no error" not in text
+
+
+def test_rows_of_an_all_to_all_differ():
+    """Each rank sends as many rows as its tokens chose: it is the same call."""
+    call = "in call 3 of ranks [0, 1], {} of [{}, 64] over ep"
+    for name, said in (("all-to-all", IN_ITS_CALL.partition("|")[0]),
+                       ("all-reduce", WAITING)):  # fmt: skip
+        statuses = [call.format(name, rows) for rows in (113, 147)]
+        assert re.search(said, lesson.who_is_missing(statuses)), name
+
+
+def test_a_difference_in_the_last_bits_is_called_so():
+    check = {"name": "values: y", "text": "", "ranks": [0], "allowed": 0.0}
+    said = lesson.in_words(check | {"diff": 4e-8})
+    assert "allowed 0 (only last bits differ: a sum in another order?)" in said
+    assert "last bits" not in lesson.in_words(check | {"diff": 1.0})
+    assert "last bits" not in lesson.in_words(check | {"diff": 2e-6, "allowed": 1e-6})
