@@ -138,7 +138,7 @@ EXPECTED = {
             "replicas: layers.0.self_attn.v_proj.weight, SP",
             "calls: TP backward all-reduce replica",
             grad("layers.1.self_attn.q_proj.weight, TP")),
-        "input": (grad("embed_tokens.weight, TP"),
+        "input": (grad("layers.1.input_layernorm.bias, TP"),
             grad("layers.0.input_layernorm.weight, TP"),
             grad("layers.1.input_layernorm.weight, TP"), "replicas: losses, TP",
             grad("layers.1.self_attn.k_proj.weight, TP")),
