@@ -305,6 +305,14 @@ def renamed_subject(bug: str):
     return subject
 
 
+def after_linear(layer, parallelize):
+    """A linear and one layer more, split by parallelize."""
+    subject = renamed_subject("")
+    subject.build = lambda: nn.Sequential(nn.Linear(D, D), layer())
+    subject.parallelize = parallelize
+    return subject
+
+
 # ---- A model that makes rounding errors a thousand million times larger.
 
 
@@ -1694,10 +1702,7 @@ def moments_subject(bug: str):
         split_feed(model[1], group, bug)
         return model
 
-    subject = renamed_subject("")
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Moments())
-    subject.parallelize = parallelize
-    return subject
+    return after_linear(Moments, parallelize)
 
 
 class KeptMoments(Moments):
@@ -1754,10 +1759,7 @@ def gated_expert_subject(bug: str):
         split_feed(model[1], group, bug)
         return model
 
-    subject = renamed_subject("")
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Gated())
-    subject.parallelize = parallelize
-    return subject
+    return after_linear(Gated, parallelize)
 
 
 # ---- Rows of other ranks' tokens are masked outside of the embedding. A soft cap.
@@ -1892,10 +1894,7 @@ def normed_subject(bug: str):
             setattr(norm, name, own.clone())
         return model
 
-    subject = renamed_subject("")
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Normed())
-    subject.parallelize = parallelize
-    return subject
+    return after_linear(Normed, parallelize)
 
 
 # ---- GroupNorm on channels that are split.
@@ -1992,10 +1991,7 @@ def gated_rows_subject(bug: str):
         feed.bug = bug
         return model
 
-    subject = renamed_subject("")
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), GatedRows())
-    subject.parallelize = parallelize
-    return subject
+    return after_linear(GatedRows, parallelize)
 
 
 # ---- An average of a weight, which training keeps without a gradient.
@@ -2019,10 +2015,7 @@ def averaged_subject(bug: str):
         model[1].average = piece(model[1].average, group)
         return model
 
-    subject = renamed_subject("")
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), Averaged())
-    subject.parallelize = parallelize
-    return subject
+    return after_linear(Averaged, parallelize)
 
 
 # ---- Layers that are no modules: their weights are stacked.

@@ -8,13 +8,14 @@ and jobs start in the order of the tests, two at a time (TEST_JOBS=6: six, where
 are many cores), before the tests ask. First run the modules that wait for none of them,
 and the tests of live ranks; notebooks come last, and when nothing else runs, tests
 marked `alone`. What is launched twice with the same flags runs once, also for a
-notebook. One notebook runs next to two jobs: its cells often wait. What mostly waits
-for a timeout is a function that a test names by the mark `ahead`: two of these run next
-to the rest.
+notebook. One notebook runs next to two jobs, for its cells often wait; when no other
+job is left, three run at a time. What mostly waits for a timeout is a function that a
+test names by the mark `ahead`: two of these run next to the rest.
 """
 
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,6 +37,9 @@ pytest.register_assert_rewrite("runs")  # its asserts too say what differs
 
 
 def pytest_configure(config):
+    # A shell that starts tests in the background has them ignore Ctrl-C, and with them
+    # all that they start; some tests send one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         # Ranks wake each other up at every message. All that tests start inherits
         # this: who is woken waits for its turn. Four ranks on two cores need two thirds

@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,7 @@ POOL = ThreadPoolExecutor(AT_A_TIME)
 STARTED = {}  # (lesson, ranks, *flags) → its future
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait
 NOTEBOOKS = ThreadPoolExecutor(max(1, AT_A_TIME // 2))  # cells wait half of the time
+TO_OPEN = deque()  # (its future, notebook, ranks) of those that wait for their turn
 RUNNING = {}  # mark → the torchrun process
 
 
@@ -204,12 +206,15 @@ def ahead(what: str, ranks: int, *flags):
     if job not in STARTED:
         kinds = {".py": run_driver, ".ipynb": run_notebook}
         run = kinds.get(Path(what).suffix, run_lesson)
-        pool = POOL
         if what == "faulty.py":
-            run, pool = run_faulty, WAITING
+            STARTED[job] = WAITING.submit(run_faulty, *job)
         elif run is run_notebook:
-            pool = NOTEBOOKS
-        STARTED[job] = pool.submit(run, *job)
+            STARTED[job] = Future()
+            TO_OPEN.append((STARTED[job], *job))
+            for pool in (NOTEBOOKS, POOL):  # there it is behind all other jobs
+                pool.submit(run_next_notebook)
+        else:
+            STARTED[job] = POOL.submit(run, *job)
     return STARTED[job]
 
 
@@ -272,6 +277,16 @@ def run_notebook(name: str, ranks: int) -> Done:
         threading.Thread(target=answer, args=[listener, launched], daemon=True).start()
         done = watch(command, 1400, env | {"COURSE_TEST_LISTENER": listener.address})
     return done._replace(data={"launched": launched})
+
+
+def run_next_notebook() -> None:
+    """Run the first that waits. Asked for by two pools, so the second may find none."""
+    with contextlib.suppress(IndexError):
+        future, *job = TO_OPEN.popleft()
+        try:
+            future.set_result(run_notebook(*job))
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def answer(listener: Listener, launched: list[str]) -> None:
