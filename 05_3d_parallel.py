@@ -1309,10 +1309,13 @@ def difference(got, expected) -> str:
     got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
     expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
     if got.shape != expected.shape:
-        return f"shape {list(got.shape)}, expected {list(expected.shape)}"
+        text = lambda x: list(x.shape) if x.numel() else "none"  # this run has no such
+        return f"shape {text(got)}, expected {text(expected)}"
     if got.numel() <= 4:
         text = lambda x: " ".join(f"{value:.7g}" for value in x.flatten().tolist())
         return f"{text(got)}, expected {text(expected)}"
+    if got.isnan().any():
+        return f"{got.isnan().sum()} of {got.numel()} elements are nan"
     factor = ((got * expected).sum() / (expected * expected).sum()).item()
     if rel_diff(got, factor * expected) < 1e-4 and abs(factor - 1) > 1e-3:
         return f"{factor:.4g} times the expected tensor"
@@ -2641,9 +2644,8 @@ class Report:
         print("  ".join(f"{letter} {number}" for letter, number in size.items()))
         if note:
             print(wrap(note))
-        steps = getattr(self.args, "steps", 0)
-        if steps > 100:
-            print(f"First the reference takes {steps} steps; nothing is printed then.")
+        if getattr(self.args, "steps", 0) > 100:
+            print(f"First, {self.args.steps} steps of the reference, without output.")
 
     def section(self, title: str) -> None:
         self.number += 1
@@ -2909,8 +2911,7 @@ class Report:
         # If the loss of step 1 is wrong, forward is: this comes before gradients.
         forward = [c for c in failed.get("losses", []) if "step 1," in c["name"]]
         early = ("runs", "outputs", "losses") if forward else ()
-        order = lambda kind: (kind not in early, kind in FORMULAS)
-        for kind in sorted(failed, key=order):
+        for kind in sorted(failed, key=lambda x: (x not in early, x in FORMULAS)):
             cause = likely_cause(kind, failed[kind], bool(forward))
             print(wrap(f"✗ {in_words(cause)}"))
         return counts

@@ -57,7 +57,7 @@ from torch.distributed.tensor import parallel
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
-    from zero_meters import CountFullyShard, Meter, bytes_held, sent
+    from zero_meters import CountFullyShard, Meter, bytes_held, sent, sent_to_other_node
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -548,23 +548,24 @@ def show_shards(report, full: nn.Module, groups: dict) -> None:
 
 def show_training(report, runs: dict, trainings: dict) -> None:
     """Losses, norms, gradients, parameters; what ranks share is the same on all."""
-    shown = {}  # as columns; the others are only checked
+    shown = {}  # as columns
+    others = []
     for name, run in runs.items():
         if name == "one process" or name.startswith("ZeRO"):
             shown[name] = run
         else:
-            check_run(report, name, run, runs["one process"])
-    replicas = []
-    for name, training in trainings.items():
-        replicas.append(replicas_row(report, name, runs[name], training.groups))
+            others.append(row_of_run(report, name, run, runs["one process"]))
+    replicas = [
+        replicas_row(report, x, runs[x], trainings[x].groups) for x in trainings
+    ]
     report.section("Losses, norms of gradients before clipping, final parameters")
     allowed = report.allowed_loss
     report.compare("losses", lesson01.values_of(shown, "losses"), allowed)
     report.compare("norms", lesson01.values_of(shown, "norms"), brief="norms")
     if not report.args.bf16:
-        parameters = lesson01.values_of(shown, "parameters")
-        what = "parameters after training"
-        report.compare("parameters", parameters, fold=lambda name: what, brief=what)
+        final = lesson01.values_of(shown, "parameters")
+        report.compare("parameters", final, fold=lambda x: "all", brief="parameters")
+    report.table("other runs", others, brief=f"{len(others)} runs of later sections")
     report.agree("as in one process")
     report.table("replicas", replicas, brief=f"replicas of {len(replicas)} runs")
     report.agree("bitwise the same on all ranks")
@@ -573,24 +574,31 @@ def show_training(report, runs: dict, trainings: dict) -> None:
     report.compare("gradients", lesson01.values_of(shown, "gradients"), fold=short)
 
 
-def check_run(report, name: str, run, alone) -> None:
-    """Losses, norms, gradients and parameters as in one process; without a table."""
+def row_of_run(report, name: str, run, alone) -> dict:
+    """A run that is no column: its largest difference from one process."""
+    row = {"run": name, "diff": 0.0, "off": []}
     for kind in ("losses", "norms", "gradients", "parameters"):
+        if kind == "parameters" and report.args.bf16:
+            continue
         allowed = report.allowed_loss if kind == "losses" else report.allowed
         for what, expected in getattr(alone, kind).items():
-            if kind != "parameters" or not report.args.bf16:
-                got = getattr(run, kind)[what]
-                report.check_tensor(kind, f"{what}, {name}", got, expected, allowed)
+            got = getattr(run, kind)[what]
+            check = f"{what}, {name}"
+            if not report.check_tensor(kind, check, got, expected, allowed):
+                row["off"].append("diff")
+            row["diff"] = max(row["diff"], report.checks[f"{kind}: {check}"]["diff"])
+    return row
 
 
 def replicas_row(report, name: str, run, groups: dict) -> dict:
     """Each rank has unsharded parameters from its own replica: are they the same?"""
-    row = {"parameters on all ranks": name, "diff": 0.0}
+    row = {"parameters on all ranks": name, "diff": 0.0, "off": []}
     for x in run.parameters.values():
         for axis in ("data", "tp"):
             for replica in lesson00.all_gather(x[None], 0, groups[axis]):
                 row["diff"] = max(row["diff"], lesson00.rel_diff(replica, x))
-    report.expect(row, "diff", "replicas", f"parameters on all ranks, {name}", 0.0)
+    if not report.check("replicas", f"parameters on all ranks, {name}", row["diff"]):
+        row["off"].append("diff")
     return row
 
 
@@ -620,10 +628,8 @@ def with_shards(size: dict, training: ZeroTraining) -> dict:
         size["w"] = max(len(unit.flat) for unit in training.units)
     else:  # fully_shard pads the shards of a parameter to the size of the largest
         numels = [lesson01.local(p).numel() for p in training.trained]
-        numels = torch.tensor(numels, device=training.args.device)
-        group = training.groups["data"]
-        largest = lesson00.all_reduce(numels, group, dist.ReduceOp.MAX)
-        size["ψ"] = largest.sum().item()
+        of_ranks = lesson00.gather_objects(numels, training.groups["data"])
+        size["ψ"] = torch.tensor(of_ranks).amax(0).sum().item()
     return size
 
 
@@ -690,12 +696,6 @@ def show_communication(report, trainings: dict[str, ZeroTraining], size: dict) -
             f"ZeRO-3 sends {ratio:.2f} times what DP sends: {each:.1f} for each of "
             f"{size['M']} micro-batches, also under a pipeline (--stages)."
         )
-
-
-def sent_to_other_node(training: ZeroTraining) -> dict[str, int]:
-    """Of all ranks together."""
-    ring = sent(training, only_other_node=True)["ring"]
-    return {"to the other node": sum(lesson00.gather_objects(ring))}
 
 
 def show_nodes(report, trainings: dict[str, ZeroTraining], size: dict) -> None:

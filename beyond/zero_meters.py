@@ -89,3 +89,9 @@ def sent(training, only_other_node: bool = False) -> dict[str, int]:
         nbytes = lesson00.per_step(lesson00.COMM.bytes[call], training.args.steps)
         found["ring"] += lesson00.ring_bytes(call.collective, nbytes, len(ranks))
     return found
+
+
+def sent_to_other_node(training) -> dict[str, int]:
+    """Bytes per step of all ranks together."""
+    ring = sent(training, only_other_node=True)["ring"]
+    return {"to the other node": sum(lesson00.gather_objects(ring))}

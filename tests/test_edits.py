@@ -30,6 +30,8 @@ NORMAL = ("00_collectives.py", "torch.randint(-2, 3, (rows, columns))",
           "torch.randn(rows, columns)")  # fmt: skip
 MEANS = ("beyond/14_schedules.py", "lesson05.part_of_mean(loss_bS, targets)",
          "loss_bS.sum() / (target_bS != lesson02.IGNORE).sum()")  # fmt: skip
+KEPT = ("beyond/15_zero.py", "return super().sum_gradients()\n",
+        "return super().sum_gradients() * (2 if self.keep else 1)\n")  # fmt: skip
 
 EDITED = "values agree: "  # and formulas that describe another model
 RIGHT = {
@@ -74,3 +76,11 @@ def test_a_mean_of_means_fails(tmp_path):
     """One process has the same micro-batches: the batch at once shows it."""
     done = run_edited(tmp_path, 2, "beyond/14_schedules.py", [MEANS])
     assert done.code == 1 and "\n✗ losses: batch: " in done.out, done.text
+
+
+def test_a_run_that_is_no_column_gets_a_row_if_it_fails(tmp_path):
+    done = run_edited(tmp_path, 2, "beyond/15_zero.py", [KEPT])
+    assert done.code == 1, done.text
+    assert "\n   run       diff  ok\n   kept  1.0e+00✗   ✗\n" in done.out
+    assert "parameters, 5 runs" not in done.out
+    assert "\n✗ gradients: lm_head.bias, kept: 2 times the expected tensor" in done.out

@@ -134,7 +134,7 @@ LONG = (MLP, 2, "--steps", "101", "--only", "2")
 @pytest.mark.launches(*LONG)
 def test_a_long_run_says_what_comes_first():
     lines = jobs.result(*LONG).out.splitlines()
-    assert lines[2] == "First the reference takes 101 steps; nothing is printed then."
+    assert lines[2] == "First, 101 steps of the reference, without output."
 
 
 EDITS = {  # a student's edits of lesson 01 that are right
