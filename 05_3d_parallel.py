@@ -815,6 +815,8 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
     (ZeRO stage 3: parameters are gathered around a module's forward pass).
     """
     model = parallel.parallelize_module(copy.deepcopy(full), mesh["tp"], sp_plan())
+    with torch.no_grad():  # what PyTorch cannot run raises here, on all ranks
+        model(torch.zeros(1, args.seq_len, dtype=torch.int64, device=args.device))
     name_of = {p: name for name, p in model.named_parameters()}
     model = slice_stage(model, mesh["pp"].get_local_rank(), args.pp)
     names = [name_of[p] for p in model.parameters()]  # fully_shard makes new ones
@@ -845,7 +847,8 @@ def pytorch_step(kind: type, full: Transformer, batch, groups, args) -> dict:
     pipeline = kind(stage, args.microbatches, loss_of, scale_grads=False)  # no 1/M
     inputs = [tokens_bS] if stage.is_first else []
     losses = []
-    with parallel.loss_parallel():
+    call = COMM.blocking("PyTorch's pipeline", list(range(args.ranks)))
+    with call, parallel.loss_parallel():
         pipeline.step(*inputs, target=target_bS, losses=losses)
     # Only the last stage has losses; the others add zero.
     total = torch.zeros((), dtype=torch.float64, device=args.device)
@@ -876,13 +879,10 @@ def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> Non
     if args.tie:
         report.say("   The weights of embedding and head are not tied here.")
     with report.column("PyTorch"):
-        schedule_type = SCHEDULES[kind]
-        with COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
-            got = pytorch_step(schedule_type, model, batch, groups, args)
+        got = pytorch_step(SCHEDULES[kind], model, batch, groups, args)
     if "PyTorch" in report.raised:
         return
-    tokens_BS, target_BS = batch
-    loss = mean_loss(model(tokens_BS), target_BS)
+    loss = mean_loss(model(batch[0]), batch[1])
     loss.backward()
     expected = dict(unshard_model(model, "grad"), loss=loss.detach())
     runs = {"one process": {name: expected[name] for name in got}, "PyTorch": got}

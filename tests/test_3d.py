@@ -151,6 +151,15 @@ def test_ragged_lengths(run):
     assert len(set(lengths)) >= 3 and all(x % data["mesh"]["tp"] == 0 for x in lengths)
 
 
+POST_NORM = (
+    ("x_BSD=self.input_layernorm(x_BSD)", "x_BSD=x_BSD"),
+    ("self.mlp(self.post_attention_layernorm(x_BSD))",
+     "self.mlp(self.input_layernorm(x_BSD))"),
+    ("return x_BSD + self.dropout(y_BSD)",
+     "return self.post_attention_layernorm(x_BSD + self.dropout(y_BSD))"),
+)  # fmt: skip
+
+
 def test_a_schedule_that_pytorch_does_not_have(tmp_path):
     """It ends the section of PyTorch only; all others are printed, with a verdict."""
     text = jobs.PATHS[MESH].read_text("utf-8")
@@ -163,6 +172,19 @@ def test_a_schedule_that_pytorch_does_not_have(tmp_path):
     assert last == f"FAIL  {MESH}  failed: runs 1/3", done.text
     assert "PyTorch raised KeyError: 'gpipe'" in done.out
     assert "✗ PyTorch raised KeyError: 'gpipe', on ranks [0, 1]" in done.out
+
+
+def test_a_model_that_pytorchs_plan_cannot_run(tmp_path):
+    """Norms after the sum: right by hand. Each stage would raise, or wait for one."""
+    text = jobs.PATHS[MESH].read_text("utf-8")
+    for old, new in POST_NORM:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script = tmp_path / f"{MESH}.py"
+    script.write_text(text, "utf-8")
+    done = jobs.launch(script, 2, "--steps", "1")
+    assert done.out.splitlines()[-1] == f"FAIL  {MESH}  failed: runs 1/3", done.text
+    assert "✗ PyTorch raised RuntimeError: aten.add.Tensor got mixed" in done.out
 
 
 class Twice(nn.Module):
