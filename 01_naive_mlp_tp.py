@@ -993,9 +993,11 @@ def refuse_direct_calls(call: Callable) -> Callable:
     (lesson 00)"""
 
     def checked(*args, **kwargs):
-        is_torch = {"COMM", "lesson00"}.isdisjoint(sys._getframe(1).f_globals)
+        caller = sys._getframe(1)
+        is_torch = {"COMM", "lesson00"}.isdisjoint(caller.f_globals)
+        is_async = caller.f_code.co_name in ("async_all_reduce", "gather_in_pieces")
         is_dtensor = args and type(args[0]).__name__ == "DTensor"
-        if not (is_torch or is_dtensor or COMM.is_inside() or "async_op" in kwargs):
+        if not (is_torch or is_dtensor or is_async or COMM.is_inside()):
             text = f"dist.{call.__name__} is called directly, so no table counts it; "
             raise RuntimeError(text + "use all_reduce(x, group) … of lesson 00")
         return call(*args, **kwargs)
@@ -1043,7 +1045,7 @@ def likely_cause(kind: str, failed: list[dict], forward_is_wrong: bool) -> dict:
     if kind in ("losses", "norms"):
         return failed[0]
     if kind == "gradients" and not forward_is_wrong:
-        parameter = failed[-1]["name"].rpartition(",")[0]
+        parameter = failed[-1]["name"].rpartition(",")[0] or failed[-1]["name"]
         return next(c for c in failed if c["name"].startswith(parameter))
     return max(failed, key=lambda check: check["diff"])
 
@@ -1071,7 +1073,7 @@ def where_raised(error: Exception) -> str:
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):
         # The last one in this file; `checked` is in refuse_direct_calls.
-        if frame.filename == sys.argv[0] and frame.name != "checked":
+        if frame.filename == os.path.abspath(sys.argv[0]) and frame.name != "checked":
             lines = [f"line {frame.lineno}, in {frame.name}: {frame.line}"]
     root = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -1490,8 +1492,9 @@ class Report:
                 what = f"{name}, {run}"
                 if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        brief = f"{len(names)} {brief}" if brief and len(runs) > 1 else ""
-        self.table(key, list(rows.values()), brief=brief)
+        if brief and len(runs.keys() - self.raised.keys()) > 1:  # else nothing agrees
+            return self.table(key, list(rows.values()), brief=f"{len(names)} {brief}")
+        self.table(key, list(rows.values()))
 
     def ledger(self, formulas: dict, size: dict, steps=1, hide=(), brief=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.

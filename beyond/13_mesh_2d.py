@@ -414,7 +414,7 @@ def show_communication_2d(report, size: dict[str, int]) -> None:
     brief = ["Megatron", "DP"]
     steps = report.args.steps
     report.ledger(whole_batch, size, steps=steps, hide=hidden, brief=brief)
-    if report.mesh["outer"] > 1:
+    if report.mesh["outer"] > 1 and not report.is_edited:
         report.say("   4 calls: two weights and two biases, together θ/inner bytes")
     report.ledger(by_mesh, size, steps=report.args.steps)
     if report.args.ranks == 1:

@@ -193,6 +193,22 @@ def test_a_wrong_split_of_an_edited_model_fails(tmp_path):
     assert done.code == 1 and "the model was edited" in " ".join(done.out.split())
 
 
+def test_the_line_that_raised_is_said(monkeypatch):
+    """Python calls a script by its whole path, whatever path it was started by."""
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    code = compile("def f():\n    1 / 0\nf()\n", str(Path("mine.py").resolve()), "exec")
+    with pytest.raises(ZeroDivisionError) as raised:
+        exec(code, {})
+    assert "line 2, in f" in jobs.load(COLLECTIVES).where_raised(raised.value)
+
+
+def test_a_check_of_no_parameter_may_be_the_cause():
+    """The slope of the loss, in 03: its name has no comma."""
+    failed = [{"name": f"gradients: {x}", "diff": 1.0} for x in ("a, by hand", "slope")]
+    cause = jobs.load(COLLECTIVES).likely_cause("gradients", failed, False)
+    assert cause is failed[1]
+
+
 RAISES = {  # a learner's own error: in which lesson, where, and what is said of it
     "shape mismatch": (
         MLP,
@@ -207,6 +223,19 @@ RAISES = {  # a learner's own error: in which lesson, where, and what is said of
         "    dist.all_reduce(x, group=self.tp_group)\n"
         "RowParallelLinear.forward = forward\n",
         "Megatron raised RuntimeError: dist.all_reduce is called directly, so no table",
+    ),
+    "an async call of dist": (
+        MLP,
+        "def forward(self, x):\n"
+        "    dist.all_reduce(x, group=self.tp_group, async_op=True).wait()\n"
+        "RowParallelLinear.forward = forward\n",
+        "Megatron raised RuntimeError: dist.all_reduce is called directly, so no table",
+    ),
+    "nothing to compare": (
+        SEQUENCE,
+        "def all_reduce_replicated_gradients(*args, **more):\n"
+        "    raise ValueError('of one rank')\n",
+        "padded lengths raised ValueError: of one rank",
     ),
     "one layer": (
         SEQUENCE,
@@ -232,8 +261,10 @@ def test_an_error_on_every_rank_ends_one_run_only(name, tmp_path):
     lines = script.read_text("utf-8").splitlines()
     at = lines.index(edit.split("\n")[1]) + 1
     assert says in said and f" line {at}, in " in said, done.text
+    assert "1 losses" not in said, "only one run has that loss"
     assert "Traceback" not in done.out
-    assert f"\nFAIL  {lesson}  failed: runs 1/" in done.out and done.code == 1
+    assert re.search(rf"\nFAIL  {lesson}  failed: runs \d/", done.out)
+    assert done.code == 1
     sections = re.findall(r"^(\d)  ", done.out, re.M)
     all_of_them = re.findall(r"^(\d)  ", jobs.result(lesson, 2).out, re.M)
     assert len(sections) >= len(all_of_them) - 1, "later ones are there"

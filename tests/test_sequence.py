@@ -175,3 +175,13 @@ def test_rows_of_an_edited_model_fit_the_screen(tmp_path):
     assert max(map(len, done.out.splitlines())) <= 88, done.out
     assert re.search(r"saved, measured +377,856 ≠  230,400 ≠ ", done.out), done.out
     assert "≠ saved, TP: 230,400, the lesson has 263,168\n" in done.out
+
+
+NORMS = (SEQUENCE, 2, "--break", "norms", "--steps", "2")
+
+
+@pytest.mark.launches(*NORMS)
+def test_no_conclusion_from_a_sum_that_is_wrong():
+    done = jobs.result(*NORMS)
+    assert "before and after the sum" in done.out
+    assert "only a sum is full" not in done.out, done.out
