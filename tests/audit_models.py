@@ -2056,6 +2056,137 @@ def stacked_subject(bug: str):
     return subject
 
 
+# ---- A table of rotations (complex numbers), and a list of two matrices.
+
+
+class Rolled(torch.autograd.Function):
+    """The identity; in backward the samples are in another order."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.roll(1, 0)
+
+
+class Matrices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        weights = [nn.Parameter(torch.randn(2 * D, D) / 4) for _ in range(2)]
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x):
+        return [F.linear(x, weight) for weight in self.weights]
+
+
+class Mix(nn.Module):
+    bug = ""
+
+    def forward(self, x):
+        return (Rolled.apply(x) if self.bug == "rolled" else x).tanh()
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.w12 = Matrices()
+        self.mix = Mix()
+        self.down = nn.Linear(2 * D, D, bias=False)
+        angles = torch.arange(S)[:, None] / (1 + torch.arange(D // 2))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.bug == "input summed":
+            x = Sum.apply(x, self.group)
+        h = torch.view_as_complex(self.mix(self.norm(x)).unflatten(-1, (-1, 2)))
+        h = torch.view_as_real(h * self.turns).flatten(-2)
+        if self.group is not None:
+            h = Copy.apply(h, self.group)
+        gate, up = self.w12(h)
+        if self.bug == "swapped":
+            gate, up = up, gate
+        y = self.down(gate.sigmoid() * up)
+        return y if self.group is None else Sum.apply(y, self.group)
+
+
+def turned_subject(bug: str):
+    def parallelize(model, group):
+        own = model[1]
+        for number, weight in enumerate(own.w12.weights):
+            own.w12.weights[number] = piece(weight, group)
+        own.down.weight = piece(own.down.weight, group, 1)
+        own.group = group
+        own.bug = own.mix.bug = bug
+        if bug == "turns":
+            own.turns = own.turns.roll(group.rank(), 0)
+        return model
+
+    return after_linear(Turned, parallelize)
+
+
+# ---- Each rank has its own rows and runs some of the experts, for the rows of all.
+
+
+class GatherPartial(Gather):
+    """All-gather of rows; reduce-scatter in backward."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Gather.backward(ctx, Copy.backward(ctx, grad)[0])
+
+
+class Spread(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(D, D) for _ in range(EXPERTS)])
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            return sum(expert(x).tanh() for expert in self.experts)
+        rank, size = self.group.rank(), self.group.size()
+        function = Gather if self.bug else GatherPartial
+        rows = function.apply(x, self.group, False)
+        own = self.experts[rank * EXPERTS // size : (rank + 1) * EXPERTS // size]
+        y = function.apply(
+            sum(expert(rows).tanh() for expert in own), self.group, False
+        )
+        return sum(y.chunk(size, 1)).chunk(size, 1)[rank]
+
+
+def spread_subject(bug: str):
+    def parallelize(model, group):
+        def own_rows(module, inputs):
+            return inputs[0].chunk(group.size(), 1)[group.rank()]
+
+        model[0].register_forward_pre_hook(own_rows)
+        model[1].group = group
+        model[1].bug = bug
+        return model
+
+    def loss(output, target, group):
+        if group is None:
+            return F.mse_loss(output, target)
+        own = target.chunk(group.size(), 1)[group.rank()]
+        return Sum.apply((output - own).square().sum(), group) / target.numel()
+
+    def after_backward(model):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad, group=model[1].group)
+
+    subject = after_linear(Spread, parallelize)
+    subject.loss = loss
+    subject.after_backward = after_backward
+    return subject
+
+
 # model → its bugs, and what the first finding of each begins with.
 MODELS = {
     fused_subject: {
@@ -2194,6 +2325,13 @@ MODELS = {
         "average": ["update of a frozen parameter", "1.average"],
     },
     stacked_subject: {"stacked": ["gradient differs between replicas", "scale"]},
+    turned_subject: {
+        "input summed": ["forward T times", "1"],
+        "swapped": ["forward wrong", "1"],
+        "rolled": ["backward of a module", "1.mix"],
+        "turns": ["buffer", "1.turns"],
+    },
+    spread_subject: {"slices": ["backward of a module", "1"]},
     normed_subject: {},
     empty_subject: {},
 }

@@ -768,6 +768,14 @@ def test_an_error_has_its_module_and_a_hint():
         said = rank.in_words(error, counter, args)
     assert "module attn.o" in said and "of test_audit.py" in said
     assert re.search(r"line \d+ of /\S+/linear.py", said)  # of the library
+    code = "def call():\n    nn.Linear(2, 2)(torch.zeros(3))"
+    made = {"nn": nn, "torch": torch}
+    exec(compile(code, "/packages/layers.py", "exec"), made)
+    try:
+        made["call"]()
+    except RuntimeError as error:
+        said = rank.in_words(error, counter, args)
+    assert "line 2 of /packages/layers.py" in said and "linear.py" not in said
     error = RuntimeError("Expected mat_a to be Float32, BFloat16 or Float16 matrix")
     assert "--dtype float32" in rank.in_words(error, counter, args)
     assert "sys.exit(3)" in rank.in_words(SystemExit(3), counter, args)

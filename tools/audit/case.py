@@ -285,7 +285,10 @@ class Case:
         if key not in self.relations:
             expected = getattr(self.full, what)(point)
             held = [getattr(trace, what)(point) for trace in self.own]
-            self.relations[key] = self.compare(held, expected, what == "flow")
+            how = self.compare(held, expected, what == "flow")
+            if what == "flow":
+                how = self.in_its_layout(how, point)
+            self.relations[key] = how
         return self.relations[key]
 
     def compare(self, held: list, expected: Tensor | None, in_any_layout=False):
@@ -300,7 +303,17 @@ class Case:
         held = [trace.returned.get(reader) for trace in self.own]
         if self.is_renumbered(reader.module):
             return None
-        return self.compare(held, self.full.returned.get(reader), True)
+        how = self.compare(held, self.full.returned.get(reader), True)
+        return self.in_its_layout(how, reader)
+
+    def in_its_layout(self, how: Relation | None, point: Point) -> Relation | None:
+        """A gradient has the layout of its tensor. If that is right, a gradient in
+        another order is wrong."""
+        if how is None or how.kind is not Kind.REORDERED or how.is_other_layout:
+            return how
+        value = self.relation_of(point)
+        is_known = value is not None and value.is_right
+        return Relation(Kind.WRONG, str(how)) if is_known else how
 
     def is_wrong(self, relation: Relation | None) -> bool:
         """Is it known to be wrong, also in another layout?"""

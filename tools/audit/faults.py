@@ -208,12 +208,12 @@ FAULTS = [
       "Look at this module's parameters in the table (of a weight of several blocks, "
       "as of an LSTM's gates or behind a concatenation, each block is sliced), at what "
       "every rank adds before a sum (a bias, a shared expert), at what is done with "
-      "its last tensor (a scale, a cap), and at what it assumes about the shape of its "
-      "input: a mean, a norm, a number of heads or of experts (a capacity) may be that "
-      "of the local shard. A sharded embedding has its first row at rank · rows, and "
-      "gives 0 for tokens of other ranks before the sum. If it is wrong only behind "
-      "the border of two ranks' slices, a convolution or a window lacks the positions "
-      "of the other rank.",
+      "its last tensor (a scale, a cap), at which slice of its input it takes (t), and "
+      "at what it assumes about the shape of its input: a mean, a norm, a number of "
+      "heads or of experts (a capacity) may be that of the local shard. A sharded "
+      "embedding has its first row at rank · rows, and gives 0 for tokens of other "
+      "ranks before the sum. If it is wrong only behind the border of two ranks' "
+      "slices, a convolution or a window lacks the positions of the other rank.",
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
     F(Loss, "loss of each rank's part", Loss.is_part,
       "The outputs of all modules are right, and each rank returns the loss of its own "
@@ -257,7 +257,9 @@ FAULTS = [
       "A gradient that every rank has in full is summed over the ranks in backward, so "
       "it counts T times: something that is not sharded reads the tensor behind f.",
       "What every rank computes in full (a residual, a shared expert, a router) must "
-      "read the tensor in front of f. Only what is sharded reads it behind f.",
+      "read the tensor in front of f. Only what is sharded reads it behind f. If what "
+      "reads it gathers its own output: this gather's backward takes the rank's slice "
+      "and sums nothing.",
       "lesson 01, --break g",
       GRADIENTS),
     F(Flow, "backward of a module", Flow.backward_of,
@@ -268,7 +270,8 @@ FAULTS = [
       "this rank received belongs to the rank that sent it, and is a sum over ranks (a "
       "gather in front of experts: sum, then slice; full_tensor(grad_placements=…)); "
       "the weights of a softmax over all ranks need the statistics of all; a sum of "
-      "squares (a norm over a sharded dim) is all-reduced in both directions. If this "
+      "squares (a norm over a sharded dim) is all-reduced in both directions. Is a "
+      "part cut off (detach(), no_grad() around the dispatch of tokens)? If this "
       "module makes a second loss (of a router), look also at what is done with that: "
       "every rank has it in full, so it reads nothing behind f and is not summed.",
       "beyond/11, --break stale, home and lse; lesson 01, the table of collectives and "

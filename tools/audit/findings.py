@@ -201,7 +201,8 @@ class Search:
         full model makes of it (rows of other ranks' tokens are masked)?"""
         case = self.case
         full = case.full.point(point)
-        others = [p for p in case.order if case.full.point(p) == full and p != point]
+        after = case.order[case.order.index(point) + 1 :]
+        others = [other for other in after if case.full.point(other) == full]
         for other in (*case.around(point), *others):
             relation = case.relation_of(other)
             if relation is not None and relation.is_right:

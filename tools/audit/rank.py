@@ -508,15 +508,17 @@ def audit_here(subject, dtype="float64", steps=2, clip=1.0, seed=1, timeout=60) 
 def place_of(error: BaseException, path: str) -> str:
     """The line of the user's file, and the line of a library that it called."""
     frames = traceback.extract_tb(error.__traceback__)
-    here = str(Path(__file__).parent)
-    own = [f for f in frames if f.filename == path]
-    no_place = "<", here, contextlib.__file__
-    others = [f for f in frames if not f.filename.startswith(no_place)]
+    own = [number for number, f in enumerate(frames) if f.filename == path]
     places = []
     if own:
-        places.append(f"line {own[-1].lineno} of {Path(path).name}")
-    if others and (not own or others[-1] is not own[-1]):
-        places.append(f"line {others[-1].lineno} of {others[-1].filename}")
+        places.append(f"line {frames[own[-1]].lineno} of {Path(path).name}")
+        frames = frames[own[-1] + 1 :]
+    no_place = "<", str(Path(__file__).parent), contextlib.__file__
+    called = [f for f in frames if not f.filename.startswith(no_place)]
+    torchs = str(Path(torch.__file__).parent)
+    called = [f for f in called if not f.filename.startswith(torchs)] or called
+    if called:
+        places.append(f"line {called[-1].lineno} of {called[-1].filename}")
     return ", ".join(places)
 
 

@@ -60,7 +60,7 @@ class Trace:
     tied: dict[str, str] = field(default_factory=dict)  # name → name in parts
     frozen: list[str] = field(default_factory=list)  # requires_grad is False
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    odd_buffers: set[str] = field(default_factory=set)  # complex, or changed by a step
+    odd_buffers: set[str] = field(default_factory=set)  # changed by a step
     changed: dict[str, Tensor] = field(default_factory=dict)  # by a pass in train mode
     running: set[str] = field(default_factory=set)  # attributes changed by each pass
     classes: dict[str, str] = field(default_factory=dict)  # module → its class
@@ -181,7 +181,7 @@ def parts_of(model: nn.Module, renamed: dict, what: str) -> dict[str, Tensor | N
 
 
 def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -> None:
-    """Parameters, which of them are tied or frozen, and buffers of real numbers."""
+    """Parameters, which of them are tied or frozen, and buffers."""
     trace.parts = parts_of(model, renamed, "data")
     for name, module in model.named_modules():
         trace.classes[plain_name(name, renamed)] = type(module).__name__
@@ -199,11 +199,7 @@ def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -
             trace.tied[name] = first[p]
         first.setdefault(p, name)
     for long_name, x in model.named_buffers():
-        name = plain_name(long_name, renamed)
-        if x.is_complex():
-            trace.odd_buffers.add(name)
-        else:
-            trace.buffers[name] = numbers_in(x)
+        trace.buffers[plain_name(long_name, renamed)] = numbers_in(x)
 
 
 @dataclass
@@ -227,19 +223,21 @@ class State:
     def put_back(self) -> None:
         x = self.value
         if torch.is_tensor(x):
-            (x.to_local() if isinstance(x, DTensor) else x).data.copy_(self.before)
+            as_real(x.to_local() if isinstance(x, DTensor) else x).copy_(self.before)
         self.held[self.key] = self.value
 
 
+def as_real(x: Tensor) -> Tensor:
+    """The same numbers, complex ones as pairs (a table of rotations)."""
+    return torch.view_as_real(x.data) if x.is_complex() else x.data
+
+
 def numbers_in(x) -> Tensor | None:
-    """A copy of a real number, or of a tensor of them (not sparse or quantized)."""
+    """A copy of a number, or of a tensor of them (not sparse or quantized)."""
     if type(x) in (int, float):
         return torch.tensor(x).double()
-    if not torch.is_tensor(x) or x.is_complex() or x.is_quantized:
-        return None
-    if x.layout != torch.strided:
-        return None
-    return local_part(x).double().clone()
+    is_plain = torch.is_tensor(x) and x.layout == torch.strided and not x.is_quantized
+    return as_real(local_part(x)).double().clone() if is_plain else None
 
 
 def states_of(model: nn.Module, renamed: dict[str, str]) -> list[State]:

@@ -27,8 +27,8 @@ from .record import Point
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 KEYS = re.compile("(w|to_)?k(ey|eys)?(_proj|_lin)?", re.IGNORECASE)  # a linear
-FUSED = re.compile(  # but not a list of matrices (qkv.0)
-    r"(qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused)(?!\w*\.\d)",
+FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
+    r"(qkv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13|fused)(?!.*\.\d)",
     re.IGNORECASE,
 )
 
@@ -475,8 +475,12 @@ class Flow(Subject):
         return inner != module and inner.startswith(f"{module}." if module else "")
 
     def is_behind(self, name: str) -> bool:
-        """Does a parameter act on it? Otherwise it says nothing of its gradient."""
-        return self.case.order.index(self.point) >= self.case.begins(name)
+        """Does a parameter act on it? Otherwise it says nothing of its gradient, unless
+        the parameter is in a module whose own backward is wrong."""
+        case = self.case
+        around = self.backward_of() if case.arrival(name) is None else None
+        is_around = around is not None and name.startswith(f"{around[0]}.")
+        return is_around or case.order.index(self.point) >= case.begins(name)
 
     def is_of_loss(self) -> bool:
         """Is it the gradient that the loss returns?"""
