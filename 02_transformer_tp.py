@@ -1849,7 +1849,7 @@ class Report:
                 what = f"{name}, {run}"
                 if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        if brief and len(runs.keys() - self.raised.keys()) > 1:  # else nothing agrees
+        if brief and len(runs.keys() - self.raised.keys()) > 1:  # two are left
             return self.table(key, list(rows.values()), brief=f"{len(names)} {brief}")
         self.table(key, list(rows.values()))
 
