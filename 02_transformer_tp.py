@@ -586,7 +586,7 @@ def show_communication(report: Report, size: dict[str, int]) -> None:
         sent[row["run"]] += row["bytes"]
         if row["phase"] == "backward":
             backward[row["run"]] = row["calls"]
-    if len(sent) == 2:  # both runs have completed, and there is more than one rank
+    if len(sent) == 2 and not report.is_edited:  # both have completed; T > 1
         times = sent["DTensor"] / sent["with TP"]
         report.conclude(
             f"Backward has {backward['with TP']} all-reduces with TP, and by PyTorch's "
@@ -1799,7 +1799,7 @@ class Report:
         for row in rows:
             notes.extend(notes_on(row))
         for name in rows[0]:
-            if name in hide or name in ("off", "off_ranks", "predicted"):
+            if name in hide or name in ("off", "off_ranks", "predicted", "elsewhere"):
                 continue
             texts = [name] + [marked_cell(row, name, is_short) for row in rows]
             width = max(len(text) for text in texts)
@@ -1990,7 +1990,7 @@ def merge_row(rows: list[dict], place: int, other: dict, rank: int) -> None:
     """
     same = [row for row in rows[place:] + rows if label_of(row) == label_of(other)]
     if not same and other.get("off"):
-        rows.append(dict(other, off=[]))
+        rows.append(dict(other, off=[], elsewhere=True))
         same = rows[-1:]
     for row in same[:1]:
         for column in other.get("off", []):
@@ -2027,7 +2027,8 @@ def marked_cell(row: dict, name: str, is_short: bool) -> str:
         is_edit = any(mark.startswith(" ≠") for mark in predicted.values())
         text = "ok" if value else "≠" if is_edit else "✗"
     elif isinstance(value, float):
-        text = f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
+        digits = 4 if is_short else 7
+        text = f"{value:.1e}" if name == "diff" else f"{value:#.{digits}g}"
     elif isinstance(value, int):
         text = f"{value:,}"
     if name not in row.get("off", []):

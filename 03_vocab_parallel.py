@@ -594,10 +594,10 @@ def check_slope(report: Report, tp_group) -> None:
     h = 1e-5  # the difference is off by about h², and by 1e-16/h
     change_BS = loss_of(x_BSv + h * d_BSv) - loss_of(x_BSv - h * d_BSv)
     diff = rel_diff(slope_BS, change_BS / (2 * h))
-    report.check("gradients", "backward as the slope of forward", diff, 1e-6)
-    report.conclude(
-        f"In 15 directions the gradient differs from a finite difference by {diff:.1e}."
-    )
+    name = "backward as the slope of forward"
+    mark = "" if report.check("gradients", name, diff, 1e-6) else " ✗"
+    text = "In 15 directions the gradient differs from a finite difference by "
+    report.say(f"   {text}{diff:.1e}.{mark}")
     simplest_BS = simplest_cross_entropy(x_BSv, target_BS, tp_group)
     full_BS = vocab_parallel_cross_entropy(x_BSv, target_BS, tp_group, V)
     report.check_tensor("hard losses", "simplest form", simplest_BS, full_BS, 1e-12)
@@ -2404,7 +2404,7 @@ class Report:
         for row in rows:
             notes.extend(notes_on(row))
         for name in rows[0]:
-            if name in hide or name in ("off", "off_ranks", "predicted"):
+            if name in hide or name in ("off", "off_ranks", "predicted", "elsewhere"):
                 continue
             texts = [name] + [marked_cell(row, name, is_short) for row in rows]
             width = max(len(text) for text in texts)
@@ -2595,7 +2595,7 @@ def merge_row(rows: list[dict], place: int, other: dict, rank: int) -> None:
     """
     same = [row for row in rows[place:] + rows if label_of(row) == label_of(other)]
     if not same and other.get("off"):
-        rows.append(dict(other, off=[]))
+        rows.append(dict(other, off=[], elsewhere=True))
         same = rows[-1:]
     for row in same[:1]:
         for column in other.get("off", []):
@@ -2632,7 +2632,8 @@ def marked_cell(row: dict, name: str, is_short: bool) -> str:
         is_edit = any(mark.startswith(" ≠") for mark in predicted.values())
         text = "ok" if value else "≠" if is_edit else "✗"
     elif isinstance(value, float):
-        text = f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
+        digits = 4 if is_short else 7
+        text = f"{value:.1e}" if name == "diff" else f"{value:#.{digits}g}"
     elif isinstance(value, int):
         text = f"{value:,}"
     if name not in row.get("off", []):

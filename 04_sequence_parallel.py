@@ -394,7 +394,7 @@ def main(args, report: Report) -> None:
     note = why_these_sizes(args.ranks)
     if padding > 0:
         note += f" S includes padding of {padding}, so that T divides it."
-    report.begin({"tp": args.ranks}, size, note)
+    report.begin({"tp": args.ranks}, size, note.strip())
 
     runs = {}
     model = copy.deepcopy(full)
@@ -2646,7 +2646,7 @@ class Report:
         for row in rows:
             notes.extend(notes_on(row))
         for name in rows[0]:
-            if name in hide or name in ("off", "off_ranks", "predicted"):
+            if name in hide or name in ("off", "off_ranks", "predicted", "elsewhere"):
                 continue
             texts = [name] + [marked_cell(row, name, is_short) for row in rows]
             width = max(len(text) for text in texts)
@@ -2837,7 +2837,7 @@ def merge_row(rows: list[dict], place: int, other: dict, rank: int) -> None:
     """
     same = [row for row in rows[place:] + rows if label_of(row) == label_of(other)]
     if not same and other.get("off"):
-        rows.append(dict(other, off=[]))
+        rows.append(dict(other, off=[], elsewhere=True))
         same = rows[-1:]
     for row in same[:1]:
         for column in other.get("off", []):
@@ -2874,7 +2874,8 @@ def marked_cell(row: dict, name: str, is_short: bool) -> str:
         is_edit = any(mark.startswith(" ≠") for mark in predicted.values())
         text = "ok" if value else "≠" if is_edit else "✗"
     elif isinstance(value, float):
-        text = f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
+        digits = 4 if is_short else 7
+        text = f"{value:.1e}" if name == "diff" else f"{value:#.{digits}g}"
     elif isinstance(value, int):
         text = f"{value:,}"
     if name not in row.get("off", []):

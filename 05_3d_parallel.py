@@ -762,18 +762,15 @@ def traffic(args, stage: int) -> dict[Call, list[Calls]]:
     return formulas
 
 
-def call_of(row: dict) -> list[str]:
-    """What tells the rows of a ledger apart."""
-    return [row["phase"], row["collective"], row["axis"]]
-
-
 def show_totals(report: Report) -> None:
     """What only the last stage sends, the sum per axis, and a conclusion."""
-    rows_of_ranks = gather_objects(report.data.get("communication", []))
-    of_rank_0 = [call_of(row) for row in rows_of_ranks[0]]
+    rows = report.data.get("communication", [])
+    rows = [row for row in rows if "elsewhere" not in row]  # of this rank
+    rows_of_ranks = gather_objects(rows)
+    of_rank_0 = [label_of(row) for row in rows_of_ranks[0]]
     rows = []
     for row in rows_of_ranks[-1]:
-        if call_of(row) not in of_rank_0:
+        if label_of(row) not in of_rank_0:
             rows.append(dict({"last stage also": row["phase"]}, **row))
     if rows:
         brief = f"{len(rows)} more that only the last stage has"
@@ -2758,7 +2755,7 @@ class Report:
         for row in rows:
             notes.extend(notes_on(row))
         for name in rows[0]:
-            if name in hide or name in ("off", "off_ranks", "predicted"):
+            if name in hide or name in ("off", "off_ranks", "predicted", "elsewhere"):
                 continue
             texts = [name] + [marked_cell(row, name, is_short) for row in rows]
             width = max(len(text) for text in texts)
@@ -2949,7 +2946,7 @@ def merge_row(rows: list[dict], place: int, other: dict, rank: int) -> None:
     """
     same = [row for row in rows[place:] + rows if label_of(row) == label_of(other)]
     if not same and other.get("off"):
-        rows.append(dict(other, off=[]))
+        rows.append(dict(other, off=[], elsewhere=True))
         same = rows[-1:]
     for row in same[:1]:
         for column in other.get("off", []):
@@ -2986,7 +2983,8 @@ def marked_cell(row: dict, name: str, is_short: bool) -> str:
         is_edit = any(mark.startswith(" ≠") for mark in predicted.values())
         text = "ok" if value else "≠" if is_edit else "✗"
     elif isinstance(value, float):
-        text = f"{value:.1e}" if name == "diff" else f"{value:#.7g}"
+        digits = 4 if is_short else 7
+        text = f"{value:.1e}" if name == "diff" else f"{value:#.{digits}g}"
     elif isinstance(value, int):
         text = f"{value:,}"
     if name not in row.get("off", []):

@@ -4,6 +4,7 @@ Schedules as lists; then every layout of 2, 4, 6 and 8 ranks on random sizes and
 against plain PyTorch; messages; the lesson's own runs.
 """
 
+import re
 from functools import cache
 from itertools import accumulate, product
 from types import SimpleNamespace
@@ -185,6 +186,20 @@ def test_a_model_that_pytorchs_plan_cannot_run(tmp_path):
     done = jobs.launch(script, 2, "--steps", "1")
     assert done.out.splitlines()[-1] == f"FAIL  {MESH}  failed: runs 1/3", done.text
     assert "✗ PyTorch raised RuntimeError: aten.add.Tensor got mixed" in done.out
+
+
+def test_totals_are_those_of_each_rank(tmp_path):
+    """Rows that failed on another rank are printed, and count there only."""
+    text = jobs.PATHS[MESH].read_text("utf-8")
+    loop = "        for phase, i in steps:\n"
+    assert loop in text  # in Pipeline.run at first
+    text = text.replace(loop, f"{loop}            if i == 3: continue\n", 1)
+    script = tmp_path / f"{MESH}.py"
+    script.write_text(text, "utf-8")
+    done = jobs.launch(script, 2)
+    assert "backward send/recv pp: fails on ranks [1], not on rank 0" in done.out
+    # 6 messages, 3 to each side, and one of the norm.
+    assert re.search(r"\n   pp +7   98,432  98,432 +196,864\n", done.out), done.out
 
 
 class Twice(nn.Module):

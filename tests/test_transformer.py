@@ -336,3 +336,10 @@ def test_the_optimizer_takes_dtensors_beside_plain_tensors(lesson):
     """As on GPUs, where AdamW updates lists of tensors if it is not told otherwise."""
     done = jobs.launch(jobs.ROOT / "tests" / "foreach.py", 2, lesson)
     assert done.code == 0 and "\nPASS  " in done.out, done.text
+
+
+def test_a_table_of_wrong_numbers_fits_the_screen(tmp_path):
+    """Fewer digits, if they do not fit: norms of q and k whose gradients lack a sum."""
+    done = run_changed(tmp_path, Q_NORM)
+    assert re.search(r"core.q_norm +0\.\d+  0\.\d+✗  0\.\d+✗", done.out), done.out
+    assert max(map(len, done.out.splitlines())) <= 88, done.out
