@@ -594,10 +594,10 @@ def check_slope(report: Report, tp_group) -> None:
     h = 1e-5  # the difference is off by about h², and by 1e-16/h
     change_BS = loss_of(x_BSv + h * d_BSv) - loss_of(x_BSv - h * d_BSv)
     diff = rel_diff(slope_BS, change_BS / (2 * h))
-    text = f"In 15 directions the gradient differs from a finite difference by {diff:.1e}."
+    text = f"the gradient differs from a finite difference by {diff:.1e}."
     if not report.check("gradients", "backward as the slope of forward", diff, 1e-6):
         text += " ✗"
-    report.say(f"   {text}")
+    report.say(f"   In 15 directions {text}")
     simplest_BS = simplest_cross_entropy(x_BSv, target_BS, tp_group)
     full_BS = vocab_parallel_cross_entropy(x_BSv, target_BS, tp_group, V)
     report.check_tensor("hard losses", "simplest form", simplest_BS, full_BS, 1e-12)
