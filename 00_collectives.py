@@ -260,11 +260,11 @@ def ring_bytes(collective: str, nbytes: int, ranks: int) -> int:
 def async_all_reduce(x: Tensor, group, other_work: Callable = lambda: None) -> Tensor:
     """Start an all-reduce, do other work, and only then wait for the sum (async_op)."""
     out = x.clone()  # the call overwrites its argument
-    work = dist.all_reduce(out, group=group, async_op=True)
+    with COMM.record("all-reduce", out, group):
+        work = dist.all_reduce(out, group=group, async_op=True)
     other_work()  # must neither read nor write `out`
     work.wait()
-    # From here on `out` is valid. gloo blocks Python in wait(); NCCL only makes the
-    # current CUDA stream wait. A call without async_op does this itself.
+    # gloo blocks Python in wait(), NCCL the CUDA stream. Other calls wait themselves.
     return out
 
 
@@ -826,15 +826,13 @@ def watch_calls() -> None:
 def refuse_direct_calls(call: Callable) -> Callable:
     """A lesson's own call of a collective raises, unless COMM records it.
 
-    Not refused: PyTorch's calls, those of a DTensor, the async ones of 00 and 04.
+    Not refused: PyTorch's calls, and those of a DTensor.
     """
 
     def checked(*args, **kwargs):
-        caller = sys._getframe(1)
-        is_torch = {"COMM", "lesson00"}.isdisjoint(caller.f_globals)
-        is_async = caller.f_code.co_name in ("async_all_reduce", "gather_in_pieces")
+        is_torch = {"COMM", "lesson00"}.isdisjoint(sys._getframe(1).f_globals)
         is_dtensor = args and type(args[0]).__name__ == "DTensor"
-        if not (is_torch or is_dtensor or is_async or COMM.is_inside()):
+        if not (is_torch or is_dtensor or COMM.is_inside()):
             text = f"dist.{call.__name__} is called directly, so no table counts it; "
             raise RuntimeError(text + "use all_reduce(x, group) … of lesson 00")
         return call(*args, **kwargs)
@@ -1329,7 +1327,7 @@ class Report:
                 what = f"{name}, {run}"
                 if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        if brief and len(runs.keys() - self.raised.keys()) > 1:  # two are left
+        if brief and len(runs.keys() - self.raised.keys()) > 1:  # others to agree with
             return self.table(key, list(rows.values()), brief=f"{len(names)} {brief}")
         self.table(key, list(rows.values()))
 

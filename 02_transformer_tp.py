@@ -1084,11 +1084,9 @@ def refuse_direct_calls(call: Callable) -> Callable:
     (lesson 00)"""
 
     def checked(*args, **kwargs):
-        caller = sys._getframe(1)
-        is_torch = {"COMM", "lesson00"}.isdisjoint(caller.f_globals)
-        is_async = caller.f_code.co_name in ("async_all_reduce", "gather_in_pieces")
+        is_torch = {"COMM", "lesson00"}.isdisjoint(sys._getframe(1).f_globals)
         is_dtensor = args and type(args[0]).__name__ == "DTensor"
-        if not (is_torch or is_dtensor or is_async or COMM.is_inside()):
+        if not (is_torch or is_dtensor or COMM.is_inside()):
             text = f"dist.{call.__name__} is called directly, so no table counts it; "
             raise RuntimeError(text + "use all_reduce(x, group) … of lesson 00")
         return call(*args, **kwargs)
@@ -1849,7 +1847,7 @@ class Report:
                 what = f"{name}, {run}"
                 if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        if brief and len(runs.keys() - self.raised.keys()) > 1:  # two are left
+        if brief and len(runs.keys() - self.raised.keys()) > 1:  # others to agree with
             return self.table(key, list(rows.values()), brief=f"{len(names)} {brief}")
         self.table(key, list(rows.values()))
 

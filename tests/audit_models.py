@@ -305,12 +305,16 @@ def renamed_subject(bug: str):
     return subject
 
 
-def after_linear(layer, parallelize):
-    """A linear and one layer more, split by parallelize."""
+def subject_of(build, parallelize):
     subject = renamed_subject("")
-    subject.build = lambda: nn.Sequential(nn.Linear(D, D), layer())
+    subject.build = build
     subject.parallelize = parallelize
     return subject
+
+
+def after_linear(layer, parallelize):
+    """A linear and one layer more."""
+    return subject_of(lambda: nn.Sequential(nn.Linear(D, D), layer()), parallelize)
 
 
 # ---- A model that makes rounding errors a thousand million times larger.
@@ -1526,10 +1530,7 @@ def layout_subject(bug: str, layout: str = "swapped"):
         model.layout = layout
         return model
 
-    subject = renamed_subject("")
-    subject.build = Layout
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(Layout, parallelize)
 
 
 def flat_subject(bug: str):
@@ -1928,10 +1929,7 @@ def channels_subject(bug: str):
         model.group = group
         return model
 
-    subject = renamed_subject("")
-    subject.build = Channels
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(Channels, parallelize)
 
 
 # ---- So few rows that the last rank has none.
@@ -1955,10 +1953,7 @@ def empty_subject(bug: str):
         feed.down = nn.Linear(2, D, bias=False)
         return nn.Sequential(nn.Linear(D, D), feed)
 
-    subject = renamed_subject("")
-    subject.build = build
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(build, parallelize)
 
 
 # ---- A fused weight whose last row, a gate, all ranks have.
@@ -2050,10 +2045,7 @@ def stacked_subject(bug: str):
         model.bug = bug
         return model
 
-    subject = renamed_subject("")
-    subject.build = Stacked
-    subject.parallelize = parallelize
-    return subject
+    return subject_of(Stacked, parallelize)
 
 
 # ---- A table of rotations (complex numbers), and a list of two matrices.

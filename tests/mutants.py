@@ -215,7 +215,7 @@ MUTANTS = [Mutant(*row) for row in [
      "=False", "=False, preserve_rng_state=False", "test_recomputed_bitwise"),
     ("04", "gather_in_pieces", "only the first piece", "i * length", "0"),
     ("04", "gather_in_pieces", "bytes of one rank's piece",
-     "T * piece.nbytes", "piece.nbytes"),
+     "copies=T", "copies=1"),
     ("04", "sp_plan", "the last norm is left out", '        "norm": norm,\n', ""),
     ("04", "planned_transformer", "tied weights are two",
      "model.lm_head.weight = model.embed_tokens.weight", "pass", "2 --tie"),
