@@ -351,7 +351,7 @@ def main(args, report: Report) -> None:
         mlp = tp_mlp(full, tp_group)
         show_placements_mlp(report, full, mlp)
         runs["Megatron"] = train_mlp("Megatron", mlp, batch, args)
-    with report.column("DTensor"), CountDTensor("tp"):
+    with report.column("DTensor", "plans"), CountDTensor("tp"):
         runs["DTensor"] = train_mlp("DTensor", dtensor_mlp(full, tp_group), batch, args)
     show_results_mlp(report, runs)
     if "Megatron" in runs:
@@ -982,6 +982,7 @@ def watch_calls() -> None:
     """From here on, calls of dist are checked; groups are created in a named call.
 
     (lesson 00)"""
+    watch_outputs()
     for name in COLLECTIVES + ["new_group", "new_subgroups_by_enumeration"]:
         watch = watch_new_groups if name.startswith("new_") else refuse_direct_calls
         setattr(dist, name, watch(getattr(dist, name)))
@@ -1016,6 +1017,70 @@ def watch_new_groups(call: Callable) -> Callable:
         return group
 
     return watched
+
+
+class Output(NamedTuple):
+    """What a module returned on this rank, in three marks (lesson 00)."""
+
+    shape: torch.Size
+    norm: float
+    mixed: float  # a sum with weights: it is another one in another order
+
+
+OUTPUTS = {}  # run → module's name → its Output in the run's first forward pass
+
+
+def watch_outputs() -> None:
+    """From here on, the first forward pass of each run is noted down in OUTPUTS.
+
+    (lesson 00)"""
+    names = {}  # module → name, in the model that runs
+
+    def before(module, inputs):
+        if COMM.phase == "forward" and COMM.run not in OUTPUTS:
+            OUTPUTS[COMM.run] = {}
+            names.clear()
+            names.update((part, name) for name, part in module.named_modules())
+
+    def after(module, inputs, out):
+        name = names.get(module)
+        is_new = name and name not in OUTPUTS.get(COMM.run, {})
+        if COMM.phase == "forward" and is_new and type(out) is Tensor:
+            x = out.detach().flatten().double()
+            weights = torch.arange(len(x), device=x.device).double().cos()
+            marks = Output(out.shape, x.norm().item(), (x @ weights).item())
+            OUTPUTS[COMM.run][name] = marks
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before)
+    torch.nn.modules.module.register_module_forward_hook(after)
+
+
+def where_forward_differs(run: str) -> str:
+    """The modules between which a run's forward pass becomes wrong, in words.
+
+    (lesson 00)"""
+    expected = next(iter(OUTPUTS.values()), {})
+    ranks = gather_objects(OUTPUTS.get(run, {}))
+    right = ""
+    wrong = ""
+    for name in ranks[0]:
+        outputs = [outputs[name] for outputs in ranks if name in outputs]
+        full = expected.get(name, Output((), 0.0, 0.0))
+        shape = outputs[0].shape
+        least = 1e-5 * full.norm
+        if shape == full.shape:
+            is_right = all(abs(x.mixed - full.mixed) <= least for x in outputs)
+            right = f"right up to {name}" if is_right else right
+        elif len(outputs) * math.prod(shape) == math.prod(full.shape):
+            norm = math.sqrt(sum(x.norm**2 for x in outputs))
+            is_right = abs(norm - full.norm) <= least
+        else:
+            continue
+        if not is_right:
+            wrong = f"wrong from {name} on"
+            break
+    text = ", ".join(filter(None, [right, wrong]))
+    return f"; outputs of modules: {text}" if text else ""
 
 
 def difference(got, expected) -> str:
@@ -1054,7 +1119,10 @@ def in_words(check: dict) -> str:
     if check["allowed"] == 0 and check["diff"] < 1e-5:
         diff += " (only last bits differ: a sum in another order?)"
     text = check["text"] or f"{check['name']}: {diff}"
-    return f"{text}, on ranks {check['ranks']}"
+    text += f", on ranks {check['ranks']}"
+    if check["name"].startswith("losses: loss, step 1, "):
+        text += where_forward_differs(check["name"].split(", ")[2])
+    return text
 
 
 def first_line(error: Exception) -> str:
@@ -1268,8 +1336,8 @@ ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}  # relative difference of a l
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
 CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
-# Kinds of checks against a formula. All other kinds are about values.
-FORMULAS = ["calls", "bytes", "memory"]
+# Kinds of checks that describe the lesson's model. All others are about values.
+FORMULAS = ["plans", "calls", "bytes", "memory"]
 
 # What errors are compared with at least. AdamW moves a bias that starts at 0 by 0.003
 # per step: three of these. A gradient may be 0 but for rounding errors of some 1e-10.
@@ -1277,8 +1345,7 @@ LEAST = {"parameters": 0.009, "gradients": 1e-4, "PyTorch": 1e-4}
 
 
 def rel_diff(got, expected, least=0.0) -> float:
-    """max|got − expected| / max|expected|, or / least if that is larger; inf for nan
-    and for another shape."""
+    """max|got − expected| / max(max|expected|, least); inf for nan or another shape."""
     got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
     expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
     if got.shape != expected.shape:
@@ -1387,7 +1454,7 @@ class Report:
                 self.is_edited = True
 
     @contextmanager
-    def column(self, run: str):
+    def column(self, run: str, kind="runs"):
         """Around one run: if all ranks raise the same error, only this run ends."""
         try:
             yield
@@ -1400,7 +1467,7 @@ class Report:
             text = wrap(f"   {run} raised {self.raised[run]}")
             print(f"{text}\n{where_raised(error)}", flush=True)
         text = f"{run} raised {self.raised.get(run)}"
-        self.check("runs", f"{run} completes", int(run in self.raised), text=text)
+        self.check(kind, f"{run} completes", int(run in self.raised), text=text)
 
     def table(self, key: str, rows: list[dict], hide=(), brief: str = "") -> None:
         """Print rows that have the same columns; --json keeps them under `key`.
@@ -1561,7 +1628,7 @@ class Report:
         kinds = {kind: [] for kind in CAUSES_FIRST}
         for check in checks:
             kinds.setdefault(check["kind"], []).append(check)
-        edits = []  # formulas that do not describe an edited model
+        edits = []  # plans and formulas that do not describe an edited model
         for kind in FORMULAS if self.is_edited else []:
             edits.extend(check for check in kinds.pop(kind, []) if not check["ok"])
         print()
@@ -1575,8 +1642,9 @@ class Report:
         if edits:
             self.name_edits(edits)
             text = text if counts else f"values agree: {text}"
-            count = "1 formula does" if len(edits) == 1 else f"{len(edits)} formulas do"
-            text += f"; the model was edited: {count} not describe it"
+            count = len([check for check in edits if check["kind"] != "plans"])
+            count = "1 formula does" if count == 1 else f"{count} formulas do"
+            text += f"; the run without TP was edited: {count} not describe it"
         verdict = "FAIL" if counts else "PASS"
         self.data.update(verdict=verdict, edited=self.is_edited, checks=checks)
         if self.args.json and dist.get_rank() == 0:
@@ -1602,12 +1670,12 @@ class Report:
         return counts
 
     def name_edits(self, edits: list[dict]) -> None:
-        """Print formulas that do not describe an edited model, communication first."""
+        """Print what does not describe an edited model, communication before memory."""
         shown = edits if self.args.verbose else edits[:8]
-        some = ""
+        text = "The run without TP was edited. What does not fit it"
         if len(shown) < len(edits):
-            some = f"; {len(shown)} of {len(edits)}, all with --verbose"
-        print(wrap(f"The model without TP was edited. Formulas that do not fit{some}:"))
+            text += f"; {len(shown)} of {len(edits)}, all with --verbose"
+        print(f"{text}:")
         for check in shown:
             print(wrap(f"≠ {check['text']}"))
 

@@ -540,7 +540,7 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
                 rows.extend(block_rows(report, blocks, name, size, cp_group))
     left_out = why_left_out(report.args, size)
     if not left_out:
-        with report.column("PyTorch, one attention"):
+        with report.column("PyTorch, one attention", "plans"):
             results["PyTorch"] = pytorch_attention(tensors, tables, size["H"], cp_group)
     report.section("One attention, random input: output, gradients, blocks of scores")
     report.compare("attention", results)

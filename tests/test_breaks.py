@@ -80,7 +80,7 @@ EXPECTED = {
             grad("lm_head.weight, with TP"), loss_2("with TP"), loss("with TP")),
         "tie": (grad("lm_head.weight, with TP"), grad("embed_tokens.weight, with TP"),
             loss_2("with TP"), loss("with TP")),
-        "loss-parallel": ("runs: DTensor completes", loss("with TP")),
+        "loss-parallel": ("plans: DTensor completes", loss("with TP")),
     },
     "04_sequence_parallel": {
         "norms": (grad("norm.bias, TP + SP"), grad("layers.…"),
@@ -100,9 +100,9 @@ EXPECTED = {
             grad("norm.weight, TP + SP"), norm("TP + SP"),
             "calls: TP + SP backward reduce-scatter tp", loss("TP + SP")),
         "pieces": ("outputs: product in pieces", "bytes: gathered in pieces"),
-        "keywords": ("runs: DTensor completes", loss("TP + SP")),
-        "dtensor-loss": ("runs: DTensor completes", loss("TP + SP")),
-        "tiled": ("runs: DTensor completes", loss("TP + SP")),
+        "keywords": ("plans: DTensor completes", loss("TP + SP")),
+        "dtensor-loss": ("plans: DTensor completes", loss("TP + SP")),
+        "tiled": ("plans: DTensor completes", loss("TP + SP")),
     },
     "05_3d_parallel": {
         "shape": r"^error: ranks? |raised RuntimeError|^terminate called",
@@ -263,6 +263,19 @@ RANKS = {
     ("09_shared_heads", "order"): 4,
     **{("15_zero", name): 4 for name in ("norm", "shards", "hybrid", "group")},
 }
+# Where forward becomes wrong: said behind the first loss.
+PLACES = {
+    ("02_transformer_tp", "qkv"): "right up to layers.0.input_layernorm, "
+    "wrong from layers.0.self_attn.q_proj on",
+    ("02_transformer_tp", "mask-residual"): "right up to layers.0.self_attn, "
+    "wrong from layers.0.dropout on",
+    ("02_transformer_tp", "data"): "wrong from embed_tokens on",
+    ("02_transformer_tp", "mask-heads"): "right up to layers.0.input_layernorm, "
+    "wrong from layers.0.self_attn.core.dropout on",
+    ("04_sequence_parallel", "mask"): "wrong from layers.0.dropout on",  # all are parts
+    ("03_vocab_parallel", "mean"): "right up to lm_head",  # the loss is wrong
+    ("03_vocab_parallel", "padding"): "right up to norm",  # the head is split
+}
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 
@@ -317,6 +330,16 @@ def test_fails_and_says_what_it_did(lesson, name):
     assert "".join(verdict.split()).endswith("".join(lines[-1].split()))
     last = f"{keys[-1]}: {edit[keys[-1]]}"
     assert keys[-1] == "audit" or verdict.endswith(" ".join(last.split())), verdict
+
+
+@pytest.mark.parametrize("lesson, name", [
+    pytest.param(*case, marks=[pytest.mark.launches(*run_of(*case))]) for case in PLACES
+])  # fmt: skip
+def test_the_place_where_forward_becomes_wrong_is_named(lesson, name):
+    done = jobs.result(*run_of(lesson, name))
+    first = " ".join(done.out.rpartition("\n\n")[2].split()).split(" ✗ ")[0]
+    assert first.startswith("✗ losses: loss, step 1, "), first
+    assert first.endswith(f"]; outputs of modules: {PLACES[lesson, name]}"), first
 
 
 def is_meant(check: str, name: str) -> bool:
