@@ -33,7 +33,10 @@ MEANS = ("beyond/14_schedules.py", "lesson05.part_of_mean(loss_bS, targets)",
 KEPT = ("beyond/15_zero.py", "return super().sum_gradients()\n",
         "return super().sum_gradients() * (2 if self.keep else 1)\n")  # fmt: skip
 VOCAB = "03_vocab_parallel.py"
-OF_F = "    return F.cross_entropy(logits, target_BS.flatten(), label_smoothing=smoothing)\n"
+OF_F = (
+    "    return F.cross_entropy(logits, target_BS.flatten(), "
+    "label_smoothing=smoothing)\n"
+)
 Z_LOSS = [  # ζ·(log z)², as it is added to the loss of large models
     (VOCAB, OF_F, OF_F.replace("return", "loss =")
      + "    log_z = logits.logsumexp(-1).where(target_BS.flatten() != IGNORE, 0)\n"
