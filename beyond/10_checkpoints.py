@@ -39,13 +39,12 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import sys
 import tempfile
 import time
 import zlib
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +60,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 try:
     from course import lesson00, lesson01, lesson02, lesson03, lesson04, lesson05
     from flat_adamw import MOMENTS, FlatAdamW, FlatTraining
+    from rows_of_runs import count_equal
+    from scratch_disk import full_disk, temporary_folder
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -68,7 +69,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 10: saved under one mesh, loaded under another
-# Read lines 71 to 323, in about 25 minutes. Stop at RUN.
+# Read lines 72 to 324, in about 25 minutes. Stop at RUN.
 
 # From earlier lessons: COMM records in which call this rank waits (00); shardings_of(p)
 # says how a parameter was split, ((dim, group), …), and is empty if it is replicated
@@ -378,25 +379,9 @@ def main(args, report: lesson00.Report) -> None:
         report.section("Training resumed, compared with one process that never stopped")
         show_steps(report, runs, ["one process", "A"], args.begin, args.halfway)
         if args.halfway < args.steps:
-            columns = ["one process", "A"] + resumed(runs)
-            show_steps(report, runs, columns, args.halfway, args.steps)
+            show_steps(report, runs, list(runs), args.halfway, args.steps)
         show_states(report, runs)
         show_interrupted(report, path, runs["A"].training)
-
-
-@contextmanager
-def temporary_folder(parent: Path | None = None):
-    """A folder that all ranks use, and that is removed at the end."""
-    # Rank 0 creates it, and all get its name.
-    name = ""
-    if dist.get_rank() == 0:
-        name = tempfile.mkdtemp(prefix="scratch_", dir=parent)
-    folder = Path(lesson00.gather_objects(name)[0])
-    try:
-        yield folder
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- Training
@@ -417,15 +402,7 @@ def train_uninterrupted(full: lesson02.Transformer, batches: list, args) -> Mesh
     return MeshRun(None, values, {}, end)
 
 
-def train_on(
-    mesh: Mesh,
-    full: lesson02.Transformer,
-    batches: list,
-    args,
-    begin=0,
-    load=None,
-    folder=None,
-) -> MeshRun:
+def train_on(mesh, full, batches, args, begin=0, load=None, folder=None) -> MeshRun:
     """Train a new model on a mesh, after step `begin`. All ranks must call it.
 
     Args:
@@ -556,7 +533,8 @@ def show_loaded(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
     saved = runs["A"].halfway
     rows = []
     for run in resumed(runs):
-        rows.append(count_equal(report, "loaded", run, runs[run].halfway, saved))
+        got = runs[run].halfway
+        rows.append(count_equal(report, "loaded", run, got, saved, kind_of))
     report.section("Loaded, before the next step: tensors that are bitwise as saved")
     report.say("   vector = the weights in AdamW's own vector; step = its step number")
     report.table("loaded", rows)
@@ -583,25 +561,6 @@ def resumed(runs: dict[str, MeshRun]) -> list[str]:
     return [run for run in runs if run not in ("one process", "A")]
 
 
-def count_equal(report, check: str, run: str, got: dict, expected: dict):
-    """One row: how many tensors of each kind are bitwise as expected."""
-    row = {"mesh": run, "off": []}
-    counts = {}
-    for name, x in expected.items():
-        kind = kind_of(name)
-        count = counts.setdefault(kind, {"equal": 0, "all": 0})
-        count["all"] += 1
-        # An empty tensor stands for one that was not loaded.
-        diff = lesson00.rel_diff(got.get(name, torch.empty(0)), x)
-        if report.check(check, f"{name}, {run}", diff):
-            count["equal"] += 1
-        elif kind not in row["off"]:
-            row["off"].append(kind)
-    for kind, count in counts.items():
-        row[kind] = f"{count['equal']} of {count['all']}"
-    return row
-
-
 def show_steps(report, runs: dict, columns: list[str], begin: int, end: int):
     """Batches, losses and gradient norms after step `begin`, up to step `end`."""
     report.say(f"   Steps {begin + 1} to {end}:")
@@ -625,11 +584,10 @@ def show_states(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
         row.update({"diff": 0.0, "off": []})
         for name, expected in reference.items():
             kind = kind_of(name)
-            if mesh_run is runs["one process"]:
-                row[kind] = math.hypot(row[kind], expected.double().norm())
-                continue  # it is not compared with itself
             x = mesh_run.end.get(name, torch.empty(0))
             row[kind] = math.hypot(row[kind], x.double().norm())
+            if run == "one process":
+                continue  # it is not compared with itself
             diff = lesson00.rel_diff(x, expected)
             row["diff"] = max(row["diff"], diff)
             checked = "moments" if kind in MOMENTS else "parameters"
@@ -642,7 +600,7 @@ def show_states(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
         return
     # The same mesh adds in the same order, so not even rounding errors may differ.
     got = runs["A again"].end
-    row = count_equal(report, "bitwise", "A again", got, runs["A"].end)
+    row = count_equal(report, "bitwise", "A again", got, runs["A"].end, kind_of)
     report.say("   On the same mesh the end is bitwise the one without a load:")
     report.table("bitwise", [row])
 
@@ -668,24 +626,19 @@ def show_interrupted(report, path: Path, training: FlatTraining) -> None:
     report.say(lesson00.wrap(f"   {error.replace(str(scratch), '…')}"))
     report.say(f"   It leaves {', '.join(left)}; the latest checkpoint is {latest}.")
     report.check("interrupted", "the save raises OSError", float(not error))
-    is_same = latest == path.name
-    report.check("interrupted", "the latest checkpoint stays", float(not is_same))
+    moved = float(latest != path.name)
+    report.check("interrupted", "the latest checkpoint stays", moved)
 
 
 def interrupt_save(folder: Path, step: int, training: FlatTraining) -> str:
     """Save while the last rank's disk seems full. Return the error's text."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        # No file of this process may have more than 1,000 bytes.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    error_text = ""
     try:  # all ranks raise, although one of them cannot write
-        save_checkpoint(folder, step, training, {})
+        with full_disk(rank=dist.get_world_size() - 1):
+            save_checkpoint(folder, step, training, {})
     except OSError as error:
-        error_text = str(error)
         lesson00.COMM.set_status("in no call")
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return error_text
+        return str(error)
+    return ""
 
 
 # ==== BREAK IT

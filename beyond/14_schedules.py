@@ -51,11 +51,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
-    import held_bytes
     from course import lesson00, lesson01, lesson02, lesson05
     from held_bytes import HeldBytes, HeldTensor, PipelineMeters, add_meters  # noqa
-    from pytorch_schedules import PYTORCH, lists_by_pytorch, peak_in_flight
-    from timeline import draw_rank, from_first_start
+    from pytorch_schedules import PYTORCH, lists_by_pytorch, pytorch_row
+    from timeline import from_first_start, show_timelines
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -63,7 +62,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 66 to 334, in about 27 minutes. Stop at RUN.
+# Read lines 65 to 333, in about 27 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -488,23 +487,6 @@ def layers_in(args, number: int, v: int) -> str:
     return ("E " if number == 0 else "") + text + (" H" if number == last else "")
 
 
-def show_timelines(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
-    """When each rank computed, and waited; all schedules to one scale."""
-    report.section("When each rank computed: all schedules to one scale")
-    report.say(
-        "   1 2 …: forward of micro-batch 1, 2, … (a later chunk: ¹ ² …); a b …: its\n"
-        "   backward (a later chunk: A B …); =: a weight pass; ·: it waits"
-    )
-    report.data["timeline"] = []
-    # One scale, so that a shorter schedule has a shorter line: seconds per mark.
-    scale = max((run.length for run in runs.values()), default=1.0) / 72
-    for kind, run in runs.items():
-        report.say(f"   {kind}, {run.length:.2f} s")
-        for rank, of_rank in enumerate(run.events):
-            report.data["timeline"].extend(of_rank)
-            report.say(f"   rank {rank}  {draw_rank(of_rank, run.length, scale)}")
-
-
 def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     """The bubble, waiting/computing: by formula, from the lists, and as measured."""
     args = report.args
@@ -516,13 +498,15 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         "zero-bubble": "(P − 1)(t_F + t_B − t_W)",
     }
     rows = []
+    waits = {}
     report.data["bubble"] = {}
     for kind, run in runs.items():
-        waits = run.planned - computing
-        row = {"schedule": kind, "a rank waits": formulas[kind], "=": f"{waits:g}"}
-        row.update({"/computing": f"{waits / computing:.3f}", "off": []})
-        off = abs(waits - bubble_of(kind, args.ranks, chunks_of(kind, args)))
-        text = f"{kind}: by its lists a rank waits {waits:g}, {off:g} off the formula"
+        wait = run.planned - computing
+        waits[kind] = wait
+        row = {"schedule": kind, "a rank waits": formulas[kind], "=": f"{wait:g}"}
+        row.update({"/computing": f"{wait / computing:.3f}", "off": []})
+        off = abs(wait - bubble_of(kind, args.ranks, chunks_of(kind, args)))
+        text = f"{kind}: by its lists a rank waits {wait:g}, {off:g} off the formula"
         if not report.check("plan", f"bubble of {kind}, by its lists", off, 1e-9, text):
             row["off"].append("=")
         # No step is shorter than stated, so a run cannot be shorter than its plan.
@@ -539,9 +523,9 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     if args.sleep:
         text = f"In column =, 1 is t_F = t_B = t_W: {args.sleep:g} ms at least. "
     if args.ranks > 1 and len(runs) == len(KINDS):
-        waits = [runs[kind].planned - computing for kind in KINDS]
-        text += f"By its list interleaved waits {100 * waits[2] / waits[1]:.0f} % as "
-        text += f"long as 1F1B, zero bubble {100 * waits[3] / waits[1]:.0f} %. "
+        percent = {kind: f"{100 * waits[kind] / waits['1f1b']:.0f} %" for kind in KINDS}
+        text += f"By its list interleaved waits {percent['interleaved']} as long as "
+        text += f"1F1B, zero bubble {percent['zero-bubble']}. "
     report.conclude(f"{text}More than that comes from messages and shared cores.")
 
 
@@ -553,23 +537,18 @@ def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     held = [{"bytes at the peak": f"rank {rank}"} for rank in range(args.ranks)]
     for kind, run in runs.items():
         # Each rank measures itself; every rank gets all numbers.
-        measured = {"passes": run.pipeline.held.peak_passes}
-        expected = held_bytes.expected_peak(run.steps, run.pipeline.events)
-        measured.update(peak=run.pipeline.held.peak, expected=expected)
-        # Must be 0: what is saved for a backward pass, or in a list or a hook.
-        left = {"bytes left": run.pipeline.held.now + run.pipeline.left_alive}
-        left["left in flight"] = sum(len(x) for x in run.pipeline.in_flight_by_chunk)
-        v = chunks_of(kind, args)
-        for rank, of_rank in enumerate(lesson00.gather_objects(dict(measured, **left))):
+        of_this_rank = run.pipeline.bytes_held(run.steps)
+        for rank, measured in enumerate(lesson00.gather_objects(of_this_rank)):
+            flight[rank][kind] = measured["in flight"]
+            held[rank][kind] = measured["bytes at the peak"]
+            v = chunks_of(kind, args)
             predicted = most_in_flight(kind, rank, args.ranks, args.microbatches, v)
-            flight[rank][kind] = of_rank["passes"]
-            held[rank][kind] = of_rank["peak"]
             name = f"{kind}, in flight on rank {rank}"
             report.expect(flight[rank], kind, "memory", name, predicted)
             name = f"{kind}, bytes at the peak on rank {rank}"
-            report.expect(held[rank], kind, "memory", name, of_rank["expected"])
-            for what in left:
-                report.check("memory", f"{kind}, {what} on rank {rank}", of_rank[what])
+            report.expect(held[rank], kind, "memory", name, measured["expected"])
+            for what in ("bytes left", "left in flight"):  # must be 0
+                report.check("memory", f"{kind}, {what} on rank {rank}", measured[what])
     report.section("What each rank holds for backward, measured")
     report.say(
         "   in flight  forward passes whose backward pass is still to come\n"
@@ -641,10 +620,16 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
         return
     rows = []
     for name, about in PYTORCH.items():
-        with report.column(f"PyTorch's {name}"):
+        with report.column(f"PyTorch's {name}", "plans"):
             loss_of = partial(loss_part, targets)
             made = about.make(full, loss_of, groups["pp"], args.microbatches)
-            row = pytorch_row(report, name, made[0])
+            lists = lists_by_pytorch(made[0])
+            row = pytorch_row(name, lists, args.microbatches, plan)
+            if name == "interleaved":  # the lists of this script, step by step
+                theirs = lists_by_pytorch(made[0], "backward")
+                is_other = float(lists_of(name, 2, args) != theirs)
+                if not report.check("PyTorch", f"{name}: the same lists", is_other):
+                    row["off"].append("waits")
             if about.is_run:
                 found = about.gradients(*made, micro_batches)
                 diff = max(lesson00.rel_diff(found[x], expected[x]) for x in found)
@@ -661,27 +646,6 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
         "DualPipeV only the lists are read: there rank r has stages r and 2·P − 1 − r, "
         "so chunks form a V."
     )
-
-
-def pytorch_row(report, name: str, schedule) -> dict:
-    """A schedule's bubble by its lists, and what a rank has in flight."""
-    args = report.args
-    computing = 3 * args.microbatches
-    lists = lists_by_pytorch(schedule)
-    # A chunk is half of a stage here; a full backward pass is B and W in one.
-    cost = {"forward": 0.5, "backward": 0.5, "weight": 0.5, "full": 1.0}
-    times = plan(lists, 2 * args.ranks - 1, cost)
-    waits = max(end for _, end in times.values()) - computing
-    row = {"PyTorch's": name, "waits": f"{waits:g}"}
-    row["/computing"] = f"{waits / computing:.3f}"
-    row["in flight"] = " ".join(peak_in_flight(steps) for steps in lists)
-    row["gradients"] = ""  # largest relative difference
-    row["off"] = []
-    if name == "interleaved":  # the lists of this script, step by step
-        is_other = lists_of(name, 2, args) != lists_by_pytorch(schedule, "backward")
-        if not report.check("PyTorch", "interleaved: the same lists", float(is_other)):
-            row["off"].append("waits")
-    return row
 
 
 # ==== BREAK IT

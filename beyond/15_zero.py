@@ -57,6 +57,7 @@ from torch.distributed.tensor import parallel
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
+    from rows_of_runs import checked_rows, replicas_row, row_of_run
     from zero_meters import CountFullyShard, Meter, bytes_held, sent, sent_to_other_node
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -67,7 +68,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 COMM = lesson00.COMM
 
 # ==== NEW in 15: optimizer states, gradients and parameters in shards
-# Read lines 70 to 383, in about 31 minutes. Stop at RUN.
+# Read lines 71 to 384, in about 31 minutes. Stop at RUN.
 
 # From lesson 00: an all-reduce is a reduce_scatter and an all_gather; a group of one
 # rank sends nothing. From 01: shardings_of(p) is empty if p is replicated over tp. From
@@ -483,10 +484,9 @@ def allow_rounding(report, full, groups, batches, alone) -> None:
     # A measured difference can be tiny by chance. So at least one rounding of bfloat16
     # is allowed: 2^-8 of a gradient; of a loss, a mean of n numbers, 2^-9 / √n.
     targets = batches[0][1].numel()
-    for kind, floor in (("losses", 2**-9 / targets**0.5), ("gradients", 2**-8)):
-        pairs = [(getattr(run, kind)[x], y) for x, y in getattr(alone, kind).items()]
-        allowed = max(floor, *[3 * lesson00.rel_diff(x, y) for x, y in pairs])
-        setattr(report, "allowed_loss" if kind == "losses" else "allowed", allowed)
+    worst = lambda got, exact: max(lesson00.rel_diff(got[x], exact[x]) for x in exact)
+    report.allowed_loss = max(2**-9 / targets**0.5, 3 * worst(run.losses, alone.losses))
+    report.allowed = max(2**-8, 3 * worst(run.gradients, alone.gradients))
 
 
 def train(training: ZeroTraining, batches: list) -> lesson02.TrainingRun:
@@ -574,65 +574,6 @@ def show_training(report, runs: dict, trainings: dict) -> None:
     report.compare("gradients", lesson01.values_of(shown, "gradients"), fold=short)
 
 
-def row_of_run(report, name: str, run, alone) -> dict:
-    """A run that is no column: its largest difference from one process."""
-    row = {"run": name, "diff": 0.0, "off": []}
-    for kind in ("losses", "norms", "gradients", "parameters"):
-        if kind == "parameters" and report.args.bf16:
-            continue
-        allowed = report.allowed_loss if kind == "losses" else report.allowed
-        for what, expected in getattr(alone, kind).items():
-            got = getattr(run, kind)[what]
-            check = f"{what}, {name}"
-            if not report.check_tensor(kind, check, got, expected, allowed):
-                row["off"].append("diff")
-            row["diff"] = max(row["diff"], report.checks[f"{kind}: {check}"]["diff"])
-    return row
-
-
-def replicas_row(report, name: str, run, groups: dict) -> dict:
-    """Each rank has unsharded parameters from its own replica: are they the same?"""
-    row = {"parameters on all ranks": name, "diff": 0.0, "off": []}
-    for x in run.parameters.values():
-        for axis in ("data", "tp"):
-            for replica in lesson00.all_gather(x[None], 0, groups[axis]):
-                row["diff"] = max(row["diff"], lesson00.rel_diff(replica, x))
-    if not report.check("replicas", f"parameters on all ranks, {name}", row["diff"]):
-        row["off"].append("diff")
-    return row
-
-
-def rows_of(report, kind: str, formulas: dict, measure, trainings, size: dict) -> dict:
-    """Run → row of a table: what `measure` finds, checked against formulas."""
-    rows = {}
-    for name in formulas:
-        if name in trainings:
-            sizes = with_shards(size, trainings[name])
-            columns = measure(trainings[name])
-            rows[name] = dict(run=name, **columns)
-            for column, formula in zip(columns, formulas[name]):
-                predicted = lesson00.evaluate(formula, sizes)
-                what = "calls" if column in ("gathers", "sums") else kind
-                report.expect(rows[name], column, what, f"{name}, {column}", predicted)
-            rows[name]["formulas"] = ", ".join(formulas[name])
-    return rows
-
-
-def with_shards(size: dict, training: ZeroTraining) -> dict:
-    """ψ: elements of a rank's shards; w: of the longest vector. Both with zeros."""
-    size = dict(size, R=training.args.ranks)
-    if size["DP"] == 1:
-        size["U"] = 0  # one replica sends nothing
-    if training.units:
-        size["ψ"] = sum(len(unit.shard) for unit in training.units)
-        size["w"] = max(len(unit.flat) for unit in training.units)
-    else:  # fully_shard pads the shards of a parameter to the size of the largest
-        numels = [lesson01.local(p).numel() for p in training.trained]
-        of_ranks = lesson00.gather_objects(numels, training.groups["data"])
-        size["ψ"] = torch.tensor(of_ranks).amax(0).sum().item()
-    return size
-
-
 # ---- Memory
 
 # The most bytes of parameters, of gradients, and of optimizer states. A collective's
@@ -648,7 +589,7 @@ MEMORY = {
 
 def show_memory(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
     """Bytes per rank of parameters, gradients and optimizer states, at most."""
-    rows = rows_of(report, "memory", MEMORY, bytes_held, trainings, size)
+    rows = checked_rows(report, "memory", MEMORY, bytes_held, trainings, size)
     for row in rows.values():
         held = row["parameters"] + row["gradients"] + row["states"]
         row["sum/Ψ"] = f"{held / size['Ψ']:.2f}"
@@ -686,7 +627,7 @@ CROSSING = {
 
 def show_communication(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
     """What each run's units send over replicas per step."""
-    rows = rows_of(report, "bytes", TRAFFIC, sent, trainings, size)
+    rows = checked_rows(report, "bytes", TRAFFIC, sent, trainings, size)
     report.section("Communication over replicas per step; ring: bytes a rank sends")
     report.table("communication", list(rows.values()))
     if "ZeRO-3" in rows and "DP" in rows and rows["DP"]["ring"]:
@@ -700,7 +641,7 @@ def show_communication(report, trainings: dict[str, ZeroTraining], size: dict) -
 
 def show_nodes(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
     """All ranks as replicas on two nodes: ZeRO-3 over all of them, and HSDP."""
-    rows = rows_of(report, "bytes", CROSSING, sent_to_other_node, trainings, size)
+    rows = checked_rows(report, "bytes", CROSSING, sent_to_other_node, trainings, size)
     for name, row in rows.items():
         row["held by a rank"] = sum(bytes_held(trainings[name]).values())
     title = f"2 nodes × {report.args.ranks // 2} ranks, all of them replicas"

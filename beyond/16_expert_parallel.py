@@ -54,6 +54,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 try:
     from course import lesson00, lesson01, lesson02
+    from one_moe_layer import bytes_under_tp, compare_layer, router_gradient, run_layer
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -61,7 +62,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 64 to 372, in about 31 minutes. Stop at RUN.
+# Read lines 65 to 373, in about 31 minutes. Stop at RUN.
 
 # From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
 # mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:
@@ -381,11 +382,11 @@ def main(args, report: lesson00.Report) -> None:
     report.begin(mesh, size)
     full = make_moe_transformer(args)
     batches = lesson02.make_batches(__doc__, args, args.steps)
-    runs = {}
-    runs["without EP"], chosen = train_without_ep(full, batches, args)
-    check_lesson_model(report, runs["without EP"], size)
+    alone, chosen = train_without_ep(full, batches, args)
+    check_lesson_model(report, alone, size)
     forwards = [rows_between(expert_tk, groups, args) for expert_tk in chosen]
     show_rows(report, forwards[0])
+    runs = {"without EP": alone}
     for name in ("EP", "PyTorch"):
         # If your edit raises an error in one run, the others continue.
         with report.column(name):
@@ -600,29 +601,6 @@ def layer_row(report, case: tuple, size: dict, groups: dict) -> dict:
     return row
 
 
-def compare_layer(report, row: dict, name: str, found: dict, expected: dict) -> None:
-    """Check y and all gradients; the row's diff leaves out the shared expert's."""
-    row["diff"] = 0.0
-    # k = 1, evenly spread rows: the router's gradient is 0, a sum of terms this large.
-    gradients = [x for what, x in expected.items() if what != "y" and x.numel()]
-    largest = max(x.abs().max().item() for x in gradients)
-    is_zero = expected["router.weight"].abs().max() < report.allowed * largest
-    for what, value in expected.items():
-        least = largest if is_zero and what == "router.weight" else 0.0
-        if "shared_expert" not in what:
-            row["diff"] = max(row["diff"], lesson00.rel_diff(found[what], value, least))
-        checked = f"{what}, {name}", found[what], value, report.allowed, least
-        if not report.check_tensor("one layer", *checked):
-            row["off"].append("diff")
-
-
-def router_gradient(moe: MoE, tensors: list[Tensor]) -> str:
-    """The norm of the router's gradient without the balance loss."""
-    moe.zero_grad()
-    (moe(tensors[0]) * tensors[1]).sum().backward()
-    return f"{moe.router.weight.grad.norm():.2f}"
-
-
 def random_layer(k: int, attraction: float, size: dict, args) -> tuple:
     """An MoE layer, and its input and dL/dy [B, S, D]; the same on every rank."""
     torch.manual_seed(args.seed)
@@ -632,29 +610,6 @@ def random_layer(k: int, attraction: float, size: dict, args) -> tuple:
     moe.router.weight.data[0, 0] += attraction
     dtype = getattr(torch, args.dtype)
     return moe.to(args.device, dtype), list(tensors.to(args.device, dtype))
-
-
-def run_layer(moe: MoE, tensors: list[Tensor]) -> dict[str, Tensor]:
-    """Forward, and backward of dL/dy and the balance loss. tensors: x and dL/dy."""
-    x = tensors[0].clone().requires_grad_()
-    y = moe(x)
-    ((y * tensors[1]).sum() + moe.balance).backward()
-    return {"y": y.detach(), "dL/dx": x.grad}
-
-
-def bytes_under_tp(size: dict, groups: dict, args) -> int:
-    """What a rank of a ring sends if the ep ranks split an MLP by TP instead.
-
-    They have all tokens of the group then. f and g are around the layer, of R·t·D
-    elements each, however many experts it has, and whatever its width (here R).
-    """
-    mlp = lesson01.tp_mlp(lesson01.MLP(size["D"], size["R"]), groups["ep"])
-    mlp.to(args.device, getattr(torch, args.dtype))
-    x = mlp.down_proj.weight.new_zeros(size["R"], size["t"], size["D"])
-    with lesson00.COMM.label("by TP", ""):
-        mlp(x.requires_grad_()).sum().backward()
-    payload = lesson00.COMM.bytes[lesson00.Call("by TP", "", "all-reduce", "ep")]
-    return lesson00.ring_bytes("all-reduce", payload, size["R"])
 
 
 # ---- What is sent, and what is stored
@@ -718,10 +673,9 @@ def check_lesson_model(report, run: lesson02.TrainingRun, size: dict) -> None:
 def show_memory(report, runs: dict, size: dict, groups: dict, batch) -> None:
     """Bytes that a rank stores: parameters, gradients and AdamW's moments."""
     sizes = {"without EP": dict(size, T=1, R=1), "EP": size}
-    batches = {"without EP": batch, "EP": split_batch(batch, groups)}
-    measured = {}
-    for name in set(sizes).intersection(runs):
-        measured[name] = lesson02.bytes_stored(runs[name], batches[name])
+    measured = {"without EP": lesson02.bytes_stored(runs["without EP"], batch)}
+    if "EP" in runs:
+        measured["EP"] = lesson02.bytes_stored(runs["EP"], split_batch(batch, groups))
     report.section("Memory per rank in bytes; gradients take as much as parameters")
     rows, sums = lesson02.add_up(PARAMETERS, sizes)
     text = "sum (all parts: --verbose)"

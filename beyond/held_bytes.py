@@ -119,6 +119,17 @@ class PipelineMeters:
         self.left_alive = bytes_alive(but=[loss, *self.gradients()]) - before
         return loss
 
+    def bytes_held(self, steps: list[tuple]) -> dict[str, int]:
+        """After a run of these steps: the peak, what it should be, and what is left."""
+        return {
+            "in flight": self.held.peak_passes,
+            "bytes at the peak": self.held.peak,
+            "expected": expected_peak(steps, self.events),
+            # Both must be 0: what is saved for backward, or in a list or a hook.
+            "bytes left": self.held.now + self.left_alive,
+            "left in flight": sum(len(x) for x in self.in_flight_by_chunk),
+        }
+
     def gradients(self) -> list[Tensor]:
         parameters = nn.ModuleList(self.chunks).parameters()
         return [p.grad for p in parameters if p.grad is not None]

@@ -1,4 +1,4 @@
-"""PyTorch's schedules of pipelines: made, run, and their plans as lists of steps.
+"""PyTorch's schedules of pipelines: made, run, and their plans: lists, and the bubble.
 
 A helper of beyond/14_schedules.py, no script. Some of these names are PyTorch's own and
 not documented.
@@ -90,6 +90,25 @@ def lists_by_pytorch(schedule, full: str = "full") -> list[list]:
                 steps.append((phase, part.stage_index, part.microbatch_index))
         lists.append(steps)
     return lists
+
+
+def pytorch_row(name: str, lists: list[list], M: int, plan) -> dict:
+    """A schedule's bubble by its lists, and what a rank has in flight.
+
+    lists: of each rank, with two chunks. plan: the script's, which says when each step
+    ends.
+    """
+    # A chunk is half of a stage here; a full backward pass is B and W in one.
+    cost = {"forward": 0.5, "backward": 0.5, "weight": 0.5, "full": 1.0}
+    times = plan(lists, 2 * len(lists) - 1, cost)
+    computing = 3 * M
+    waits = max(end for _, end in times.values()) - computing
+    row = {"PyTorch's": name, "waits": f"{waits:g}"}
+    row["/computing"] = f"{waits / computing:.3f}"
+    row["in flight"] = " ".join(peak_in_flight(steps) for steps in lists)
+    row["gradients"] = ""  # largest relative difference
+    row["off"] = []
+    return row
 
 
 def peak_in_flight(steps: list[tuple]) -> str:

@@ -1,7 +1,27 @@
-"""A pipeline's steps in time: on one clock, and as one line of text per rank.
+"""A pipeline's steps in time: on one clock, and shown as one line of text per rank.
 
 A helper of beyond/14_schedules.py, no script.
 """
+
+
+def show_timelines(report, runs: dict) -> None:
+    """When each rank computed, and waited; all schedules to one scale.
+
+    runs: kind → a ScheduleRun of the script.
+    """
+    report.section("When each rank computed: all schedules to one scale")
+    report.say(
+        "   1 2 …: forward of micro-batch 1, 2, … (a later chunk: ¹ ² …); a b …: its\n"
+        "   backward (a later chunk: A B …); =: a weight pass; ·: it waits"
+    )
+    report.data["timeline"] = []
+    # One scale, so that a shorter schedule has a shorter line: seconds per mark.
+    scale = max((run.length for run in runs.values()), default=1.0) / 72
+    for kind, run in runs.items():
+        report.say(f"   {kind}, {run.length:.2f} s")
+        for rank, of_rank in enumerate(run.events):
+            report.data["timeline"].extend(of_rank)
+            report.say(f"   rank {rank}  {draw_rank(of_rank, run.length, scale)}")
 
 
 def draw_rank(events: list[dict], length: float, scale: float) -> str:

@@ -5,6 +5,7 @@ A helper of beyond/15_zero.py, no script.
 
 from collections import Counter
 
+import torch
 import torch.distributed as dist
 from course import lesson00, lesson01
 from torch import nn
@@ -95,3 +96,18 @@ def sent_to_other_node(training) -> dict[str, int]:
     """Bytes per step of all ranks together."""
     ring = sent(training, only_other_node=True)["ring"]
     return {"to the other node": sum(lesson00.gather_objects(ring))}
+
+
+def with_shards(size: dict, training) -> dict:
+    """ψ: elements of a rank's shards; w: of the longest vector. Both with zeros."""
+    size = dict(size, R=training.args.ranks)
+    if size["DP"] == 1:
+        size["U"] = 0  # one replica sends nothing
+    if training.units:
+        size["ψ"] = sum(len(unit.shard) for unit in training.units)
+        size["w"] = max(len(unit.flat) for unit in training.units)
+    else:  # fully_shard pads the shards of a parameter to the size of the largest
+        numels = [lesson01.local(p).numel() for p in training.trained]
+        of_ranks = lesson00.gather_objects(numels, training.groups["data"])
+        size["ψ"] = torch.tensor(of_ranks).amax(0).sum().item()
+    return size

@@ -1,0 +1,54 @@
+"""One MoE layer on its own: a forward and backward pass, compared, and the same by TP.
+
+A helper of beyond/16_expert_parallel.py, no script. `moe` is one of its MoE layers.
+"""
+
+import torch
+from course import lesson00, lesson01
+from torch import Tensor, nn
+
+
+def run_layer(moe: nn.Module, tensors: list[Tensor]) -> dict[str, Tensor]:
+    """Forward, and backward of dL/dy and the balance loss. tensors: x and dL/dy."""
+    x = tensors[0].clone().requires_grad_()
+    y = moe(x)
+    ((y * tensors[1]).sum() + moe.balance).backward()
+    return {"y": y.detach(), "dL/dx": x.grad}
+
+
+def router_gradient(moe: nn.Module, tensors: list[Tensor]) -> str:
+    """The norm of the router's gradient without the balance loss."""
+    moe.zero_grad()
+    (moe(tensors[0]) * tensors[1]).sum().backward()
+    return f"{moe.router.weight.grad.norm():.2f}"
+
+
+def compare_layer(report, row: dict, name: str, found: dict, expected: dict) -> None:
+    """Check y and all gradients; the row's diff leaves out the shared expert's."""
+    row["diff"] = 0.0
+    # k = 1, evenly spread rows: the router's gradient is 0, a sum of terms this large.
+    gradients = [x for what, x in expected.items() if what != "y" and x.numel()]
+    largest = max(x.abs().max().item() for x in gradients)
+    is_zero = expected["router.weight"].abs().max() < report.allowed * largest
+    for what, value in expected.items():
+        least = largest if is_zero and what == "router.weight" else 0.0
+        if "shared_expert" not in what:
+            row["diff"] = max(row["diff"], lesson00.rel_diff(found[what], value, least))
+        checked = f"{what}, {name}", found[what], value, report.allowed, least
+        if not report.check_tensor("one layer", *checked):
+            row["off"].append("diff")
+
+
+def bytes_under_tp(size: dict, groups: dict, args) -> int:
+    """What a rank of a ring sends if the ep ranks split an MLP by TP instead.
+
+    They have all tokens of the group then. f and g are around the layer, of R·t·D
+    elements each, however many experts it has, and whatever its width (here R).
+    """
+    mlp = lesson01.tp_mlp(lesson01.MLP(size["D"], size["R"]), groups["ep"])
+    mlp.to(args.device, getattr(torch, args.dtype))
+    x = mlp.down_proj.weight.new_zeros(size["R"], size["t"], size["D"])
+    with lesson00.COMM.label("by TP", ""):
+        mlp(x.requires_grad_()).sum().backward()
+    payload = lesson00.COMM.bytes[lesson00.Call("by TP", "", "all-reduce", "ep")]
+    return lesson00.ring_bytes("all-reduce", payload, size["R"])
