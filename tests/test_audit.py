@@ -346,7 +346,7 @@ def case_of_no_rank(point) -> SimpleNamespace:
     return SimpleNamespace(
         ranks=2, first=SimpleNamespace(has=[]), pieces=[{}], order=[point],
         full=SimpleNamespace(classes={}), ruler=Ruler(2, 1e-9), holders=none,
-        replica_sets=none, same_gradients=none, compared=lambda *_: ([], []),
+        replica_sets=none, compared=lambda *_: ([], []),
         grad_scale=lambda right: 1.0,
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .compare import (
-    NOT_COMPARED,
     PADDING,
     FullModel,
     Held,
@@ -16,14 +15,17 @@ from .compare import (
     Relation,
     Ruler,
     equal_ones,
+    is_right,
+    is_wrong,
     numbers,
     piece_of,
     pieces_of,
     scale_of,
     sorted_of,
+    wrong_rows,
     wrong_share,
 )
-from .record import Facts, Point, Trace
+from .record import Facts, Point, Trace, is_within
 
 NONE = torch.zeros(0, dtype=torch.int64)  # a rank that does not have a parameter
 ALLOWED = {"float64": 1e-9, "float32": 2e-4}  # relative difference
@@ -54,10 +56,10 @@ class Case:
             for grads in (self.full.grads, self.full.kept)  # in eval and in train mode
         ]
         self.largest = max(largest) or 1.0
-        self.owners = {}  # parameter → its module, of all ranks
+        held = {}
         for trace in self.own:
-            for name in trace.parts:
-                self.owners.setdefault(name, name.rpartition(".")[0])
+            held.update(trace.parts)
+        self.parameters = list(held)  # names, of all ranks
         self.index = []  # rank → parameter → index of each element
         self.pieces = []  # rank → parameter → its piece
         for rank, trace in enumerate(self.own):
@@ -71,7 +73,10 @@ class Case:
         for trace in self.own:
             self.rename(trace)
         self.order = self.tensors_in_order()
-        self.unknown = {name: self.unknown_share(name) for name in self.owners}
+        self.unknown = {name: self.unknown_share(name) for name in self.parameters}
+        # Only a parameter that is like a piece of the full model can be compared.
+        self.matched = [name for name in self.parameters if not self.unknown[name]]
+        self.unmatched = [name for name in self.parameters if self.unknown[name]]
         self.renumbered = self.renumbered_modules()
         self.relations = {}  # of outputs and inputs, and of their gradients
 
@@ -108,9 +113,10 @@ class Case:
         """Modules of a list that each rank numbers from 0: heads.0 of rank 1 is heads.2
         of the full model. The names do not say what to compare their tensors with."""
         found = []
-        for name in self.owners:
-            whole = [self.whole_parameter(rank, name) for rank in range(self.ranks)]
-            if None in whole or len(set(whole)) < self.ranks:
+        for name in self.parameters:
+            pieces = [self.pieces[rank][name] for rank in self.holders(name)]
+            whole = [piece.owner for piece in pieces if piece.held is Held.REPLICATED]
+            if len(set(whole)) < self.ranks:
                 continue
             other = next(x for x in whole if x != name).split(".")
             parts = name.split(".")
@@ -120,17 +126,8 @@ class Case:
             found.append(".".join(parts[:count]))
         return list(dict.fromkeys(found))
 
-    def whole_parameter(self, rank: int, name: str) -> str | None:
-        """The full model's parameter of which a rank's is all, if there is one."""
-        index = self.index[rank].get(name)
-        if index is None or not index.numel() or index.min() < 0:
-            return None
-        other = self.model.owner(int(index.flatten()[0]))
-        is_all = torch.equal(index.flatten(), self.model.indices(other).flatten())
-        return other if is_all else None
-
     def is_renumbered(self, module: str) -> bool:
-        return any(f"{module}.".startswith(f"{name}.") for name in self.renumbered)
+        return any(is_within(module, name) for name in self.renumbered)
 
     def unknown_share(self, name: str) -> tuple[int, float] | None:
         """The first rank with elements that are in no parameter of the full model, and
@@ -148,17 +145,10 @@ class Case:
                 return rank, unknown.double().mean().item()
         return None
 
-    def is_piece(self, name: str) -> bool:
-        return not self.unknown[name]
-
-    def unmatched(self) -> list[str]:
-        """Parameters that cannot be compared, because no piece of the model is like."""
-        return [name for name in self.owners if self.unknown[name]]
-
     def unused(self) -> list[str]:
         """Parameters whose right gradient is zero in both batches on some rank."""
         found = []
-        for name in filter(self.is_piece, self.owners):
+        for name in self.matched:
             if self.owner_in_full(name) in self.full.frozen:
                 continue
             right = [self.compared(name, what)[1] for what in ("grads", "summed")]
@@ -181,7 +171,7 @@ class Case:
         piece = vector[index.clamp(min=0)]
         return torch.where(index == PADDING, torch.zeros(()).double(), piece)
 
-    def row(self, name: str) -> dict:
+    def row(self, name: str, gradient: Relation | None) -> dict:
         """A row of the table: which piece the first rank with the parameter holds."""
         ranks = self.holders(name)
         pieces = [self.pieces[rank][name] for rank in ranks]
@@ -191,8 +181,13 @@ class Case:
             text = "another one per rank"
         elif replicated and len(ranks) < self.ranks:
             text = f"on rank {', '.join(map(str, ranks))} only"
-        words = [piece.words for piece in pieces]
-        return {"parameter": name, "placement": text, "all": words}
+        return {
+            "parameter": name,
+            "placement": text,
+            "all": [piece.words for piece in pieces],
+            "gradient": "not compared" if gradient is None else str(gradient),
+            "is_wrong": gradient is not None and not gradient.is_right,
+        }
 
     def is_split(self) -> bool:
         """Does some rank hold less than the full model, or do the ranks communicate?"""
@@ -218,10 +213,11 @@ class Case:
         """
         order = self.modules(self.full)
         own_order = self.modules(self.own[0])
+        leaves = {name.rpartition(".")[0] for name in self.parameters}
         sets = {m: inside({n: n for n in self.model.names}, m) for m in order if m}
         tied = self.own[0].tied
         held = {}  # own parameter → the full model's
-        for name in (*self.owners, *tied):
+        for name in (*self.parameters, *tied):
             piece = self.pieces[0].get(tied.get(name, name))
             if piece is not None and piece.owner:
                 held[name] = piece.owner
@@ -231,7 +227,7 @@ class Case:
             same = [module for module in sets if sets[module] == names]
             if names and same:
                 found[own] = same[0]
-            elif names and own in self.owners.values():
+            elif names and own in leaves:
                 # Modules end before those around them: the last small one is a leaf.
                 smaller = [m for m in sets if sets[m] and sets[m] < names]
                 smaller.sort(key=lambda module: module.count("."))
@@ -263,7 +259,7 @@ class Case:
 
     def owner(self, name: str) -> str:
         """The module of a parameter, as the full model calls it."""
-        own = self.owners.get(name, "")
+        own = name.rpartition(".")[0]
         return self.names.get(own, own)
 
     # ---- Tensors that modules pass on
@@ -278,15 +274,16 @@ class Case:
         return [m for m in full if m and m in own and own[m] != full[m]]
 
     def relation_of(self, point: Point, what: str = "value") -> Relation | None:
-        """How a tensor ("value") or its gradient ("flow") is related, or None."""
+        """How a tensor ("value") is related, its gradient ("flow"), or the gradient
+        that a module returns to this input ("back"); None if that is not known."""
         key = (point, what)
         if self.is_renumbered(point.module):
             return None
         if key not in self.relations:
             expected = getattr(self.full, what)(point)
             held = [getattr(trace, what)(point) for trace in self.own]
-            how = self.compare(held, expected, what == "flow")
-            if what == "flow":
+            how = self.compare(held, expected, what != "value")
+            if what != "value":
                 how = self.in_its_layout(how, point)
             self.relations[key] = how
         return self.relations[key]
@@ -298,28 +295,19 @@ class Case:
             return self.ruler.in_any_layout(held, expected)
         return self.ruler.relation(held, expected)
 
-    def returned_by(self, reader: Point) -> Relation | None:
-        """How the gradient that a module returns to one of its inputs is related."""
-        held = [trace.returned.get(reader) for trace in self.own]
-        if self.is_renumbered(reader.module):
-            return None
-        how = self.compare(held, self.full.returned.get(reader), True)
-        return self.in_its_layout(how, reader)
+    def relation_of_state(self, what: str, name: str) -> Relation | None:
+        """How the ranks' "buffers" of a name are related, or what train mode has
+        "changed"."""
+        held = [getattr(trace, what).get(name) for trace in self.own]
+        return self.compare(held, getattr(self.full, what).get(name))
 
     def in_its_layout(self, how: Relation | None, point: Point) -> Relation | None:
         """A gradient has the layout of its tensor. If that is right, a gradient in
         another order is wrong."""
         if how is None or how.kind is not Kind.REORDERED or how.is_other_layout:
             return how
-        value = self.relation_of(point)
-        is_known = value is not None and value.is_right
+        is_known = is_right(self.relation_of(point))
         return Relation(Kind.WRONG, str(how)) if is_known else how
-
-    def is_wrong(self, relation: Relation | None) -> bool:
-        """Is it known to be wrong, also in another layout?"""
-        if relation is None or relation.kind in NOT_COMPARED:
-            return False
-        return not relation.is_right
 
     def around(self, point: Point) -> list[Point]:
         """The calls of modules inside of which this tensor is, the smallest first."""
@@ -341,25 +329,22 @@ class Case:
         for point in self.full.order:
             if point.module == self.owner(name) and not point.slot:
                 relation = self.relation_of(point, "flow")
-                if found is None or self.is_wrong(relation):
+                if found is None or is_wrong(relation):
                     found = relation
         return found
 
     def begins(self, name: str) -> int:
         """The first place in the order of forward at which a parameter may be used."""
-        uses = [name]
-        uses += [alias for alias, first in self.own[0].tied.items() if first == name]
+        modules = [point.module for point in self.order]
+        tied = self.own[0].tied
         found = []
-        for use in uses:
-            owner = use.rpartition(".")[0]
-            module = self.names.get(owner, owner)
-            places = []
-            while not places:
-                for place, point in enumerate(self.order):
-                    if f"{point.module}.".startswith(f"{module}." if module else ""):
-                        places.append(place)
+        for use in (name, *(alias for alias in tied if tied[alias] == name)):
+            module = self.owner(use)
+            inside = []
+            while True not in inside:
+                inside = [is_within(other, module) for other in modules]
                 module = module.rpartition(".")[0]
-            found.append(places[0])
+            found.append(inside.index(True))
         return min(found)
 
     # ---- Gradients of parameters
@@ -500,7 +485,7 @@ class Case:
     def is_tied_apart(self, name: str, what: str, grads, right, scale: float) -> bool:
         """Is the sum over several parameters with the same piece right?"""
         total = grads
-        for other in self.owners:
+        for other in self.parameters:
             is_same = all(
                 torch.equal(found.get(name, NONE), found.get(other, NONE))
                 for found in self.index
@@ -566,12 +551,6 @@ class Case:
             return False
         return bool(alone.flatten(1).any(1).all())
 
-    def same_gradients(self, name: str) -> list[list[int]]:
-        """The ranks that have a parameter, by their gradient of it."""
-        grads, _ = self.compared(name, "grads")
-        ranks = self.holders(name)
-        return [[ranks[place] for place in places] for places in equal_ones(grads)]
-
     def wrong_elements(self, name: str) -> str:
         """How much of a gradient is wrong, and where if these are a few rows."""
         grads, right = self.compared(name, "grads")
@@ -580,13 +559,10 @@ class Case:
         for rank, grad, e in zip(self.holders(name), grads, right):
             if grad is None or grad.shape != e.shape or not grad.numel():
                 return "this gradient cannot be compared element by element"
-            off = (grad - e).abs() > limit
-            if e.dim() and off.any():
-                wrong = off.flatten(1).any(1) if e.dim() > 1 else off
-                found = wrong.nonzero().flatten().tolist()
-                if len(found) <= min(8, len(e) // 2):
-                    word = "rows" if e.dim() > 1 else "elements"
-                    rows.append(f"{word} {found} of {len(e)} on rank {rank}")
+            found = wrong_rows(grad, e, limit)
+            if found and len(found) <= min(8, len(e) // 2):
+                word = "rows" if e.dim() > 1 else "elements"
+                rows.append(f"{word} {found} of {len(e)} on rank {rank}")
         text = wrong_share(grads, right, limit)
         return text + (f", in {' and '.join(rows)}" if rows else "")
 
@@ -614,10 +590,8 @@ class Case:
         """
         if any(x is None for x in (*got, *partial, expected)):
             return False
-        if expected.dim() > 2 and all(x.dim() == expected.dim() for x in partial):
-            is_turned = expected.shape != partial[0].shape
-            if is_turned:  # ranks may have swapped batch and sequence
-                expected = expected.transpose(0, 1)
+        if expected.dim() > 2 and expected.shape != partial[0].shape:
+            expected = expected.transpose(0, 1)  # of batch and sequence
         if any(x.shape != expected.shape for x in partial):
             return False
         scale = scale_of(expected)

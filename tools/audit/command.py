@@ -60,10 +60,9 @@ def start_ranks(args, ranks: int, path: Path, folder: Path) -> dict:
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit
     )
     out = folder / f"{ranks}.json"
-    options = {"path": str(path), "out": str(out), "port": store.port}
-    options["parent"] = os.getpid()
-    for name in ("dtype", "seed", "steps", "clip", "timeout"):
-        options[name] = getattr(args, name)
+    names = ("dtype", "seed", "steps", "clip", "timeout")
+    options = {name: getattr(args, name) for name in names}
+    options.update(path=str(path), out=str(out), port=store.port, parent=os.getpid())
     processes = []
     try:
         for rank in range(ranks):
@@ -341,7 +340,6 @@ def run(args) -> int:
     if args.json:
         write_json(args.json, [])  # before the run, in case it cannot be written
     results = []
-    verdicts = []
     print(f"{path}  {args.dtype}, compared with one process")
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
@@ -349,10 +347,10 @@ def run(args) -> int:
                 result = start_ranks(args, ranks, path.resolve(), Path(folder))
             except WrongUse as error:
                 raise WrongUse(f"{path}: {error}") from None
-            verdicts.append(show(result))
-            results.append({**result, "verdict": verdicts[-1]})
+            results.append({**result, "verdict": show(result)})
     if args.json:
         write_json(args.json, results)
+    verdicts = [result["verdict"] for result in results]
     verdict = next(v for v in (WRONG, UNKNOWN, RIGHT) if v in verdicts)
     print(f"\n{verdict}  {path.name}")
     if verdict == RIGHT and any(result["not_compared"] for result in results):

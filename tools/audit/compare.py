@@ -88,7 +88,7 @@ def piece_of(index: Tensor, full: FullModel, rank: int, ranks: int) -> Piece:
     if name != last:
         return Piece(Held.SEVERAL, f"pieces of {name} … {last}", name)
     whole = full.indices(name)
-    if index.shape == whole.shape and torch.equal(index, whole):
+    if torch.equal(index.flatten(), whole.flatten()):
         return Piece(Held.REPLICATED, Held.REPLICATED.value, name)
     is_unique = len(inside.unique()) == len(inside)
     held = Held.PERMUTED if is_unique else Held.REPEATED
@@ -196,6 +196,18 @@ class Relation:
 
     def __str__(self) -> str:
         return self.words or self.kind.value
+
+
+def is_right(relation: Relation | None) -> bool:
+    """Is it known to be right?"""
+    return relation is not None and relation.is_right
+
+
+def is_wrong(relation: Relation | None) -> bool:
+    """Is it known to be wrong, also in another layout?"""
+    if relation is None or relation.kind in NOT_COMPARED:
+        return False
+    return not relation.is_right
 
 
 class Ruler:
@@ -357,12 +369,8 @@ def sorted_of(x: Tensor) -> Tensor:
 
 def same_shape(x: Tensor, piece: Tensor) -> bool:
     """Has a tensor its piece's shape, or more in one dim (padding)?"""
-    larger = 0
-    for own, expected in zip(x.shape, piece.shape):
-        if own < expected:
-            return False
-        larger += 1 if own > expected else 0
-    return larger <= 1
+    more = [own - size for own, size in zip(x.shape, piece.shape)]
+    return min(more, default=0) >= 0 and len([n for n in more if n > 0]) <= 1
 
 
 def trimmed(x: Tensor, piece: Tensor) -> Tensor:
@@ -399,8 +407,7 @@ def other_layouts(tensors: list[Tensor], expected: Tensor) -> list[tuple]:
         found.append(("with dims 0 and 1 swapped", swapped))
     shape = expected.shape
     if expected.dim() > 2 and all(x.dim() == expected.dim() - 1 for x in tensors):
-        sizes = [(x.shape[0], shape[0] * shape[1]) for x in tensors]
-        if all(own == full for own, full in sizes):
+        if all(len(x) == shape[0] * shape[1] for x in tensors):
             words = "with dims 0 and 1 in one"
             found.append((words, [x.unflatten(0, shape[:2]) for x in tensors]))
             other = (shape[1], shape[0])
@@ -449,5 +456,15 @@ def wrong_share(got: list[Tensor], right: list[Tensor], limit: float) -> str:
     return text + (f" by {largest:.1g} of the largest" if largest < 2e-2 else "")
 
 
+def wrong_rows(got: Tensor, right: Tensor, limit: float) -> list[int]:
+    """The first indices of elements that are off by more than the limit."""
+    off = (got - right).abs() > limit
+    return off.nonzero()[:, 0].unique().tolist() if off.dim() else []
+
+
 def numbers(values: list[float]) -> str:
     return ", ".join(f"{value:.6g}" for value in values)
+
+
+def unlike(values: list[float], right: float) -> str:
+    return f"{numbers(values)} on ranks 0, 1, …, not {right:.6g}"

@@ -347,7 +347,7 @@ FAULTS = [
       "Sum the parameter's gradient over the ranks after backward (a replicated weight "
       "whose input is sharded). If dL/d(output of its module) is partial, f is missing "
       "in what reads that output."),
-    F(Gradient, "gradient mean", Gradient.mean_of_groups,
+    F(Gradient, "gradient mean", Gradient.lacks_mean_of_groups,
       "The mean of this gradient over the replicas is right, and some replicas have "
       "the same gradient: it is not averaged between these groups of ranks.",
       "Average over ranks that have different batches (dp): the first of each group "
@@ -533,7 +533,7 @@ FAULTS = [
       "made parallel?",
       "Make the optimizer after parallelize().",
       "notebook 12, fault 2"),
-    F(Step, "stale", lambda s: not s.case.unmatched() and s.wrong_loss(),
+    F(Step, "stale", lambda s: not s.case.unmatched and s.wrong_loss(),
       "The loss is right with the first parameters, and wrong after an update that was "
       "right: the model still uses something that was computed from the old "
       "parameters.",

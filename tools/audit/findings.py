@@ -9,9 +9,9 @@ from torch import Tensor
 
 from . import subjects
 from .case import Case
-from .compare import Held, Kind, Relation, numbers
+from .compare import Held, Kind, Relation, is_right, is_wrong, unlike
 from .faults import FAULTS, Fault
-from .record import Facts, Point
+from .record import Facts, Point, is_within
 from .subjects import Flow, Subject
 
 
@@ -32,10 +32,9 @@ class Finding:
         return self.fault.key + self.subject.more
 
     def as_dict(self) -> dict:
-        readers = self.subject.readers()
-        names = ", ".join(name for name, _ in readers)
+        names = ", ".join(name for name, _ in self.subject.returned)
         change = self.fault.change.replace("{modules}", names)
-        if not readers and self.fault.change_alone:
+        if not names and self.fault.change_alone:
             change = self.fault.change_alone
         return {
             "category": self.category, "where": self.where, "text": self.seen,
@@ -58,7 +57,7 @@ class Search:
         self.findings = []
         self.gradients = {}  # parameter → relation of its gradient
         self.not_compared = []
-        self.noisy = {}  # parameters that rounding errors alone have updated
+        self.noisy = []  # parameters that rounding errors alone have updated
 
     def look(self, subject: Subject) -> bool:
         """Add the first fault that this subject has. Has it one?"""
@@ -78,9 +77,10 @@ class Search:
     def is_consequence(self, found: Finding) -> bool:
         """Does a fault follow from an earlier one?"""
         subject = found.subject
-        for other in self.findings:  # a parameter that is wrong itself
-            if other.where == found.where and "forward" in other.fault.follows:
-                return True
+        # Parameters that are wrong themselves, as is known for sure.
+        sure = [other for other in self.findings if "forward" in other.fault.follows]
+        if any(other.where == found.where for other in sure):
+            return True
         for other in self.findings:  # one cause, in one module
             is_same = other.category == found.category and not other.follows
             if is_same and other.subject.module == subject.module:
@@ -89,20 +89,14 @@ class Search:
             # What train mode has changed may be used in the steps.
             return any(f.fault.of in TRAINED for f in self.findings)
         if isinstance(subject, subjects.Output):
-            return any(self.is_read_by(f, subject.module) for f in self.findings)
+            return any(is_within(f.subject.module, subject.module) for f in sure)
         if isinstance(subject, subjects.Gradient) and self.findings:
             if subject.is_fed_right or subject.is_apart:
                 return False
-            is_seen = any(f.subject.readers() for f in self.findings)
+            is_seen = any(f.subject.returned for f in self.findings)
             if is_seen or subject.is_consequence():
                 return True
         return any(found.category.startswith(f.fault.follows) for f in self.findings)
-
-    def is_read_by(self, finding: Finding, module: str) -> bool:
-        """Is it a fault of a parameter in this module, known for sure?"""
-        inner = f"{finding.subject.module}."
-        is_inside = inner.startswith(f"{module}." if module else "")
-        return "forward" in finding.fault.follows and is_inside
 
     def run(self) -> None:
         case = self.case
@@ -124,8 +118,7 @@ class Search:
 
     def missing(self) -> list[subjects.Missing]:
         """Parameters of the full model that are not all on the ranks."""
-        names = self.case.model.names
-        found = [subjects.Missing(self.case, n, n.rpartition(".")[0]) for n in names]
+        found = [subjects.Missing(self.case, name) for name in self.case.model.names]
         return [subject for subject in found if subject.share]
 
     def check_missing(self) -> None:
@@ -133,15 +126,14 @@ class Search:
         parameter of which no rank has anything may be left out on purpose."""
         for subject in self.missing():
             if subject.share < 1 and not self.look(subject):
-                if subject.where in self.case.owners:  # another rank's piece
+                if subject.where in self.case.parameters:  # another rank's piece
                     self.look(subjects.Parameter(self.case, subject.where))
 
     def check_parameters(self) -> None:
         case = self.case
-        looked = [subjects.Parameter(case, name) for name in case.owners]
+        looked = [subjects.Parameter(case, name) for name in case.parameters]
         looked += self.missing()
-        for name in case.full.buffers:
-            looked.append(subjects.Buffer(case, name, name.rpartition(".")[0]))
+        looked += [subjects.Buffer(case, name) for name in case.full.buffers]
         for subject in looked:
             self.look(subject)
         self.findings.sort(key=lambda found: FAULTS.index(found.fault))
@@ -204,18 +196,14 @@ class Search:
         after = case.order[case.order.index(point) + 1 :]
         others = [other for other in after if case.full.point(other) == full]
         for other in (*case.around(point), *others):
-            relation = case.relation_of(other)
-            if relation is not None and relation.is_right:
+            if is_right(case.relation_of(other)):
                 return True
         made = case.full.made_of.get(full, set()) - {full}
-        found = [case.relation_of(other) for other in made]
-        return bool(found) and all(how is not None and how.is_right for how in found)
+        return bool(made) and all(is_right(case.relation_of(other)) for other in made)
 
     def gradients_of(self, what: str) -> dict[str, Relation]:
         """Parameters that can be compared, and how their gradients are related."""
-        case = self.case
-        names = filter(case.is_piece, case.owners)
-        return {name: case.gradient(name, what) for name in names}
+        return {name: self.case.gradient(name, what) for name in self.case.matched}
 
     def check_gradients(self) -> None:
         """Gradients of parameters, those closest to the loss first."""
@@ -243,7 +231,7 @@ class Search:
         case = self.case
         for point in reversed(case.full.order):
             relation = case.relation_of(point, "flow")
-            if point.slot or not case.is_wrong(relation):
+            if point.slot or not is_wrong(relation):
                 continue
             if relation.kind is Kind.PARTIAL:
                 own = [n for n in self.gradients if case.owner(n) == point.module]
@@ -268,10 +256,10 @@ class Search:
             return
         for name in case.full.changed:
             if name in case.full.buffers or self.is_running(name):
-                self.look(subjects.TrainBuffer(case, name, name.rpartition(".")[0]))
+                self.look(subjects.TrainBuffer(case, name))
         losses = [trace.kept_loss for trace in case.own]
         if not case.are_near(losses, case.full.kept_loss):
-            said = f"{numbers(losses)} on ranks 0, 1, …, not {case.full.kept_loss:.6g}"
+            said = unlike(losses, case.full.kept_loss)
             self.look(subjects.TrainMode(case, "loss", seen=said))
             return
         if self.findings:
@@ -338,33 +326,33 @@ class Search:
             if any(f.fault.of not in IN_TRAIN_MODE for f in self.findings):
                 return  # the update must be wrong as well
             if not self.look(subjects.Step(case, number)):
-                for name in case.owners:
+                for name in case.parameters:
                     update = subjects.Update(case, name, number)
-                    if case.is_piece(name) or update.are_apart():
+                    if name in case.matched or update.are_apart():
                         self.look(update)
-                    if update.is_noise:
-                        self.noisy[name] = True
+                    if update.is_noise and name not in self.noisy:
+                        self.noisy.append(name)
 
     def list_not_compared(self, is_right: bool) -> None:
         """What RIGHT is not said of."""
         case = self.case
         found = self.not_compared
         add = self.add_names
-        add("parameters that are not the full model's", case.unmatched())
+        add("parameters that are not the full model's", case.unmatched)
         if not is_right or self.findings:
             return
         add(
             "outputs of modules that are called another number of times",
             case.calls_differ(),
         )
-        missing = [s.where for s in self.missing() if s.where not in case.unmatched()]
+        missing = [s.where for s in self.missing() if s.where not in case.unmatched]
         add("parameters that no rank has", missing)
         add(
             "parameters that no batch uses, so that their gradients are zero",
             case.unused(),
         )
         output = case.relation_of(Point(""))
-        if case.is_wrong(output) and output.kind is not Kind.PARTIAL:
+        if is_wrong(output) and output.kind is not Kind.PARTIAL:
             found.append(
                 f"the model's output where the loss does not use it: it is {output}"
             )
@@ -384,7 +372,7 @@ class Search:
             found.append(f"{name} on ranks {sorted(ranks)}, which do not use it")
         if 1e4 * case.ruler.allowed >= 1:
             found.append("updates that are small next to the parameters")
-        add("updates by rounding errors alone", [*self.noisy])
+        add("updates by rounding errors alone", self.noisy)
         if "clip" not in case.first.has:
             found.append("your clipping (the file has no clip)")
         elif not case.first.is_clipped:
@@ -404,10 +392,8 @@ class Search:
         attributes = set()
         for what in ("buffers", "changed"):
             for name in getattr(own, what):
-                held = [getattr(trace, what).get(name) for trace in case.own]
-                how = case.compare(held, getattr(case.full, what).get(name))
                 is_known = what == "buffers" or not own.other_random
-                if how is not None and how.is_right and is_known:
+                if is_known and is_right(case.relation_of_state(what, name)):
                     continue
                 if name in own.buffers:
                     buffers.add(name)
@@ -435,18 +421,12 @@ def findings_of(everyone: list[Facts], dtype: str) -> dict:
         larger.run()
         is_rounding = not larger.findings
         search = search if is_rounding else larger
-    table = []
-    for name in case.owners:
-        relation = search.gradients.get(name)
-        row = case.row(name)
-        row["gradient"] = "not compared" if relation is None else str(relation)
-        row["is_wrong"] = relation is not None and not relation.is_right
-        table.append(row)
+    found = search.gradients
     return {
         "ranks": case.ranks,
         "loss": case.own[0].loss,
         "full_loss": case.full.loss,
-        "parameters": table,
+        "parameters": [case.row(name, found.get(name)) for name in case.parameters],
         "calls": case.first.calls,
         "modules": case.names,
         "allowed": case.ruler.allowed,

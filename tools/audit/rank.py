@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .findings import findings_of
@@ -96,10 +97,10 @@ def make_values_unique(model: nn.Module) -> None:
         return
     flat = torch.cat([p.detach().flatten().float() for p in parameters])
     values, order = flat.sort()
-    infinity = torch.full((), float("inf"), dtype=values.dtype, device=values.device)
     equal = values[1:] <= values[:-1]
     while equal.any():
-        values[1:][equal] = torch.nextafter(values[:-1][equal], infinity)
+        before = values[:-1][equal]
+        values[1:][equal] = before.nextafter(torch.full_like(before, math.inf))
         equal = values[1:] <= values[:-1]
     flat[order] = values
     pieces = flat.split([p.numel() for p in parameters])
@@ -203,18 +204,19 @@ class Run:
         if not hasattr(optimizer, "step"):
             made = type(optimizer).__name__
             raise TypeError(f"optimizer() returns a {made}: one object with step()")
-        if not hasattr(optimizer, "param_groups"):
+        if self.tp_group is not None or not hasattr(optimizer, "param_groups"):
             return optimizer
-        own = set(map(id, self.model.parameters()))
-        has_own = False
-        for group in optimizer.param_groups:
-            has_own = has_own or any(id(p) in own for p in group["params"])
-        if self.tp_group is None and not has_own:
+        if ids_in(optimizer).isdisjoint(map(id, self.model.parameters())):
             known = inspect.signature(type(optimizer)).parameters
             options = {k: v for k, v in optimizer.defaults.items() if k in known}
             trained = [p for p in self.model.parameters() if p.requires_grad]
             return type(optimizer)(trained, **options)
         return optimizer
+
+
+def ids_in(optimizer) -> set[int]:
+    """Of the parameters that an optimizer has."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def seed_all(seed: int) -> None:
@@ -234,24 +236,18 @@ def default_loss(output, target) -> Tensor:
 def prepare_batch(subject, step: int, args, device: str) -> tuple:
     """The user's batch: inputs (a tuple or a dict) and target, in the run's dtype."""
     torch.manual_seed(args.seed + 1000 + step)
-    inputs, target = subject.batch(step)
 
     def convert(x):
         if torch.is_tensor(x) and x.is_floating_point():
             return x.to(device, getattr(torch, args.dtype))
         return x.to(device) if torch.is_tensor(x) else x
 
+    inputs, target = subject.batch(step)
     if isinstance(inputs, dict):
-        return {name: convert(x) for name, x in inputs.items()}, convert(target)
-    inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return tuple(convert(x) for x in inputs), convert(target)
-
-
-def tensors_of(batch: tuple) -> list[Tensor]:
-    """All tensors of a batch, on the CPU."""
-    inputs, target = batch
-    inputs = inputs.values() if isinstance(inputs, dict) else inputs
-    return [x.cpu() for x in (*inputs, target) if torch.is_tensor(x)]
+        inputs = dict(inputs)
+    else:
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return tree_map(convert, (inputs, target))
 
 
 # ---- The passes
@@ -290,11 +286,11 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     record_parameters(reference.model, {}, facts.full)
     counter.report("batch")
     batches = [prepare_batch(subject, step, args, device) for step in range(2)]
-    facts.batch = tensors_of(batches[0])
+    facts.batch = [x.cpu() for x in tree_leaves(batches[0]) if torch.is_tensor(x)]
     counter.report("the full model")
     facts.noise, facts.rounding = noise_of(reference, batches[0], args)
     facts.use_grads = grads_of_uses(reference, batches[0], facts.full.tied)
-    run_passes(reference, batches, facts.full, None)
+    run_passes(reference, batches, facts.full, CallCounter())
     if not math.isfinite(facts.full.loss):
         raise ArithmeticError(f"its loss is {facts.full.loss}")
     model = parallelize(subject, full, tp_group, facts, counter, args)
@@ -326,7 +322,6 @@ def parallelize(subject, full, tp_group, facts: Facts, counter, args) -> nn.Modu
 
 def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
     """Two passes in eval mode, whose gradients are summed, and some in train mode."""
-    counter = counter or CallCounter(lambda phase, more="": None)
     watch = Watch(run.model, run.renamed, trace)
     counter.where = lambda: watch.stack[-1].module if watch.stack else ""
     with counter.counting("forward"):
@@ -422,18 +417,18 @@ def grads_of_uses(reference: Run, batch: tuple, tied: dict[str, str]) -> dict:
     if not tied:
         return {}
     untied = copy.deepcopy(reference.model)
-    copies = {first: {} for first in tied.values()}  # name → use → its own parameter
-    for use, first in [*tied.items(), *((name, name) for name in copies)]:
-        module = untied.get_submodule(use.rpartition(".")[0])
-        own = nn.Parameter(getattr(module, use.rpartition(".")[2]).detach().clone())
-        setattr(module, use.rpartition(".")[2], own)
-        copies[first][use.rpartition(".")[0]] = own
-    probe = Run(reference.subject, untied, None, reference.args)
-    probe.step(batch)
-    grads = {}
-    for first, uses in copies.items():
-        found = {use: p.grad for use, p in uses.items() if p.grad is not None}
-        grads[first] = {use: grad.cpu() for use, grad in found.items()}
+    grads = {first: {} for first in tied.values()}
+    uses = {**tied, **{first: first for first in grads}}
+    copies = {}  # (name, module that uses it) → its own parameter
+    for use, first in uses.items():
+        owner, _, name = use.rpartition(".")
+        module = untied.get_submodule(owner)
+        copies[first, owner] = nn.Parameter(getattr(module, name).detach().clone())
+        setattr(module, name, copies[first, owner])
+    Run(reference.subject, untied, None, reference.args).step(batch)
+    for (first, owner), p in copies.items():
+        if p.grad is not None:
+            grads[first][owner] = p.grad.cpu()
     return grads
 
 
@@ -457,10 +452,9 @@ def compare_steps(subject, reference: Run, run: Run, facts, counter, args, devic
 
 def not_trained(run: Run, optimizer) -> list[str]:
     """Parameters that the optimizer does not have, if it says which it has."""
-    groups = getattr(optimizer, "param_groups", None)
-    if not groups:
+    if not getattr(optimizer, "param_groups", None):
         return []
-    trained = {id(p) for group in groups for p in group["params"]}
+    trained = ids_in(optimizer)
     named = run.model.named_parameters()
     lost = [name for name, p in named if p.requires_grad and id(p) not in trained]
     return [plain_name(name, run.renamed) for name in lost]
@@ -495,8 +489,7 @@ def audit_here(subject, dtype="float64", steps=2, clip=1.0, seed=1, timeout=60) 
     before = torch.get_default_dtype()
     state = torch.get_rng_state()
     try:
-        counter = CallCounter(lambda phase, more="": None)
-        facts = audit(subject, options, counter, "cpu")
+        facts = audit(subject, options, CallCounter(), "cpu")
     finally:
         torch.set_default_dtype(before)
         torch.set_rng_state(state)

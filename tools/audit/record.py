@@ -104,6 +104,10 @@ class Trace:
     def flow(self, point: Point) -> Tensor | None:
         return self.flows.get(self.point(point))
 
+    def back(self, reader: Point) -> Tensor | None:
+        """The gradient that a module returns to one of its inputs."""
+        return self.returned.get(reader)
+
     def readers(self, point: Point) -> list[Point]:
         """The inputs of modules that are this tensor."""
         point = self.point(point)
@@ -164,6 +168,11 @@ def plain_name(name: str, renamed: dict[str, str]) -> str:
     return name
 
 
+def is_within(name: str, module: str) -> bool:
+    """Is this the module of the second name, or inside of it? "" is the model."""
+    return f"{name}.".startswith(f"{module}." if module else "")
+
+
 def parts_of(model: nn.Module, renamed: dict, what: str) -> dict[str, Tensor | None]:
     """This rank's part of every parameter ("data") or gradient ("grad")."""
     parts = {}
@@ -186,9 +195,7 @@ def record_parameters(model: nn.Module, renamed: dict[str, str], trace: Trace) -
     for name, module in model.named_modules():
         trace.classes[plain_name(name, renamed)] = type(module).__name__
     real = [p for p in model.parameters() if p.is_floating_point()]
-    for name, p in zip(trace.parts, real):
-        if not p.requires_grad:
-            trace.frozen.append(name)
+    trace.frozen = [name for name, p in zip(trace.parts, real) if not p.requires_grad]
     first = {}
     for long_name, p in model.named_parameters(remove_duplicate=False):
         name = plain_name(long_name, renamed)
@@ -391,7 +398,7 @@ class CallCounter(TorchDispatchMode):
     It sees torch.distributed's calls and those of DTensor, in forward and in backward.
     """
 
-    def __init__(self, report):
+    def __init__(self, report=lambda phase, more="": None):
         super().__init__()
         self.report = report  # a function of a phase and of more words
         self.where = lambda: ""  # the module whose forward runs

@@ -16,15 +16,21 @@ from .compare import (
     Held,
     Kind,
     Relation,
+    equal_ones,
+    is_right,
+    is_wrong,
     multiple_of,
     numbers,
     scale_of,
     trimmed,
+    unlike,
+    wrong_rows,
     wrong_share,
 )
-from .record import Point
+from .record import Point, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
+OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
 ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 KEYS = re.compile("(w|to_)?k(ey|eys)?(_proj|_lin)?", re.IGNORECASE)  # a linear
 FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
@@ -39,6 +45,7 @@ class Subject:
     seen = ""
     stage = ""  # a finding's name is this and its relation, or else the fault's key
     more = ""  # and these words
+    returned = ()  # modules that return a wrong gradient to it, and how this is related
 
     def __init__(self, case: Case, where: str = "", module: str = "", seen: str = ""):
         self.case = case
@@ -46,9 +53,9 @@ class Subject:
         self.module = module or case.owner(where)
         self.seen = seen
 
-    def readers(self) -> list[tuple[str, Relation]]:
-        """Modules that return a wrong gradient to it."""
-        return []
+    def is_inside(self, module: str) -> bool:
+        """Is a module inside of the one to which this belongs?"""
+        return module != self.module and is_within(module, self.module)
 
 
 class Start(Subject):
@@ -145,8 +152,8 @@ class Parameter(Subject):
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
-    def __init__(self, case: Case, name: str, module: str):
-        super().__init__(case, name, module)
+    def __init__(self, case: Case, name: str):
+        super().__init__(case, name)
         held = [x.flatten() for found in case.index for x in found.values()]
         missing = ~torch.isin(case.model.indices(name), torch.cat(held))
         self.share = missing.double().mean().item()
@@ -155,7 +162,7 @@ class Missing(Subject):
         case = self.case
         pieces = [pieces.get(self.where) for pieces in case.pieces]
         is_others = any(piece is not None and piece.is_others for piece in pieces)
-        is_known = not (case.unmatched() or self.where in case.full.tied or is_others)
+        is_known = not (case.unmatched or self.where in case.full.tied or is_others)
         if is_known and self.share:
             return f"{self.share:.0%} of it is held by no rank"
         return ""
@@ -165,8 +172,7 @@ class Buffer(Subject):
     """A buffer that has its name from the full model, if the loss is wrong."""
 
     def wrong(self) -> str:
-        held = [trace.buffers.get(self.where) for trace in self.case.own]
-        how = self.case.compare(held, self.case.full.buffers[self.where])
+        how = self.case.relation_of_state("buffers", self.where)
         if how is None or how.is_right or how.kind is Kind.SHAPE:
             return ""
         return f"it is {how}"
@@ -198,11 +204,8 @@ class Output(Subject):
             found.append(f"its calls before are right: {point}")
         if point.slot:
             found.append(f"{point} is the first wrong tensor: {self.relation}")
-            right = []
-            for other in case.order[: case.order.index(point)]:
-                relation = case.relation_of(other)
-                if relation is not None and relation.is_right:
-                    right.append(other)
+            before = case.order[: case.order.index(point)]
+            right = [other for other in before if is_right(case.relation_of(other))]
             if right:
                 found.append(
                     f"{right[-1]} is right, so the fault is in what the forward of "
@@ -274,9 +277,9 @@ class Output(Subject):
         several matrices."""
         case = self.case
         for name, piece in case.pieces[0].items():
-            is_inside = f"{case.owner(name)}.".startswith(f"{self.module}.")
+            is_inside = self.module and is_within(case.owner(name), self.module)
             is_one = piece.held is Held.SHARD and piece.dim == 0
-            if self.module and is_inside and is_one and FUSED.search(name):
+            if is_inside and is_one and FUSED.search(name):
                 said = "by its name it is several matrices, and it is one Shard(0)"
                 return name, said
         return None
@@ -292,16 +295,13 @@ class Output(Subject):
 
     def wrong_places(self) -> str:
         """Where along each dim but the last it is wrong, if only at some places."""
-        last = self.expected.dim() - 1
         limit = self.case.ruler.allowed * scale_of(self.expected)
-        off = None
-        for view, pieces in self.case.ruler.views(self.held, self.expected)[:1]:
-            if view.dim in (None, last):  # otherwise a place is another one per rank
-                off = torch.zeros(self.expected.shape[:-1])
-                for x, piece in zip(self.held, pieces):
-                    off += ((trimmed(x, piece) - piece).abs() > limit).sum(-1)
-        if off is None:
-            return ""
+        views = self.case.ruler.views(self.held, self.expected)
+        if not views or views[0][0].dim not in (None, self.expected.dim() - 1):
+            return ""  # a place along another dim is another one per rank
+        off = torch.zeros(self.expected.shape[:-1])
+        for x, piece in zip(self.held, views[0][1]):
+            off += ((trimmed(x, piece) - piece).abs() > limit).sum(-1)
         found = []
         for dim in range(off.dim()):
             rows = off.transpose(0, dim).flatten(1) if off.dim() > 1 else off[:, None]
@@ -312,11 +312,10 @@ class Output(Subject):
 
     def inside(self) -> list[str]:
         """The compared modules inside of this one."""
-        prefix = f"{self.module}." if self.module else ""
         names = []
         for point in self.case.full.order:
-            is_inside = point.module.startswith(prefix) and point.module != self.module
-            if is_inside and not point.slot and self.case.relation_of(point):
+            is_output = self.is_inside(point.module) and not point.slot
+            if is_output and self.case.relation_of(point):
                 names.append(point.module)
         return list(dict.fromkeys(names))
 
@@ -413,13 +412,13 @@ class Loss(Subject):
 
     def is_part(self) -> str:
         """Is it each rank's own part, so that only their sum or mean is right?"""
-        total, ranks = sum(self.losses), self.case.ranks
+        total = sum(self.losses)
         if self.case.are_near(self.losses, self.losses[0]):
             return ""
-        if self.case.are_near([total], self.case.full.loss):
-            return "the sum of the ranks' losses is right"
-        is_mean = self.case.are_near([total / ranks], self.case.full.loss)
-        return "the mean of the ranks' losses is right" if is_mean else ""
+        for words, value in (("sum", total), ("mean", total / self.case.ranks)):
+            if self.case.are_near([value], self.case.full.loss):
+                return f"the {words} of the ranks' losses is right"
+        return ""
 
 
 class Flow(Subject):
@@ -439,10 +438,13 @@ class Flow(Subject):
         closest = case.gradient(wrong[0])  # to the loss
         self.is_unexplained = closest.kind is Kind.UNEXPLAINED
         self.text = f"dL/d(output of {self.point}): {self.relation}"
+        self.returned = self.readers()
 
     def of_loss(self) -> tuple | bool:
         own = self.case.own[0]
-        if not self.is_of_loss() or self.is_averaged():
+        kinds = [self.case.gradient(name).kind for name in self.wrong]
+        is_averaged = self.kind is Kind.FACTOR and Kind.MEAN in kinds  # by the ranks
+        if not self.is_of_loss() or is_averaged:
             return False
         if own.point(Point("")) == own.point(self.point):
             return "loss", self.text
@@ -456,23 +458,12 @@ class Flow(Subject):
         model, although a gradient arrives at its output."""
         own = self.case.own
         for point in self.case.full.returned:
-            relation = self.case.relation_of(point)
-            is_same = relation is not None and relation.is_right
+            is_same = is_right(self.case.relation_of(point))
             flows = [trace.flow(point._replace(slot="")) for trace in own]
             arrives = not any(x is None for x in flows)
             if is_same and arrives and not any(point in t.returned for t in own):
                 return point.module, f"{point} has no gradient on the ranks"
         return None
-
-    def is_averaged(self) -> bool:
-        """Is it too large by a factor, and ranks average gradients of parameters?"""
-        kinds = (self.case.gradient(name).kind for name in self.wrong)
-        return self.kind is Kind.FACTOR and Kind.MEAN in kinds
-
-    def is_inside(self, module: str) -> bool:
-        """Is it the output of a module inside of this one?"""
-        inner = self.point.module
-        return inner != module and inner.startswith(f"{module}." if module else "")
 
     def is_behind(self, name: str) -> bool:
         """Does a parameter act on it? Otherwise it says nothing of its gradient, unless
@@ -495,8 +486,8 @@ class Flow(Subject):
         case = self.case
         found = []
         for reader in self.common_readers():
-            relation = case.returned_by(reader)
-            if case.is_wrong(relation):
+            relation = case.relation_of(reader, "back")
+            if is_wrong(relation):
                 found.append((reader.module, relation))
         names = [name for name, _ in found]
         smallest = []
@@ -521,11 +512,9 @@ class Flow(Subject):
         held = [trace.of_others(self.point, readers) for trace in case.own]
         if self.user() is None or rest is None or any(x is None for x in held):
             return []
-        tiny = case.ruler.allowed * scale_of(case.full.flow(self.point))
-        if rest.numel() == 0 or rest.abs().max().item() <= tiny:
-            return []
+        scale = scale_of(case.full.flow(self.point))
         relation = case.compare(held, rest)
-        if not case.is_wrong(relation):
+        if case.ruler.near(rest, 0 * rest, scale) or not is_wrong(relation):
             return []
         return [(f"the forward of {self.user()}", relation)]
 
@@ -584,7 +573,7 @@ class Flow(Subject):
 
     def is_rounded(self) -> tuple[str, str] | None:
         """A module that returns a gradient which is right but for rounding."""
-        for reader, relation in self.readers():
+        for reader, relation in self.returned:
             if relation.kind is Kind.ROUNDED:
                 return reader, self.text
         return None
@@ -605,12 +594,10 @@ class Flow(Subject):
         if self.user() is not None:
             rest = full.of_others(self.point, readers)
             terms[f"the forward of {self.user()}"] = rest
-        known = {}
-        for name, x in terms.items():
-            if x is not None and x.shape == right.shape and x.any():
-                known[name] = x.double()
         off = [x.double() - right for x in held]
-        for name, x in known.items():
+        for name, x in terms.items():
+            if x is None or x.shape != right.shape:
+                continue
             k = case.ruler.times(off, [x] * case.ranks, scale_of(right))
             if abs(k - (case.ranks - 1)) < 1e-6:
                 return self.user() or "the model", (
@@ -626,8 +613,8 @@ class Flow(Subject):
             return None
         wrong = {}  # reader → its inputs that get a wrong gradient
         for reader in case.full.returned:
-            relation = case.returned_by(reader)
-            if case.is_wrong(relation) and relation.kind is not Kind.PARTIAL:
+            relation = case.relation_of(reader, "back")
+            if is_wrong(relation) and relation.kind is not Kind.PARTIAL:
                 wrong.setdefault(reader._replace(slot=""), []).append(reader)
         to = {self.point, *self.made_after()}
         for module in reversed([p for p in case.full.order if not p.slot]):
@@ -635,11 +622,11 @@ class Flow(Subject):
             is_known = any(case.full.writers[reader] in to for reader in inputs)
             inner = any(other.module.startswith(f"{module.module}.") for other in wrong)
             relation = case.relation_of(module, "flow")
-            if is_known and not inner and relation is not None and relation.is_right:
+            if is_known and not inner and is_right(relation):
                 texts = []
                 for reader in inputs:
-                    writer = case.full.writers[reader]
-                    texts.append(f"{writer} ({case.returned_by(reader)})")
+                    how = case.relation_of(reader, "back")
+                    texts.append(f"{case.full.writers[reader]} ({how})")
                 return module.module or "the model", (
                     f"dL/d(its output) is right ({relation}), and what it returns is "
                     f"wrong for {', '.join(texts)}"
@@ -665,7 +652,6 @@ class Gradient(Subject):
         self.arrives = case.arrival(name)
         self.is_fed_right = self.is_right_arrival(self.arrives)
         self.is_apart = False  # from the first wrong gradient in backward
-        self.returned = []
         texts = [case.wrong_elements(name)]
         if self.arrives is not None:
             words = str(self.arrives)
@@ -676,28 +662,22 @@ class Gradient(Subject):
             texts.append(
                 f"dL/d(output of its module, {self.module or 'the model'}): {words}"
             )
-        if flow is not None and flow.is_inside(self.module):
+        inner = [name for name in case.full.classes if self.is_inside(name)]
+        if flow is not None and self.is_inside(flow.module):
             self.is_fed_right = False  # it is used in front of a wrong gradient
-        if self.kind in VAGUE and self.has_modules_inside():
+        if self.kind in VAGUE and inner:
             self.is_fed_right = False  # it may be used in front of one that is not seen
-        if flow is not None and self.is_of_flow() and flow.is_behind(name):
+        is_of_flow = self.kind in OF_FLOW and not self.is_fed_right
+        if flow is not None and is_of_flow and flow.is_behind(name):
             if flow.module != self.module:
                 texts.append(flow.text)
             own = self.own_readers(flow)
             self.is_apart = bool(own)
-            self.returned = own or flow.readers()
+            self.returned = own or flow.returned
             if self.returned:
                 words = [f"{name} ({relation})" for name, relation in self.returned]
                 texts.append(f"returned wrong by {', '.join(words)}")
         self.seen = "; ".join(texts)
-
-    def readers(self) -> list[tuple[str, Relation]]:
-        return self.returned
-
-    def has_modules_inside(self) -> bool:
-        prefix = f"{self.module}." if self.module else ""
-        names = [name for name in self.case.full.classes if name != self.module]
-        return any(name.startswith(prefix) for name in names)
 
     def is_right_arrival(self, arrives: Relation | None) -> bool:
         """Is this gradient right for its module? If a mean over ranks is taken later,
@@ -712,11 +692,11 @@ class Gradient(Subject):
         a right one: a fault apart from the first wrong gradient in backward."""
         case = self.case
         point = Point(self.module)
-        is_known = point in case.full.order and case.is_wrong(self.arrives)
+        is_known = point in case.full.order and is_wrong(self.arrives)
         if not is_known or case.full.point(point) == case.full.point(flow.point):
             return []
         found = []
-        for name, relation in Flow(case, point, [self.where]).readers():
+        for name, relation in Flow(case, point, [self.where]).returned:
             module = name.removeprefix("the forward of ").removeprefix("the model")
             arrives = case.relation_of(Point(module), "flow")
             is_function = module != name
@@ -730,24 +710,18 @@ class Gradient(Subject):
         """Is the gradient of a later output in this module's forward wrong?"""
         order = self.case.full.order
         for other in order[order.index(point) + 1 :]:
-            is_inside = f"{other.module}.".startswith(f"{module}." if module else "")
-            is_known = is_inside and other.module != module and not other.slot
-            if is_known and self.case.is_wrong(self.case.relation_of(other, "flow")):
+            is_inside = other.module != module and is_within(other.module, module)
+            relation = self.case.relation_of(other, "flow")
+            if is_inside and not other.slot and is_wrong(relation):
                 return True
         return False
-
-    def is_of_flow(self) -> bool:
-        """May the cause be the gradient that arrives at its module?"""
-        kinds = (Kind.SUM, Kind.REPLICAS, Kind.UNEXPLAINED, Kind.ZERO, Kind.NONE,
-                 Kind.MIXED)  # fmt: skip
-        return self.kind in kinds and not self.is_fed_right
 
     def is_consequence(self) -> bool:
         """Does it follow from a wrong gradient behind it, as far as is known?"""
         is_known = self.arrives is not None and self.arrives.kind not in NOT_COMPARED
         if not is_known:
             return self.kind in VAGUE
-        return self.case.is_wrong(self.arrives)
+        return is_wrong(self.arrives)
 
     def is_shared_sum(self) -> bool:
         """Is a sum missing over some of the ranks, or of a part of the elements?"""
@@ -776,7 +750,7 @@ class Gradient(Subject):
         groups = self.groups()
         is_scaled = self.kind is Kind.SCALED_SUM and groups
         if is_scaled and abs(self.relation.factor / len(groups[0]) - 1) < 1e-6:
-            return in_groups(groups)
+            return self.in_groups()
         return self.kind is Kind.SUM and self.sees_other_data()
 
     def lacks_dp_mean(self) -> str:
@@ -784,14 +758,18 @@ class Gradient(Subject):
 
     def groups(self) -> list[list[int]]:
         """Ranks that have one gradient, if replicas have several and some are equal."""
-        found = self.case.same_gradients(self.where)
-        is_some = 1 < len(found) < len(self.case.holders(self.where))
-        return found if is_some else []
+        grads, _ = self.case.compared(self.where, "grads")
+        ranks = self.case.holders(self.where)
+        found = [[ranks[place] for place in places] for places in equal_ones(grads)]
+        return found if 1 < len(found) < len(ranks) else []
 
-    def mean_of_groups(self) -> str:
+    def in_groups(self) -> str:
+        words = " and ".join(f"the same on ranks {ranks}" for ranks in self.groups())
+        return f"it is {words}" if words else ""
+
+    def lacks_mean_of_groups(self) -> str:
         """Is a mean over groups of ranks missing, each of which has one gradient?"""
-        groups = self.groups() if self.kind is Kind.MEAN else []
-        return in_groups(groups) if groups else ""
+        return self.kind is Kind.MEAN and self.in_groups()
 
     def is_reduced_wrongly(self) -> str | bool:
         """Was it reduced over other ranks than those that hold the same piece?"""
@@ -817,18 +795,13 @@ class Gradient(Subject):
         for rank, x, e in zip(self.case.holders(self.where), held, right):
             if self.kind is not Kind.UNEXPLAINED or e.dim() != 2 or len(e) < 3:
                 return ""
-            rows = ((x - e).abs() > limit).any(1).nonzero().flatten().tolist()
+            rows = wrong_rows(x, e, limit)
             if len(rows) > 1 or (rows and x[rows].any() and e[rows].any()):
                 return ""
             if rows:
                 words = "zero" if e[rows].any() else "not zero"
                 found.append(f"row {rows[0]} on rank {rank} is {words}")
         return f"{' and '.join(found)}, unlike in the full model" if found else ""
-
-
-def in_groups(groups: list[list[int]]) -> str:
-    words = " and ".join(f"the same on ranks {ranks}" for ranks in groups)
-    return f"it is {words}"
 
 
 class OtherBatch(Subject):
@@ -839,9 +812,7 @@ class OtherBatch(Subject):
     def wrong(self) -> str:
         losses = [trace.second_loss for trace in self.case.own]
         right = self.case.full.second_loss
-        if self.case.are_near(losses, right):
-            return ""
-        return f"{numbers(losses)} on ranks 0, 1, …, not {right:.6g}"
+        return "" if self.case.are_near(losses, right) else unlike(losses, right)
 
 
 class Accumulated(Subject):
@@ -879,8 +850,7 @@ class TrainBuffer(Subject):
 
     def wrong(self) -> str:
         case = self.case
-        held = [trace.changed.get(self.where) for trace in case.own]
-        how = case.compare(held, case.full.changed.get(self.where))
+        how = case.relation_of_state("changed", self.where)
         of_shard = [Kind.SHAPE, Kind.PARTIAL]  # a count of a rank's own tokens
         if self.where not in case.full.buffers:
             of_shard.append(Kind.FACTOR)
@@ -982,11 +952,7 @@ class Step(Subject):
         losses = [step.loss for step in self.own]
         if self.number == 0 or self.case.are_near(losses, self.full.loss, 10):
             return None
-        return "loss", self.compared(losses, self.full.loss)
-
-    def compared(self, values: list[float], right: float) -> str:
-        number = self.number + 1
-        return f"step {number}: {numbers(values)} on ranks 0, 1, …, not {right:.6g}"
+        return "loss", f"step {self.number + 1}: {unlike(losses, self.full.loss)}"
 
     def wrong_norm(self) -> tuple | None:
         """What is wrong with the norm that the user's own clipping returns."""
@@ -996,7 +962,7 @@ class Step(Subject):
             return None
         same = self.case.ruler.allowed * right >= max(norms) - min(norms)
         how = "the same on all ranks" if same else "different on the ranks"
-        return "clip()", f"{self.compared(norms, right)}; {how}"
+        return "clip()", f"step {self.number + 1}: {unlike(norms, right)}; {how}"
 
     def wrong_factors(self) -> tuple | None:
         """How many times the right ones the clipped gradients are, rank by rank."""
@@ -1004,7 +970,7 @@ class Step(Subject):
         if "clip" not in case.first.has:
             return None
         pairs = [[] for _ in self.own]  # of each rank
-        for name in filter(case.is_piece, case.owners):
+        for name in case.matched:
             found = case.compared(name, "clipped", self.number)
             for rank, x, e in zip(case.holders(name), *found):
                 if x is not None:
@@ -1027,7 +993,7 @@ class Update(Subject):
         self.number = number
         self.seen = f"after step {number + 1}"
         self.ranks = case.holders(name)
-        self.after, _ = case.compared(name, "after", number)
+        self.after, self.right = case.compared(name, "after", number)
         self.is_noise = False  # does it differ only where rounding errors moved it?
         self.is_wrong = bool(self.wrong_ranks("after"))
 
@@ -1035,7 +1001,7 @@ class Update(Subject):
         """The ranks on which its gradient ("grads", "clipped") or it is wrong."""
         case = self.case
         found = []
-        if not case.is_piece(self.where):
+        if self.where not in case.matched:
             return found
         held, right = case.compared(self.where, what, self.number)
         for place, (rank, x, e) in enumerate(zip(self.ranks, held, right)):
@@ -1047,7 +1013,7 @@ class Update(Subject):
                     found.append(rank)
                 continue
             if what == "after" and x.shape == e.shape:
-                certain = self.not_by_rounding()[place]
+                certain = self.certain(place, 1)
                 if case.ruler.near(x[certain], e[certain], 10 * scale):
                     self.is_noise = True
                     continue
@@ -1064,49 +1030,42 @@ class Update(Subject):
         """Is the step itself wrong, which may be far smaller than the parameter? Only
         elements count whose gradients are known to four digits."""
         case = self.case
-        certain = torch.ones_like(self.after[place], dtype=torch.bool)
         for number in range(self.number + 1):
-            held, right = case.compared(self.where, "clipped", number)
-            x, e = held[place], right[place]
-            if x is None or x.shape != certain.shape:
+            if case.compared(self.where, "clipped", number)[0][place] is None:
                 return False
-            known = e.abs() > 1e4 * case.ruler.allowed * case.grad_scale([e])
-            certain &= known | (x == e)
         held, right = self.before()
-        _, after = case.compared(self.where, "after", self.number)
-        step = after[place] - right[place]
-        off = (self.after[place] - held[place] - step)[certain]
+        step = self.right[place] - right[place]
+        off = (self.after[place] - held[place] - step)[self.certain(place, 1e4)]
         if not off.numel():
             return False
         limit = (1e-3 + 1e3 * case.ruler.allowed) * step.abs().max().item()
-        limit += 16 * case.eps * scale_of(after[place])  # of the parameter's format
+        limit += 16 * case.eps * scale_of(self.right[place])  # of the format
         return off.abs().max().item() > limit
 
-    def not_by_rounding(self) -> list[torch.Tensor]:
-        """Of each rank: the elements that no rounding error alone has updated so far.
-        Adam and Lion make a whole step of a gradient of 1e-18, whatever its sign."""
+    def certain(self, place: int, times: float) -> torch.Tensor:
+        """The elements whose gradients are so many times the rounding errors in all
+        steps so far. Of less, Adam and Lion make a whole step, whatever its sign."""
         case = self.case
-        _, right = case.compared(self.where, "after", self.number)
-        found = [torch.ones_like(e, dtype=torch.bool) for e in right]
+        found = torch.ones_like(self.right[place], dtype=torch.bool)
         for number in range(self.number + 1):
             held, right = case.compared(self.where, "clipped", number)
-            for place, (x, e) in enumerate(zip(held, right)):
-                if x is not None and x.shape == e.shape == found[place].shape:
-                    noise = e.abs() <= case.ruler.allowed * case.grad_scale([e])
-                    found[place] &= ~noise | (x == e)
+            x = held[place]
+            e = right[place]
+            if x is not None and x.shape == e.shape:
+                known = e.abs() > times * case.ruler.allowed * case.grad_scale([e])
+                found &= known | (x == e)
         return found
 
     def other_settings(self) -> str:
         """Is its step a multiple of the right one, or off by a multiple of itself, as
         with another learning rate or weight decay? The same on all ranks."""
         case = self.case
-        _, right = case.compared(self.where, "after", self.number)
         _, before = self.before()
-        is_shaped = all(x.shape == e.shape for x, e in zip(self.after, right))
+        is_shaped = all(x.shape == e.shape for x, e in zip(self.after, self.right))
         if not (self.is_wrong and is_shaped):
             return ""
-        off = [x - e for x, e in zip(self.after, right)]
-        steps = [e - x for x, e in zip(before, right)]
+        off = [x - e for x, e in zip(self.after, self.right)]
+        steps = [e - x for x, e in zip(before, self.right)]
         scale = scale_of(torch.cat([e.flatten() for e in steps]))
         for directions, words in (
             (steps, "the step is {:.4g} times the right one"),
@@ -1136,30 +1095,27 @@ class Update(Subject):
 
     def of_other_rank(self) -> str:
         """Does a rank hold another rank's piece after the step?"""
-        case = self.case
-        _, right = case.compared(self.where, "after", self.number)
-        for rank, x, own in zip(self.ranks, self.after, right):
-            for other, piece in zip(self.ranks, right):
-                is_one = case.ruler.near(own, piece, 10 * scale_of(piece))
-                is_others = case.ruler.near(x, piece, 10 * scale_of(piece))
+        near = self.case.ruler.near
+        for rank, x, own in zip(self.ranks, self.after, self.right):
+            for other, piece in zip(self.ranks, self.right):
+                is_one = near(own, piece, 10 * scale_of(piece))
+                is_others = near(x, piece, 10 * scale_of(piece))
                 if is_others and not is_one:
                     return f"rank {rank} has the piece of rank {other}"
         return ""
 
     def missing(self) -> bool:
         """Have some ranks not updated it, and others have?"""
-        found = []
-        for rank, after in zip(self.ranks, self.after):
-            if torch.equal(after, self.case.own[rank].parts[self.where]):
-                found.append(rank)
+        before = [self.case.own[rank].parts[self.where] for rank in self.ranks]
+        same = map(torch.equal, before, self.after)
+        found = [rank for rank, is_same in zip(self.ranks, same) if is_same]
         is_missing = 0 < len(found) < len(self.ranks) and self.is_wrong
         self.more = f" on ranks {found}" if is_missing else ""
         return is_missing
 
     def apart(self) -> bool:
-        return self.are_apart() and (
-            self.is_wrong or not self.case.is_piece(self.where)
-        )
+        is_wrong_here = self.is_wrong or self.where in self.case.unmatched
+        return is_wrong_here and self.are_apart()
 
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
