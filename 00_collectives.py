@@ -818,7 +818,7 @@ COLLECTIVES = (
 
 def watch_calls() -> None:
     """From here on, calls of dist are checked; groups are created in a named call."""
-    watch_outputs()
+    FORWARD.watch()
     for name in COLLECTIVES + ["new_group", "new_subgroups_by_enumeration"]:
         watch = watch_new_groups if name.startswith("new_") else refuse_direct_calls
         setattr(dist, name, watch(getattr(dist, name)))
@@ -858,67 +858,101 @@ def watch_new_groups(call: Callable) -> Callable:
 
 
 class Output(NamedTuple):
-    """What a module returned on this rank, in three marks."""
+    """What a module returned on this rank, in marks that can be compared."""
 
     shape: torch.Size
     norm: float
     mixed: float  # a sum with weights: it is another one in another order
+    allowed: float  # relative difference
 
 
-OUTPUTS = {}  # run → module's name → its Output in the run's first forward pass
+INPUT = "the model's input"
 
 
-def watch_outputs() -> None:
-    """From here on, the first forward pass of each run is noted down in OUTPUTS."""
-    names = {}  # module → name, in the model that runs
+class FirstForward:
+    """Notes down what each module returns in the first forward pass of each run."""
 
-    def before(module, inputs):
-        if COMM.phase == "forward" and COMM.run not in OUTPUTS:
-            OUTPUTS[COMM.run] = {}
-            names.clear()
-            names.update((part, name) for name, part in module.named_modules())
+    def __init__(self):
+        self.outputs = {}  # run → name of a module → its Output, in order of calls
+        self.model = None  # while it is in its first forward pass
+        self.names = {}  # module of this model → name
 
-    def after(module, inputs, out):
-        name = names.get(module)
-        is_new = name and name not in OUTPUTS.get(COMM.run, {})
-        if COMM.phase == "forward" and is_new and type(out) is Tensor:
-            x = out.detach().flatten().double()
-            weights = torch.arange(len(x), device=x.device).double().cos()
-            marks = Output(out.shape, x.norm().item(), (x @ weights).item())
-            OUTPUTS[COMM.run][name] = marks
+    def watch(self) -> None:
+        """From here on, for all modules of this rank."""
+        torch.nn.modules.module.register_module_forward_pre_hook(self.before)
+        torch.nn.modules.module.register_module_forward_hook(self.after)
 
-    torch.nn.modules.module.register_module_forward_pre_hook(before)
-    torch.nn.modules.module.register_module_forward_hook(after)
+    def before(self, module, inputs) -> None:
+        if COMM.phase == "forward" and COMM.run not in self.outputs:
+            self.outputs[COMM.run] = {}
+            self.model = module
+            self.names = {part: name for name, part in module.named_modules()}
+            self.note(INPUT, inputs[0] if inputs else None)
+
+    def after(self, module, inputs, out) -> None:
+        if self.model is not None and module in self.names:
+            self.note(self.names[module] or "the model's output", out)
+        if module is self.model:
+            self.model = None
+
+    def note(self, name: str, out) -> None:
+        if type(out) is not Tensor:
+            return
+        if name in self.outputs[COMM.run]:
+            name += ", called again"
+        x = torch.view_as_real(out) if out.is_complex() else out
+        allowed = ALLOWED.get(str(x.dtype).removeprefix("torch."), 1e-2)
+        x = x.detach().flatten().double()
+        x = x.where(x.isfinite(), 0)  # masked scores are −∞
+        weights = torch.arange(len(x), device=x.device).double().cos()
+        marks = Output(out.shape, x.norm().item(), (x @ weights).item(), allowed)
+        self.outputs[COMM.run][name] = marks
+
+    def where_wrong(self, run: str) -> str:
+        """Between which modules a run's forward pass becomes wrong, in words.
+
+        Compared with the first run. Nothing is said of a run that has other inputs, as
+        micro-batches. Of modules inside one that is right nothing is said, either.
+        """
+        expected = next(iter(self.outputs.values()), {})
+        ranks = gather_objects(self.outputs.get(run, {}))
+        is_right = {}
+        whole = []  # a list of names
+        for name in ranks[0]:
+            parts = [outputs[name] for outputs in ranks if name in outputs]
+            if name in expected and len(parts) == len(ranks):
+                is_right[name] = are_right(parts, expected[name])
+                if all(part.shape == expected[name].shape for part in parts):
+                    whole.append(name)
+        if INPUT not in whole and not is_right.get(INPUT):
+            return ""
+        outer = tuple(f"{name}." for name in whole if is_right[name])
+        texts = []
+        for name in is_right:
+            if name in whole and is_right[name]:
+                texts = [f"right up to {name}"]
+            if is_right[name] is False and not name.startswith(outer):
+                texts.append(f"wrong at {name}")
+                break
+        return f"; outputs of modules: {', '.join(texts)}" if texts else ""
 
 
-def where_forward_differs(run: str) -> str:
-    """The modules between which a run's forward pass becomes wrong, in words.
+def are_right(parts: list[Output], full: Output) -> bool | None:
+    """Do the outputs of all ranks fit the one without TP? None: that cannot be said.
 
-    Compared with the first run. Of an output in T parts, one per rank, only the norm
-    can be: no rank knows how it was cut. So it may be wrong, but is not called right.
+    Of an output in parts, one per rank, only the norm is compared: no rank knows how it
+    was cut. So it may be found wrong, but is never called right.
     """
-    expected = next(iter(OUTPUTS.values()), {})
-    ranks = gather_objects(OUTPUTS.get(run, {}))
-    right = ""
-    wrong = ""
-    for name in ranks[0]:
-        outputs = [outputs[name] for outputs in ranks if name in outputs]
-        full = expected.get(name, Output((), 0.0, 0.0))
-        shape = outputs[0].shape
-        least = 1e-5 * full.norm
-        if shape == full.shape:
-            is_right = all(abs(x.mixed - full.mixed) <= least for x in outputs)
-            right = f"right up to {name}" if is_right else right
-        elif len(outputs) * math.prod(shape) == math.prod(full.shape):
-            norm = math.sqrt(sum(x.norm**2 for x in outputs))
-            is_right = abs(norm - full.norm) <= least
-        else:
-            continue
-        if not is_right:
-            wrong = f"wrong from {name} on"
-            break
-    text = ", ".join(filter(None, [right, wrong]))
-    return f"; outputs of modules: {text}" if text else ""
+    off = full.allowed * full.norm
+    if all(part.shape == full.shape for part in parts):
+        return all(abs(part.mixed - full.mixed) <= off for part in parts)
+    if sum(math.prod(part.shape) for part in parts) == math.prod(full.shape):
+        norm = math.sqrt(sum(part.norm**2 for part in parts))
+        return abs(norm - full.norm) <= off
+    return None
+
+
+FORWARD = FirstForward()
 
 
 def difference(got, expected) -> str:
@@ -929,8 +963,10 @@ def difference(got, expected) -> str:
         text = lambda x: list(x.shape) if x.numel() else "none"  # this run has no such
         return f"shape {text(got)}, expected {text(expected)}"
     if got.numel() <= 4:
-        text = lambda x: " ".join(f"{value:.7g}" for value in x.flatten().tolist())
-        return f"{text(got)}, expected {text(expected)}"
+        values = lambda x: x.flatten().tolist()
+        text = lambda x, n: " ".join(f"{value:.{n}g}" for value in values(x))
+        digits = 16 if text(got, 7) == text(expected, 7) else 7
+        return f"{text(got, digits)}, expected {text(expected, digits)}"
     if got.isnan().any():
         return f"{got.isnan().sum()} of {got.numel()} elements are nan"
     factor = ((got * expected).sum() / (expected * expected).sum()).item()
@@ -961,7 +997,7 @@ def in_words(check: dict) -> str:
     text = check["text"] or f"{check['name']}: {diff}"
     text += f", on ranks {check['ranks']}"
     if check["name"].startswith("losses: loss, step 1, "):
-        text += where_forward_differs(check["name"].split(", ")[2])
+        text += FORWARD.where_wrong(check["name"].split(", ")[2])
     return text
 
 
@@ -1174,7 +1210,7 @@ ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
 CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks that describe the lesson's model. All others are about values.
-FORMULAS = ["plans", "calls", "bytes", "memory"]
+FORMULAS = ["plans", "loss", "calls", "bytes", "memory"]
 
 # What errors are compared with at least. AdamW moves a bias that starts at 0 by 0.003
 # per step: three of these. A gradient may be 0 but for rounding errors of some 1e-10.

@@ -392,7 +392,7 @@ def main(args, report: Report) -> None:
     train = partial(train_transformer, batches=batches, args=args)
     runs["without TP"] = train("without TP", copy.deepcopy(full), loss_of=reference)
     check_reference(report, runs["without TP"], batches[0], size)
-    check_loss(report, size, single_group)
+    check_loss(report)
     report.section("Who holds what: each rank has v rows of the vocabulary")
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("loss by hand"):
@@ -516,6 +516,16 @@ def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
 # ---- Hard cases
 
 
+def check_loss(report: Report) -> None:
+    """Find out whether the loss without TP is the lesson's, or has been edited."""
+    x_BSV = torch.arange(4.0 * 8 * 257).sin().view(4, 8, 257)
+    target_BS = torch.arange(4 * 8).view(4, 8)
+    got = reference_loss(x_BSV, target_BS)
+    expected = F.cross_entropy(x_BSV.mT, target_BS)
+    if not report.check_tensor("loss", "without TP", got, expected, 1e-6):
+        report.is_edited = True
+
+
 # Random logits and targets, and the line of the loss that they test.
 HARD_CASES = {
     "logits × 10,000": dict(scale=10000.0),  # exp stays finite
@@ -531,8 +541,7 @@ def show_hard_cases(report: Report, tp_group) -> None:
     """Compare the loss and its gradient with F.cross_entropy where it is hard."""
     report.section("Where a loss easily goes wrong")
     rows = [try_case(report, name, tp_group, **HARD_CASES[name]) for name in HARD_CASES]
-    brief = f"{len(rows)} cases, such as logits × 10,000"
-    report.table("hard cases", rows, brief=brief)
+    report.table("hard cases", rows, brief=f"{len(rows)} cases, as logits × 10,000")
     report.agree("as without TP")
     check_slope(report, tp_group)
 
@@ -604,16 +613,6 @@ def check_slope(report: Report, tp_group) -> None:
 
 # ---- Communication and memory
 
-GATHERED = "B·S·V·e + e"  # saved for backward: log-softmax; the number of targets
-
-
-def check_loss(report: Report, size: dict[str, int], single_group) -> None:
-    """Find out whether the loss without TP fits its formula, or has been edited."""
-    alone = dict(size, v=size["V"])
-    measured = measure_losses(report.args, "alone", alone, single_group)
-    saved = measured["gathered: saved"]
-    report.check_model(loss=(saved, evaluate(GATHERED, size)))
-
 
 def show_communication_vocab(report: Report, runs, size: dict[str, int]) -> None:
     """Compare the collectives per step, by hand and by PyTorch, with formulas."""
@@ -663,7 +662,8 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
 
     # What autograd saves for backward, in bytes per rank.
     saved = {
-        "gathered: saved": GATHERED,
+        # log-softmax; the number of targets, a float
+        "gathered: saved": "B·S·V·e + e",
         # softmax; target columns and count, int64; three masks, one byte each
         "sharded: saved": "B·S·(v·e + 10) + v + 8",
     }
@@ -1110,7 +1110,7 @@ def watch_calls() -> None:
     """From here on, calls of dist are checked; groups are created in a named call.
 
     (lesson 00)"""
-    watch_outputs()
+    FORWARD.watch()
     for name in COLLECTIVES + ["new_group", "new_subgroups_by_enumeration"]:
         watch = watch_new_groups if name.startswith("new_") else refuse_direct_calls
         setattr(dist, name, watch(getattr(dist, name)))
@@ -1148,67 +1148,101 @@ def watch_new_groups(call: Callable) -> Callable:
 
 
 class Output(NamedTuple):
-    """What a module returned on this rank, in three marks (lesson 00)."""
+    """What a module returned on this rank, in marks that can be compared.
+
+    (lesson 00)"""
 
     shape: torch.Size
     norm: float
     mixed: float  # a sum with weights: it is another one in another order
+    allowed: float  # relative difference
 
 
-OUTPUTS = {}  # run → module's name → its Output in the run's first forward pass
+INPUT = "the model's input"
 
 
-def watch_outputs() -> None:
-    """From here on, the first forward pass of each run is noted down in OUTPUTS.
-
-    (lesson 00)"""
-    names = {}  # module → name, in the model that runs
-
-    def before(module, inputs):
-        if COMM.phase == "forward" and COMM.run not in OUTPUTS:
-            OUTPUTS[COMM.run] = {}
-            names.clear()
-            names.update((part, name) for name, part in module.named_modules())
-
-    def after(module, inputs, out):
-        name = names.get(module)
-        is_new = name and name not in OUTPUTS.get(COMM.run, {})
-        if COMM.phase == "forward" and is_new and type(out) is Tensor:
-            x = out.detach().flatten().double()
-            weights = torch.arange(len(x), device=x.device).double().cos()
-            marks = Output(out.shape, x.norm().item(), (x @ weights).item())
-            OUTPUTS[COMM.run][name] = marks
-
-    torch.nn.modules.module.register_module_forward_pre_hook(before)
-    torch.nn.modules.module.register_module_forward_hook(after)
-
-
-def where_forward_differs(run: str) -> str:
-    """The modules between which a run's forward pass becomes wrong, in words.
+class FirstForward:
+    """Notes down what each module returns in the first forward pass of each run.
 
     (lesson 00)"""
-    expected = next(iter(OUTPUTS.values()), {})
-    ranks = gather_objects(OUTPUTS.get(run, {}))
-    right = ""
-    wrong = ""
-    for name in ranks[0]:
-        outputs = [outputs[name] for outputs in ranks if name in outputs]
-        full = expected.get(name, Output((), 0.0, 0.0))
-        shape = outputs[0].shape
-        least = 1e-5 * full.norm
-        if shape == full.shape:
-            is_right = all(abs(x.mixed - full.mixed) <= least for x in outputs)
-            right = f"right up to {name}" if is_right else right
-        elif len(outputs) * math.prod(shape) == math.prod(full.shape):
-            norm = math.sqrt(sum(x.norm**2 for x in outputs))
-            is_right = abs(norm - full.norm) <= least
-        else:
-            continue
-        if not is_right:
-            wrong = f"wrong from {name} on"
-            break
-    text = ", ".join(filter(None, [right, wrong]))
-    return f"; outputs of modules: {text}" if text else ""
+
+    def __init__(self):
+        self.outputs = {}  # run → name of a module → its Output, in order of calls
+        self.model = None  # while it is in its first forward pass
+        self.names = {}  # module of this model → name
+
+    def watch(self) -> None:
+        """From here on, for all modules of this rank (lesson 00)."""
+        torch.nn.modules.module.register_module_forward_pre_hook(self.before)
+        torch.nn.modules.module.register_module_forward_hook(self.after)
+
+    def before(self, module, inputs) -> None:
+        if COMM.phase == "forward" and COMM.run not in self.outputs:
+            self.outputs[COMM.run] = {}
+            self.model = module
+            self.names = {part: name for name, part in module.named_modules()}
+            self.note(INPUT, inputs[0] if inputs else None)
+
+    def after(self, module, inputs, out) -> None:
+        if self.model is not None and module in self.names:
+            self.note(self.names[module] or "the model's output", out)
+        if module is self.model:
+            self.model = None
+
+    def note(self, name: str, out) -> None:
+        if type(out) is not Tensor:
+            return
+        if name in self.outputs[COMM.run]:
+            name += ", called again"
+        x = torch.view_as_real(out) if out.is_complex() else out
+        allowed = ALLOWED.get(str(x.dtype).removeprefix("torch."), 1e-2)
+        x = x.detach().flatten().double()
+        x = x.where(x.isfinite(), 0)  # masked scores are −∞
+        weights = torch.arange(len(x), device=x.device).double().cos()
+        marks = Output(out.shape, x.norm().item(), (x @ weights).item(), allowed)
+        self.outputs[COMM.run][name] = marks
+
+    def where_wrong(self, run: str) -> str:
+        """Between which modules a run's forward pass becomes wrong, in words.
+
+        (lesson 00)"""
+        expected = next(iter(self.outputs.values()), {})
+        ranks = gather_objects(self.outputs.get(run, {}))
+        is_right = {}
+        whole = []  # a list of names
+        for name in ranks[0]:
+            parts = [outputs[name] for outputs in ranks if name in outputs]
+            if name in expected and len(parts) == len(ranks):
+                is_right[name] = are_right(parts, expected[name])
+                if all(part.shape == expected[name].shape for part in parts):
+                    whole.append(name)
+        if INPUT not in whole and not is_right.get(INPUT):
+            return ""
+        outer = tuple(f"{name}." for name in whole if is_right[name])
+        texts = []
+        for name in is_right:
+            if name in whole and is_right[name]:
+                texts = [f"right up to {name}"]
+            if is_right[name] is False and not name.startswith(outer):
+                texts.append(f"wrong at {name}")
+                break
+        return f"; outputs of modules: {', '.join(texts)}" if texts else ""
+
+
+def are_right(parts: list[Output], full: Output) -> bool | None:
+    """Do the outputs of all ranks fit the one without TP? None: that cannot be said.
+
+    (lesson 00)"""
+    off = full.allowed * full.norm
+    if all(part.shape == full.shape for part in parts):
+        return all(abs(part.mixed - full.mixed) <= off for part in parts)
+    if sum(math.prod(part.shape) for part in parts) == math.prod(full.shape):
+        norm = math.sqrt(sum(part.norm**2 for part in parts))
+        return abs(norm - full.norm) <= off
+    return None
+
+
+FORWARD = FirstForward()
 
 
 def difference(got, expected) -> str:
@@ -1219,8 +1253,10 @@ def difference(got, expected) -> str:
         text = lambda x: list(x.shape) if x.numel() else "none"  # this run has no such
         return f"shape {text(got)}, expected {text(expected)}"
     if got.numel() <= 4:
-        text = lambda x: " ".join(f"{value:.7g}" for value in x.flatten().tolist())
-        return f"{text(got)}, expected {text(expected)}"
+        values = lambda x: x.flatten().tolist()
+        text = lambda x, n: " ".join(f"{value:.{n}g}" for value in values(x))
+        digits = 16 if text(got, 7) == text(expected, 7) else 7
+        return f"{text(got, digits)}, expected {text(expected, digits)}"
     if got.isnan().any():
         return f"{got.isnan().sum()} of {got.numel()} elements are nan"
     factor = ((got * expected).sum() / (expected * expected).sum()).item()
@@ -1249,7 +1285,7 @@ def in_words(check: dict) -> str:
     text = check["text"] or f"{check['name']}: {diff}"
     text += f", on ranks {check['ranks']}"
     if check["name"].startswith("losses: loss, step 1, "):
-        text += where_forward_differs(check["name"].split(", ")[2])
+        text += FORWARD.where_wrong(check["name"].split(", ")[2])
     return text
 
 
@@ -2305,7 +2341,7 @@ ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
 CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks that describe the lesson's model. All others are about values.
-FORMULAS = ["plans", "calls", "bytes", "memory"]
+FORMULAS = ["plans", "loss", "calls", "bytes", "memory"]
 
 # What errors are compared with at least. AdamW moves a bias that starts at 0 by 0.003
 # per step: three of these. A gradient may be 0 but for rounding errors of some 1e-10.

@@ -266,14 +266,15 @@ RANKS = {
 # Where forward becomes wrong: said behind the first loss.
 PLACES = {
     ("02_transformer_tp", "qkv"): "right up to layers.0.input_layernorm, "
-    "wrong from layers.0.self_attn.q_proj on",
+    "wrong at layers.0.self_attn.q_proj",
     ("02_transformer_tp", "mask-residual"): "right up to layers.0.self_attn, "
-    "wrong from layers.0.dropout on",
-    ("02_transformer_tp", "data"): "wrong from embed_tokens on",
+    "wrong at layers.0.dropout",
+    ("02_transformer_tp", "data"): "wrong at the model's input",
     ("02_transformer_tp", "mask-heads"): "right up to layers.0.input_layernorm, "
-    "wrong from layers.0.self_attn.core.dropout on",
-    ("04_sequence_parallel", "mask"): "wrong from layers.0.dropout on",  # all are parts
-    ("03_vocab_parallel", "mean"): "right up to lm_head",  # the loss is wrong
+    "wrong at layers.0.self_attn.core.dropout",
+    ("04_sequence_parallel", "mask"): "right up to the model's input, "
+    "wrong at layers.0.dropout",  # all are parts
+    ("03_vocab_parallel", "mean"): "right up to the model's output",
     ("03_vocab_parallel", "padding"): "right up to norm",  # the head is split
 }
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
