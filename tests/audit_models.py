@@ -202,6 +202,14 @@ def fused_subject(bug: str):
             return torch.optim.AdamW(parameters[first:], 1e-3)
 
         subject.optimizer = optimizer
+    if bug == "one rank skips a step":
+
+        class Skips(torch.optim.AdamW):
+            def step(self):
+                if dist.get_rank() != 1:
+                    super().step()
+
+        subject.optimizer = lambda parameters: Skips(parameters, 1e-3)
     if bug == "made before":
         made = []
 
@@ -1458,6 +1466,7 @@ class Feed(nn.Module):
             return rest + self.down(self.up(n).relu())
         copy = CopyInBFloat16 if self.bug == "f in bfloat16" else Copy
         h = n if self.bug == "no f" else copy.apply(n, self.group)
+        h = Copy.apply(h, self.group) if self.bug == "f twice" else h
         y = F.linear(self.up(h).relu(), self.down.weight)
         if self.bug == "added before":
             return Sum.apply(rest + y, self.group)
@@ -1466,6 +1475,10 @@ class Feed(nn.Module):
             return y
         if self.bug == "scaled too much":
             return y + 1.5 * rest
+        if self.bug == "residual averaged":
+            rest = rest.detach() + (rest - rest.detach()) / self.group.size()
+        if self.bug == "residual detached":
+            rest = rest.detach()
         return y + (h if self.bug == "behind f" else rest)
 
 
@@ -2179,7 +2192,426 @@ def spread_subject(bug: str):
     return subject
 
 
+# ---- A group that layers ask for, as for a library's global. Closures of a model.
+
+
+class Asks(Feed):
+    def __init__(self, held: list):
+        super().__init__()
+        self.group_of = lambda: held[-1]
+
+    def forward(self, x):
+        self.group = self.group_of()
+        return super().forward(x)
+
+
+def asks_subject(bug: str):
+    held = [None]
+
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        held.append(group)
+        return model
+
+    return after_linear(lambda: Asks(held), parallelize)
+
+
+class Closed(Feed):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(D, D)
+        self.seen = []
+        self.head = lambda x: self.out(x) * self.seen.pop()
+        self.norm.register_forward_hook(lambda module, x, y: self.seen.append(y))
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+def closed_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    return after_linear(Closed, parallelize)
+
+
+# ---- Dropout of other kinds, in a class whose name has the word.
+
+
+class OwnDropout(nn.Module):
+    def forward(self, x):
+        return x * (torch.rand_like(x) > 0.3) / 0.7 if self.training else x
+
+
+class DropoutFeed(Feed):
+    def __init__(self):
+        super().__init__()
+        self.alpha = nn.AlphaDropout(0.3)
+        self.own = OwnDropout()
+
+    def forward(self, x):
+        h = self.norm(x)
+        if self.group is None:
+            return x + self.down(self.own(self.alpha(self.up(h))))
+        h = self.up(Copy.apply(h, self.group))
+        if self.bug == "scaled in training" and self.training:
+            h = 1.5 * h
+        state = torch.get_rng_state()
+        for name in ("alpha", "own"):
+            torch.manual_seed(0 if self.bug == name else dist.get_rank())
+            h = getattr(self, name)(h)
+        torch.set_rng_state(state)
+        return x + Sum.apply(F.linear(h, self.down.weight), self.group)
+
+
+def drops_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    return after_linear(DropoutFeed, parallelize)
+
+
+# ---- A bias that rank 0 adds, and one that all do. A copy may have no gradient.
+
+
+class Shifted(Feed):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(D))
+        self.last = nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        if self.group is None:
+            return super().forward(x) + self.first + self.last
+        h = self.up(Copy.apply(self.norm(x), self.group)).relu()
+        y = F.linear(h, self.down.weight)
+        is_other = self.group.rank() > 0
+        y = Sum.apply(y if is_other else y + self.first, self.group)
+        is_detached = is_other and self.bug == "detached"
+        return x + y + (self.last.detach() if is_detached else self.last)
+
+
+def shifted_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        if group.rank():
+            model[1].first.requires_grad_(False)  # its copy is not used
+            model[1].last.requires_grad_(bug != "frozen")
+        return model
+
+    return after_linear(Shifted, parallelize)
+
+
+# ---- An attribute that has the name of a wrapper's.
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = Feed()
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x):
+        return x + self.module(self.norm(x))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def wrapped_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1].module, group, bug and "scaled too much")
+        return Wrapper(model)
+
+    return after_linear(Residual, parallelize)
+
+
+# ---- Sparse gradients, and a module inside of a transform of torch.func.
+
+
+class Mapped(Feed):
+    def forward(self, x):
+        return super().forward(x) + torch.func.vmap(self.norm)(x)
+
+
+def sparse_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    def build():
+        table = nn.Embedding(V, D, sparse=True)
+        return nn.Sequential(table, Mapped(), nn.Linear(D, V))
+
+    subject = subject_of(build, parallelize)
+    subject.batch = tokens_batch
+    subject.optimizer = lambda parameters: torch.optim.SGD(parameters, 0.1)
+    return subject
+
+
 # model → its bugs, and what the first finding of each begins with.
+# ---- Outputs of which the loss uses one, and layers that pass on a dict.
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.feed = Feed()
+
+    def forward(self, x):
+        x = self.feed(x)
+        rows = x.detach()
+        pooled = x.mean(1)
+        best = x.argmax(-1)
+        if self.feed.group is not None:  # wrong, and the loss cannot show it
+            rows = rows.flip(1)
+            pooled = 2 * pooled
+            best = x.chunk(2, -1)[0].argmax(-1)
+        return {"scores": x, "rows": rows, "more": (pooled, x.sum(1)), "best": best}
+
+
+def several_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model.feed, group)
+        return model
+
+    def loss(output, target, group):
+        factor = 1 if group is None or not bug else 1.5
+        return factor * F.mse_loss(output["scores"], target)
+
+    subject = subject_of(Several, parallelize)
+    subject.loss = loss
+    return subject
+
+
+class Packed(Feed):
+    def forward(self, pack):
+        second = pack["second"] + pack["x"].square().mean()
+        x = super().forward(pack["x"])
+        return {"second": second, "x": 1.5 * x if self.bug == "packed" else x}
+
+
+class Packs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Packed(), Packed()])
+
+    def forward(self, x):
+        pack = {"second": 0.0, "x": x}
+        for layer in self.layers:
+            pack = layer(pack)
+        return pack["x"] + pack["second"]
+
+
+def packs_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model.layers[0], group, bug)
+        split_feed(model.layers[1], group)
+        return model
+
+    return subject_of(Packs, parallelize)
+
+
+# ---- A list of matrices that each rank numbers from 0; a tensor changed in place.
+
+
+class Weights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        parts = [nn.Parameter(torch.randn(D, D)) for _ in range(EXPERTS)]
+        self.parts = nn.ParameterList(parts)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is not None:
+            x = Copy.apply(x, self.group)
+        y = sum((x @ part).tanh() for part in self.parts)
+        if self.bug == "list scaled":
+            y = 1.5 * y
+        return y if self.group is None else Sum.apply(y, self.group)
+
+
+def weights_subject(bug: str):
+    def parallelize(model, group):
+        own = model[1]
+        count = EXPERTS // group.size()
+        first = group.rank() * count
+        own.parts = nn.ParameterList(list(own.parts)[first : first + count])
+        own.group = group
+        own.bug = bug
+        return model
+
+    return after_linear(Weights, parallelize)
+
+
+class InPlace(Feed):
+    """It returns the tensor that another module has made, and adds its input to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.post = nn.LayerNorm(D)
+
+    def forward(self, x):
+        h = self.norm(x)
+        if self.group is None:
+            y = self.post(self.down(self.up(h).relu()))
+        else:
+            h = self.up(Copy.apply(h, self.group)).relu()
+            y = self.post(Sum.apply(F.linear(h, self.down.weight), self.group))
+        y += x
+        if self.bug == "added twice":
+            y += x
+        return y
+
+
+def in_place_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    build = lambda: nn.Sequential(nn.Linear(D, D), InPlace(), nn.Linear(D, D))
+    return subject_of(build, parallelize)
+
+
+# ---- A module without f. What it reads itself, by no module, is a norm's output.
+
+
+class Inner(Feed):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return super().forward(x @ self.mix)
+
+
+def inner_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    return subject_of(lambda: nn.Sequential(nn.LayerNorm(D), Inner()), parallelize)
+
+
+# ---- Gates and values of a unit together in one weight, so that one slice is right.
+
+
+class Units(Feed):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Linear(D, 4 * D, bias=False)
+
+    def forward(self, x):
+        h = x if self.group is None else Copy.apply(x, self.group)
+        gate, up = self.gate_up(h).unflatten(-1, (-1, 2)).unbind(-1)
+        y = self.down(gate.sigmoid() * up)
+        if self.group is not None:
+            y = Sum.apply(y, self.group)
+        return y + 0.1 * y.roll(1, -1) if self.bug == "units rolled" else y
+
+
+def units_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        model[1].gate_up.weight = piece(model[1].gate_up.weight, group)
+        return model
+
+    return after_linear(Units, parallelize)
+
+
+# ---- Each rank computes two linears on its own rows.
+
+
+class Divided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.second = nn.Linear(D, D)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            return self.second(self.first(x))
+        x = self.first(x.chunk(self.group.size(), 1)[self.group.rank()])
+        if self.bug:
+            x = Copy.apply(x, self.group)
+        return Gather.apply(self.second(x), self.group, False)
+
+
+def divided_subject(bug: str):
+    def parallelize(model, group):
+        model.group = group
+        model.bug = bug
+        return model
+
+    def after_backward(model):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+
+    subject = subject_of(Divided, parallelize)
+    subject.after_backward = after_backward
+    return subject
+
+
+# ---- An embedding that masks rows of other ranks, and biases in one parameter.
+
+
+class TableRows(nn.Embedding):
+    group = None
+    bug = ""
+
+    def forward(self, tokens):
+        if self.group is None:
+            return super().forward(tokens)
+        tokens = tokens - len(self.weight) * self.group.rank()
+        is_here = (tokens >= 0) & (tokens < len(self.weight))
+        x = super().forward(tokens.clamp(0, len(self.weight) - 1))
+        return Sum.apply(x if self.bug else x * is_here[..., None], self.group)
+
+
+def table_rows_subject(bug: str):
+    def parallelize(model, group):
+        model[0].weight = piece(model[0].weight, group)
+        model[0].group = group
+        model[0].bug = bug
+        return model
+
+    subject = subject_of(
+        lambda: nn.Sequential(TableRows(V, D), nn.Linear(D, V)), parallelize
+    )
+    subject.batch = tokens_batch
+    return subject
+
+
+class Biases(Feed):
+    def __init__(self):
+        super().__init__()
+        self.biases = nn.Parameter(torch.randn(3, D))
+
+    def forward(self, x):
+        first, second, third = self.biases
+        second = second.detach() if self.bug == "row detached" else second
+        return super().forward(x + first).tanh() * second + third
+
+
+def biases_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    return after_linear(Biases, parallelize)
+
+
 MODELS = {
     fused_subject: {
         "no sum": "forward partial, but for the bias",
@@ -2195,6 +2627,7 @@ MODELS = {
         "sent after a step": ["update of another rank", "attn.c_attn.weight"],
         "decay": ["update by other settings", "attn.c_attn.weight"],
         "one rank skips": "update missing on ranks [1]",
+        "one rank skips a step": "update missing on ranks [1]",
         "made before": "not in the optimizer",
     },
     renamed_subject: {
@@ -2283,12 +2716,15 @@ MODELS = {
         "added before": ["forward wrong", "1"],
         "left out": ["forward wrong", "1"],
         "scaled too much": ["forward wrong", "1"],
+        "f twice": ["backward T times", "1"],
+        "residual averaged": ["backward lost term", "1"],
+        "residual detached": ["backward lost term", "1"],
     },
     layout_subject: {"no f": ["gradient sum", "b.norm.weight"]},
     flat_subject: {"no f": ["gradient sum", "b.norm.weight"]},
     shuffled_subject: {"no f": ["gradient sum", "b.norm.weight"]},
     branches_subject: {"no f": ["gradient sum", "b.norm.weight"]},
-    outputs_subject: {"second loss summed": ["loss", "loss"]},
+    outputs_subject: {"second loss summed": ["forward T times", "the model"]},
     table_subject: {
         "rows of a head": [
             "gradient right in another slice on each rank",
@@ -2324,6 +2760,28 @@ MODELS = {
         "turns": ["buffer", "1.turns"],
     },
     spread_subject: {"slices": ["backward of a module", "1"]},
+    packs_subject: {"packed": ["forward 1.5 times", "layers.0"]},
+    weights_subject: {"list scaled": ["forward 1.5 times", "1"]},
+    in_place_subject: {"added twice": ["forward wrong", "1"]},
+    inner_subject: {"no f": ["gradient differs between replicas", "1.mix"]},
+    units_subject: {"units rolled": ["forward wrong", "1"]},
+    divided_subject: {"summed": ["backward sum of slices", "the model"]},
+    table_rows_subject: {"unmasked": ["forward wrong", "0"]},
+    biases_subject: {"row detached": ["gradient unexplained", "1.biases"]},
+    several_subject: {"own loss": ["loss", "loss"]},
     normed_subject: {},
+    asks_subject: {"no f": ["gradient sum", "1.norm.weight"]},
+    closed_subject: {"no f": ["gradient differs between replicas", "1.norm.weight"]},
+    drops_subject: {
+        "alpha": ["dropout same", "1.alpha"],
+        "own": ["dropout same", "1.own"],
+        "scaled in training": ["train mode", "loss"],
+    },
+    shifted_subject: {
+        "frozen": ["gradient frozen on the ranks", "1.last"],
+        "detached": ["gradient None", "1.last"],
+    },
+    wrapped_subject: {"scaled, wrapped": ["forward wrong", "1.module"]},
+    sparse_subject: {"no f": ["gradient differs between replicas", "1.norm.weight"]},
     empty_subject: {},
 }

@@ -1,8 +1,11 @@
 """tools/audit.py: finds and names the lessons' bugs, and has no false alarm."""
 
+import copy
+import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import subprocess
@@ -19,7 +22,7 @@ import torch
 from audit import command, faults, from_full, rank, subjects
 from audit.case import Case
 from audit.compare import FullModel, Kind, Ruler, piece_of
-from audit.record import Dropouts, Point, Trace, add_hooks, drop_rate
+from audit.record import Dropouts, Point, Trace, add_hooks, drop_rate, outputs_of
 from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
@@ -135,6 +138,12 @@ def test_what_follows_has_no_advice_of_its_own(ranks):
     wrong_piece = of_models(ranks, "broadcast")
     assert wrong_piece["own"] == ["wrong piece"]
     assert ["forward wrong", "attn"] in wrong_piece["categories"]
+    # The buffer makes the output of its module wrong.
+    assert of_models(ranks, "turns")["own"] == ["buffer"]
+    # The norm reads no fault of its own: the place is inside of what it reads.
+    inner = of_subject(ranks, "inner_subject")
+    assert inner["own"] == ["gradient differs between replicas"]
+    assert len(inner["categories"]) > 4
 
 
 def test_advice_names_modules_or_none(ranks):
@@ -167,7 +176,17 @@ SAID = [  # a bug, and what its first finding says of the cause
     ("own mean", "after one pass: differs between ranks"),
     ("own mean", "what the buffer is updated with"),
     ("sent after a step", "rank 1 has the piece of rank 0"),
-    ("second loss summed", "a second loss (of a router) that every rank has in full"),
+    ("second loss summed", "output second of the model is the first wrong tensor"),
+    ("f twice", "1.up is sharded, so f is applied twice in front of it"),
+    ("residual averaged", "the residual in 1 returns to it counts once, not 1/T times"),
+    ("residual detached", "the residual in 1 returns to it counts once, not 0 times"),
+    ("summed", "it is the sum of all slices (Shard(1))"),
+    ("unmasked", "gives 0 for tokens of other ranks before the sum (a mask)"),
+    ("row detached", "is a part of it detached?"),
+    ("one rank skips a step", "all-reduce the flag (an overflow, a nan)"),
+    ("one rank skips", "its place in the optimizer's groups"),
+    ("packed", "output x of layers.0 is the first wrong tensor"),
+    ("added twice", "if the output of 0 counts once, not T times"),
     ("read", "its mask (is_causal), its scale"),
     ("shared expert", "if the output of 1.shared counts once, not T times"),
     ("row of all", "sum the rows that several ranks have"),
@@ -214,12 +233,20 @@ def test_what_was_not_compared_is_listed(ranks):
     said = {each["model"]: each["not compared"] for each in ranks[0]["right models"]}
     assert said["fused_subject"] == []
     clip = "your clipping (the file has no clip)"
+    assert said["drops_subject"] == said["asks_subject"] == [clip]
+    first = "1.first on ranks [1], which do not use it"
+    assert said["shifted_subject"] == [first, clip]
     own = "parameters that are not the full model's: "
     assert said["block_subject"] == [f"{own}2.extra", clip]
     # A buffer that train mode changes is compared, and so are gradients there.
     assert said["moments_subject"] == said["outputs_subject"] == [clip]
     kept = "what modules keep as attributes: 1.count, 1.last, 1.time"
     assert said["kept_moments_subject"] == [kept, clip]
+    where = "of the model, where the loss does not use it:"
+    several = [f"output rows {where} in another order"]
+    several += [f"output more 0 {where} T times"]
+    several += [f"output best {where} wrong", clip]
+    assert said["several_subject"] == several
     assert said["empty_subject"] == [clip]  # a rank without rows has no unused ones
     idle = "parameters that no batch uses, so that their gradients are zero: "
     assert said["doubled_subject"] == [f"{own}1.weight", f"{idle}1.idle", clip]
@@ -335,6 +362,8 @@ def test_a_fault_is_one_definition():
         assert fault.key and fault.what and fault.change and fault.where
         if "{modules}" in fault.change:
             assert fault.change_alone, fault.key
+        # A module may be "the forward of layers.0".
+        assert "backward of {modules}" not in fault.change, fault.key
     keys = {fault.key for fault in faults.FAULTS}
     for fault in faults.FAULTS:
         assert set(fault.follows) <= keys, fault.key
@@ -345,7 +374,7 @@ def case_of_no_rank(point) -> SimpleNamespace:
     none = lambda *_: []
     return SimpleNamespace(
         ranks=2, first=SimpleNamespace(has=[]), pieces=[{}], order=[point],
-        full=SimpleNamespace(classes={}), ruler=Ruler(2, 1e-9), holders=none,
+        full=Trace(), ruler=Ruler(2, 1e-9), holders=none,
         replica_sets=none, compared=lambda *_: ([], []),
         grad_scale=lambda right: 1.0,
     )  # fmt: skip
@@ -362,7 +391,7 @@ def test_every_relation_has_a_fault():
             relation = SimpleNamespace(kind=kind, factor=3.0, words="")
             vars(subject).update(relation=relation, kind=kind, arrives=None)
             vars(subject).update(is_fed_right=False, held=[], expected=torch.ones(1))
-            subject.point = SimpleNamespace(slot="", module="")
+            subject.point = Point("")
             subject.case = case_of_no_rank(subject.point)
             found = [f for f in faults.FAULTS if f.of is of and f.test(subject)]
             assert found, (kind, of)
@@ -402,6 +431,24 @@ def test_a_partial_sum_of_a_shared_piece():
     assert how.kind is not Kind.PARTIAL
 
 
+def test_replicas_of_one_piece_of_several():
+    """Ranks 0 and 1 share one half, ranks 2 and 3 the other one. The gradients are
+    averaged over each pair, or one that is accumulated is summed again."""
+    first, second = torch.randn(2, 4, 3, dtype=torch.float64)
+    case = SimpleNamespace(ruler=Ruler(4, 1e-9), ranks=4, grad_scale=lambda right: 1.0)
+    case.replica_sets = lambda name: [[0, 1], [2, 3]]
+    right = [half for half in first.chunk(2) for _ in range(2)]
+    case.over_holders = lambda name, grads: ([2 * x for x in grads], 2)
+    how = Case.over_replicas(case, "weight", [x / 2 for x in right], right, 1.0)
+    assert how.kind is Kind.FACTOR and how.factor == 0.5
+    again = faults.Accumulated.__new__(faults.Accumulated)
+    both = [half for half in (first + second).chunk(2) for _ in range(2)]
+    held = [x + y for x, y in zip(right, both)]  # twice the first
+    vars(again).update(case=case, where="weight", held=held, first=right, right=both)
+    (found, *_) = [f for f in faults.FAULTS if f.of is type(again) and f.test(again)]
+    assert found.key == "accumulation reduced again"
+
+
 def test_a_coarse_format_is_known_by_its_numbers():
     """Small differences of other numbers are no rounding errors of bfloat16."""
     expected = torch.linspace(1, 2, 12, dtype=torch.float64)
@@ -425,10 +472,10 @@ class Remembers(nn.Linear):
 
 def test_a_memory_is_no_rounding_error():
     model = Remembers(4, 4).double()
-    reference = rank.Run(SimpleNamespace(), model, None, None)
     batch = (torch.randn(2, 4).double(),), torch.randn(2, 4).double()
     args = SimpleNamespace(dtype="float64", seed=1)
-    noise, rounding = rank.noise_of(reference, batch, args)
+    another = lambda: rank.Run(SimpleNamespace(), copy.deepcopy(model), None, None)
+    noise, rounding = rank.noise_of(another, batch, args)
     assert 0 < noise < 1e-12 and rounding < 1e-12
 
 
@@ -802,6 +849,23 @@ def test_a_loss_gets_what_the_model_returns_or_its_logits():
     assert found == {"output": 4.0, "logits": 1.0, "slice": 1.0, "wrong": True}
 
 
+def test_every_tensor_that_a_module_returns_is_recorded():
+    """Of a tuple, a list, a dict or a dataclass, the main one first."""
+    x, y, z = torch.ones(3, 1).unbind()
+    made = dataclasses.make_dataclass("Made", ["loss", "logits"], slots=True)(x, y)
+    for output, expected in (
+        (x, {"": x}),
+        ((None, x, [y, z]), {"": x, "output 2 0": y, "output 2 1": z}),
+        ({"loss": x, "logits": (y, 3)}, {"": x, "output logits 0": y}),
+        (made, {"": y, "output loss": x}),
+        (SimpleNamespace(one=x, two={"three": y}), {"": x, "output two three": y}),
+        (3, {}),
+    ):
+        found = outputs_of(output)
+        assert list(map(id, found.values())) == list(map(id, expected.values()))
+        assert list(found) == list(expected)
+
+
 def test_what_a_users_file_may_define():
     """A tuple as output, a loss that gets the model, an optimizer that gets names."""
     model = nn.Linear(4, 4)
@@ -854,6 +918,60 @@ def test_from_full():
     assert torch.equal(fused["qk"].weight, torch.cat(slices))
     with pytest.raises(ValueError, match="the full model has no fc"):
         from_full(nn.ModuleDict({"fc": nn.Linear(4, 3)}), full, group)
+
+
+def test_a_full_model_that_cannot_be_built_again_is_copied():
+    """Its build() draws numbers that the seed does not fix, returns what it has made
+    before, or may be called once only."""
+    args = SimpleNamespace(seed=1, dtype="float64")
+    counter = SimpleNamespace(report=lambda phase: None)
+    numbers = iter(torch.rand(9, 4, 4))
+    kept = nn.Linear(4, 4).double()
+    once = iter([nn.Linear(4, 4)])
+    drawn = lambda: nn.Linear(random.randint(2, 99), 4)
+    changing = lambda: nn.ParameterList([next(numbers)])
+    for build in (changing, lambda: kept, once.__next__, drawn):
+        builder = rank.Builder(SimpleNamespace(build=build), args, counter, "cpu")
+        another = builder.another().model
+        for p, other in zip(builder.first.parameters(), another.parameters()):
+            assert torch.equal(p, other) and p.data_ptr() != other.data_ptr()
+
+
+ALONE = """
+import torch
+from torch import distributed as dist, nn
+
+class Split(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).detach().clone()
+        dist.all_reduce(y)
+        return super().forward(x) + y
+
+def build():
+    return nn.Sequential(Split(4, 4))
+
+def parallelize(model, tp_group):
+    return model
+
+def batch(step):
+    return torch.randn(2, 4), torch.randn(2, 4)
+"""
+
+
+def test_a_full_model_that_communicates_is_no_reference(forked_ranks, tmp_path, capsys):
+    path = tmp_path / "my_model.py"
+    path.write_text(ALONE)
+    assert command.main([str(path), "--ranks", "2"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "RuntimeError: the full model calls collectives (forward: all-" in said, said
+    assert "NOT KNOWN my_model.py" in said
+    # In a group of one rank nothing is sent.
+    made = "GROUPS = [dist.new_group([rank]) for rank in range(2)]\n"
+    alone = ALONE.replace("class Split", f"{made}\nclass Split")
+    path.write_text(alone.replace("(y)", "(y, group=GROUPS[dist.get_rank()])"))
+    assert command.main([str(path), "--ranks", "2"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "calls collectives" not in said and "forward all-reduce" not in said, said
 
 
 @pytest.mark.parametrize("drop", [

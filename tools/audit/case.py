@@ -93,7 +93,7 @@ class Case:
         own = self.own[0]
         after = {}  # point → such tensors
         for point in own.values:
-            if point.slot and point in self.full.same:
+            if point.is_input and point in self.full.same:
                 after.setdefault(self.full.point(point), []).append(point)
         last = {self.full.point(point): point for point in self.full.order}
         found = []
@@ -288,6 +288,11 @@ class Case:
             self.relations[key] = how
         return self.relations[key]
 
+    def is_right_call(self, call: Point, what: str = "value") -> bool:
+        """Are the outputs of this call of a module right, as far as is known?"""
+        found = [self.relation_of(point, what) for point in self.full.outputs(call)]
+        return any(map(is_right, found)) and not any(map(is_wrong, found))
+
     def compare(self, held: list, expected: Tensor | None, in_any_layout=False):
         if expected is None or any(x is None for x in held):
             return None
@@ -327,7 +332,7 @@ class Case:
         """How the gradient is related that arrives at the module of a parameter."""
         found = None
         for point in self.full.order:
-            if point.module == self.owner(name) and not point.slot:
+            if point.module == self.owner(name) and not point.is_input:
                 relation = self.relation_of(point, "flow")
                 if found is None or is_wrong(relation):
                     found = relation
@@ -367,14 +372,16 @@ class Case:
 
     def fill_unused(self, name: str, grads: list, right: list, scale: float) -> None:
         """A rank that does not use its copy has no gradient of it (a bias that rank 0
-        adds). This is right if the others' is; the copy is listed as not compared."""
+        adds). This is right if the others' is and no loss depends on the copy, which is
+        listed as not compared."""
         for places in self.replica_sets(name):
             used = [place for place in places if grads[place] is not None]
             if used and all(self.ruler.near(grads[i], right[i], scale) for i in used):
                 for place in set(places) - set(used):
-                    grads[place] = right[place]
                     rank = self.holders(name)[place]
-                    self.unused_copies.setdefault(name, set()).add(rank)
+                    if name in self.own[rank].unused:
+                        grads[place] = right[place]
+                        self.unused_copies.setdefault(name, set()).add(rank)
 
     def gradient(self, name: str, what: str = "grads") -> Relation:
         """How the ranks' gradients of a parameter are related to the right ones.
@@ -385,9 +392,12 @@ class Case:
         ranks = self.holders(name)
         grads, right = self.compared(name, what)
         scale = self.grad_scale(right)
-        if all(name in self.own[rank].frozen for rank in ranks):
-            is_trained = self.full.grads.get(self.owner_in_full(name)) is not None
-            return Relation(Kind.NOT_TRAINED if is_trained else Kind.FROZEN)
+        frozen = [trace for trace in self.own if name in trace.frozen]
+        if len(frozen) == len(ranks) or any(name not in x.unused for x in frozen):
+            if self.full.grads.get(self.owner_in_full(name)) is not None:
+                return Relation(Kind.NOT_TRAINED)
+            if len(frozen) == len(ranks):
+                return Relation(Kind.FROZEN)
         is_frozen = self.owner_in_full(name) in self.full.frozen
         if is_frozen and any(grad is not None for grad in grads):
             return Relation(Kind.TRAINED)
@@ -432,7 +442,8 @@ class Case:
         near = self.ruler.all_near
         sums, most = self.over_holders(name, grads)
         if most > 1 and near(sums, right, scale):
-            if all(torch.equal(g, grads[0]) for g in grads):
+            sets = self.replica_sets(name)
+            if equal_ones(grads) == sets and len(sets) * most == len(grads):
                 return Relation(Kind.FACTOR, f"factor {1 / most:.6g}", 1 / most)
             return Relation(Kind.SUM)
         if most > 1 and near(sums, right, scale * most, most):

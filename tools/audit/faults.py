@@ -102,11 +102,12 @@ FAULTS = [
       "lesson 02, --break qkv",
       FORWARD),
     F(Buffer, "buffer", Buffer.wrong,
-      "This buffer (a table of positions, a mask) is not that of the full model, nor "
-      "each rank's slice of it.",
-      "A table of positions starts at rank t's own offset, not at 0; if the module "
-      "gathers the sequence first, it needs the full table.",
-      "lesson 04, --break rotary"),
+      "This buffer (a table of positions, a mask, a codebook) is not that of the full "
+      "model, nor each rank's slice of it.",
+      "Rank t takes its own slice (a table of positions starts at its offset, not at "
+      "0). If the module gathers the sequence first, it needs the full table.",
+      "lesson 04, --break rotary",
+      FORWARD),
     F(Parameter, "wrong piece", Parameter.others_piece,
       "A rank holds the piece of another rank.",
       "Take the slice of the group rank. A broadcast after the split overwrites the "
@@ -148,10 +149,10 @@ FAULTS = [
       "(LoRA's B).",
       "lesson 01, --break bias"),
     F(Output, "fused", Output.fused,
-      "A fused weight is split into T slices as if it were one matrix, and what this "
-      "module makes of its output is wrong: rank 0 may have rows of q only.",
+      "What this module makes of the output of a fused weight is wrong. The weight may "
+      "be split as if it were one matrix: rank 0 may have rows of q only.",
       "Split it into its parts (q, k, v or gate, up) first, and each part into T "
-      "slices. If its rows are ordered by groups of heads (q, k, v of a group "
+      "slices. If its rows are in groups (q, k, v of a head, or gate and up of a unit, "
       "together), one slice is right: then read its output in the same order, and "
       "look at what else this forward does: its mask (is_causal), its scale, its "
       "positions.",
@@ -195,7 +196,7 @@ FAULTS = [
       "heads that is that of the local shard, at a table with an entry per head (it is "
       "sliced like the heads), and at what every rank adds before a sum.",
       "lesson 02, --break qkv; lesson 04, --break rotary"),
-    F(Output, "forward of the code between", lambda o: bool(o.point.slot),
+    F(Output, "forward of the code between", lambda o: o.point.is_input,
       "The modules before return the right tensors, and this module makes a wrong one "
       "of them.",
       "Look at what this forward does between its modules, and at what it assumes "
@@ -203,6 +204,12 @@ FAULTS = [
       "shard. A table with an entry per head is sliced like the heads. What every rank "
       "has in full (a bias, a shared expert) is added after a sum, not before.",
       "lesson 02, --break qkv"),
+    F(Output, "forward of an embedding", Output.is_embedding,
+      "This embedding gets tokens and returns other rows than in the full model.",
+      "A sharded embedding gives 0 for tokens of other ranks before the sum (a mask), "
+      "and its first row is rank · rows. If each rank has some of the features, gather "
+      "them along the last dim.",
+      "lesson 03, section 1"),
     F(Output, "forward", lambda o: True,
       "This is the first module whose output is wrong.",
       "Look at this module's parameters in the table (of a weight of several blocks, "
@@ -210,10 +217,9 @@ FAULTS = [
       "every rank adds before a sum (a bias, a shared expert), at what is done with "
       "its last tensor (a scale, a cap), at which slice of its input it takes (t), and "
       "at what it assumes about the shape of its input: a mean, a norm, a number of "
-      "heads or of experts (a capacity) may be that of the local shard. A sharded "
-      "embedding has its first row at rank · rows, and gives 0 for tokens of other "
-      "ranks before the sum. If it is wrong only behind the border of two ranks' "
-      "slices, a convolution or a window lacks the positions of the other rank.",
+      "heads or of experts (a capacity) may be that of the local shard. If it is wrong "
+      "only behind the border of two ranks' slices, a convolution or a window lacks "
+      "the positions of the other rank.",
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
     F(Loss, "loss of each rank's part", Loss.is_part,
       "The outputs of all modules are right, and each rank returns the loss of its own "
@@ -253,14 +259,28 @@ FAULTS = [
       "model do the same.",
       "beyond/08, why the order of a sum changes last bits",
       GRADIENTS),
-    F(Flow, "backward T times", Flow.counted,
+    F(Flow, "backward T times", Flow.summed_again,
       "A gradient that every rank has in full is summed over the ranks in backward, so "
-      "it counts T times: something that is not sharded reads the tensor behind f.",
+      "it counts T times: something that is not sharded reads the tensor behind f, or "
+      "f is applied twice.",
       "What every rank computes in full (a residual, a shared expert, a router) must "
       "read the tensor in front of f. Only what is sharded reads it behind f. If what "
       "reads it gathers its own output: this gather's backward takes the rank's slice "
       "and sums nothing.",
       "lesson 01, --break g",
+      GRADIENTS),
+    F(Flow, "backward lost term", Flow.lost_term,
+      "A part of this gradient, which every rank has in full, counts 1/T times or not "
+      "at all.",
+      "1/T: it is averaged over the ranks, or divided by T and not summed. 0: look for "
+      "detach(), no_grad(), or a backward that returns no gradient of this input.",
+      "lesson 01, the table of collectives and their backward",
+      GRADIENTS),
+    F(Flow, "backward sum of slices", Flow.slices_summed,
+      "The ranks hold slices of this tensor (of the tokens or samples), and the "
+      "gradient of each is the sum over all slices: it is summed over too many ranks.",
+      "Sum over the ranks that hold the same slice (the tp group, not all ranks).",
+      "lesson 05, MeshTraining.sum_gradients",
       GRADIENTS),
     F(Flow, "backward of a module", Flow.backward_of,
       "The gradient that arrives here is right, and the gradient that is returned is "
@@ -282,7 +302,8 @@ FAULTS = [
       "output is wrong before any module has been through backward.",
       "Look at the backward of the loss and of what the model does after its last "
       "module: masked positions, the division by the number of targets, what was saved "
-      "for backward, a gather of logits whose backward takes a slice without a sum.",
+      "for backward, a detach() of one term (of a logsumexp), a gather of logits whose "
+      "backward takes a slice without a sum.",
       "lesson 03, --break ignored and --break exponentials",
       GRADIENTS),
     F(Flow, "backward partial", Flow.partial,
@@ -312,9 +333,10 @@ FAULTS = [
     F(Gradient, "gradient factor", kind(Kind.FACTOR),
       "This gradient is right up to a factor.",
       "T: summed twice, or g all-reduces in backward too, or the backward of a gather "
-      "sums what every rank has in full. 1/T: averaged instead of summed, or a bias is "
-      "added as bias/T on every rank before a sum. The loss may be divided by the "
-      "wrong number of targets.",
+      "sums what every rank has in full. 1/T (or one by the number of ranks that hold "
+      "the same piece): averaged instead of summed, or a bias is added as bias/T on "
+      "every rank before a sum. The loss may be divided by the wrong number of "
+      "targets.",
       "lesson 01, --break g"),
     F(Gradient, "missing sum over dp", Gradient.lacks_dp_sum,
       "Ranks that hold the same piece of this parameter have different samples or "
@@ -446,13 +468,13 @@ FAULTS = [
       "all-reduce of dL/dx in backward (f)?"),
     F(Gradient, "gradient unexplained", lambda g: True,
       "This gradient is wrong in no simple relation to the right one.",
-      "Look at the backward of {modules}: it is the first in backward that returns a "
-      "wrong gradient (a slice without a sum?).",
+      "Look at what {modules} does in backward: it is the first that returns a wrong "
+      "gradient (a slice without a sum?).",
       "lesson 01, the table of collectives and their backward; lesson 04, --break "
       "split",
       GRADIENTS,
-      "Look at how this module's forward uses the parameter, and at the backward of "
-      "the collectives in it."),
+      "Look at how this module's forward uses the parameter (is a part of it "
+      "detached?), and at the backward of the collectives in it."),
     # ---- Several batches before a step
     F(OtherBatch, "second batch", OtherBatch.wrong,
       "The loss of batch(0) is right and that of batch(1) is not: the second batch "
@@ -460,7 +482,7 @@ FAULTS = [
       "the model still uses something of the first one.",
       "Let batch(0) return this batch, and run the audit again: it names the place.",
       "lesson 05, MeshTraining.sum_gradients"),
-    F(Accumulated, "accumulation reduced again", lambda a: a.is_times(a.case.ranks, 1),
+    F(Accumulated, "accumulation reduced again", Accumulated.is_reduced_again,
       "The gradient is right after one backward pass and wrong after two: a hook "
       "reduces the accumulated gradient again, so the first batch counts T times.",
       "Reduce what this backward pass has added, not p.grad: all-reduce in the "
@@ -578,6 +600,12 @@ FAULTS = [
       "skips the parameter here: no weight decay, no momentum.",
       "Let every rank use the parameter (an expert without tokens, a padded head), or "
       "set its gradient to zero before the step.",
+      "notebook 12, fault 8"),
+    F(Update, "update missing", lambda u: u.missing() and u.others,
+      "The gradients are right, and some ranks have updated other parameters, but not "
+      "this one.",
+      "Look for what leaves it out on these ranks: the broadcast by the rank that "
+      "updates it (ZeRO), or its place in the optimizer's groups.",
       "notebook 12, fault 8"),
     F(Update, "update missing", Update.missing,
       "The gradients are right, and some ranks have not updated this parameter: they "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import subjects
 from .case import Case
-from .compare import Held, Kind, Relation, is_right, is_wrong, unlike
+from .compare import NOT_COMPARED, Held, Kind, Relation, is_right, is_wrong, unlike
 from .faults import FAULTS, Fault
 from .record import Facts, Point, is_within
 from .subjects import Flow, Subject
@@ -43,6 +43,7 @@ class Finding:
         }  # fmt: skip
 
 
+IN_LOSS = (Kind.PARTIAL, *NOT_COMPARED)  # outputs of which a right loss can be made
 VISIBLE = 1e-6  # relative differences that RIGHT rules out, if nothing else is said
 DROPOUT = (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
 TRAINED = (subjects.TrainMode, subjects.TrainBuffer)
@@ -143,20 +144,23 @@ class Search:
         case = self.case
         notes = ["the loss is right, as far as its precision shows"]
         if is_loss_wrong:
-            notes = [f"the loss is {case.own[0].loss:.6g}, not {case.full.loss:.6g}"]
+            got = case.own[0].loss
+            digits = 6 if f"{got:.6g}" != f"{case.full.loss:.6g}" else 12
+            notes = [f"the loss is {got:.{digits}g}, not {case.full.loss:.{digits}g}"]
         reordered = []
         others = []
         for point in case.order:
             relation = case.relation_of(point)
-            is_batch = point.slot and not point.module
-            if relation is None or relation.is_right or is_batch:
+            if relation is None or relation.is_right:
                 continue
+            if not point.module and (point.is_input or case.full.flow(point) is None):
+                continue  # of the batch, or nothing that the loss uses
             if relation.kind is Kind.SHAPE:
                 others.append(point)
             elif relation.kind is Kind.REORDERED:
                 reordered.append(point)
             elif relation.kind is Kind.PARTIAL:
-                if not point.slot and subjects.is_never_summed(case, point):
+                if not point.is_input and subjects.is_never_summed(case, point):
                     break
             elif not self.is_healed(point):
                 break
@@ -195,9 +199,10 @@ class Search:
         full = case.full.point(point)
         after = case.order[case.order.index(point) + 1 :]
         others = [other for other in after if case.full.point(other) == full]
-        for other in (*case.around(point), *others):
-            if is_right(case.relation_of(other)):
-                return True
+        if any(is_right(case.relation_of(other)) for other in others):
+            return True
+        if any(case.is_right_call(other) for other in case.around(point)):
+            return True
         made = case.full.made_of.get(full, set()) - {full}
         return bool(made) and all(is_right(case.relation_of(other)) for other in made)
 
@@ -231,7 +236,7 @@ class Search:
         case = self.case
         for point in reversed(case.full.order):
             relation = case.relation_of(point, "flow")
-            if point.slot or not is_wrong(relation):
+            if point.is_input or not is_wrong(relation):
                 continue
             if relation.kind is Kind.PARTIAL:
                 own = [n for n in self.gradients if case.owner(n) == point.module]
@@ -351,11 +356,7 @@ class Search:
             "parameters that no batch uses, so that their gradients are zero",
             case.unused(),
         )
-        output = case.relation_of(Point(""))
-        if is_wrong(output) and output.kind is not Kind.PARTIAL:
-            found.append(
-                f"the model's output where the loss does not use it: it is {output}"
-            )
+        found += self.unused_outputs()
         add("tensors of lists that each rank numbers from 0", case.renumbered)
         if case.ruler.allowed > VISIBLE:
             found.append(
@@ -377,6 +378,19 @@ class Search:
             found.append("your clipping (the file has no clip)")
         elif not case.first.is_clipped:
             found.append("your clipping (no norm was above --clip, so nothing changed)")
+
+    def unused_outputs(self) -> list[str]:
+        """Outputs of the model that are not right, if the loss does not use them."""
+        case = self.case
+        found = []
+        for point in case.full.outputs(Point("")):
+            how = case.relation_of(point)
+            is_used = case.own[0].flow(point) is not None
+            is_known = is_right(how) or (is_used and how and how.kind in IN_LOSS)
+            if not is_known:
+                words = how or "not on all ranks"
+                found.append(f"{point}, where the loss does not use it: {words}")
+        return found
 
     def add_names(self, words: str, names: list[str]) -> None:
         """Add what these names have in common to what was not compared."""

@@ -24,6 +24,7 @@ import traceback
 import warnings
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,11 +40,11 @@ from .record import (
     Casts,
     Dropouts,
     Facts,
+    Names,
     State,
     Step,
     Trace,
     Watch,
-    is_dropout,
     local_part,
     main_output,
     parts_of,
@@ -108,6 +109,56 @@ def make_values_unique(model: nn.Module) -> None:
         p.data.copy_(piece.view(p.shape))
 
 
+class Builder:
+    """Builds the full model several times.
+
+    A copy would have the closures of the first (lambdas, hooks) and use its modules. It
+    is a copy only if build() does not make the same again, or shares tensors.
+    """
+
+    def __init__(self, subject, args, counter: CallCounter, device: str):
+        self.subject = subject
+        self.args = args
+        self.counter = counter
+        self.device = device
+        self.restore = [partial(random.setstate, random.getstate())]
+        if "numpy" in sys.modules:
+            numpy = sys.modules["numpy"].random
+            self.restore.append(partial(numpy.set_state, numpy.get_state()))
+        self.first = self.build()
+
+    def build(self) -> nn.Module:
+        self.counter.report("build")
+        for restore in self.restore:
+            restore()
+        torch.manual_seed(self.args.seed)
+        model = self.subject.build()
+        convert_model(model, self.device, getattr(torch, self.args.dtype))
+        make_values_unique(model)
+        return model
+
+    def another(self) -> Run:
+        model = None
+        with contextlib.suppress(Exception):  # some build() may be called once only
+            model = self.build()
+        self.counter.report("the full model")
+        if model is None or not self.is_like_first(model):
+            model = copy.deepcopy(self.first)
+        return Run(self.subject, model.eval(), None, self.args)
+
+    def is_like_first(self, model: nn.Module) -> bool:
+        """Has a model the same parameters and buffers as the first, but its own?"""
+        first, other = [
+            dict([*each.named_parameters(), *each.named_buffers()])
+            for each in (self.first, model)
+        ]
+        return list(first) == list(other) and all(
+            torch.equal(x, other[name])
+            and (x.data_ptr() != other[name].data_ptr() or not x.numel())
+            for name, x in first.items()
+        )
+
+
 class Run:
     """The full or the parallel model, with the user's loss, optimizer and callbacks."""
 
@@ -117,7 +168,7 @@ class Run:
         self.tp_group = tp_group  # None for the full model
         self.args = args
         names = self.of_user("names")
-        self.renamed = {} if names is None or tp_group is None else names()
+        self.renamed = Names({} if names is None or tp_group is None else names())
 
     def of_user(self, name: str):
         return getattr(self.subject, name, None)
@@ -179,7 +230,7 @@ class Run:
         max_norm = self.args.clip
         clip = self.of_user("clip")
         if self.tp_group is None:
-            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            grads = [grad for grad in self.grads().values() if grad is not None]
             full_norm = nn.utils.get_total_norm(grads).item()
         elif clip is not None:
             norm = clip(self.model, max_norm)
@@ -273,33 +324,43 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     """Run both models and return this rank's facts."""
     dtype = getattr(torch, args.dtype)
     torch.set_default_dtype(dtype)
-    counter.report("build")
-    torch.manual_seed(args.seed)
-    full = subject.build()
-    convert_model(full, device, dtype)
-    make_values_unique(full)
+    builder = Builder(subject, args, counter, device)
     limit = timedelta(seconds=args.timeout)
     tp_group = dist.new_group(list(range(dist.get_world_size())), timeout=limit)
-    reference = Run(subject, copy.deepcopy(full).eval(), None, args)
+    reference = builder.another()
     facts = Facts(full=Trace(), own=Trace())
     facts.has = [name for name in ("clip", "optimizer") if hasattr(subject, name)]
-    record_parameters(reference.model, {}, facts.full)
+    record_parameters(reference.model, reference.renamed, facts.full)
     counter.report("batch")
-    batches = [prepare_batch(subject, step, args, device) for step in range(2)]
+    count = max(2, args.steps)
+    batches = [prepare_batch(subject, step, args, device) for step in range(count)]
     facts.batch = [x.cpu() for x in tree_leaves(batches[0]) if torch.is_tensor(x)]
     counter.report("the full model")
-    facts.noise, facts.rounding = noise_of(reference, batches[0], args)
-    facts.use_grads = grads_of_uses(reference, batches[0], facts.full.tied)
-    run_passes(reference, batches, facts.full, CallCounter())
+    alone = CallCounter()
+    facts.noise, facts.rounding = noise_of(builder.another, batches[0], args)
+    facts.use_grads = grads_of_uses(builder.another, batches[0], facts.full.tied)
+    run_passes(reference, batches, facts.full, alone)
     if not math.isfinite(facts.full.loss):
         raise ArithmeticError(f"its loss is {facts.full.loss}")
-    model = parallelize(subject, full, tp_group, facts, counter, args)
+    counter.report("a full step")
+    optimizer = None
+    with contextlib.suppress(Exception):  # parallelize may make it
+        optimizer = reference.optimizer()
+    if optimizer is not None:  # before parallelize, which may change classes or globals
+        train_full(reference, optimizer, batches, facts, alone)
+    model = parallelize(subject, builder.first, tp_group, facts, counter, args)
     convert_model(model, device, dtype)  # many constructors name another precision
     run = Run(subject, model.eval(), tp_group, args)
+    run.renamed.keeps = facts.full.classes.__contains__
     record_parameters(run.model, run.renamed, facts.own)
     facts.has += {type(module).__name__ for module in run.model.modules()}
     run_passes(run, batches, facts.own, counter)
-    compare_steps(subject, reference, run, facts, counter, args, device)
+    counter.report("the search for unused copies")
+    facts.own.unused = unused_copies(run, batches[0], facts.own)
+    counter.report("optimizer()")
+    if optimizer is None:
+        train_full(reference, reference.optimizer(), batches, facts, alone)
+    compare_steps(run, batches, facts, counter)
     facts.calls = dict(counter.calls)
     if dist.get_rank() > 0:  # rank 0 has the same
         facts.full = Trace(parts=facts.full.parts, changed=facts.full.changed)
@@ -349,9 +410,7 @@ def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
     states = states_of(run.model, run.renamed)
     for keep_all in (True, False):
         run.clear()
-        for module in run.model.train().modules():
-            if keep_all and is_dropout(module):
-                module.eval()
+        run.model.train()
         dropouts = Dropouts(run.model, run.renamed, trace, keep_all)
         counter.where = dropouts.running
         # To the end, otherwise a recomputed dropout that comes last calls no hook.
@@ -369,6 +428,48 @@ def run_in_train_mode(run: Run, batch: tuple, trace: Trace, counter) -> None:
     run.model.eval()
 
 
+def unused_copies(run: Run, batch: tuple, trace: Trace) -> list[str]:
+    """Parameters that have a gradient on other ranks but none here, if no rank's loss
+    changes with this rank's copy."""
+    lacking = [name for name, grad in trace.grads.items() if grad is None]
+    everyone = from_all_ranks((lacking, trace.grads.keys() - lacking))
+    trained = set().union(*(names for _, names in everyone))
+    copies = []
+    for rank, (names, _) in enumerate(everyone):
+        copies += [(rank, name) for name in names if name in trained]
+    if not copies:
+        return []
+    right = losses_with(run, batch, [])
+    if losses_with(run, batch, copies) != right:
+        copies = [one for one in copies if losses_with(run, batch, [one]) == right]
+    return [name for rank, name in copies if rank == dist.get_rank()]
+
+
+def losses_with(run: Run, batch: tuple, copies: list) -> list[float]:
+    """The losses of all ranks, if these copies (rank, name) are changed."""
+    states = states_of(run.model, run.renamed)
+    held = []
+    for long_name, p in run.model.named_parameters():
+        if (dist.get_rank(), plain_name(long_name, run.renamed)) in copies:
+            x = p.data.to_local() if hasattr(p, "to_local") else p.data
+            held.append((x, x.clone()))
+            x += torch.randn_like(x)
+    loss = run.step(batch, is_last=False).loss
+    run.clear()
+    for x, before in held:
+        x.copy_(before)
+    for state in states:
+        state.put_back()
+    digits = 12 if run.args.dtype == "float64" else 5
+    return from_all_ranks(f"{loss:.{digits}e}")
+
+
+def from_all_ranks(x) -> list:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, x)
+    return found
+
+
 def note_change(state: State, trace: Trace, keep_all: bool) -> None:
     """Record what the first pass that changes a state makes of it; and whether the next
     pass changes it again: then it is a running mean, not what the last pass had."""
@@ -381,20 +482,21 @@ def note_change(state: State, trace: Trace, keep_all: bool) -> None:
         trace.running.add(name)
 
 
-def noise_of(reference: Run, batch: tuple, args) -> tuple[float, float]:
+def noise_of(another, batch: tuple, args) -> tuple[float, float]:
     """How much rounding errors change the full model's loss and gradients, relative to
     the largest of all of them, and to the largest of each.
 
     A right parallel model differs by about as much. The errors are 1e-15, or those of
     float32 if the model converts to it (in a norm, or its logits before the loss).
+    another: runs a full model. A new one each time, since a forward may change what the
+    next one uses (a memory).
     """
     generator = torch.Generator().manual_seed(4321)
     casts = Casts()
 
     def found(size: float) -> list[Tensor]:
-        """The loss and all gradients, with parameters that are so much off. A new copy
-        each time: a forward may change what the next one uses (a memory)."""
-        probe = Run(reference.subject, copy.deepcopy(reference.model), None, args)
+        """The loss and all gradients, with parameters that are so much off."""
+        probe = another()
         for p in filter(torch.is_floating_point, probe.model.parameters()):
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.data *= (1 + size * noise).to(p)
@@ -412,39 +514,48 @@ def noise_of(reference: Run, batch: tuple, args) -> tuple[float, float]:
     return max(off) / largest, max(of_each, default=0.0)
 
 
-def grads_of_uses(reference: Run, batch: tuple, tied: dict[str, str]) -> dict:
+def grads_of_uses(another, batch: tuple, tied: dict[str, str]) -> dict:
     """Name of a tied weight → the gradient of each of its uses, on their own."""
     if not tied:
         return {}
-    untied = copy.deepcopy(reference.model)
+    run = another()
     grads = {first: {} for first in tied.values()}
     uses = {**tied, **{first: first for first in grads}}
     copies = {}  # (name, module that uses it) → its own parameter
     for use, first in uses.items():
         owner, _, name = use.rpartition(".")
-        module = untied.get_submodule(owner)
+        module = run.model.get_submodule(owner)
         copies[first, owner] = nn.Parameter(getattr(module, name).detach().clone())
         setattr(module, name, copies[first, owner])
-    Run(reference.subject, untied, None, reference.args).step(batch)
+    run.step(batch)
     for (first, owner), p in copies.items():
         if p.grad is not None:
             grads[first][owner] = p.grad.cpu()
     return grads
 
 
-def compare_steps(subject, reference: Run, run: Run, facts, counter, args, device):
+def train_full(reference: Run, optimizer, batches: list, facts: Facts, alone) -> None:
+    """The full model's steps. alone: what has counted its collectives."""
+    for batch in batches[: reference.args.steps]:
+        train(reference, optimizer, batch, facts.full, alone, None)
+        facts.is_clipped |= facts.full.steps[-1].norm > reference.args.clip
+    calls = [name for name in alone.calls if not name.startswith("optimizer")]
+    if calls:
+        raise RuntimeError(
+            f"the full model calls collectives ({'; '.join(calls)}), so it is not what "
+            "one process computes: what build() makes must not know the ranks' group"
+        )
+
+
+def compare_steps(run: Run, batches: list, facts: Facts, counter) -> None:
     """Some steps of training: gradients before and after clipping, then parameters."""
     counter.where = lambda: ""
     with counter.counting("optimizer()"):
-        optimizers = [reference.optimizer(), run.optimizer()]
-    facts.not_in_optimizer = not_trained(run, optimizers[1])
+        optimizer = run.optimizer()
+    facts.not_in_optimizer = not_trained(run, optimizer)
     states = states_of(run.model, run.renamed)
-    for number in range(args.steps):
-        batch = prepare_batch(subject, number, args, device)
-        train(reference, optimizers[0], batch, facts.full, counter, None)
-        norm = facts.full.steps[-1].norm
-        train(run, optimizers[1], batch, facts.own, counter, norm)
-        facts.is_clipped |= norm > args.clip
+    for batch, full in zip(batches, facts.full.steps):
+        train(run, optimizer, batch, facts.own, counter, full.norm)
     for state in states:  # an optimizer's hook may change some
         if state.is_buffer and not state.is_same():
             facts.own.odd_buffers.add(state.name)
@@ -463,12 +574,13 @@ def not_trained(run: Run, optimizer) -> list[str]:
 def train(run: Run, optimizer, batch: tuple, trace: Trace, counter, full_norm) -> None:
     """One step of training."""
     phase = "a full step" if run.tp_group is None else "training"
+    update = "optimizer.step()" if run.tp_group is None else phase
     run.clear()
     with counter.counting(phase):
         step = run.step(batch)
         step.norm = run.clip(full_norm)
     step.clipped = run.grads()
-    with counter.counting(phase):
+    with counter.counting(update):
         optimizer.step()
     step.after = parts_of(run.model, run.renamed, "data")
     trace.steps.append(step)
@@ -493,9 +605,7 @@ def audit_here(subject, dtype="float64", steps=2, clip=1.0, seed=1, timeout=60) 
     finally:
         torch.set_default_dtype(before)
         torch.set_rng_state(state)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, facts)
-    return findings_of(everyone, dtype)
+    return findings_of(from_all_ranks(facts), dtype)
 
 
 def place_of(error: BaseException, path: str) -> str:
@@ -571,9 +681,8 @@ def main() -> None:
         )  # fmt: skip
         report("importing the file")
         facts = audit(load_subject(Path(args.path)), args, counter, device)
-        everyone = [None] * ranks
         report("gathering results")
-        dist.all_gather_object(everyone, facts)
+        everyone = from_all_ranks(facts)
         if rank == 0:
             report("the audit itself, not your model")
             text = json.dumps(findings_of(everyone, args.dtype))

@@ -6,12 +6,14 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,12 +35,16 @@ class Point(NamedTuple):
 
     module: str
     call: int = 0  # a module may be called several times in one forward pass
-    slot: str = ""  # "" is the output, "input 0" the first argument
+    slot: str = ""  # "input 0" is the first argument, "" the output or its main tensor
 
     def __str__(self) -> str:
         name = self.module or "the model"
         name += f" (call {self.call + 1})" if self.call else ""
         return f"{self.slot} of {name}" if self.slot else name
+
+    @property
+    def is_input(self) -> bool:
+        return self.slot.startswith("input ")
 
 
 @dataclass
@@ -59,6 +65,7 @@ class Trace:
     parts: dict[str, Tensor] = field(default_factory=dict)  # parameters
     tied: dict[str, str] = field(default_factory=dict)  # name → name in parts
     frozen: list[str] = field(default_factory=list)  # requires_grad is False
+    unused: list[str] = field(default_factory=list)  # here, but not on other ranks
     buffers: dict[str, Tensor] = field(default_factory=dict)
     odd_buffers: set[str] = field(default_factory=set)  # changed by a step
     changed: dict[str, Tensor] = field(default_factory=dict)  # by a pass in train mode
@@ -113,6 +120,11 @@ class Trace:
         point = self.point(point)
         return [key for key, writer in self.writers.items() if writer == point]
 
+    def outputs(self, call: Point) -> list[Point]:
+        """All outputs of a call of a module, the main one first."""
+        found = [point for point in self.order if not point.is_input]
+        return [point for point in found if point._replace(slot="") == call]
+
     def of_others(self, point: Point, readers: list[Point]) -> Tensor | None:
         """The part of a tensor's gradient that these readers have not returned."""
         rest = self.flow(point)
@@ -143,11 +155,12 @@ class Facts:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; detached, on the CPU."""
+    """This rank's part of a DTensor, or the tensor itself: detached, dense, on CPU."""
     if isinstance(x, DTensor):
         x = x.to_local()
     if hasattr(x, "wait"):
         x = x.wait()
+    x = x if x.layout is torch.strided else x.to_dense()
     return x.detach().cpu()
 
 
@@ -156,12 +169,27 @@ def copy_of(x: Tensor) -> Tensor:
 
 
 def is_real(x) -> bool:
-    return torch.is_tensor(x) and x.is_floating_point()
+    """A tensor that can be recorded: those inside of torch.func's transforms cannot."""
+    is_plain = torch.is_tensor(x) and x.is_floating_point()
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+class Names(dict):
+    """Name of a module here → in the full model. keeps: is this one of its modules, so
+    that a part "module" of the name is no wrapper's? Nothing wraps the full model."""
+
+    keeps = staticmethod(lambda name: True)
 
 
 def plain_name(name: str, renamed: dict[str, str]) -> str:
     """A name without wrappers (DDP, torch.compile, …), as in the full model."""
-    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    keeps = getattr(renamed, "keeps", lambda name: False)
+    parts = []
+    for part in name.split("."):
+        is_kept = part == "module" and keeps(".".join([*parts, part]))
+        if part not in WRAPPERS or is_kept:
+            parts.append(part)
+    name = ".".join(parts)
     for old, new in renamed.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -269,12 +297,32 @@ def is_in_backward() -> bool:
 
 def main_output(output) -> Tensor | None:
     """The tensor that a module returns: the first one, or Hugging Face's logits."""
-    output = getattr(output, "logits", output)
-    if isinstance(output, dict):
-        output = list(output.values())
-    if isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    return output if is_real(output) else None
+    return outputs_of(output).get("")
+
+
+def outputs_of(output, is_model: bool = False) -> dict[str, Tensor]:
+    """Slot of a point → a tensor that a module returns, the main one first; of the
+    model also those of integers, at the end."""
+    found = {}
+    integers = {}
+    waiting = [("output", output)]
+    while waiting:
+        slot, x = waiting.pop(0)
+        if is_real(x):
+            found[slot] = x
+        elif is_model and torch.is_tensor(x) and not x.is_complex():
+            integers[slot] = x.double()
+        elif isinstance(x, (tuple, list)):
+            x = dict(enumerate(x))
+        elif is_dataclass(x) or hasattr(x, "logits") or type(x) is SimpleNamespace:
+            keys = x.__dataclass_fields__ if is_dataclass(x) else vars(x)
+            x = {key: getattr(x, key) for key in keys}
+        if isinstance(x, dict):
+            waiting += [(f"{slot} {key}", part) for key, part in x.items()]
+    main = "output logits"
+    if not (hasattr(output, "logits") and main in found):
+        main = next(iter(found), "")
+    return {"": found.pop(main), **found, **integers} if found else {}
 
 
 def add_hooks(model: nn.Module, renamed: dict[str, str], enter, leave) -> list:
@@ -302,7 +350,8 @@ class Watch:
         self.trace = trace
         self.stack = []  # calls of modules that have not ended, as points
         self.counts = Counter()
-        self.held = {}  # id of a tensor → (its point, the tensor, so the id stays)
+        # id of a tensor → (its point, the tensor, so the id stays, its version)
+        self.held = {}
         self.handles = add_hooks(model, renamed, self.enter, self.leave)
 
     def enter(self, name: str, module, inputs: tuple, keywords: dict):
@@ -320,7 +369,7 @@ class Watch:
 
     def read(self, x: Tensor, slot: Point) -> Tensor:
         """The same tensor for one reader, whose gradient is recorded."""
-        if id(x) in self.held:
+        if self.knows(x):
             self.trace.same[slot] = self.held[id(x)][0]
         else:
             self.note(slot, x)
@@ -331,20 +380,25 @@ class Watch:
         view = x.view_as(x)
         for key, value in vars(x).items():  # libraries keep placements there
             vars(view).setdefault(key, value)
-        self.held[id(view)] = (writer, view)
+        self.held[id(view)] = (writer, view, version_of(view))
         view.register_hook(lambda grad: add_to(self.trace.returned, slot, grad))
         return view
 
     def leave(self, name: str, module, inputs, output) -> None:
         if is_in_backward():
             return
-        point = self.stack.pop()
-        output = main_output(output)
-        if output is not None and id(output) in self.held:
-            self.trace.same[point] = self.held[id(output)][0]
-            self.list_point(point)
-        elif output is not None:
-            self.note(point, output)
+        call = self.stack.pop()
+        for slot, x in outputs_of(output, not name).items():
+            point = call._replace(slot=slot)
+            if self.knows(x):
+                self.trace.same[point] = self.held[id(x)][0]
+                self.list_point(point)
+            else:
+                self.note(point, x)
+
+    def knows(self, x: Tensor) -> bool:
+        """Was it recorded, and not changed in place since?"""
+        return id(x) in self.held and self.held[id(x)][2] == version_of(x)
 
     def list_point(self, point: Point) -> None:
         self.trace.order.append(point)
@@ -354,7 +408,7 @@ class Watch:
     def note(self, point: Point, x: Tensor) -> None:
         self.list_point(point)
         self.trace.values[point] = copy_of(x)
-        self.held[id(x)] = (point, x)
+        self.held[id(x)] = (point, x, version_of(x))
         if x.requires_grad:
             x.register_hook(lambda grad: add_to(self.trace.flows, point, grad))
 
@@ -367,7 +421,7 @@ class Watch:
     def record_graph(self) -> None:
         """Which tensors are made of which, by autograd's graph."""
         nodes = {}  # of the graph → the tensors that it made
-        for point, x in self.held.values():
+        for point, x, _ in self.held.values():
             if x.grad_fn is not None:
                 nodes.setdefault(x.grad_fn, []).append(point)
         for node, points in nodes.items():
@@ -384,12 +438,28 @@ class Watch:
                         waiting.append(before)
 
 
+def version_of(x: Tensor) -> int:
+    """How often it was changed in place."""
+    return 0 if x.is_inference() else x._version
+
+
 def add_to(grads: dict, point: Point, grad: Tensor) -> None:
     grad = copy_of(grad)
     grads[point] = grads[point] + grad if point in grads else grad
 
 
 # ---- Operators
+
+
+def ranks_in_group(args: tuple) -> int:
+    """How many ranks make this call, by the arguments of its operator."""
+    for x in args:
+        with suppress(Exception):  # another argument that is text or an object
+            if isinstance(x, torch.ScriptObject):
+                return dist.ProcessGroup.unbox(x).size()
+            if isinstance(x, str):
+                return dist.distributed_c10d._resolve_process_group(x).size()
+    return dist.get_world_size()
 
 
 class CallCounter(TorchDispatchMode):
@@ -411,6 +481,8 @@ class CallCounter(TorchDispatchMode):
         match = re.match(r"_?c10d(?:_functional)?::(\w+)", func._schema.name)
         if match is None or "wait" in match[1] or "autograd" in match[1]:
             return func(*args, **(kwargs or {}))
+        if ranks_in_group(args) == 1:
+            return func(*args, **(kwargs or {}))  # nothing is sent
         name = re.sub("_|coalesced|into|tensor|base_?$", "", match[1])
         name = COLLECTIVES.get(name, name)
         self.calls[f"{self.phase}: {name}"] += 1
@@ -444,16 +516,31 @@ class Casts(TorchDispatchMode):
         return out
 
 
-def is_dropout(module: nn.Module) -> bool:
-    return "dropout" in type(module).__name__.lower()
+def dropped_by(module: nn.Module, inputs, output) -> Tensor | None:
+    """What a module drops, if it is nothing but a dropout: it has no parts, and its
+    output is the input, times 0 or one other number."""
+    x = inputs[0] if inputs else None
+    is_leaf = not [*module.children(), *module.parameters()]
+    if not is_leaf or not is_real(x) or not is_real(output) or x is output:
+        return None
+    x, y = local_part(x).double(), local_part(output).double()
+    if x.shape != y.shape:
+        return None
+    is_kept = (y != 0) & (x != 0)
+    factors = y[is_kept] / x[is_kept]
+    is_dropped = (y == 0) & (x != 0)
+    if not is_dropped.any() or (y[x == 0] != 0).any() or not factors.numel():
+        return None
+    is_same = (factors - factors[0]).abs().max() <= 1e-5 * factors[0].abs()
+    return is_dropped if is_same else None
 
 
 class Dropouts(TorchDispatchMode):
     """Records what is dropped in a pass in train mode, by modules and by functions.
 
-    A module whose class has the word dropout is watched by its output. Dropout that a
-    function makes is seen by its operators. keep_all: nothing is dropped, so that the
-    inputs of dropout can be compared with the full model's.
+    Both are seen by their operators. A module that makes its random numbers in another
+    way is watched by its output, if it is nothing but a dropout. keep_all: nothing is
+    dropped, so that the inputs of dropout can be compared with the full model's.
     """
 
     def __init__(self, model: nn.Module, renamed: dict, trace: Trace, keep_all: bool):
@@ -461,7 +548,8 @@ class Dropouts(TorchDispatchMode):
         self.trace = trace
         self.keep_all = keep_all
         self.stack = [""]  # names of modules whose forward runs
-        self.inside = 0  # dropout modules among them
+        self.unknown = set()  # those with random numbers that may be no dropout
+        self.noted = set()  # those whose dropout was seen by its operators
         self.again = {}  # module → masks of what backward computes again
         self.pending = {}  # id of a mask that is not applied yet → (it, what it drops)
         self.names = {}  # id of a module → its name
@@ -471,23 +559,31 @@ class Dropouts(TorchDispatchMode):
 
     def enter(self, name: str, module, inputs, keywords) -> None:
         self.stack.append(name)
-        self.inside += is_dropout(module)
+        self.noted.discard(name)
 
-    def leave(self, name: str, module, inputs, output) -> None:
+    def leave(self, name: str, module, inputs, output) -> Tensor | None:
+        """A dropout that its operators do not show is seen here. If nothing is to be
+        dropped, its output is its input."""
         self.stack.pop()
-        if not is_dropout(module):
-            return
-        self.inside -= 1
-        if is_real(output):
-            is_dropped = local_part(output) == 0
-            in_place = getattr(module, "inplace", False)
-            if inputs and torch.is_tensor(inputs[0]) and not in_place:
-                # What was zero before, like masked weights, is not dropped.
-                is_dropped = is_dropped & (local_part(inputs[0]) != 0)
-            self.note(name, output, is_dropped, getattr(module, "p", None))
+        pending = [key for key, held in self.pending.items() if held[2] == name]
+        # Random numbers of Python or NumPy are not seen.
+        is_named = "dropout" in type(module).__name__.lower() and name not in self.noted
+        unknown = self.unknown & {name}
+        self.unknown -= unknown
+        if not (pending or unknown or is_named):
+            return None
+        is_dropped = dropped_by(module, inputs, output)
+        if is_dropped is None:  # what is pending may be used outside
+            self.trace.other_random |= unknown
+            return None
+        for key in pending:
+            del self.pending[key]
+        self.note(name, inputs[0], is_dropped, getattr(module, "p", None))
+        return inputs[0] if self.keep_all else None
 
     def note(self, name: str, x: Tensor, is_dropped: Tensor, rate) -> None:
         """One dropout: its input, or what it drops and with which probability."""
+        self.noted.add(name)
         held = self.again if is_in_backward() else self.trace.drop_masks
         if not self.keep_all:
             held.setdefault(name, []).append(copy_of(is_dropped))
@@ -516,15 +612,16 @@ class Dropouts(TorchDispatchMode):
         if name == "native_dropout_backward" and self.keep_all:
             return args[0].clone()
         out = func(*args, **kwargs)
-        if self.inside:
-            return out
         if name == "native_dropout":
             self.note(self.running(), args[0], ~out[1], args[1])
             if self.keep_all:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         elif name in ("bernoulli_", "bernoulli"):
-            kept = args[1] if len(args) > 1 else 0.5  # the default is not passed on
-            kept = kept if type(kept) is float else None
+            kept = args[0] if name == "bernoulli" else 0.5  # the default is not passed
+            kept = args[1] if len(args) > 1 else kept
+            if torch.is_tensor(kept):
+                is_same = kept.numel() and (kept == kept.flatten()[0]).all()
+                kept = kept.flatten()[0].item() if is_same else None
             drop = copy_of(out) == 0, None if kept is None else 1 - kept
             self.pending[id(out)] = (out, drop, self.stack[-1])
             if self.keep_all:  # F.dropout divides by the share that is kept
@@ -537,12 +634,13 @@ class Dropouts(TorchDispatchMode):
             first = out[0] if isinstance(out, (tuple, list)) else out
             is_used = "scaled_dot_product" not in name or drop_rate(args, kwargs) > 0
             if is_used and torch.is_tensor(first):
-                self.trace.other_random.add(self.stack[-1])
+                self.unknown.add(self.stack[-1])
         return out
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+        self.trace.other_random |= self.unknown
         for _, _, name in self.pending.values():  # used in another way
             self.trace.other_random.add(name)
         known = [mask for masks in self.trace.drop_masks.values() for mask in masks]

@@ -119,7 +119,7 @@ class Parameter(Subject):
         is_known = self.where in case.model.names and not self.unknown
         if not is_known or self.where in case.full.tied:
             return ""
-        if case.is_renumbered(self.module):
+        if case.is_renumbered(self.where):
             return ""
         for rank in self.ranks:
             index = case.index[rank][self.where]
@@ -188,7 +188,7 @@ class Output(Subject):
         self.case = case
         self.point = point
         around = case.around(point)
-        self.module = around[0].module if point.slot and around else point.module
+        self.module = around[0].module if point.is_input and around else point.module
         self.where = self.module or "the model"
         self.expected = case.full.value(point)
         self.held = [trace.value(point) for trace in case.own]
@@ -200,13 +200,13 @@ class Output(Subject):
         case = self.case
         point = self.point
         found = []
-        if point.call and not point.slot:
+        if point.call and not point.is_input:
             found.append(f"its calls before are right: {point}")
         if point.slot:
             found.append(f"{point} is the first wrong tensor: {self.relation}")
             before = case.order[: case.order.index(point)]
             right = [other for other in before if is_right(case.relation_of(other))]
-            if right:
+            if right and point.is_input:
                 found.append(
                     f"{right[-1]} is right, so the fault is in what the forward of "
                     f"{self.where} does in between"
@@ -217,7 +217,7 @@ class Output(Subject):
         places = self.wrong_places()
         if places and self.kind in (Kind.WRONG, Kind.DIFFERS):
             found.append(places)
-        inside = [] if point.slot else self.inside()
+        inside = [] if point.is_input else self.inside()
         if inside:
             found.append(
                 f"the outputs of all compared modules inside of it ({len(inside)}, up "
@@ -279,10 +279,26 @@ class Output(Subject):
         for name, piece in case.pieces[0].items():
             is_inside = self.module and is_within(case.owner(name), self.module)
             is_one = piece.held is Held.SHARD and piece.dim == 0
-            if is_inside and is_one and FUSED.search(name):
+            is_fused = is_inside and is_one and FUSED.search(name)
+            if is_fused and not self.is_read_right(Point(case.owner(name))):
                 said = "by its name it is several matrices, and it is one Shard(0)"
                 return name, said
         return None
+
+    def is_read_right(self, point: Point) -> bool:
+        """Is a part of this tensor right, or what is made of its parts?"""
+        full = self.case.full
+        made = full.made_of.get(full.point(point), ())
+        made = [p for p in made if full.value(p).numel() < full.value(point).numel()]
+        return any(is_right(self.case.relation_of(other)) for other in made)
+
+    def is_embedding(self) -> bool:
+        """Has it a weight, and gets no numbers but tokens?"""
+        full = self.case.full
+        weight = f"{self.point.module}.weight"
+        is_known = weight in full.parts or weight in full.tied
+        reads = self.point._replace(slot="input 0") in full.writers
+        return is_known and not reads and not self.point.is_input
 
     def in_attention(self) -> bool:
         """Is this an attention, by its name or by that of the linear of its keys?"""
@@ -314,7 +330,7 @@ class Output(Subject):
         """The compared modules inside of this one."""
         names = []
         for point in self.case.full.order:
-            is_output = self.is_inside(point.module) and not point.slot
+            is_output = self.is_inside(point.module) and not point.is_input
             if is_output and self.case.relation_of(point):
                 names.append(point.module)
         return list(dict.fromkeys(names))
@@ -322,7 +338,7 @@ class Output(Subject):
     def biases(self) -> list[torch.Tensor]:
         """Biases that the output may contain, its own and those near it, as tensors
         that can be added to it: their dim may be any (a convolution's is 1)."""
-        if self.point.slot:
+        if self.point.is_input:
             return []
         parent = self.point.module.rpartition(".")[0]
         found = []
@@ -540,7 +556,7 @@ class Flow(Subject):
         after += [other for other in made if other not in after]
         callers = {**own.callers, **full.callers}
         caller = callers.get(self.point)
-        return [p for p in after if p.slot and callers.get(p) == caller]
+        return [p for p in after if p.is_input and callers.get(p) == caller]
 
     def slicer(self) -> tuple[str, str] | None:
         """Who sends back a slice of each rank's own partial gradient: (place, input).
@@ -578,32 +594,72 @@ class Flow(Subject):
                 return reader, self.text
         return None
 
-    def counted(self) -> tuple[str, str] | None:
+    def summed_again(self) -> tuple[str, str] | None:
         """Who returns a complete gradient that is summed over the ranks, as if it were
-        partial? The gradients of readers are known of the full model."""
+        partial?"""
+        case = self.case
+        place, name, text = self.counted({case.ranks - 1: "T times"}) or ("", "", "")
+        for other in case.matched if name else ():
+            piece = case.pieces[0].get(other)
+            is_sharded = piece is not None and piece.held in (Held.SHARD, Held.BLOCKS)
+            is_in_it = is_sharded and is_within(case.owner(other), name)
+            if is_in_it and case.gradient(other).is_right:
+                text += f". {name} is sharded, so f is applied twice in front of it"
+                break
+        return text and (place, text)
+
+    def lost_term(self) -> tuple[str, str] | None:
+        words = {1 / self.case.ranks - 1: "1/T times", -1: "0 times"}
+        place, _, text = self.counted(words) or ("", "", "")
+        return text and (place, text)
+
+    def counted(self, words: dict[float, str]) -> tuple[str, str, str] | None:
+        """A gradient that is returned to it and counts another number of times: the
+        place, whose it is, and what is known. It is known of the full model."""
         case = self.case
         full = case.full
         right = full.flow(self.point).double()
         held = [trace.flow(self.point) for trace in case.own]
         if any(x.shape != right.shape for x in held):
             return None
-        terms = {}
+        user = self.user() or "the model"
+        terms = []  # place, name, gradient
         readers = full.readers(self.point)
         for reader in readers:
-            terms[reader.module or "the model"] = full.returned.get(reader)
+            name = reader.module or "the model"
+            terms.append((user, name, full.returned.get(reader)))
+            residual = (name, f"the residual in {name}")
+            terms.append((*residual, full.flow(reader._replace(slot=""))))
         if self.user() is not None:
-            rest = full.of_others(self.point, readers)
-            terms[f"the forward of {self.user()}"] = rest
+            name = f"the forward of {user}"
+            terms.append((user, name, full.of_others(self.point, readers)))
         off = [x.double() - right for x in held]
-        for name, x in terms.items():
+        for place, name, x in terms:
             if x is None or x.shape != right.shape:
                 continue
             k = case.ruler.times(off, [x] * case.ranks, scale_of(right))
-            if abs(k - (case.ranks - 1)) < 1e-6:
-                return self.user() or "the model", (
-                    f"{self.text}; it is right if what {name} returns to it counts "
-                    "once, not T times"
-                )
+            for count, word in words.items():
+                if abs(k - count) < 1e-6:
+                    text = f"{self.text}; it is right if what {name} returns to it "
+                    return place, name, f"{text}counts once, not {word}"
+        return None
+
+    def slices_summed(self) -> tuple[str, str] | None:
+        """Do the ranks hold slices of it, and is the gradient of each the sum of all
+        slices' gradients?"""
+        case = self.case
+        if case.gradient(self.wrong[0]).kind is Kind.MIXED:
+            return None  # a gather's backward
+        right = case.full.flow(self.point)
+        held = [trace.flow(self.point) for trace in case.own]
+        for relation, pieces in case.ruler.views(held, right):
+            slices = {piece.storage_offset(): piece for piece in pieces}
+            if len(slices) == 1 or len({x.shape for x in pieces}) > 1:
+                continue
+            total = [sum(slices.values())] * case.ranks
+            if case.ruler.all_near(held, total, scale_of(right)):
+                text = f"{self.text}; it is the sum of all slices ({relation})"
+                return self.user() or "the model", text
         return None
 
     def backward_of(self) -> tuple[str, str] | None:
@@ -622,7 +678,7 @@ class Flow(Subject):
             is_known = any(case.full.writers[reader] in to for reader in inputs)
             inner = any(other.module.startswith(f"{module.module}.") for other in wrong)
             relation = case.relation_of(module, "flow")
-            if is_known and not inner and is_right(relation):
+            if is_known and not inner and case.is_right_call(module, "flow"):
                 texts = []
                 for reader in inputs:
                     how = case.relation_of(reader, "back")
@@ -699,22 +755,10 @@ class Gradient(Subject):
         for name, relation in Flow(case, point, [self.where]).returned:
             module = name.removeprefix("the forward of ").removeprefix("the model")
             arrives = case.relation_of(Point(module), "flow")
-            is_function = module != name
-            if is_function and self.is_wrong_between(point, module):
-                continue
-            if self.is_right_arrival(arrives):
+            is_around = flow.module != module and is_within(flow.module, module)
+            if self.is_right_arrival(arrives) and not is_around:
                 found.append((name, relation))
         return found
-
-    def is_wrong_between(self, point: Point, module: str) -> bool:
-        """Is the gradient of a later output in this module's forward wrong?"""
-        order = self.case.full.order
-        for other in order[order.index(point) + 1 :]:
-            is_inside = other.module != module and is_within(other.module, module)
-            relation = self.case.relation_of(other, "flow")
-            if is_inside and not other.slot and is_wrong(relation):
-                return True
-        return False
 
     def is_consequence(self) -> bool:
         """Does it follow from a wrong gradient behind it, as far as is known?"""
@@ -791,6 +835,7 @@ class Gradient(Subject):
         """One row that is zero on a rank and not in the full model, or the reverse."""
         held, right = self.case.compared(self.where, "grads")
         limit = self.case.ruler.allowed * self.case.grad_scale(right)
+        is_replicated = len(self.case.replica_sets(self.where)) == 1
         found = []
         for rank, x, e in zip(self.case.holders(self.where), held, right):
             if self.kind is not Kind.UNEXPLAINED or e.dim() != 2 or len(e) < 3:
@@ -798,6 +843,8 @@ class Gradient(Subject):
             rows = wrong_rows(x, e, limit)
             if len(rows) > 1 or (rows and x[rows].any() and e[rows].any()):
                 return ""
+            if rows and is_replicated and e[rows].any():
+                return ""  # a part of several parameters in one, not a row of a table
             if rows:
                 words = "zero" if e[rows].any() else "not zero"
                 found.append(f"row {rows[0]} on rank {rank} is {words}")
@@ -824,6 +871,12 @@ class Accumulated(Subject):
         self.held, self.right = case.compared(name, "summed")
         found = [off_by(x, e) for x, e in zip(self.held, self.right)]
         self.seen = f"after two backward passes off by {max(found):.2g}"
+
+    def is_reduced_again(self) -> bool:
+        """Over all ranks, or over those that hold the same piece?"""
+        sizes = {len(places) for places in self.case.replica_sets(self.where)}
+        sizes = {self.case.ranks, *sizes} - {1}
+        return any(self.is_times(size, 1) for size in sizes)
 
     def is_times(self, first: float, second: float) -> bool:
         """Is it so many times the first batch's gradient, plus that of the second?"""
@@ -1111,6 +1164,12 @@ class Update(Subject):
         found = [rank for rank, is_same in zip(self.ranks, same) if is_same]
         is_missing = 0 < len(found) < len(self.ranks) and self.is_wrong
         self.more = f" on ranks {found}" if is_missing else ""
+        self.others = []  # parameters that such a rank has updated
+        for rank in found if is_missing else ():
+            trace = self.case.own[rank]
+            for name, x in trace.steps[self.number].after.items():
+                if not torch.equal(x, trace.parts[name]):
+                    self.others.append(name)
         return is_missing
 
     def apart(self) -> bool:
