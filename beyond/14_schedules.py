@@ -357,6 +357,7 @@ def main(args, report: lesson00.Report) -> None:
     for kind in KINDS:
         with report.column(kind):
             runs[kind] = run_schedule(kind, full, micro_batches, targets, groups, args)
+    report.section("When each rank computed: all schedules to one scale")
     show_timelines(report, runs)
     show_bubbles(report, runs)
     show_memory(report, runs)

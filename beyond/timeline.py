@@ -9,7 +9,6 @@ def show_timelines(report, runs: dict) -> None:
 
     runs: kind → a ScheduleRun of the script.
     """
-    report.section("When each rank computed: all schedules to one scale")
     report.say(
         "   1 2 …: forward of micro-batch 1, 2, … (a later chunk: ¹ ² …); a b …: its\n"
         "   backward (a later chunk: A B …); =: a weight pass; ·: it waits"

@@ -170,7 +170,7 @@ def test_a_schedule_that_pytorch_does_not_have(tmp_path):
     script.write_text(text.replace(', "gpipe": ScheduleGPipe}', "}"), "utf-8")
     done = jobs.launch(script, 2, "--schedule", "gpipe", "--steps", "1")
     last = done.out.splitlines()[-1]
-    assert last == f"FAIL  {MESH}  failed: runs 1/3", done.text
+    assert last == f"FAIL  {MESH}  failed: plans 1/1; all values agree", done.text
     assert "PyTorch raised KeyError: 'gpipe'" in done.out
     assert "✗ PyTorch raised KeyError: 'gpipe', on ranks [0, 1]" in done.out
 
@@ -184,7 +184,8 @@ def test_a_model_that_pytorchs_plan_cannot_run(tmp_path):
     script = tmp_path / f"{MESH}.py"
     script.write_text(text, "utf-8")
     done = jobs.launch(script, 2, "--steps", "1")
-    assert done.out.splitlines()[-1] == f"FAIL  {MESH}  failed: runs 1/3", done.text
+    last = done.out.splitlines()[-1]
+    assert last == f"FAIL  {MESH}  failed: plans 1/1; all values agree", done.text
     assert "✗ PyTorch raised RuntimeError: aten.add.Tensor got mixed" in done.out
 
 

@@ -319,7 +319,10 @@ def test_runs_that_raise(tmp_path, raising):
     """The others go on; sections keep their numbers; what is not compared is not ok."""
     changes = [change for run in raising for change in RAISING[run]]
     done = run_changed(tmp_path, changes)
-    assert done.code != 0 and "runs" in kinds_that_failed(done), done.text
+    kinds = kinds_that_failed(done)
+    assert done.code != 0, done.text
+    assert ("runs" in kinds) is ("with TP" in raising)
+    assert ("plans" in kinds) is ("DTensor" in raising)
     assert re.findall(r"^(\d)  ", done.out, re.M) == ["1", "2", "3", "4", "5"]
     for run in ("with TP", "DTensor"):
         assert (f"{run} raised TypeError: by" in done.out) is (run in raising)
