@@ -559,24 +559,17 @@ def show_gradients(report: Report, runs: dict[str, TrainingRun]) -> None:
     report.compare("gradients", gradients, fold=module_of)
 
 
-def module_of(name: str) -> str:
-    """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj."""
-    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
-    return ".".join(parts[:-1]) or name
-
-
 def show_communication(report: Report, size: dict[str, int]) -> None:
     """Collectives per step, by hand and by PyTorch's plan, against formulas."""
+    # global_norm adds squares first: one float64. PyTorch sends one per parameter.
+    norm = [Calls("1", norm_bytes("(16·L + 5)"))]
     formulas = {
         Call("with TP", "forward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
         Call("with TP", "backward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
-        # global_norm adds squares first: one float64. PyTorch sends one per parameter.
         Call("with TP", "clipping", "all-reduce", "tp"): [Calls("1", "8")],
         Call("DTensor", "forward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
         Call("DTensor", "backward", "all-reduce", "tp"): [Calls("4·L", "B·S·D·e")],
-        Call("DTensor", "clipping", "all-reduce", "tp"): [
-            Calls("1", norm_bytes("(16·L + 5)"))
-        ],
+        Call("DTensor", "clipping", "all-reduce", "tp"): norm,
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps, brief=["clipping"])
@@ -629,20 +622,6 @@ def saved_terms(dropout: float) -> dict[str, str]:
     return saved
 
 
-def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
-    """Find out whether the model without TP fits its formulas, or has been edited."""
-    alone = {"without TP": dict(size, T=1)}
-    measured = bytes_stored(run, batch)
-    _, stored = add_up(PARAMETERS, alone)
-    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
-        stored["without TP"] -= evaluate("V·D·e", size)
-    _, saved = add_up(saved_terms(report.args.dropout), alone)
-    parameters = measured["parameters"], stored["without TP"]
-    activations = measured["saved for backward"], saved["without TP"]
-    report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
-    report.check_model(parameters=parameters, activations=activations)
-
-
 def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None:
     """Bytes that a rank stores: a formula for each term, and their sum as measured."""
     sizes = {"without TP": dict(size, T=1), "with TP": size}
@@ -669,61 +648,6 @@ def show_memory(report: Report, runs: dict, size: dict[str, int], batch) -> None
             f"{percent['saved for backward']} of the activations. --verbose shows each "
             "term: some are replicated."
         )
-
-
-def show_terms(report: Report, rows: list[dict]) -> None:
-    """A table of terms and measured sums; without --verbose, of the sums only."""
-    if report.args.verbose:
-        report.table("memory", rows)
-        return
-    sums = [row for row in rows if "off" in row]
-    report.table("memory sums", sums, hide=["formula"])
-    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
-
-
-def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each term, name → formula, with its bytes in each run; and their sums.
-
-    sizes: run → letter → number.
-    """
-    rows = []
-    sums = dict.fromkeys(sizes, 0)
-    for name, formula in formulas.items():
-        row = {"bytes": name, "formula": formula}
-        for run, size in sizes.items():
-            row[run] = evaluate(formula, size)
-            sums[run] += row[run]
-        row["ok"] = None  # nothing to check here: only the sum can be measured
-        rows.append(row)
-    return rows, sums
-
-
-def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
-    """Bytes of each run as measured, checked against sums: run → predicted bytes."""
-    row = {"bytes": f"{kind}, measured", "formula": formula}
-    for run, predicted in sums.items():
-        row[run] = "raised"
-        if run in measured:
-            row[run] = measured[run][kind]
-            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
-    return row
-
-
-def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
-    """Measured on this rank, after training and in one more forward pass."""
-    parameters = list(run.model.parameters())
-    saved = SavedBytes([*parameters, *run.model.buffers()])
-    with saved:
-        run.model(batch[0])  # without a label: these calls are in no table
-    moments = []  # and step counts: all that AdamW stores
-    for state in run.optimizer.state.values():
-        moments.extend(state.values())
-    return {
-        "parameters": nbytes(parameters),
-        "gradients": nbytes(p.grad for p in parameters),
-        "optimizer state": nbytes(moments),
-        "saved for backward": saved.total(),
-    }
 
 
 # ==== BREAK IT
@@ -906,6 +830,90 @@ def sum_partial(x: Tensor) -> Tensor:
         return x
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     return x.redistribute(placements=placements)
+
+
+# ---- Rows of tables
+
+
+def module_of(name: str) -> str:
+    """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj."""
+    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
+    return ".".join(parts[:-1]) or name
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
+
+    sizes: run → letter → number.
+    """
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes."""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
+
+
+def show_terms(report: Report, rows: list[dict]) -> None:
+    """A table of terms and measured sums; without --verbose, of the sums only."""
+    if report.args.verbose:
+        report.table("memory", rows)
+        return
+    sums = [row for row in rows if "off" in row]
+    report.table("memory sums", sums, hide=["formula"])
+    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
+
+
+# ---- How bytes are measured
+
+
+def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+    """Measured on this rank, after training and in one more forward pass."""
+    parameters = list(run.model.parameters())
+    saved = SavedBytes([*parameters, *run.model.buffers()])
+    with saved:
+        run.model(batch[0])  # without a label: these calls are in no table
+    moments = []  # and step counts: all that AdamW stores
+    for state in run.optimizer.state.values():
+        moments.extend(state.values())
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(p.grad for p in parameters),
+        "optimizer state": nbytes(moments),
+        "saved for backward": saved.total(),
+    }
+
+
+# ---- Has the model been edited?
+
+
+def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
+    """Find out whether the model without TP fits its formulas, or has been edited."""
+    alone = {"without TP": dict(size, T=1)}
+    measured = bytes_stored(run, batch)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
+    _, saved = add_up(saved_terms(report.args.dropout), alone)
+    parameters = measured["parameters"], stored["without TP"]
+    activations = measured["saved for backward"], saved["without TP"]
+    report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
+    report.check_model(parameters=parameters, activations=activations)
 
 
 # endregion

@@ -2085,12 +2085,6 @@ def show_replicas(report: Report, run: TrainingRun, tp_group) -> None:
     report.agree("bitwise identical on all ranks")
 
 
-def module_of(name: str) -> str:
-    """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj (lesson 02)."""
-    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
-    return ".".join(parts[:-1]) or name
-
-
 PARAMETERS = {
     "embed_tokens, lm_head": "(2·D + 1)·V·e",
     "LayerNorms": "(2·L + 1)·2·D·e",
@@ -2120,82 +2114,6 @@ def saved_terms(dropout: float) -> dict[str, str]:
         saved["dropout mask of softmax (1 byte)"] = "L·B·N·S·S/T"
         saved["softmax output after dropout"] = "L·B·N·S·S·e/T"
     return saved
-
-
-def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
-    """Find out whether the model without TP fits its formulas, or has been edited.
-
-    (lesson 02)"""
-    alone = {"without TP": dict(size, T=1)}
-    measured = bytes_stored(run, batch)
-    _, stored = add_up(PARAMETERS, alone)
-    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
-        stored["without TP"] -= evaluate("V·D·e", size)
-    _, saved = add_up(saved_terms(report.args.dropout), alone)
-    parameters = measured["parameters"], stored["without TP"]
-    activations = measured["saved for backward"], saved["without TP"]
-    report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
-    report.check_model(parameters=parameters, activations=activations)
-
-
-def show_terms(report: Report, rows: list[dict]) -> None:
-    """A table of terms and measured sums; without --verbose, of the sums only.
-
-    (lesson 02)"""
-    if report.args.verbose:
-        report.table("memory", rows)
-        return
-    sums = [row for row in rows if "off" in row]
-    report.table("memory sums", sums, hide=["formula"])
-    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
-
-
-def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each term, name → formula, with its bytes in each run; and their sums.
-
-    (lesson 02)"""
-    rows = []
-    sums = dict.fromkeys(sizes, 0)
-    for name, formula in formulas.items():
-        row = {"bytes": name, "formula": formula}
-        for run, size in sizes.items():
-            row[run] = evaluate(formula, size)
-            sums[run] += row[run]
-        row["ok"] = None  # nothing to check here: only the sum can be measured
-        rows.append(row)
-    return rows, sums
-
-
-def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
-    """Bytes of each run as measured, checked against sums: run → predicted bytes.
-
-    (lesson 02)"""
-    row = {"bytes": f"{kind}, measured", "formula": formula}
-    for run, predicted in sums.items():
-        row[run] = "raised"
-        if run in measured:
-            row[run] = measured[run][kind]
-            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
-    return row
-
-
-def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
-    """Measured on this rank, after training and in one more forward pass.
-
-    (lesson 02)"""
-    parameters = list(run.model.parameters())
-    saved = SavedBytes([*parameters, *run.model.buffers()])
-    with saved:
-        run.model(batch[0])  # without a label: these calls are in no table
-    moments = []  # and step counts: all that AdamW stores
-    for state in run.optimizer.state.values():
-        moments.extend(state.values())
-    return {
-        "parameters": nbytes(parameters),
-        "gradients": nbytes(p.grad for p in parameters),
-        "optimizer state": nbytes(moments),
-        "saved for backward": saved.total(),
-    }
 
 
 def raise_wrong_sizes(args) -> None:
@@ -2277,6 +2195,88 @@ def sum_partial(x: Tensor) -> Tensor:
         return x
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     return x.redistribute(placements=placements)
+
+
+def module_of(name: str) -> str:
+    """layers.3.mlp.up_proj.weight → layers.*.mlp.up_proj (lesson 02)."""
+    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
+    return ".".join(parts[:-1]) or name
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
+    """Bytes of each run as measured, checked against sums: run → predicted bytes.
+
+    (lesson 02)"""
+    row = {"bytes": f"{kind}, measured", "formula": formula}
+    for run, predicted in sums.items():
+        row[run] = "raised"
+        if run in measured:
+            row[run] = measured[run][kind]
+            report.expect(row, run, "memory", f"{kind}, {run}", predicted)
+    return row
+
+
+def show_terms(report: Report, rows: list[dict]) -> None:
+    """A table of terms and measured sums; without --verbose, of the sums only.
+
+    (lesson 02)"""
+    if report.args.verbose:
+        report.table("memory", rows)
+        return
+    sums = [row for row in rows if "off" in row]
+    report.table("memory sums", sums, hide=["formula"])
+    report.data.setdefault("memory", []).extend(rows)  # --json has all of them
+
+
+def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+    """Measured on this rank, after training and in one more forward pass.
+
+    (lesson 02)"""
+    parameters = list(run.model.parameters())
+    saved = SavedBytes([*parameters, *run.model.buffers()])
+    with saved:
+        run.model(batch[0])  # without a label: these calls are in no table
+    moments = []  # and step counts: all that AdamW stores
+    for state in run.optimizer.state.values():
+        moments.extend(state.values())
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(p.grad for p in parameters),
+        "optimizer state": nbytes(moments),
+        "saved for backward": saved.total(),
+    }
+
+
+def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
+    """Find out whether the model without TP fits its formulas, or has been edited.
+
+    (lesson 02)"""
+    alone = {"without TP": dict(size, T=1)}
+    measured = bytes_stored(run, batch)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
+    _, saved = add_up(saved_terms(report.args.dropout), alone)
+    parameters = measured["parameters"], stored["without TP"]
+    activations = measured["saved for backward"], saved["without TP"]
+    report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
+    report.check_model(parameters=parameters, activations=activations)
 
 
 # endregion

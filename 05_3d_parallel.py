@@ -2149,57 +2149,6 @@ def saved_terms(dropout: float) -> dict[str, str]:
     return saved
 
 
-def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
-    """Find out whether the model without TP fits its formulas, or has been edited.
-
-    (lesson 02)"""
-    alone = {"without TP": dict(size, T=1)}
-    measured = bytes_stored(run, batch)
-    _, stored = add_up(PARAMETERS, alone)
-    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
-        stored["without TP"] -= evaluate("V·D·e", size)
-    _, saved = add_up(saved_terms(report.args.dropout), alone)
-    parameters = measured["parameters"], stored["without TP"]
-    activations = measured["saved for backward"], saved["without TP"]
-    report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
-    report.check_model(parameters=parameters, activations=activations)
-
-
-def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each term, name → formula, with its bytes in each run; and their sums.
-
-    (lesson 02)"""
-    rows = []
-    sums = dict.fromkeys(sizes, 0)
-    for name, formula in formulas.items():
-        row = {"bytes": name, "formula": formula}
-        for run, size in sizes.items():
-            row[run] = evaluate(formula, size)
-            sums[run] += row[run]
-        row["ok"] = None  # nothing to check here: only the sum can be measured
-        rows.append(row)
-    return rows, sums
-
-
-def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
-    """Measured on this rank, after training and in one more forward pass.
-
-    (lesson 02)"""
-    parameters = list(run.model.parameters())
-    saved = SavedBytes([*parameters, *run.model.buffers()])
-    with saved:
-        run.model(batch[0])  # without a label: these calls are in no table
-    moments = []  # and step counts: all that AdamW stores
-    for state in run.optimizer.state.values():
-        moments.extend(state.values())
-    return {
-        "parameters": nbytes(parameters),
-        "gradients": nbytes(p.grad for p in parameters),
-        "optimizer state": nbytes(moments),
-        "saved for backward": saved.total(),
-    }
-
-
 def raise_wrong_sizes(args) -> None:
     """Refuse sizes that no transformer of the course can have (lesson 02)."""
     if args.vocab_size <= PAD:
@@ -2241,6 +2190,57 @@ def sum_partial(x: Tensor) -> Tensor:
         return x
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     return x.redistribute(placements=placements)
+
+
+def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
+    """A row for each term, name → formula, with its bytes in each run; and their sums.
+
+    (lesson 02)"""
+    rows = []
+    sums = dict.fromkeys(sizes, 0)
+    for name, formula in formulas.items():
+        row = {"bytes": name, "formula": formula}
+        for run, size in sizes.items():
+            row[run] = evaluate(formula, size)
+            sums[run] += row[run]
+        row["ok"] = None  # nothing to check here: only the sum can be measured
+        rows.append(row)
+    return rows, sums
+
+
+def bytes_stored(run: TrainingRun, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
+    """Measured on this rank, after training and in one more forward pass.
+
+    (lesson 02)"""
+    parameters = list(run.model.parameters())
+    saved = SavedBytes([*parameters, *run.model.buffers()])
+    with saved:
+        run.model(batch[0])  # without a label: these calls are in no table
+    moments = []  # and step counts: all that AdamW stores
+    for state in run.optimizer.state.values():
+        moments.extend(state.values())
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(p.grad for p in parameters),
+        "optimizer state": nbytes(moments),
+        "saved for backward": saved.total(),
+    }
+
+
+def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None:
+    """Find out whether the model without TP fits its formulas, or has been edited.
+
+    (lesson 02)"""
+    alone = {"without TP": dict(size, T=1)}
+    measured = bytes_stored(run, batch)
+    _, stored = add_up(PARAMETERS, alone)
+    if getattr(report.args, "tie", False):  # lesson 03's flag: one weight for both
+        stored["without TP"] -= evaluate("V·D·e", size)
+    _, saved = add_up(saved_terms(report.args.dropout), alone)
+    parameters = measured["parameters"], stored["without TP"]
+    activations = measured["saved for backward"], saved["without TP"]
+    report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
+    report.check_model(parameters=parameters, activations=activations)
 
 
 # endregion
