@@ -455,12 +455,6 @@ def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
 # ---- The sections of the output, in order
 
 
-def fold_layers(name: str) -> str:
-    """The row of a parameter: embedding and head have their own, all others one."""
-    is_new = name.startswith(("embed_tokens", "lm_head"))
-    return name.partition(".")[0] if is_new else "all other modules"
-
-
 def show_placements_vocab(report: Report, full: Transformer, tp_model) -> None:
     """Print the shapes of embedding and head, and how they are sharded."""
     rows = []
@@ -476,21 +470,19 @@ def show_token_ranges(report: Report, batch: tuple, size: dict[str, int]) -> Non
     tokens_BS, target_BS = batch
     v = size["v"]
     ignored = (target_BS == IGNORE).sum().item()
-    found = {"inputs": 0, "targets": ignored}  # on any rank
     rows = []
     for rank in range(size["T"]):
         held = range(size["V"])[rank * v : rank * v + v]  # empty if V is too small
-        row = {"held by": f"rank {rank}", "tokens": "none"}
-        if held:
-            row["tokens"] = f"{held[0]} to {held[-1]}"
-        for name, tokens in (("inputs", tokens_BS), ("targets", target_BS)):
-            row[name] = find_local_rows(tokens, v, rank)[1].sum().item()
-            found[name] += row[name]
+        row = {"held by": f"rank {rank}"}
+        row["tokens"] = f"{held[0]} to {held[-1]}" if held else "none"
+        row["inputs"] = find_local_rows(tokens_BS, v, rank)[1].sum().item()
+        row["targets"] = find_local_rows(target_BS, v, rank)[1].sum().item()
         row["padding"] = v - len(held)
         rows.append(row)
     # Every position has one input token, and one target or none.
     positions = size["B"] * size["S"]
-    for name in ("inputs", "targets"):
+    for name, nowhere in (("inputs", 0), ("targets", ignored)):
+        found = {name: nowhere + sum(row[name] for row in rows)}
         report.expect(found, name, "positions", name, positions)
     report.table("tokens", rows)
     report.conclude(
@@ -516,16 +508,6 @@ def show_padding(report: Report, padding: dict[str, Tensor]) -> None:
 # ---- Hard cases
 
 
-def check_loss(report: Report) -> None:
-    """Find out whether the loss without TP is the lesson's, or has been edited."""
-    x_BSV = torch.arange(4.0 * 8 * 257).sin().view(4, 8, 257)
-    target_BS = torch.arange(4 * 8).view(4, 8)
-    got = reference_loss(x_BSV, target_BS)
-    lesson = F.cross_entropy(x_BSV.mT, target_BS)
-    if not report.check_tensor("loss", "without TP", got, lesson, report.allowed_loss):
-        report.is_edited = True
-
-
 # Random logits and targets, and the line of the loss that they test.
 HARD_CASES = {
     "logits × 10,000": dict(scale=10000.0),  # exp stays finite
@@ -543,7 +525,7 @@ def show_hard_cases(report: Report, tp_group) -> None:
     rows = [try_case(report, name, tp_group, **HARD_CASES[name]) for name in HARD_CASES]
     report.table("hard cases", rows, brief=f"{len(rows)} cases, as logits × 10,000")
     report.agree("as without TP")
-    check_slope(report, tp_group)
+    check_slope(report, tp_group)  # does backward return the slope of forward?
 
 
 def try_case(
@@ -582,35 +564,6 @@ def try_case(
     return row
 
 
-def check_slope(report: Report, tp_group) -> None:
-    """Is the gradient that of this loss? It is not if only forward was edited.
-
-    Along a direction d a loss changes by (loss(x + h·d) − loss(x − h·d))/2h, and its
-    gradient says Σ gradient·d. Here for 15 tokens, each with a random d, in float64.
-    """
-    V = 4 * tp_group.size()  # no padding, so that the simplest form can be compared
-    generator = torch.Generator().manual_seed(report.args.seed)
-    x_and_d = torch.randn(2, 3, 5, V, generator=generator, dtype=torch.float64)
-    x_and_d = x_and_d.to(report.args.device)
-    x_BSv, d_BSv = shard(x_and_d, 3, tp_group)
-    x_BSv.requires_grad_()
-    target_BS = torch.randint(V, (3, 5), generator=generator).to(report.args.device)
-    others = target_BS, tp_group, V, IGNORE, report.args.smoothing
-    loss_of = lambda x: vocab_parallel_cross_entropy(x, *others)
-    (grad_BSv,) = torch.autograd.grad(loss_of(x_BSv).sum(), x_BSv)
-    slope_BS = all_reduce((grad_BSv * d_BSv).sum(-1), tp_group)
-    h = 1e-5  # the difference is off by about h², and by 1e-16/h
-    change_BS = loss_of(x_BSv + h * d_BSv) - loss_of(x_BSv - h * d_BSv)
-    diff = rel_diff(slope_BS, change_BS / (2 * h))
-    text = f"the gradient differs from a finite difference by {diff:.1e}."
-    if not report.check("gradients", "backward as the slope of forward", diff, 1e-6):
-        text += " ✗"
-    report.say(f"   In 15 directions {text}")
-    simplest_BS = simplest_cross_entropy(x_BSv, target_BS, tp_group)
-    expected_BS = F.cross_entropy(x_and_d[0].mT, target_BS, reduction="none")
-    report.check_tensor("hard losses", "simplest form", simplest_BS, expected_BS, 1e-12)
-
-
 # ---- Communication and memory
 
 
@@ -637,10 +590,8 @@ def show_communication_vocab(report: Report, runs, size: dict[str, int]) -> None
     report.ledger(formulas, size, report.args.steps, brief=["DTensor", "clipping"])
     sent = COMM.bytes[Call("with TP", "loss", "all-reduce", "tp")] // report.args.steps
     if sent:
-        text = (
-            f"The loss all-reduces 3 values per token, {sent:,} bytes; all logits have "
-        )
-        report.conclude(f"{text}{evaluate('B·S·V·e', size):,}.")
+        text = f"The loss all-reduces 3 values per token, {sent:,} bytes; all logits"
+        report.conclude(f"{text} have {evaluate('B·S·V·e', size):,}.")
 
 
 def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
@@ -673,12 +624,8 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
         rows.append(measured_row(report, what, formula, sums, measured))
     report.table("memory", rows)
     if size["T"] > 1:
-        gathered = COMM.bytes[gathered_call]
-        sharded = COMM.bytes[sharded_call]
-        report.conclude(
-            f"For V = {V:,} a gathered loss sends {gathered:,} bytes, a sharded one "
-            f"{sharded:,}."
-        )
+        text = f"For V = {V:,} a gathered loss sends {COMM.bytes[gathered_call]:,}"
+        report.conclude(f"{text} bytes, a sharded one {COMM.bytes[sharded_call]:,}.")
 
 
 def show_pieces(report: Report, model, batch: tuple, size: dict, tp_group) -> None:
@@ -701,9 +648,8 @@ def show_pieces(report: Report, model, batch: tuple, size: dict, tp_group) -> No
             report.expect(row, "calls", "calls", what, calls)
             report.expect(row, "bytes", "bytes", what, sent)
         if size["v"] != size["D"] and size["S"] > pieces:  # the meter sees shapes only
-            report.expect(
-                row, "peak of logits", "memory", what, evaluate(formula, size)
-            )
+            peak = evaluate(formula, size)
+            report.expect(row, "peak of logits", "memory", what, peak)
         for name, expected in results["at once"].items():
             diff = rel_diff(results[run][name], expected)
             row["diff"] = max(row["diff"], diff)
@@ -737,8 +683,7 @@ def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
     # Per token the best score (float32) and its token (int64); with T = 1 nothing.
     predicted = len(row["with TP"]) * (4 + 8) if args.ranks > 1 else 0
     report.expect(row, "bytes", "bytes", "sampling", predicted)
-    diff = rel_diff(row["with TP"], row["without TP"])
-    if not report.check("sampling", "tokens", diff):
+    if not report.check_tensor("sampling", "tokens", row["with TP"], row["without TP"]):
         row["off"].append("with TP")
     report.table("sampling", [row])
 
@@ -875,6 +820,15 @@ def parse_args(ranks: int) -> argparse.Namespace:
     return args
 
 
+# ---- Rows of tables
+
+
+def fold_layers(name: str) -> str:
+    """The row of a parameter: embedding and head have their own, all others one."""
+    is_new = name.startswith(("embed_tokens", "lm_head"))
+    return name.partition(".")[0] if is_new else "all other modules"
+
+
 # ---- How bytes are measured
 
 
@@ -942,6 +896,48 @@ def measure_head(row: dict, model, batch: tuple, args, tp_group, pieces: int) ->
     row.update({"calls": COMM.calls[call], "bytes": COMM.bytes[call]})
     row["peak of logits"] = meter.peak
     return results
+
+
+# ---- Has the loss been edited?
+
+
+def check_loss(report: Report) -> None:
+    """Find out whether the loss without TP is the lesson's, or has been edited."""
+    x_BSV = torch.arange(4.0 * 8 * 257).sin().view(4, 8, 257)
+    target_BS = torch.arange(4 * 8).view(4, 8)
+    got = reference_loss(x_BSV, target_BS)
+    lesson = F.cross_entropy(x_BSV.mT, target_BS)
+    if not report.check_tensor("loss", "without TP", got, lesson, report.allowed_loss):
+        report.is_edited = True
+
+
+def check_slope(report: Report, tp_group) -> None:
+    """Is the gradient that of this loss? It is not if only forward was edited.
+
+    Along a direction d a loss changes by (loss(x + h·d) − loss(x − h·d))/2h, and its
+    gradient says Σ gradient·d. Here for 15 tokens, each with a random d, in float64.
+    """
+    V = 4 * tp_group.size()  # no padding, so that the simplest form can be compared
+    generator = torch.Generator().manual_seed(report.args.seed)
+    x_and_d = torch.randn(2, 3, 5, V, generator=generator, dtype=torch.float64)
+    x_and_d = x_and_d.to(report.args.device)
+    x_BSv, d_BSv = shard(x_and_d, 3, tp_group)
+    x_BSv.requires_grad_()
+    target_BS = torch.randint(V, (3, 5), generator=generator).to(report.args.device)
+    others = target_BS, tp_group, V, IGNORE, report.args.smoothing
+    loss_of = lambda x: vocab_parallel_cross_entropy(x, *others)
+    (grad_BSv,) = torch.autograd.grad(loss_of(x_BSv).sum(), x_BSv)
+    slope_BS = all_reduce((grad_BSv * d_BSv).sum(-1), tp_group)
+    h = 1e-5  # the difference is off by about h², and by 1e-16/h
+    change_BS = loss_of(x_BSv + h * d_BSv) - loss_of(x_BSv - h * d_BSv)
+    diff = rel_diff(slope_BS, change_BS / (2 * h))
+    text = f"the gradient differs from a finite difference by {diff:.1e}."
+    if not report.check("gradients", "backward as the slope of forward", diff, 1e-6):
+        text += " ✗"
+    report.say(f"   In 15 directions {text}")
+    simplest_BS = simplest_cross_entropy(x_BSv, target_BS, tp_group)
+    expected_BS = F.cross_entropy(x_and_d[0].mT, target_BS, reduction="none")
+    report.check_tensor("hard losses", "simplest form", simplest_BS, expected_BS, 1e-12)
 
 
 # endregion
