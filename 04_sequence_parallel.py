@@ -397,8 +397,8 @@ def main(args, report: Report) -> None:
     report.begin({"tp": args.ranks}, size, note.strip())
 
     runs = {}
-    model = copy.deepcopy(full)
-    runs["without TP"] = train_transformer("without TP", model, batches, args)
+    train = partial(train_transformer, batches=batches, args=args)
+    runs["without TP"] = train("without TP", copy.deepcopy(full))
     check_reference(report, runs["without TP"], batches[0], size)
     # If your edit raises an error in one run, its column says so; the others continue.
     with report.column("TP"):
@@ -412,9 +412,7 @@ def main(args, report: Report) -> None:
     plan = report.column("DTensor", "plans")
     with plan, CountDTensor("tp"), parallel.loss_parallel():
         model = planned_transformer(full, tp_group)
-        runs["DTensor"] = train_transformer(
-            "DTensor", model, batches, args, loss_of=planned_loss
-        )
+        runs["DTensor"] = train("DTensor", model, loss_of=planned_loss)
 
     show_training(report, runs)
     if "TP + SP" in runs:
@@ -431,14 +429,10 @@ def main(args, report: Report) -> None:
         show_hugging_face(report, batches[0], tp_group)
 
 
-def train_with_tp(
-    name, model, batches, args, tp_group, after_backward=None
-) -> TrainingRun:
+def train_with_tp(name, model, batches, args, tp_group, sum_up=None) -> TrainingRun:
     """Train a model whose vocabulary is split; padding is trimmed afterwards."""
     loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
-    run = train_transformer(
-        name, model, batches, args, tp_group, loss_of, after_backward
-    )
+    run = train_transformer(name, model, batches, args, tp_group, loss_of, sum_up)
     trim_padding(run)
     return run
 
@@ -487,26 +481,15 @@ def show_partial_gradients(report: Report, runs, full, batch, tp_group) -> None:
         is_complete = args.ranks > 1 and all(gather_objects(is_complete))
         report.check("partial", f"{name} before the sum", int(is_complete))
 
-    rows = []
     s = args.seq_len // args.ranks
-    for rank, numbers in enumerate(gather_objects(first_numbers(before, names))):
-        positions = f"{rank * s} to {rank * s + s - 1}"
-        rows.append(dict({"": f"rank {rank}", "positions": positions}, **numbers))
+    rank = tp_group.rank()
+    positions = f"{rank * s} to {rank * s + s - 1}"
+    rows = gather_objects(numbers_row(f"rank {rank}", positions, before, names))
     for run in ("TP + SP", "without TP"):  # summed over ranks, and the reference
-        numbers = first_numbers(runs[run].gradients, names)
-        rows.append(dict({"": run, "positions": "all"}, **numbers))
+        rows.append(numbers_row(run, "all", runs[run].gradients, names))
     report.table("parts", rows)
     if args.ranks > 1 and all(report.checks[name]["ok"] for name in report.checks):
         report.conclude("Each rank has the part of its positions; only a sum is full.")
-
-
-def first_numbers(tensors: dict[str, Tensor], names: list[str]) -> dict[str, str]:
-    texts = {}
-    for name in names:
-        numbers = tensors[name].flatten()[:3].tolist()
-        label = name.split(".", 2)[2]  # without layers.N
-        texts[label] = " ".join(f"{x:9.6f}" for x in numbers)
-    return texts
 
 
 # ---- What is sent
@@ -516,6 +499,11 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     """Collectives of each step, and what a rank of a ring sends for them."""
     inputs = "(2·L + 1)"  # that are gathered
     again = inputs if report.args.save_gathered else f"2·{inputs}"
+    # The LayerNorms, one before each gather, have a weight and a bias each. Their
+    # gradients stay Partial(): DTensor sums them at each use, first in float64, for its
+    # norm. (It adds the biases of o_proj and down_proj to all positions, so their
+    # gradients are complete.)
+    norm = [Calls(f"2·{inputs}", "8·D"), Calls("1", norm_bytes("p"))]
     formulas = {
         Call("TP", "forward", "all-reduce", "tp"): [Calls(inputs, "X·e")],
         Call("TP", "backward", "all-reduce", "tp"): [Calls(inputs, "X·e")],
@@ -534,21 +522,20 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
         Call("DTensor", "backward", "all-gather", "tp"): [Calls(inputs, "X·e")],
         Call("DTensor", "backward", "reduce-scatter", "tp"): [Calls(inputs, "X·e")],
         Call("DTensor", "loss", "all-reduce", "tp"): [Calls("3", "B·S·e")],
-        # The LayerNorms, one before each gather, have a weight and a bias each. Their
-        # gradients stay Partial(): DTensor sums them at each use, first in float64, for
-        # its norm. (It adds the biases of o_proj and down_proj to all positions, so
-        # their gradients are complete.)
-        Call("DTensor", "clipping", "all-reduce", "tp"): [
-            Calls(f"2·{inputs}", "8·D"),
-            Calls("1", norm_bytes("p")),
-        ],
+        Call("DTensor", "clipping", "all-reduce", "tp"): norm,
         # AdamW uses a gradient three times; no sum is stored, so each use sums again.
         Call("DTensor", "update", "all-reduce", "tp"): [Calls(f"3·2·{inputs}", "D·e")],
     }
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
     brief = ["DTensor", "loss", "clipping"]
     report.ledger(formulas, size, report.args.steps, brief=brief)
-    totals = ring_totals(report, size)
+    # An all-gather or reduce-scatter is one round around the ring, an all-reduce two.
+    rounds = {"TP": 4, "TP + SP": 4 if report.args.save_gathered else 5, "DTensor": 4}
+    totals = []
+    for run in rounds:
+        if run not in report.raised:
+            formula = f"{rounds[run]}·{inputs}·X·e·(T - 1)/T"
+            totals.append(ring_row(report, run, formula, size))
     report.table("ring", totals, brief=f"{len(totals)} totals of a ring")
     report.agree("as predicted")
     sent = {row["run"]: row["forward + backward"] for row in totals}
@@ -561,31 +548,6 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
             f"A rank of a ring sends {sent['TP']:,} bytes under TP. Under TP + SP, "
             f"which {how}, it sends {times:.2f} times as many."
         )
-
-
-def ring_totals(report: Report, size: dict[str, int]) -> list[dict]:
-    """What a rank of a ring sends in each run, from the rows of the ledger."""
-    # An all-gather or reduce-scatter is one round around the ring, an all-reduce two.
-    rounds = {"TP": 4, "TP + SP": 4 if report.args.save_gathered else 5, "DTensor": 4}
-    rows = []
-    for run in rounds:
-        if run in report.raised:
-            continue
-        row = {"run": run, "forward + backward": 0}
-        row["formula"] = f"{rounds[run]}·(2·L + 1)·X·e·(T - 1)/T"
-        row["calls after"] = 0
-        row["ring after"] = 0
-        for sent in report.data["communication"]:
-            if sent["run"] == run and sent["phase"] in ("forward", "backward"):
-                row["forward + backward"] += sent["ring"]
-            elif sent["run"] == run and sent["phase"] != "loss":
-                row["calls after"] += sent["calls"]
-                row["ring after"] += sent["ring"]
-        predicted = evaluate(row["formula"], size)
-        name = f"{run} forward + backward, ring"
-        report.expect(row, "forward + backward", "bytes", name, predicted)
-        rows.append(row)
-    return rows
 
 
 def show_async_tp(report: Report, size: dict[str, int], tp_group) -> None:
@@ -615,11 +577,14 @@ def show_async_tp(report: Report, size: dict[str, int], tp_group) -> None:
 
 # ---- What a layer saves for backward
 
-# Bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1); A = B·N·S·S attention weights.
-# T divides what is sharded by head or column, R what is sharded by position, and G the
-# inputs of column-parallel linears. TP: R = G = 1. SP: R = G = T. If these inputs are
-# saved gathered, as by DTensor: R = T, G = 1.
-SAVED_BY_A_LAYER = {
+# Letters of the formulas below, and of the legend. R and G depend on the run.
+LETTERS = """\
+   A   attention weights, B·N·S·S = {A:,}
+   c   bytes of a mean or of 1/σ: {c}
+   T   shards of what is split by heads or columns
+   R   shards of what is split by positions: T under SP, otherwise 1
+   G   the same for outputs of LayerNorms: 1 if they are saved gathered"""
+SAVED_BY_A_LAYER = {  # bytes, in bfloat16 (arXiv:2205.05198, sec. 4.1)
     "inputs of both LayerNorms": "4·X/R",
     "outputs of both LayerNorms": "4·X/G",  # inputs of q, k, v and of up_proj
     "dropout masks of block outputs": "2·X/R",
@@ -666,28 +631,18 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
 
     report.section("Bytes that a layer saves for backward, in bfloat16 (2 bytes)")
     rows, sums = add_up(SAVED_BY_A_LAYER, sizes)
-    if args.verbose:
-        report.say(
-            f"   A   attention weights, B·N·S·S = {size['A']:,}\n"
-            f"   c   bytes of a mean or of 1/σ: {size['c']}\n"
-            "   T   shards of what is split by heads or columns\n"
-            "   R   shards of what is split by positions: T under SP, otherwise 1\n"
-            "   G   the same for outputs of LayerNorms: 1 if they are saved gathered"
-        )
     rows.append(measured_row(report, "saved", "sum", sums, measured))
     of_runs = {run: calls[run] for run in sizes}
     rows.append(measured_row(report, "calls in backward", "", of_runs, measured))
+    if args.verbose:
+        report.say(LETTERS.format_map(size))
     show_terms(report, rows)
     show_recomputation(report, measured, calls, size)
-    shares = {}
-    for name in ("TP", "TP + SP", "TP + SP, full"):
-        share = 100 * measured[name]["saved"] / measured["without TP"]["saved"]
-        shares[name] = f"{share:.0f} %"
-    report.conclude(
-        f"Of what one process saves, a rank saves {shares['TP']} under TP, "
-        f"{shares['TP + SP']} under TP + SP, {shares['TP + SP, full']} if all is "
-        "recomputed."
-    )
+    of_one = measured["without TP"]["saved"]
+    share = {run: f"{100 * measured[run]['saved'] / of_one:.0f} %" for run in measured}
+    text = f"Of what one process saves, a rank saves {share['TP']} under TP, "
+    text += f"{share['TP + SP']} under TP + SP"
+    report.conclude(f"{text}, {share['TP + SP, full']} if all is recomputed.")
 
 
 def show_recomputation(report: Report, measured: dict, calls: dict, size) -> None:
@@ -696,8 +651,7 @@ def show_recomputation(report: Report, measured: dict, calls: dict, size) -> Non
     for name, formula in SAVED_WITH_RECOMPUTATION.items():
         row = {"recomputation": name, "formula": formula}
         row.update(measured[name])
-        predicted = evaluate(formula, size)
-        report.expect(row, "saved", "memory", f"saved, {name}", predicted)
+        report.expect(row, "saved", "memory", f"saved, {name}", evaluate(formula, size))
         label = f"backward of a layer, {name}"
         report.expect(row, "calls in backward", "calls", label, calls[name])
         rows.append(row)
@@ -720,30 +674,24 @@ def show_padded_lengths(report: Report, tp_group) -> None:
 
     losses = {"without TP": {}, "TP + SP": {}}
     gradients = {"without TP": {}, "TP + SP": {}}
-
-    def add_step_1(name: str, run: TrainingRun, label: str) -> None:
-        losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
-        for parameter, gradient in run.gradients.items():
-            gradients[name][f"{label}: dL/d {parameter}"] = gradient
-
     with report.column("padded lengths"):
         for length in sorted({1, max(1, S - 1), 2 * S + 1}):
             args.seq_len = length
             batch = make_batches(__doc__, args, 1)[0]
             padded = pad_batch(batch[0], batch[1], args.ranks)
             label = f"length {length}, padded to {padded[0].shape[1]}"
-            model = copy.deepcopy(full)
-            run = train_transformer(label, model, [batch], args)
-            add_step_1("without TP", run, label)
+            alone = train_transformer(label, copy.deepcopy(full), [batch], args)
             model = sp_transformer(full, tp_group)
-            run = train_with_tp(label, model, [padded], args, tp_group, sum_up)
-            add_step_1("TP + SP", run, label)
+            in_slices = train_with_tp(label, model, [padded], args, tp_group, sum_up)
+            for name, run in (("without TP", alone), ("TP + SP", in_slices)):
+                losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
+                for parameter, gradient in run.gradients.items():
+                    gradients[name][f"{label}: dL/d {parameter}"] = gradient
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     report.compare("lengths", losses, ALLOWED_LOSS["float64"], brief="losses")
     one_row = lambda name: "all gradients"
-    report.compare(
-        "length gradients", gradients, ALLOWED["float64"], one_row, brief="gradients"
-    )
+    allowed = ALLOWED["float64"]
+    report.compare("length gradients", gradients, allowed, one_row, brief="gradients")
     report.agree("as without TP")
 
 
@@ -880,6 +828,34 @@ def parse_args(ranks: int) -> argparse.Namespace:
     if args.only == 7 and not args.hf:
         raise ValueError("--only 7: section 7 is printed with --hf only; add --hf")
     return args
+
+
+# ---- Rows of tables
+
+
+def numbers_row(label: str, positions: str, tensors: dict, names: list[str]) -> dict:
+    """The first numbers of some tensors, each in a column."""
+    row = {"": label, "positions": positions}
+    for name in names:
+        numbers = tensors[name].flatten()[:3].tolist()
+        column = name.split(".", 2)[2]  # without layers.N
+        row[column] = " ".join(f"{x:9.6f}" for x in numbers)
+    return row
+
+
+def ring_row(report: Report, run: str, formula: str, size: dict[str, int]) -> dict:
+    """What a rank of a ring sends in a run, from the rows of the ledger."""
+    row = {"run": run, "forward + backward": 0, "formula": formula}
+    row.update({"calls after": 0, "ring after": 0})
+    for sent in report.data["communication"]:
+        if sent["run"] == run and sent["phase"] in ("forward", "backward"):
+            row["forward + backward"] += sent["ring"]
+        elif sent["run"] == run and sent["phase"] != "loss":
+            row["calls after"] += sent["calls"]
+            row["ring after"] += sent["ring"]
+    name = f"{run} forward + backward, ring"
+    report.expect(row, "forward + backward", "bytes", name, evaluate(formula, size))
+    return row
 
 
 # ---- How bytes of a layer are measured
