@@ -644,12 +644,12 @@ def show_pieces(report: Report, model, batch: tuple, size: dict, tp_group) -> No
         row.update({"formula": formula, "diff": 0.0, "off": []})
         what = f"head and loss {run}"
         if size["T"] > 1:
-            sent = evaluate("3·B·S·e + B·S·D·e", size)
+            predicted = evaluate("3·B·S·e + B·S·D·e", size)
             report.expect(row, "calls", "calls", what, calls)
-            report.expect(row, "bytes", "bytes", what, sent)
+            report.expect(row, "bytes", "bytes", what, predicted)
         if size["v"] != size["D"] and size["S"] > pieces:  # the meter sees shapes only
-            peak = evaluate(formula, size)
-            report.expect(row, "peak of logits", "memory", what, peak)
+            predicted = evaluate(formula, size)
+            report.expect(row, "peak of logits", "memory", what, predicted)
         for name, expected in results["at once"].items():
             diff = rel_diff(results[run][name], expected)
             row["diff"] = max(row["diff"], diff)

@@ -531,11 +531,7 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     report.ledger(formulas, size, report.args.steps, brief=brief)
     # An all-gather or reduce-scatter is one round around the ring, an all-reduce two.
     rounds = {"TP": 4, "TP + SP": 4 if report.args.save_gathered else 5, "DTensor": 4}
-    totals = []
-    for run in rounds:
-        if run not in report.raised:
-            formula = f"{rounds[run]}·{inputs}·X·e·(T - 1)/T"
-            totals.append(ring_row(report, run, formula, size))
+    totals = ring_rows(report, rounds, f"{inputs}·X·e·(T - 1)/T", size)
     report.table("ring", totals, brief=f"{len(totals)} totals of a ring")
     report.agree("as predicted")
     sent = {row["run"]: row["forward + backward"] for row in totals}
@@ -843,19 +839,30 @@ def numbers_row(label: str, positions: str, tensors: dict, names: list[str]) -> 
     return row
 
 
-def ring_row(report: Report, run: str, formula: str, size: dict[str, int]) -> dict:
-    """What a rank of a ring sends in a run, from the rows of the ledger."""
-    row = {"run": run, "forward + backward": 0, "formula": formula}
-    row.update({"calls after": 0, "ring after": 0})
-    for sent in report.data["communication"]:
-        if sent["run"] == run and sent["phase"] in ("forward", "backward"):
-            row["forward + backward"] += sent["ring"]
-        elif sent["run"] == run and sent["phase"] != "loss":
-            row["calls after"] += sent["calls"]
-            row["ring after"] += sent["ring"]
-    name = f"{run} forward + backward, ring"
-    report.expect(row, "forward + backward", "bytes", name, evaluate(formula, size))
-    return row
+def ring_rows(report: Report, rounds: dict, one_round: str, size: dict) -> list[dict]:
+    """What a rank of a ring sends in each run, from the rows of the ledger.
+
+    rounds: run → how many there are in its forward and backward.
+    one_round: the bytes that a rank sends in one, a formula.
+    """
+    rows = []
+    for run in rounds:
+        if run in report.raised:
+            continue
+        row = {"run": run, "forward + backward": 0}
+        row["formula"] = f"{rounds[run]}·{one_round}"
+        row.update({"calls after": 0, "ring after": 0})
+        for sent in report.data["communication"]:
+            if sent["run"] == run and sent["phase"] in ("forward", "backward"):
+                row["forward + backward"] += sent["ring"]
+            elif sent["run"] == run and sent["phase"] != "loss":
+                row["calls after"] += sent["calls"]
+                row["ring after"] += sent["ring"]
+        predicted = evaluate(row["formula"], size)
+        name = f"{run} forward + backward, ring"
+        report.expect(row, "forward + backward", "bytes", name, predicted)
+        rows.append(row)
+    return rows
 
 
 # ---- How bytes of a layer are measured
