@@ -686,8 +686,9 @@ def show_padded_lengths(report: Report, tp_group) -> None:
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     report.compare("lengths", losses, ALLOWED_LOSS["float64"], brief="losses")
     one_row = lambda name: "all gradients"
-    allowed = ALLOWED["float64"]
-    report.compare("length gradients", gradients, allowed, one_row, brief="gradients")
+    report.compare(
+        "length gradients", gradients, ALLOWED["float64"], one_row, brief="gradients"
+    )
     report.agree("as without TP")
 
 
