@@ -573,7 +573,7 @@ def show_async_tp(report: Report, size: dict[str, int], tp_group) -> None:
 
 # ---- What a layer saves for backward
 
-# Letters of the formulas below, and of the legend. R and G depend on the run.
+# The letters of the formulas; show_memory_sp has R and G of each run.
 LETTERS = """\
    A   attention weights, B·N·S·S = {A:,}
    c   bytes of a mean or of 1/σ: {c}
