@@ -676,10 +676,12 @@ def show_padded_lengths(report: Report, tp_group) -> None:
             batch = make_batches(__doc__, args, 1)[0]
             padded = pad_batch(batch[0], batch[1], args.ranks)
             label = f"length {length}, padded to {padded[0].shape[1]}"
-            alone = train_transformer(label, copy.deepcopy(full), [batch], args)
-            model = sp_transformer(full, tp_group)
-            in_slices = train_with_tp(label, model, [padded], args, tp_group, sum_up)
-            for name, run in (("without TP", alone), ("TP + SP", in_slices)):
+            for name in losses:
+                if name == "without TP":
+                    run = train_transformer(label, copy.deepcopy(full), [batch], args)
+                else:
+                    model = sp_transformer(full, tp_group)
+                    run = train_with_tp(label, model, [padded], args, tp_group, sum_up)
                 losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
                 for parameter, gradient in run.gradients.items():
                     gradients[name][f"{label}: dL/d {parameter}"] = gradient
