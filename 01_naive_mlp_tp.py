@@ -487,10 +487,8 @@ def show_results_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
 
 def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
     """What is replicated must be bitwise identical on all ranks after training."""
-    replicas = {}
-    for name, p in dict(run.mlp.named_parameters(), x=run.x).items():
-        if not shardings_of(p):
-            replicas[name] = p
+    trained = dict(run.mlp.named_parameters(), x=run.x)
+    replicas = {name: p for name, p in trained.items() if not shardings_of(p)}
     row = replicas_row(report, "tp", replicas, tp_group)
     report.table("replicas", [row], brief=f"{len(replicas)} replicas")
     report.agree("bitwise identical on all ranks after training, as they must be")
