@@ -58,7 +58,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, parallel
 
 # ==== NEW in 05: data × pipeline × tensor parallelism
-# Read lines 61 to 404, in about 34 minutes. What follows is optional, up to RUN.
+# Read lines 61 to 407, in about 35 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: COMM counts collectives, and records in which call this rank waits.
 # From 01: shardings_of(p) is ((dim, group), …), empty if p is replicated. From 02: PAD
@@ -83,18 +83,21 @@ def make_mesh(sizes: dict[str, int], timeout: float) -> dict[str, dist.ProcessGr
     group [4, 5], the DP group [5, 7] and the pipeline [1, 5].
     """
     groups = mesh_groups(sizes, timeout)
-    limit = timedelta(seconds=timeout)
-    new_groups = dist.new_subgroups_by_enumeration  # returns this rank's group first
     pipelines = torch.arange(dist.get_world_size()).view(sizes["pp"], -1).T.tolist()
     # Gradients go back in a group of their own: NCCL runs the messages of one group in
     # order, so an activation whose receiver is busy would block a gradient behind it.
-    groups["pp_backward"] = new_groups(pipelines, timeout=limit, group_desc="pp")[0]
+    groups["pp_backward"] = new_group_from(pipelines, "pp", timeout)
     # For --tie: first and last stage. Those between get a group that sends nothing.
     first_and_last = [sorted({line[0], line[-1]}) for line in pipelines]
     between = [line[1:-1] for line in pipelines if len(line) > 2]
-    lists = first_and_last + between
-    groups["embedding"] = new_groups(lists, timeout=limit, group_desc="embed")[0]
+    groups["embedding"] = new_group_from(first_and_last + between, "embed", timeout)
     return groups
+
+
+def new_group_from(lists: list, axis: str, timeout: float) -> dist.ProcessGroup:
+    """Create one group per list of ranks, on every rank; return this rank's group."""
+    limit = timedelta(seconds=timeout)
+    return dist.new_subgroups_by_enumeration(lists, timeout=limit, group_desc=axis)[0]
 
 
 def slice_stage(model: Transformer, stage: int, num_stages: int) -> Transformer:
