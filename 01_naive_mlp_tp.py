@@ -51,7 +51,7 @@ from torch.distributed.tensor import DTensor, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 01: one MLP, split
-# Read lines 54 to 305, in about 25 minutes. What follows is optional, up to RUN.
+# Read lines 54 to 295, in about 24 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: all_reduce, all_gather and reduce_scatter return new tensors, and
 # autograd does not track them. shard(x, dim, group) is this rank's slice of a tensor
@@ -78,16 +78,13 @@ class MLP(nn.Module):
 # biases, the MLP is Y = GELU(X·Up)·Down. Split Up by columns and Down by rows:
 #
 #     aₜ = X·Upₜ                 columns of X·Up, complete elements: GELU can be applied
-#     Y = Σₜ GELU(aₜ)·Downₜ      one partial sum per rank: all-reduce in forward
-#     dL/dX = Σₜ dL/daₜ · Upₜᵀ   one partial sum per rank: all-reduce in backward
+#     Y = Σₜ GELU(aₜ)·Downₜ      one partial sum per rank: g all-reduces, in forward
+#     dL/dX = Σₜ dL/daₜ · Upₜᵀ   one partial sum per rank: f all-reduces, in backward
 #     dL/dUpₜ = Xᵀ · dL/daₜ      both factors are on rank t: nothing to send
 #
 #     rank 0    X ── f ── ·Up₀ ── GELU ── ·Down₀ ──┐
 #                                                  g ── Y, on both ranks
 #     rank 1    X ── f ── ·Up₁ ── GELU ── ·Down₁ ──┘
-#
-#     forward  →     f sends nothing               g all-reduces GELU(aₜ)·Downₜ
-#     backward ←     f all-reduces dL/daₜ · Upₜᵀ   g sends nothing
 #
 # Rows first would give partial sums of X·Up, and GELU(a) + GELU(b) is not GELU(a + b):
 # an all-reduce of B·S·F elements would be needed before GELU.
@@ -110,13 +107,6 @@ def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
 def shardings_of(p: Tensor) -> tuple:
     """How a parameter was sharded: ((dim, group), …); empty if it is replicated."""
     return getattr(p, "shardings", ())
-
-
-def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' slices; the last split is undone first."""
-    for dim, group in reversed(shardings):  # one at most in this lesson
-        x = all_gather(x, dim, group)
-    return x
 
 
 # ---- Collectives with a backward
@@ -143,7 +133,6 @@ def unshard(x: Tensor, shardings: tuple) -> Tensor:
 #     down_proj.bias    all of it      all of y             complete, equal on all ranks
 #     any, under DP     all of it      its samples of x     partial: sum over the ranks
 #
-# (Without that last sum the ranks' copies diverge: average_gradients, below.)
 
 
 class CopyToTP(torch.autograd.Function):
@@ -295,8 +284,9 @@ def dtensor_mlp(full: MLP, tp_group: dist.ProcessGroup) -> nn.Module:
 def average_gradients(parameters, dp_group: dist.ProcessGroup) -> None:
     """Average the gradients of ranks that have different samples.
 
-    A rank's loss is the mean over its own samples; that of the full batch is the mean
-    of these. Communication: one all-reduce per parameter, of its size.
+    Otherwise the ranks' copies would diverge. A rank's loss is the mean over its own
+    samples; that of the full batch is the mean of these.
+    Communication: one all-reduce per parameter, of its size.
     """
     for p in parameters:
         if p.grad is not None:  # None: unused in this step, on every rank
@@ -447,6 +437,13 @@ def unshard_gradient(p: Tensor) -> Tensor:
     return unshard(grad, shardings_of(p))
 
 
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' slices; the last split is undone first."""
+    for dim, group in reversed(shardings):  # one at most in this lesson
+        x = all_gather(x, dim, group)
+    return x
+
+
 # ---- The sections of the output, in order
 
 
@@ -490,10 +487,8 @@ def show_results_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
 
 def show_replicas_mlp(report: Report, run: MLPRun, tp_group) -> None:
     """What is replicated must be bitwise identical on all ranks after training."""
-    replicas = {}
-    for name, p in dict(run.mlp.named_parameters(), x=run.x).items():
-        if not shardings_of(p):
-            replicas[name] = p
+    trained = dict(run.mlp.named_parameters(), x=run.x)
+    replicas = {name: p for name, p in trained.items() if not shardings_of(p)}
     row = replicas_row(report, "tp", replicas, tp_group)
     report.table("replicas", [row], brief=f"{len(replicas)} replicas")
     report.agree("bitwise identical on all ranks after training, as they must be")
@@ -521,8 +516,7 @@ def show_dp_mlp(report: Report, runs: dict[str, MLPRun]) -> None:
     losses = values_of(compared, "losses")
     report.compare("losses", losses, report.allowed_loss, brief="losses")
     report.compare("outputs", values_of(compared, "output"), brief="output")
-    gradients = values_of(compared, "gradients")
-    report.compare("gradients", gradients, brief="gradients")
+    report.compare("gradients", values_of(compared, "gradients"), brief="gradients")
     report.agree("as without TP")
 
 
@@ -592,19 +586,16 @@ def bytes_stored_mlp(run: MLPRun) -> dict[str, int]:
 
 def show_communication_mlp(report: Report, size: dict[str, int]) -> None:
     """Collectives per step against formulas; from how many tokens on DP sends less."""
-    # One gather of each layer's output, h and y; in backward the f of each layer.
-    h_and_y = [Calls("1", "B·S·F·e"), Calls("1", "B·S·D·e")]
+    h = Calls("1", "B·S·F·e")
+    y = Calls("1", "B·S·D·e")  # x has the same size
+    # One gather of each layer's output; in backward the f of each layer.
     formulas = {
-        Call("naive", "forward", "all-gather", "tp"): h_and_y,
-        Call("naive", "backward", "all-reduce", "tp"): h_and_y,
+        Call("naive", "forward", "all-gather", "tp"): [h, y],
+        Call("naive", "backward", "all-reduce", "tp"): [h, y],
     }
     for run in ("Megatron", "DTensor"):
-        formulas[Call(run, "forward", "all-reduce", "tp")] = [
-            Calls("1", "B·S·D·e")
-        ]  # g
-        formulas[Call(run, "backward", "all-reduce", "tp")] = [
-            Calls("1", "B·S·D·e")
-        ]  # f
+        formulas[Call(run, "forward", "all-reduce", "tp")] = [y]  # g
+        formulas[Call(run, "backward", "all-reduce", "tp")] = [y]  # f
     formulas[Call("DP", "backward", "all-reduce", "dp")] = [
         Calls("2", "D·F·e"),  # the weights
         Calls("1", "F·e"),  # the biases

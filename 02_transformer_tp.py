@@ -1392,15 +1392,6 @@ def shardings_of(p: Tensor) -> tuple:
     return getattr(p, "shardings", ())
 
 
-def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' slices; the last split is undone first.
-
-    (lesson 01)"""
-    for dim, group in reversed(shardings):  # one at most in this lesson
-        x = all_gather(x, dim, group)
-    return x
-
-
 class CopyToTP(torch.autograd.Function):
     """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
 
@@ -1487,6 +1478,15 @@ def tp_mlp(full: MLP, tp_group: dist.ProcessGroup) -> MLP:
     mlp.up_proj = ColumnParallelLinear(full.up_proj, tp_group)
     mlp.down_proj = RowParallelLinear(full.down_proj, tp_group)
     return mlp
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' slices; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):  # one at most in this lesson
+        x = all_gather(x, dim, group)
+    return x
 
 
 def placement_rows(full: nn.Module, tp: nn.Module) -> list[dict]:

@@ -1457,15 +1457,6 @@ def shardings_of(p: Tensor) -> tuple:
     return getattr(p, "shardings", ())
 
 
-def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' slices; the last split is undone first.
-
-    (lesson 01)"""
-    for dim, group in reversed(shardings):  # one at most in this lesson
-        x = all_gather(x, dim, group)
-    return x
-
-
 class CopyToTP(torch.autograd.Function):
     """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
 
@@ -1576,6 +1567,15 @@ class ReduceScatterWithGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' slices; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):  # one at most in this lesson
+        x = all_gather(x, dim, group)
+    return x
 
 
 def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:

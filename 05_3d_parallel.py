@@ -45,7 +45,7 @@ import copy
 import logging
 import math
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -452,9 +452,8 @@ def main(args, report: Report) -> None:
     """Train one model in one process and on the mesh, then compare."""
     mesh = {axis: getattr(args, axis) for axis in AXES}
     groups = make_mesh(mesh, args.timeout)
-    batches = []
-    for tokens_BS, target_BS in make_batches(__doc__, args, args.steps):
-        batches.append(pad_batch(tokens_BS, target_BS, args.tp))
+    batches = make_batches(__doc__, args, args.steps)
+    batches = [pad_batch(tokens, target, args.tp) for tokens, target in batches]
     args.seq_len = batches[0][0].shape[1]  # from here on T divides it
     size = mesh_size(args)
     report.begin(mesh, size)
@@ -478,17 +477,9 @@ def main(args, report: Report) -> None:
         show_replicas_mesh(report, training, runs["mesh"], batches[-1])
     show_gradients_mesh(report, runs)
     if "mesh" in runs:
-        show_communication_mesh(report, training, batches[-1], size)
+        show_communication_mesh(report, training, size)
     report.number = 5
     show_pytorch(report, full, batches[0], groups)
-
-
-def mesh_size(args) -> dict[str, int]:
-    """The letters of lesson 02, and those of the mesh."""
-    size = sizes_of(args)
-    rows = args.batch_size // args.dp // args.microbatches
-    size.update(T=args.tp, P=args.pp, DP=args.dp, M=args.microbatches, b=rows)
-    return size
 
 
 # ---- Training
@@ -504,10 +495,7 @@ def train_on_mesh(training: MeshTraining, batches: list, args) -> TrainingRun:
         COMM.bytes.clear()
         part_of_loss = training.gradients(batch)
         if step == 1:
-            gradients = {}  # of a tied weight only the first stage has one
-            for name, p in training.parameters.items():
-                if p.grad is not None:
-                    gradients[name] = p.grad
+            gradients = {name: p.grad for name, p in training.parameters.items()}
             gradients = gather_stages(training, gradients)
         norms[f"‖g‖, step {step}"] = training.update()
         # For the report: replicas have parts of the loss, other stages have 0.
@@ -523,9 +511,10 @@ def gather_stages(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
     """Unsharded tensors of all stages, by name; this rank's own where it has them."""
     local = {}
     for name, x in tensors.items():
-        p = training.parameters[name]
-        x = unshard(x.detach(), shardings_of(p))
-        local[name] = x[: getattr(p, "rows", None)].cpu().clone()
+        if x is not None:  # only the first stage has the gradient of a tied weight
+            p = training.parameters[name]
+            x = unshard(x.detach(), shardings_of(p))
+            local[name] = x[: getattr(p, "rows", None)].cpu().clone()
     unsharded = {}
     for of_stage in gather_objects(local, training.groups["pp"]):
         unsharded.update(of_stage)
@@ -533,58 +522,48 @@ def gather_stages(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
     return unsharded
 
 
-# ---- The sections of the output, in order: first those of the pipeline
+# ---- The sections of the output, in order
 
 
 def show_stages(report: Report, training: MeshTraining) -> None:
     """Which rank is where, and what each stage holds."""
     args = report.args
     groups = training.groups
-    members = {axis: dist.get_process_group_ranks(groups[axis]) for axis in AXES}
-    all_members = gather_objects(members)
-    report.data["groups"] = all_members
     stage, replica, tp_rank = [groups[axis].rank() for axis in AXES]
     rank = (stage * args.dp + replica) * args.tp + tp_rank
-    name = "rank = (stage · DP + replica) · T + tp_rank"
-    report.check("mesh", name, abs(rank - dist.get_rank()))
+    formula = "rank = (stage · DP + replica) · T + tp_rank"
+    report.check("mesh", formula, abs(rank - dist.get_rank()))
     modules = list(dict.fromkeys(part_of(name) for name in training.parameters))
-    check_layers(report, modules, stage, groups["pp"])
+    check_layers(report, modules, groups["pp"])
     few = ", ".join(modules)
     holds = gather_objects(few if len(few) < 60 else f"{modules[0]} … {modules[-1]}")
+    members = {axis: dist.get_process_group_ranks(groups[axis]) for axis in AXES}
+    report.data["groups"] = gather_objects(members)
     rows = []
     for stage in range(args.pp):
         row = {"": f"stage {stage}"}
         for replica in range(args.dp):
             first = (stage * args.dp + replica) * args.tp
-            row[f"dp {replica}"] = str(all_members[first]["tp"])
+            row[f"dp {replica}"] = str(report.data["groups"][first]["tp"])
         row["holds"] = holds[first]
         rows.append(row)
-    report.section("[pipeline] The mesh: rank = (stage · DP + replica) · T + tp_rank")
+    report.section(f"[pipeline] The mesh: {formula}")
     report.say("   [ ]: a TP group. Row: a stage. Column: a replica, T pipelines.")
     report.table("stages", rows)
 
 
-def check_layers(report: Report, modules: list[str], stage: int, pipeline) -> None:
+def check_layers(report: Report, modules: list[str], pp_group) -> None:
     """Are the layers in their order over the stages, and is their number predicted?"""
-    order = []
-    layers = Counter()  # of each stage
-    for place, of_stage in enumerate(gather_objects(modules, pipeline)):
-        for module in of_stage:
-            if module.startswith("layers."):
-                order.append(module)
-                layers[place] += 1
+    layers = [module for module in modules if module.startswith("layers.")]
+    order = list(chain.from_iterable(gather_objects(layers, pp_group)))
     right = [f"layers.{i}" for i in range(report.args.layers)]
     text = f"the stages run {', '.join(order)}: not in this order"
     report.check("outputs", "order of the layers", int(order != right), text=text)
+    stage = pp_group.rank()
     predicted = layers_of(report.args, stage)
-    text = f"stage {stage} has {layers[stage]} layers, predicted {predicted}"
+    text = f"stage {stage} has {len(layers)} layers, predicted {predicted}"
     name = f"layers of stage {stage}"
-    report.check("memory", name, abs(layers[stage] - predicted), text=text)
-
-
-def layers_of(args, stage: int) -> int:
-    """Layers of a stage: the first L mod P stages get one more."""
-    return args.layers // args.pp + int(stage < args.layers % args.pp)
+    report.check("memory", name, abs(len(layers) - predicted), text=text)
 
 
 def part_of(name: str) -> str:
@@ -616,9 +595,6 @@ def show_steps_of_stages(report: Report, training: MeshTraining) -> None:
         )
 
 
-# ---- The sections of one step on the mesh
-
-
 def show_training_mesh(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Losses, gradient norms before clipping, and the parameters after training."""
     report.section("[mesh] Losses, gradient norms before clipping, final parameters")
@@ -626,28 +602,23 @@ def show_training_mesh(report: Report, runs: dict[str, TrainingRun]) -> None:
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", values_of(runs, "norms"), brief="norms")
     parameters = values_of(runs, "parameters")
-    fold = dict.fromkeys(runs["one process"].parameters, "all parameters")
-    report.compare("parameters", parameters, fold=fold.get, brief="parameters")
+    fold = lambda name: "all parameters"
+    report.compare("parameters", parameters, fold=fold, brief="parameters")
     report.agree("as in one process")
 
 
 def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> None:
     """What several ranks hold must be bitwise identical on all of them."""
-    args = report.args
-    groups = training.groups
-    over_tp = {}
-    over_dp = {}
+    groups = dict(training.groups, pp=training.groups["embedding"])
+    axes = ("tp", "dp", "pp") if report.args.tie else ("tp", "dp")
+    replicas = {axis: {} for axis in axes}
     for name, p in training.parameters.items():
-        over_dp[f"{name} over dp"] = p
+        replicas["dp"][f"{name} over dp"] = p
         if not shardings_of(p):
-            over_tp[f"{name} over tp"] = p
-    rows = [replicas_row(report, "tp", over_tp, groups["tp"])]
-    rows.append(replicas_row(report, "dp", over_dp, groups["dp"]))
-    if args.tie:
-        tied = {}
-        if TIED in training.parameters:
-            tied[f"{TIED} over pp"] = training.parameters[TIED]
-        rows.append(replicas_row(report, "pp", tied, groups["embedding"]))
+            replicas["tp"][f"{name} over tp"] = p
+        if report.args.tie and name == TIED:
+            replicas["pp"][f"{name} over pp"] = p
+    rows = [replicas_row(report, axis, replicas[axis], groups[axis]) for axis in axes]
     held = sum(row["tensors"] for row in rows if report.mesh[row["identical over"]] > 1)
     report.table("replicas", rows, brief=f"{held} replicas of rank 0")
     report.agree("the same on all ranks that hold them")
@@ -666,8 +637,7 @@ def show_batch(report: Report, training: MeshTraining, batch) -> None:
         pairs = zip(training.pipeline.micro_batches, expected)
         differ = sum(not torch.equal(x, other) for x, other in pairs)
         report.check("runs", "micro-batches unlike those of the TP group", differ)
-    lengths = gather_objects([x.shape[2] for x in expected])
-    lengths = lengths[: args.dp * args.tp : args.tp]  # of one rank per replica
+    lengths = gather_objects([x.shape[2] for x in expected], groups["dp"])
     report.data["lengths"] = lengths
     targets = [int((part != IGNORE).sum()) for part in split(batch[1], 0, args.dp)]
     targets = f"   Last batch, targets per replica: {targets}"
@@ -682,42 +652,31 @@ def show_gradients_mesh(report: Report, runs: dict[str, TrainingRun]) -> None:
     report.compare("gradients", values_of(runs, "gradients"), fold=part_of)
 
 
-# ---- Communication
-
-
-def show_communication_mesh(report: Report, training, batch, size: dict) -> None:
+def show_communication_mesh(report: Report, training, size: dict) -> None:
     """Calls and bytes of the last step: rank 0's, the last stage's, totals per axis."""
     args = report.args
     stage = training.pipeline.number
-    micro_batches = make_microbatches(
-        batch, training.groups, args.microbatches, args.ragged
-    )
-    tokens = sum(x[0].numel() for x in micro_batches)
-    replicated = 0
-    trained = 0
-    for name, p in training.parameters.items():
-        if args.tie and stage > 0 and name == TIED:
-            continue  # the last stage's copy
-        trained += p.numel()
-        if not shardings_of(p):
-            replicated += p.numel()
-    size = dict(size, l=layers_of(args, stage), Ψ=trained, ρ=replicated)
-    size["S"] = tokens / (size["b"] * size["M"])  # the mean, if they are ragged
+    trained = dict(training.parameters)
+    if args.tie and stage > 0:
+        trained.pop(TIED, None)  # the last stage's copy
+    replicated = [p for p in trained.values() if not shardings_of(p)]
+    size = dict(size, l=layers_of(args, stage))
+    size["Ψ"] = sum(p.numel() for p in trained.values())
+    size["ρ"] = sum(p.numel() for p in replicated)
+    lengths = report.data["lengths"][training.groups["dp"].rank()]
+    size["S"] = sum(lengths) / len(lengths)  # of micro-batches, which may be ragged
     size["X"] = size["b"] * size["S"] * size["D"]
     size["v"] = math.ceil(size["V"] / size["T"])
     size["w"] = max(4, size["e"])  # the loss is computed in float32 at least
     report.section(
-        "[mesh] Communication of rank 0 in the last step; ring: bytes that it sends"
-    )
-    report.say(
+        "[mesh] Communication of rank 0 in the last step; ring: bytes that it sends\n"
         "   X      elements of a micro-batch's activation, b·S·D (their mean)\n"
         "   l      layers of the stage; + 1: embedding or head, + 2: both\n"
         "   Ψ, ρ   parameters of the rank; those of them that are replicated over tp"
     )
     if args.tie or args.verbose or (args.pp == 1 and args.tp > 1):
         report.say("   v, w   ⌈V/T⌉ rows of the vocabulary; bytes of a loss")
-    brief = ["norm", "batch"]
-    report.ledger(traffic(args, stage), size, hide=["run"], brief=brief)
+    report.ledger(traffic(args, stage), size, hide=["run"], brief=["norm", "batch"])
     show_totals(report)
 
 
@@ -731,18 +690,17 @@ def traffic(args, stage: int) -> dict[Call, list[Calls]]:
     is_last = stage == args.pp - 1
     embedding = int(is_first)  # it has a reduce-scatter; backward an all-gather
     head = int(is_last)  # it has an all-gather; backward one of each
-    x = "e·X"  # bytes of a micro-batch's activation
-    message = [Calls("M", "40"), Calls("M", f"{x}/T")]  # header, then a slice of x
+    message = [Calls("M", "40"), Calls("M", "e·X/T")]  # header, then a slice of x
     formulas = {}
 
     def add(phase: str, collective: str, axis: str, *terms: Calls) -> None:
         formulas[Call("mesh", phase, collective, axis)] = list(terms)
 
     # Lesson 04: 2 of each per layer forward, and backward 2 extra all-gathers.
-    add("forward", "all-gather", "tp", Calls(f"M·(2·l + {head})", x))
-    add("forward", "reduce-scatter", "tp", Calls(f"M·(2·l + {embedding})", x))
-    add("backward", "all-gather", "tp", Calls(f"M·(4·l + {embedding + head})", x))
-    add("backward", "reduce-scatter", "tp", Calls(f"M·(2·l + {head})", x))
+    add("forward", "all-gather", "tp", Calls(f"M·(2·l + {head})", "e·X"))
+    add("forward", "reduce-scatter", "tp", Calls(f"M·(2·l + {embedding})", "e·X"))
+    add("backward", "all-gather", "tp", Calls(f"M·(4·l + {embedding + head})", "e·X"))
+    add("backward", "reduce-scatter", "tp", Calls(f"M·(2·l + {head})", "e·X"))
     add("tp sum", "all-reduce", "tp", Calls("1", "e·ρ"))
     add("dp sum", "all-reduce", "dp", Calls("1", "e·Ψ"))
     add("norm", "all-reduce", "tp", Calls("1", "8"))  # one float64
@@ -778,21 +736,19 @@ def show_totals(report: Report) -> None:
         report.agree("as predicted")
 
     # Stages differ in what they send, so the last column adds up all ranks.
-    totals = {}
+    totals = {}  # axis → its row
     for rank, rows in enumerate(rows_of_ranks):
         for row in rows:
             axis = "pp" if row["axis"] == "embed" else row["axis"]
-            if axis not in totals:
-                columns = ("calls", "payload", "ring", "ring, all ranks")
-                totals[axis] = dict.fromkeys(columns, 0)
+            new = {"total of rank 0": axis, "calls": 0, "payload": 0, "ring": 0}
+            total = totals.setdefault(axis, new)
             if rank == 0:
-                totals[axis]["calls"] += row["calls"]
-                totals[axis]["payload"] += row["bytes"]
-                totals[axis]["ring"] += row["ring"]
-            totals[axis]["ring, all ranks"] += row["ring"]
+                total["calls"] += row["calls"]
+                total["payload"] += row["bytes"]
+                total["ring"] += row["ring"]
+            total["ring, all ranks"] = total.get("ring, all ranks", 0) + row["ring"]
     order = sorted(totals, key=lambda axis: -totals[axis]["ring, all ranks"])
-    rows = [dict({"total of rank 0": axis}, **totals[axis]) for axis in order]
-    report.table("totals", rows)
+    report.table("totals", [totals[axis] for axis in order])
     if len(order) > 1:
         most = totals[order[0]]["ring, all ranks"]
         share = most / max(1, totals[order[-1]]["ring, all ranks"])
@@ -805,12 +761,17 @@ def show_totals(report: Report) -> None:
 # ---- One step by PyTorch's API
 
 
-def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
+def pytorch_stage(full: Transformer, groups, args) -> tuple[nn.Module, list[str]]:
     """This rank's part of the model by PyTorch's API, and its parameters' names.
 
     The order matters: tp (lesson 04's plan), then this stage, then fully_shard over dp
     (ZeRO stage 3: parameters are gathered around a module's forward pass).
     """
+    # Not init_device_mesh: the groups that it makes time out after 30 minutes.
+    ranks = torch.arange(args.ranks).view(args.pp, args.dp, args.tp)
+    device = torch.device(args.device).type
+    ours = [groups[axis] for axis in AXES]
+    mesh = DeviceMesh.from_group(ours, device, mesh=ranks, mesh_dim_names=AXES)
     model = parallel.parallelize_module(copy.deepcopy(full), mesh["tp"], sp_plan())
     with torch.no_grad():  # what PyTorch cannot run raises here, on all ranks
         model(torch.zeros(1, args.seq_len, dtype=torch.int64, device=args.device))
@@ -825,7 +786,7 @@ def pytorch_stage(full: Transformer, mesh: DeviceMesh, args) -> tuple:
 def pytorch_step(kind: type, full: Transformer, batch, groups, args) -> dict:
     """One step of PyTorch's pipeline: the loss, and the gradients of this stage."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no hints
-    model, names = pytorch_stage(full, pytorch_mesh(groups, args), args)
+    model, names = pytorch_stage(full, groups, args)
     # fully_shard averages gradients over replicas. So each loss is multiplied by DP: it
     # is divided by 1/DP of the batch's targets.
     targets_per_replica = (batch[1] != IGNORE).sum() / args.dp
@@ -847,21 +808,12 @@ def pytorch_step(kind: type, full: Transformer, batch, groups, args) -> dict:
     with COMM.blocking("PyTorch's pipeline", list(range(args.ranks))):
         with parallel.loss_parallel():
             pipeline.step(*inputs, target=target_bS, losses=losses)
+    zero = torch.zeros((), dtype=torch.float64, device=args.device)
     # Only the last stage has losses; the others add zero.
-    total = torch.zeros((), dtype=torch.float64, device=args.device)
-    for loss in losses:
-        total += loss.detach().full_tensor()
-    total = all_reduce(all_reduce(total, groups["pp"]), groups["dp"])
-    gradients = dict(zip(names, unshard_model(model, "grad").values()))
-    return dict(gradients, loss=total / args.dp)
-
-
-def pytorch_mesh(groups: dict[str, dist.ProcessGroup], args) -> DeviceMesh:
-    """Our groups as a mesh; init_device_mesh's groups time out after 30 minutes."""
-    ranks = torch.arange(args.ranks).view(args.pp, args.dp, args.tp)
-    device = torch.device(args.device).type
-    axis_groups = [groups[axis] for axis in AXES]
-    return DeviceMesh.from_group(axis_groups, device, mesh=ranks, mesh_dim_names=AXES)
+    loss = sum([x.detach().full_tensor() for x in losses], zero)
+    loss = all_reduce(all_reduce(loss, groups["pp"]), groups["dp"])
+    gradients = unshard_model(model, "grad").values()
+    return dict(zip(names, gradients), loss=loss / args.dp)
 
 
 def show_pytorch(report: Report, full: Transformer, batch: tuple, groups) -> None:
@@ -1075,6 +1027,19 @@ def fill_sizes(args) -> None:
         refuse(args, "layers", f"fewer than --pp {args.pp}", args.pp)
     raise_refused(args)
     raise_wrong_sizes(args)
+
+
+def mesh_size(args) -> dict[str, int]:
+    """The letters of lesson 02, and those of the mesh."""
+    size = sizes_of(args)
+    rows = args.batch_size // args.dp // args.microbatches
+    size.update(T=args.tp, P=args.pp, DP=args.dp, M=args.microbatches, b=rows)
+    return size
+
+
+def layers_of(args, stage: int) -> int:
+    """Layers of a stage: the first L mod P stages get one more."""
+    return args.layers // args.pp + int(stage < args.layers % args.pp)
 
 
 # endregion
@@ -1576,15 +1541,6 @@ def shardings_of(p: Tensor) -> tuple:
     return getattr(p, "shardings", ())
 
 
-def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' slices; the last split is undone first.
-
-    (lesson 01)"""
-    for dim, group in reversed(shardings):  # one at most in this lesson
-        x = all_gather(x, dim, group)
-    return x
-
-
 class CopyToTP(torch.autograd.Function):
     """Megatron's f: identity forward, all-reduce backward (lesson 01)."""
 
@@ -1695,6 +1651,15 @@ class ReduceScatterWithGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+def unshard(x: Tensor, shardings: tuple) -> Tensor:
+    """The full tensor from all ranks' slices; the last split is undone first.
+
+    (lesson 01)"""
+    for dim, group in reversed(shardings):  # one at most in this lesson
+        x = all_gather(x, dim, group)
+    return x
 
 
 def replicas_row(report: Report, axis: str, tensors: dict, group) -> dict:

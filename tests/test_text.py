@@ -43,10 +43,8 @@ WAIVED = {
     ("", "HARNESS"),
     # Mistakes are shown in the lesson that they are about.
     ("00_collectives", "to read"),
-    ("00_collectives", "NEW"),
     # The two-number example is next to the table that it explains.
     ("01_naive_mlp_tp", "to read"),
-    ("01_naive_mlp_tp", "NEW"),
     # A whole decoder in plain PyTorch, and what of it is edited.
     ("02_transformer_tp", "NEW"),
     # The same model by PyTorch's plan, and what recomputation saves.
@@ -58,7 +56,6 @@ WAIVED = {
     # Three axes: a pipeline and a step on a mesh are two lessons in one file.
     ("05_3d_parallel", "to read"),
     ("05_3d_parallel", "NEW"),
-    ("05_3d_parallel", "RUN"),
     # Four kinds of attention, two of them with a backward by hand.
     ("11_context_parallel", "to read"),
     ("11_context_parallel", "NEW"),
