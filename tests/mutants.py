@@ -325,7 +325,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("11", "repeat_for_queries", "query heads get another key/value head",
      "repeat_interleave(q_BNiH.shape[1] // kv_2BKjH.shape[2], 2)",
      "repeat(1, 1, q_BNiH.shape[1] // kv_2BKjH.shape[2], 1, 1)"),
-    ("11", "Exchange.backward", "not the way back",
+    ("11", "ulysses.Exchange.backward", "not the way back",
      "exchange(grad, join_dim, split_dim", "exchange(grad, split_dim, join_dim"),
     # 13
     ("13", "matmul_2d", "the slice of A is gathered over the wrong axis",
@@ -462,7 +462,12 @@ MUTANTS = [Mutant(*row) for row in [
 
 def edited(mutant: Mutant) -> tuple[Path, str]:
     """A file and its text with the edit: what is new in a lesson, or a helper of it."""
-    target = attrgetter(mutant.target)(jobs.load(PATHS[mutant.lesson].stem))
+    script = jobs.load(PATHS[mutant.lesson].stem)
+    helper, _, name = mutant.target.partition(".")
+    if hasattr(script, helper):
+        target = attrgetter(mutant.target)(script)
+    else:  # a definition that only a helper uses
+        target = attrgetter(name)(jobs.load(helper))
     path = Path(inspect.getsourcefile(target))
     text = path.read_text("utf-8")
     source = inspect.getsource(target)

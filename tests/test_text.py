@@ -63,9 +63,6 @@ WAIVED = {
     ("05_3d_parallel", "to read"),
     ("05_3d_parallel", "NEW"),
     ("05_3d_parallel", "RUN"),
-    # Four kinds of attention, two of them with a backward by hand.
-    ("11_context_parallel", "to read"),
-    ("11_context_parallel", "NEW"),
     # Three stages of ZeRO, and one step of training for all of them.
     ("15_zero", "to read"),
     ("15_zero", "NEW"),
