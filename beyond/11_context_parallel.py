@@ -45,7 +45,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -53,10 +52,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
-    from course import lesson00, lesson01, lesson02
+    from course import lesson00, lesson01, lesson02, lesson05
     from one_attention import bytes_saved, random_attention, split_attention
     from pytorch_ring import pytorch_attention, why_left_out
-    from zigzag import Block, blocks_of, chunks_of, positions_of
+    from ulysses import ulysses_attention
+    from zigzag import Block, blocks_of, chunks_of, positions_of, recorded_blocks
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -64,13 +64,13 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 11: context parallelism
-# Read lines 67 to 374, in about 31 minutes. Stop at RUN.
+# Read lines 67 to 335, in about 27 minutes. Stop at RUN.
 
-# From lesson 00: send_recv(x, dst, like, src, group) sends and receives at once;
-# all_to_all sends part j to rank j. From lesson 01: AllGatherWithGrad is an all-gather
-# forward and a reduce-scatter backward; ReduceFromTP (g) is an all-reduce forward and
-# the identity backward. From lesson 02: CoreAttention is the part of attention without
-# parameters; rotate turns q and k by the angles of their positions.
+# From lesson 00: send_recv(x, dst, like, src, group) sends and receives at once. From
+# lesson 01: AllGatherWithGrad is an all-gather forward and a reduce-scatter backward;
+# ReduceFromTP (g) is an all-reduce forward and the identity backward. From lesson 02:
+# CoreAttention is the part of attention without parameters; rotate turns q and k by the
+# angles of their positions. From 05: all_reduce_gradients sums a model's gradients.
 
 # Linears, LayerNorms and the embedding treat each position on its own, so they work on
 # some of the positions as they are. Attention, the loss and gradients need a change.
@@ -81,8 +81,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 def split_positions(batch: tuple, cp_group, layout: str) -> tuple[Tensor, Tensor]:
     """This rank's positions of tokens and targets. Shapes: [B, S] → [B, s].
 
-    Targets were shifted before the split: a slice's last target is a token of another
-    rank.
+    Targets were shifted before: the last one of a slice is another rank's token.
     """
     tokens_BS, target_BS = batch
     S = tokens_BS.shape[1]
@@ -243,13 +242,12 @@ class RingFunction(torch.autograd.Function):
         for step in range(C):
             owner = (rank - step) % C
             for block in blocks_of(rank, owner, C, ctx.layout, q_BNsH.shape[2]):
+                q = q_BNsH[:, :, block.queries]
+                grad_y = grad_y_BNsH[:, :, block.queries]
+                delta = delta_BNs1[:, :, block.queries]
+                lse = lse_BNs1[:, :, block.queries]
                 to_q, to_kv = attend_backward(
-                    q_BNsH[:, :, block.queries],
-                    kv[:, :, :, block.keys],
-                    block,
-                    grad_y_BNsH[:, :, block.queries],
-                    delta_BNs1[:, :, block.queries],
-                    lse_BNs1[:, :, block.queries],
+                    q, kv[:, :, :, block.keys], block, grad_y, delta, lse
                 )
                 grad_q[:, :, block.queries] += to_q
                 grad_kv[:, :, :, block.keys] += to_kv
@@ -268,43 +266,10 @@ def ring_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
     return y_BNsH.transpose(1, 2).flatten(2)
 
 
-# ---- Three: exchange positions for heads
+# ---- Three: exchange positions for heads (ulysses.py)
 
-
-def exchange(x: Tensor, split_dim: int, join_dim: int, cp_group) -> Tensor:
-    """Split x along one dim, send part j to rank j, join along the other dim."""
-    parts = torch.stack(lesson00.split(x, split_dim, cp_group.size()))
-    return torch.cat(list(lesson00.all_to_all(parts, cp_group)), join_dim)
-
-
-class Exchange(torch.autograd.Function):
-    """An all-to-all. Elements only move, so their gradients move back the same way."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, split_dim: int, join_dim: int, cp_group) -> Tensor:
-        ctx.dims = split_dim, join_dim
-        ctx.cp_group = cp_group
-        return exchange(x, split_dim, join_dim, cp_group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        split_dim, join_dim = ctx.dims
-        return exchange(grad, join_dim, split_dim, ctx.cp_group), None, None, None
-
-
-def ulysses_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
-    """All S positions of N/C heads instead of s positions of N heads, and back.
-
-    In between, lesson 02's attention runs unchanged: C must divide K.
-    Shapes: q [B, s, N·H] → [B, S, N·H/C] → attention [B, S, N·H/C] → [B, s, N·H].
-    Communication: 4 all-to-alls forward (q, k, v, output) and 4 backward, together
-        B·s·(2·N + 2·K)·H elements forward and the same backward.
-    """
-    q = Exchange.apply(q, 2, 1, cp_group)
-    k = Exchange.apply(k, 2, 1, cp_group)
-    v = Exchange.apply(v, 2, 1, cp_group)
-    return Exchange.apply(core(q, k, v, tables), 1, 2, cp_group)
-
+# An all-to-all gives a rank all S positions of N/C heads. Lesson 02's attention runs on
+# them as it is, and another all-to-all returns the output. It needs C to divide K.
 
 # ---- The model, its loss, its gradients
 
@@ -365,11 +330,7 @@ def sum_over_cp(model: nn.Module, cp_group) -> None:
     A sum, not an average: the loss was divided by the number of all targets before.
     Communication: one all-reduce, of all gradients.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    partial_flat = torch.cat([p.grad.flatten() for p in parameters])
-    flat = lesson00.all_reduce(partial_flat, cp_group)
-    for p, grad in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad.copy_(grad.view_as(p))
+    lesson05.all_reduce_gradients(model, cp_group)
 
 
 # ==== RUN
@@ -413,9 +374,7 @@ def main(args, report: lesson00.Report) -> None:
     show_saved(report, methods, size, groups["cp"])
 
 
-def train_split(
-    name, full, method: Method, batches, args, groups
-) -> lesson02.TrainingRun:
+def train_split(name, full, method, batches, args, groups) -> lesson02.TrainingRun:
     """Train on this rank's positions; tp shards the layers, cp nothing."""
     cp_group = groups["cp"]
     model = cp_transformer(full, method, cp_group, groups["tp"])
@@ -470,21 +429,14 @@ def show_training_cp(report, runs: dict[str, lesson02.TrainingRun]) -> None:
 
 def show_cp_replicas(report: lesson00.Report, runs: dict, cp_group) -> None:
     """After training, what all CP ranks hold must be bitwise identical."""
-    diffs = {}
+    tensors = {}
     for name in list(runs)[1:]:
         for parameter, p in runs[name].model.named_parameters():
-            replicas = lesson00.all_gather(p[None], 0, cp_group)
-            diff = max(lesson00.rel_diff(replica, replicas[0]) for replica in replicas)
-            diffs[f"{parameter}, {name}"] = diff
+            tensors[f"{parameter}, {name}"] = p
         # Each rank has the loss of all positions, from an all-reduce.
-        losses = lesson00.gather_objects(runs[name].losses, cp_group)
-        is_same = losses == [runs[name].losses] * len(losses)
-        diffs[f"losses, {name}"] = 0.0 if is_same else math.inf
-    row = {"replicas": "on all CP ranks", "tensors": len(diffs), "equal": 0}
-    for name, diff in diffs.items():
-        if report.check("replicas", name, diff):
-            row["equal"] += 1
-    row["off"] = [] if row["equal"] == row["tensors"] else ["equal"]
+        losses = list(runs[name].losses.values())
+        tensors[f"losses, {name}"] = p.new_tensor(losses, dtype=torch.float64)
+    row = lesson01.replicas_row(report, "all CP ranks", tensors, cp_group)
     report.table("replicas", [row])
 
 
@@ -534,7 +486,7 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
     rows = []
     for name, method in methods.items():
         with report.column(f"{name}, one attention"):
-            with recorded_blocks() as blocks:
+            with recorded_blocks(globals()) as blocks:
                 results[name] = split_attention(method, core, tables, tensors, cp_group)
             if method.attention is ring_attention:
                 rows.extend(block_rows(report, blocks, name, size, cp_group))
@@ -552,28 +504,6 @@ def show_attention(report, methods: dict, size: dict, cp_group) -> None:
     report.say(lesson00.wrap(text))
     if left_out:
         report.say(f"   PyTorch's context_parallel is left out: {left_out}")
-
-
-@contextmanager
-def recorded_blocks():
-    """Within `with`: a list that gets (ring step, Block) of each block computed."""
-    blocks = []
-    hops = []  # whose keys are here depends on how often keys were passed on
-    originals = {"attend": attend, "pass_on": pass_on}
-
-    def attend_and_record(q_BNiH, kv_2BKjH, block):
-        blocks.append((len(hops), block))
-        return originals["attend"](q_BNiH, kv_2BKjH, block)
-
-    def pass_on_and_count(x, cp_group):
-        hops.append("passed on")
-        return originals["pass_on"](x, cp_group)
-
-    globals().update(attend=attend_and_record, pass_on=pass_on_and_count)
-    try:
-        yield blocks
-    finally:
-        globals().update(originals)
 
 
 def block_rows(report, blocks: list, method: str, size: dict, cp_group) -> list[dict]:
@@ -771,8 +701,8 @@ BREAKS = {
     ),
     "sum": dict(
         target="sum_over_cp",
-        old="    flat = lesson00.all_reduce(partial_flat, cp_group)\n",
-        new="    flat = partial_flat\n",
+        old="    lesson05.all_reduce_gradients(model, cp_group)\n",
+        new="",
         what="gradients are not summed over CP ranks",
         symptom="step 1's loss is right; then replicas of all parameters differ",
         why="each rank has the gradient from its own positions only",
@@ -781,9 +711,10 @@ BREAKS = {
     ),
     "average": dict(
         target="sum_over_cp",
-        old="    flat = lesson00.all_reduce(partial_flat, cp_group)\n",
-        new="    flat = lesson00.all_reduce(partial_flat, cp_group)\n"
-        "    flat = flat / cp_group.size()\n",
+        old="    lesson05.all_reduce_gradients(model, cp_group)\n",
+        new="    lesson05.all_reduce_gradients(model, cp_group)\n"
+        "    for p in model.parameters():\n"
+        "        p.grad /= cp_group.size()\n",
         what="gradients are averaged over CP ranks, as data parallelism does",
         symptom="all gradients are C times too small; clipping and AdamW hide most of "
         "that in the losses",

@@ -39,24 +39,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import math
 import os
 import sys
 import time
-import warnings
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import parallel
 
 try:
     from course import lesson00, lesson01, lesson02, lesson05
+    from flat_vector import flatten, norm_weights, views_of
+    from pytorch_zero import fully_sharded
     from rows_of_runs import checked_rows, replicas_row, row_of_run
     from zero_meters import CountFullyShard, Meter, bytes_held, sent, sent_to_other_node
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
@@ -68,12 +65,13 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 COMM = lesson00.COMM
 
 # ==== NEW in 15: optimizer states, gradients and parameters in shards
-# Read lines 71 to 384, in about 31 minutes. Stop at RUN.
+# Read lines 68 to 335, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: an all-reduce is a reduce_scatter and an all_gather; a group of one
-# rank sends nothing. From 01: shardings_of(p) is empty if p is replicated over tp. From
-# 05: schedule, a list of ("forward", i) and ("backward", i). What a rank holds, in
-# elements, and sends per step (RS reduce-scatter, AG all-gather, of Ψ elements each):
+# rank sends nothing. From 05: schedule, a list of ("forward", i) and ("backward", i).
+# From flat_vector.py: flatten makes one vector of tensors, and views_of returns the
+# tensors in it. What a rank holds, in elements, and sends per step (RS reduce-scatter,
+# AG all-gather, of Ψ elements each):
 #
 #              parameters   gradients   moments   sends
 #     DP       Ψ            Ψ           2·Ψ       RS + AG (an all-reduce)
@@ -91,22 +89,6 @@ def units_of(model: nn.Module) -> list[list[nn.Module]]:
     return [[model.embed_tokens]] + layers + [[model.norm, model.lm_head]]
 
 
-def flatten(tensors: list[Tensor], parts: int) -> Tensor:
-    """All elements in one vector, with zeros at its end so that `parts` divides it."""
-    flat = torch.cat([x.detach().flatten() for x in tensors])
-    return F.pad(flat, (0, -len(flat) % parts))
-
-
-def views_of(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The tensors in a flattened vector, as views: they share its memory."""
-    views = []
-    start = 0
-    for x in like:
-        views.append(flat[start : start + x.numel()].view(x.shape))
-        start += x.numel()
-    return views
-
-
 # ---- ZeRO-1: optimizer states in shards
 
 # AdamW treats each element separately: its moments and its update depend on its own
@@ -121,7 +103,7 @@ class ShardedStates:
         modules: one entry of units_of.
         groups: this rank's group over "tp"; over "shard", the replicas that share one
             vector; over "replicate", those that hold the same shard. In ZeRO all
-            replicas share one, in plain DP none do, in HSDP (below) some.
+            replicas share one, in plain DP none do, in HSDP (make_groups) some.
     """
 
     copies_shard = False
@@ -164,19 +146,6 @@ class ShardedStates:
         """Get what the other replicas have updated."""
         self.shard.grad = None
         self.gather_parameters()
-
-    def norm_weights(self) -> Tensor:
-        """How much the square of each element of the shard counts in a sum over tp.
-
-        What all T ranks of a TP group hold counts 1/T on each. In lesson 02 each
-        parameter has one weight. A shard begins and ends within a parameter, so each
-        element has its own: flattened and sliced as the gradient is, they always fit.
-        """
-        weights = []
-        for p in self.parameters:
-            weight = 1.0 if lesson01.shardings_of(p) else 1 / self.groups["tp"].size()
-            weights.append(torch.full_like(p, weight, dtype=torch.float64))
-        return self.slice_of(flatten(weights, self.parts))
 
 
 # ---- ZeRO-2: gradients in shards
@@ -244,8 +213,7 @@ class ShardedParameters(ShardedGradients):
     def __init__(self, modules, groups, keep: bool = False):
         super().__init__(modules, groups)
         self.keep = keep
-        self.full_bytes = self.flat.nbytes
-        modules[0].register_forward_pre_hook(self.before_forward)
+        modules[0].register_forward_pre_hook(lambda module, inputs: self.unshard())
         modules[-1].register_forward_hook(self.after_forward)
         self.reshard()
 
@@ -253,15 +221,12 @@ class ShardedParameters(ShardedGradients):
         """Gather the parameters into new memory, unless they were kept."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() == 0:
-            storage.resize_(self.full_bytes)
+            storage.resize_(self.flat.nbytes)
             self.gather_parameters()
 
     def reshard(self) -> None:
         """Free the memory of the full parameters."""
         self.flat.untyped_storage().resize_(0)
-
-    def before_forward(self, module: nn.Module, inputs: tuple) -> None:
-        self.unshard()
 
     def after_forward(self, module: nn.Module, inputs: tuple, y: Tensor) -> Tensor:
         if self.keep:
@@ -282,11 +247,6 @@ class ShardedParameters(ShardedGradients):
 
 
 # ---- One step of training, the same for all three
-
-# Two levels (HSDP, hybrid sharding): ZeRO-3 over all ranks gathers each parameter over
-# all nodes, twice per micro-batch, and links between nodes are slow. HSDP shards in a
-# node ("shard") and replicates over nodes ("replicate"): only the gradients of shards
-# cross, once per step. The price is memory: the ranks of a node share a vector.
 
 
 class ZeroTraining:
@@ -327,8 +287,7 @@ class ZeroTraining:
                 if phase == "forward":
                     tokens_bS, target_bS = micro_batches[i]
                     loss_sum = sum_of_losses(self.model(tokens_bS), target_bS)
-                    # By the targets of all replicas and micro-batches: then losses and
-                    # gradients only have to be added up (lesson 05).
+                    # Parts of the mean over all targets only have to be added up.
                     losses[i] = loss_sum / targets
                 else:
                     self.scale(losses[i]).backward()
@@ -354,8 +313,9 @@ class ZeroTraining:
         """
         squares = torch.zeros((), dtype=torch.float64, device=self.args.device)
         for unit in self.units:
-            grad = unit.shard.grad.double()
-            squares += (grad.square() * unit.norm_weights()).sum()
+            weights = norm_weights(unit.parameters, self.groups["tp"])
+            weights = unit.slice_of(flatten(weights, unit.parts))
+            squares += (unit.shard.grad.double().square() * weights).sum()
         squares = lesson00.all_reduce(squares, self.groups["tp"])
         squares = lesson00.all_reduce(squares, self.groups["shard"])
         return squares.sqrt().item()
@@ -364,22 +324,13 @@ class ZeroTraining:
         """Clip, update the shards, share them. Return the norm before clipping."""
         with COMM.label(self.name, "norm"):
             norm = self.norm()
-        scale = min(1.0, self.args.clip / (norm + 1e-6))
-        for p in self.trained:
-            p.grad.mul_(scale)
+        lesson02.clip_gradients(nn.ParameterList(self.trained), self.args.clip, norm)
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=False)
         with COMM.label(self.name, "update"):
             for unit in self.units:
                 unit.after_update()
         return norm
-
-
-def sum_of_losses(logits_bSV: Tensor, target_bS: Tensor) -> Tensor:
-    """Cross entropy in float32 at least, summed over the targets."""
-    logits = logits_bSV.flatten(0, 1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, target_bS.flatten(), reduction="sum")
 
 
 # ==== RUN
@@ -434,6 +385,11 @@ def make_groups(args) -> dict[str, dict[str, dist.ProcessGroup]]:
         "DP": dict(data=dp, shard=one, replicate=dp, tp=mesh["tp"]),
         "ZeRO": dict(data=dp, shard=dp, replicate=one, tp=mesh["tp"]),
     }
+    # Two levels (HSDP, hybrid sharding): ZeRO-3 over all ranks gathers each parameter
+    # over all nodes, twice per micro-batch, and links between nodes are slow. HSDP
+    # shards in a node ("shard") and replicates over nodes ("replicate"): only the
+    # gradients of shards cross, once per step. The price is memory: the ranks of a node
+    # share a vector.
     if args.ranks % 2 == 0:  # two nodes; without TP, all ranks are replicas
         mesh = lesson00.mesh_groups({"node": 2, "local": args.ranks // 2}, args.timeout)
         every = lesson00.mesh_groups({"all": args.ranks}, args.timeout)["all"]
@@ -461,6 +417,13 @@ def sizes_of_zero(args, model: nn.Module) -> dict[str, int]:
 
 
 # ---- Training
+
+
+def sum_of_losses(logits_bSV: Tensor, target_bS: Tensor) -> Tensor:
+    """Cross entropy in float32 at least, summed over the targets."""
+    logits = logits_bSV.flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, target_bS.flatten(), reduction="sum")
 
 
 def make_training(name: str, full: nn.Module, kind, groups, args) -> ZeroTraining:
@@ -667,22 +630,8 @@ class FullyShardTraining(ZeroTraining):
     """
 
     def __init__(self, name: str, full: nn.Module, groups, args):
-        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # hints
-        warnings.filterwarnings("ignore", "FSDP2-wrapped")  # of edits that we do not do
-        axes = {"dp": groups["data"], "tp": groups["tp"]}
-        ranks = torch.arange(args.ranks).view(args.dp, args.tp)
-        device = torch.device(args.device).type
-        mesh = DeviceMesh.from_group(
-            list(axes.values()), device, mesh=ranks, mesh_dim_names=tuple(axes)
-        )
-        plan = lesson02.tp_plan()
-        model = parallel.parallelize_module(copy.deepcopy(full), mesh["tp"], plan)
-        options = {"mesh": mesh["dp"]}
-        if args.bf16:
-            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for modules in units_of(model):
-            fully_shard(modules, **options)
-        super().__init__(name, fully_shard(model, **options), [], groups, args)
+        model = fully_sharded(full, units_of, groups, args)
+        super().__init__(name, model, [], groups, args)
         # Whatever --stages is. In 1F1B's order PyTorch gathers once more.
         self.steps = lesson05.schedule("1f1b", 0, 1, args.microbatches)
 
@@ -709,9 +658,9 @@ BREAKS = {
         reported="github.com/allenai/open-instruct/pull/1498 (DeepSpeed, ZeRO-2)",
     ),
     "norm": dict(
-        target="ShardedStates.norm_weights",
+        target="norm_weights",
         old="        weight = 1.0 if lesson01.shardings_of(p) else 1 / "
-        'self.groups["tp"].size()\n',
+        "tp_group.size()\n",
         new="        weight = 1.0\n",
         what="elements that all TP ranks hold count fully on each of them",
         symptom="gradients of step 1 are right, norms too large: clipping scales too "

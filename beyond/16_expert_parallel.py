@@ -53,8 +53,11 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 try:
-    from course import lesson00, lesson01, lesson02
+    from course import lesson00, lesson01, lesson02, lesson05
+    from expert_balance import balance_loss
+    from expert_norm import ep_norm
     from one_moe_layer import bytes_under_tp, compare_layer, router_gradient, run_layer
+    from routed_rows import by_owner_text, rows_between, rows_of_rank, show_rows
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -62,14 +65,14 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 65 to 373, in about 31 minutes. Stop at RUN.
+# Read lines 68 to 336, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
 # mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:
 # CopyToTP (f) is the identity forward and an all-reduce backward, and ReduceFromTP (g)
 # is the reverse. shardings_of(p) is ((dim, group), …): how p is split. From lesson 02:
 # the decoder, IGNORE (the target of a position without loss), and parallelize_layer,
-# which splits attention and an MLP.
+# which splits attention and an MLP. From 05: all_reduce_gradients, a sum over a group.
 
 # ---- A mixture of experts in one process
 
@@ -144,27 +147,9 @@ class MoE(nn.Module):
         rows_rD = undo_sort(self.experts(rows_rD, counts_E), order)
         rows_tkD = rows_rD.unflatten(0, expert_tk.shape)
         y_tD = (weights_tk[..., None] * rows_tkD).sum(1)
-        self.balance = self.balance_loss(probs_tE, counts_E)
+        # Spreads rows evenly, by the shares of all ranks' rows (expert_balance.py).
+        self.balance = balance_loss(probs_tE, counts_E, self.top_k, self.batch_groups)
         return self.shared_expert(x_BSD) + y_tD.view_as(x_BSD)
-
-    def balance_loss(self, probs_tE: Tensor, counts_E: Tensor) -> Tensor:
-        """This rank's part of E · Σ share · probability over the experts.
-
-        The rank with the most rows makes the others wait. This loss spreads rows: its
-        gradient lowers an expert's probability the more, the larger its share is.
-        The parts of all ranks sum to 1 if all experts get the same number of rows, and
-        to E/k at most: an expert gets a row per token at most, so its share is ≤ 1/k.
-        share: an expert's part of the rows of all ranks; no gradient, so its counts are
-        summed by a plain all-reduce. probability: the mean over all tokens, with
-        padding; each rank adds its tokens' part. Source: arXiv:2101.03961, sec. 2.2.
-        """
-        all_counts_E = counts_E
-        for group in self.batch_groups:
-            all_counts_E = lesson00.all_reduce(all_counts_E, group)
-        rows = all_counts_E.sum()
-        share_E = all_counts_E.to(probs_tE.dtype) / rows
-        prob_E = probs_tE.sum(0) * self.top_k / rows  # rows / k: tokens of all ranks
-        return len(counts_E) * (share_E * prob_E).sum()
 
 
 # ---- Rows travel
@@ -341,34 +326,12 @@ def is_sharded_over(p: Tensor, group) -> bool:
 def sum_gradients(model, groups: dict) -> None:
     """Sum as in the table. Communication: one all-reduce over ep, one over dp."""
     for axis in ("ep", "dp"):
-        parameters = []
+        partial = nn.ParameterList()
         for p in model.parameters():
             is_complete = is_sharded_over(p, groups[axis])
-            if p.grad is not None and not is_complete:
-                parameters.append(p)
-        partial_flat = torch.cat([p.grad.flatten() for p in parameters])
-        flat = lesson00.all_reduce(partial_flat, groups[axis])
-        for p, grad in zip(parameters, flat.split([p.numel() for p in parameters])):
-            p.grad.copy_(grad.view_as(p))
-
-
-def ep_norm(model, groups: dict) -> float:
-    """The norm of all gradients after they are summed; dp ranks hold equal ones.
-
-    If c ranks of ep × tp hold a parameter, each divides by c, so that it counts once.
-    """
-    total = next(model.parameters()).new_zeros((), dtype=torch.float64)
-    for p in model.parameters():
-        if p.grad is None:
-            continue
-        copies = 1
-        for axis in ("ep", "tp"):
-            if not is_sharded_over(p, groups[axis]):
-                copies *= groups[axis].size()
-        total += p.grad.double().square().sum() / copies
-    for axis in ("ep", "tp"):
-        total = lesson00.all_reduce(total, groups[axis])
-    return math.sqrt(total)
+            if not is_complete:
+                partial.append(p)
+        lesson05.all_reduce_gradients(partial, groups[axis])
 
 
 # ==== RUN
@@ -448,61 +411,7 @@ def train_ep(name, full, batches, args, groups) -> lesson02.TrainingRun:
     )  # fmt: skip
 
 
-# ---- What EP has to send follows from what the reference's routers chose
-
-
-def rows_between(expert_tk: Tensor, groups: dict, args) -> Tensor:
-    """Rows that each rank of this ep group has for each expert [R, E]."""
-    # The batch is split over dp first, then over ep, as in split_batch.
-    of_dp = lesson00.split(expert_tk, 0, groups["dp"].size())[groups["dp"].rank()]
-    counts = []
-    for of_rank in lesson00.split(of_dp, 0, groups["ep"].size()):
-        counts.append(torch.bincount(of_rank.flatten(), minlength=args.experts))
-    return torch.stack(counts)
-
-
-def rows_of_rank(forwards: list[Tensor], groups: dict) -> dict[str, float]:
-    """Of this rank, as letters; the mean of several forward passes of an MoE layer.
-
-    got: rows that its experts compute. m: rows that leave this rank per all-to-all, the
-    mean of those of its own tokens (to the experts) and of others' tokens (back).
-    """
-    rank = groups["ep"].rank()
-    mean_RE = torch.stack(forwards).double().mean(0)
-    by_owner_RR = mean_RE.view(len(mean_RE), len(mean_RE), -1).sum(2)
-    has = by_owner_RR[rank].sum().item()
-    got = by_owner_RR[:, rank].sum().item()
-    return {"got": got, "m": (has + got) / 2 - by_owner_RR[rank, rank].item()}
-
-
 # ---- The sections of the output, in order
-
-
-def show_rows(report, rows_RE: Tensor) -> None:
-    """The first MoE layer in step 1: who owns what, and what is sent to whom."""
-    report.section("Who owns which experts, where rows go (step 1, first MoE layer)")
-    R, E = rows_RE.shape
-    by_owner_RR = rows_RE.view(R, R, -1).sum(2)
-    rows = []
-    for rank in range(R):
-        first = rank * E // R
-        row = {"ep rank": str(rank), "owns": f"experts {first} to {first + E // R - 1}"}
-        row["its rows by expert"] = by_owner_text(rows_RE[rank], R)
-        row["sends"] = int(by_owner_RR[rank].sum() - by_owner_RR[rank, rank])
-        row["computes"] = int(by_owner_RR[:, rank].sum())
-        rows.append(row)
-    report.table("rows", rows)
-    busiest = by_owner_RR.sum(0).max().item()
-    ratio = busiest * R / rows_RE.sum().item()
-    text = f"The busiest rank computes {busiest} rows, {ratio:.2f} times the mean"
-    report.conclude(f"{text}; the others wait.")
-
-
-def by_owner_text(counts_E: Tensor, R: int) -> str:
-    """17 16|15 20: rows by expert, a line between owners. If too long, by owner."""
-    parts = counts_E.view(R, -1)
-    text = "|".join(" ".join(map(str, part.tolist())) for part in parts)
-    return text if len(text) < 40 else "|".join(map(str, parts.sum(1).tolist()))
 
 
 def show_training(report, runs: dict, groups: dict) -> None:
@@ -660,6 +569,7 @@ PARAMETERS = {
     "MLPs, shared experts": "L·((2·D + 1)·F/T + D)·e",
     "experts": "L/2·E/R·2·D·F/T·e",
 }
+TENSORS = "16·L + 5 + 3·L/2"  # of the decoder, and router, up_proj and down_proj
 
 
 def check_lesson_model(report, run: lesson02.TrainingRun, size: dict) -> None:
@@ -667,7 +577,9 @@ def check_lesson_model(report, run: lesson02.TrainingRun, size: dict) -> None:
     predicted = lesson02.add_up(PARAMETERS, {"": dict(size, T=1, R=1)})[1][""]
     used = lesson01.nbytes(p.grad for p in run.model.parameters())
     report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
-    report.check_model(parameters=(used, predicted))
+    # AdamW stores a 4-byte step count per tensor.
+    step_counts = (4 * len(run.parameters), 4 * lesson00.evaluate(TENSORS, size))
+    report.check_model(parameters=(used, predicted), step_counts=step_counts)
 
 
 def show_memory(report, runs: dict, size: dict, groups: dict, batch) -> None:
@@ -681,8 +593,8 @@ def show_memory(report, runs: dict, size: dict, groups: dict, batch) -> None:
     text = "sum (all parts: --verbose)"
     rows.append(lesson02.measured_row(report, "parameters", text, sums, measured))
     lesson02.measured_row(report, "gradients", text, sums, measured)  # checked only
-    # AdamW stores two moments per parameter, and a 4-byte step count per tensor.
-    tensors = len(runs["without EP"].parameters)
+    tensors = lesson00.evaluate(TENSORS, size)
+    # AdamW stores two moments per parameter, and a step count per tensor.
     total = {name: 2 * sums[name] + 4 * tensors for name in sizes}
     text = f"2·sum + 4·{tensors} step counts"
     rows.append(lesson02.measured_row(report, "optimizer state", text, total, measured))
@@ -719,7 +631,7 @@ BREAKS = {
         "were gathered by a plain all-gather); huggingface/transformers, 48687",
     ),
     "balance": dict(
-        target="MoE.balance_loss",
+        target="balance_loss",
         old="    share_E = all_counts_E.to(probs_tE.dtype) / rows\n",
         new="    share_E = counts_E.to(probs_tE.dtype) / counts_E.sum()\n",
         what="the balance loss uses the shares of this rank's rows",

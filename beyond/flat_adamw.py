@@ -6,8 +6,8 @@ How ZeRO goes on from here is the subject of beyond/15_zero.py.
 """
 
 import torch
-import torch.nn.functional as F
-from course import lesson00, lesson01, lesson05
+from course import lesson00, lesson05
+from flat_vector import flatten, norm_weights, views_of
 from torch import Tensor, nn
 
 COMM = lesson00.COMM
@@ -36,17 +36,13 @@ class FlatAdamW:
         # lr and eps as in lesson 02's train_transformer, which says why.
         self.adamw = torch.optim.AdamW([self.vector], lr=3e-3, eps=1e-4)
         # The norm is summed over tp: what all T ranks hold counts 1/T on each.
-        T = groups["tp"].size()
-        norm_weights = {}
-        for name, p in parameters.items():
-            weight = 1.0 if lesson01.shardings_of(p) else 1 / T
-            norm_weights[name] = torch.full_like(p, weight)
-        self.norm_weights = self.local_slice(norm_weights)
+        weights = norm_weights(parameters.values(), groups["tp"])
+        self.norm_weights = self.local_slice(dict(zip(parameters, weights)))
 
     def flatten(self, tensors: dict[str, Tensor]) -> Tensor:
         """One vector, padded, from one tensor per parameter."""
-        flat = torch.cat([tensors[name].detach().flatten() for name in self.parameters])
-        return F.pad(flat, (0, -len(flat) % self.groups["dp"].size()))
+        in_order = [tensors[name] for name in self.parameters]
+        return flatten(in_order, self.groups["dp"].size())
 
     def local_slice(self, tensors: dict[str, Tensor]) -> Tensor:
         """What this replica updates of the flattened tensors: with `zero` a slice."""
@@ -60,12 +56,7 @@ class FlatAdamW:
             if self.zero
             else vector.detach()
         )
-        tensors = {}
-        start = 0
-        for name, p in self.parameters.items():
-            tensors[name] = flat[start : start + p.numel()].view(p.shape)
-            start += p.numel()
-        return tensors
+        return dict(zip(self.parameters, views_of(flat, self.parameters.values())))
 
     def sum_over_replicas(self) -> None:
         """Sum gradients over dp: each replica has a part of the batch's gradient."""

@@ -13,6 +13,7 @@ rank one from either end: the same work for all. An example, C = 2 and S = 8:
 The ring computes blocks in full, with masked scores: 16 and 32, or 20 and 20.
 """
 
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -60,3 +61,28 @@ def blocks_of(rank: int, owner: int, ranks: int, layout: str, s: int) -> list[Bl
                     Block(queries, keys, query_at, key_chunk * length + offsets)
                 )
     return blocks
+
+
+@contextmanager
+def recorded_blocks(script: dict):
+    """Within `with`: a list that gets (ring step, Block) of each block computed.
+
+    script: all names of the script, whose attend and pass_on are replaced meanwhile.
+    """
+    blocks = []
+    hops = []  # whose keys are here depends on how often keys were passed on
+    originals = {name: script[name] for name in ("attend", "pass_on")}
+
+    def attend_and_record(q_BNiH, kv_2BKjH, block):
+        blocks.append((len(hops), block))
+        return originals["attend"](q_BNiH, kv_2BKjH, block)
+
+    def pass_on_and_count(x, cp_group):
+        hops.append("passed on")
+        return originals["pass_on"](x, cp_group)
+
+    script.update(attend=attend_and_record, pass_on=pass_on_and_count)
+    try:
+        yield blocks
+    finally:
+        script.update(originals)

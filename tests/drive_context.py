@@ -64,7 +64,7 @@ def try_case(number: int, group) -> list[dict]:
         q, k, v = (x[:, here].clone().requires_grad_() for x in tensors[:3])
         lesson02.COMM.calls.clear()
         lesson02.COMM.bytes.clear()
-        with lesson.recorded_blocks() as computed:
+        with lesson.recorded_blocks(vars(lesson)) as computed:
             y = attention(q, k, v, tables, core, group, layout)
         counted = [
             sum(counter.values())

@@ -77,10 +77,16 @@ def try_layout(number: int, sizes: tuple) -> list[dict]:
         found.append(dict(
             args=vars(args), sizes=sizes, kind=name, diffs=diffs, units=units,
             held=lesson.bytes_held(training), sent=sent,
-            weights=[unit.norm_weights().sum().item() for unit in training.units],
+            weights=[weights_of(unit).sum().item() for unit in training.units],
             freed=[unit.flat.untyped_storage().nbytes() for unit in training.units],
         ))  # fmt: skip
     return found
+
+
+def weights_of(unit):
+    """How the elements of this rank's shard count in a norm."""
+    weights = lesson.norm_weights(unit.parameters, unit.groups["tp"])
+    return unit.slice_of(lesson.flatten(weights, unit.parts))
 
 
 def calls_of_runs() -> list:

@@ -325,7 +325,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("11", "repeat_for_queries", "query heads get another key/value head",
      "repeat_interleave(q_BNiH.shape[1] // kv_2BKjH.shape[2], 2)",
      "repeat(1, 1, q_BNiH.shape[1] // kv_2BKjH.shape[2], 1, 1)"),
-    ("11", "Exchange.backward", "not the way back",
+    ("11", "ulysses.Exchange.backward", "not the way back",
      "exchange(grad, join_dim, split_dim", "exchange(grad, split_dim, join_dim"),
     # 13
     ("13", "matmul_2d", "the slice of A is gathered over the wrong axis",
@@ -378,9 +378,9 @@ MUTANTS = [Mutant(*row) for row in [
     ("16", "MoE.forward", "the weights of another expert",
      "(weights_tk[..., None]", "(weights_tk.flip(1)[..., None]",
      "test_layers_of_random_shapes"),
-    ("16", "MoE.balance_loss", "the mean over this rank's tokens",
-     "probs_tE.sum(0) * self.top_k / rows", "probs_tE.mean(0)"),
-    ("16", "MoE.balance_loss", "shares in the default dtype",
+    ("16", "balance_loss", "the mean over this rank's tokens",
+     "probs_tE.sum(0) * top_k / rows", "probs_tE.mean(0)"),
+    ("16", "balance_loss", "shares in the default dtype",
      "all_counts_E.to(probs_tE.dtype) / rows",
      "(all_counts_E / rows).to(probs_tE.dtype)", "test_layers_of_random_shapes"),
     ("16", "AllToAllRows.backward", "not the way back",
@@ -403,7 +403,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("16", "ep_norm", "replicas count on each rank",
      "copies *= groups[axis].size()", "copies *= 1"),
     ("16", "ep_norm", "experts count once per ep rank, as replicas do",
-     "if not is_sharded_over(p, groups[axis]):", "if True:"),
+     "if groups[axis] not in sharded_over:", "if True:"),
     ("16", "split_batch", "dp ranks get the same rows",
      'lesson00.shard(x, 0, groups["dp"])', 'x[: len(x) // groups["dp"].size()]',
      "2 --ep 1"),
@@ -462,7 +462,12 @@ MUTANTS = [Mutant(*row) for row in [
 
 def edited(mutant: Mutant) -> tuple[Path, str]:
     """A file and its text with the edit: what is new in a lesson, or a helper of it."""
-    target = attrgetter(mutant.target)(jobs.load(PATHS[mutant.lesson].stem))
+    script = jobs.load(PATHS[mutant.lesson].stem)
+    helper, _, name = mutant.target.partition(".")
+    if hasattr(script, helper):
+        target = attrgetter(mutant.target)(script)
+    else:  # a definition that only a helper uses
+        target = attrgetter(name)(jobs.load(helper))
     path = Path(inspect.getsourcefile(target))
     text = path.read_text("utf-8")
     source = inspect.getsource(target)

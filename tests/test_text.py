@@ -56,15 +56,6 @@ WAIVED = {
     # Three axes: a pipeline and a step on a mesh are two lessons in one file.
     ("05_3d_parallel", "to read"),
     ("05_3d_parallel", "NEW"),
-    # Four kinds of attention, two of them with a backward by hand.
-    ("11_context_parallel", "to read"),
-    ("11_context_parallel", "NEW"),
-    # Three stages of ZeRO, and one step of training for all of them.
-    ("15_zero", "to read"),
-    ("15_zero", "NEW"),
-    # A model of its own, its exchange and whose gradients are summed; five routers.
-    ("16_expert_parallel", "to read"),
-    ("16_expert_parallel", "NEW"),
 }
 # Other people's code imports these (CONTRIBUTING.md).
 PUBLIC = {
