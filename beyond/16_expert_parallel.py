@@ -578,8 +578,8 @@ def check_lesson_model(report, run: lesson02.TrainingRun, size: dict) -> None:
     used = lesson01.nbytes(p.grad for p in run.model.parameters())
     report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
     # AdamW stores a 4-byte step count per tensor.
-    step_counts = (4 * len(run.parameters), 4 * lesson00.evaluate(TENSORS, size))
-    report.check_model(parameters=(used, predicted), step_counts=step_counts)
+    counts = (4 * len(run.parameters), 4 * lesson00.evaluate(TENSORS, size))
+    report.check_model(parameters=(used, predicted), **{"step counts": counts})
 
 
 def show_memory(report, runs: dict, size: dict, groups: dict, batch) -> None:
