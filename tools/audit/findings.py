@@ -79,7 +79,7 @@ class Search:
         """Does a fault follow from an earlier one?"""
         subject = found.subject
         # Parameters that are wrong themselves, as is known for sure.
-        sure = [other for other in self.findings if "forward" in other.fault.follows]
+        sure = [other for other in self.findings if "forward" in other.fault.causes]
         if any(other.where == found.where for other in sure):
             return True
         for other in self.findings:  # one cause, in one module
@@ -97,7 +97,7 @@ class Search:
             is_seen = any(f.subject.returned for f in self.findings)
             if is_seen or subject.is_consequence():
                 return True
-        return any(found.category.startswith(f.fault.follows) for f in self.findings)
+        return any(found.category.startswith(f.fault.causes) for f in self.findings)
 
     def run(self) -> None:
         case = self.case

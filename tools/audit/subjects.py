@@ -31,6 +31,7 @@ from .record import Point, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
+CLOSER = ("unexplained", "differs between replicas", "factor", "of its uses", "sum")
 ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 KEYS = re.compile("(w|to_)?k(ey|eys)?(_proj|_lin)?", re.IGNORECASE)  # a linear
 FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
@@ -45,6 +46,7 @@ class Subject:
     seen = ""
     stage = ""  # a finding's name is this and its relation, or else the fault's key
     more = ""  # and these words
+    causes = ()  # the beginnings of names of findings that follow from one of it
     returned = ()  # modules that return a wrong gradient to it, and how this is related
 
     def __init__(self, case: Case, where: str = "", module: str = "", seen: str = ""):
@@ -81,6 +83,8 @@ class Start(Subject):
 
 class Parameter(Subject):
     """A parameter of the ranks, if the loss is wrong."""
+
+    causes = ("forward",)  # of the modules around it
 
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
@@ -152,6 +156,8 @@ class Parameter(Subject):
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
+    causes = ("forward",)  # of the modules around it
+
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
         held = [x.flatten() for found in case.index for x in found.values()]
@@ -170,6 +176,8 @@ class Missing(Subject):
 
 class Buffer(Subject):
     """A buffer that has its name from the full model, if the loss is wrong."""
+
+    causes = ("forward",)  # of the modules around it
 
     def wrong(self) -> str:
         how = self.case.relation_of_state("buffers", self.where)
@@ -439,6 +447,8 @@ class Loss(Subject):
 
 class Flow(Subject):
     """The first wrong gradient of a tensor in backward, if a parameter's is wrong."""
+
+    causes = tuple(f"gradient {name}" for name in CLOSER)
 
     def __init__(self, case: Case, point: Point, wrong: list[str]):
         self.case = case
@@ -901,6 +911,8 @@ def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
 class TrainBuffer(Subject):
     """A buffer that train mode changes, if its value after one pass is wrong."""
 
+    causes = ("train mode", "dropout loss")
+
     def wrong(self) -> str:
         case = self.case
         how = case.relation_of_state("changed", self.where)
@@ -914,6 +926,8 @@ class TrainBuffer(Subject):
 
 class TrainMode(Subject):
     """A gradient or the loss in train mode, where nothing is dropped."""
+
+    causes = ("dropout loss",)
 
 
 class Dropped(Subject):
