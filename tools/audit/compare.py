@@ -464,7 +464,3 @@ def wrong_rows(got: Tensor, right: Tensor, limit: float) -> list[int]:
 
 def numbers(values: list[float]) -> str:
     return ", ".join(f"{value:.6g}" for value in values)
-
-
-def unlike(values: list[float], right: float) -> str:
-    return f"{numbers(values)} on ranks 0, 1, …, not {right:.6g}"

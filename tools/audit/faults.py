@@ -52,11 +52,9 @@ class Fault:
         return self.follows or self.of.causes
 
 
-def kind(*kinds: Kind) -> Callable:
-    """A test: is the subject related to the full model in one of these ways?"""
-    return lambda subject: (
-        subject.relation is not None and subject.relation.kind in kinds
-    )
+def kind(kind: Kind) -> Callable:
+    """A test: is the subject related to the full model in this way?"""
+    return lambda subject: subject.kind is kind
 
 
 def gets_ddp(gradient: Gradient) -> bool:
@@ -506,7 +504,7 @@ FAULTS = [
       "Look at which rate is passed here (of attention, of the residual, none).",
       "lesson 02, --break mask-residual"),
     F(Dropped, "dropout differs",
-      lambda d: d.relation.kind is Kind.SAME and (not d.is_same),
+      lambda d: d.relation.kind is Kind.SAME and not d.is_same,
       "The input of this dropout is replicated, and the ranks drop different elements "
       "of it, so their replicas drift apart.",
       "Use the same random state on all ranks of the group here.",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import subjects
 from .case import Case
-from .compare import NOT_COMPARED, Held, Kind, Relation, is_right, is_wrong, unlike
+from .compare import NOT_COMPARED, Held, Kind, Relation, is_right, is_wrong
 from .faults import FAULTS, Fault
 from .record import Facts, Point, is_within
 from .subjects import Flow, Subject
@@ -263,8 +263,8 @@ class Search:
             if name in case.full.buffers or self.is_running(name):
                 self.look(subjects.TrainBuffer(case, name))
         losses = [trace.kept_loss for trace in case.own]
-        if not case.are_near(losses, case.full.kept_loss):
-            said = unlike(losses, case.full.kept_loss)
+        said = case.unlike(losses, case.full.kept_loss)
+        if said:
             self.look(subjects.TrainMode(case, "loss", seen=said))
             return
         if self.findings:

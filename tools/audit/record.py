@@ -295,14 +295,9 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def main_output(output) -> Tensor | None:
-    """The tensor that a module returns: the first one, or Hugging Face's logits."""
-    return outputs_of(output).get("")
-
-
 def outputs_of(output, is_model: bool = False) -> dict[str, Tensor]:
-    """Slot of a point → a tensor that a module returns, the main one first; of the
-    model also those of integers, at the end."""
+    """Slot of a point → a tensor that a module returns, the main one first (slot "":
+    the first, or Hugging Face's logits); of the model also integers, at the end."""
     found = {}
     integers = {}
     waiting = [("output", output)]

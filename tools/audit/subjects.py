@@ -23,7 +23,6 @@ from .compare import (
     numbers,
     scale_of,
     trimmed,
-    unlike,
     wrong_rows,
     wrong_share,
 )
@@ -65,20 +64,24 @@ class Start(Subject):
 
     where = "batch"
 
-    def other_batch(self) -> str:
-        first = self.case.first.batch
-        found = []
-        for rank, facts in enumerate(self.case.everyone):
-            same = len(facts.batch) == len(first)
-            if not same or not all(map(torch.equal, facts.batch, first)):
-                found.append(rank)
+    def other_batch(self) -> str | list:
+        found = unlike_first([facts.batch for facts in self.case.everyone])
         return found and f"ranks {found} have another batch than rank 0"
 
     def other_model(self) -> tuple | list:
-        case = self.case
-        held = [case.model.vector(facts.full.parts) for facts in case.everyone]
-        found = [rank for rank, x in enumerate(held) if not torch.equal(x, held[0])]
+        held = [list(facts.full.parts.values()) for facts in self.case.everyone]
+        found = unlike_first(held)
         return found and ("build()", f"it returns another model on ranks {found}")
+
+
+def unlike_first(held: list[list[torch.Tensor]]) -> list[int]:
+    """The ranks whose tensors are not those of rank 0."""
+    found = []
+    for rank, own in enumerate(held):
+        is_as_long = len(own) == len(held[0])
+        if not is_as_long or not all(map(torch.equal, own, held[0])):
+            found.append(rank)
+    return found
 
 
 class Parameter(Subject):
@@ -164,14 +167,12 @@ class Missing(Subject):
         missing = ~torch.isin(case.model.indices(name), torch.cat(held))
         self.share = missing.double().mean().item()
 
-    def in_words(self) -> str:
+    def in_words(self) -> str | bool:
         case = self.case
         pieces = [pieces.get(self.where) for pieces in case.pieces]
         is_others = any(piece is not None and piece.is_others for piece in pieces)
         is_known = not (case.unmatched or self.where in case.full.tied or is_others)
-        if is_known and self.share:
-            return f"{self.share:.0%} of it is held by no rank"
-        return ""
+        return is_known and f"{self.share:.0%} of it is held by no rank"
 
 
 class Buffer(Subject):
@@ -868,8 +869,7 @@ class OtherBatch(Subject):
 
     def wrong(self) -> str:
         losses = [trace.second_loss for trace in self.case.own]
-        right = self.case.full.second_loss
-        return "" if self.case.are_near(losses, right) else unlike(losses, right)
+        return self.case.unlike(losses, self.case.full.second_loss)
 
 
 class Accumulated(Subject):
@@ -1017,19 +1017,21 @@ class Step(Subject):
 
     def wrong_loss(self) -> tuple | None:
         losses = [step.loss for step in self.own]
-        if self.number == 0 or self.case.are_near(losses, self.full.loss, 10):
+        said = self.case.unlike(losses, self.full.loss, 10)
+        if self.number == 0 or not said:
             return None
-        return "loss", f"step {self.number + 1}: {unlike(losses, self.full.loss)}"
+        return "loss", f"step {self.number + 1}: {said}"
 
     def wrong_norm(self) -> tuple | None:
         """What is wrong with the norm that the user's own clipping returns."""
         norms = [step.norm for step in self.own]
         right = self.full.norm
-        if None in norms or self.case.are_near(norms, right):
+        said = "" if None in norms else self.case.unlike(norms, right)
+        if not said:
             return None
         same = self.case.ruler.allowed * right >= max(norms) - min(norms)
         how = "the same on all ranks" if same else "different on the ranks"
-        return "clip()", f"step {self.number + 1}: {unlike(norms, right)}; {how}"
+        return "clip()", f"step {self.number + 1}: {said}; {how}"
 
     def wrong_factors(self) -> tuple | None:
         """How many times the right ones the clipped gradients are, rank by rank."""
