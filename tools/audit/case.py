@@ -189,10 +189,9 @@ class Case:
 
     def is_split(self) -> bool:
         """Does some rank hold less than the full model, or do the ranks communicate?"""
-        for pieces in self.pieces:
-            held = {piece.held for piece in pieces.values()}
-            if held - {Held.REPLICATED, Held.NOTHING}:
-                return True
+        held = {piece.held for own in self.pieces for piece in own.values()}
+        if held - {Held.REPLICATED, Held.NOTHING}:
+            return True
         phases = ("forward", "backward", "training")
         return any(name.startswith(phases) for name in self.first.calls)
 

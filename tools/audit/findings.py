@@ -346,16 +346,12 @@ class Search:
         add("parameters that are not the full model's", case.unmatched)
         if not is_right or self.findings:
             return
-        add(
-            "outputs of modules that are called another number of times",
-            case.calls_differ(),
-        )
+        differ = case.calls_differ()
+        add("outputs of modules that are called another number of times", differ)
         missing = [s.where for s in self.missing() if s.where not in case.unmatched]
         add("parameters that no rank has", missing)
-        add(
-            "parameters that no batch uses, so that their gradients are zero",
-            case.unused(),
-        )
+        unused = case.unused()
+        add("parameters that no batch uses, so that their gradients are zero", unused)
         found += self.unused_outputs()
         add("tensors of lists that each rank numbers from 0", case.renumbered)
         if case.ruler.allowed > VISIBLE:
