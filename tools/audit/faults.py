@@ -57,11 +57,6 @@ def kind(kind: Kind) -> Callable:
     return lambda subject: subject.kind is kind
 
 
-def gets_ddp(gradient: Gradient) -> bool:
-    has_ddp = "DistributedDataParallel" in gradient.case.first.has
-    return gradient.kind is Kind.MIXED and has_ddp
-
-
 F = Fault
 FAULTS = [
     # ---- Batch, model and parameters
@@ -368,7 +363,8 @@ FAULTS = [
       "The sum of this gradient over the ranks is right up to a factor.",
       "A reduction is missing, and the loss or the sum is scaled.",
       "lesson 01, --break f and --break average"),
-    F(Gradient, "gradient of several pieces", gets_ddp,
+    F(Gradient, "gradient of several pieces",
+      lambda g: g.kind is Kind.MIXED and "DistributedDataParallel" in g.case.first.has,
       "The ranks hold different pieces of this parameter, and their gradients were "
       "summed or averaged over the ranks.",
       "Reduce gradients of sharded parameters over the data-parallel group only. "

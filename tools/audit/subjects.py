@@ -722,10 +722,10 @@ class Gradient(Subject):
         texts = [case.wrong_elements(name)]
         if self.arrives is not None:
             words = str(self.arrives)
-            if self.is_fed_right:
-                is_scaled = self.arrives.kind is Kind.FACTOR
-                words += ", right if ranks average it" if is_scaled else ""
-                words = words if is_scaled else f"right ({words})"
+            if self.is_fed_right and self.arrives.kind is Kind.FACTOR:
+                words += ", right if ranks average it"
+            elif self.is_fed_right:
+                words = f"right ({words})"
             texts.append(
                 f"dL/d(output of its module, {self.module or 'the model'}): {words}"
             )
