@@ -366,7 +366,7 @@ def test_a_fault_is_one_definition():
         assert "backward of {modules}" not in fault.change, fault.key
     keys = {fault.key for fault in faults.FAULTS}
     for fault in faults.FAULTS:
-        assert set(fault.follows) <= keys, fault.key
+        assert set(fault.causes) <= keys, fault.key
 
 
 def case_of_no_rank(point) -> SimpleNamespace:

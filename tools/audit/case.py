@@ -56,10 +56,8 @@ class Case:
             for grads in (self.full.grads, self.full.kept)  # in eval and in train mode
         ]
         self.largest = max(largest) or 1.0
-        held = {}
-        for trace in self.own:
-            held.update(trace.parts)
-        self.parameters = list(held)  # names, of all ranks
+        names = [name for trace in self.own for name in trace.parts]
+        self.parameters = list(dict.fromkeys(names))  # of all ranks
         self.index = []  # rank → parameter → index of each element
         self.pieces = []  # rank → parameter → its piece
         for rank, trace in enumerate(self.own):
@@ -191,10 +189,9 @@ class Case:
 
     def is_split(self) -> bool:
         """Does some rank hold less than the full model, or do the ranks communicate?"""
-        for pieces in self.pieces:
-            held = {piece.held for piece in pieces.values()}
-            if held - {Held.REPLICATED, Held.NOTHING}:
-                return True
+        held = {piece.held for own in self.pieces for piece in own.values()}
+        if held - {Held.REPLICATED, Held.NOTHING}:
+            return True
         phases = ("forward", "backward", "training")
         return any(name.startswith(phases) for name in self.first.calls)
 
@@ -327,6 +324,11 @@ class Case:
         """Are all these numbers (losses, norms) right?"""
         limit = factor * self.ruler.allowed * max(abs(right), 1e-300)
         return all(abs(value - right) <= limit for value in values)
+
+    def unlike(self, values: list[float], right: float, factor: int = 1) -> str:
+        """What the ranks have, if it is not right, in words."""
+        said = f"{numbers(values)} on ranks 0, 1, …, not {right:.6g}"
+        return "" if self.are_near(values, right, factor) else said
 
     def arrival(self, name: str) -> Relation | None:
         """How the gradient is related that arrives at the module of a parameter."""

@@ -187,7 +187,7 @@ class Relation:
     kind: Kind
     words: str = ""
     factor: float = 1.0
-    dim: int | None = None
+    dim: int | None = None  # of a shard
     is_other_layout: bool = False  # right, if it is read in another layout
 
     @property
@@ -234,11 +234,9 @@ class Ruler:
     def times(self, tensors, pieces, scale: float) -> float:
         """The k if the tensors are k times their pieces; 0 if they are not."""
         k = multiple_of(tensors, pieces)
-        if abs(k) < 1e-6 or not self.all_near(
-            tensors, pieces, scale * max(1, abs(k)), k
-        ):
-            return 0.0
-        return k
+        limit = scale * max(1, abs(k))
+        is_known = abs(k) >= 1e-6 and self.all_near(tensors, pieces, limit, k)
+        return k if is_known else 0.0
 
     def views(self, tensors: list[Tensor], expected: Tensor) -> list[tuple]:
         """What the ranks may hold of a tensor: the relation, and a piece per rank."""
@@ -250,7 +248,7 @@ class Ruler:
         for dim in range(expected.dim()):
             pieces = pieces_of(expected, dim, [x.shape[dim] for x in tensors])
             if pieces and all(map(same_shape, tensors, pieces)):
-                found.append((Relation(Kind.SHARD, f"Shard({dim})", 1.0, dim), pieces))
+                found.append((Relation(Kind.SHARD, f"Shard({dim})", dim=dim), pieces))
         return found
 
     def relation(self, tensors: list[Tensor], expected: Tensor) -> Relation:
@@ -270,7 +268,7 @@ class Ruler:
                 return self.factor(k)
             if self.is_partial_shard(tensors, pieces, scale):
                 words = f"partial {relation} of ranks that share a piece"
-                return Relation(Kind.PARTIAL, words, 1.0, relation.dim)
+                return Relation(Kind.PARTIAL, words)
         rounded = self.rounded(tensors, views, scale)
         if rounded is not None:
             return rounded
@@ -283,9 +281,8 @@ class Ruler:
             return Relation(Kind.REORDERED)
         if not views:
             shapes = " ".join(str(list(shape)) for shape in {x.shape for x in tensors})
-            return Relation(
-                Kind.SHAPE, f"of shape {shapes}, not {list(expected.shape)}"
-            )
+            words = f"of shape {shapes}, not {list(expected.shape)}"
+            return Relation(Kind.SHAPE, words)
         if is_full and not all(torch.equal(x, tensors[0]) for x in tensors):
             return Relation(Kind.DIFFERS)
         return Relation(Kind.WRONG)
@@ -318,15 +315,17 @@ class Ruler:
     def in_any_layout(self, tensors: list[Tensor], expected: Tensor) -> Relation:
         """The relation, also if the ranks have swapped batch and sequence, or have made
         one dim of both. Only what is then simple is known."""
+        simple = (Kind.PARTIAL, Kind.FACTOR, Kind.ROUNDED)
         first = self.relation(tensors, expected)
-        if first.is_right or first.kind in (Kind.PARTIAL, Kind.FACTOR, Kind.ROUNDED):
+        if first.is_right or first.kind in simple:
             return first
         for words, others in other_layouts(tensors, expected):
             found = self.relation(others, expected)
+            words = f"{found}, {words}"
             if found.is_right:
-                return Relation(Kind.REORDERED, f"{found}, {words}", 1, None, True)
-            if found.kind in (Kind.PARTIAL, Kind.FACTOR, Kind.ROUNDED):
-                return Relation(found.kind, f"{found}, {words}", found.factor)
+                return Relation(Kind.REORDERED, words, is_other_layout=True)
+            if found.kind in simple:
+                return Relation(found.kind, words, found.factor)
         return first
 
     def factor(self, k: float) -> Relation:
@@ -402,17 +401,19 @@ def pieces_of(full: Tensor, dim: int, widths: list[int]) -> list[Tensor]:
 def other_layouts(tensors: list[Tensor], expected: Tensor) -> list[tuple]:
     """The ranks' tensors in the full model's layout, and what was done, in words."""
     found = []
-    if expected.dim() > 2 and all(x.dim() == expected.dim() for x in tensors):
+    if expected.dim() <= 2:
+        return found
+    if all(x.dim() == expected.dim() for x in tensors):
         swapped = [x.transpose(0, 1) for x in tensors]
         found.append(("with dims 0 and 1 swapped", swapped))
     shape = expected.shape
-    if expected.dim() > 2 and all(x.dim() == expected.dim() - 1 for x in tensors):
-        if all(len(x) == shape[0] * shape[1] for x in tensors):
-            words = "with dims 0 and 1 in one"
-            found.append((words, [x.unflatten(0, shape[:2]) for x in tensors]))
-            other = (shape[1], shape[0])
-            turned = [x.unflatten(0, other).transpose(0, 1) for x in tensors]
-            found.append((f"{words}, the second one first", turned))
+    are_flat = all(x.dim() == expected.dim() - 1 for x in tensors)
+    if are_flat and all(len(x) == shape[0] * shape[1] for x in tensors):
+        words = "with dims 0 and 1 in one"
+        found.append((words, [x.unflatten(0, shape[:2]) for x in tensors]))
+        other = (shape[1], shape[0])
+        turned = [x.unflatten(0, other).transpose(0, 1) for x in tensors]
+        found.append((f"{words}, the second one first", turned))
     return found
 
 
@@ -464,7 +465,3 @@ def wrong_rows(got: Tensor, right: Tensor, limit: float) -> list[int]:
 
 def numbers(values: list[float]) -> str:
     return ", ".join(f"{value:.6g}" for value in values)
-
-
-def unlike(values: list[float], right: float) -> str:
-    return f"{numbers(values)} on ranks 0, 1, …, not {right:.6g}"

@@ -44,26 +44,20 @@ class Fault:
     what: str  # is wrong
     change: str  # the line to look at; {modules} are those that return a wrong gradient
     where: str  # the course explains it
-    follows: tuple[str, ...] = ()  # keys of faults that this one causes
     change_alone: str = ""  # the line to look at, if no such modules are known
+    follows: tuple[str, ...] = ()  # keys of faults that this one causes
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        return self.follows or self.of.causes
 
 
-def kind(*kinds: Kind) -> Callable:
-    """A test: is the subject related to the full model in one of these ways?"""
-    return lambda subject: (
-        subject.relation is not None and subject.relation.kind in kinds
-    )
-
-
-def gets_ddp(gradient: Gradient) -> bool:
-    has_ddp = "DistributedDataParallel" in gradient.case.first.has
-    return gradient.kind is Kind.MIXED and has_ddp
+def kind(kind: Kind) -> Callable:
+    """A test: is the subject related to the full model in this way?"""
+    return lambda subject: subject.kind is kind
 
 
 F = Fault
-CLOSER = ("unexplained", "differs between replicas", "factor", "of its uses", "sum")
-GRADIENTS = tuple(f"gradient {name}" for name in CLOSER)
-FORWARD = ("forward",)  # of the modules around the parameter
 FAULTS = [
     # ---- Batch, model and parameters
     F(Start, "batch", Start.other_batch,
@@ -80,41 +74,35 @@ FAULTS = [
       "The values of this parameter are those of the full model, rounded to a coarser "
       "format.",
       "Keep the parameter's dtype where the shard is made.",
-      "beyond/08, why the order of a sum changes last bits",
-      FORWARD),
+      "beyond/08, why the order of a sum changes last bits"),
     F(Parameter, "not a piece", Parameter.unknown_elements,
       "The values of this parameter are in no parameter of the full model: this rank "
       "has initialized it itself, or has combined or scaled it.",
       "Slice the full parameter instead of initializing the shard.",
-      "lesson 02, --break seed",
-      FORWARD),
+      "lesson 02, --break seed"),
     F(Missing, "missing", Missing.in_words,
       "Some elements of the full model are on no rank, and others probably twice.",
       "Check which slice each rank takes: the group rank, the dim, the order of blocks "
       "in a fused weight, the experts of each rank.",
-      "lesson 02, --break qkv",
-      FORWARD),
+      "lesson 02, --break qkv"),
     F(Parameter, "wrong parameter", Parameter.foreign,
       "This parameter holds elements that belong to another parameter of the full "
       "model.",
       "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
       "each part into T slices. An expert must be on the rank that calls it.",
-      "lesson 02, --break qkv",
-      FORWARD),
+      "lesson 02, --break qkv"),
     F(Buffer, "buffer", Buffer.wrong,
       "This buffer (a table of positions, a mask, a codebook) is not that of the full "
       "model, nor each rank's slice of it.",
       "Rank t takes its own slice (a table of positions starts at its offset, not at "
       "0). If the module gathers the sequence first, it needs the full table.",
-      "lesson 04, --break rotary",
-      FORWARD),
+      "lesson 04, --break rotary"),
     F(Parameter, "wrong piece", Parameter.others_piece,
       "A rank holds the piece of another rank.",
       "Take the slice of the group rank. A broadcast after the split overwrites the "
       "shards: DistributedDataParallel sends the parameters of its first rank to all "
       "others. With c ranks per key/value head, rank t holds head t // c.",
-      "notebook 12, fault 3; beyond/09, --break order",
-      FORWARD),
+      "notebook 12, fault 3; beyond/09, --break order"),
     # ---- Forward
     F(Output, "forward bias", kind(Kind.BIAS),
       "The output of this module is right but for its bias, which was added on every "
@@ -243,22 +231,19 @@ FAULTS = [
       "The backward of an all-gather in front of column-parallel linears or experts is "
       "a reduce-scatter: sum over the ranks, then slice. DTensor: "
       "full_tensor(grad_placements=[Partial()]).",
-      "lesson 04, --break split",
-      GRADIENTS),
+      "lesson 04, --break split"),
     F(Flow, "backward cut off", Flow.cut_off,
       "This module gets its input without a gradient. In the full model, it returns a "
       "gradient to it.",
       "Look in front of this module for detach(), no_grad(), or a collective that "
       "autograd does not track.",
-      "beyond/13, --break plain",
-      GRADIENTS),
+      "beyond/13, --break plain"),
     F(Flow, "backward right but for rounding", Flow.is_rounded,
       "The gradient that arrives here is right, and the one that is returned has "
       "rounding errors: this backward computes or sends it in a coarser format.",
       "Look for a dtype in the collective's backward. If it is meant, let the full "
       "model do the same.",
-      "beyond/08, why the order of a sum changes last bits",
-      GRADIENTS),
+      "beyond/08, why the order of a sum changes last bits"),
     F(Flow, "backward T times", Flow.summed_again,
       "A gradient that every rank has in full is summed over the ranks in backward, so "
       "it counts T times: something that is not sharded reads the tensor behind f, or "
@@ -267,21 +252,18 @@ FAULTS = [
       "read the tensor in front of f. Only what is sharded reads it behind f. If what "
       "reads it gathers its own output: this gather's backward takes the rank's slice "
       "and sums nothing.",
-      "lesson 01, --break g",
-      GRADIENTS),
+      "lesson 01, --break g"),
     F(Flow, "backward lost term", Flow.lost_term,
       "A part of this gradient, which every rank has in full, counts 1/T times or not "
       "at all.",
       "1/T: it is averaged over the ranks, or divided by T and not summed. 0: look for "
       "detach(), no_grad(), or a backward that returns no gradient of this input.",
-      "lesson 01, the table of collectives and their backward",
-      GRADIENTS),
+      "lesson 01, the table of collectives and their backward"),
     F(Flow, "backward sum of slices", Flow.slices_summed,
       "The ranks hold slices of this tensor (of the tokens or samples), and the "
       "gradient of each is the sum over all slices: it is summed over too many ranks.",
       "Sum over the ranks that hold the same slice (the tp group, not all ranks).",
-      "lesson 05, MeshTraining.sum_gradients",
-      GRADIENTS),
+      "lesson 05, MeshTraining.sum_gradients"),
     F(Flow, "backward of a module", Flow.backward_of,
       "The gradient that arrives here is right, and the gradient that is returned is "
       "wrong: the fault is in this module's own backward.",
@@ -295,8 +277,7 @@ FAULTS = [
       "module makes a second loss (of a router), look also at what is done with that: "
       "every rank has it in full, so it reads nothing behind f and is not summed.",
       "beyond/11, --break stale, home and lse; lesson 01, the table of collectives and "
-      "their backward",
-      GRADIENTS),
+      "their backward"),
     F(Flow, "loss backward", Flow.of_loss,
       "The loss is right and its gradient is not: the gradient of the last module's "
       "output is wrong before any module has been through backward.",
@@ -304,14 +285,12 @@ FAULTS = [
       "module: masked positions, the division by the number of targets, what was saved "
       "for backward, a detach() of one term (of a logsumexp), a gather of logits whose "
       "backward takes a slice without a sum.",
-      "lesson 03, --break ignored and --break exponentials",
-      GRADIENTS),
+      "lesson 03, --break ignored and --break exponentials"),
     F(Flow, "backward partial", Flow.partial,
       "Backward returns a partial sum to the output of this module: what reads it "
       "returns each rank's own part only.",
       "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
       "lesson 01, --break f",
-      GRADIENTS,
       "All-reduce dL/dx in the backward of what reads this output (f, in front of a "
       "column-parallel linear)."),
     # ---- Gradients of parameters
@@ -365,7 +344,6 @@ FAULTS = [
       "each rank has only a partial gradient: a reduction is missing.",
       "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
       "lesson 01, --break f; lesson 04, --break norms",
-      (),
       "Sum the parameter's gradient over the ranks after backward (a replicated weight "
       "whose input is sharded). If dL/d(output of its module) is partial, f is missing "
       "in what reads that output."),
@@ -385,7 +363,8 @@ FAULTS = [
       "The sum of this gradient over the ranks is right up to a factor.",
       "A reduction is missing, and the loss or the sum is scaled.",
       "lesson 01, --break f and --break average"),
-    F(Gradient, "gradient of several pieces", gets_ddp,
+    F(Gradient, "gradient of several pieces",
+      lambda g: g.kind is Kind.MIXED and "DistributedDataParallel" in g.case.first.has,
       "The ranks hold different pieces of this parameter, and their gradients were "
       "summed or averaged over the ranks.",
       "Reduce gradients of sharded parameters over the data-parallel group only. "
@@ -463,18 +442,18 @@ FAULTS = [
       "gradient to it, and some a partial one.",
       "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
       "lesson 01, --break f; beyond/09, --break input",
-      GRADIENTS,
       "Look at what reads this parameter or its module's output: which of it has no "
-      "all-reduce of dL/dx in backward (f)?"),
+      "all-reduce of dL/dx in backward (f)?",
+      Flow.causes),
     F(Gradient, "gradient unexplained", lambda g: True,
       "This gradient is wrong in no simple relation to the right one.",
       "Look at what {modules} does in backward: it is the first that returns a wrong "
       "gradient (a slice without a sum?).",
       "lesson 01, the table of collectives and their backward; lesson 04, --break "
       "split",
-      GRADIENTS,
       "Look at how this module's forward uses the parameter (is a part of it "
-      "detached?), and at the backward of the collectives in it."),
+      "detached?), and at the backward of the collectives in it.",
+      Flow.causes),
     # ---- Several batches before a step
     F(OtherBatch, "second batch", OtherBatch.wrong,
       "The loss of batch(0) is right and that of batch(1) is not: the second batch "
@@ -508,28 +487,24 @@ FAULTS = [
       "be taken for those of all.",
       "Sum or average over the ranks what the buffer is updated with (a mean over "
       "features, tokens or samples that are sharded), with the full model's momentum.",
-      "lesson 02, --break qkv",
-      ("train mode", "dropout loss")),
+      "lesson 02, --break qkv"),
     F(TrainMode, "train mode", lambda t: True,
       "This is right in eval mode and wrong in train mode, even if nothing is dropped: "
       "training takes another path through the model, and that path is wrong.",
       "Look at what runs in train mode only: recomputation (is f inside of what is "
       "computed again? use_reentrant=True returns no gradient if no input needs one), "
       "fused functions, if self.training.",
-      "lesson 04, recomputation",
-      ("dropout loss",)),
+      "lesson 04, recomputation"),
     F(Dropped, "dropout rate", Dropped.other_rate,
       "The ranks drop with another probability than the full model.",
       "Look at which rate is passed here (of attention, of the residual, none).",
-      "lesson 02, --break mask-residual",
-      ("dropout loss",)),
+      "lesson 02, --break mask-residual"),
     F(Dropped, "dropout differs",
-      lambda d: d.relation.kind is Kind.SAME and (not d.is_same),
+      lambda d: d.relation.kind is Kind.SAME and not d.is_same,
       "The input of this dropout is replicated, and the ranks drop different elements "
       "of it, so their replicas drift apart.",
       "Use the same random state on all ranks of the group here.",
-      "lesson 02, --break mask-residual",
-      ("dropout loss",)),
+      "lesson 02, --break mask-residual"),
     F(Dropped, "dropout same", lambda d: d.relation.kind is Kind.SHARD and d.is_same,
       "The input of this dropout is sharded, and all ranks drop the same elements.",
       "Give each rank its own part of the mask, or its own random state.",
@@ -572,8 +547,7 @@ FAULTS = [
       "The norm of the gradient is wrong.",
       "Sum the squares of sharded gradients over the group, and count replicated "
       "gradients once.",
-      "lesson 02, --break clip",
-      ("clip",)),
+      "lesson 02, --break clip"),
     F(Step, "clip", Step.wrong_factors,
       "The norm is right, and clip() has not scaled the gradients by max_norm / norm.",
       "Scale p.grad of every parameter once, by the same number on all ranks: a "

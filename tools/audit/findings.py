@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import subjects
 from .case import Case
-from .compare import NOT_COMPARED, Held, Kind, Relation, is_right, is_wrong, unlike
+from .compare import NOT_COMPARED, Held, Kind, Relation, is_right, is_wrong
 from .faults import FAULTS, Fault
 from .record import Facts, Point, is_within
 from .subjects import Flow, Subject
@@ -79,7 +79,7 @@ class Search:
         """Does a fault follow from an earlier one?"""
         subject = found.subject
         # Parameters that are wrong themselves, as is known for sure.
-        sure = [other for other in self.findings if "forward" in other.fault.follows]
+        sure = [other for other in self.findings if "forward" in other.fault.causes]
         if any(other.where == found.where for other in sure):
             return True
         for other in self.findings:  # one cause, in one module
@@ -97,7 +97,7 @@ class Search:
             is_seen = any(f.subject.returned for f in self.findings)
             if is_seen or subject.is_consequence():
                 return True
-        return any(found.category.startswith(f.fault.follows) for f in self.findings)
+        return any(found.category.startswith(f.fault.causes) for f in self.findings)
 
     def run(self) -> None:
         case = self.case
@@ -263,8 +263,8 @@ class Search:
             if name in case.full.buffers or self.is_running(name):
                 self.look(subjects.TrainBuffer(case, name))
         losses = [trace.kept_loss for trace in case.own]
-        if not case.are_near(losses, case.full.kept_loss):
-            said = unlike(losses, case.full.kept_loss)
+        said = case.unlike(losses, case.full.kept_loss)
+        if said:
             self.look(subjects.TrainMode(case, "loss", seen=said))
             return
         if self.findings:
@@ -346,16 +346,12 @@ class Search:
         add("parameters that are not the full model's", case.unmatched)
         if not is_right or self.findings:
             return
-        add(
-            "outputs of modules that are called another number of times",
-            case.calls_differ(),
-        )
+        differ = case.calls_differ()
+        add("outputs of modules that are called another number of times", differ)
         missing = [s.where for s in self.missing() if s.where not in case.unmatched]
         add("parameters that no rank has", missing)
-        add(
-            "parameters that no batch uses, so that their gradients are zero",
-            case.unused(),
-        )
+        unused = case.unused()
+        add("parameters that no batch uses, so that their gradients are zero", unused)
         found += self.unused_outputs()
         add("tensors of lists that each rank numbers from 0", case.renumbered)
         if case.ruler.allowed > VISIBLE:

@@ -46,7 +46,7 @@ from .record import (
     Trace,
     Watch,
     local_part,
-    main_output,
+    outputs_of,
     parts_of,
     plain_name,
     record_parameters,
@@ -188,7 +188,7 @@ class Run:
         logits in it (of Hugging Face)."""
         loss_of = self.of_user("loss")
         if loss_of is None:
-            return default_loss(main_output(output), target)
+            return default_loss(outputs_of(output).get(""), target)
         more = {}
         known = inspect.signature(loss_of).parameters
         if "model" in known:

@@ -295,14 +295,9 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def main_output(output) -> Tensor | None:
-    """The tensor that a module returns: the first one, or Hugging Face's logits."""
-    return outputs_of(output).get("")
-
-
 def outputs_of(output, is_model: bool = False) -> dict[str, Tensor]:
-    """Slot of a point → a tensor that a module returns, the main one first; of the
-    model also those of integers, at the end."""
+    """Slot of a point → a tensor that a module returns, the main one first (slot "":
+    the first, or Hugging Face's logits); of the model also integers, at the end."""
     found = {}
     integers = {}
     waiting = [("output", output)]
@@ -479,10 +474,9 @@ class CallCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor turn it into local ops and collectives
         match = re.match(r"_?c10d(?:_functional)?::(\w+)", func._schema.name)
-        if match is None or "wait" in match[1] or "autograd" in match[1]:
+        is_call = match and "wait" not in match[1] and "autograd" not in match[1]
+        if not (is_call and ranks_in_group(args) > 1):  # alone, it sends nothing
             return func(*args, **(kwargs or {}))
-        if ranks_in_group(args) == 1:
-            return func(*args, **(kwargs or {}))  # nothing is sent
         name = re.sub("_|coalesced|into|tensor|base_?$", "", match[1])
         name = COLLECTIVES.get(name, name)
         self.calls[f"{self.phase}: {name}"] += 1
@@ -552,9 +546,8 @@ class Dropouts(TorchDispatchMode):
         self.noted = set()  # those whose dropout was seen by its operators
         self.again = {}  # module → masks of what backward computes again
         self.pending = {}  # id of a mask that is not applied yet → (it, what it drops)
-        self.names = {}  # id of a module → its name
-        for name, module in model.named_modules():
-            self.names[id(module)] = plain_name(name, renamed)
+        named = model.named_modules()
+        self.names = {id(module): plain_name(name, renamed) for name, module in named}
         self.handles = add_hooks(model, renamed, self.enter, self.leave)
 
     def enter(self, name: str, module, inputs, keywords) -> None:

@@ -23,7 +23,6 @@ from .compare import (
     numbers,
     scale_of,
     trimmed,
-    unlike,
     wrong_rows,
     wrong_share,
 )
@@ -31,6 +30,7 @@ from .record import Point, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
+CLOSER = ("unexplained", "differs between replicas", "factor", "of its uses", "sum")
 ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 KEYS = re.compile("(w|to_)?k(ey|eys)?(_proj|_lin)?", re.IGNORECASE)  # a linear
 FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
@@ -45,6 +45,7 @@ class Subject:
     seen = ""
     stage = ""  # a finding's name is this and its relation, or else the fault's key
     more = ""  # and these words
+    causes = ()  # the beginnings of names of findings that follow from one of it
     returned = ()  # modules that return a wrong gradient to it, and how this is related
 
     def __init__(self, case: Case, where: str = "", module: str = "", seen: str = ""):
@@ -63,24 +64,30 @@ class Start(Subject):
 
     where = "batch"
 
-    def other_batch(self) -> str:
-        first = self.case.first.batch
-        found = []
-        for rank, facts in enumerate(self.case.everyone):
-            same = len(facts.batch) == len(first)
-            if not same or not all(map(torch.equal, facts.batch, first)):
-                found.append(rank)
+    def other_batch(self) -> str | list:
+        found = unlike_first([facts.batch for facts in self.case.everyone])
         return found and f"ranks {found} have another batch than rank 0"
 
     def other_model(self) -> tuple | list:
-        case = self.case
-        held = [case.model.vector(facts.full.parts) for facts in case.everyone]
-        found = [rank for rank, x in enumerate(held) if not torch.equal(x, held[0])]
+        held = [list(facts.full.parts.values()) for facts in self.case.everyone]
+        found = unlike_first(held)
         return found and ("build()", f"it returns another model on ranks {found}")
+
+
+def unlike_first(held: list[list[torch.Tensor]]) -> list[int]:
+    """The ranks whose tensors are not those of rank 0."""
+    found = []
+    for rank, own in enumerate(held):
+        is_as_long = len(own) == len(held[0])
+        if not is_as_long or not all(map(torch.equal, own, held[0])):
+            found.append(rank)
+    return found
 
 
 class Parameter(Subject):
     """A parameter of the ranks, if the loss is wrong."""
+
+    causes = ("forward",)  # of the modules around it
 
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
@@ -152,24 +159,26 @@ class Parameter(Subject):
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
+    causes = ("forward",)  # of the modules around it
+
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
         held = [x.flatten() for found in case.index for x in found.values()]
         missing = ~torch.isin(case.model.indices(name), torch.cat(held))
         self.share = missing.double().mean().item()
 
-    def in_words(self) -> str:
+    def in_words(self) -> str | bool:
         case = self.case
         pieces = [pieces.get(self.where) for pieces in case.pieces]
         is_others = any(piece is not None and piece.is_others for piece in pieces)
         is_known = not (case.unmatched or self.where in case.full.tied or is_others)
-        if is_known and self.share:
-            return f"{self.share:.0%} of it is held by no rank"
-        return ""
+        return is_known and f"{self.share:.0%} of it is held by no rank"
 
 
 class Buffer(Subject):
     """A buffer that has its name from the full model, if the loss is wrong."""
+
+    causes = ("forward",)  # of the modules around it
 
     def wrong(self) -> str:
         how = self.case.relation_of_state("buffers", self.where)
@@ -439,6 +448,8 @@ class Loss(Subject):
 
 class Flow(Subject):
     """The first wrong gradient of a tensor in backward, if a parameter's is wrong."""
+
+    causes = tuple(f"gradient {name}" for name in CLOSER)
 
     def __init__(self, case: Case, point: Point, wrong: list[str]):
         self.case = case
@@ -711,10 +722,10 @@ class Gradient(Subject):
         texts = [case.wrong_elements(name)]
         if self.arrives is not None:
             words = str(self.arrives)
-            if self.is_fed_right:
-                is_scaled = self.arrives.kind is Kind.FACTOR
-                words += ", right if ranks average it" if is_scaled else ""
-                words = words if is_scaled else f"right ({words})"
+            if self.is_fed_right and self.arrives.kind is Kind.FACTOR:
+                words += ", right if ranks average it"
+            elif self.is_fed_right:
+                words = f"right ({words})"
             texts.append(
                 f"dL/d(output of its module, {self.module or 'the model'}): {words}"
             )
@@ -858,8 +869,7 @@ class OtherBatch(Subject):
 
     def wrong(self) -> str:
         losses = [trace.second_loss for trace in self.case.own]
-        right = self.case.full.second_loss
-        return "" if self.case.are_near(losses, right) else unlike(losses, right)
+        return self.case.unlike(losses, self.case.full.second_loss)
 
 
 class Accumulated(Subject):
@@ -901,6 +911,8 @@ def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
 class TrainBuffer(Subject):
     """A buffer that train mode changes, if its value after one pass is wrong."""
 
+    causes = ("train mode", "dropout loss")
+
     def wrong(self) -> str:
         case = self.case
         how = case.relation_of_state("changed", self.where)
@@ -914,6 +926,8 @@ class TrainBuffer(Subject):
 
 class TrainMode(Subject):
     """A gradient or the loss in train mode, where nothing is dropped."""
+
+    causes = ("dropout loss",)
 
 
 class Dropped(Subject):
@@ -1003,19 +1017,21 @@ class Step(Subject):
 
     def wrong_loss(self) -> tuple | None:
         losses = [step.loss for step in self.own]
-        if self.number == 0 or self.case.are_near(losses, self.full.loss, 10):
+        said = self.case.unlike(losses, self.full.loss, 10)
+        if self.number == 0 or not said:
             return None
-        return "loss", f"step {self.number + 1}: {unlike(losses, self.full.loss)}"
+        return "loss", f"step {self.number + 1}: {said}"
 
     def wrong_norm(self) -> tuple | None:
         """What is wrong with the norm that the user's own clipping returns."""
         norms = [step.norm for step in self.own]
         right = self.full.norm
-        if None in norms or self.case.are_near(norms, right):
+        said = "" if None in norms else self.case.unlike(norms, right)
+        if not said:
             return None
         same = self.case.ruler.allowed * right >= max(norms) - min(norms)
         how = "the same on all ranks" if same else "different on the ranks"
-        return "clip()", f"step {self.number + 1}: {unlike(norms, right)}; {how}"
+        return "clip()", f"step {self.number + 1}: {said}; {how}"
 
     def wrong_factors(self) -> tuple | None:
         """How many times the right ones the clipped gradients are, rank by rank."""
