@@ -2612,6 +2612,42 @@ def biases_subject(bug: str):
     return after_linear(Biases, parallelize)
 
 
+class Rates(nn.Module):
+    """A gate made of a row-parallel output, as the steps of a state space model."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(D, 2 * D)
+        self.narrow = nn.Linear(2 * D, D, bias=False)
+        self.rate = nn.Linear(D // 2, 2 * D)
+        self.down = nn.Linear(2 * D, D, bias=False)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            h = self.up(x)
+            part = self.narrow(h)[..., : D // 2]
+            return self.down(self.rate(part).sigmoid() * h)
+        h = self.up(Copy.apply(x, self.group))
+        part = self.narrow(h)
+        if self.bug != "not summed":
+            part = Sum.apply(part, self.group)
+        part = Copy.apply(part, self.group)[..., : D // 2]
+        return Sum.apply(self.down(self.rate(part).sigmoid() * h), self.group)
+
+
+def rates_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        model[1].narrow.weight = piece(model[1].narrow.weight, group, 1)
+        model[1].rate.weight = piece(model[1].rate.weight, group)
+        model[1].rate.bias = piece(model[1].rate.bias, group)
+        return model
+
+    return after_linear(Rates, parallelize)
+
+
 MODELS = {
     fused_subject: {
         "no sum": "forward partial, but for the bias",
@@ -2768,6 +2804,7 @@ MODELS = {
     divided_subject: {"summed": ["backward sum of slices", "the model"]},
     table_rows_subject: {"unmasked": ["forward wrong", "0"]},
     biases_subject: {"row detached": ["gradient unexplained", "1.biases"]},
+    rates_subject: {"not summed": ["forward wrong", "1.rate"]},
     several_subject: {"own loss": ["loss", "loss"]},
     normed_subject: {},
     asks_subject: {"no f": ["gradient sum", "1.norm.weight"]},

@@ -191,6 +191,7 @@ SAID = [  # a bug, and what its first finding says of the cause
     ("shared expert", "if the output of 1.shared counts once, not T times"),
     ("row of all", "sum the rows that several ranks have"),
     ("stacked", "Look at what reads this parameter or its module's output"),
+    ("not summed", "input 0 of 1.rate is partial"),
 ]
 
 

@@ -192,6 +192,12 @@ FAULTS = [
       "shard. A table with an entry per head is sliced like the heads. What every rank "
       "has in full (a bias, a shared expert) is added after a sum, not before.",
       "lesson 02, --break qkv"),
+    F(Output, "forward of a partial sum", Output.partial_input,
+      "This module gets a partial sum, and what it makes of it is no part of the right "
+      "sum.",
+      "All-reduce (g) what this module reads, behind the row-parallel module that "
+      "returns it. If this module makes the sum itself, look at what it does before.",
+      "lesson 01, ReduceFromTP"),
     F(Output, "forward of an embedding", Output.is_embedding,
       "This embedding gets tokens and returns other rows than in the full model.",
       "A sharded embedding gives 0 for tokens of other ranks before the sum (a mask), "

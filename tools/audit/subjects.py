@@ -309,6 +309,15 @@ class Output(Subject):
         reads = self.point._replace(slot="input 0") in full.writers
         return is_known and not reads and not self.point.is_input
 
+    def partial_input(self) -> str:
+        """The input of its module that is a partial sum, if there is one."""
+        for point in self.case.order:
+            if point.is_input and point._replace(slot="") == self.point:
+                how = self.case.relation_of(point)
+                if how is not None and how.kind is Kind.PARTIAL:
+                    return f"{point} is partial"
+        return ""
+
     def in_attention(self) -> bool:
         """Is this an attention, by its name or by that of the linear of its keys?"""
         classes = self.case.full.classes
