@@ -1,6 +1,7 @@
 """A Sphinx extension: what the site shows of the lessons, their bugs and the notebooks.
 
-    {lesson} 01_naive_mlp_tp       its code, part by part, and its recorded output
+    {lesson} 01_naive_mlp_tp       its code, part by part, and its recorded output; of
+                                   a script in beyond/, its helpers' code as well
     {breaks}                       the bugs of all lessons, from their BREAKS tables
     {tp-player} ring               a recorded run that the reader steps through
     {tp-player} ring 1,2,8         on a slide: the steps to stop at
@@ -36,6 +37,7 @@ SCREEN = 34  # lines
 ROOT = DOCS.parent
 PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
 PATHS = {path.stem: path for path in PATHS}  # lessons, and scripts of beyond/
+HELPERS = {path.stem: path for path in sorted(ROOT.glob("beyond/[a-z]*.py"))}
 SLIDES = [path.stem for path in DOCS.glob("slides/*.md")]
 # Set by GitHub's runners. Elsewhere a line number leads to its own place in the page.
 REPOSITORY = os.environ.get("GITHUB_REPOSITORY", "")
@@ -89,8 +91,26 @@ SYMPTOMS = {
 # What the repository has
 
 
-def source(lesson: str) -> str:
-    return PATHS[lesson].read_text("utf-8")
+def path_of(name: str) -> Path:
+    """Of a lesson, of a script of beyond/ or of its helper."""
+    return PATHS.get(name) or HELPERS[name]
+
+
+def source(name: str) -> str:
+    return path_of(name).read_text("utf-8")
+
+
+def helpers_of(lesson: str) -> list[str]:
+    """The modules of beyond/ that a script imports, and those that these import."""
+    found = []
+    to_read = [lesson]
+    while to_read:
+        text = source(to_read.pop(0))
+        for name in re.findall(r"^ *from (\w+) import", text, re.MULTILINE):
+            if name in HELPERS and name != "course" and name not in found:
+                found.append(name)
+                to_read.append(name)
+    return found
 
 
 def cells_of(lesson: str) -> list[dict]:
@@ -129,15 +149,16 @@ def constants(call: ast.Call) -> dict[str, str]:
 def place_of(lesson: str, target: str) -> str:
     """Page and line of a definition such as "CopyToTP.backward".
 
-    A bug of a script in beyond/ may be in a lesson that the script imports.
+    A bug of a script in beyond/ may be in a helper or a lesson that it imports.
     """
-    for name in [lesson, *PATHS]:
+    for name in [lesson, *helpers_of(lesson), *PATHS]:
         found = [ast.parse(source(name))]
         for part in target.split("."):
             bodies = [node for each in found for node in each.body]
             found = [node for node in bodies if getattr(node, "name", "") == part]
         if found:
-            return f"lessons/{name}.html#L{found[0].lineno}"
+            page = name if name in PATHS else lesson
+            return f"lessons/{page}.html#{line_id(name, found[0].lineno)}"
     raise ValueError(f"{target} is defined nowhere")
 
 
@@ -184,32 +205,38 @@ def parts_of(lines: list[str]) -> list[tuple[str, str, int, int]]:
     return [(*mark, end) for mark, end in zip(marks, ends)]
 
 
-def numbered_code(lesson: str) -> list[str]:
+def line_id(name: str, line: int) -> str:
+    """Of a line on a page; a page has the lines of a script and of its helpers."""
+    return f"L{line}" if name in PATHS else f"{name}-L{line}"
+
+
+def numbered_code(name: str) -> list[str]:
     """The lines as HTML, with numbers that lead to the file in the repository."""
-    base = (
-        f"{REPOSITORY}/blob/{COMMIT}/{PATHS[lesson].relative_to(ROOT)}"
-        if REPOSITORY
-        else ""
-    )
+    base = f"{REPOSITORY}/blob/{COMMIT}/{path_of(name).relative_to(ROOT)}"
     lexer, formatter = PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
-    lines = highlight(source(lesson), lexer, formatter).splitlines()
-    return [
-        f'<a class="linenos" id="L{n}" href="{base}#L{n}">{n:4}</a>  {line}'
-        for n, line in enumerate(lines, 1)
-    ]
+    numbered = []
+    for n, line in enumerate(highlight(source(name), lexer, formatter).splitlines(), 1):
+        here = line_id(name, n)
+        link = f"{base}#L{n}" if REPOSITORY else f"#{here}"
+        number = f'<a class="linenos" id="{here}" href="{link}">{n:4}</a>'
+        numbered.append(f"{number}  {line}")
+    return numbered
 
 
 def linked_output(lesson: str) -> list[str]:
     """What the lesson printed, a section's title linked to the line that prints it."""
-    text, line_of_title = source(lesson), {}
-    for match in re.finditer(r'report\.section\(\s*f?"(.*?)"', text):
-        pattern = re.sub(r"\\\{.*?\\\}", ".*", re.escape(match[1]))
-        line_of_title[rf"\d+  {pattern}"] = text.count("\n", 0, match.start()) + 1
+    places = {}  # pattern of a title → id of a line
+    for name in [lesson, *helpers_of(lesson)]:
+        text = source(name)
+        for match in re.finditer(r'report\.section\(\s*f?"(.*?)(?:\\n)?"', text):
+            pattern = re.sub(r"\\\{.*?\\\}", ".*", re.escape(match[1]))
+            number = text.count("\n", 0, match.start()) + 1
+            places[rf"\d+  {pattern}"] = line_id(name, number)
     shown = []
     for line in recorded(lesson)[1].splitlines():
-        found = [n for title, n in line_of_title.items() if re.match(title, line)]
+        found = [place for title, place in places.items() if re.match(title, line)]
         line = html.escape(line)
-        shown.append(f'<a href="#L{found[0]}">{line}</a>' if found else line)
+        shown.append(f'<a href="#{found[0]}">{line}</a>' if found else line)
     return shown
 
 
@@ -229,6 +256,10 @@ def lesson_page(docname: str, lesson: str) -> list[nodes.Node]:
             parts.append(part)
         else:
             parts[-1] += part
+    for name in helpers_of(lesson):
+        about = ast.get_docstring(ast.parse(source(name))).partition("\n")[0]
+        code = raw(block(numbered_code(name), "lesson-code"))
+        parts.append(section(f"{name}.py: {about}", name, code))
     return parts
 
 

@@ -254,16 +254,27 @@ def test_outputs_of_notebooks(looks):
 @pytest.mark.parametrize("lesson", jobs.PATHS)
 def test_lesson(looks, lesson):
     """All of the file, numbered and linked; flags, what is carried over and the harness
-    are folded; and what a run printed."""
+    are folded; the helpers that it imports; and what a run printed."""
     look = looks[f"lessons/{lesson}.html"]
-    code = look["code"]
-    lines = "".join(each["text"] for each in code).splitlines()
-    links = [link for each in code for link in each["links"]]
+    of_files = {jobs.PATHS[lesson]: []}
+    for each in look["code"]:
+        helper = jobs.ROOT / "beyond" / each["title"].partition(":")[0]
+        path = helper if each["title"].startswith(f"{helper.stem}.py:") else None
+        of_files.setdefault(path or jobs.PATHS[lesson], []).append(each)
+    for path, parts in of_files.items():
+        lines = "".join(each["text"] for each in parts).splitlines()
+        links = [link for each in parts for link in each["links"]]
+        wanted = path.read_text("utf-8").splitlines()
+        assert lines == [f"{n:4}  {line}" for n, line in enumerate(wanted, 1)]
+        place = f"https://github.com/us/course/blob/abc/{path.relative_to(jobs.ROOT)}"
+        assert links == [f"{place}#L{n}" for n, _ in enumerate(wanted, 1)]
+    shown = {path.stem for path in of_files}
+    for path in of_files:
+        for name in re.findall(r"^ *from (\w+) import", path.read_text("utf-8"), re.M):
+            is_helper = (jobs.ROOT / "beyond" / f"{name}.py").exists()
+            assert name in shown or name == "course" or not is_helper, (lesson, name)
+    code = of_files[jobs.PATHS[lesson]]
     wanted = jobs.PATHS[lesson].read_text("utf-8").splitlines()
-    assert lines == [f"{n:4}  {line}" for n, line in enumerate(wanted, 1)]
-    path = jobs.PATHS[lesson].relative_to(jobs.ROOT).as_posix()
-    repository = f"https://github.com/us/course/blob/abc/{path}"
-    assert links == [f"{repository}#L{n}" for n, _ in enumerate(wanted, 1)]
     titles = {each["title"].split()[0] for each in code}
     assert {"NEW", "RUN", "BREAK", "FLAGS"} <= titles
     assert ("HARNESS," in titles) == (lesson in jobs.LESSONS)
