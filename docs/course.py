@@ -257,9 +257,8 @@ def lesson_page(docname: str, lesson: str) -> list[nodes.Node]:
         else:
             parts[-1] += part
     for name in helpers_of(lesson):
-        about = ast.get_docstring(ast.parse(source(name))).partition("\n")[0]
         code = raw(block(numbered_code(name), "lesson-code"))
-        parts.append(section(f"{name}.py: {about}", name, code))
+        parts.append(section(f"Helper: {name}", name, code))
     return parts
 
 

@@ -258,9 +258,10 @@ def test_lesson(looks, lesson):
     look = looks[f"lessons/{lesson}.html"]
     of_files = {jobs.PATHS[lesson]: []}
     for each in look["code"]:
-        helper = jobs.ROOT / "beyond" / each["title"].partition(":")[0]
-        path = helper if each["title"].startswith(f"{helper.stem}.py:") else None
-        of_files.setdefault(path or jobs.PATHS[lesson], []).append(each)
+        path = jobs.PATHS[lesson]
+        if each["title"].startswith("Helper: "):
+            path = path.with_name(each["title"].split()[1] + ".py")
+        of_files.setdefault(path, []).append(each)
     for path, parts in of_files.items():
         lines = "".join(each["text"] for each in parts).splitlines()
         links = [link for each in parts for link in each["links"]]
