@@ -198,7 +198,7 @@ def send_recv(
 # ---- An all-reduce by hand
 
 
-def ring_all_reduce(x: Tensor, group, on_step=lambda name, chunks: None) -> Tensor:
+def ring_all_reduce(x: Tensor, group: dist.ProcessGroup, on_step=None) -> Tensor:
     """All-reduce by hand: each rank sends only to the next rank on a ring.
 
     x is cut into T chunks. The chunk that each rank sends to its right, for T = 3:
@@ -214,7 +214,7 @@ def ring_all_reduce(x: Tensor, group, on_step=lambda name, chunks: None) -> Tens
 
     on_step: called with the step's name and the list of chunks after each step.
     Shapes: x [...] → [...], Partial() → Replicate(). T need not divide x.
-    Communication: 2·(T − 1) send/recv per rank, of one chunk each.
+    Communication: 2·(T − 1) send/recv of a chunk per rank; together 2·(T − 1) times x.
     """
     T = group.size()
     rank = group.rank()
@@ -232,7 +232,8 @@ def ring_all_reduce(x: Tensor, group, on_step=lambda name, chunks: None) -> Tens
         else:
             name = f"all-gather {step - T + 1}"
             chunks[recv_chunk] = arrived
-        on_step(name, chunks)
+        if on_step:
+            on_step(name, chunks)
     return torch.cat(chunks).view(x.shape)
 
 
@@ -332,8 +333,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     limit = timedelta(seconds=timeout)
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
+        for line in ranks.movedim(dim, -1).reshape(-1, size).tolist():
             # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
@@ -1031,8 +1031,8 @@ def where_raised(error: Exception) -> str:
 def apply_edit(edit: dict, module: dict) -> None:
     """Replace the target of a bug, a name or Class.name, by its edited copy.
 
-    In a script of beyond/ the target may be a lesson's: every module that has it under
-    its name gets the edited copy.
+    In a script of beyond/ the target may be imported, from a lesson or a helper. The
+    script and every module with our COMM that has it get the edited copy.
     """
     owner, _, name = edit["target"].rpartition(".")
     modules = [getattr(other, "__dict__", {}) for other in sys.modules.values()]

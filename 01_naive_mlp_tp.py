@@ -51,7 +51,7 @@ from torch.distributed.tensor import DTensor, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 01: one MLP, split
-# Read lines 54 to 295, in about 24 minutes. What follows is optional, up to RUN.
+# Read lines 54 to 296, in about 24 minutes. What follows is optional, up to RUN.
 
 # From lesson 00: all_reduce, all_gather and reduce_scatter return new tensors, and
 # autograd does not track them. shard(x, dim, group) is this rank's slice of a tensor
@@ -86,6 +86,8 @@ class MLP(nn.Module):
 #                                                  g ── Y, on both ranks
 #     rank 1    X ── f ── ·Up₁ ── GELU ── ·Down₁ ──┘
 #
+# In forward f does nothing, in backward g does nothing.
+#
 # Rows first would give partial sums of X·Up, and GELU(a) + GELU(b) is not GELU(a + b):
 # an all-reduce of B·S·F elements would be needed before GELU.
 
@@ -100,7 +102,7 @@ def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
     if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = () if dim is None else ((dim, group),)
+    p.shardings = () if dim is None else ((dim, group),)  # RUN asks: is it a slice?
     return p
 
 
@@ -132,7 +134,6 @@ def shardings_of(p: Tensor) -> tuple:
 #     down_proj.weight  a slice        its slice of h       complete, of its slice
 #     down_proj.bias    all of it      all of y             complete, equal on all ranks
 #     any, under DP     all of it      its samples of x     partial: sum over the ranks
-#
 
 
 class CopyToTP(torch.autograd.Function):
@@ -879,8 +880,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     limit = timedelta(seconds=timeout)
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
+        for line in ranks.movedim(dim, -1).reshape(-1, size).tolist():
             # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)

@@ -561,15 +561,16 @@ def show_gradients(report: Report, runs: dict[str, TrainingRun]) -> None:
 
 def show_communication(report: Report, size: dict[str, int]) -> None:
     """Collectives per step, by hand and by PyTorch's plan, against formulas."""
-    # global_norm adds squares first: one float64. PyTorch sends one per parameter.
-    norm = [Calls("1", norm_bytes("(16·L + 5)"))]
+    # Of the norm: global_norm adds its squares first and sends one float64. PyTorch
+    # sends one per parameter.
+    one_by_pytorch = [Calls("1", norm_bytes("(16·L + 5)"))]
     formulas = {
         Call("with TP", "forward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
         Call("with TP", "backward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
         Call("with TP", "clipping", "all-reduce", "tp"): [Calls("1", "8")],
         Call("DTensor", "forward", "all-reduce", "tp"): [Calls("2·L", "B·S·D·e")],
         Call("DTensor", "backward", "all-reduce", "tp"): [Calls("4·L", "B·S·D·e")],
-        Call("DTensor", "clipping", "all-reduce", "tp"): norm,
+        Call("DTensor", "clipping", "all-reduce", "tp"): one_by_pytorch,
     }
     report.section("Communication per step; ring = bytes that one rank of a ring sends")
     report.ledger(formulas, size, steps=report.args.steps, brief=["clipping"])
@@ -987,8 +988,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     limit = timedelta(seconds=timeout)
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
+        for line in ranks.movedim(dim, -1).reshape(-1, size).tolist():
             # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
@@ -1381,7 +1381,7 @@ def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
     if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = () if dim is None else ((dim, group),)
+    p.shardings = () if dim is None else ((dim, group),)  # RUN asks: is it a slice?
     return p
 
 

@@ -525,7 +525,7 @@ def show_hard_cases(report: Report, tp_group) -> None:
     rows = [try_case(report, name, tp_group, **HARD_CASES[name]) for name in HARD_CASES]
     report.table("hard cases", rows, brief=f"{len(rows)} cases, as logits × 10,000")
     report.agree("as without TP")
-    check_slope(report, tp_group)  # does backward return the slope of forward?
+    check_slope(report, tp_group)  # backward against forward; and the simplest form
 
 
 def try_case(
@@ -590,8 +590,10 @@ def show_communication_vocab(report: Report, runs, size: dict[str, int]) -> None
     report.ledger(formulas, size, report.args.steps, brief=["DTensor", "clipping"])
     sent = COMM.bytes[Call("with TP", "loss", "all-reduce", "tp")] // report.args.steps
     if sent:
-        text = f"The loss all-reduces 3 values per token, {sent:,} bytes; all logits"
-        report.conclude(f"{text} have {evaluate('B·S·V·e', size):,}.")
+        report.conclude(
+            f"The loss all-reduces 3 values per token, {sent:,} bytes; all logits have "
+            f"{evaluate('B·S·V·e', size):,}."
+        )
 
 
 def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
@@ -898,7 +900,7 @@ def measure_head(row: dict, model, batch: tuple, args, tp_group, pieces: int) ->
     return results
 
 
-# ---- Has the loss been edited?
+# ---- Is the loss the lesson's, and does its backward fit its forward?
 
 
 def check_loss(report: Report) -> None:
@@ -916,6 +918,7 @@ def check_slope(report: Report, tp_group) -> None:
 
     Along a direction d a loss changes by (loss(x + h·d) − loss(x − h·d))/2h, and its
     gradient says Σ gradient·d. Here for 15 tokens, each with a random d, in float64.
+    Then the loss's simplest form, of NEW, is compared with PyTorch's.
     """
     V = 4 * tp_group.size()  # no padding, so that the simplest form can be compared
     generator = torch.Generator().manual_seed(report.args.seed)
@@ -1012,8 +1015,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     limit = timedelta(seconds=timeout)
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
+        for line in ranks.movedim(dim, -1).reshape(-1, size).tolist():
             # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
@@ -1406,7 +1408,7 @@ def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
     if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = () if dim is None else ((dim, group),)
+    p.shardings = () if dim is None else ((dim, group),)  # RUN asks: is it a slice?
     return p
 
 

@@ -430,7 +430,7 @@ def main(args, report: Report) -> None:
 
 
 def train_with_tp(name, model, batches, args, tp_group, sum_up=None) -> TrainingRun:
-    """Train a model whose vocabulary is split; padding is trimmed afterwards."""
+    """Train a model whose vocabulary is split, sum_up(model) after each backward."""
     loss_of = partial(sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size)
     run = train_transformer(name, model, batches, args, tp_group, loss_of, sum_up)
     trim_padding(run)
@@ -529,7 +529,7 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
     brief = ["DTensor", "loss", "clipping"]
     report.ledger(formulas, size, report.args.steps, brief=brief)
-    # An all-gather or reduce-scatter is one round around the ring, an all-reduce two.
+    # Per input, a gather or reduce-scatter is one round of the ring, an all-reduce two.
     rounds = {"TP": 4, "TP + SP": 4 if report.args.save_gathered else 5, "DTensor": 4}
     totals = ring_rows(report, rounds, f"{inputs}·X·e·(T - 1)/T", size)
     report.table("ring", totals, brief=f"{len(totals)} totals of a ring")
@@ -617,7 +617,7 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
         "without TP": dict(size, T=1, R=1, G=1),
         "TP": dict(size, R=1, G=1),
         "TP + SP": dict(size, R=T, G=1 if args.save_gathered else T),
-        "DTensor": dict(size, R=T, G=1),
+        "DTensor": dict(size, R=T, G=1),  # it saves the gathered inputs
     }
     calls = dict(CALLS_IN_BACKWARD)
     if args.save_gathered:
@@ -636,9 +636,11 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     show_recomputation(report, measured, calls, size)
     of_one = measured["without TP"]["saved"]
     share = {run: f"{100 * measured[run]['saved'] / of_one:.0f} %" for run in measured}
-    text = f"Of what one process saves, a rank saves {share['TP']} under TP, "
-    text += f"{share['TP + SP']} under TP + SP"
-    report.conclude(f"{text}, {share['TP + SP, full']} if all is recomputed.")
+    report.conclude(
+        f"Of what one process saves, a rank saves {share['TP']} under TP, "
+        f"{share['TP + SP']} under TP + SP, {share['TP + SP, full']} if all is "
+        "recomputed."
+    )
 
 
 def show_recomputation(report: Report, measured: dict, calls: dict, size) -> None:
@@ -676,7 +678,7 @@ def show_padded_lengths(report: Report, tp_group) -> None:
             batch = make_batches(__doc__, args, 1)[0]
             padded = pad_batch(batch[0], batch[1], args.ranks)
             label = f"length {length}, padded to {padded[0].shape[1]}"
-            for name in losses:
+            for name in ("without TP", "TP + SP"):  # kept one by one: each may raise
                 if name == "without TP":
                     run = train_transformer(label, copy.deepcopy(full), [batch], args)
                 else:
@@ -688,9 +690,8 @@ def show_padded_lengths(report: Report, tp_group) -> None:
     report.section("Lengths that T does not divide, padded for SP; float64, no dropout")
     report.compare("lengths", losses, ALLOWED_LOSS["float64"], brief="losses")
     one_row = lambda name: "all gradients"
-    report.compare(
-        "length gradients", gradients, ALLOWED["float64"], one_row, brief="gradients"
-    )
+    allowed = ALLOWED["float64"]
+    report.compare("length gradients", gradients, allowed, one_row, brief="gradients")
     report.agree("as without TP")
 
 
@@ -845,8 +846,8 @@ def numbers_row(label: str, positions: str, tensors: dict, names: list[str]) -> 
 def ring_rows(report: Report, rounds: dict, one_round: str, size: dict) -> list[dict]:
     """What a rank of a ring sends in each run, from the rows of the ledger.
 
-    rounds: run → how many there are in its forward and backward.
-    one_round: the bytes that a rank sends in one, a formula.
+    rounds: run → how many there are in forward and backward, per gathered input.
+    one_round: a formula, the bytes that a rank sends in one round for each input.
     """
     rows = []
     for run in rounds:
@@ -1052,8 +1053,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     limit = timedelta(seconds=timeout)
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
+        for line in ranks.movedim(dim, -1).reshape(-1, size).tolist():
             # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
@@ -1446,7 +1446,7 @@ def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
     if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = () if dim is None else ((dim, group),)
+    p.shardings = () if dim is None else ((dim, group),)  # RUN asks: is it a slice?
     return p
 
 

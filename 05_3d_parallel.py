@@ -328,13 +328,13 @@ def part_of_mean(loss_bS: Tensor, batch_targets: int) -> Tensor:
     return loss_bS.sum() / batch_targets
 
 
-def all_reduce_gradients(model: nn.Module, dp_group) -> None:
-    """Sum gradients over dp: each replica has a part of the batch's gradient.
+def all_reduce_gradients(model: nn.Module, group) -> None:
+    """Sum gradients over a group, as dp: each rank has a part of the batch's gradient.
 
     Communication: one all-reduce of all gradients, flattened into one vector.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
-    flat = all_reduce(torch.cat([p.grad.flatten() for p in parameters]), dp_group)
+    flat = all_reduce(torch.cat([p.grad.flatten() for p in parameters]), group)
     for p, grad in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad.copy_(grad.view_as(p))
 
@@ -474,7 +474,8 @@ def main(args, report: Report) -> None:
     report.number = 2  # so that section numbers stay if the mesh has raised an error
     show_training_mesh(report, runs)
     if "mesh" in runs:
-        show_replicas_mesh(report, training, runs["mesh"], batches[-1])
+        show_replicas_mesh(report, training, runs["mesh"])
+        show_batch(report, training, batches[-1])
     show_gradients_mesh(report, runs)
     if "mesh" in runs:
         show_communication_mesh(report, training, size)
@@ -522,7 +523,7 @@ def gather_stages(training: MeshTraining, tensors: dict) -> dict[str, Tensor]:
     return unsharded
 
 
-# ---- The sections of the output, in order
+# ---- The sections of the output, in order: first those of the pipeline
 
 
 def show_stages(report: Report, training: MeshTraining) -> None:
@@ -566,12 +567,6 @@ def check_layers(report: Report, modules: list[str], pp_group) -> None:
     report.check("memory", name, abs(len(layers) - predicted), text=text)
 
 
-def part_of(name: str) -> str:
-    """layers.3.mlp.up_proj.weight → layers.3."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-
-
 def show_steps_of_stages(report: Report, training: MeshTraining) -> None:
     """The order of each stage's steps; beyond/14_schedules.py draws them in time."""
     args = report.args
@@ -595,6 +590,9 @@ def show_steps_of_stages(report: Report, training: MeshTraining) -> None:
         )
 
 
+# ---- The sections of one step on the mesh
+
+
 def show_training_mesh(report: Report, runs: dict[str, TrainingRun]) -> None:
     """Losses, gradient norms before clipping, and the parameters after training."""
     report.section("[mesh] Losses, gradient norms before clipping, final parameters")
@@ -607,7 +605,7 @@ def show_training_mesh(report: Report, runs: dict[str, TrainingRun]) -> None:
     report.agree("as in one process")
 
 
-def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> None:
+def show_replicas_mesh(report: Report, training: MeshTraining, run) -> None:
     """What several ranks hold must be bitwise identical on all of them."""
     groups = dict(training.groups, pp=training.groups["embedding"])
     axes = ("tp", "dp", "pp") if report.args.tie else ("tp", "dp")
@@ -624,7 +622,6 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run, batch) -> No
     report.agree("the same on all ranks that hold them")
     losses = gather_objects(run.losses)
     report.check("replicas", "losses", float(losses != [run.losses] * len(losses)))
-    show_batch(report, training, batch)
 
 
 def show_batch(report: Report, training: MeshTraining, batch) -> None:
@@ -663,8 +660,9 @@ def show_communication_mesh(report: Report, training, size: dict) -> None:
     size = dict(size, l=layers_of(args, stage))
     size["Ψ"] = sum(p.numel() for p in trained.values())
     size["ρ"] = sum(p.numel() for p in replicated)
+    # Lengths of this replica's micro-batches, from show_batch: they may be ragged.
     lengths = report.data["lengths"][training.groups["dp"].rank()]
-    size["S"] = sum(lengths) / len(lengths)  # of micro-batches, which may be ragged
+    size["S"] = sum(lengths) / len(lengths)
     size["X"] = size["b"] * size["S"] * size["D"]
     size["v"] = math.ceil(size["V"] / size["T"])
     size["w"] = max(4, size["e"])  # the loss is computed in float32 at least
@@ -741,12 +739,13 @@ def show_totals(report: Report) -> None:
         for row in rows:
             axis = "pp" if row["axis"] == "embed" else row["axis"]
             new = {"total of rank 0": axis, "calls": 0, "payload": 0, "ring": 0}
+            new["ring, all ranks"] = 0
             total = totals.setdefault(axis, new)
             if rank == 0:
                 total["calls"] += row["calls"]
                 total["payload"] += row["bytes"]
                 total["ring"] += row["ring"]
-            total["ring, all ranks"] = total.get("ring, all ranks", 0) + row["ring"]
+            total["ring, all ranks"] += row["ring"]
     order = sorted(totals, key=lambda axis: -totals[axis]["ring, all ranks"])
     report.table("totals", [totals[axis] for axis in order])
     if len(order) > 1:
@@ -1037,6 +1036,12 @@ def mesh_size(args) -> dict[str, int]:
     return size
 
 
+def part_of(name: str) -> str:
+    """layers.3.mlp.up_proj.weight → layers.3."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
 def layers_of(args, stage: int) -> int:
     """Layers of a stage: the first L mod P stages get one more."""
     return args.layers // args.pp + int(stage < args.layers % args.pp)
@@ -1136,8 +1141,7 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
     limit = timedelta(seconds=timeout)
     groups = {}
     for dim, (axis, size) in enumerate(sizes.items()):
-        lines = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        for line in lines:
+        for line in ranks.movedim(dim, -1).reshape(-1, size).tolist():
             # Every rank creates every group, also those it is not in, in one order:
             # new_group is a collective over all ranks and waits for each of them.
             group = dist.new_group(line, timeout=limit, group_desc=axis)
@@ -1530,7 +1534,7 @@ def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
     if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.shardings = () if dim is None else ((dim, group),)
+    p.shardings = () if dim is None else ((dim, group),)  # RUN asks: is it a slice?
     return p
 
 

@@ -81,7 +81,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 def split_positions(batch: tuple, cp_group, layout: str) -> tuple[Tensor, Tensor]:
     """This rank's positions of tokens and targets. Shapes: [B, S] → [B, s].
 
-    Targets were shifted before: the last one of a slice is another rank's token.
+    Targets were shifted before the split: a slice's last one is another rank's token.
     """
     tokens_BS, target_BS = batch
     S = tokens_BS.shape[1]
@@ -268,8 +268,8 @@ def ring_attention(q, k, v, tables, core, cp_group, layout) -> Tensor:
 
 # ---- Three: exchange positions for heads (ulysses.py)
 
-# An all-to-all gives a rank all S positions of N/C heads. Lesson 02's attention runs on
-# them as it is, and another all-to-all returns the output. It needs C to divide K.
+# All-to-alls give a rank all S positions of N/C heads, for lesson 02's attention as it
+# is, and return its output. Gradients take the same way back. C must divide K.
 
 # ---- The model, its loss, its gradients
 
@@ -435,7 +435,8 @@ def show_cp_replicas(report: lesson00.Report, runs: dict, cp_group) -> None:
             tensors[f"{parameter}, {name}"] = p
         # Each rank has the loss of all positions, from an all-reduce.
         losses = list(runs[name].losses.values())
-        tensors[f"losses, {name}"] = p.new_tensor(losses, dtype=torch.float64)
+        losses = torch.tensor(losses, dtype=torch.float64, device=report.args.device)
+        tensors[f"losses, {name}"] = losses
     row = lesson01.replicas_row(report, "all CP ranks", tensors, cp_group)
     report.table("replicas", [row])
 

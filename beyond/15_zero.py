@@ -103,7 +103,7 @@ class ShardedStates:
         modules: one entry of units_of.
         groups: this rank's group over "tp"; over "shard", the replicas that share one
             vector; over "replicate", those that hold the same shard. In ZeRO all
-            replicas share one, in plain DP none do, in HSDP (make_groups) some.
+            replicas share one, in plain DP none do, in HSDP those of a node do.
     """
 
     copies_shard = False
@@ -287,7 +287,7 @@ class ZeroTraining:
                 if phase == "forward":
                     tokens_bS, target_bS = micro_batches[i]
                     loss_sum = sum_of_losses(self.model(tokens_bS), target_bS)
-                    # Parts of the mean over all targets only have to be added up.
+                    # targets: of all replicas and micro-batches, so add up the parts.
                     losses[i] = loss_sum / targets
                 else:
                     self.scale(losses[i]).backward()
@@ -308,13 +308,13 @@ class ZeroTraining:
 
         Ranks over "shard" have different elements: sum their squares. Ranks over
         "replicate" have the same: no sum, or each would count several times. Over tp
-        some are the same: see norm_weights.
+        some are the same: norm_weights (flat_vector.py) counts these 1/T on each rank.
         Communication: two all-reduces of one float64.
         """
         squares = torch.zeros((), dtype=torch.float64, device=self.args.device)
         for unit in self.units:
-            weights = norm_weights(unit.parameters, self.groups["tp"])
-            weights = unit.slice_of(flatten(weights, unit.parts))
+            of_parameters = norm_weights(unit.parameters, self.groups["tp"])
+            weights = unit.slice_of(flatten(of_parameters, unit.parts))
             squares += (unit.shard.grad.double().square() * weights).sum()
         squares = lesson00.all_reduce(squares, self.groups["tp"])
         squares = lesson00.all_reduce(squares, self.groups["shard"])
@@ -626,7 +626,7 @@ class FullyShardTraining(ZeroTraining):
     """The same steps on a model under TP (lesson 02's plan) and fully_shard over dp.
 
     fully_shard shards each parameter along dim 0 instead of a vector: its shards are
-    DTensors. It divides the sum of gradients by DP.
+    DTensors. It divides the sum of gradients by DP. Its calls are in pytorch_zero.py.
     """
 
     def __init__(self, name: str, full: nn.Module, groups, args):

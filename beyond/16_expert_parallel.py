@@ -122,7 +122,7 @@ class MoE(nn.Module):
     """Experts, and an MLP that computes all tokens: the shared expert.
 
     The weights of a token's k experts sum to 1. With k = 1 the weight is always 1, so
-    only the balance loss (below) trains the router. (Switch uses the probability.)
+    only the balance loss trains the router. (Switch uses the probability.)
     Shapes: [B, S, D] → [B, S, D].
     """
 
@@ -147,7 +147,7 @@ class MoE(nn.Module):
         rows_rD = undo_sort(self.experts(rows_rD, counts_E), order)
         rows_tkD = rows_rD.unflatten(0, expert_tk.shape)
         y_tD = (weights_tk[..., None] * rows_tkD).sum(1)
-        # Spreads rows evenly, by the shares of all ranks' rows (expert_balance.py).
+        # A second loss, against uneven rows; it all-reduces counts (expert_balance.py).
         self.balance = balance_loss(probs_tE, counts_E, self.top_k, self.batch_groups)
         return self.shared_expert(x_BSD) + y_tD.view_as(x_BSD)
 
@@ -326,12 +326,12 @@ def is_sharded_over(p: Tensor, group) -> bool:
 def sum_gradients(model, groups: dict) -> None:
     """Sum as in the table. Communication: one all-reduce over ep, one over dp."""
     for axis in ("ep", "dp"):
-        partial = nn.ParameterList()
+        to_sum = nn.ParameterList()  # it has parameters(), like a model
         for p in model.parameters():
             is_complete = is_sharded_over(p, groups[axis])
             if not is_complete:
-                partial.append(p)
-        lesson05.all_reduce_gradients(partial, groups[axis])
+                to_sum.append(p)
+        lesson05.all_reduce_gradients(to_sum, groups[axis])
 
 
 # ==== RUN
@@ -407,11 +407,12 @@ def train_ep(name, full, batches, args, groups) -> lesson02.TrainingRun:
         name, model, batches, args, groups["tp"],
         lambda logits, target: ep_loss(logits, target, model, args.balance, groups),
         after_backward=lambda model: sum_gradients(model, groups),
+        # It counts once what several ranks hold (expert_norm.py).
         norm_of=lambda model, tp_group: ep_norm(model, groups),
     )  # fmt: skip
 
 
-# ---- The sections of the output, in order
+# ---- The sections of the output, in order; the first is show_rows of routed_rows.py
 
 
 def show_training(report, runs: dict, groups: dict) -> None:
@@ -569,7 +570,8 @@ PARAMETERS = {
     "MLPs, shared experts": "L·((2·D + 1)·F/T + D)·e",
     "experts": "L/2·E/R·2·D·F/T·e",
 }
-TENSORS = "16·L + 5 + 3·L/2"  # of the decoder, and router, up_proj and down_proj
+# Parameters of the decoder; in every other layer a router, up_proj and down_proj.
+TENSORS = "16·L + 5 + 3·L/2"
 
 
 def check_lesson_model(report, run: lesson02.TrainingRun, size: dict) -> None:
@@ -577,7 +579,7 @@ def check_lesson_model(report, run: lesson02.TrainingRun, size: dict) -> None:
     predicted = lesson02.add_up(PARAMETERS, {"": dict(size, T=1, R=1)})[1][""]
     used = lesson01.nbytes(p.grad for p in run.model.parameters())
     report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
-    # AdamW stores a 4-byte step count per tensor.
+    # AdamW stores a 4-byte step count per tensor. Are the tensors the lesson's?
     counts = (4 * len(run.parameters), 4 * lesson00.evaluate(TENSORS, size))
     report.check_model(parameters=(used, predicted), **{"step counts": counts})
 

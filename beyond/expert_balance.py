@@ -20,6 +20,7 @@ def balance_loss(probs_tE: Tensor, counts_E: Tensor, top_k: int, groups) -> Tens
 
     Args:
         groups: those over which the batch is split; () in one process.
+    Communication: one all-reduce of E counts over each group.
     """
     all_counts_E = counts_E
     for group in groups:

@@ -32,8 +32,8 @@ def norm_weights(parameters: Iterable[nn.Parameter], tp_group) -> list[Tensor]:
     """How much the square of each element of a gradient counts in a sum over tp.
 
     What all T ranks of a TP group hold counts 1/T on each. In lesson 02 each parameter
-    has one weight. A shard begins and ends within a parameter, so each element has its
-    own: flattened and sliced as the gradient is, they always fit.
+    has one weight. A shard begins and ends within a parameter, so each element has a
+    weight of its own: flattened and sliced as the gradient is, the weights fit.
     """
     weights = []
     for p in parameters:

@@ -67,7 +67,7 @@ def blocks_of(rank: int, owner: int, ranks: int, layout: str, s: int) -> list[Bl
 def recorded_blocks(script: dict):
     """Within `with`: a list that gets (ring step, Block) of each block computed.
 
-    script: all names of the script, whose attend and pass_on are replaced meanwhile.
+    script: its globals(); its attend and pass_on are replaced meanwhile.
     """
     blocks = []
     hops = []  # whose keys are here depends on how often keys were passed on

@@ -106,7 +106,7 @@ def helpers_of(lesson: str) -> list[str]:
     to_read = [lesson]
     while to_read:
         text = source(to_read.pop(0))
-        for name in re.findall(r"^ *from (\w+) import", text, re.MULTILINE):
+        for name in re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE):
             if name in HELPERS and name != "course" and name not in found:
                 found.append(name)
                 to_read.append(name)

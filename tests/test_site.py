@@ -271,7 +271,9 @@ def test_lesson(looks, lesson):
         assert links == [f"{place}#L{n}" for n, _ in enumerate(wanted, 1)]
     shown = {path.stem for path in of_files}
     for path in of_files:
-        for name in re.findall(r"^ *from (\w+) import", path.read_text("utf-8"), re.M):
+        for name in re.findall(
+            r"^ *(?:from|import) (\w+)", path.read_text("utf-8"), re.M
+        ):
             is_helper = (jobs.ROOT / "beyond" / f"{name}.py").exists()
             assert name in shown or name == "course" or not is_helper, (lesson, name)
     code = of_files[jobs.PATHS[lesson]]

@@ -45,16 +45,16 @@ class Fault:
     change: str  # the line to look at; {modules} are those that return a wrong gradient
     where: str  # the course explains it
     change_alone: str = ""  # the line to look at, if no such modules are known
-    follows: tuple[str, ...] = ()  # keys of faults that this one causes
+    follows: tuple[str, ...] = ()  # more keys of faults that this one causes
 
     @property
     def causes(self) -> tuple[str, ...]:
-        return self.follows or self.of.causes
+        return self.follows + self.of.causes
 
 
-def kind(kind: Kind) -> Callable:
+def kind(wanted: Kind) -> Callable:
     """A test: is the subject related to the full model in this way?"""
-    return lambda subject: subject.kind is kind
+    return lambda subject: subject.kind is wanted
 
 
 F = Fault
