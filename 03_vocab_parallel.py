@@ -11,8 +11,7 @@ Run it on 1, 2 or 4 ranks (on others the model may be larger; the output says so
 What you will see: which rank holds which tokens; the model of lesson 02, trained four
 times for a few steps: with plain PyTorch, with the loss written by hand, with a sharded
 vocabulary, and with PyTorch's loss_parallel; inputs on which a loss easily goes wrong;
-bytes sent and saved, compared with gathered logits; head and loss in pieces; tokens
-sampled from sharded logits.
+bytes sent and saved, compared with gathered logits; tokens sampled from sharded logits.
 
 Try this (answers: notebooks/03_vocab_parallel.ipynb, section 10):
 - In vocab_transformer, delete the line that replaces embed_tokens. All losses, norms
@@ -44,7 +43,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from functools import partial
 from typing import NamedTuple
 
@@ -53,10 +51,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, parallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # ==== NEW in 03: the vocabulary, split
-# Read lines 59 to 332, in about 27 minutes. What follows is optional, up to RUN.
+# Read lines 56 to 313, in about 26 minutes. Stop at RUN.
 
 # From lesson 00: shard(x, dim, group) is this rank's slice of a replicated tensor.
 # From lesson 01: g (ReduceFromTP) is an all-reduce forward and the identity backward,
@@ -258,12 +255,6 @@ def sharded_loss(logits_BSv, target_BS, tp_group, vocab_size, smoothing=0.0) -> 
     return mean_over_targets(loss_BS, target_BS)
 
 
-def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size: int):
-    """For comparison: gather all columns on every rank, then use F.cross_entropy."""
-    logits_BSV = GatherFromTP.apply(logits_BSv, 2, tp_group)[..., :vocab_size]
-    return reference_loss(logits_BSV, target_BS)
-
-
 def reference_loss(logits_BSV: Tensor, target_BS: Tensor, smoothing=0.0) -> Tensor:
     """The mean loss in one process. An edit of the sharded loss belongs here, too."""
     logits = logits_BSV.flatten(0, 1)
@@ -295,16 +286,6 @@ def dtensor_vocab_transformer(full: Transformer, tp_group) -> Transformer:
     return model
 
 
-def train_with_loss_parallel(name, model, batches, args, loss_of) -> TrainingRun:
-    """Train a model whose logits are a sharded DTensor.
-
-    Within loss_parallel, F.cross_entropy of such logits makes the same three
-    all-reduces. Backward must run within it as well, so all of training does here.
-    """
-    with parallel.loss_parallel():
-        return train_transformer(name, model, batches, args, loss_of=loss_of)
-
-
 # ---- A token sampled from sharded logits
 
 
@@ -328,46 +309,6 @@ def sample_sharded(logits_v: Tensor, noise_V: Tensor, tp_group, vocab_size: int)
     # A rank without the best score passes V: every token is less, so MIN ignores it.
     token = local_token.where(local_best == best, vocab_size)
     return int(all_reduce(token, tp_group, dist.ReduceOp.MIN))  # if equal, the first
-
-
-# ---- Optional: head and loss in pieces
-
-# The loss needs four tensors as large as the logits. In pieces of the sequence these
-# are that much smaller: each piece runs its backward at once, which frees them.
-
-
-def chunked_cross_entropy(h_BSD, target_BS, head, tp_group, vocab_size, pieces):
-    """Return the mean loss from hidden states: sharded_loss of head(h_BSD).
-
-    The head's gradients exist when it returns, so nothing may scale this loss.
-    Communication: forward three all-reduces per piece, together of 3·B·S values, and
-        one of B·S·D elements (f of the head); backward none.
-    """
-    count = (target_BS != IGNORE).sum()
-    total = 0.0
-    leaf_BSD = h_BSD.detach().requires_grad_()  # the pieces' dL/dh add up here
-    targets = target_BS.tensor_split(pieces, 1)
-    for h, target in zip(leaf_BSD.tensor_split(pieces, 1), targets):
-        logits = F.linear(h, head.weight, head.bias)
-        loss = vocab_parallel_cross_entropy(logits, target, tp_group, vocab_size).sum()
-        (loss / count).backward()
-        total = total + loss.detach() / count
-    # A rank used its columns of the head: its dL/dh is one of T partial sums.
-    grad_BSD = all_reduce(leaf_BSD.grad, tp_group)
-    return WithGradient.apply(h_BSD, grad_BSD, total)
-
-
-class WithGradient(torch.autograd.Function):
-    """A loss whose gradient dL/dh is known already."""
-
-    @staticmethod
-    def forward(ctx, h_BSD, grad_BSD, loss):
-        ctx.save_for_backward(grad_BSD)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream * ctx.saved_tensors[0], None, None
 
 
 # ==== RUN
@@ -422,7 +363,6 @@ def main(args, report: Report) -> None:
     with report.column("loss alone"):
         show_loss_alone(report, size, tp_group)
     if "with TP" in runs:
-        show_pieces(report, runs["with TP"].model, batches[0], size, tp_group)
         show_sampling(report, runs, batches[0], tp_group)
 
 
@@ -450,6 +390,16 @@ def trim_padding(run: TrainingRun) -> dict[str, Tensor]:
             padding[f"parameters of {name}"] = run.parameters[name][p.rows :]
             run.parameters[name] = run.parameters[name][: p.rows]
     return padding
+
+
+def train_with_loss_parallel(name, model, batches, args, loss_of) -> TrainingRun:
+    """Train a model whose logits are a sharded DTensor.
+
+    Within loss_parallel, F.cross_entropy of such logits makes the same three
+    all-reduces. Backward must run within it as well, so all of training does here.
+    """
+    with parallel.loss_parallel():
+        return train_transformer(name, model, batches, args, loss_of=loss_of)
 
 
 # ---- The sections of the output, in order
@@ -596,6 +546,12 @@ def show_communication_vocab(report: Report, runs, size: dict[str, int]) -> None
         )
 
 
+def gathered_loss(logits_BSv: Tensor, target_BS: Tensor, tp_group, vocab_size: int):
+    """For comparison: gather all columns on every rank, then use F.cross_entropy."""
+    logits_BSV = GatherFromTP.apply(logits_BSv, 2, tp_group)[..., :vocab_size]
+    return reference_loss(logits_BSV, target_BS)
+
+
 def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     """Measure what one loss sends and saves for backward, for two vocabularies."""
     report.section("The loss alone, from gathered and from sharded logits")
@@ -626,42 +582,11 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
         rows.append(measured_row(report, what, formula, sums, measured))
     report.table("memory", rows)
     if size["T"] > 1:
-        text = f"For V = {V:,} a gathered loss sends {COMM.bytes[gathered_call]:,}"
-        report.conclude(f"{text} bytes, a sharded one {COMM.bytes[sharded_call]:,}.")
-
-
-def show_pieces(report: Report, model, batch: tuple, size: dict, tp_group) -> None:
-    """Head and loss of the trained model, at once and in pieces: is all the same?"""
-    pieces = math.gcd(4, size["S"])
-    runs = {  # pieces, all-reduces (f of the head is one), the peak
-        # In forward logits, x − m, exp and softmax; in backward also four.
-        "at once": (1, 4, "4·B·S·v·e"),
-        "in pieces": (pieces, 3 * pieces + 1, f"4·B·{size['S'] // pieces}·v·e"),
-    }
-    results = {}
-    rows = []
-    for run, (parts, calls, formula) in runs.items():
-        row = {"head and loss": run}
-        results[run] = measure_head(row, model, batch, report.args, tp_group, parts)
-        row.update({"formula": formula, "diff": 0.0, "off": []})
-        what = f"head and loss {run}"
-        if size["T"] > 1:
-            predicted = evaluate("3·B·S·e + B·S·D·e", size)
-            report.expect(row, "calls", "calls", what, calls)
-            report.expect(row, "bytes", "bytes", what, predicted)
-        if size["v"] != size["D"] and size["S"] > pieces:  # the meter sees shapes only
-            predicted = evaluate(formula, size)
-            report.expect(row, "peak of logits", "memory", what, predicted)
-        for name, expected in results["at once"].items():
-            diff = rel_diff(results[run][name], expected)
-            row["diff"] = max(row["diff"], diff)
-            if not report.check("pieces", f"{name}, {what}", diff, report.allowed):
-                row["off"].append("diff")
-        rows.append(row)
-    report.table("pieces", rows)
-    if size["S"] > pieces > 1:
-        text = "At the peak there are 4 tensors of logits, in pieces with 1/"
-        report.conclude(f"{text}{pieces} of the positions.")
+        gathered = COMM.bytes[gathered_call]
+        report.conclude(
+            f"For V = {V:,} a gathered loss sends {gathered:,} bytes, a sharded one "
+            f"{COMM.bytes[sharded_call]:,}."
+        )
 
 
 def show_sampling(report: Report, runs: dict, batch: tuple, tp_group) -> None:
@@ -752,17 +677,6 @@ BREAKS = {
         why="exp(x) overflows float32 above x = 88; exp(x − max) is at most 1",
         reported="Megatron-LM, arXiv:1909.08053, sec. 3: the first of its all-reduces",
     ),
-    "partial": dict(
-        target="chunked_cross_entropy",
-        old="    grad_BSD = all_reduce(leaf_BSD.grad, tp_group)\n",
-        new="    grad_BSD = leaf_BSD.grad\n",
-        what="head and loss in pieces: a partial dL/dh is passed on as complete",
-        symptom="the loss and the head's gradients are right; all other gradients lack "
-        "what the other ranks' columns contribute",
-        why="the pieces' gradients were collected in a buffer that was taken to be "
-        "replicated, as h is; each rank's is one of T partial sums",
-        reported="github.com/pytorch/torchtitan/pull/3412",
-    ),
     "exponentials": dict(
         target="VocabParallelCrossEntropy.forward",
         old="    softmax_BSv = exp_BSv / sum_BS.unsqueeze(-1)\n",
@@ -852,54 +766,6 @@ def measure_losses(args, name: str, size: dict[str, int], tp_group) -> dict[str,
     return saved_bytes
 
 
-class PeakBytes(TorchDispatchMode):
-    """Within `with`: the most bytes at one time in floats [B, S, columns]."""
-
-    def __init__(self, columns: int):
-        super().__init__()
-        self.columns = columns
-        self.alive = weakref.WeakSet()  # a storage leaves it when it is freed
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point() and out.dim() == 3:
-            # Larger than the bias and its gradient.
-            if out.shape[-1] == self.columns and out.numel() > self.columns:
-                self.alive.add(out.untyped_storage())
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
-        return out
-
-
-def measure_head(row: dict, model, batch: tuple, args, tp_group, pieces: int) -> dict:
-    """Loss and gradients of a batch; in row calls, bytes and peak of head and loss."""
-    model.zero_grad()
-    torch.manual_seed(args.seed)  # the same dropout masks
-    head = model.lm_head
-    model.lm_head = nn.Identity()  # so that the model returns hidden states
-    h_BSD = model(batch[0])
-    model.lm_head = head
-    leaf_BSD = h_BSD.detach().requires_grad_()
-    run = row["head and loss"]
-    with COMM.label(run, "loss"), PeakBytes(len(head.weight)) as meter:
-        if run == "at once":
-            logits_BSv = head(leaf_BSD)
-            loss = sharded_loss(logits_BSv, batch[1], tp_group, args.vocab_size)
-        else:
-            loss = chunked_cross_entropy(
-                leaf_BSD, batch[1], head, tp_group, args.vocab_size, pieces
-            )
-        loss.backward()
-    h_BSD.backward(leaf_BSD.grad)
-    named = model.named_parameters()
-    results = {name: p.grad for name, p in named if p.grad is not None}
-    results["loss"] = loss.detach()
-    call = Call(run, "loss", "all-reduce", "tp")
-    row.update({"calls": COMM.calls[call], "bytes": COMM.bytes[call]})
-    row["peak of logits"] = meter.peak
-    return results
-
-
 # ---- Is the loss the lesson's, and does its backward fit its forward?
 
 
@@ -956,6 +822,7 @@ from datetime import timedelta
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:

@@ -13,11 +13,10 @@ Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another mode
     torchrun --standalone --nproc_per_node=2 04_sequence_parallel.py
 
 What you will see: the model of lesson 03 trained on this text in one process, with TP,
-with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent, and
-a product that begins before all of its input has arrived (async TP); what a layer saves
-for backward, term by term: 34 bytes per element of its input, 5 per attention weight
-and a few per position; lengths that T does not divide. `--hf` adds a Hugging Face
-model.
+with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent;
+what a layer saves for backward: 34 bytes per element of its input, 5 per attention
+weight and a few per position (--verbose: term by term); lengths that T does not divide.
+`--hf` adds a Hugging Face model.
 
 What to try (answers: notebooks/04_sequence_parallel.ipynb, the section in brackets):
 - In split_sequence, delete the line of layer.dropout. Gradients and losses of TP + SP
@@ -61,7 +60,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
-# Read lines 64 to 265, in about 20 minutes. What follows is optional, up to RUN.
+# Read lines 63 to 264, in about 20 minutes. What follows is optional, up to RUN.
 
 # From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
 # g after row-parallel ones (all-reduce in forward). vocab_transformer is a copy of the
@@ -329,52 +328,6 @@ def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
     }
 
 
-def planned_transformer(full: Transformer, tp_group) -> Transformer:
-    """The model by PyTorch's plan; a plan does not cover dropout, so we edit that."""
-    model = dtensor_transformer(full, sp_plan(), tp_group)
-    for layer in model.layers:
-        layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
-    if full.lm_head.weight is full.embed_tokens.weight:
-        model.lm_head.weight = model.embed_tokens.weight  # the plan sharded it twice
-    return model.train(full.training)  # in eval mode if full is
-
-
-def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
-    """The mean loss of DTensor logits; call it and its backward in loss_parallel().
-
-    The loss is a replicated DTensor, already summed; full_tensor() makes it a plain
-    tensor (and would sum a Partial() one). dist.all_reduce of a DTensor is an error.
-    """
-    return mean_loss(logits, target_BS).full_tensor()
-
-
-# ---- Optional: multiply one piece while the next one travels (async TP)
-
-
-def gather_in_pieces(x_BsD: Tensor, weight: Tensor, tp_group, pieces: int) -> Tensor:
-    """The product of the gathered sequence with a weight [f, D], piece by piece.
-
-    Communication: one all-gather per piece, of B·S·D elements in total.
-    Source: github.com/pytorch/pytorch/pull/124003.
-    """
-    B, s, _ = x_BsD.shape
-    T = tp_group.size()
-    length = s // pieces
-    y_BSf = x_BsD.new_empty(B, T * s, len(weight))
-    started = []
-    for piece in split(x_BsD, 1, pieces):
-        slices = [torch.empty_like(piece) for _ in range(T)]
-        with COMM.record("all-gather", piece, tp_group, copies=T):
-            work = dist.all_gather(slices, piece, group=tp_group, async_op=True)
-        started.append((slices, work))
-    for i, (slices, work) in enumerate(started):
-        work.wait()  # for piece i; the next ones travel while it is multiplied
-        for rank, x in enumerate(slices):
-            first = rank * s + i * length  # position in the sequence
-            y_BSf[:, first : first + length] = F.linear(x, weight)
-    return y_BSf
-
-
 # ==== RUN
 
 
@@ -420,8 +373,6 @@ def main(args, report: Report) -> None:
     show_gradients_sp(report, runs)
     show_partial_gradients(report, runs, full, batches[0], tp_group)
     show_communication_sp(report, size)
-    with report.column("in pieces"):
-        show_async_tp(report, size, tp_group)
     with report.column("one layer"):
         show_memory_sp(report, size, tp_group)
     show_padded_lengths(report, tp_group)
@@ -435,6 +386,25 @@ def train_with_tp(name, model, batches, args, tp_group, sum_up=None) -> Training
     run = train_transformer(name, model, batches, args, tp_group, loss_of, sum_up)
     trim_padding(run)
     return run
+
+
+def planned_transformer(full: Transformer, tp_group) -> Transformer:
+    """The model by PyTorch's plan; a plan does not cover dropout, so we edit that."""
+    model = dtensor_transformer(full, sp_plan(), tp_group)
+    for layer in model.layers:
+        layer.dropout = ShardedDropout(layer.dropout.p, 1, tp_group)
+    if full.lm_head.weight is full.embed_tokens.weight:
+        model.lm_head.weight = model.embed_tokens.weight  # the plan sharded it twice
+    return model.train(full.training)  # in eval mode if full is
+
+
+def planned_loss(logits: DTensor, target_BS: Tensor) -> Tensor:
+    """The mean loss of DTensor logits; call it and its backward in loss_parallel().
+
+    The loss is a replicated DTensor, already summed; full_tensor() makes it a plain
+    tensor (and would sum a Partial() one). dist.all_reduce of a DTensor is an error.
+    """
+    return mean_loss(logits, target_BS).full_tensor()
 
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun]) -> None:
@@ -544,31 +514,6 @@ def show_communication_sp(report: Report, size: dict[str, int]) -> None:
             f"A rank of a ring sends {sent['TP']:,} bytes under TP. Under TP + SP, "
             f"which {how}, it sends {times:.2f} times as many."
         )
-
-
-def show_async_tp(report: Report, size: dict[str, int], tp_group) -> None:
-    """The product of up_proj, with its input gathered in pieces and in one piece."""
-    args = report.args
-    if args.ranks == 1:
-        return  # there is nothing to gather
-    s = size["S"] // size["T"]
-    pieces = math.gcd(4, s)
-    # Integers, so that no sum is rounded: a matmul may add up in any order.
-    x_BsD = torch.randint(-4, 5, (size["B"], s, size["D"]), device=args.device)
-    x_BsD = x_BsD.to(getattr(torch, args.dtype))
-    weight = torch.randint(-4, 5, (size["F"] // size["T"], size["D"])).to(x_BsD)
-    with COMM.label("in pieces", "forward"):
-        y_BSf = gather_in_pieces(x_BsD, weight, tp_group, pieces)
-    expected = F.linear(all_gather(x_BsD, 1, tp_group), weight)
-
-    row = {"async TP": f"{pieces} pieces", "off": []}
-    row["bytes"] = COMM.bytes[Call("in pieces", "forward", "all-gather", "tp")]
-    report.expect(row, "bytes", "bytes", "gathered in pieces", size["X"] * size["e"])
-    if not report.check_tensor("outputs", "product in pieces", y_BSf, expected):
-        row["off"].append("async TP")
-    brief = f"x @ W, gathered in {pieces} pieces (async TP), {row['bytes']:,} bytes"
-    report.table("pieces", [row], brief=brief)
-    report.agree("bitwise as in one piece")
 
 
 # ---- What a layer saves for backward
@@ -764,16 +709,6 @@ BREAKS = {
         "partial dL/dx for every position",
         reported="github.com/NVIDIA/Megatron-LM/issues/1635, pytorch issue 153016",
         audit="backward slice",
-    ),
-    "pieces": dict(
-        target="gather_in_pieces",
-        old="            first = rank * s + i * length  # position in the sequence\n",
-        new="            first = (i * T + rank) * length\n",
-        what="pieces are put next to each other in the order in which they arrive",
-        symptom="all shapes are right; rows of the product belong to other positions",
-        why="a gathered piece has some positions of every rank, and they are not "
-        "neighbors in the sequence: a rank's own pieces are",
-        reported="github.com/THUDM/slime/issues/1871 (of context parallelism)",
     ),
     "keywords": dict(
         target="sp_plan",

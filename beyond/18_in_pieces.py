@@ -1,0 +1,637 @@
+"""Beyond the lessons 18: products and the loss in pieces.
+
+Each row of a product belongs to one position, so a product can be computed piece by
+piece. With the sequence split (lesson 04), one piece can then be multiplied while the
+next one travels: communication hides behind products (async TP). And if each piece of
+the hidden states passes through head and loss, forward and backward, before the next
+one does, the logits of all positions never exist at the same time.
+
+Run it on 2 or 4 ranks:
+
+    torchrun --standalone --nproc_per_node=2 beyond/18_in_pieces.py
+
+What you will see: the model of lesson 04 trained in one process, with tensor and
+sequence parallelism (TP + SP), and with the products of TP + SP in pieces, with equal
+losses and gradients; which calls have a product to hide behind, as counted in one MLP;
+calls and bytes; head and loss of lesson 03's model at once and in pieces.
+
+Try one change at a time. notebooks/18_in_pieces.ipynb, section 5, answers.
+    1. --pieces 1: which calls still have a product to hide behind, and why?
+    2. In start_scatters, wait for each sum before the next product is computed. All
+       values agree. What does section 3 say?
+    3. --pieces 8: which number of section 5 halves, and what grows in section 4?
+
+How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
+`--break NAME`. Short of time? Read gather_in_pieces and chunked_cross_entropy.
+
+Shapes: B batch, S sequence, D hidden, F MLP width, V vocabulary, L layers, T ranks in
+    the TP group, e bytes per element. UPPERCASE is the full size, lowercase is this
+    rank's slice: x_BsD has s = S/T positions, h_BSf has 1/T of the columns. partial_ in
+    front: full shape, still to be summed over ranks. In formulas: X = B·S·D; Q pieces
+    of a slice.
+
+Sources: github.com/pytorch/pytorch/pull/124003 (products in pieces; PyTorch's compiler
+    makes them with torch._inductor.config._micro_pipeline_tp, on GPUs only);
+    arXiv:2410.10989 (head and loss in pieces).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import os
+import sys
+import time
+import weakref
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    from course import lesson00, lesson01, lesson02, lesson03, lesson04
+except ModuleNotFoundError as error:  # a copy of this file, without its repository
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(60)  # rank 0 says why, and torchrun ends all
+    print(f"error: this script imports the course's lessons: {error}", file=sys.stderr)
+    sys.exit(2)
+
+# ==== NEW in 18: products and the loss in pieces
+# Read lines 64 to 310, in about 25 minutes. Stop at RUN.
+
+# From lesson 00: COMM.record counts a collective. Called with async_op=True, it only
+# starts; work.wait() waits until its result is there.
+# From lesson 04: a rank has s = S/T positions. In front of column-parallel linears the
+# sequence is gathered, after row-parallel ones it is reduce-scattered, and both run
+# backward in the other order. all_reduce_replicated_gradients sums what is left.
+
+# ---- Gather and multiply: one piece travels while another is multiplied
+
+
+def start_gathers(x_BsD: Tensor, tp_group: dist.ProcessGroup, pieces: int) -> list:
+    """Start an all-gather for each piece of a slice; wait for none of them.
+
+    Returns for each piece the ranks' tensors [B, s/pieces, D], still empty, and the
+    Work to wait for.
+    """
+    started = []
+    for piece in lesson00.split(x_BsD.detach(), 1, pieces):
+        slices = [torch.empty_like(piece) for _ in range(tp_group.size())]
+        with lesson00.COMM.record("all-gather", piece, tp_group, len(slices)):
+            work = dist.all_gather(slices, piece, group=tp_group, async_op=True)
+        started.append((slices, work))
+    return started
+
+
+def gather_in_pieces(
+    x_BsD: Tensor, weight: Tensor, tp_group: dist.ProcessGroup, pieces: int
+) -> tuple[Tensor, Tensor]:
+    """Multiply the gathered sequence with a weight [f, D]: all_gather(x) Wᵀ.
+
+    Shapes: x [B, s, D] Shard(1) → the product [B, S, f], and the gathered x [B, S, D].
+        `pieces` divides s.
+    Communication: one all-gather per piece, together of B·S·D elements.
+    Source: github.com/pytorch/pytorch/pull/124003.
+    """
+    B, s, D = x_BsD.shape
+    T = tp_group.size()
+    started = start_gathers(x_BsD, tp_group, pieces)
+    x_BSD = x_BsD.new_empty(B, T * s, D)
+    y_BSf = x_BsD.new_empty(B, T * s, len(weight))
+
+    def multiply(x: Tensor, first: int) -> None:  # first: its position in the sequence
+        x_BSD[:, first : first + x.shape[1]] = x
+        y_BSf[:, first : first + x.shape[1]] = F.linear(x, weight)
+
+    # This rank's own slice needs no gather: all pieces travel while it is multiplied.
+    multiply(x_BsD, tp_group.rank() * s)
+    for i, (slices, work) in enumerate(started):
+        work.wait()  # for piece i; the next ones travel while it is multiplied
+        for rank, x in enumerate(slices):
+            if rank != tp_group.rank():
+                multiply(x, rank * s + i * x.shape[1])
+    return y_BSf, x_BSD
+
+
+# ---- Multiply and scatter: one piece travels while the next is multiplied
+
+
+def start_scatters(
+    x_BSf: Tensor, weight: Tensor, tp_group: dist.ProcessGroup, pieces: int
+) -> list:
+    """Multiply with a weight [D, f]; start the reduce-scatter of each piece at once.
+
+    Piece i has the i-th part of every rank's slice, so that each rank gets its own
+    positions of the sum.
+    Shapes: x [B, S, f] → for each piece this rank's [B, s/pieces, D], still to be
+        waited for. Communication: one reduce-scatter per piece, together of B·S·D.
+    """
+    T = tp_group.size()
+    s = x_BSf.shape[1] // T
+    length = s // pieces
+    started = []
+    for i in range(pieces):
+        partial_ys = []  # for each rank, this rank's summand
+        for rank in range(T):
+            first = rank * s + i * length
+            x = x_BSf[:, first : first + length]
+            partial_ys.append(F.linear(x, weight))
+        y = torch.empty_like(partial_ys[0])
+        with lesson00.COMM.record("reduce-scatter", y, tp_group, T):
+            work = dist.reduce_scatter(y, partial_ys, group=tp_group, async_op=True)
+        started.append((y, partial_ys, work))  # what is sent has to stay until it ends
+    return started
+
+
+def finish_scatters(started: list) -> Tensor:
+    """Wait for the sums of start_scatters and join them: [B, s, D] Shard(1)."""
+    sums = []
+    for y, _, work in started:
+        work.wait()
+        sums.append(y)
+    return torch.cat(sums, 1)
+
+
+# ---- The same two, with their backward
+
+# The backward of a gather is a reduce-scatter, and the other way round (lesson 01). So
+# each of the two functions below has one of the two above forward, the other backward.
+
+
+class GatherThenMultiply(torch.autograd.Function):
+    """all_gather(x) Wᵀ in pieces: x [B, s, D], weight [f, D] → [B, S, f].
+
+    Communication: all-gathers of together B·S·D elements forward; backward a second
+        all-gather, which travels while dL/dx is computed, and reduce-scatters, which
+        travel while dL/dW is computed.
+    """
+
+    @staticmethod
+    def forward(ctx, x_BsD, weight, tp_group, pieces):
+        ctx.save_for_backward(x_BsD, weight)  # this rank's slice, as in lesson 04
+        ctx.tp_group = tp_group
+        ctx.pieces = pieces
+        return gather_in_pieces(x_BsD, weight, tp_group, pieces)[0]
+
+    @staticmethod
+    def backward(ctx, grad_BSf):
+        x_BsD, weight = ctx.saved_tensors
+        [(slices, gathered)] = start_gathers(x_BsD, ctx.tp_group, 1)
+        sums = start_scatters(grad_BSf, weight.T, ctx.tp_group, ctx.pieces)
+        gathered.wait()
+        x_BSD = torch.cat(slices, 1)
+        grad_weight = grad_BSf.flatten(0, 1).T @ x_BSD.flatten(0, 1)
+        return finish_scatters(sums), grad_weight, None, None
+
+
+class MultiplyThenScatter(torch.autograd.Function):
+    """reduce_scatter(x Wᵀ) in pieces: x [B, S, f], weight [D, f] → [B, s, D].
+
+    Communication: reduce-scatters forward, all-gathers backward, each together of
+        B·S·D elements.
+    """
+
+    @staticmethod
+    def forward(ctx, x_BSf, weight, tp_group, pieces):
+        ctx.save_for_backward(x_BSf, weight)
+        ctx.tp_group = tp_group
+        ctx.pieces = pieces
+        return finish_scatters(start_scatters(x_BSf, weight, tp_group, pieces))
+
+    @staticmethod
+    def backward(ctx, grad_BsD):
+        x_BSf, weight = ctx.saved_tensors
+        grad_BSf, grad_BSD = gather_in_pieces(
+            grad_BsD, weight.T, ctx.tp_group, ctx.pieces
+        )
+        grad_weight = grad_BSD.flatten(0, 1).T @ x_BSf.flatten(0, 1)
+        return grad_BSf, grad_weight, None, None
+
+
+# ---- The model of lesson 04, edited
+
+
+def apply_in_pieces(x_BsD: Tensor, *linears: nn.Module, pieces: int) -> list[Tensor]:
+    """Column-parallel linears of a sharded sequence: one product for all of them.
+
+    It takes the place of lesson04.gather_then_apply_each.
+    Shapes: x [B, s, D] Shard(1) → [B, S, f] Shard(2), one for each linear.
+    """
+    weight = torch.cat([linear.weight for linear in linears])  # q, k and v are one
+    y_BSf = GatherThenMultiply.apply(x_BsD, weight, linears[0].tp_group, pieces)
+    outputs = []
+    columns = [len(linear.weight) for linear in linears]
+    for linear, output in zip(linears, y_BSf.split(columns, -1)):
+        outputs.append(output if linear.bias is None else output + linear.bias)
+    return outputs
+
+
+class RowParallelInPieces(nn.Module):
+    """A row-parallel linear whose output is reduce-scattered in pieces.
+
+    Shapes: x [B, S, f] Shard(2) → [B, s, D] Shard(1). It keeps weight and bias of the
+        linear whose place it takes.
+    """
+
+    def __init__(self, linear: lesson01.RowParallelLinear, pieces: int):
+        super().__init__()
+        self.tp_group = linear.tp_group
+        self.pieces = pieces
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        y_BsD = MultiplyThenScatter.apply(
+            x_BSf, self.weight, self.tp_group, self.pieces
+        )
+        return y_BsD if self.bias is None else y_BsD + self.bias
+
+
+def transformer_in_pieces(full, tp_group, pieces: int) -> lesson02.Transformer:
+    """lesson04.sp_transformer, with each product next to a collective in pieces.
+
+    The reduce-scatter after the embedding stays whole: it has no product.
+    """
+    model = lesson04.sp_transformer(full, tp_group)
+    gather_and_apply = partial(apply_in_pieces, pieces=pieces)
+    for layer in model.layers:
+        layer.self_attn.project_qkv = gather_and_apply
+        layer.self_attn.o_proj = RowParallelInPieces(layer.self_attn.o_proj, pieces)
+        layer.mlp.up_proj.gather_and_apply = gather_and_apply
+        layer.mlp.down_proj = RowParallelInPieces(layer.mlp.down_proj, pieces)
+    model.lm_head.gather_and_apply = gather_and_apply
+    return model
+
+
+# ---- Head and loss in pieces
+
+# The loss needs four tensors as large as the logits. In pieces of the sequence these
+# are that much smaller: each piece runs its backward at once, which frees them.
+
+
+def chunked_cross_entropy(h_BSD, target_BS, head, tp_group, vocab_size, pieces):
+    """Return the mean loss from hidden states: lesson03.sharded_loss of head(h_BSD).
+
+    The head's gradients exist when it returns, so nothing may scale this loss.
+    Communication: forward three all-reduces per piece, together of 3·B·S values, and
+        one of B·S·D elements (f of the head); backward none.
+    """
+    loss_of = lesson03.vocab_parallel_cross_entropy
+    count = (target_BS != lesson02.IGNORE).sum()
+    total = 0.0
+    leaf_BSD = h_BSD.detach().requires_grad_()  # the pieces' dL/dh add up here
+    targets = target_BS.tensor_split(pieces, 1)
+    for h, target in zip(leaf_BSD.tensor_split(pieces, 1), targets):
+        logits = F.linear(h, head.weight, head.bias)
+        loss = loss_of(logits, target, tp_group, vocab_size).sum()
+        (loss / count).backward()
+        total = total + loss.detach() / count
+    # A rank used its columns of the head: its dL/dh is one of T partial sums.
+    grad_BSD = lesson00.all_reduce(leaf_BSD.grad, tp_group)
+    return WithGradient.apply(h_BSD, grad_BSD, total)
+
+
+class WithGradient(torch.autograd.Function):
+    """A loss whose gradient dL/dh is known already."""
+
+    @staticmethod
+    def forward(ctx, h_BSD, grad_BSD, loss):
+        ctx.save_for_backward(grad_BSD)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * ctx.saved_tensors[0], None, None
+
+
+# ==== RUN
+
+
+def main(args, report: lesson00.Report) -> None:
+    """Train the same model three times on the same batches; then head and loss."""
+    tp_group = lesson00.mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
+    size = lesson02.sizes_of(args)
+    size["v"] = math.ceil(args.vocab_size / args.ranks)
+    size["X"] = args.batch_size * args.seq_len * args.hidden
+    size["Q"] = args.pieces
+    report.begin({"tp": args.ranks}, size)
+    full = lesson02.make_transformer(args)
+    batches = lesson02.make_batches(__doc__, args, args.steps)
+
+    runs = {}
+    model = copy.deepcopy(full)
+    runs["without TP"] = lesson02.train_transformer("without TP", model, batches, args)
+    lesson02.check_reference(report, runs["without TP"], batches[0], size)
+    sum_up = partial(lesson04.all_reduce_replicated_gradients, tp_group=tp_group)
+    train = partial(
+        lesson04.train_with_tp,
+        batches=batches, args=args, tp_group=tp_group, sum_up=sum_up,
+    )  # fmt: skip
+    # If your edit raises an error in one run, its column says so; the others continue.
+    with report.column("TP + SP"):
+        model = lesson04.sp_transformer(full, tp_group)
+        runs["TP + SP"] = train("TP + SP", model)
+    with report.column("in pieces"):
+        model = transformer_in_pieces(full, tp_group, args.pieces)
+        runs["in pieces"] = train("in pieces", model)
+
+    lesson02.show_training(report, runs)
+    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
+    gradients = lesson01.values_of(runs, "gradients")
+    report.compare("gradients", gradients, fold=lesson02.module_of)
+    with report.column("one MLP"):
+        show_what_travels(report, size, tp_group)
+    show_communication_in_pieces(report, size)
+    with report.column("head and loss"):
+        show_head_and_loss(report, full, batches[0], size, tp_group)
+
+
+# ---- What is computed while a call travels
+
+
+def show_what_travels(report, size: dict[str, int], tp_group) -> None:
+    """Of one MLP's calls: how many have a product between their start and their end?"""
+    report.section("One MLP: calls that travel while a product is computed")
+    predicted = {  # run, phase → calls, and those behind a product
+        ("TP + SP", "forward"): ("2", "0"),
+        ("TP + SP", "backward"): ("3", "0"),
+        # The sum of the last piece is needed at once.
+        ("in pieces", "forward"): ("2·Q", "2·Q - 1"),
+        ("in pieces", "backward"): ("2·Q + 1", "2·Q + 1"),
+    }
+    args = report.args
+    full = lesson02.make_transformer(args)
+    mlps = {
+        "TP + SP": lesson04.sp_transformer(full, tp_group).layers[0].mlp,
+        "in pieces": transformer_in_pieces(full, tp_group, args.pieces).layers[0].mlp,
+    }
+    rows = []
+    for run, mlp in mlps.items():
+        x_BSD = torch.randn(args.batch_size, args.seq_len, args.hidden)
+        x_BSD = x_BSD.to(args.device, getattr(torch, args.dtype))
+        x_BsD = lesson00.shard(x_BSD, 1, tp_group).requires_grad_()
+        with Travels() as forward:
+            y_BsD = mlp(x_BsD)
+        with Travels() as backward:
+            y_BsD.backward(torch.ones_like(y_BsD))
+        for phase, seen in (("forward", forward), ("backward", backward)):
+            row = {"run": run, "phase": phase, "products": seen.products}
+            row["calls"] = len(seen.behind)
+            row["behind a product"] = len([n for n in seen.behind if n > 0])
+            calls, behind = predicted[run, phase]
+            row["formula"] = behind
+            if args.ranks > 1:
+                name = f"{run}, {phase} of an MLP"
+                number = lesson00.evaluate(calls, size)
+                report.expect(row, "calls", "calls", name, number)
+                number = lesson00.evaluate(behind, size)
+                name = f"{name}, behind a product"
+                report.expect(row, "behind a product", "calls", name, number)
+            rows.append(row)
+    report.table("travels", rows)
+    if args.ranks > 1:
+        waits = sum(row["calls"] - row["behind a product"] for row in rows[2:])
+        report.conclude(
+            f"TP + SP waits for each of its calls. In pieces, {waits} call has nothing "
+            "to hide behind: the last reduce-scatter of forward."
+        )
+
+
+# ---- What is sent
+
+
+def show_communication_in_pieces(report, size: dict[str, int]) -> None:
+    """More calls, the same bytes."""
+    Calls = lesson00.Calls
+    inputs = "(2·L + 1)"  # that are gathered; as many outputs are reduce-scattered
+    # In pieces: the output of the embedding has no product, so it is sent whole.
+    outputs = [Calls("2·L·Q", "X·e/Q"), Calls("1", "X·e")]
+    # In backward dL/dy of these is gathered, and each input a second time.
+    gathers = [Calls("2·L·Q", "X·e/Q"), Calls("(2·L+2)", "X·e")]
+    formulas = {
+        ("TP + SP", "forward", "all-gather"): [Calls(inputs, "X·e")],
+        ("TP + SP", "forward", "reduce-scatter"): [Calls(inputs, "X·e")],
+        ("TP + SP", "backward", "all-gather"): [Calls(f"2·{inputs}", "X·e")],
+        ("TP + SP", "backward", "reduce-scatter"): [Calls(inputs, "X·e")],
+        ("in pieces", "forward", "all-gather"): [Calls(f"{inputs}·Q", "X·e/Q")],
+        ("in pieces", "forward", "reduce-scatter"): outputs,
+        ("in pieces", "backward", "all-gather"): gathers,
+        ("in pieces", "backward", "reduce-scatter"): [Calls(f"{inputs}·Q", "X·e/Q")],
+    }
+    for run in ("TP + SP", "in pieces"):  # as lesson 04 has it
+        formulas[run, "loss", "all-reduce"] = [Calls("3", "B·S·e")]
+        formulas[run, "summing", "all-reduce"] = [Calls("1", "(6·L + 2)·D·e")]
+        formulas[run, "clipping", "all-reduce"] = [Calls("1", "8")]
+    report.section("Communication per step: pieces add calls, and no bytes")
+    calls = {lesson00.Call(*key, "tp"): formulas[key] for key in formulas}
+    brief = ["loss", "summing", "clipping"]
+    steps = report.args.steps
+    report.ledger(calls, size, steps=steps, hide=["ring"], brief=brief)
+    if report.args.ranks > 1 and not report.raised:
+        sent = {"TP + SP": 0, "in pieces": 0}
+        for row in report.data["communication"]:
+            sent[row["run"]] += row["bytes"]
+        row = {"bytes": sent["in pieces"]}
+        report.expect(row, "bytes", "bytes", "all calls in pieces", sent["TP + SP"])
+        report.conclude(f"Both runs send {sent['in pieces']:,} bytes of payload.")
+
+
+# ---- Head and loss
+
+
+def show_head_and_loss(report, full, batch: tuple, size: dict, tp_group) -> None:
+    """Head and loss of lesson 03's model, at once and in pieces: is all the same?"""
+    report.section("Head and loss of lesson 03's model, at once and in pieces")
+    model = lesson03.vocab_transformer(full, tp_group)
+    pieces = math.gcd(size["Q"], size["S"])
+    runs = {  # pieces, all-reduces (f of the head is one), the peak
+        # In forward logits, x − m, exp and softmax; in backward also four.
+        "at once": (1, 4, "4·B·S·v·e"),
+        "in pieces": (pieces, 3 * pieces + 1, f"4·B·{size['S'] // pieces}·v·e"),
+    }
+    results = {}
+    rows = []
+    for run, (parts, calls, formula) in runs.items():
+        row = {"head and loss": run}
+        results[run] = measure_head(row, model, batch, report.args, tp_group, parts)
+        row.update({"formula": formula, "diff": 0.0, "off": []})
+        what = f"head and loss {run}"
+        if size["T"] > 1:
+            predicted = lesson00.evaluate("3·B·S·e + X·e", size)
+            report.expect(row, "calls", "calls", what, calls)
+            report.expect(row, "bytes", "bytes", what, predicted)
+        if size["v"] != size["D"] and size["S"] > pieces:  # the meter sees shapes only
+            predicted = lesson00.evaluate(formula, size)
+            report.expect(row, "peak of logits", "memory", what, predicted)
+        for name, expected in results["at once"].items():
+            diff = lesson00.rel_diff(results[run][name], expected)
+            row["diff"] = max(row["diff"], diff)
+            if not report.check("pieces", f"{name}, {what}", diff, report.allowed):
+                row["off"].append("diff")
+        rows.append(row)
+    report.table("pieces", rows)
+    if size["S"] > pieces > 1:
+        report.conclude(
+            "At the peak there are four tensors of logits; in pieces each has 1/"
+            f"{pieces} of the positions."
+        )
+
+
+# ==== BREAK IT
+
+BREAKS = {
+    "pieces": dict(
+        target="gather_in_pieces",
+        old="                multiply(x, rank * s + i * x.shape[1])\n",
+        new="                multiply(x, (i * T + rank) * x.shape[1])\n",
+        what="pieces are put next to each other in the order in which they arrive",
+        symptom="all shapes are right; rows of the product belong to other positions",
+        why="a gathered piece has some positions of every rank, and they are not "
+        "neighbors in the sequence: a rank's own pieces are",
+        reported="github.com/THUDM/slime/issues/1871 (of context parallelism)",
+    ),
+    "partial": dict(
+        target="chunked_cross_entropy",
+        old="    grad_BSD = lesson00.all_reduce(leaf_BSD.grad, tp_group)\n",
+        new="    grad_BSD = leaf_BSD.grad\n",
+        what="head and loss in pieces: a partial dL/dh is passed on as complete",
+        symptom="the loss and the head's gradients are right; all other gradients lack "
+        "what the other ranks' columns contribute",
+        why="the pieces' gradients were collected in a buffer that was taken to be "
+        "replicated, as h is; each rank's is one of T partial sums",
+        reported="github.com/pytorch/torchtitan/pull/3412",
+    ),
+}
+
+
+# ==== FLAGS
+# region
+
+
+def parse_args(ranks: int) -> argparse.Namespace:
+    sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 0, "vocab_size": 257}
+    parser = lesson00.lesson_parser(__doc__, BREAKS, sections=5, **sizes)
+    text = "pieces of a rank's slice of the sequence (4)"
+    parser.add_argument("--pieces", type=lesson00.positive, default=4, help=text)
+    args = lesson02.parse_sizes(parser, ranks)
+    both = ranks * args.pieces
+    args.seq_len = args.seq_len or both * math.ceil(32 / both)
+    lesson01.must_divide(args, "seq_len", both, "ranks · --pieces")
+    lesson01.raise_refused(args)
+    return args
+
+
+# ---- What is computed while a call travels
+
+
+class Travels(TorchDispatchMode):
+    """Within `with`: products, and for each call how many were computed before its end.
+
+    A call that waits itself ends at once.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+        self.behind = []
+
+    def __enter__(self):
+        self.calls = {name: getattr(dist, name) for name in WATCHED}
+        for name, call in self.calls.items():
+            setattr(dist, name, partial(self.start, call))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for name, call in self.calls.items():
+            setattr(dist, name, call)
+        return super().__exit__(*error)
+
+    def start(self, call, *args, **kwargs):
+        """Make a call; what it returns to wait for says when that happens."""
+        work = call(*args, **kwargs)
+        self.behind.append(0)
+        return work and Waiting(work, self, len(self.behind) - 1, self.products)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in PRODUCTS:
+            self.products += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Waiting:
+    """The Work of one call; wait() notes how many products came since its start."""
+
+    def __init__(self, work: dist.Work, seen: Travels, number: int, products: int):
+        self.work = work
+        self.seen = seen
+        self.number = number
+        self.products = products  # before the call
+
+    def wait(self) -> None:
+        self.seen.behind[self.number] = self.seen.products - self.products
+        self.work.wait()
+
+
+WATCHED = ("all_gather", "reduce_scatter")
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+
+
+# ---- How much memory head and loss take
+
+
+class PeakBytes(TorchDispatchMode):
+    """Within `with`: the most bytes at one time in floats [B, S, columns]."""
+
+    def __init__(self, columns: int):
+        super().__init__()
+        self.columns = columns
+        self.alive = weakref.WeakSet()  # a storage leaves it when it is freed
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and out.dim() == 3:
+            # Larger than the bias and its gradient.
+            if out.shape[-1] == self.columns and out.numel() > self.columns:
+                self.alive.add(out.untyped_storage())
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
+        return out
+
+
+def measure_head(row: dict, model, batch: tuple, args, tp_group, pieces: int) -> dict:
+    """Loss and gradients of a batch; in row calls, bytes and peak of head and loss."""
+    model.zero_grad()
+    torch.manual_seed(args.seed)  # the same dropout masks
+    head = model.lm_head
+    model.lm_head = nn.Identity()  # so that the model returns hidden states
+    h_BSD = model(batch[0])
+    model.lm_head = head
+    leaf_BSD = h_BSD.detach().requires_grad_()
+    run = f"head and loss {row['head and loss']}"
+    of_loss = (tp_group, args.vocab_size)
+    with lesson00.COMM.label(run, "loss"), PeakBytes(len(head.weight)) as meter:
+        if run.endswith("at once"):
+            loss = lesson03.sharded_loss(head(leaf_BSD), batch[1], *of_loss)
+        else:
+            loss = chunked_cross_entropy(leaf_BSD, batch[1], head, *of_loss, pieces)
+        loss.backward()
+    h_BSD.backward(leaf_BSD.grad)
+    named = model.named_parameters()
+    results = {name: p.grad for name, p in named if p.grad is not None}
+    results["loss"] = loss.detach()
+    call = lesson00.Call(run, "loss", "all-reduce", "tp")
+    row["calls"] = lesson00.COMM.calls[call]
+    row["bytes"] = lesson00.COMM.bytes[call]
+    row["peak of logits"] = meter.peak
+    return results
+
+
+# endregion
+
+
+if __name__ == "__main__":
+    lesson00.launch(main, parse_args, globals())
