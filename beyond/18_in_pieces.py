@@ -15,10 +15,10 @@ sequence parallelism (TP + SP), and with the products of TP + SP in pieces, with
 losses and gradients; which calls have a product to hide behind, as counted in one MLP;
 calls and bytes; head and loss of lesson 03's model at once and in pieces.
 
-Try one change at a time. notebooks/18_in_pieces.ipynb, section 5, answers.
+Try one change at a time (answers: notebooks/18_in_pieces.ipynb, sections 3 and 5).
     1. --pieces 1: which calls still have a product to hide behind, and why?
-    2. In start_scatters, wait for each sum before the next product is computed. All
-       values agree. What does section 3 say?
+    2. In start_scatters, add work.wait() after each call. All values agree. What does
+       section 3 of the output say?
     3. --pieces 8: which number of section 5 halves, and what grows in section 4?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
@@ -485,13 +485,13 @@ def show_head_and_loss(report, full, batch: tuple, size: dict, tp_group) -> None
 
 BREAKS = {
     "pieces": dict(
-        target="gather_in_pieces",
-        old="                multiply(x, rank * s + i * x.shape[1])\n",
-        new="                multiply(x, (i * T + rank) * x.shape[1])\n",
-        what="pieces are put next to each other in the order in which they arrive",
-        symptom="all shapes are right; rows of the product belong to other positions",
-        why="a gathered piece has some positions of every rank, and they are not "
-        "neighbors in the sequence: a rank's own pieces are",
+        target="start_scatters",
+        old="            first = rank * s + i * length\n",
+        new="            first = (i * T + rank) * length\n",
+        what="a piece is the next 1/Q of the sequence, and is scattered over the ranks",
+        symptom="all shapes are right; positions are mixed up, so losses are wrong",
+        why="a rank's positions are neighbors; in such a piece they are 1/Q of the "
+        "sequence apart, so a rank's output belongs to other positions than its x",
         reported="github.com/THUDM/slime/issues/1871 (of context parallelism)",
     ),
     "partial": dict(
@@ -570,9 +570,12 @@ class Waiting:
         self.seen = seen
         self.number = number
         self.products = products  # before the call
+        self.has_ended = False
 
     def wait(self) -> None:
-        self.seen.behind[self.number] = self.seen.products - self.products
+        if not self.has_ended:
+            self.seen.behind[self.number] = self.seen.products - self.products
+        self.has_ended = True
         self.work.wait()
 
 
