@@ -254,7 +254,7 @@ class RowParallelInPieces(nn.Module):
 def transformer_in_pieces(full, tp_group, pieces: int) -> lesson02.Transformer:
     """lesson04.sp_transformer, with each product next to a collective in pieces.
 
-    The reduce-scatter after the embedding stays whole: it has no product.
+    The reduce-scatter after the embedding is not cut: it has no product.
     """
     model = lesson04.sp_transformer(full, tp_group)
     gather_and_apply = partial(apply_in_pieces, pieces=pieces)

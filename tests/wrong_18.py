@@ -4,7 +4,7 @@ WRONG = [  # number of the exercise, edits of the solution, what the check says
     (1, {"slower + faster / Q": "slower"}, "travel 8 s, multiply 8 s, 1 pieces"),
     (1, {"slower + faster / Q": "travel / Q + multiply"}, "travel 8 s, multiply 2 s"),
     (1, {"slower + faster / Q": "faster + slower / Q"}, "travel 2 s, multiply 8 s"),
-    (2, {"(me - i) % T * s": "(me + i) % T * s"}, "rows are not at their positions"),
+    (2, {"(me - i) % T * s": "me * s"}, "rows are not at their positions"),
     (2, {"if i < T - 1": "if True"}, "calls: {'send/recv': "),
     (2, {"F.linear(x_BsD, weight)\n":
          "F.linear(lesson00.all_gather(x_BsD, 1, tp_group)[:, first : first + s], "
