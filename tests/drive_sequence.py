@@ -50,25 +50,11 @@ def try_recompute(number: int, group) -> dict:
     return same
 
 
-def try_pieces(number: int, group) -> float:
-    """How far is the product in pieces from the one with the full input?"""
-    T = group.size()
-    pieces = 1 + number % 3
-    s = pieces * (1 + number % 2)
-    torch.manual_seed(number)
-    x = torch.randn(2, T * s, 5, dtype=torch.float64)
-    weight = torch.randn(3, 5, dtype=torch.float64)
-    mine = lesson.shard(x, 1, group)
-    y = lesson.gather_in_pieces(mine, weight, group, pieces)
-    return lesson.rel_diff(y, x @ weight.T)
-
-
 def main() -> dict:
     groups = groups_of_4(lesson) * (MODELS // 4)
     models = [try_model(n, g) for n, g in enumerate(groups) if is_ours(n, g)]
     recomputes = [try_recompute(n, group) for n, group in enumerate(groups[:8])]
-    pieces = [try_pieces(n, group) for n, group in enumerate(groups[:12])]
-    return dict(models=models, recomputes=recomputes, pieces=pieces)
+    return dict(models=models, recomputes=recomputes)
 
 
 if __name__ == "__main__":

@@ -94,43 +94,6 @@ def try_model(number: int, group) -> dict:
     return twins.train(partial(loss_of, tp_group=group, vocab_size=V))
 
 
-def try_pieces(number: int, group) -> dict:
-    """Head and loss in pieces, against F.cross_entropy of all logits, in float64."""
-    rng = random.Random(f"pieces {number}")
-    generator = torch.Generator().manual_seed(number)
-    V, D, T = rng.choice([1, 2, 7, 61, 257]), rng.randint(1, 6), group.size()
-    B, S = rng.randint(1, 3), rng.randint(1, 9)
-    pieces = rng.randint(1, S)
-    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
-    h, weight, bias = draw(B, S, D), draw(V, D), draw(V) if number % 2 else None
-    x = torch.zeros(V)
-    target = make_targets(V, (B, S + 4), -100, x.expand(B, S + 4, V), generator)[:, 4:]
-    target = target.contiguous()
-
-    def leaves(weight, bias):
-        return [x.clone().requires_grad_() for x in (h, weight, bias) if x is not None]
-
-    wanted = leaves(weight, bias)
-    logits = F.linear(*wanted).flatten(0, 1)
-    loss = F.cross_entropy(logits, target.flatten())
-    loss.backward()
-    short = -(-V // T) * T - V
-    padded = [None if p is None else F.pad(p, (0, 0) * (p.dim() - 1) + (0, short))
-              for p in (weight, bias)]  # fmt: skip
-    mine = [None if p is None else lesson.shard(p, 0, group) for p in padded]
-    got = leaves(*mine)
-    head = torch.nn.Module()
-    head.weight, head.bias = got[1], got[2] if bias is not None else None
-    in_pieces = lesson.chunked_cross_entropy(got[0], target, head, group, V, pieces)
-    in_pieces.backward()
-    nothing = bool((target == -100).all())  # then the mean is 0 / 0
-    diffs = [difference(in_pieces, loss), difference(got[0].grad, wanted[0].grad)]
-    for ours, full in zip(got[1:], wanted[1:]):
-        rows = F.pad(full.grad, (0, 0) * (full.dim() - 1) + (0, short))
-        diffs.append(difference(ours.grad, lesson.shard(rows, 0, group)))
-    return dict(T=T, V=V, pieces=pieces, S=S, nothing=nothing, diffs=diffs)
-
-
 class PeakBytes(TorchDispatchMode):
     """Within `with`: the peak of the bytes of the tensors that are created there."""
 
@@ -179,7 +142,6 @@ def main() -> dict:
     return dict(
         losses=[try_loss(n, *batch) for n, batch in batches if is_ours(n, batch[-1])],
         megatron=megatron(groups[2]),
-        pieces=[try_pieces(n, group) for n, group in order if is_ours(n, group)],
         models=[try_model(n, group) for n, group in order if is_ours(n, group)],
         draws=[try_draw(n, groups) for n in range(DRAWS + TIES)],
         peaks=[(group.size(), peaks(group)) for group in groups],

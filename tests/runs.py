@@ -14,6 +14,7 @@ MESH_2D = "13_mesh_2d"
 SCHEDULES = "14_schedules"
 EXPERTS = "16_expert_parallel"
 ZERO = "15_zero"
+IN_PIECES = "18_in_pieces"
 # What CONTRIBUTING.md allows: of a loss, of any other tensor.
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}
 
@@ -92,6 +93,12 @@ ZERO_RUNS += [
     (ZERO, 4, *PROOF, "--stages", "4", "--microbatches", "3", "--batch-size", "12"),
     (ZERO, 2, *PROOF, "--tp", "2", "--microbatches", "1"),
     (ZERO, 2, "--bf16", "--steps", "2"),
+]
+IN_PIECES_RUNS = [(IN_PIECES, ranks) for ranks in (1, 2, 4)]
+IN_PIECES_RUNS += [
+    (IN_PIECES, 2, "--pieces", "1", "--steps", "2"),
+    (IN_PIECES, 3, *PROOF, "--pieces", "5", "--seq-len", "30", "--layers", "1"),
+    (IN_PIECES, 4, *PROOF, "--pieces", "8", "--steps", "2"),
 ]
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 

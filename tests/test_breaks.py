@@ -72,10 +72,6 @@ EXPECTED = {
             "parameters: lm_head.bias, rows of padding", loss("loss by hand")),
         "max": ("hard losses: logits × 10,000", "hard gradients: logits × 10,000",
             "calls: with TP loss all-reduce tp", loss("with TP")),
-        "partial": ("pieces: …", "pieces: embed_tokens.weight, head and loss in pieces",
-            "pieces: norm.weight, head and loss in pieces",
-            "bytes: head and loss in pieces",
-            "pieces: lm_head.weight, head and loss in pieces"),
         "exponentials": ("gradients: …",
             grad("lm_head.weight, with TP"), loss_2("with TP"), loss("with TP")),
         "tie": (grad("lm_head.weight, with TP"), grad("embed_tokens.weight, with TP"),
@@ -99,7 +95,6 @@ EXPECTED = {
         "split": (grad("norm.bias, TP + SP"), grad("layers.…"),
             grad("norm.weight, TP + SP"), norm("TP + SP"),
             "calls: TP + SP backward reduce-scatter tp", loss("TP + SP")),
-        "pieces": ("outputs: product in pieces", "bytes: gathered in pieces"),
         "keywords": ("plans: DTensor completes", loss("TP + SP")),
         "dtensor-loss": ("plans: DTensor completes", loss("TP + SP")),
         "tiled": ("plans: DTensor completes", loss("TP + SP")),
@@ -253,6 +248,14 @@ EXPECTED = {
             "runs: kept completes"),
         "average": ("gradients: …", grad("lm_head.bias, fully_shard"),
             norm("fully_shard"), grad("lm_head.bias, ZeRO-3")),
+    },
+    "18_in_pieces": {
+        "pieces": (loss("in pieces"), "gradients: …", grad("lm_head.bias, in pieces"),
+            norm("in pieces"), "calls: in pieces, forward of an MLP, behind a product"),
+        "partial": ("pieces: …", "pieces: embed_tokens.weight, head and loss in pieces",
+            "pieces: norm.weight, head and loss in pieces",
+            "bytes: head and loss in pieces",
+            "pieces: lm_head.weight, head and loss in pieces"),
     },
 }  # fmt: skip
 # Of a break that two ranks do not show, or not fully: (lesson, name) → ranks.

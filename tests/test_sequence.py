@@ -51,12 +51,6 @@ def test_recomputed_bitwise(ranks):
     assert found(ranks, "recomputes") == 4 * 8 * [dict.fromkeys(names, True)]
 
 
-@driven
-def test_a_product_in_pieces(ranks):
-    """1, 2 or 3 pieces of 1 or 2 positions; a row is computed as without pieces."""
-    assert max(found(ranks, "pieces")) <= 1e-14
-
-
 # In this process.
 
 

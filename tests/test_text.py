@@ -47,12 +47,6 @@ WAIVED = {
     ("01_naive_mlp_tp", "to read"),
     # A whole decoder in plain PyTorch, and what of it is edited.
     ("02_transformer_tp", "NEW"),
-    # The same model by PyTorch's plan, and what recomputation saves.
-    ("04_sequence_parallel", "to read"),
-    # The loss three times: in a dozen lines, in full, in pieces; padding; sampling.
-    ("03_vocab_parallel", "to read"),
-    ("03_vocab_parallel", "NEW"),
-    ("04_sequence_parallel", "NEW"),
     # Three axes: a pipeline and a step on a mesh are two lessons in one file.
     ("05_3d_parallel", "to read"),
     ("05_3d_parallel", "NEW"),
@@ -328,7 +322,7 @@ MEANINGS = {
     "N": "heads", "H": "head size|heads of size H", "V": "vocabulary", "L": "layers",
     "T": "ranks (in|of) (the|a) TP group|the number of ranks in a group|outer · inner",
     "E": "experts", "R": "ranks( that share the experts)?", "DP": "replicas",
-    "P": "stages|ranks of the pipeline", "M": "micro-batches", "U": "units",
+    "P": "stages|ranks of the pipeline", "Q": "pieces of a slice", "M": "micro-batches", "U": "units",
     "b": r"rows|B/\(DP·M\) rows|B/M rows|sequences of it on a rank",
     "e": "(the )?bytes per element|of a",
     "X": "B·S·D", "p": "parameter tensors",
