@@ -580,6 +580,9 @@ def show_loss_alone(report: Report, size: dict[str, int], tp_group) -> None:
     for what, formula in saved.items():
         sums = {run: evaluate(formula, sizes[run]) for run in sizes}
         rows.append(measured_row(report, what, formula, sums, measured))
+    report.say(
+        "   v·e: softmax; 10: the target's column, two masks; v: a mask; 8: their count"
+    )
     report.table("memory", rows)
     if size["T"] > 1:
         gathered = COMM.bytes[gathered_call]

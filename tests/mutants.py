@@ -32,6 +32,7 @@ TESTS["13"] = "tests/test_mlp_equality.py"
 TESTS["14"] = "tests/test_schedules.py"
 TESTS["16"] = "tests/test_experts.py"
 TESTS["15"] = "tests/test_zero.py"
+TESTS["18"] = "tests/test_in_pieces.py"
 LATE = r"Timeout|[Tt]imed out|killed after|did not meet|exit code -9"  # a busy machine
 
 
@@ -175,8 +176,6 @@ MUTANTS = [Mutant(*row) for row in [
      "sum_BS.log() - all_reduce(q_x_BS, tp_group) + 1e-3 * sum_BS.log().square()"),
     ("03", "simplest_cross_entropy", "every rank adds a logit",
      "picked_BS.where(is_local_BS, 0)", "picked_BS"),
-    ("03", "chunked_cross_entropy", "a mean of the pieces' means",
-     "count = (target_BS != IGNORE).sum()", "count = target_BS.numel()"),
     ("03", "gathered_loss", "padding is left in the logits", "[..., :vocab_size]", ""),
     ("03", "dtensor_vocab_transformer", "the tied weight is not tied again",
      "model.lm_head.weight = model.embed_tokens.weight", "pass", "2 --tie"),
@@ -213,9 +212,6 @@ MUTANTS = [Mutant(*row) for row in [
      "p.grad.copy_(", "p.grad.add_("),
     ("04", "Checkpointed.forward", "other masks when it computes again",
      "=False", "=False, preserve_rng_state=False", "test_recomputed_bitwise"),
-    ("04", "gather_in_pieces", "only the first piece", "i * length", "0"),
-    ("04", "gather_in_pieces", "bytes of one rank's piece",
-     "copies=T", "copies=1"),
     ("04", "sp_plan", "the last norm is left out", '        "norm": norm,\n', ""),
     ("04", "planned_transformer", "tied weights are two",
      "model.lm_head.weight = model.embed_tokens.weight", "pass", "2 --tie"),
@@ -456,6 +452,42 @@ MUTANTS = [Mutant(*row) for row in [
      "sum((y != -100).sum() for _, y in micro_batches) * data.size()"),
     ("15", "ZeroTraining.update", "sums of gradients are kept for the next step",
      "    self.adamw.zero_grad(set_to_none=False)\n", ""),
+    # 18
+    ("18", "start_gathers", "bytes of one rank's piece", "len(slices))", "1)"),
+    ("18", "gather_in_pieces", "only the first piece", "i * x.shape[1]", "0"),
+    ("18", "gather_in_pieces", "this rank's own slice comes first",
+     "tp_group.rank() * s", "0"),
+    ("18", "gather_in_pieces", "waits for all pieces before it multiplies one",
+     "    multiply(x_BsD, tp_group.rank() * s)\n",
+     "    for _, work in started:\n        work.wait()\n"
+     "    multiply(x_BsD, tp_group.rank() * s)\n"),
+    ("18", "start_scatters", "waits for a piece before the next product",
+     "async_op=True)\n", "async_op=True)\n        work.wait()\n"),
+    ("18", "finish_scatters", "pieces are joined along the batch",
+     "torch.cat(sums, 1)", "torch.cat(sums, 0)"),
+    ("18", "GatherThenMultiply.backward", "dL/dW from this rank's slice of x alone",
+     "x_BSD = torch.cat(slices, 1)",
+     "x_BSD = x_BsD.repeat(1, ctx.tp_group.size(), 1)"),
+    ("18", "GatherThenMultiply.backward", "the second gather waits for itself",
+     "    sums = start_scatters", "    gathered.wait()\n    sums = start_scatters"),
+    ("18", "GatherThenMultiply.forward", "saves the gathered x, and not its slice",
+     "    ctx.save_for_backward(x_BsD, weight)",
+     "    ctx.save_for_backward(lesson00.all_gather(x_BsD, 1, tp_group), weight)"),
+    ("18", "MultiplyThenScatter.backward", "dL/dW from one rank's dL/dy",
+     "grad_BSD.flatten(0, 1).T @ x_BSf.flatten(0, 1)",
+     "grad_BsD.flatten(0, 1).T @ x_BSf[:, : grad_BsD.shape[1]].flatten(0, 1)"),
+    ("18", "apply_in_pieces", "the bias of the first linear for all",
+     "output + linear.bias", "output + linears[0].bias",
+     "test_linears_with_and_without_biases"),
+    ("18", "RowParallelInPieces.forward", "no bias",
+     "y_BsD if self.bias is None else y_BsD + self.bias", "y_BsD"),
+    ("18", "transformer_in_pieces", "the head's product is not in pieces",
+     "    model.lm_head.gather_and_apply = gather_and_apply\n", ""),
+    ("18", "chunked_cross_entropy", "a mean of the pieces' means",
+     "count = (target_BS != lesson02.IGNORE).sum()", "count = target_BS.numel()",
+     "test_head_and_loss_in_pieces"),
+    ("18", "WithGradient.backward", "the gradient of the loss is not passed on",
+     "upstream * ctx", "ctx", "test_head_and_loss_in_pieces"),
 ]]
 # fmt: on
 
