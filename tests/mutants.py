@@ -470,9 +470,6 @@ MUTANTS = [Mutant(*row) for row in [
      "x_BSD = x_BsD.repeat(1, ctx.tp_group.size(), 1)"),
     ("18", "GatherThenMultiply.backward", "the second gather waits for itself",
      "    sums = start_scatters", "    gathered.wait()\n    sums = start_scatters"),
-    ("18", "GatherThenMultiply.forward", "saves the gathered x, and not its slice",
-     "    ctx.save_for_backward(x_BsD, weight)",
-     "    ctx.save_for_backward(lesson00.all_gather(x_BsD, 1, tp_group), weight)"),
     ("18", "MultiplyThenScatter.backward", "dL/dW from one rank's dL/dy",
      "grad_BSD.flatten(0, 1).T @ x_BSf.flatten(0, 1)",
      "grad_BsD.flatten(0, 1).T @ x_BSf[:, : grad_BsD.shape[1]].flatten(0, 1)"),
@@ -486,14 +483,12 @@ MUTANTS = [Mutant(*row) for row in [
     ("18", "chunked_cross_entropy", "a mean of the pieces' means",
      "count = (target_BS != lesson02.IGNORE).sum()", "count = target_BS.numel()",
      "test_head_and_loss_in_pieces"),
-    ("18", "WithGradient.backward", "the gradient of the loss is not passed on",
-     "upstream * ctx", "ctx", "test_head_and_loss_in_pieces"),
 ]]
 # fmt: on
 
 
 def edited(mutant: Mutant) -> tuple[Path, str]:
-    """A file and its text with the edit: what is new in a lesson, or a helper of it."""
+    """A file and its text with the edit: NEW or RUN of a lesson, or a helper of it."""
     script = jobs.load(PATHS[mutant.lesson].stem)
     helper, _, name = mutant.target.partition(".")
     if hasattr(script, helper):
@@ -505,9 +500,9 @@ def edited(mutant: Mutant) -> tuple[Path, str]:
     source = inspect.getsource(target)
     new = text
     if "# ==== NEW" in text:
-        new = text.partition("# ==== NEW")[2].partition("# ==== RUN")[0]
+        new = text.partition("# ==== NEW")[2].partition("# ==== BREAK IT")[0]
     plain = textwrap.dedent(source)
-    assert new.count(source) == 1, f"not new: {mutant}"
+    assert new.count(source) == 1, f"not in NEW or RUN: {mutant}"
     assert plain.count(mutant.old) == 1, f"not exactly once: {mutant}"
     depth = source.index(plain[0]) * " "
     changed = textwrap.indent(plain.replace(mutant.old, mutant.new), depth)
