@@ -17,8 +17,8 @@ calls and bytes; head and loss of lesson 03's model at once and in pieces.
 
 Try one change at a time (answers: notebooks/18_in_pieces.ipynb, sections 3 and 5).
     1. --pieces 1: which calls still have a product to hide behind, and why?
-    2. In start_scatters, add work.wait() after each call. All values agree. What does
-       section 3 of the output say?
+    2. In start_scatters, add work.wait() after dist.reduce_scatter. All values agree.
+       What does section 3 of the output say?
     3. --pieces 8: which number of section 5 halves, and what grows in section 4?
 
 How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
@@ -27,11 +27,12 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 Shapes: B batch, S sequence, D hidden, F MLP width, V vocabulary, L layers, T ranks in
     the TP group, e bytes per element. UPPERCASE is the full size, lowercase is this
     rank's slice: x_BsD has s = S/T positions, h_BSf has 1/T of the columns. partial_ in
-    front: full shape, still to be summed over ranks. In formulas: X = B·S·D; Q pieces
-    of a slice.
+    front: full shape, still to be summed over ranks. In formulas: X = B·S·D; Q pieces,
+    of a rank's slice in sections 1 to 4 of the output, of the sequence in section 5.
 
 Sources: github.com/pytorch/pytorch/pull/124003 (products in pieces; PyTorch's compiler
-    makes them with torch._inductor.config._micro_pipeline_tp, on GPUs only);
+    does it with torch._inductor.config._micro_pipeline_tp, on GPUs only; one piece
+    there is one rank's slice);
     arXiv:2410.10989 (head and loss in pieces).
 """
 
@@ -61,13 +62,13 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 18: products and the loss in pieces
-# Read lines 64 to 310, in about 25 minutes. Stop at RUN.
+# Read lines 65 to 317, in about 25 minutes. Stop at RUN.
 
 # From lesson 00: COMM.record counts a collective. Called with async_op=True, it only
 # starts; work.wait() waits until its result is there.
 # From lesson 04: a rank has s = S/T positions. In front of column-parallel linears the
-# sequence is gathered, after row-parallel ones it is reduce-scattered, and both run
-# backward in the other order. all_reduce_replicated_gradients sums what is left.
+# sequence is gathered, after row-parallel ones it is reduce-scattered; in backward the
+# other way round. all_reduce_replicated_gradients sums those of LayerNorms and biases.
 
 # ---- Gather and multiply: one piece travels while another is multiplied
 
@@ -76,10 +77,11 @@ def start_gathers(x_BsD: Tensor, tp_group: dist.ProcessGroup, pieces: int) -> li
     """Start an all-gather for each piece of a slice; wait for none of them.
 
     Returns for each piece the ranks' tensors [B, s/pieces, D], still empty, and the
-    Work to wait for.
+    Work to wait for, which also keeps what is sent.
+    Raises: ValueError if `pieces` does not divide s.
     """
     started = []
-    for piece in lesson00.split(x_BsD.detach(), 1, pieces):
+    for piece in lesson00.split(x_BsD, 1, pieces):
         slices = [torch.empty_like(piece) for _ in range(tp_group.size())]
         with lesson00.COMM.record("all-gather", piece, tp_group, len(slices)):
             work = dist.all_gather(slices, piece, group=tp_group, async_op=True)
@@ -128,29 +130,28 @@ def start_scatters(
     Piece i has the i-th part of every rank's slice, so that each rank gets its own
     positions of the sum.
     Shapes: x [B, S, f] → for each piece this rank's [B, s/pieces, D], still to be
-        waited for. Communication: one reduce-scatter per piece, together of B·S·D.
+        waited for. Raises: ValueError if T · pieces does not divide S.
+    Communication: one reduce-scatter per piece, together of B·S·D elements.
     """
     T = tp_group.size()
-    s = x_BSf.shape[1] // T
-    length = s // pieces
+    parts = lesson00.split(x_BSf, 1, T * pieces)  # in the order of positions
     started = []
     for i in range(pieces):
-        partial_ys = []  # for each rank, this rank's summand
+        partial_ys = []  # for each rank, this rank's summand of its part
         for rank in range(T):
-            first = rank * s + i * length
-            x = x_BSf[:, first : first + length]
+            x = parts[rank * pieces + i]
             partial_ys.append(F.linear(x, weight))
         y = torch.empty_like(partial_ys[0])
         with lesson00.COMM.record("reduce-scatter", y, tp_group, T):
             work = dist.reduce_scatter(y, partial_ys, group=tp_group, async_op=True)
-        started.append((y, partial_ys, work))  # what is sent has to stay until it ends
+        started.append((y, work))
     return started
 
 
 def finish_scatters(started: list) -> Tensor:
     """Wait for the sums of start_scatters and join them: [B, s, D] Shard(1)."""
     sums = []
-    for y, _, work in started:
+    for y, work in started:
         work.wait()
         sums.append(y)
     return torch.cat(sums, 1)
@@ -166,8 +167,8 @@ class GatherThenMultiply(torch.autograd.Function):
     """all_gather(x) Wᵀ in pieces: x [B, s, D], weight [f, D] → [B, S, f].
 
     Communication: all-gathers of together B·S·D elements forward; backward a second
-        all-gather, which travels while dL/dx is computed, and reduce-scatters, which
-        travel while dL/dW is computed.
+        all-gather, which travels while dL/dx is computed, and reduce-scatters of the
+        pieces of dL/dx, the last of which travels while dL/dW is computed.
     """
 
     @staticmethod
@@ -216,12 +217,14 @@ class MultiplyThenScatter(torch.autograd.Function):
 
 
 def apply_in_pieces(x_BsD: Tensor, *linears: nn.Module, pieces: int) -> list[Tensor]:
-    """Column-parallel linears of a sharded sequence: one product for all of them.
+    """Column-parallel linears of a sharded sequence: one gather, one product for all.
 
     It takes the place of lesson04.gather_then_apply_each.
     Shapes: x [B, s, D] Shard(1) → [B, S, f] Shard(2), one for each linear.
     """
-    weight = torch.cat([linear.weight for linear in linears])  # q, k and v are one
+    weight = linears[0].weight
+    if len(linears) > 1:  # q, k and v are one product, with a copy of their weights
+        weight = torch.cat([linear.weight for linear in linears])
     y_BSf = GatherThenMultiply.apply(x_BsD, weight, linears[0].tp_group, pieces)
     outputs = []
     columns = [len(linear.weight) for linear in linears]
@@ -273,10 +276,14 @@ def transformer_in_pieces(full, tp_group, pieces: int) -> lesson02.Transformer:
 # are that much smaller: each piece runs its backward at once, which frees them.
 
 
-def chunked_cross_entropy(h_BSD, target_BS, head, tp_group, vocab_size, pieces):
+def chunked_cross_entropy(
+    h_BSD: Tensor, target_BS: Tensor, head: nn.Module, tp_group, vocab_size, pieces: int
+) -> Tensor:
     """Return the mean loss from hidden states: lesson03.sharded_loss of head(h_BSD).
 
-    The head's gradients exist when it returns, so nothing may scale this loss.
+    The head's gradients exist when it returns, so nothing may scale this loss; and it
+    runs backward, so it is not for evaluation.
+    Shapes: h [B, S, D] and target [B, S], both Replicate() → one number.
     Communication: forward three all-reduces per piece, together of 3·B·S values, and
         one of B·S·D elements (f of the head); backward none.
     """
@@ -292,7 +299,7 @@ def chunked_cross_entropy(h_BSD, target_BS, head, tp_group, vocab_size, pieces):
         total = total + loss.detach() / count
     # A rank used its columns of the head: its dL/dh is one of T partial sums.
     grad_BSD = lesson00.all_reduce(leaf_BSD.grad, tp_group)
-    return WithGradient.apply(h_BSD, grad_BSD, total)
+    return WithGradient.apply(h_BSD, grad_BSD, total)  # with h: backward goes on there
 
 
 class WithGradient(torch.autograd.Function):
@@ -347,7 +354,7 @@ def main(args, report: lesson00.Report) -> None:
         show_what_travels(report, size, tp_group)
     show_communication_in_pieces(report, size)
     with report.column("head and loss"):
-        show_head_and_loss(report, full, batches[0], size, tp_group)
+        show_head_and_loss(report, runs["without TP"], full, batches[0], tp_group)
 
 
 # ---- What is computed while a call travels
@@ -355,7 +362,8 @@ def main(args, report: lesson00.Report) -> None:
 
 def show_what_travels(report, size: dict[str, int], tp_group) -> None:
     """Of one MLP's calls: how many have a product between their start and their end?"""
-    report.section("One MLP: calls that travel while a product is computed")
+    report.section("One MLP: calls with a product between start and wait")
+    report.say("   In pieces: a product of the own slice, and one per piece and rank.")
     predicted = {  # run, phase → calls, and those behind a product
         ("TP + SP", "forward"): ("2", "0"),
         ("TP + SP", "backward"): ("3", "0"),
@@ -435,49 +443,52 @@ def show_communication_in_pieces(report, size: dict[str, int]) -> None:
         sent = {"TP + SP": 0, "in pieces": 0}
         for row in report.data["communication"]:
             sent[row["run"]] += row["bytes"]
-        row = {"bytes": sent["in pieces"]}
-        report.expect(row, "bytes", "bytes", "all calls in pieces", sent["TP + SP"])
-        report.conclude(f"Both runs send {sent['in pieces']:,} bytes of payload.")
+        report.conclude(
+            f"TP + SP sends {sent['TP + SP']:,} bytes of payload, in pieces "
+            f"{sent['in pieces']:,}."
+        )
 
 
 # ---- Head and loss
 
 
-def show_head_and_loss(report, full, batch: tuple, size: dict, tp_group) -> None:
-    """Head and loss of lesson 03's model, at once and in pieces: is all the same?"""
+def show_head_and_loss(report, alone, full, batch: tuple, tp_group) -> None:
+    """Head and loss of lesson 03's model, at once and in pieces: is all the same?
+
+    alone: the run without TP, with the loss and the gradients of step 1.
+    """
     report.section("Head and loss of lesson 03's model, at once and in pieces")
-    model = lesson03.vocab_transformer(full, tp_group)
-    pieces = math.gcd(size["Q"], size["S"])
-    runs = {  # pieces, all-reduces (f of the head is one), the peak
-        # In forward logits, x − m, exp and softmax; in backward also four.
-        "at once": (1, 4, "4·B·S·v·e"),
-        "in pieces": (pieces, 3 * pieces + 1, f"4·B·{size['S'] // pieces}·v·e"),
-    }
-    results = {}
+    args = report.args
+    size = report.data["size"]
+    expected = dict(alone.gradients, loss=alone.losses["loss, step 1"])
     rows = []
-    for run, (parts, calls, formula) in runs.items():
+    for run, pieces in (("at once", 1), ("in pieces", args.pieces)):
         row = {"head and loss": run}
-        results[run] = measure_head(row, model, batch, report.args, tp_group, parts)
-        row.update({"formula": formula, "diff": 0.0, "off": []})
+        model = lesson03.vocab_transformer(full, tp_group)
+        results = measure_head(row, model, batch, args, tp_group, pieces)
+        # In forward logits, x − m, exp and softmax; in backward also four.
+        row["formula"] = "4·B·S·v·e" if run == "at once" else "4·B·S·v·e/Q"
+        row.update({"diff": 0.0, "off": []})
         what = f"head and loss {run}"
-        if size["T"] > 1:
+        if args.ranks > 1:  # the loss has three all-reduces, f of the head one
+            report.expect(row, "calls", "calls", what, 3 * pieces + 1)
             predicted = lesson00.evaluate("3·B·S·e + X·e", size)
-            report.expect(row, "calls", "calls", what, calls)
             report.expect(row, "bytes", "bytes", what, predicted)
-        if size["v"] != size["D"] and size["S"] > pieces:  # the meter sees shapes only
-            predicted = lesson00.evaluate(formula, size)
+        # The meter sees shapes only: it must be able to tell logits from h and x.
+        if size["v"] != size["D"] and size["S"] > pieces:
+            predicted = lesson00.evaluate(row["formula"], size)
             report.expect(row, "peak of logits", "memory", what, predicted)
-        for name, expected in results["at once"].items():
-            diff = lesson00.rel_diff(results[run][name], expected)
+        for name, value in expected.items():
+            diff = lesson00.rel_diff(results[name], value)
             row["diff"] = max(row["diff"], diff)
             if not report.check("pieces", f"{name}, {what}", diff, report.allowed):
                 row["off"].append("diff")
         rows.append(row)
     report.table("pieces", rows)
-    if size["S"] > pieces > 1:
+    if size["S"] > args.pieces > 1:
         report.conclude(
             "At the peak there are four tensors of logits; in pieces each has 1/"
-            f"{pieces} of the positions."
+            f"{args.pieces} of the positions. diff: from the model without TP."
         )
 
 
@@ -486,12 +497,12 @@ def show_head_and_loss(report, full, batch: tuple, size: dict, tp_group) -> None
 BREAKS = {
     "pieces": dict(
         target="start_scatters",
-        old="            first = rank * s + i * length\n",
-        new="            first = (i * T + rank) * length\n",
+        old="            x = parts[rank * pieces + i]\n",
+        new="            x = parts[i * T + rank]\n",
         what="a piece is the next 1/Q of the sequence, and is scattered over the ranks",
         symptom="all shapes are right; positions are mixed up, so losses are wrong",
-        why="a rank's positions are neighbors; in such a piece they are 1/Q of the "
-        "sequence apart, so a rank's output belongs to other positions than its x",
+        why="each rank gets a part of every piece, and these are 1/Q of the sequence "
+        "apart; its x has neighbors, so its output belongs to other positions",
         reported="github.com/THUDM/slime/issues/1871 (of context parallelism)",
     ),
     "partial": dict(
@@ -607,29 +618,31 @@ class PeakBytes(TorchDispatchMode):
 
 def measure_head(row: dict, model, batch: tuple, args, tp_group, pieces: int) -> dict:
     """Loss and gradients of a batch; in row calls, bytes and peak of head and loss."""
-    model.zero_grad()
-    torch.manual_seed(args.seed)  # the same dropout masks
+    torch.manual_seed(args.seed + 1)  # the dropout masks of step 1
     head = model.lm_head
     model.lm_head = nn.Identity()  # so that the model returns hidden states
     h_BSD = model(batch[0])
     model.lm_head = head
     leaf_BSD = h_BSD.detach().requires_grad_()
+    target_BS = batch[1]
+    V = args.vocab_size
     run = f"head and loss {row['head and loss']}"
-    of_loss = (tp_group, args.vocab_size)
     with lesson00.COMM.label(run, "loss"), PeakBytes(len(head.weight)) as meter:
         if run.endswith("at once"):
-            loss = lesson03.sharded_loss(head(leaf_BSD), batch[1], *of_loss)
+            loss = lesson03.sharded_loss(head(leaf_BSD), target_BS, tp_group, V)
         else:
-            loss = chunked_cross_entropy(leaf_BSD, batch[1], head, *of_loss, pieces)
+            loss = chunked_cross_entropy(leaf_BSD, target_BS, head, tp_group, V, pieces)
         loss.backward()
     h_BSD.backward(leaf_BSD.grad)
-    named = model.named_parameters()
-    results = {name: p.grad for name, p in named if p.grad is not None}
-    results["loss"] = loss.detach()
     call = lesson00.Call(run, "loss", "all-reduce", "tp")
     row["calls"] = lesson00.COMM.calls[call]
     row["bytes"] = lesson00.COMM.bytes[call]
     row["peak of logits"] = meter.peak
+    results = lesson02.unshard_model(model, "grad")
+    for name, p in model.named_parameters():
+        if hasattr(p, "rows"):  # the others are padding
+            results[name] = results[name][: p.rows]
+    results["loss"] = loss.item()
     return results
 
 
