@@ -323,7 +323,7 @@ MEANINGS = {
     "T": "ranks (in|of) (the|a) TP group|the number of ranks in a group|outer · inner",
     "E": "experts", "R": "ranks( that share the experts)?", "DP": "replicas",
     "P": "stages|ranks of the pipeline", "M": "micro-batches", "U": "units",
-    "Q": "pieces of a slice",
+    "Q": "pieces",
     "b": r"rows|B/\(DP·M\) rows|B/M rows|sequences of it on a rank",
     "e": "(the )?bytes per element|of a",
     "X": "B·S·D", "p": "parameter tensors",
