@@ -27,8 +27,8 @@ How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists 
 Shapes: B batch, S sequence, D hidden, F MLP width, V vocabulary, L layers, T ranks in
     the TP group, e bytes per element. UPPERCASE is the full size, lowercase is this
     rank's slice: x_BsD has s = S/T positions, h_BSf has 1/T of the columns. partial_ in
-    front: full shape, still to be summed over ranks. In formulas: X = B·S·D; Q pieces,
-    of a rank's slice in sections 1 to 4 of the output, of the sequence in section 5.
+    front: full shape, still to be summed over ranks. In formulas: Y = B·S·D·e; Q pieces
+    (of a rank's slice; in section 5 of the output, of the sequence).
 
 Sources: github.com/pytorch/pytorch/pull/124003 (products in pieces; PyTorch's compiler
     does it with torch._inductor.config._micro_pipeline_tp, on GPUs only; one piece
@@ -323,7 +323,7 @@ def main(args, report: lesson00.Report) -> None:
     tp_group = lesson00.mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
     size = lesson02.sizes_of(args)
     size["v"] = math.ceil(args.vocab_size / args.ranks)
-    size["X"] = args.batch_size * args.seq_len * args.hidden
+    size["Y"] = args.batch_size * args.seq_len * args.hidden * size["e"]
     size["Q"] = args.pieces
     report.begin({"tp": args.ranks}, size)
     full = lesson02.make_transformer(args)
@@ -371,42 +371,45 @@ def show_what_travels(report, size: dict[str, int], tp_group) -> None:
         ("in pieces", "forward"): ("2·Q", "2·Q - 1"),
         ("in pieces", "backward"): ("2·Q + 1", "2·Q + 1"),
     }
-    args = report.args
+    rows = []
+    for (run, phase), seen in watch_mlps(report.args, tp_group).items():
+        row = {"run": run, "phase": phase, "products": seen.products}
+        row["calls"] = len(seen.behind)
+        row["behind a product"] = len([n for n in seen.behind if n > 0])
+        calls, row["formula"] = predicted[run, phase]
+        if size["T"] > 1:
+            name = f"{run}, {phase} of an MLP"
+            number = lesson00.evaluate(calls, size)
+            report.expect(row, "calls", "calls", name, number)
+            number = lesson00.evaluate(row["formula"], size)
+            name = f"{name}, behind a product"
+            report.expect(row, "behind a product", "calls", name, number)
+        rows.append(row)
+    report.table("travels", rows)
+    if size["T"] > 1:
+        report.conclude(
+            "TP + SP waits for each of its calls. In pieces, 1 call has nothing to "
+            "hide behind: the last reduce-scatter of forward."
+        )
+
+
+def watch_mlps(args, tp_group) -> dict:
+    """Run an MLP forward and backward at once and in pieces: (run, phase) → Travels."""
     full = lesson02.make_transformer(args)
     mlps = {
         "TP + SP": lesson04.sp_transformer(full, tp_group).layers[0].mlp,
         "in pieces": transformer_in_pieces(full, tp_group, args.pieces).layers[0].mlp,
     }
-    rows = []
+    seen = {}
     for run, mlp in mlps.items():
         x_BSD = torch.randn(args.batch_size, args.seq_len, args.hidden)
         x_BSD = x_BSD.to(args.device, getattr(torch, args.dtype))
         x_BsD = lesson00.shard(x_BSD, 1, tp_group).requires_grad_()
-        with Travels() as forward:
+        with Travels() as seen[run, "forward"]:
             y_BsD = mlp(x_BsD)
-        with Travels() as backward:
+        with Travels() as seen[run, "backward"]:
             y_BsD.backward(torch.ones_like(y_BsD))
-        for phase, seen in (("forward", forward), ("backward", backward)):
-            row = {"run": run, "phase": phase, "products": seen.products}
-            row["calls"] = len(seen.behind)
-            row["behind a product"] = len([n for n in seen.behind if n > 0])
-            calls, behind = predicted[run, phase]
-            row["formula"] = behind
-            if args.ranks > 1:
-                name = f"{run}, {phase} of an MLP"
-                number = lesson00.evaluate(calls, size)
-                report.expect(row, "calls", "calls", name, number)
-                number = lesson00.evaluate(behind, size)
-                name = f"{name}, behind a product"
-                report.expect(row, "behind a product", "calls", name, number)
-            rows.append(row)
-    report.table("travels", rows)
-    if args.ranks > 1:
-        waits = sum(row["calls"] - row["behind a product"] for row in rows[2:])
-        report.conclude(
-            f"TP + SP waits for each of its calls. In pieces, {waits} call has nothing "
-            "to hide behind: the last reduce-scatter of forward."
-        )
+    return seen
 
 
 # ---- What is sent
@@ -417,18 +420,18 @@ def show_communication_in_pieces(report, size: dict[str, int]) -> None:
     Calls = lesson00.Calls
     inputs = "(2·L + 1)"  # that are gathered; as many outputs are reduce-scattered
     # In pieces: the output of the embedding has no product, so it is sent whole.
-    outputs = [Calls("2·L·Q", "X·e/Q"), Calls("1", "X·e")]
+    outputs = [Calls("2·L·Q", "Y/Q"), Calls("1", "Y")]
     # In backward dL/dy of these is gathered, and each input a second time.
-    gathers = [Calls("2·L·Q", "X·e/Q"), Calls("(2·L+2)", "X·e")]
+    gathers = [Calls("2·L·Q", "Y/Q"), Calls("(2·L + 2)", "Y")]
     formulas = {
-        ("TP + SP", "forward", "all-gather"): [Calls(inputs, "X·e")],
-        ("TP + SP", "forward", "reduce-scatter"): [Calls(inputs, "X·e")],
-        ("TP + SP", "backward", "all-gather"): [Calls(f"2·{inputs}", "X·e")],
-        ("TP + SP", "backward", "reduce-scatter"): [Calls(inputs, "X·e")],
-        ("in pieces", "forward", "all-gather"): [Calls(f"{inputs}·Q", "X·e/Q")],
+        ("TP + SP", "forward", "all-gather"): [Calls(inputs, "Y")],
+        ("TP + SP", "forward", "reduce-scatter"): [Calls(inputs, "Y")],
+        ("TP + SP", "backward", "all-gather"): [Calls(f"2·{inputs}", "Y")],
+        ("TP + SP", "backward", "reduce-scatter"): [Calls(inputs, "Y")],
+        ("in pieces", "forward", "all-gather"): [Calls(f"{inputs}·Q", "Y/Q")],
         ("in pieces", "forward", "reduce-scatter"): outputs,
         ("in pieces", "backward", "all-gather"): gathers,
-        ("in pieces", "backward", "reduce-scatter"): [Calls(f"{inputs}·Q", "X·e/Q")],
+        ("in pieces", "backward", "reduce-scatter"): [Calls(f"{inputs}·Q", "Y/Q")],
     }
     for run in ("TP + SP", "in pieces"):  # as lesson 04 has it
         formulas[run, "loss", "all-reduce"] = [Calls("3", "B·S·e")]
@@ -472,7 +475,7 @@ def show_head_and_loss(report, alone, full, batch: tuple, tp_group) -> None:
         what = f"head and loss {run}"
         if args.ranks > 1:  # the loss has three all-reduces, f of the head one
             report.expect(row, "calls", "calls", what, 3 * pieces + 1)
-            predicted = lesson00.evaluate("3·B·S·e + X·e", size)
+            predicted = lesson00.evaluate("3·B·S·e + Y", size)
             report.expect(row, "bytes", "bytes", what, predicted)
         # The meter sees shapes only: it must be able to tell logits from h and x.
         if size["v"] != size["D"] and size["S"] > pieces:
@@ -556,10 +559,10 @@ class Travels(TorchDispatchMode):
             setattr(dist, name, partial(self.start, call))
         return super().__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, kind, error, trace):
         for name, call in self.calls.items():
             setattr(dist, name, call)
-        return super().__exit__(*error)
+        return super().__exit__(kind, error, trace)
 
     def start(self, call, *args, **kwargs):
         """Make a call; what it returns to wait for says when that happens."""

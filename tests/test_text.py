@@ -324,6 +324,7 @@ MEANINGS = {
     "E": "experts", "R": "ranks( that share the experts)?", "DP": "replicas",
     "P": "stages|ranks of the pipeline", "M": "micro-batches", "U": "units",
     "Q": "pieces",
+    "Y": "B·S·D·e",
     "b": r"rows|B/\(DP·M\) rows|B/M rows|sequences of it on a rank",
     "e": "(the )?bytes per element|of a",
     "X": "B·S·D", "p": "parameter tensors",
