@@ -1671,7 +1671,7 @@ class Report:
             text = text if counts else f"values agree: {text}"
             count = len([check for check in edits if check["kind"] != "plans"])
             count = "1 formula does" if count == 1 else f"{count} formulas do"
-            text += f"; the run without TP was edited: {count} not describe it"
+            text += f"; the lesson was edited: {count} not describe it"
         verdict = "FAIL" if counts else "PASS"
         self.data.update(verdict=verdict, edited=self.is_edited, checks=checks)
         if self.args.json and dist.get_rank() == 0:
@@ -1699,7 +1699,7 @@ class Report:
     def name_edits(self, edits: list[dict]) -> None:
         """Print what does not describe an edited model, communication before memory."""
         shown = edits if self.args.verbose else edits[:8]
-        text = "The run without TP was edited. What does not fit it"
+        text = "The lesson was edited. What does not fit it"
         if len(shown) < len(edits):
             text += f"; {len(shown)} of {len(edits)}, all with --verbose"
         print(f"{text}:")

@@ -2089,6 +2089,31 @@ def check_reference(report: Report, run: TrainingRun, batch, size: dict) -> None
     activations = measured["saved for backward"], saved["without TP"]
     report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
     report.check_model(parameters=parameters, activations=activations)
+    check_tiny_loss(report)
+
+
+LOSS_OF_TINY = 3.7220588178733  # of the lesson's model, by check_tiny_loss
+
+
+def check_tiny_loss(report: Report) -> None:
+    """Find out whether a tiny model with stated weights has the lesson's loss.
+
+    (lesson 02)"""
+    args = copy.copy(report.args)
+    args.vocab_size, args.hidden, args.heads, args.kv_heads = 7, 16, 4, 2
+    args.layers, args.seq_len, args.dropout, args.dtype = 2, 5, 0.0, "float64"
+    with torch.random.fork_rng():
+        model = make_transformer(args)
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters(), 1):
+            weights = torch.arange(p.numel(), dtype=p.dtype, device=p.device)
+            p.copy_((number * weights).sin().view_as(p))
+        tokens_BS = torch.arange(5, device=args.device)[None]
+        loss = mean_loss(model(tokens_BS), tokens_BS + 1).item()
+    text = f"loss of a tiny model with fixed weights: {loss:.6f}, the lesson has "
+    diff = rel_diff(loss, LOSS_OF_TINY)
+    if not report.check("loss", "tiny model", diff, 1e-9, f"{text}{LOSS_OF_TINY:.6f}"):
+        report.is_edited = True
 
 
 # endregion
@@ -2519,7 +2544,7 @@ class Report:
             text = text if counts else f"values agree: {text}"
             count = len([check for check in edits if check["kind"] != "plans"])
             count = "1 formula does" if count == 1 else f"{count} formulas do"
-            text += f"; the run without TP was edited: {count} not describe it"
+            text += f"; the lesson was edited: {count} not describe it"
         verdict = "FAIL" if counts else "PASS"
         self.data.update(verdict=verdict, edited=self.is_edited, checks=checks)
         if self.args.json and dist.get_rank() == 0:
@@ -2547,7 +2572,7 @@ class Report:
     def name_edits(self, edits: list[dict]) -> None:
         """Print what does not describe an edited model, communication before memory."""
         shown = edits if self.args.verbose else edits[:8]
-        text = "The run without TP was edited. What does not fit it"
+        text = "The lesson was edited. What does not fit it"
         if len(shown) < len(edits):
             text += f"; {len(shown)} of {len(edits)}, all with --verbose"
         print(f"{text}:")

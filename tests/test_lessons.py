@@ -191,7 +191,7 @@ def test_a_wrong_split_of_an_edited_model_fails(tmp_path):
     assert f"\nFAIL  {MLP}  failed: gradients " in done.out, done.text
     assert "✗ gradients: dL/d x, Megatron: off by " in done.out
     assert done.code == 1
-    assert "the run without TP was edited" in " ".join(done.out.split())
+    assert "the lesson was edited" in " ".join(done.out.split())
 
 
 def test_the_line_that_raised_is_said(monkeypatch):
