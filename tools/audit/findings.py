@@ -144,7 +144,8 @@ class Search:
         case = self.case
         notes = ["the loss is right, as far as its precision shows"]
         if is_loss_wrong:
-            got = case.own[0].loss
+            losses = [trace.loss for trace in case.own]
+            got = max(losses, key=lambda loss: abs(loss - case.full.loss))
             digits = 6 if f"{got:.6g}" != f"{case.full.loss:.6g}" else 12
             notes = [f"the loss is {got:.{digits}g}, not {case.full.loss:.{digits}g}"]
         reordered = []
@@ -165,17 +166,31 @@ class Search:
             elif not self.is_healed(point):
                 break
         else:
-            wrong = [p for p in reordered if not self.is_healed(p)]
-            if not wrong and is_loss_wrong:
+            point = None
+        reordered = [p for p in reordered if not self.is_healed(p)]
+        if point is None and not reordered:
+            if is_loss_wrong:
                 self.look(subjects.Loss(case, notes + self.said_of(others)))
-            if not wrong:
-                return is_loss_wrong
-            point = wrong[0]
-        if point not in reordered[:1]:
+            return is_loss_wrong
+        if point is None or self.is_added_in_order(reordered[:1], point):
+            point = reordered[0]
+        else:
             notes += self.said_of(reordered[:1])
         notes += self.said_of(others)
         self.look(subjects.Output(case, point, notes))
         return True
+
+    def is_added_in_order(self, reordered: list[Point], point: Point) -> bool:
+        """Is a tensor in another order added to others, of the same shape and right?"""
+        case = self.case
+        full = case.full
+        parts = {p for p, made in full.made_of.items() if full.point(point) in made}
+        parts -= {full.point(point)}
+        right = {full.point(p) for p in case.order if is_right(case.relation_of(p))}
+        others = {full.point(p) for p in reordered}
+        sizes = {full.value(p).numel() for p in (point, *parts)}
+        is_sum = len(sizes) == 1 < len(parts)
+        return is_sum and bool(parts & others) and parts <= right | others
 
     def said_of(self, points: list[Point]) -> list[str]:
         """That tensors before are in another layout, so that they cannot be judged."""

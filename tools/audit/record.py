@@ -128,10 +128,12 @@ class Trace:
     def of_others(self, point: Point, readers: list[Point]) -> Tensor | None:
         """The part of a tensor's gradient that these readers have not returned."""
         rest = self.flow(point)
+        names = {reader.module for reader in readers}
         for reader in readers:
             if rest is None or reader not in self.returned:
                 return None
-            rest = rest - self.returned[reader]
+            if not any(is_inside(reader.module, name) for name in names):
+                rest = rest - self.returned[reader]  # with what is returned inside
         return rest
 
 
@@ -199,6 +201,11 @@ def plain_name(name: str, renamed: dict[str, str]) -> str:
 def is_within(name: str, module: str) -> bool:
     """Is this the module of the second name, or inside of it? "" is the model."""
     return f"{name}.".startswith(f"{module}." if module else "")
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Is this a module inside of another one?"""
+    return name != module and is_within(name, module)
 
 
 def parts_of(model: nn.Module, renamed: dict, what: str) -> dict[str, Tensor | None]:

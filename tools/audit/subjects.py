@@ -26,7 +26,7 @@ from .compare import (
     wrong_rows,
     wrong_share,
 )
-from .record import Point, is_within
+from .record import Point, is_inside, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
@@ -56,7 +56,7 @@ class Subject:
 
     def is_inside(self, module: str) -> bool:
         """Is a module inside of the one to which this belongs?"""
-        return module != self.module and is_within(module, self.module)
+        return is_inside(module, self.module)
 
 
 class Start(Subject):
@@ -311,8 +311,8 @@ class Output(Subject):
 
     def partial_input(self) -> str:
         """The input of its module that is a partial sum, if there is one."""
-        for point in self.case.order:
-            if point.is_input and point._replace(slot="") == self.point:
+        for point in self.case.full.writers:
+            if point._replace(slot="") == self.point:
                 how = self.case.relation_of(point)
                 if how is not None and how.kind is Kind.PARTIAL:
                     return f"{point} is partial"
@@ -490,16 +490,22 @@ class Flow(Subject):
         return self.kind is Kind.PARTIAL and self.is_unexplained and self.text
 
     def cut_off(self) -> tuple | None:
-        """The last module that gets an input without a gradient, unlike in the full
-        model, although a gradient arrives at its output."""
-        own = self.case.own
-        for point in self.case.full.returned:
-            is_same = is_right(self.case.relation_of(point))
-            flows = [trace.flow(point._replace(slot="")) for trace in own]
-            arrives = not any(x is None for x in flows)
-            if is_same and arrives and not any(point in t.returned for t in own):
+        """The first module that gets a tensor without a gradient, unlike in the full
+        model. Of several such tensors, it is the one closest to the loss."""
+        full = self.case.full
+        lost = [point for point in full.returned if self.is_lost(point)]
+        for point in full.writers if lost else ():  # in the order of forward
+            if point in lost and full.writers[point] == full.writers[lost[0]]:
                 return point.module, f"{point} has no gradient on the ranks"
         return None
+
+    def is_lost(self, point: Point) -> bool:
+        """Is an input right without a gradient, although one arrives at the output?"""
+        own = self.case.own
+        flows = [trace.flow(point._replace(slot="")) for trace in own]
+        arrives = not any(x is None for x in flows)
+        is_cut = arrives and not any(point in trace.returned for trace in own)
+        return is_cut and is_right(self.case.relation_of(point))
 
     def is_behind(self, name: str) -> bool:
         """Does a parameter act on it? Otherwise it says nothing of its gradient, unless
@@ -640,8 +646,6 @@ class Flow(Subject):
         full = case.full
         right = full.flow(self.point).double()
         held = [trace.flow(self.point) for trace in case.own]
-        if any(x.shape != right.shape for x in held):
-            return None
         user = self.user() or "the model"
         terms = []  # place, name, gradient
         readers = full.readers(self.point)
@@ -653,11 +657,15 @@ class Flow(Subject):
         if self.user() is not None:
             name = f"the forward of {user}"
             terms.append((user, name, full.of_others(self.point, readers)))
-        off = [x.double() - right for x in held]
+        factors = []  # place, name, how often too many its gradient counts
         for place, name, x in terms:
-            if x is None or x.shape != right.shape:
-                continue
-            k = case.ruler.times(off, [x] * case.ranks, scale_of(right))
+            if x is not None and all(x.shape == y.shape for y in (right, *held)):
+                off = [y.double() - right for y in held]
+                k = case.ruler.times(off, [x] * case.ranks, scale_of(right))
+                factors.append((place, name, k))
+        if self.kind is Kind.FACTOR and not self.is_of_loss():
+            factors.append((user, "every reader", self.relation.factor - 1))
+        for place, name, k in factors:
             for count, word in words.items():
                 if abs(k - count) < 1e-6:
                     text = f"{self.text}; it is right if what {name} returns to it "
