@@ -614,9 +614,8 @@ FAULTS = [
       "The gradients after clip() are right and the updated parameter is not: the "
       "optimizer is not elementwise (it takes a norm or a matrix product of a shard), "
       "or its learning rate is made from the shard's shape.",
-      "Gather what the optimizer needs of the full parameter (its norm, its shape), "
-      "along the dim of the shard, and take this rank's slice of the result. Or use an "
-      "elementwise optimizer.",
+      "Gather what the optimizer needs of the full parameter (its norm, its shape) and "
+      "slice the result along the same dim, or use an elementwise optimizer.",
       "notebook 12, fault 9"),
     F(Update, "update changed", lambda u: u.is_wrong,
       "The gradients after clip() are right, the optimizer is AdamW, and the parameter "

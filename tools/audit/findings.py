@@ -144,8 +144,7 @@ class Search:
         case = self.case
         notes = ["the loss is right, as far as its precision shows"]
         if is_loss_wrong:
-            losses = [trace.loss for trace in case.own]
-            got = max(losses, key=lambda loss: abs(loss - case.full.loss))
+            got = max((t.loss for t in case.own), key=lambda x: abs(x - case.full.loss))
             digits = 6 if f"{got:.6g}" != f"{case.full.loss:.6g}" else 12
             notes = [f"the loss is {got:.{digits}g}, not {case.full.loss:.{digits}g}"]
         reordered = []
@@ -172,7 +171,7 @@ class Search:
             if is_loss_wrong:
                 self.look(subjects.Loss(case, notes + self.said_of(others)))
             return is_loss_wrong
-        if point is None or self.is_added_in_order(reordered[:1], point):
+        if point is None or (reordered and self.is_added(reordered[0], point)):
             point = reordered[0]
         else:
             notes += self.said_of(reordered[:1])
@@ -180,17 +179,16 @@ class Search:
         self.look(subjects.Output(case, point, notes))
         return True
 
-    def is_added_in_order(self, reordered: list[Point], point: Point) -> bool:
-        """Is a tensor in another order added to others, of the same shape and right?"""
+    def is_added(self, other: Point, point: Point) -> bool:
+        """Is a tensor made of another one and of right ones, all of the same size?"""
         case = self.case
-        full = case.full
-        parts = {p for p, made in full.made_of.items() if full.point(point) in made}
-        parts -= {full.point(point)}
-        right = {full.point(p) for p in case.order if is_right(case.relation_of(p))}
-        others = {full.point(p) for p in reordered}
-        sizes = {full.value(p).numel() for p in (point, *parts)}
-        is_sum = len(sizes) == 1 < len(parts)
-        return is_sum and bool(parts & others) and parts <= right | others
+        name = case.full.point
+        parts = {p for p, made in case.full.made_of.items() if name(point) in made}
+        parts -= {name(point)}
+        right = {name(p) for p in case.order if is_right(case.relation_of(p))}
+        sizes = {case.full.value(p).numel() for p in (point, *parts)}
+        is_sum = name(other) in parts and len(sizes) == 1 < len(parts)
+        return is_sum and parts - {name(other)} <= right
 
     def said_of(self, points: list[Point]) -> list[str]:
         """That tensors before are in another layout, so that they cannot be judged."""

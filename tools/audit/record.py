@@ -132,7 +132,8 @@ class Trace:
         for reader in readers:
             if rest is None or reader not in self.returned:
                 return None
-            if not any(is_inside(reader.module, name) for name in names):
+            others = names - {reader.module}
+            if not any(is_within(reader.module, name) for name in others):
                 rest = rest - self.returned[reader]  # with what is returned inside
         return rest
 
@@ -201,11 +202,6 @@ def plain_name(name: str, renamed: dict[str, str]) -> str:
 def is_within(name: str, module: str) -> bool:
     """Is this the module of the second name, or inside of it? "" is the model."""
     return f"{name}.".startswith(f"{module}." if module else "")
-
-
-def is_inside(name: str, module: str) -> bool:
-    """Is this a module inside of another one?"""
-    return name != module and is_within(name, module)
 
 
 def parts_of(model: nn.Module, renamed: dict, what: str) -> dict[str, Tensor | None]:

@@ -26,7 +26,7 @@ from .compare import (
     wrong_rows,
     wrong_share,
 )
-from .record import Point, is_inside, is_within
+from .record import Point, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
@@ -56,7 +56,7 @@ class Subject:
 
     def is_inside(self, module: str) -> bool:
         """Is a module inside of the one to which this belongs?"""
-        return is_inside(module, self.module)
+        return module != self.module and is_within(module, self.module)
 
 
 class Start(Subject):
@@ -490,22 +490,17 @@ class Flow(Subject):
         return self.kind is Kind.PARTIAL and self.is_unexplained and self.text
 
     def cut_off(self) -> tuple | None:
-        """The first module that gets a tensor without a gradient, unlike in the full
-        model. Of several such tensors, it is the one closest to the loss."""
+        """The first module in forward that gets an input without a gradient, unlike in
+        the full model, although a gradient arrives at its output."""
+        own = self.case.own
         full = self.case.full
-        lost = [point for point in full.returned if self.is_lost(point)]
-        for point in full.writers if lost else ():  # in the order of forward
-            if point in lost and full.writers[point] == full.writers[lost[0]]:
+        for point in full.writers:
+            is_same = is_right(self.case.relation_of(point))
+            flows = [trace.flow(point._replace(slot="")) for trace in own]
+            arrives = point in full.returned and not any(x is None for x in flows)
+            if is_same and arrives and not any(point in t.returned for t in own):
                 return point.module, f"{point} has no gradient on the ranks"
         return None
-
-    def is_lost(self, point: Point) -> bool:
-        """Is an input right without a gradient, although one arrives at the output?"""
-        own = self.case.own
-        flows = [trace.flow(point._replace(slot="")) for trace in own]
-        arrives = not any(x is None for x in flows)
-        is_cut = arrives and not any(point in trace.returned for trace in own)
-        return is_cut and is_right(self.case.relation_of(point))
 
     def is_behind(self, name: str) -> bool:
         """Does a parameter act on it? Otherwise it says nothing of its gradient, unless
