@@ -2648,6 +2648,61 @@ def rates_subject(bug: str):
     return after_linear(Rates, parallelize)
 
 
+# ---- Several modules read one tensor, as the layers of a decoder read a memory.
+
+
+class Memory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.readers = nn.ModuleList([Feed(), Feed(), Feed()])
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        memory = self.norm(x)
+        if self.bug == "f in front of all":
+            memory = Copy.apply(memory, self.group)
+        for number, reader in enumerate(self.readers):
+            if self.bug == "detached from 1" and number == 1:
+                memory = memory.detach()
+            x = x + reader(memory)
+        return x
+
+
+def memory_subject(bug: str):
+    def parallelize(model, group):
+        for reader in model.readers:
+            split_feed(reader, group)
+        model.group = group
+        model.bug = bug
+        if bug == "flipped":
+            model.readers[1].register_forward_hook(lambda m, inputs, y: y.flip(1))
+        return model
+
+    return subject_of(Memory, parallelize)
+
+
+class PostNormed(Feed):
+    """The norm is behind the linears."""
+
+    def forward(self, x):
+        if self.group is None:
+            return x + self.norm(self.down(self.up(x).relu()))
+        y = self.down(self.up(Copy.apply(x, self.group)).relu())
+        if self.bug == "norm of partial sums":
+            return x + Sum.apply(self.norm(y), self.group)
+        return x + self.norm(Sum.apply(y, self.group))
+
+
+def post_normed_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model[1], group, bug)
+        return model
+
+    return after_linear(PostNormed, parallelize)
+
+
 MODELS = {
     fused_subject: {
         "no sum": "forward partial, but for the bias",
@@ -2821,4 +2876,12 @@ MODELS = {
     wrapped_subject: {"scaled, wrapped": ["forward wrong", "1.module"]},
     sparse_subject: {"no f": ["gradient differs between replicas", "1.norm.weight"]},
     empty_subject: {},
+    memory_subject: {
+        "f in front of all": ["backward T times", "the model"],
+        "detached from 1": ["backward cut off", "readers.1"],
+        "flipped": ["forward in another order", "readers.1"],
+    },
+    post_normed_subject: {
+        "norm of partial sums": ["forward", "1.norm"],
+    },
 }

@@ -192,6 +192,8 @@ SAID = [  # a bug, and what its first finding says of the cause
     ("row of all", "sum the rows that several ranks have"),
     ("stacked", "Look at what reads this parameter or its module's output"),
     ("not summed", "input 0 of 1.rate is partial"),
+    ("norm of partial sums", "input 0 of 1.norm is partial"),
+    ("f in front of all", "what every reader returns to it counts once, not T times"),
 ]
 
 

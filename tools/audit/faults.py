@@ -213,7 +213,8 @@ FAULTS = [
       "at what it assumes about the shape of its input: a mean, a norm, a number of "
       "heads or of experts (a capacity) may be that of the local shard. If it is wrong "
       "only behind the border of two ranks' slices, a convolution or a window lacks "
-      "the positions of the other rank.",
+      "the positions of the other rank. If it is wrong at other places in each run, a "
+      "result of an asynchronous collective may be used before wait().",
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
     F(Loss, "loss of each rank's part", Loss.is_part,
       "The outputs of all modules are right, and each rank returns the loss of its own "
@@ -457,8 +458,8 @@ FAULTS = [
       "gradient (a slice without a sum?).",
       "lesson 01, the table of collectives and their backward; lesson 04, --break "
       "split",
-      "Look at how this module's forward uses the parameter (is a part of it "
-      "detached?), and at the backward of the collectives in it.",
+      "Look at how this module's forward, or the loss, uses the parameter (is a part "
+      "of it detached?), and at the backward of the functions and collectives in it.",
       Flow.causes),
     # ---- Several batches before a step
     F(OtherBatch, "second batch", OtherBatch.wrong,
@@ -613,8 +614,8 @@ FAULTS = [
       "The gradients after clip() are right and the updated parameter is not: the "
       "optimizer is not elementwise (it takes a norm or a matrix product of a shard), "
       "or its learning rate is made from the shard's shape.",
-      "Gather what the optimizer needs of the full parameter (its norm, its shape), or "
-      "use an elementwise optimizer.",
+      "Gather what the optimizer needs of the full parameter (its norm, its shape) and "
+      "slice the result along the same dim, or use an elementwise optimizer.",
       "notebook 12, fault 9"),
     F(Update, "update changed", lambda u: u.is_wrong,
       "The gradients after clip() are right, the optimizer is AdamW, and the parameter "

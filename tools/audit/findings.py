@@ -144,7 +144,7 @@ class Search:
         case = self.case
         notes = ["the loss is right, as far as its precision shows"]
         if is_loss_wrong:
-            got = case.own[0].loss
+            got = max((t.loss for t in case.own), key=lambda x: abs(x - case.full.loss))
             digits = 6 if f"{got:.6g}" != f"{case.full.loss:.6g}" else 12
             notes = [f"the loss is {got:.{digits}g}, not {case.full.loss:.{digits}g}"]
         reordered = []
@@ -165,17 +165,30 @@ class Search:
             elif not self.is_healed(point):
                 break
         else:
-            wrong = [p for p in reordered if not self.is_healed(p)]
-            if not wrong and is_loss_wrong:
+            point = None
+        reordered = [p for p in reordered if not self.is_healed(p)]
+        if point is None and not reordered:
+            if is_loss_wrong:
                 self.look(subjects.Loss(case, notes + self.said_of(others)))
-            if not wrong:
-                return is_loss_wrong
-            point = wrong[0]
-        if point not in reordered[:1]:
+            return is_loss_wrong
+        if point is None or (reordered and self.is_added(reordered[0], point)):
+            point = reordered[0]
+        else:
             notes += self.said_of(reordered[:1])
         notes += self.said_of(others)
         self.look(subjects.Output(case, point, notes))
         return True
+
+    def is_added(self, other: Point, point: Point) -> bool:
+        """Is a tensor made of another one and of right ones, all of the same size?"""
+        case = self.case
+        name = case.full.point
+        parts = {p for p, made in case.full.made_of.items() if name(point) in made}
+        parts -= {name(point)}
+        right = {name(p) for p in case.order if is_right(case.relation_of(p))}
+        sizes = {case.full.value(p).numel() for p in (point, *parts)}
+        is_sum = name(other) in parts and len(sizes) == 1 < len(parts)
+        return is_sum and parts - {name(other)} <= right
 
     def said_of(self, points: list[Point]) -> list[str]:
         """That tensors before are in another layout, so that they cannot be judged."""

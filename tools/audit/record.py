@@ -128,10 +128,13 @@ class Trace:
     def of_others(self, point: Point, readers: list[Point]) -> Tensor | None:
         """The part of a tensor's gradient that these readers have not returned."""
         rest = self.flow(point)
+        names = {reader.module for reader in readers}
         for reader in readers:
             if rest is None or reader not in self.returned:
                 return None
-            rest = rest - self.returned[reader]
+            others = names - {reader.module}
+            if not any(is_within(reader.module, name) for name in others):
+                rest = rest - self.returned[reader]  # with what is returned inside
         return rest
 
 

@@ -311,8 +311,8 @@ class Output(Subject):
 
     def partial_input(self) -> str:
         """The input of its module that is a partial sum, if there is one."""
-        for point in self.case.order:
-            if point.is_input and point._replace(slot="") == self.point:
+        for point in self.case.full.writers:
+            if point._replace(slot="") == self.point:
                 how = self.case.relation_of(point)
                 if how is not None and how.kind is Kind.PARTIAL:
                     return f"{point} is partial"
@@ -490,13 +490,14 @@ class Flow(Subject):
         return self.kind is Kind.PARTIAL and self.is_unexplained and self.text
 
     def cut_off(self) -> tuple | None:
-        """The last module that gets an input without a gradient, unlike in the full
-        model, although a gradient arrives at its output."""
+        """The first module in forward that gets an input without a gradient, unlike in
+        the full model, although a gradient arrives at its output."""
         own = self.case.own
-        for point in self.case.full.returned:
+        full = self.case.full
+        for point in full.writers:
             is_same = is_right(self.case.relation_of(point))
             flows = [trace.flow(point._replace(slot="")) for trace in own]
-            arrives = not any(x is None for x in flows)
+            arrives = point in full.returned and not any(x is None for x in flows)
             if is_same and arrives and not any(point in t.returned for t in own):
                 return point.module, f"{point} has no gradient on the ranks"
         return None
@@ -640,8 +641,6 @@ class Flow(Subject):
         full = case.full
         right = full.flow(self.point).double()
         held = [trace.flow(self.point) for trace in case.own]
-        if any(x.shape != right.shape for x in held):
-            return None
         user = self.user() or "the model"
         terms = []  # place, name, gradient
         readers = full.readers(self.point)
@@ -653,11 +652,15 @@ class Flow(Subject):
         if self.user() is not None:
             name = f"the forward of {user}"
             terms.append((user, name, full.of_others(self.point, readers)))
-        off = [x.double() - right for x in held]
+        factors = []  # place, name, how often too many its gradient counts
         for place, name, x in terms:
-            if x is None or x.shape != right.shape:
-                continue
-            k = case.ruler.times(off, [x] * case.ranks, scale_of(right))
+            if x is not None and all(x.shape == y.shape for y in (right, *held)):
+                off = [y.double() - right for y in held]
+                k = case.ruler.times(off, [x] * case.ranks, scale_of(right))
+                factors.append((place, name, k))
+        if self.kind is Kind.FACTOR and not self.is_of_loss():
+            factors.append((user, "every reader", self.relation.factor - 1))
+        for place, name, k in factors:
             for count, word in words.items():
                 if abs(k - count) < 1e-6:
                     text = f"{self.text}; it is right if what {name} returns to it "
