@@ -618,8 +618,8 @@ def show_replicas_mesh(report: Report, training: MeshTraining, run) -> None:
             replicas["pp"][f"{name} over pp"] = p
     rows = [replicas_row(report, axis, replicas[axis], groups[axis]) for axis in axes]
     held = sum(row["tensors"] for row in rows if report.mesh[row["identical over"]] > 1)
-    report.table("replicas", rows, brief=f"{held} replicas of rank 0")
-    report.agree("the same on all ranks that hold them")
+    report.table("replicas", rows, brief=f"{held} tensors of rank 0 that others hold")
+    report.agree("the same there")
     losses = gather_objects(run.losses)
     report.check("replicas", "losses", float(losses != [run.losses] * len(losses)))
 
