@@ -1087,7 +1087,7 @@ class FirstForward:
             if name in whole and is_right[name]:
                 texts = [f"right up to {name}"]
             if is_right[name] is False and not name.startswith(outer):
-                texts.append(f"wrong at {name}")
+                texts.append(f"first seen wrong at {name}")
                 break
         return f"; outputs of modules: {', '.join(texts)}" if texts else ""
 
@@ -1364,7 +1364,7 @@ ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
 CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks that describe the lesson's model. All others are about values.
-FORMULAS = ["plans", "loss", "calls", "bytes", "memory"]
+FORMULAS = ["plans", "loss", "calls", "steps", "bytes", "memory"]
 
 # What errors are compared with at least. AdamW moves a bias that starts at 0 by 0.003
 # per step: three of these. A gradient may be 0 but for rounding errors of some 1e-10.
@@ -1460,7 +1460,7 @@ class Report:
         value = row[column]
         is_edit = self.is_edited and kind in FORMULAS
         words = "the lesson has" if is_edit else "predicted"
-        unit = f" {kind}" if kind in ("calls", "bytes") else ""
+        unit = f" {kind}" if kind in ("calls", "steps", "bytes") else ""
         text = f"{name}: {value:,}{unit}, {words} {predicted:,}"
         off = row.setdefault("off", [])
         if not self.check(kind, name, abs(value - predicted), text=text):
@@ -1475,7 +1475,7 @@ class Report:
         values decide, because all formulas describe another model.
         """
         for name, (got, predicted) in formulas.items():
-            text = f"without TP, {name}: {got:,} bytes, the lesson has {predicted:,}"
+            text = f"{name}, without TP: {got:,}, the lesson has {predicted:,}"
             name = f"the model's {name}"
             if not self.check("memory", name, abs(got - predicted), text=text):
                 self.is_edited = True
@@ -1558,6 +1558,7 @@ class Report:
         for values in runs.values():
             names.update(dict.fromkeys(values))
         reference = next(iter(runs.values()))
+        has_others = len(runs.keys() - self.raised.keys()) > 1  # to compare with it
         rows = {}
         for name in names:
             label = fold(name)
@@ -1566,7 +1567,7 @@ class Report:
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 for run in self.raised:
                     rows[label].setdefault(run, "raised")
-                if len(runs) > 1:  # otherwise there is nothing to compare with
+                if has_others:
                     rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
@@ -1584,7 +1585,7 @@ class Report:
                 what = f"{name}, {run}"
                 if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        if brief and len(runs.keys() - self.raised.keys()) > 1:  # others to agree with
+        if brief and has_others:
             return self.table(key, list(rows.values()), brief=f"{len(names)} {brief}")
         self.table(key, list(rows.values()))
 
@@ -1698,13 +1699,14 @@ class Report:
 
     def name_edits(self, edits: list[dict]) -> None:
         """Print what does not describe an edited model, communication before memory."""
-        shown = edits if self.args.verbose else edits[:8]
+        texts = list(dict.fromkeys(check["text"] for check in edits))
+        shown = texts if self.args.verbose else texts[:8]
         text = "The lesson was edited. What does not fit it"
-        if len(shown) < len(edits):
-            text += f"; {len(shown)} of {len(edits)}, all with --verbose"
+        if len(shown) < len(texts):
+            text += f"; {len(shown)} of {len(texts)}, all with --verbose"
         print(f"{text}:")
-        for check in shown:
-            print(wrap(f"≠ {check['text']}"))
+        for text in shown:
+            print(wrap(f"≠ {text}"))
 
 
 def formula_text(terms: list[Calls]) -> str:
@@ -1923,7 +1925,8 @@ def launch(main, parse_args, module: dict) -> None:
         report = Report(Path(module["__file__"]).stem, args)
         main(args, report)
         fails = report.verdict() == "FAIL"
-        print(diagnosis, end="\n" if diagnosis else "", flush=True)
+        if fails and args.bug:
+            print(diagnosis, flush=True)
         with COMM.blocking("the last barrier", list(range(args.ranks))):
             dist.barrier()
     except Exception as error:
@@ -1932,7 +1935,7 @@ def launch(main, parse_args, module: dict) -> None:
     gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
     if args.bug and not fails:
-        text = "error: the bug does not show in this run; give --break alone"
+        text = "error: the bug does not show in this run; try it without other flags"
         exit_rank(1, text, is_reporter=os.environ["RANK"] == "0")
     if fails and not args.bug and os.environ["LOCAL_RANK"] == "0":
         # One rank per host: torchrun's report is then as short as it can be.

@@ -555,6 +555,7 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     """What a layer saves for backward: term by term, then with recomputation."""
     args = report.args
     T = args.ranks
+    report.section("Bytes that a layer saves for backward, in bfloat16 (2 bytes)")
     measured = measure_layers(report, tp_group)
     size = dict(size, A=args.batch_size * args.heads * args.seq_len**2)
     size["c"] = 2 if args.device == "cpu" else 4  # a GPU has mean and 1/σ in float32
@@ -570,7 +571,6 @@ def show_memory_sp(report: Report, size: dict[str, int], tp_group) -> None:
     if T == 1:
         calls = dict.fromkeys(calls, 0)  # one rank sends nothing
 
-    report.section("Bytes that a layer saves for backward, in bfloat16 (2 bytes)")
     rows, sums = add_up(SAVED_BY_A_LAYER, sizes)
     rows.append(measured_row(report, "saved", "sum", sums, measured))
     of_runs = {run: calls[run] for run in sizes}
@@ -627,7 +627,7 @@ def show_padded_lengths(report: Report, tp_group) -> None:
                 if name == "without TP":
                     run = train_transformer(label, copy.deepcopy(full), [batch], args)
                 else:
-                    model = sp_transformer(full, tp_group)
+                    model = sp_transformer(full, tp_group, args.save_gathered)
                     run = train_with_tp(label, model, [padded], args, tp_group, sum_up)
                 losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
                 for parameter, gradient in run.gradients.items():
@@ -1195,7 +1195,7 @@ class FirstForward:
             if name in whole and is_right[name]:
                 texts = [f"right up to {name}"]
             if is_right[name] is False and not name.startswith(outer):
-                texts.append(f"wrong at {name}")
+                texts.append(f"first seen wrong at {name}")
                 break
         return f"; outputs of modules: {', '.join(texts)}" if texts else ""
 
@@ -1915,7 +1915,8 @@ def train_transformer(
     losses = {}
     norms = {}
     norm_of = norm_of or global_norm  # of (model, tp_group)
-    # AdamW divides by a gradient's size: a tiny eps turns rounding errors into steps.
+    # AdamW divides by a gradient's size: a tiny eps turns rounding errors into steps,
+    # which only --dtype float64 keeps small.
     # foreach, the default on GPUs, cannot update DTensors and plain tensors together.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, foreach=False)
 
@@ -2531,7 +2532,7 @@ ALLOWED = {"float32": 1e-5, "float64": 1e-12}  # of any other tensor
 # The verdict names the worst failure of each kind of check: likely causes first.
 CAUSES_FIRST = "runs outputs gradients replicas norms losses parameters".split()
 # Kinds of checks that describe the lesson's model. All others are about values.
-FORMULAS = ["plans", "loss", "calls", "bytes", "memory"]
+FORMULAS = ["plans", "loss", "calls", "steps", "bytes", "memory"]
 
 # What errors are compared with at least. AdamW moves a bias that starts at 0 by 0.003
 # per step: three of these. A gradient may be 0 but for rounding errors of some 1e-10.
@@ -2627,7 +2628,7 @@ class Report:
         value = row[column]
         is_edit = self.is_edited and kind in FORMULAS
         words = "the lesson has" if is_edit else "predicted"
-        unit = f" {kind}" if kind in ("calls", "bytes") else ""
+        unit = f" {kind}" if kind in ("calls", "steps", "bytes") else ""
         text = f"{name}: {value:,}{unit}, {words} {predicted:,}"
         off = row.setdefault("off", [])
         if not self.check(kind, name, abs(value - predicted), text=text):
@@ -2642,7 +2643,7 @@ class Report:
         values decide, because all formulas describe another model.
         """
         for name, (got, predicted) in formulas.items():
-            text = f"without TP, {name}: {got:,} bytes, the lesson has {predicted:,}"
+            text = f"{name}, without TP: {got:,}, the lesson has {predicted:,}"
             name = f"the model's {name}"
             if not self.check("memory", name, abs(got - predicted), text=text):
                 self.is_edited = True
@@ -2725,6 +2726,7 @@ class Report:
         for values in runs.values():
             names.update(dict.fromkeys(values))
         reference = next(iter(runs.values()))
+        has_others = len(runs.keys() - self.raised.keys()) > 1  # to compare with it
         rows = {}
         for name in names:
             label = fold(name)
@@ -2733,7 +2735,7 @@ class Report:
                 rows[label].update(dict.fromkeys(runs, 0.0))
                 for run in self.raised:
                     rows[label].setdefault(run, "raised")
-                if len(runs) > 1:  # otherwise there is nothing to compare with
+                if has_others:
                     rows[label].update({"diff": 0.0, "off": []})
             row = rows[label]
             for run, values in runs.items():
@@ -2751,7 +2753,7 @@ class Report:
                 what = f"{name}, {run}"
                 if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        if brief and len(runs.keys() - self.raised.keys()) > 1:  # others to agree with
+        if brief and has_others:
             return self.table(key, list(rows.values()), brief=f"{len(names)} {brief}")
         self.table(key, list(rows.values()))
 
@@ -2865,13 +2867,14 @@ class Report:
 
     def name_edits(self, edits: list[dict]) -> None:
         """Print what does not describe an edited model, communication before memory."""
-        shown = edits if self.args.verbose else edits[:8]
+        texts = list(dict.fromkeys(check["text"] for check in edits))
+        shown = texts if self.args.verbose else texts[:8]
         text = "The lesson was edited. What does not fit it"
-        if len(shown) < len(edits):
-            text += f"; {len(shown)} of {len(edits)}, all with --verbose"
+        if len(shown) < len(texts):
+            text += f"; {len(shown)} of {len(texts)}, all with --verbose"
         print(f"{text}:")
-        for check in shown:
-            print(wrap(f"≠ {check['text']}"))
+        for text in shown:
+            print(wrap(f"≠ {text}"))
 
 
 def formula_text(terms: list[Calls]) -> str:
@@ -3090,7 +3093,8 @@ def launch(main, parse_args, module: dict) -> None:
         report = Report(Path(module["__file__"]).stem, args)
         main(args, report)
         fails = report.verdict() == "FAIL"
-        print(diagnosis, end="\n" if diagnosis else "", flush=True)
+        if fails and args.bug:
+            print(diagnosis, flush=True)
         with COMM.blocking("the last barrier", list(range(args.ranks))):
             dist.barrier()
     except Exception as error:
@@ -3099,7 +3103,7 @@ def launch(main, parse_args, module: dict) -> None:
     gc.collect()  # references to a group must be gone before the group is destroyed
     dist.destroy_process_group()
     if args.bug and not fails:
-        text = "error: the bug does not show in this run; give --break alone"
+        text = "error: the bug does not show in this run; try it without other flags"
         exit_rank(1, text, is_reporter=os.environ["RANK"] == "0")
     if fails and not args.bug and os.environ["LOCAL_RANK"] == "0":
         # One rank per host: torchrun's report is then as short as it can be.

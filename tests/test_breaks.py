@@ -269,14 +269,14 @@ RANKS = {
 # Where forward becomes wrong: said behind the first loss.
 PLACES = {
     ("02_transformer_tp", "qkv"): "right up to layers.0.input_layernorm, "
-    "wrong at layers.0.self_attn.q_proj",
+    "first seen wrong at layers.0.self_attn.q_proj",
     ("02_transformer_tp", "mask-residual"): "right up to layers.0.self_attn, "
-    "wrong at layers.0.dropout",
-    ("02_transformer_tp", "data"): "wrong at the model's input",
+    "first seen wrong at layers.0.dropout",
+    ("02_transformer_tp", "data"): "first seen wrong at the model's input",
     ("02_transformer_tp", "mask-heads"): "right up to layers.0.input_layernorm, "
-    "wrong at layers.0.self_attn.core.dropout",
+    "first seen wrong at layers.0.self_attn.core.dropout",
     ("04_sequence_parallel", "mask"): "right up to the model's input, "
-    "wrong at layers.0.dropout",  # all are parts
+    "first seen wrong at layers.0.dropout",  # all are parts
     ("03_vocab_parallel", "mean"): "right up to the model's output",
     ("03_vocab_parallel", "padding"): "right up to norm",  # the head is split
 }
@@ -413,6 +413,6 @@ def test_a_bug_that_does_not_show_is_one_line():
     """Elements that all ranks of tp hold are counted twice; here tp has one rank."""
     done = jobs.result(*NOT_SHOWN)
     assert done.code == 1 and "\nPASS  15_zero  " in done.out, done.text
-    said = "error: the bug does not show in this run; give --break alone"
+    said = "error: the bug does not show in this run; try it without other flags"
     assert done.err.startswith(said), done.err
     assert "Traceback" not in done.err
