@@ -2811,6 +2811,37 @@ def average_subject(bug: str):
     return subject
 
 
+# ---- What the first layer returns is also an output of the model.
+
+
+class States(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = Feed()
+        self.second = Feed()
+        self.bug = ""
+
+    def forward(self, x):
+        state = self.first(x)
+        return self.second(x if self.bug == "state skipped" else state), state
+
+
+def states_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model.first, group)
+        is_averaged = bug == "state averaged"
+        split_feed(model.second, group, "residual averaged" if is_averaged else "")
+        model.bug = bug
+        return model
+
+    def loss(output, target):
+        return sum(F.mse_loss(x, target) for x in output)
+
+    subject = subject_of(States, parallelize)
+    subject.loss = loss
+    return subject
+
+
 MODELS = {
     fused_subject: {
         "no sum": "forward partial, but for the bias",
@@ -2995,6 +3026,10 @@ MODELS = {
     },
     sliced_subject: {"reversed": ["forward in another order", "rows"]},
     average_subject: {"rate of shards": ["update by other settings", "1.up.weight"]},
+    states_subject: {
+        "state averaged": ["backward lost term", "second"],
+        "state skipped": ["forward wrong", "the model"],
+    },
     post_normed_subject: {
         "norm of partial sums": ["forward", "1.norm"],
     },

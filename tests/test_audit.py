@@ -473,6 +473,12 @@ def test_a_norm_takes_statistics_along_some_dims(name, dim, is_found):
     assert bool(output.norm_of_shard()) is is_found
 
 
+@pytest.mark.parametrize("factor, known", [(2.0, 2.0), (0.5, 0.5), (1.3, 0.0)])
+def test_a_single_number_is_a_multiple_of_any(factor, known):
+    one = [torch.ones(1).double()] * 2
+    assert Ruler(2, 1e-9).times([factor * x for x in one], one, 1.0) == known
+
+
 def test_a_coarse_format_is_known_by_its_numbers():
     """Small differences of other numbers are no rounding errors of bfloat16."""
     expected = torch.linspace(1, 2, 12, dtype=torch.float64)

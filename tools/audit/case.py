@@ -86,18 +86,21 @@ class Case:
         return case
 
     def tensors_in_order(self) -> list[Point]:
-        """In the order of forward. Here a module may get a tensor of its own (gathered
-        in front of it) that is another module's output in the full model."""
+        """In the order of forward. Here a module may get another tensor (gathered in
+        front of it) than the output of a module that it gets in the full model."""
         own = self.own[0]
         after = {}  # point → such tensors
-        for point in own.values:
-            if point.is_input and point in self.full.same:
-                after.setdefault(self.full.point(point), []).append(point)
-        last = {self.full.point(point): point for point in self.full.order}
+        for point in (*own.values, *own.same):
+            writer = self.full.point(point)
+            is_other = point in self.full.same and own.point(point) != writer
+            if point.is_input and is_other:
+                after.setdefault(writer, []).append(point)
+        inner = [point for point in self.full.order if point.module or point.is_input]
+        last = {self.full.point(point): point for point in inner}
         found = []
         for point in self.full.order:  # a tensor may have several names
             found.append(point)
-            if last[self.full.point(point)] == point:
+            if last.get(self.full.point(point)) == point:
                 found += after.get(self.full.point(point), [])
         return found
 

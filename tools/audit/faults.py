@@ -610,7 +610,8 @@ FAULTS = [
     F(Update, "update", lambda u: "optimizer" in u.case.first.has and u.is_wrong,
       "The gradients after clip() are right and the updated parameter is not: the "
       "optimizer may not be elementwise (it takes a norm or a matrix product of a "
-      "shard), or has other settings here (betas, a learning rate from the shape).",
+      "shard), or has other settings here (betas, eps, a learning rate from the "
+      "shape).",
       "Gather what the optimizer needs of the full parameter (its norm, its shape) and "
       "slice the result along the same dim, or use an elementwise optimizer.",
       "notebook 12, fault 9"),

@@ -216,7 +216,8 @@ class Search:
         full = case.full.point(point)
         after = case.order[case.order.index(point) + 1 :]
         others = [other for other in after if case.full.point(other) == full]
-        if any(is_right(case.relation_of(other)) for other in others):
+        is_later = any(is_right(case.relation_of(other)) for other in others)
+        if is_later and not point.is_input:  # which its reader has already read
             return True
         if any(case.is_right_call(other) for other in case.around(point)):
             return True
@@ -260,6 +261,8 @@ class Search:
             relation = case.relation_of(point, "flow")
             if point.is_input or not is_wrong(relation):
                 continue
+            if not point.module and case.full.point(point) not in case.ends():
+                continue  # the model returns it and makes more of it
             if is_later and abs(relation.factor - loss.factor) < 1e-6:
                 continue
             if relation.kind is Kind.PARTIAL:

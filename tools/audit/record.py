@@ -391,8 +391,8 @@ class Watch:
         is_known = id(x) in self.held and self.held[id(x)][2] == version_of(x)
         if not (is_known and point.is_input):
             self.trace.order.append(point)
-            if self.stack:
-                self.trace.callers[point] = self.stack[-1]
+        if self.stack:
+            self.trace.callers[point] = self.stack[-1]
         if is_known:
             self.trace.same[point] = self.held[id(x)][0]
             return
