@@ -51,10 +51,8 @@ class Case:
         self.vectors = {}  # see compared()
         self.unused_copies = {}  # parameter → ranks; see fill_unused()
         self.eps = torch.finfo(getattr(torch, dtype)).eps
-        largest = [
-            self.model.vector(grads).abs().max().item()
-            for grads in (self.full.grads, self.full.kept)  # in eval and in train mode
-        ]
+        passes = (self.full.grads, self.full.kept)  # in eval and in train mode
+        largest = [self.model.vector(grads).abs().max().item() for grads in passes]
         self.largest = max(largest) or 1.0
         names = [name for trace in self.own for name in trace.parts]
         self.parameters = list(dict.fromkeys(names))  # of all ranks

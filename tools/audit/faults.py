@@ -205,10 +205,10 @@ FAULTS = [
       "sums over the ranks (is one missing?), at what every rank adds before a sum (a "
       "bias, a shared expert), at what is done with its last tensor (a scale, a cap), "
       "at which slice of its input it takes (t), and at what it assumes about the "
-      "shape of its input: a mean, a norm, a number of heads or of experts (a "
-      "capacity) may be that of the local shard. If it is wrong only behind the border "
-      "of two ranks' slices, a convolution or a window lacks the positions of the "
-      "other rank. If it is wrong at other places in each run, a result of an "
+      "shape of its input: a mean, a norm, a softmax, a number of heads or of experts "
+      "(a capacity) may be that of the local shard. If it is wrong only behind the "
+      "border of two ranks' slices, a convolution or a window lacks the positions of "
+      "the other rank. If it is wrong at other places in each run, a result of an "
       "asynchronous collective may be used before wait().",
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
     F(Loss, "loss of each rank's part", Loss.is_part,
@@ -223,8 +223,8 @@ FAULTS = [
       "of the vocabulary joins in, whether a mean or a softmax over the vocabulary (a "
       "teacher's as well) is over all ranks' columns, whether each rank looks up "
       "targets at its own offset, whether a second loss (of a router) that every rank "
-      "has in full is summed, and whether a norm of parameters (weight decay in the "
-      "loss) is summed over their shards.",
+      "has in full is summed or has another weight, and whether a norm of parameters "
+      "(weight decay in the loss) is summed over their shards.",
       "lesson 03"),
     # ---- Backward
     F(Flow, "backward slice", Flow.slicer,

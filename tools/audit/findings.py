@@ -458,12 +458,11 @@ def findings_of(everyone: list[Facts], dtype: str) -> dict:
         larger.run()
         is_rounding = not larger.findings
         search = search if is_rounding else larger
-    found = search.gradients
     return {
         "ranks": case.ranks,
         "loss": case.own[0].loss,
         "full_loss": case.full.loss,
-        "parameters": [case.row(name, found.get(name)) for name in case.parameters],
+        "parameters": [case.row(n, search.gradients.get(n)) for n in case.parameters],
         "calls": case.first.calls,
         "modules": case.names,
         "allowed": case.ruler.allowed,

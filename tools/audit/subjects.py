@@ -586,8 +586,7 @@ class Flow(Subject):
         for point in self.made_after():
             partial = [trace.flow(point) for trace in case.own]
             if case.is_slice_of(got, partial, case.full.flow(point)):
-                around = case.around(self.point)
-                place = around[0].module or "the model" if around else "the model"
+                place = self.user() or "the model"
                 return place, self.sliced(str(point), f"in the forward of {place}")
         readers = case.full.readers(self.point)
         for reader in sorted(readers, key=lambda r: -r.module.count(".")):
