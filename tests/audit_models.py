@@ -2703,6 +2703,145 @@ def post_normed_subject(bug: str):
     return after_linear(PostNormed, parallelize)
 
 
+# ---- Rows of two outputs and a parameter; the loss compares the rows of all ranks.
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.second = nn.Linear(D, D)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.group = None
+
+    def forward(self, x):
+        if self.group is not None:
+            x = x.chunk(self.group.size(), 1)[self.group.rank()]
+        return self.first(x), self.second(x), self.scale
+
+
+def towers_subject(bug: str):
+    def parallelize(model, group):
+        model.group = group
+        return model
+
+    def loss(output, target, group):
+        first, second, scale = output
+        if group is not None:
+            gather_all = Gather if bug == "own slice" else GatherPartial
+            second = gather_all.apply(second, group, False)
+        total = (scale * first @ second.transpose(1, 2)).square().mean()
+        return total if group is None else Sum.apply(total / group.size(), group)
+
+    def after_backward(model):
+        for name, p in model.named_parameters():
+            if not (bug == "no sum" and name == "scale"):
+                dist.all_reduce(p.grad)
+
+    subject = subject_of(Towers, parallelize)
+    subject.loss = loss
+    subject.after_backward = after_backward
+    return subject
+
+
+# ---- Rows are gathered in front of a linear, and sliced behind it.
+
+
+class Gathered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.group = None
+        self.bug = ""
+
+    def forward(self, x):
+        if self.group is None:
+            return self.linear(x)
+        x = Gather.apply(x, self.group, False)
+        y = self.linear(x.flip(1) if self.bug else x)
+        return Rows.apply(y, self.group)
+
+
+class Sliced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.rows = Gathered()
+        self.last = nn.Linear(D, D)
+
+    def forward(self, x):
+        group = self.rows.group
+        x = self.first(x)
+        if group is None:
+            return self.last(x + self.rows(x))
+        x = Rows.apply(x, group)
+        return self.last(Gather.apply(x + self.rows(x), group, False))
+
+
+def sliced_subject(bug: str):
+    def parallelize(model, group):
+        model.rows.group = group
+        model.rows.bug = bug
+        return model
+
+    return subject_of(Sliced, parallelize)
+
+
+# ---- An optimizer with an average of weights, and another rate of shards.
+
+
+def average_subject(bug: str):
+    subject = averaged_subject("")
+
+    def optimizer(named_parameters):
+        named = dict(named_parameters)
+        weight = named["1.up.weight"]
+        rate = 2e-3 if bug and len(weight) < 2 * D else 1e-3
+        groups = [{"params": [weight], "lr": rate}]
+        rest = [p for name, p in named.items() if name != "1.up.weight"]
+        adamw = torch.optim.AdamW([*groups, {"params": rest, "lr": 1e-3}])
+
+        def update(*_):
+            named["1.average"].data.lerp_(weight.data, 0.1)
+
+        adamw.register_step_post_hook(update)
+        return adamw
+
+    subject.optimizer = optimizer
+    return subject
+
+
+# ---- What the first layer returns is also an output of the model.
+
+
+class States(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = Feed()
+        self.second = Feed()
+        self.bug = ""
+
+    def forward(self, x):
+        state = self.first(x)
+        return self.second(x if self.bug == "state skipped" else state), state
+
+
+def states_subject(bug: str):
+    def parallelize(model, group):
+        split_feed(model.first, group)
+        is_averaged = bug == "state averaged"
+        split_feed(model.second, group, "residual averaged" if is_averaged else "")
+        model.bug = bug
+        return model
+
+    def loss(output, target):
+        return sum(F.mse_loss(x, target) for x in output)
+
+    subject = subject_of(States, parallelize)
+    subject.loss = loss
+    return subject
+
+
 MODELS = {
     fused_subject: {
         "no sum": "forward partial, but for the bias",
@@ -2880,6 +3019,16 @@ MODELS = {
         "f in front of all": ["backward T times", "the model"],
         "detached from 1": ["backward cut off", "readers.1"],
         "flipped": ["forward in another order", "readers.1"],
+    },
+    towers_subject: {
+        "own slice": ["loss backward", "loss"],
+        "no sum": ["gradient sum", "scale"],
+    },
+    sliced_subject: {"reversed": ["forward in another order", "rows"]},
+    average_subject: {"rate of shards": ["update by other settings", "1.up.weight"]},
+    states_subject: {
+        "state averaged": ["backward lost term", "second"],
+        "state skipped": ["forward wrong", "the model"],
     },
     post_normed_subject: {
         "norm of partial sums": ["forward", "1.norm"],

@@ -21,7 +21,7 @@ import pytest
 import torch
 from audit import command, faults, from_full, rank, subjects
 from audit.case import Case
-from audit.compare import FullModel, Kind, Ruler, piece_of
+from audit.compare import FullModel, Kind, Relation, Ruler, piece_of
 from audit.record import Dropouts, Point, Trace, add_hooks, drop_rate, outputs_of
 from torch import nn
 
@@ -140,6 +140,8 @@ def test_what_follows_has_no_advice_of_its_own(ranks):
     assert ["forward wrong", "attn"] in wrong_piece["categories"]
     # The buffer makes the output of its module wrong.
     assert of_models(ranks, "turns")["own"] == ["buffer"]
+    # An average of wrong weights is wrong.
+    assert of_models(ranks, "rate of shards")["own"] == ["update by other settings"]
     # The norm reads no fault of its own: the place is inside of what it reads.
     inner = of_subject(ranks, "inner_subject")
     assert inner["own"] == ["gradient differs between replicas"]
@@ -450,6 +452,31 @@ def test_replicas_of_one_piece_of_several():
     vars(again).update(case=case, where="weight", held=held, first=right, right=both)
     (found, *_) = [f for f in faults.FAULTS if f.of is type(again) and f.test(again)]
     assert found.key == "accumulation reduced again"
+    total = sum(first.chunk(2))
+    how = Case.over_all_ranks(case, 4 * [total], right, 1.0)
+    assert str(how) == "of several pieces (1 times their sum)"
+
+
+@pytest.mark.parametrize(
+    "name, dim, is_found",
+    [
+        ("LayerNorm", 2, True), ("LayerNorm", 1, False), ("GroupNorm", 1, True),
+        ("GatedNorm", 2, True), ("BatchNorm1d", 1, False),
+    ],
+)  # fmt: skip
+def test_a_norm_takes_statistics_along_some_dims(name, dim, is_found):
+    """Of a slice of the sequence, a norm's statistics are right."""
+    output = subjects.Output.__new__(subjects.Output)
+    case = SimpleNamespace(full=SimpleNamespace(classes={"norm": name}))
+    case.relation_of = lambda point: Relation(Kind.SHARD, dim=dim)
+    vars(output).update(case=case, point=Point("norm"), expected=torch.ones(2, 3, 4))
+    assert bool(output.norm_of_shard()) is is_found
+
+
+@pytest.mark.parametrize("factor, known", [(2.0, 2.0), (0.5, 0.5), (1.3, 0.0)])
+def test_a_single_number_is_a_multiple_of_any(factor, known):
+    one = [torch.ones(1).double()] * 2
+    assert Ruler(2, 1e-9).times([factor * x for x in one], one, 1.0) == known
 
 
 def test_a_coarse_format_is_known_by_its_numbers():
@@ -1093,7 +1120,7 @@ def parallelize(model, group):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model[1] = lesson.tp_mlp(model[1], groups[dist.get_rank() // 2])
     model.register_forward_pre_hook(
-        lambda module, inputs: (inputs[0].chunk(2)[dist.get_rank() // 2],))
+        lambda module, inputs: (inputs[0].chunk(2)[dist.get_rank() // {ranks}],))
     return model
 
 def batch(step):
@@ -1115,20 +1142,30 @@ def after_backward(model):
         parts = [torch.empty_like(p) for _ in range(4)]
         dist.all_gather(parts, p.grad.contiguous())
         p.grad = sum(parts[r] for r in pair_of(dist.get_rank(), {apart})) / 2
+    if {bug!r} == "bias":
+        model[1].down_proj.bias.grad *= 2
 """
 
 
-@pytest.mark.parametrize("apart", [True, False, None])
+@pytest.mark.parametrize(
+    "apart, bug", [(True, ""), (False, ""), (None, ""), (True, "bias"), (True, "half")]
+)
 def test_a_gradient_averaged_over_the_wrong_group(
-    forked_ranks, tmp_path, capsys, apart
+    forked_ranks, tmp_path, capsys, apart, bug
 ):
     """Two tp groups with different batches: an average over tp leaves them apart. None:
     nothing is averaged."""
     path = tmp_path / "both.py"
-    path.write_text(DP_AND_TP.format(root=str(jobs.ROOT), apart=apart))
+    ranks = 4 if bug == "half" else 2  # that take one half of the samples
+    text = DP_AND_TP.format(root=str(jobs.ROOT), apart=apart, bug=bug, ranks=ranks)
+    path.write_text(text)
     code = command.main([str(path), "--ranks", "4", "--timeout", "100"])
     said = " ".join(capsys.readouterr().out.split())
-    assert code == (0 if apart else 1), said
+    assert code == (0 if apart and not bug else 1), said
+    if bug == "bias":
+        assert "✗ 1. 1.down_proj.bias: gradient factor 2" in said
+    if bug == "half":
+        assert "✗ 1. 0: forward right on ranks [0, 1] only" in said
     if apart is None:
         assert "✗ 1. 1.down_proj.weight: missing average over dp" in said
         assert "hold one piece and have computed different outputs" in said

@@ -51,10 +51,8 @@ class Case:
         self.vectors = {}  # see compared()
         self.unused_copies = {}  # parameter → ranks; see fill_unused()
         self.eps = torch.finfo(getattr(torch, dtype)).eps
-        largest = [
-            self.model.vector(grads).abs().max().item()
-            for grads in (self.full.grads, self.full.kept)  # in eval and in train mode
-        ]
+        passes = (self.full.grads, self.full.kept)  # in eval and in train mode
+        largest = [self.model.vector(grads).abs().max().item() for grads in passes]
         self.largest = max(largest) or 1.0
         names = [name for trace in self.own for name in trace.parts]
         self.parameters = list(dict.fromkeys(names))  # of all ranks
@@ -86,18 +84,21 @@ class Case:
         return case
 
     def tensors_in_order(self) -> list[Point]:
-        """In the order of forward. Here a module may get a tensor of its own (gathered
-        in front of it) that is another module's output in the full model."""
+        """In the order of forward. Here a module may get another tensor (gathered in
+        front of it) than the output of a module that it gets in the full model."""
         own = self.own[0]
         after = {}  # point → such tensors
-        for point in own.values:
-            if point.is_input and point in self.full.same:
-                after.setdefault(self.full.point(point), []).append(point)
-        last = {self.full.point(point): point for point in self.full.order}
+        for point in (*own.values, *own.same):
+            writer = self.full.point(point)
+            is_other = point in self.full.same and own.point(point) != writer
+            if point.is_input and is_other:
+                after.setdefault(writer, []).append(point)
+        inner = [point for point in self.full.order if point.module or point.is_input]
+        last = {self.full.point(point): point for point in inner}
         found = []
         for point in self.full.order:  # a tensor may have several names
             found.append(point)
-            if last[self.full.point(point)] == point:
+            if last.get(self.full.point(point)) == point:
                 found += after.get(self.full.point(point), [])
         return found
 
@@ -147,7 +148,7 @@ class Case:
         """Parameters whose right gradient is zero in both batches on some rank."""
         found = []
         for name in self.matched:
-            if self.owner_in_full(name) in self.full.frozen:
+            if self.is_frozen(name):
                 continue
             right = [self.compared(name, what)[1] for what in ("grads", "summed")]
             for one, both in zip(*right):
@@ -311,6 +312,17 @@ class Case:
         is_known = is_right(self.relation_of(point))
         return Relation(Kind.WRONG, str(how)) if is_known else how
 
+    def ends(self) -> list[Point]:
+        """The tensors that the loss gets: the model's main output, and others of which
+        the model itself makes nothing."""
+        full = self.full
+        found = []
+        for point in map(full.point, full.outputs(Point(""))):
+            is_read = full.readers(point) or full.made_of.get(point, {point}) != {point}
+            if point in full.flows and not (found and is_read):
+                found.append(point)
+        return found or [full.point(full.order[-1])]
+
     def around(self, point: Point) -> list[Point]:
         """The calls of modules inside of which this tensor is, the smallest first."""
         found = []
@@ -400,8 +412,7 @@ class Case:
                 return Relation(Kind.NOT_TRAINED)
             if len(frozen) == len(ranks):
                 return Relation(Kind.FROZEN)
-        is_frozen = self.owner_in_full(name) in self.full.frozen
-        if is_frozen and any(grad is not None for grad in grads):
+        if self.is_frozen(name) and any(grad is not None for grad in grads):
             return Relation(Kind.TRAINED)
         for place, e in enumerate(right):  # an expert without tokens has none
             if grads[place] is None and near(e, 0 * e, self.largest * 1e-6):
@@ -438,6 +449,10 @@ class Case:
     def owner_in_full(self, name: str) -> str:
         """The parameter of the full model of which the first rank holds a piece."""
         return self.pieces[self.holders(name)[0]][name].owner
+
+    def is_frozen(self, name: str) -> bool:
+        """Does the full model not train it?"""
+        return self.owner_in_full(name) in self.full.frozen
 
     def over_replicas(self, name: str, grads, right, scale: float) -> Relation | None:
         """Is the sum over the ranks with the same piece right, or a factor off?"""
@@ -485,11 +500,10 @@ class Case:
 
     def over_all_ranks(self, grads, right, scale: float) -> Relation | None:
         """Were gradients of different pieces summed or averaged over the ranks?"""
-        if any(e.shape != grads[0].shape for e in right):
+        pieces = [right[places[0]] for places in equal_ones(right)]
+        if len(pieces) == 1 or any(e.shape != grads[0].shape for e in right):
             return None
-        if all(torch.equal(e, right[0]) for e in right):
-            return None
-        k = self.ruler.times(grads, [sum(right)] * len(grads), scale)
+        k = self.ruler.times(grads, [sum(pieces)] * len(grads), scale)
         if k:
             words = f"of several pieces ({self.ruler.factor(k)} their sum)"
             return Relation(Kind.MIXED, words, k)

@@ -232,11 +232,15 @@ class Ruler:
         return True
 
     def times(self, tensors, pieces, scale: float) -> float:
-        """The k if the tensors are k times their pieces; 0 if they are not."""
+        """The k if the tensors are k times their pieces; 0 if they are not. A single
+        number is a multiple of any: only a count and 1/count say something of it."""
         k = multiple_of(tensors, pieces)
         limit = scale * max(1, abs(k))
-        is_known = abs(k) >= 1e-6 and self.all_near(tensors, pieces, limit, k)
-        return k if is_known else 0.0
+        if abs(k) < 1e-6 or not self.all_near(tensors, pieces, limit, k):
+            return 0.0
+        is_count = min(abs(n - round(n)) for n in (k, 1 / k)) < 1e-6
+        is_single = all(piece.numel() == 1 for piece in pieces)
+        return 0.0 if is_single and not is_count else k
 
     def views(self, tensors: list[Tensor], expected: Tensor) -> list[tuple]:
         """What the ranks may hold of a tensor: the relation, and a piece per rank."""

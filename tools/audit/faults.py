@@ -114,21 +114,15 @@ FAULTS = [
       "sum: an all-reduce is missing.",
       "All-reduce the output of this row-parallel module (g).",
       "lesson 01, ReduceFromTP"),
-    F(Output, "forward T times", lambda o: o.is_times(o.case.ranks),
-      "The tensor is T times too large: something that every rank has in full was "
-      "summed over the ranks, or it was summed twice.",
-      "Reduce once, and only partial sums. If it is a mean over what is sharded, "
-      "divide by the number of elements of all ranks.",
-      "lesson 01, --break g"),
-    F(Output, "forward 1/T", lambda o: o.is_times(1 / o.case.ranks),
-      "The tensor is 1/T of the right one: it was averaged instead of summed.",
-      "Use ReduceOp.SUM, and do not divide by the number of ranks.",
-      "lesson 01, ReduceFromTP"),
     F(Output, "forward factor", kind(Kind.FACTOR),
       "The tensor is right up to a factor.",
-      "Look for a scale that depends on a shape: a width, a number of heads or of "
-      "tokens may be that of the local shard.",
-      "lesson 02, --break qkv"),
+      "T times: what every rank has in full was summed over the ranks, or a sum was "
+      "taken twice; reduce once, and only partial sums. 1/T: it was averaged instead "
+      "of summed, or divided by a sum (a norm) that is T times too large. Another "
+      "factor: a scale may depend on a local shape (a width, a number of heads or of "
+      "tokens). A mean over what is sharded is divided by the number of elements of "
+      "all ranks.",
+      "lesson 01, --break g; lesson 02, --break qkv"),
     F(Output, "forward counted term", Output.counted_term,
       "The tensor is right but for one of the tensors that are added in it.",
       "T times: every rank has it in full (a residual, a shared expert), so add it "
@@ -141,13 +135,12 @@ FAULTS = [
       "be split as if it were one matrix: rank 0 may have rows of q only.",
       "Split it into its parts (q, k, v or gate, up) first, and each part into T "
       "slices. If its rows are in groups (q, k, v of a head, or gate and up of a unit, "
-      "together), one slice is right: then read its output in the same order, and "
-      "look at what else this forward does: its mask (is_causal), its scale, its "
-      "positions.",
+      "together), one slice is right: then read its output in the same order, and look "
+      "at what else this forward does: its mask (is_causal), its scale, its positions.",
       "lesson 02, --break qkv"),
     F(Output, "forward norm of a shard", Output.norm_of_shard,
-      "This norm gets a shard of its input, and takes the statistics of the shard for "
-      "those of the full tensor.",
+      "This norm gets a shard of its input, and may take the statistics of the shard "
+      "for those of the full tensor.",
       "GroupNorm on sharded channels: num_groups / T groups, so that a group has as "
       "many channels as in the full model. LayerNorm and RMSNorm over a sharded dim: "
       "sum the statistics over the ranks, or gather the input first.",
@@ -173,7 +166,7 @@ FAULTS = [
       "beyond/08, why the order of a sum changes last bits"),
     F(Output, "forward of an attention", Output.in_attention,
       "This attention gets the right input and returns a wrong output: its mask, its "
-      "scale, its positions, a norm of q and k, or the order of its heads is another.",
+      "scale, its positions, a norm, or the order of its heads is another.",
       "Wrong at the first positions and right at the last one: a causal mask is "
       "missing, or it is there and should not be. Wrong at the last positions only: "
       "another window. Wrong in some samples only: the mask of padding. Right at the "
@@ -185,8 +178,8 @@ FAULTS = [
       "sliced like the heads), and at what every rank adds before a sum.",
       "lesson 02, --break qkv; lesson 04, --break rotary"),
     F(Output, "forward of the code between", lambda o: o.point.is_input,
-      "The modules before return the right tensors, and this module makes a wrong one "
-      "of them.",
+      "The modules before return the right tensors, as far as they can be compared, "
+      "and this module makes a wrong one of them.",
       "Look at what this forward does between its modules, and at what it assumes "
       "about the shape: a mean, a scale or a number of heads may be that of the local "
       "shard. A table with an entry per head is sliced like the heads. What every rank "
@@ -202,19 +195,21 @@ FAULTS = [
       "This embedding gets tokens and returns other rows than in the full model.",
       "A sharded embedding gives 0 for tokens of other ranks before the sum (a mask), "
       "and its first row is rank · rows. If each rank has some of the features, gather "
-      "them along the last dim.",
+      "them along the last dim. The tokens may be others, too (an argmax or a top-k "
+      "over the columns of one rank).",
       "lesson 03, section 1"),
     F(Output, "forward", lambda o: True,
       "This is the first module whose output is wrong.",
       "Look at this module's parameters in the table (of a weight of several blocks, "
-      "as of an LSTM's gates or behind a concatenation, each block is sliced), at what "
-      "every rank adds before a sum (a bias, a shared expert), at what is done with "
-      "its last tensor (a scale, a cap), at which slice of its input it takes (t), and "
-      "at what it assumes about the shape of its input: a mean, a norm, a number of "
-      "heads or of experts (a capacity) may be that of the local shard. If it is wrong "
-      "only behind the border of two ranks' slices, a convolution or a window lacks "
-      "the positions of the other rank. If it is wrong at other places in each run, a "
-      "result of an asynchronous collective may be used before wait().",
+      "as of an LSTM's gates or behind a concatenation, each block is sliced), at its "
+      "sums over the ranks (is one missing?), at what every rank adds before a sum (a "
+      "bias, a shared expert), at what is done with its last tensor (a scale, a cap), "
+      "at which slice of its input it takes (t), and at what it assumes about the "
+      "shape of its input: a mean, a norm, a softmax, a number of heads or of experts "
+      "(a capacity) may be that of the local shard. If it is wrong only behind the "
+      "border of two ranks' slices, a convolution or a window lacks the positions of "
+      "the other rank. If it is wrong at other places in each run, a result of an "
+      "asynchronous collective may be used before wait().",
       "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
     F(Loss, "loss of each rank's part", Loss.is_part,
       "The outputs of all modules are right, and each rank returns the loss of its own "
@@ -228,8 +223,8 @@ FAULTS = [
       "of the vocabulary joins in, whether a mean or a softmax over the vocabulary (a "
       "teacher's as well) is over all ranks' columns, whether each rank looks up "
       "targets at its own offset, whether a second loss (of a router) that every rank "
-      "has in full is summed, and whether a norm of parameters (weight decay in the "
-      "loss) is summed over their shards.",
+      "has in full is summed or has another weight, and whether a norm of parameters "
+      "(weight decay in the loss) is summed over their shards.",
       "lesson 03"),
     # ---- Backward
     F(Flow, "backward slice", Flow.slicer,
@@ -290,8 +285,9 @@ FAULTS = [
       "output is wrong before any module has been through backward.",
       "Look at the backward of the loss and of what the model does after its last "
       "module: masked positions, the division by the number of targets, what was saved "
-      "for backward, a detach() of one term (of a logsumexp), a gather of logits whose "
-      "backward takes a slice without a sum.",
+      "for backward, a detach() of one term (of a logsumexp), a gather whose backward "
+      "takes a slice without a sum, or sums what every rank has in full. If each rank "
+      "has the mean loss of its own data, gradients are averaged, not summed.",
       "lesson 03, --break ignored and --break exponentials"),
     F(Flow, "backward partial", Flow.partial,
       "Backward returns a partial sum to the output of this module: what reads it "
@@ -379,7 +375,7 @@ FAULTS = [
       "notebook 12, fault 3"),
     F(Gradient, "gradient of several pieces", kind(Kind.MIXED),
       "The ranks hold different pieces of this parameter (or different experts), and "
-      "each has the sum of their gradients.",
+      "each has the sum of their gradients, or a multiple of it.",
       "If its module's output is gathered: all ranks compute the same with it, so the "
       "gather's backward takes the rank's slice and sums nothing. Otherwise a sum "
       "after backward includes this sharded parameter.",
@@ -553,7 +549,7 @@ FAULTS = [
     F(Step, "norm", Step.wrong_norm,
       "The norm of the gradient is wrong.",
       "Sum the squares of sharded gradients over the group, and count replicated "
-      "gradients once.",
+      "gradients once, on all ranks after the gradients are unscaled (GradScaler).",
       "lesson 02, --break clip"),
     F(Step, "clip", Step.wrong_factors,
       "The norm is right, and clip() has not scaled the gradients by max_norm / norm.",
@@ -570,7 +566,8 @@ FAULTS = [
       "The gradient is right before clip() and wrong after it.",
       "Look at the parameters that clip() gets, and at what it does with this one.",
       "lesson 02, clip_gradients"),
-    F(Update, "update of a frozen parameter", Update.of_frozen,
+    F(Update, "update of a frozen parameter",
+      lambda u: u.is_wrong and u.case.is_frozen(u.where),
       "The full model changes this parameter without a gradient (an average of "
       "weights, a momentum encoder), and the ranks give it another value.",
       "Update every shard as the full model does, with the same factor, as often, and "
@@ -606,14 +603,15 @@ FAULTS = [
       "notebook 12, fault 3"),
     F(Update, "update by other settings", Update.other_settings,
       "The gradients after clip() are right, and the optimizer updates this parameter "
-      "with another learning rate or weight decay than in the full model.",
+      "as if with another learning rate or weight decay than in the full model.",
       "Compare the optimizer's groups of parameters: a rule by names, shapes or dims "
       "may put a shard in another group. A learning rate may be made from its shape.",
       "notebook 12, fault 9"),
     F(Update, "update", lambda u: "optimizer" in u.case.first.has and u.is_wrong,
       "The gradients after clip() are right and the updated parameter is not: the "
-      "optimizer is not elementwise (it takes a norm or a matrix product of a shard), "
-      "or its learning rate is made from the shard's shape.",
+      "optimizer may not be elementwise (it takes a norm or a matrix product of a "
+      "shard), or has other settings here (betas, eps, a learning rate from the "
+      "shape).",
       "Gather what the optimizer needs of the full parameter (its norm, its shape) and "
       "slice the result along the same dim, or use an elementwise optimizer.",
       "notebook 12, fault 9"),

@@ -88,7 +88,11 @@ class Search:
                 return False
         if isinstance(subject, (subjects.Step, subjects.Update)):
             # What train mode has changed may be used in the steps.
-            return any(f.fault.of in TRAINED for f in self.findings)
+            causes = TRAINED
+            if found.category == "update of a frozen parameter":  # of wrong weights
+                causes += (subjects.Update,)
+            others = [f for f in self.findings if f.category != found.category]
+            return any(f.fault.of in causes for f in others)
         if isinstance(subject, subjects.Output):
             return any(is_within(f.subject.module, subject.module) for f in sure)
         if isinstance(subject, subjects.Gradient) and self.findings:
@@ -171,7 +175,7 @@ class Search:
             if is_loss_wrong:
                 self.look(subjects.Loss(case, notes + self.said_of(others)))
             return is_loss_wrong
-        if point is None or (reordered and self.is_added(reordered[0], point)):
+        if point is None or any(self.is_added(other, point) for other in reordered):
             point = reordered[0]
         else:
             notes += self.said_of(reordered[:1])
@@ -212,7 +216,8 @@ class Search:
         full = case.full.point(point)
         after = case.order[case.order.index(point) + 1 :]
         others = [other for other in after if case.full.point(other) == full]
-        if any(is_right(case.relation_of(other)) for other in others):
+        is_later = any(is_right(case.relation_of(other)) for other in others)
+        if is_later and not point.is_input:  # which its reader has already read
             return True
         if any(case.is_right_call(other) for other in case.around(point)):
             return True
@@ -247,9 +252,18 @@ class Search:
         parameters have right gradients.
         """
         case = self.case
+        loss = case.relation_of(Point(""), "flow")
+        is_factor = loss is not None and loss.kind is Kind.FACTOR
+        found = [g.factor for g in self.gradients.values() if g.kind is not Kind.FROZEN]
+        # If not all gradients have the loss's factor, ranks average them later.
+        is_later = is_factor and any(abs(k - loss.factor) > 1e-6 for k in found)
         for point in reversed(case.full.order):
             relation = case.relation_of(point, "flow")
             if point.is_input or not is_wrong(relation):
+                continue
+            if not point.module and case.full.point(point) not in case.ends():
+                continue  # the model returns it and makes more of it
+            if is_later and abs(relation.factor - loss.factor) < 1e-6:
                 continue
             if relation.kind is Kind.PARTIAL:
                 own = [n for n in self.gradients if case.owner(n) == point.module]
@@ -344,7 +358,7 @@ class Search:
             if any(f.fault.of not in IN_TRAIN_MODE for f in self.findings):
                 return  # the update must be wrong as well
             if not self.look(subjects.Step(case, number)):
-                for name in case.parameters:
+                for name in sorted(case.parameters, key=case.is_frozen):
                     update = subjects.Update(case, name, number)
                     if name in case.matched or update.are_apart():
                         self.look(update)
@@ -444,12 +458,11 @@ def findings_of(everyone: list[Facts], dtype: str) -> dict:
         larger.run()
         is_rounding = not larger.findings
         search = search if is_rounding else larger
-    found = search.gradients
     return {
         "ranks": case.ranks,
         "loss": case.own[0].loss,
         "full_loss": case.full.loss,
-        "parameters": [case.row(name, found.get(name)) for name in case.parameters],
+        "parameters": [case.row(n, search.gradients.get(n)) for n in case.parameters],
         "calls": case.first.calls,
         "modules": case.names,
         "allowed": case.ruler.allowed,

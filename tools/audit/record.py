@@ -367,10 +367,7 @@ class Watch:
 
     def read(self, x: Tensor, slot: Point) -> Tensor:
         """The same tensor for one reader, whose gradient is recorded."""
-        if self.knows(x):
-            self.trace.same[slot] = self.held[id(x)][0]
-        else:
-            self.note(slot, x)
+        self.note(slot, x)
         writer = self.held[id(x)][0]
         self.trace.writers[slot] = writer
         if not x.requires_grad or isinstance(x, nn.Parameter):
@@ -379,7 +376,7 @@ class Watch:
         for key, value in vars(x).items():  # libraries keep placements there
             vars(view).setdefault(key, value)
         self.held[id(view)] = (writer, view, version_of(view))
-        view.register_hook(lambda grad: add_to(self.trace.returned, slot, grad))
+        self.sum_grads(view, self.trace.returned, slot)
         return view
 
     def leave(self, name: str, module, inputs, output) -> None:
@@ -387,28 +384,30 @@ class Watch:
             return
         call = self.stack.pop()
         for slot, x in outputs_of(output, not name).items():
-            point = call._replace(slot=slot)
-            if self.knows(x):
-                self.trace.same[point] = self.held[id(x)][0]
-                self.list_point(point)
-            else:
-                self.note(point, x)
-
-    def knows(self, x: Tensor) -> bool:
-        """Was it recorded, and not changed in place since?"""
-        return id(x) in self.held and self.held[id(x)][2] == version_of(x)
-
-    def list_point(self, point: Point) -> None:
-        self.trace.order.append(point)
-        if self.stack:
-            self.trace.callers[point] = self.stack[-1]
+            self.note(call._replace(slot=slot), x)
 
     def note(self, point: Point, x: Tensor) -> None:
-        self.list_point(point)
+        """Record a tensor, or another name of one that was not changed in place."""
+        is_known = id(x) in self.held and self.held[id(x)][2] == version_of(x)
+        if not (is_known and point.is_input):
+            self.trace.order.append(point)
+        if self.stack:
+            self.trace.callers[point] = self.stack[-1]
+        if is_known:
+            self.trace.same[point] = self.held[id(x)][0]
+            return
         self.trace.values[point] = copy_of(x)
         self.held[id(x)] = (point, x, version_of(x))
         if x.requires_grad:
-            x.register_hook(lambda grad: add_to(self.trace.flows, point, grad))
+            self.sum_grads(x, self.trace.flows, point)
+
+    def sum_grads(self, x: Tensor, grads: dict, point: Point) -> None:
+        """Record its gradient in this pass (a parameter is in all passes)."""
+
+        def add(grad: Tensor) -> None:
+            grads[point] = grads.get(point, 0) + copy_of(grad)
+
+        self.handles.append(x.register_hook(add))
 
     def remove(self) -> None:
         self.record_graph()
@@ -439,11 +438,6 @@ class Watch:
 def version_of(x: Tensor) -> int:
     """How often it was changed in place."""
     return 0 if x.is_inference() else x._version
-
-
-def add_to(grads: dict, point: Point, grad: Tensor) -> None:
-    grad = copy_of(grad)
-    grads[point] = grads[point] + grad if point in grads else grad
 
 
 # ---- Operators

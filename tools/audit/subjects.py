@@ -143,11 +143,14 @@ class Parameter(Subject):
         T = self.case.ranks
         if self.unknown:
             return ""
+        # Two groups of ranks (dp and tp) may have any order, if none is cut in T.
+        held = [piece for own in self.case.pieces for piece in own.values()]
+        is_cut = len(self.ranks) == T and any(piece.pieces == T for piece in held)
         for rank, piece in zip(self.ranks, self.pieces):
             if piece.is_others:
                 return f"rank {rank} holds {piece.words}"
             usual = rank * piece.pieces // T
-            is_shared = piece.held is Held.SHARD and piece.pieces < T == len(self.ranks)
+            is_shared = is_cut and piece.held is Held.SHARD and piece.pieces < T
             if is_shared and piece.number != usual:
                 return (
                     f"rank {rank} holds piece {piece.number} of {piece.pieces}; if "
@@ -203,9 +206,9 @@ class Output(Subject):
         self.held = [trace.value(point) for trace in case.own]
         self.relation = self.bias_relation() or case.relation_of(point)
         self.kind = self.relation.kind
-        self.seen = "; ".join([*notes, *self.details()])
+        self.seen = "; ".join([*notes, *self.details(is_all_compared=not notes[1:])])
 
-    def details(self) -> list[str]:
+    def details(self, is_all_compared: bool) -> list[str]:
         case = self.case
         point = self.point
         found = []
@@ -215,7 +218,7 @@ class Output(Subject):
             found.append(f"{point} is the first wrong tensor: {self.relation}")
             before = case.order[: case.order.index(point)]
             right = [other for other in before if is_right(case.relation_of(other))]
-            if right and point.is_input:
+            if right and point.is_input and is_all_compared:
                 found.append(
                     f"{right[-1]} is right, so the fault is in what the forward of "
                     f"{self.where} does in between"
@@ -233,9 +236,6 @@ class Output(Subject):
                 f"to {inside[-1]}) are right, so the fault is in its own forward"
             )
         return found
-
-    def is_times(self, k: float) -> bool:
-        return self.kind is Kind.FACTOR and abs(self.relation.factor / k - 1) < 1e-6
 
     def counted_term(self) -> str:
         """A tensor of which it contains several times what it should, or nothing. A
@@ -273,11 +273,12 @@ class Output(Subject):
     def norm_of_shard(self) -> str:
         """Is it a norm of a sharded tensor that is right?"""
         name = self.case.full.classes.get(self.point.module, "")
-        is_norm = re.search("group|layer|rms", name.lower())  # not of each channel
-        if self.point.slot or not is_norm or "norm" not in name.lower():
+        is_of_channel = re.search("batch|instance", name.lower())
+        if self.point.slot or is_of_channel or "norm" not in name.lower():
             return ""
         how = self.case.relation_of(self.point._replace(slot="input 0"))
-        if how is None or how.kind is not Kind.SHARD:
+        dim = 1 if "group" in name.lower() else self.expected.dim() - 1
+        if how is None or how.kind is not Kind.SHARD or how.dim != dim:
             return ""
         return f"it is a {name}, and its input is right ({how})"
 
@@ -473,16 +474,15 @@ class Flow(Subject):
         self.wrong = wrong
         closest = case.gradient(wrong[0])  # to the loss
         self.is_unexplained = closest.kind is Kind.UNEXPLAINED
-        self.text = f"dL/d(output of {self.point}): {self.relation}"
+        name = self.point if self.point.slot else f"output of {self.point}"
+        self.text = f"dL/d({name}): {self.relation}"
         self.returned = self.readers()
 
     def of_loss(self) -> tuple | bool:
         own = self.case.own[0]
-        kinds = [self.case.gradient(name).kind for name in self.wrong]
-        is_averaged = self.kind is Kind.FACTOR and Kind.MEAN in kinds  # by the ranks
-        if not self.is_of_loss() or is_averaged:
-            return False
-        if own.point(Point("")) == own.point(self.point):
+        if not self.is_of_loss() or self.kind is Kind.PARTIAL:
+            return False  # a sum is missing behind it
+        if own.point(self.point) in map(own.point, own.outputs(Point(""))):
             return "loss", self.text
         return "the model", f"{self.text}; the model makes its output of this tensor"
 
@@ -512,11 +512,7 @@ class Flow(Subject):
 
     def is_of_loss(self) -> bool:
         """Is it the gradient that the loss returns?"""
-        case = self.case
-        last = Point("")
-        if case.full.flow(last) is None:
-            last = case.full.order[-1]
-        return case.full.point(last) == case.full.point(self.point)
+        return self.case.full.point(self.point) in self.case.ends()
 
     def readers(self) -> list[tuple[str, Relation]]:
         """Modules, or functions of a module, that return a wrong gradient to it."""
@@ -590,8 +586,7 @@ class Flow(Subject):
         for point in self.made_after():
             partial = [trace.flow(point) for trace in case.own]
             if case.is_slice_of(got, partial, case.full.flow(point)):
-                around = case.around(self.point)
-                place = around[0].module or "the model" if around else "the model"
+                place = self.user() or "the model"
                 return place, self.sliced(str(point), f"in the forward of {place}")
         readers = case.full.readers(self.point)
         for reader in sorted(readers, key=lambda r: -r.module.count(".")):
@@ -1063,7 +1058,7 @@ class Step(Subject):
         if all(k == 1 for k in found):
             return None
         words = f"{numbers(found)} times the right ones on ranks 0, 1, …"
-        return "clip()", f"after it the gradients are {words}"
+        return "clip()", f"after it the gradients are on average {words}"
 
 
 class Update(Subject):
@@ -1162,10 +1157,6 @@ class Update(Subject):
         wrong = self.wrong_ranks(what)
         said = f"its gradient in step {self.number + 1} is wrong on rank"
         return f"{said} {wrong[0]}" if wrong else ""
-
-    def of_frozen(self) -> bool:
-        frozen = self.case.full.frozen
-        return self.is_wrong and self.case.owner_in_full(self.where) in frozen
 
     def without_gradient(self) -> str:
         """Is there no gradient on some ranks, although the full model has one?"""
