@@ -387,6 +387,7 @@ def train_mlp(name, mlp, batch, args, dp_group=None) -> MLPRun:
     optimizer = sgd_of_mlp(mlp, x, args)
     losses = {}
     for step in range(1, args.steps + 1):
+        torch.manual_seed(args.seed + step)  # the same dropout masks, if you add some
         optimizer.zero_grad()
         # COMM.label does nothing but name the collectives inside, for section 5.
         with COMM.label(name, "forward"):

@@ -363,8 +363,7 @@ def main(args, report: lesson00.Report) -> None:
 def show_what_travels(report, size: dict[str, int], tp_group) -> None:
     """Of one MLP's calls: how many have a product between their start and their end?"""
     report.section("One MLP: calls with a product between start and wait")
-    text = "a gather has 1 + Q·(T - 1) products, its own slice first"
-    report.say(f"   In pieces, {text}; a reduce-scatter has Q·T.")
+    report.say("   In pieces: 1 + Q·(T - 1) products a gather, Q·T a reduce-scatter.")
     predicted = {  # run, phase → calls, and those behind a product
         ("TP + SP", "forward"): ("2", "0"),
         ("TP + SP", "backward"): ("3", "0"),

@@ -1,5 +1,6 @@
 """Edits of the scripts in beyond/ and of lesson 00, as a student makes them."""
 
+import re
 import shutil
 
 import jobs
@@ -78,6 +79,22 @@ RIGHT = {
     "normal numbers": (4, "00_collectives.py", "", [NORMAL]),
 }
 
+WAIT = ("00_collectives.py", "    work.wait()\n", "")
+DROPOUT = ("01_naive_mlp_tp.py", "return self.down_proj(F.gelu(self.up_proj(x_BSD)))",
+           "return F.dropout(self.down_proj(F.gelu(self.up_proj(x_BSD))))")  # fmt: skip
+DIM = (SEQUENCE, "ReduceScatterWithGrad.apply(partial_y_BSD, 1, ",
+       "ReduceScatterWithGrad.apply(partial_y_BSD, 0, ")  # fmt: skip
+WRONG = {  # ranks, script, what it says, and what it must not say
+    "a sum that nobody waited for": (2, "00_collectives.py",
+        "a sum started, then waited for: 0 0, expected 1 1", "51 checks", [WAIT]),
+    # Only a slice of the batch has other masks; every other split is right.
+    "dropout in DP": (2, "01_naive_mlp_tp.py", "failed: outputs 1/4", "naive: off",
+                      [DROPOUT]),
+    # Sections keep their numbers, and nothing is ok where nothing was compared.
+    "a sum of the wrong dim": (2, SEQUENCE, "\n6  Lengths that", "raised ok",
+                               [DIM]),
+}  # fmt: skip
+
 
 def run_edited(folder, ranks: int, script: str, edits: list) -> jobs.Done:
     """A script of a copy of the course in which these lines are others."""
@@ -106,6 +123,14 @@ def test_a_right_edit_passes(edit, tmp_path):
         assert ("\n≠ loss of a tiny " if edit in SAME_BYTES else " ≠") in done.out
     else:
         assert "≠" not in done.out
+
+
+@pytest.mark.parametrize("edit", WRONG)
+def test_a_wrong_edit_fails(edit, tmp_path):
+    ranks, script, says, never, edits = WRONG[edit]
+    done = run_edited(tmp_path, ranks, script, edits)
+    assert done.code == 1 and f"\nFAIL  {script.removesuffix('.py')}" in done.out
+    assert says in done.out and never not in re.sub(" +", " ", done.out)
 
 
 def test_a_mean_of_means_fails(tmp_path):
