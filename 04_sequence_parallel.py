@@ -2721,7 +2721,6 @@ class Report:
         what is compared, "norms", if it only repeats that the runs agree.
         """
         allowed = allowed or self.allowed
-        nothing = torch.empty(0)  # stands for what a run does not have
         names = {}  # of all runs, in order
         for values in runs.values():
             names.update(dict.fromkeys(values))
@@ -2742,20 +2741,19 @@ class Report:
                 if run in self.raised:  # it ended before it had all values
                     row[run] = "raised"
                     continue
-                value = values.get(name, nothing)
+                value = values.get(name, torch.empty(0))  # empty: it has none
                 norm = torch.as_tensor(value, dtype=torch.float64).detach().norm()
                 row[run] = math.hypot(row[run], norm)
                 if values is reference:
                     continue
-                expected = reference.get(name, nothing)
+                expected = reference.get(name, torch.empty(0))
                 diff = rel_diff(value, expected, LEAST.get(key.split()[-1], 0.0))
                 row["diff"] = max(row["diff"], diff)
                 what = f"{name}, {run}"
                 if not self.check_tensor(key, what, value, expected, allowed):
                     row["off"].append(run)
-        if brief and has_others:
-            return self.table(key, list(rows.values()), brief=f"{len(names)} {brief}")
-        self.table(key, list(rows.values()))
+        brief = f"{len(names)} {brief}" if brief and has_others else ""
+        self.table(key, list(rows.values()), brief=brief)
 
     def ledger(self, formulas: dict, size: dict, steps=1, hide=(), brief=()) -> None:
         """Check the calls and bytes of one step, as counted, against formulas.
@@ -3093,8 +3091,7 @@ def launch(main, parse_args, module: dict) -> None:
         report = Report(Path(module["__file__"]).stem, args)
         main(args, report)
         fails = report.verdict() == "FAIL"
-        if fails and args.bug:
-            print(diagnosis, flush=True)
+        print(f"{diagnosis}\n" if fails and args.bug else "", end="", flush=True)
         with COMM.blocking("the last barrier", list(range(args.ranks))):
             dist.barrier()
     except Exception as error:
