@@ -6,8 +6,7 @@
 
 A recording is a JSON file. Its events are the player's steps. Each has a kind, a
 caption, and for every rank the tensors that it made and the bytes that the lesson's own
-counter (COMM) counted. The ledger is that counter at the end, next to the lesson's
-formula.
+METER counted. The ledger is what it counted at the end, next to the lesson's formula.
 
 recorder.py is what watches a run, record_scenes.py has the scenes.
 """
@@ -38,8 +37,7 @@ def record(folder: Path, names: list[str]) -> None:
         sys.modules.pop(module, None)  # a scene may have broken it
         lesson = importlib.import_module(module)
         torch.manual_seed(1)
-        lesson00 = getattr(lesson, "lesson00", lesson)  # of a script in beyond/
-        group = lesson00.mesh_groups({"tp": dist.get_world_size()}, 60)["tp"]
+        group = dist.new_group(timeout=timedelta(seconds=60), group_desc="tp")
         about = {"name": name, "lesson": module}
         about.update(scene(lesson, group, name))
         if dist.get_rank() == 0:
