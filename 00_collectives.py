@@ -63,7 +63,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 # ==== NEW in 00: collectives
-# Read lines 66 to 303, in about 25 minutes. Stop at RUN.
+# Read lines 66 to 304, in about 24 minutes. Stop at RUN.
 
 # Every rank begins with these lines (the first is in `launch`, the second in main):
 #     dist.init_process_group("gloo")   # "nccl" on GPUs; waits for all ranks
@@ -317,7 +317,7 @@ def main(args, report: Report) -> None:
     show_mistakes(report, args, group)
 
 
-def sizes(args) -> dict[str, int]:
+def matrix_sizes(args) -> dict[str, int]:
     """The letters of the shape legend. T divides I, J, K and n."""
     T = args.ranks
     n = 2 * T if T <= 2 else T  # a row of texts must fit the screen
@@ -572,7 +572,8 @@ import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
@@ -595,7 +596,6 @@ COLLECTIVES = {  # PyTorch's operations: of torch.distributed, and of DTensor
     "recv_": "receive",  # counted where it is sent
 }
 LESSON = Path(__file__).stem
-SILENT = ("barrier", "wait_tensor")  # they send no tensor
 # What a verdict names first: causes before what follows from them.
 CAUSES = "runs outputs gradients replicas norms losses parameters".split()
 
@@ -631,11 +631,12 @@ class Meter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor turns it into local operations first
         namespace, _, name = func._schema.name.partition("::")
-        if "c10d" not in namespace or name in SILENT or group_of(args).size() == 1:
-            return func(*args, **(kwargs or {}))  # a group of one rank sends nothing
+        group = group_of(args) if "c10d" in namespace and name != "barrier" else None
+        if group is None or group.size() == 1:  # one rank sends nothing
+            return func(*args, **(kwargs or {}))
         collective = COLLECTIVES.get(name, name)
-        axis = group_of(args).group_desc
-        self.ranks[axis] = group_of(args).size()
+        axis = group.group_desc
+        self.ranks[axis] = group.size()
         self.count += 1
         phase = " ".join(self.label)
         self.last = f"number {self.count}, {collective} over {axis}, {phase}"
@@ -652,12 +653,14 @@ class Meter(TorchDispatchMode):
 METER = Meter()
 
 
-def group_of(args) -> dist.ProcessGroup:
+def group_of(args) -> dist.ProcessGroup | None:
     """The group of a collective. DTensor names it, as the last argument."""
     for x in args:
         if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
             return dist.ProcessGroup.unbox(x)
-    return dist.distributed_c10d._resolve_process_group(args[-1])
+    if isinstance(args[-1], str):
+        return dist.distributed_c10d._resolve_process_group(args[-1])
+    return None  # it waits for a collective that has been counted
 
 
 def nbytes(x) -> int:
@@ -696,17 +699,14 @@ def ring(collective: str, payload: int, ranks: int) -> int:
     return rounds * payload * (ranks - 1) // ranks
 
 
-def rel_diff(got, expected, least=0.0) -> float:
+def rel_diff(got, expected) -> float:
     """max|got − expected| / max|expected|; inf for nan or another shape."""
     got = torch.as_tensor(got, dtype=torch.float64).detach().cpu()
     expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
     if got.shape != expected.shape:
         return math.inf
-    if torch.equal(got, expected):
-        return 0.0
-    scale = expected.abs().max().clamp(min=least)
-    diff = ((got - expected).abs().max() / scale).item()
-    return math.inf if math.isnan(diff) else diff
+    diff = (got - expected).abs().max() / expected.abs().max().clamp(min=LEAST)
+    return math.inf if diff.isnan() else diff.item()
 
 
 def difference(got, expected) -> str:
@@ -792,35 +792,33 @@ class Report:
         fold: name → name of the row; values in one row are still compared one by one.
         """
         first, *others = runs
-        values = {}  # row → run → values
-        worst = {}  # (row, run) → largest difference
-        for name, expected in runs[first].items():
-            row = fold(name)
-            cells = values.setdefault(row, {run: [] for run in runs})
-            cells[first].append(expected)
-            for run in others:
-                got = runs[run].get(name, math.nan)  # your edit may have removed it
-                diff = rel_diff(got, expected, LEAST)
-                text = "" if diff <= allowed else difference(got, expected)
-                self.check(f"{what}: {name}, {run}", diff, allowed, text)
-                cells[run].append(got)
-                worst[row, run] = max(worst.get((row, run), 0.0), diff)
-        most = max(worst.values(), default=0.0)
-        if brief and most <= allowed:
-            self.say(f"{len(runs[first])} {what}: as {first}, worst {most:.1e}")
-            return
         rows = []
-        for name, cells in values.items():
-            row = {"name": name, first: norm(cells[first])}
+        worst = 0.0
+        for row_name in dict.fromkeys(fold(name) for name in runs[first]):
+            names = [name for name in runs[first] if fold(name) == row_name]
+            row = {"name": row_name, first: norm([runs[first][x] for x in names])}
+            most = 0.0
             for run in others:
-                holds = worst[name, run] <= allowed
-                row[run] = norm(cells[run]) + ("" if holds else "✗")
+                # Your edit may have removed a value.
+                values = {name: runs[run].get(name, math.nan) for name in names}
+                mark = ""
+                for name, got in values.items():
+                    expected = runs[first][name]
+                    diff = rel_diff(got, expected)
+                    text = "" if diff <= allowed else difference(got, expected)
+                    if not self.check(f"{what}: {name}, {run}", diff, allowed, text):
+                        mark = "✗"
+                    most = max(most, diff)
+                row[run] = norm(list(values.values())) + mark
             row.update({run: "raised" for run in self.raised if not brief})
-            most = max((worst[name, run] for run in others), default=0.0)
             row["diff"] = f"{most:.1e}"
             row["ok"] = "ok" if most <= allowed else "✗"
             rows.append(row)
-        self.table(rows)
+            worst = max(worst, most)
+        if brief and worst <= allowed:
+            self.say(f"{len(runs[first])} {what}: as {first}, worst {worst:.1e}")
+        else:
+            self.table(rows)
 
     def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
         """After training, what is replicated must be bitwise identical on all ranks."""
@@ -916,18 +914,21 @@ class Report:
         for kind in sorted(kinds, key=order.index):
             # Backward begins at the output: the last gradient is nearest to the cause.
             check = kinds[kind][-1 if kind == "gradients" == order[0] else 0]
-            lines.append(f"✗ {check['name']}: {check['text']}, on ranks {check['ranks']}")
+            lines.append(
+                f"✗ {check['name']}: {check['text']}, on ranks {check['ranks']}"
+            )
         worst = max(x["diff"] for x in checks.values() if not x["ranks"])
         text = f"{len(checks)} checks, worst difference {worst:.1e}"
         if kinds:
             text = ", ".join(f"{len(kinds[kind])} {kind}" for kind in kinds)
-            text = f"{text} are wrong; where it begins: tools/doctor.py {LESSON}.py"
+            text = f"{text} are wrong; where it begins: tools/doctor.py"
         elif formulas:
             text += f"; {len(formulas)} formulas describe another model or split"
         word = "FAIL" if kinds else "PASS"
         lines.append(f"{word}  {LESSON}  {text}")
         result = "\n".join(textwrap.fill(x, 88, subsequent_indent="  ") for x in lines)
-        print(f"\n{result}", flush=True)
+        result = f"\n{result}"
+        print(result, flush=True)
         if args.json and dist.get_rank() == 0:
             data = dict(verdict=word, ranks=args.ranks, dtype=args.dtype)
             data |= dict(size=self.size, checks=list(checks.values()), rows=self.rows)
@@ -957,8 +958,14 @@ def wrong_flag(text: str) -> None:
     raise ValueError(text)
 
 
-class Failed(Exception):
-    """Ends a rank with what torchrun's report is to end with."""
+def end(text: str, code: int) -> None:
+    """End this rank with an error: torchrun's report of it ends with this text."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        path.write_text(json.dumps({"message": message}))
+    sys.stdout.flush()
+    os._exit(code)
 
 
 @record  # torchrun's report ends with the error of the first rank that failed
@@ -974,21 +981,21 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     text = "seconds that a call may wait"
     parser.add_argument("--timeout", type=positive, default=60, help=text)
     parser.add_argument("--json", type=Path, help="write all checks and rows there")
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine
+    rank = int(os.environ.get("RANK", 0))
+    is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine
     try:
         args = parser.parse_args()
         if "RANK" not in os.environ:
             command = "torchrun --standalone --nproc_per_node=2"
-            raise ValueError(f"start it with {command} {' '.join(sys.argv)}")
+            raise ValueError(f"start it with torchrun: {command} {' '.join(sys.argv)}")
         args.ranks = int(os.environ["WORLD_SIZE"])
         report = Report(sizes(args), getattr(args, "steps", 1))
     except ValueError as error:
-        get_error_handler().record_exception(error)
-        if is_first:  # torchrun ends the others
-            sys.exit(f"error: {error}")
-        time.sleep(5)
-        raise
-    if os.environ["RANK"] != "0":
+        if is_reporter:
+            print(f"error: {error}", file=sys.stderr)
+        time.sleep(0 if is_reporter else 5)  # torchrun then ends the others
+        end(f"error: {error}", 2)
+    if rank:
         sys.stdout = open(os.devnull, "w")
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     args.device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu"
@@ -998,23 +1005,21 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
     mesh = getattr(args, "mesh", f"tp {args.ranks}")
-    print(
-        f"{LESSON}  ranks {args.ranks}, mesh {mesh}  {backend} on "
-        f"{args.device.partition(':')[0]}  {args.dtype}"
-    )
+    where = f"{backend} on {torch.device(args.device).type}"
+    print(f"{LESSON}  ranks {args.ranks}, mesh {mesh}  {where}  {args.dtype}")
     print("  ".join(f"{letter} {number}" for letter, number in report.size.items()))
     try:
         main(args, report)
         failures = report.verdict(args)
     except Exception as error:
         # Ranks whose numbers differ have not made the same calls.
-        text = f"rank {dist.get_rank()} failed; its last collective: {METER.last}"
-        raise Failed(text) from error
+        text = f"rank {rank} failed; its last collective: {METER.last}"
+        raise RuntimeError(text) from error
     dist.barrier()
     dist.destroy_process_group()
-    if failures and is_first:
+    if failures and is_reporter:
         time.sleep(1)  # the other ranks end first, so torchrun reports this one only
-        raise Failed(f"\n{failures}")
+        end(failures, 1)
     sys.stdout.flush()
     os._exit(0)  # a normal exit takes half a second, and DTensor's caches hold groups
 
@@ -1025,4 +1030,4 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
 if __name__ == "__main__":
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    launch(main, sizes, parser)
+    launch(main, matrix_sizes, parser)
