@@ -762,6 +762,13 @@ class Report:
         self.checks[name] = check | {"is_formula": is_formula}
         return diff <= allowed  # False for nan
 
+    def agree(self, name: str, got, expected, allowed: float) -> float:
+        """Check a tensor against its reference. Returns their relative difference."""
+        diff = rel_diff(got, expected)
+        text = "" if diff <= allowed else difference(got, expected)
+        self.check(name, diff, allowed, text)
+        return diff
+
     @contextmanager
     def run(self, run: str):
         """An error that all ranks raise within `with` ends this run, not the lesson."""
@@ -769,8 +776,9 @@ class Report:
             yield
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            at = [x.lineno for x in frames if x.filename == __file__][-1]
-            text = f"{type(error).__name__}: {str(error).splitlines()[0]}, line {at}"
+            at = [x for x in frames if x.filename == __file__][-1]
+            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            text += f" (line {at.lineno}, in {at.name})"
             print(f"rank {dist.get_rank()}, {run}: {text}", file=sys.stderr, flush=True)
             # A rank that waits in a collective for another one raises after --timeout.
             store = dist.distributed_c10d._get_default_store()
@@ -800,19 +808,16 @@ class Report:
             most = 0.0
             for run in others:
                 # Your edit may have removed a value.
-                values = {name: runs[run].get(name, math.nan) for name in names}
-                mark = ""
-                for name, got in values.items():
+                values = [runs[run].get(name, math.nan) for name in names]
+                diffs = []
+                for name, got in zip(names, values):
+                    name_of_check = f"{what}: {name}, {run}"
                     expected = runs[first][name]
-                    diff = rel_diff(got, expected)
-                    text = "" if diff <= allowed else difference(got, expected)
-                    if not self.check(f"{what}: {name}, {run}", diff, allowed, text):
-                        mark = "✗"
-                    most = max(most, diff)
-                row[run] = norm(list(values.values())) + mark
+                    diffs.append(self.agree(name_of_check, got, expected, allowed))
+                most = max(most, *diffs)
+                row[run] = norm(values) + ("" if max(diffs) <= allowed else "✗")
             row.update({run: "raised" for run in self.raised if not brief})
-            row["diff"] = f"{most:.1e}"
-            row["ok"] = "ok" if most <= allowed else "✗"
+            row.update(diff=f"{most:.1e}", ok="ok" if most <= allowed else "✗")
             rows.append(row)
             worst = max(worst, most)
         if brief and worst <= allowed:
@@ -903,31 +908,34 @@ class Report:
                     checks[name] = check | {"ranks": [*first["ranks"], rank]}
         failed = [check for check in checks.values() if check["ranks"]]
         formulas = [check for check in failed if check["is_formula"]]
-        lines = [f"≠ {check['name']}: {check['text']}" for check in formulas[:8]]
         kinds = {}  # "gradients" → its failed checks
         for check in failed:
             if not check["is_formula"]:
                 kinds.setdefault(check["name"].partition(":")[0], []).append(check)
+        lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 8]]
         # If the loss of step 1 is wrong, forward is wrong: that is the cause.
         losses = " ".join(check["name"] for check in kinds.get("losses", []))
-        order = ["losses", *CAUSES] if "step 1," in losses else [*CAUSES, *kinds]
+        is_forward = "step 1," in losses
+        order = [*(["losses"] if is_forward else []), *CAUSES, *kinds]
         for kind in sorted(kinds, key=order.index):
             # Backward begins at the output: the last gradient is nearest to the cause.
-            check = kinds[kind][-1 if kind == "gradients" == order[0] else 0]
-            lines.append(
-                f"✗ {check['name']}: {check['text']}, on ranks {check['ranks']}"
-            )
+            is_last = kind == "gradients" and not is_forward
+            check = kinds[kind][-1 if is_last else 0]
+            text = f"{check['text']}, on ranks {check['ranks']}"
+            lines.append(f"✗ {check['name']}: {text}")
         worst = max(x["diff"] for x in checks.values() if not x["ranks"])
         text = f"{len(checks)} checks, worst difference {worst:.1e}"
-        if kinds:
-            text = ", ".join(f"{len(kinds[kind])} {kind}" for kind in kinds)
-            text = f"{text} are wrong; where it begins: tools/doctor.py"
-        elif formulas:
+        if formulas:
             text += f"; {len(formulas)} formulas describe another model or split"
+        if kinds:
+            counts = [f"{len(kinds[x])} {x}" for x in sorted(kinds, key=order.index)]
+            command = f"torchrun --standalone --nproc_per_node={args.ranks}"
+            text = f"{', '.join(counts)} are wrong. Where it begins: {command} "
+            text += f"tools/doctor.py {LESSON}.py"
         word = "FAIL" if kinds else "PASS"
-        lines.append(f"{word}  {LESSON}  {text}")
-        result = "\n".join(textwrap.fill(x, 88, subsequent_indent="  ") for x in lines)
-        result = f"\n{result}"
+        lines = ["", *lines, f"{word}  {LESSON}  {text}"]
+        wrap = textwrap.TextWrapper(88, subsequent_indent="  ", break_on_hyphens=False)
+        result = "\n".join(wrap.fill(line) for line in lines)
         print(result, flush=True)
         if args.json and dist.get_rank() == 0:
             data = dict(verdict=word, ranks=args.ranks, dtype=args.dtype)
@@ -968,12 +976,8 @@ def end(text: str, code: int) -> None:
     os._exit(code)
 
 
-@record  # torchrun's report ends with the error of the first rank that failed
-def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
-    """One rank: flags, process group, lesson, verdict, exit code.
-
-    sizes: turns the flags into the numbers of the shape legend, or refuses one.
-    """
+def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with the flags that all lessons have."""
     parser.error = wrong_flag
     text = "float64 separates bugs from rounding errors"
     parser.add_argument("--dtype", choices=list(ALLOWED), default="float32", help=text)
@@ -981,28 +985,38 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     text = "seconds that a call may wait"
     parser.add_argument("--timeout", type=positive, default=60, help=text)
     parser.add_argument("--json", type=Path, help="write all checks and rows there")
-    rank = int(os.environ.get("RANK", 0))
-    is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine
-    try:
-        args = parser.parse_args()
-        if "RANK" not in os.environ:
-            command = "torchrun --standalone --nproc_per_node=2"
-            raise ValueError(f"start it with torchrun: {command} {' '.join(sys.argv)}")
-        args.ranks = int(os.environ["WORLD_SIZE"])
-        report = Report(sizes(args), getattr(args, "steps", 1))
-    except ValueError as error:
-        if is_reporter:
-            print(f"error: {error}", file=sys.stderr)
-        time.sleep(0 if is_reporter else 5)  # torchrun then ends the others
-        end(f"error: {error}", 2)
-    if rank:
-        sys.stdout = open(os.devnull, "w")
+    args = parser.parse_args()
+    if args.json:
+        args.json.open("a").close()
+    if "RANK" not in os.environ:
+        command = "torchrun --standalone --nproc_per_node=2"
+        raise ValueError(f"start it with torchrun: {command} {' '.join(sys.argv)}")
+    args.ranks = int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     args.device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu"
-    if on_gpu:
+    return args
+
+
+@record  # of an error that is not expected, torchrun's report has the traceback
+def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
+    """One rank: flags, process group, lesson, verdict, exit code.
+
+    sizes: turns the flags into the numbers of the shape legend, or refuses one.
+    """
+    is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine
+    try:
+        args = read_flags(parser)
+        report = Report(sizes(args), getattr(args, "steps", 1))
+    except (ValueError, OSError) as error:
+        time.sleep(0 if is_reporter else 5)  # torchrun ends the others before that
+        print(f"error: {error}", file=sys.stderr)
+        end(f"error: {error}", 2)
+    if os.environ["RANK"] != "0":
+        sys.stdout = open(os.devnull, "w")
+    backend = "gloo" if args.device == "cpu" else "nccl"
+    if backend == "nccl":
         torch.cuda.set_device(args.device)
     torch.set_num_threads(1)  # ranks share the cores
-    backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
     mesh = getattr(args, "mesh", f"tp {args.ranks}")
     where = f"{backend} on {torch.device(args.device).type}"
@@ -1013,7 +1027,7 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
         failures = report.verdict(args)
     except Exception as error:
         # Ranks whose numbers differ have not made the same calls.
-        text = f"rank {rank} failed; its last collective: {METER.last}"
+        text = f"rank {dist.get_rank()} failed; its last collective: {METER.last}"
         raise RuntimeError(text) from error
     dist.barrier()
     dist.destroy_process_group()
