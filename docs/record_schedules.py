@@ -43,7 +43,7 @@ def record(script, group, recorder, kinds: list[str], M: int) -> dict:
     formulas = {}
     for kind, run in runs.items():
         for (_, *call), payloads in run[rank]["calls"].items():
-            lesson.METER.calls[kind, *call] = payloads
+            lesson.METER.calls[Call(kind, *call)] = payloads
         v = CHUNKS.get(kind, 1)
         for phase, last in (("forward", P - 1), ("backward", 0)):
             passes = v - (rank == last)  # the model's last, or first, chunk sends none
