@@ -307,7 +307,8 @@ def mesh_groups(sizes: dict[str, int], timeout: float) -> dict[str, dist.Process
 
 def main(args, report: Report) -> None:
     """Print five sections; in each, every rank checks its own values."""
-    group = mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
+    limit = timedelta(seconds=args.timeout)
+    group = dist.new_group(timeout=limit, group_desc="tp")  # all ranks
     torch.manual_seed(args.seed)  # the same matrices on every rank
     show_three_placements(report, args, group)
     show_collectives(report, args, group)
@@ -351,10 +352,25 @@ def check_value(report: Report, name: str, got: Tensor, expected: Tensor, group)
     # Sums of integers are exact in any order; of other numbers, if you have edited it.
     is_exact = torch.equal(expected, expected.round())
     allowed = 0.0 if is_exact else ALLOWED[str(expected.dtype).removeprefix("torch.")]
-    values = f"{name}: {as_text(got)}, expected {as_text(expected)}"
-    text = values if got.numel() <= 4 else ""  # else: by how much it is off
-    holds = report.check(f"{name}, value", rel_diff(got, expected), allowed, text)
-    return "ok" if all(of_all_ranks(holds, group)) else "✗"
+    diff = report.agree(f"values: {name}", got, expected, allowed)
+    return "ok" if all(of_all_ranks(diff <= allowed, group)) else "✗"
+
+
+def check_calls(report: Report, run: str, formula: str) -> dict:
+    """Compare a run's calls and bytes with one call of so many bytes: cells of a table.
+
+    formula: the payload in bytes, 0 for a run that sends nothing.
+    """
+    measured = {call[2]: sizes for call, sizes in METER.calls.items() if call[0] == run}
+    calls = sum(len(sizes) for sizes in measured.values())
+    sent = report.size["T"] > 1 and formula != "0"  # one rank sends nothing
+    report.check(f"calls: {run}", abs(calls - int(sent)), is_formula=True)
+    payload = sum(sum(sizes) for sizes in measured.values())
+    cells = report.expect(f"bytes: {run}", payload, formula if sent else "0")
+    on_ring = 0
+    for kind, sizes in measured.items():
+        on_ring += ring(kind, sum(sizes), report.size["T"])
+    return cells | {"formula": formula, "ring": f"{on_ring:,}"}
 
 
 # ---- The sections of the output, in order
@@ -370,8 +386,10 @@ def show_three_placements(report: Report, args, group) -> None:
         partial = full - (group.size() - 1)
 
     held = [f"rank {group.rank()}", as_text(full), as_text(sharded), as_text(partial)]
-    joined = check_value(report, "Shard(0)", all_gather(sharded, 0, group), full, group)
-    summed = check_value(report, "Partial()", all_reduce(partial, group), full, group)
+    name = "sharded, all-gather"
+    joined = check_value(report, name, all_gather(sharded, 0, group), full, group)
+    name = "partial, all-reduce"
+    summed = check_value(report, name, all_reduce(partial, group), full, group)
     lines = [
         ["in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}"],
         *of_all_ranks(held, group),
@@ -393,17 +411,16 @@ def show_collectives(report: Report, args, group) -> None:
     total = sum(xs)
     mine = shard(total, 0, group)
     slices = torch.cat([split(x_of_r, 0, T)[rank] for x_of_r in xs])
-    with METER.phase("moves", ""):  # counts the collectives inside
-        moves = [  # name, what a rank gets in words, what it got, what must come out
-            ("all-reduce", "the sum", all_reduce(x, group), total),
-            ("reduce-scatter", "a slice of it", reduce_scatter(x, 0, group), mine),
-            ("all-gather", "all slices of it", all_gather(mine, 0, group), total),
-            ("broadcast", f"rank {T - 1}'s", broadcast(x, T - 1, group), xs[T - 1]),
-            ("all-to-all", "a slice of each", all_to_all(x, group), slices),
-        ]
-        if T > 1:  # one rank has no other to send to
-            got = send_recv(x, (rank + 1) % T, x, (rank - 1) % T, group)
-            moves.append(("send/recv", "the rank before's", got, xs[rank - 1]))
+    moves = [  # name, what a rank gets in words, how, and what must come out
+        ("all-reduce", "the sum", lambda: all_reduce(x, group), total),
+        ("reduce-scatter", "a slice of it", lambda: reduce_scatter(x, 0, group), mine),
+        ("all-gather", "all slices of it", lambda: all_gather(mine, 0, group), total),
+        ("broadcast", f"rank {T - 1}'s", lambda: broadcast(x, T - 1, group), xs[T - 1]),
+        ("all-to-all", "a slice of each", lambda: all_to_all(x, group), slices),
+    ]
+    if T > 1:  # one rank has no other to send to
+        pass_on = lambda: send_recv(x, (rank + 1) % T, x, (rank - 1) % T, group)
+        moves.append(("send/recv", "the rank before's", pass_on, xs[rank - 1]))
     report.section("Five collectives and send/recv: rank r has 10·r, 10·r + 1, …")
     report.say("bytes = payload: a rank's input, or its output if that is larger")
     show_moves(report, x, moves[:3], group)
@@ -416,13 +433,14 @@ def show_moves(report: Report, x: Tensor, moves: list[tuple], group) -> None:
     gets = {"": "a rank gets", "before": ""}
     held = {"": f"rank {group.rank()}", "before": as_text(x)}
     payload = {"": "bytes", "before": ""}
-    for name, effect, got, expected in moves:
+    for name, effect, move, expected in moves:
+        with METER.phase(name, ""):  # counts the collectives inside
+            got = move()
         value = check_value(report, name, got, expected, group)
         gets[name] = effect if value == "ok" else f"{effect} ✗"
         held[name] = as_text(got)
         # Each moves a full tensor: it goes in, or comes out of an all-gather.
-        measured = sum(METER.calls.get(("moves", "", name, "tp"), []))
-        cells = report.expect(name, measured, "n·e" if group.size() > 1 else "0")
+        cells = check_calls(report, name, "n·e")
         payload[name] = f"{cells['bytes']} {cells['ok']}"
     report.table([gets, *of_all_ranks(held, group), payload])
 
@@ -438,24 +456,26 @@ def show_algorithm(report, algorithm, steps: str, sent: str, args, group) -> Non
     # Where T does not divide n, tensor_split makes chunks of different lengths.
     for n, formula in [("n", sent), ("n+1", sent.replace("n", "(n+1)"))]:
         x = count_from(group.rank(), evaluate(n, report.size), args)
-        run = f"{name} of {n}"
+        run = f"{name} of {len(x)}"
         with METER.phase(run, ""):
             result = algorithm(x, group)
         mine = METER.calls.get((run, "", "send/recv", "tp"), [])  # one for each step
         off = abs(len(mine) - evaluate(steps, report.size))
-        holds = report.check(f"steps of {run}", off, is_formula=True)
+        holds = report.check(f"steps: {run}", off, is_formula=True)
         # A rank may send more or less than others, so the formula is about all of them.
         by_rank = of_all_ranks(sum(mine), group)
         row = {"n": len(x), "steps": f"{len(mine)} {'ok' if holds else '≠'}"}
         row["a rank sends"] = " or ".join(map(str, sorted(set(by_rank))))
-        cells = report.expect(run, sum(by_rank), formula)
+        cells = report.expect(f"bytes: {run}", sum(by_rank), formula)
         row["all send"] = f"{cells['bytes']} {cells['ok']}"
         row["sum"] = check_value(report, run, result, all_reduce(x, group), group)
         rows.append(row)
     report.say(f"{name}, {steps} steps; all ranks together send {sent} bytes")
     report.table(rows)
     times = evaluate(sent, report.size) / evaluate("T·n·e", report.size)
-    report.say(f"On average a rank sends {times:.3g} times its tensor.")
+    of_four = evaluate(sent, report.size | {"T": 4}) / evaluate("4·n·e", report.size)
+    text = f"On average a rank sends {times:.3g} times its tensor"
+    report.say(f"{text} (4 ranks: {of_four:.3g} times).")
 
 
 def make_products(size: dict[str, int], args, group) -> list[tuple]:
@@ -492,7 +512,6 @@ def make_products(size: dict[str, int], args, group) -> list[tuple]:
 
 def show_products(report: Report, args, group) -> None:
     """What each product computes, multiplies and sends."""
-    T = group.size()
     rows = []
     for product in make_products(report.size, args, group):
         case, operands, action, result, compute, a, b, expected, formula = product
@@ -504,16 +523,18 @@ def show_products(report: Report, args, group) -> None:
         row = {"": case, "A and B are split": operands, "what to do": action}
         row["C is split"] = result if value == "ok" else f"{result} ✗"
         row["flops"] = f"{flops.get_total_flops():,}"
-        calls = {call[2]: sum(x) for call, x in METER.calls.items() if call[0] == name}
-        sent = sum(ring(kind, payload, T) for kind, payload in calls.items())
-        # One rank sends nothing, whatever the formula says.
-        cells = report.expect(name, sum(calls.values()), formula if T > 1 else "0")
-        row |= {"bytes": cells["bytes"], "ring": f"{sent:,}", "formula": formula}
-        row["ok"] = cells["ok"]
+        cells = check_calls(report, name, formula)
+        for column in ("bytes", "ring", "formula", "ok"):
+            row[column] = cells[column]
         rows.append(row)
     report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
-    report.say("1: J is not split: nothing is sent. 2, 3: it is. 4: I and K, one axis")
-    report.say("flops: one rank's; bytes: payload; ring: what a rank of a ring sends")
+    report.say(
+        "Case 1 does not split J, so no rank sends. Cases 2 and 3 split J. Case 4"
+    )
+    report.say("splits I and K over one axis, so that one of them has to be gathered.")
+    report.say(
+        "flops: of one rank; bytes: payload; ring: bytes that a rank of a ring sends"
+    )
     report.table(rows)
     text = f"On a ring an all-reduce sends {rows[3]['ring']} bytes, "
     report.say(text + f"a reduce-scatter {rows[4]['ring']}.")
@@ -580,21 +601,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
 LEAST = 1e-4  # the divisor, at least: a gradient may be 0 but for rounding errors
-COLLECTIVES = {  # PyTorch's operations: of torch.distributed, and of DTensor
-    "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_": "reduce-scatter",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "broadcast_": "broadcast",
-    "alltoall_base_": "all-to-all",
-    "all_to_all_single": "all-to-all",
-    "send": "send/recv",
-    "recv_": "receive",  # counted where it is sent
-}
+# PyTorch has several operations of each kind: allreduce_, all_reduce, …
+KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()
 LESSON = Path(__file__).stem
 # What a verdict names first: causes before what follows from them.
 CAUSES = "runs outputs gradients replicas norms losses parameters".split()
@@ -634,7 +642,9 @@ class Meter(TorchDispatchMode):
         group = group_of(args) if "c10d" in namespace and name != "barrier" else None
         if group is None or group.size() == 1:  # one rank sends nothing
             return func(*args, **(kwargs or {}))
-        collective = COLLECTIVES.get(name, name)
+        plain = name.replace("_", "")
+        kinds = [x for x in KINDS if plain.startswith(x.replace("-", ""))]
+        collective = kinds[0].replace("send", "send/recv") if kinds else name
         axis = group.group_desc
         self.ranks[axis] = group.size()
         self.count += 1
@@ -644,7 +654,7 @@ class Meter(TorchDispatchMode):
         tensors = [args[0], args[1]]
         if namespace == "_c10d_functional":
             tensors.append(out)
-        if collective != "receive":
+        if collective != "recv":  # it is counted where it is sent
             call = *self.label, collective, axis
             self.calls.setdefault(call, []).append(max(nbytes(x) for x in tensors))
         return out
@@ -821,7 +831,8 @@ class Report:
             rows.append(row)
             worst = max(worst, most)
         if brief and worst <= allowed:
-            self.say(f"{len(runs[first])} {what}: as {first}, worst {worst:.1e}")
+            count = len(runs[first])
+            self.say(f"{what}: {count} of {count} as {first}, worst {worst:.1e}")
         else:
             self.table(rows)
 
@@ -961,11 +972,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def wrong_flag(text: str) -> None:
-    """argparse itself would print its usage, on every rank."""
-    raise ValueError(text)
-
-
 def end(text: str, code: int) -> None:
     """End this rank with an error: torchrun's report of it ends with this text."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -978,7 +984,11 @@ def end(text: str, code: int) -> None:
 
 def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, with the flags that all lessons have."""
-    parser.error = wrong_flag
+
+    def error(text):  # argparse itself would print its usage, on every rank
+        raise ValueError(text)
+
+    parser.error = error
     text = "float64 separates bugs from rounding errors"
     parser.add_argument("--dtype", choices=list(ALLOWED), default="float32", help=text)
     parser.add_argument("--seed", type=positive, default=1)
