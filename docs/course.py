@@ -401,7 +401,7 @@ def code_of(name: str, node: ast.AST) -> str:
         del lines[doc.lineno - node.lineno : doc.end_lineno - node.lineno + 1]
     text = textwrap.dedent("\n".join(lines))
     code = highlight(text, PythonLexer(), HtmlFormatter(nowrap=True))
-    link = f'<a href="{place(name, name, node.lineno)}">{name[:2]}, {node.lineno}</a>'
+    link = f'<a href="{place(name, name, node.lineno)}">{name[:2]}:{node.lineno}</a>'
     return f'<div class="highlight">{link}<pre tabindex="0">{code}</pre></div>'
 
 
@@ -558,6 +558,7 @@ def write_notebooks(app) -> None:
         text = json.dumps(notebook)
         script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
         text = re.sub(script, r"(../lessons/\1.md)", text)
+        text = re.sub(r"\(\.\./bugs/\w+\.py\)", "(../bugs.md)", text)
         text = text.replace("(../docs/", "(../")
         copy = folder / path.name
         if (
@@ -576,6 +577,8 @@ def lead_to_pages(app, docname: str, content: list[str]) -> None:
             path = DOCS / "notebooks" / path.name
         elif path in PATHS.values():
             path = DOCS / "lessons" / f"{path.stem}.md"
+        elif path in BUGS:
+            path = DOCS / "bugs.md"
         return match[1] + os.path.relpath(path, folder)
 
     links = r"(\]\(|^\[.*\]: )([\w./]+\.(?:py|ipynb))\b"
