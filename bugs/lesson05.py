@@ -110,10 +110,10 @@ BUGS = {
     "group": dict(
         what="gradients are summed over tp instead of dp",
         old="""\
-            all_reduce_gradients(self.stage, self.groups["dp"])
+        all_reduce_gradients(self.stage, self.groups["dp"])
 """,
         new="""\
-            all_reduce_gradients(self.stage, self.groups["tp"])
+        all_reduce_gradients(self.stage, self.groups["tp"])
 """,
         flags="--dp 2",
         symptom="the loss of step 1 is right, every gradient wrong; replicas diverge",
