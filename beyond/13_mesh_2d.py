@@ -60,7 +60,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 13: weights in slices, and two ways to split at once
-# Read lines 62 to 204, in about 14 minutes. Stop at RUN.
+# Read lines 63 to 205, in about 14 minutes. Stop at RUN.
 
 # From lesson 00: mesh_groups lays out the ranks as a grid and returns this rank's group
 # along each axis; all_gather joins slices; reduce_scatter sums, and each rank keeps its
