@@ -589,7 +589,7 @@ def show_communication(report, forwards, runs: dict, args, groups: dict) -> None
     for p in runs["EP"].model.parameters() if "EP" in runs else []:
         size["own" if is_sharded_over(p, groups["ep"]) else "rest"] += p.numel()
     # g or f of attention and MLPs, as in lesson 02; then of the experts' rows.
-    size["z"] = lesson00.evaluate("2·L·steps·t + n·got", size)
+    size["z"] = lesson00.evaluate("2·L·steps·t + n·arrived", size)
     under_tp = (2 * size["L"] * steps + n, "z·D·e")
     formulas = {
         # First the counts: how many rows will come. Then to the experts, and back.
@@ -614,7 +614,7 @@ def show_communication(report, forwards, runs: dict, args, groups: dict) -> None
     mesh = {"dp": args.dp, "ep": args.ep, "tp": args.tp}
     report.ledger(on_axes(formulas, mesh))
     if args.tp > 1:
-        report.say("z = 2·L·steps·t + n·got: rows that f or g sum, got of the experts")
+        report.say("z = 2·L·steps·t + n·arrived: rows that f or g sum, arrived: the experts'")
     if args.ep > 1:
         text = f"rest = {size['rest']:,} elements of gradients are summed over ep"
         report.say(f"{text}; own = {size['own']:,}, the experts', are not.")

@@ -48,7 +48,7 @@ def rows_between(expert_tk: Tensor, groups: dict, args) -> Tensor:
 def rows_of_rank(forwards: list[Tensor], groups: dict) -> dict[str, float]:
     """Of this rank, as letters; the mean of several forward passes of an MoE layer.
 
-    got: rows that its experts compute. m: rows that leave this rank per all-to-all, the
+    arrived: rows that its experts compute. m: rows that leave this rank per all-to-all, the
     mean of those of its own tokens (to the experts) and of others' tokens (back).
     """
     rank = groups["ep"].rank()
@@ -56,7 +56,7 @@ def rows_of_rank(forwards: list[Tensor], groups: dict) -> dict[str, float]:
     by_owner_RR = mean_RE.view(len(mean_RE), len(mean_RE), -1).sum(2)
     has = by_owner_RR[rank].sum().item()
     got = by_owner_RR[:, rank].sum().item()
-    return {"got": got, "m": (has + got) / 2 - by_owner_RR[rank, rank].item()}
+    return {"arrived": got, "m": (has + got) / 2 - by_owner_RR[rank, rank].item()}
 
 
 def show_rows(report, rows_RE: Tensor) -> None:
