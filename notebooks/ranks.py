@@ -11,8 +11,8 @@ What a cell under `%%px` finds on every rank: all names of the lesson, and the l
 itself as `lesson` (a script of beyond/ imports the lessons, so there it is
 `lesson00.all_reduce`); `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
 `broken(name)`, which makes one of the lesson's bugs (`with broken("f"): …`);
-`contributors(call, x)`, for the colors of pictures; `check(claims)`, which ends an
-exercise.
+`contributors(call, x)`, for the colors of pictures; `of_all_ranks(value)`, a list of
+every rank's value; `check(claims)`, which ends an exercise.
 
 How it works: ipyparallel starts a controller, and an engine (an IPython without a
 screen) for each rank. The ranks connect to a store that this process keeps, so it
@@ -21,6 +21,7 @@ they need: torch is imported once, not once per rank. Each watches a pipe to thi
 process, and ends when this process has ended, however it did.
 """
 
+import __future__
 import ast
 import atexit
 import contextlib
@@ -41,7 +42,7 @@ import time
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import ipyparallel
 import psutil
@@ -101,6 +102,24 @@ def edit(name: str) -> None:
     for sign, lines in (("-", bug["old"]), ("+", bug["new"])):
         for line in lines.splitlines():
             print(sign, line)
+
+
+def table(run: dict, *columns: str) -> list[dict]:
+    """The rows of a lesson's --json that have these columns; a number is a number."""
+    found = []
+    for row in run["rows"]:
+        if row.keys() >= {*columns}:
+            found.append({name: as_number(cell) for name, cell in row.items()})
+    return found
+
+
+def as_number(cell):
+    """12,345 as it was printed, as an int or a float; any other text as it is."""
+    try:
+        value = float(str(cell).replace(",", ""))
+        return int(value) if value.is_integer() else value
+    except ValueError:
+        return cell
 
 
 def start(count: int, lesson: str, timeout: float = 8) -> "Ranks":
@@ -373,6 +392,7 @@ def show_by_rank(metadata: list[dict]) -> None:
 # On each rank
 
 HERE = {}  # rank, ranks, lesson and tp_group of this rank, and names: what cells see
+FLAGS = __future__.annotations.compiler_flag  # all lessons import them
 CALLS = (
     "all_reduce all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor "
     "broadcast all_to_all_single batch_isend_irecv barrier"
@@ -391,6 +411,7 @@ def load(rank: int, ranks: int, name: str) -> None:
     HERE.update(rank=rank, ranks=ranks, lesson=lesson, names=get_ipython().user_ns)
     HERE.update(status="in no call", counts={})
     own = dict(broken=broken, check=check, contributors=contributors)
+    own |= dict(of_all_ranks=of_all_ranks)
     own |= dict(rank=rank, ranks=ranks, lesson=lesson, dist=dist)
     public = {k: v for k, v in vars(lesson).items() if not k.startswith("__")}
     HERE["names"].update(public | own)
@@ -460,6 +481,13 @@ def replace(old, new) -> None:
                 p.sharding = (dim, new)
 
 
+def of_all_ranks(value) -> list:
+    """Every rank's value, in rank order, on each rank."""
+    values = [None] * HERE["ranks"]
+    dist.all_gather_object(values, value, group=HERE["tp_group"])
+    return values
+
+
 def contributors(call, x):
     """Which ranks are in each element of call(x), as bits: every rank has a tensor full
     of 2^rank. The call must move or add, as collectives do."""
@@ -474,20 +502,34 @@ def broken(name: str):
     home, source = modules_of_course()[path], path.read_text("utf-8")
     if source.count(bug["old"]) != 1:
         raise LookupError(f"{path.name} has not once: {bug['old']}")
-    edited = ast.parse(source.replace(bug["old"], bug["new"])).body
     known = {ast.unparse(node) for node in ast.parse(source).body}
-    undo = []
-    for node in edited:
+    good = []  # functions, and what they were
+    for node in ast.parse(source.replace(bug["old"], bug["new"])).body:
         if ast.unparse(node) not in known:
             made = {}
-            code = compile(ast.Module([node], []), path, "exec")
+            code = compile(ast.Module([node], []), path, "exec", FLAGS)
             exec(code, vars(home), made)
-            undo += put(vars(home)[node.name], made[node.name], node.name)
+            for function, edited in pairs(vars(home)[node.name], made[node.name]):
+                good.append((function, function.__code__, function.__defaults__))
+                function.__code__ = edited.__code__  # whoever has it, has the bug
+                function.__defaults__ = edited.__defaults__
     try:
         yield
     finally:
-        for set_back in undo:
-            set_back()
+        for function, code, defaults in good:
+            function.__code__ = code
+            function.__defaults__ = defaults
+
+
+def pairs(good, edited) -> list[tuple]:
+    """A function and its edited copy; of two classes, each method and its copy."""
+    if not inspect.isclass(good):
+        return [(inspect.unwrap(good), inspect.unwrap(edited))]
+    found = []
+    for name, value in vars(edited).items():
+        if isinstance(value, (staticmethod, FunctionType)):
+            found += pairs(inspect.unwrap(vars(good)[name]), inspect.unwrap(value))
+    return found
 
 
 def modules_of_course() -> dict[Path, ModuleType]:
@@ -498,22 +540,6 @@ def modules_of_course() -> dict[Path, ModuleType]:
         if path.parent in (ROOT, ROOT / "beyond"):
             found[path] = module
     return found
-
-
-def put(good, edited, name: str) -> list:
-    """Put an edited definition where the good one is; return what takes it back."""
-    undo = []
-    if inspect.isclass(good):  # instances of it exist: so its methods are replaced
-        for key, value in vars(edited).items():
-            if inspect.isroutine(value) and key in vars(good):
-                undo.append(functools.partial(setattr, good, key, vars(good)[key]))
-                setattr(good, key, value)
-        return undo
-    for place in [HERE["names"], *map(vars, modules_of_course().values())]:
-        if place.get(name) is good:
-            undo.append(functools.partial(place.__setitem__, name, good))
-            place[name] = edited
-    return undo
 
 
 def check(claims) -> None:
