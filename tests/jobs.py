@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import os
-import re
 import runpy
 import signal
 import socket
@@ -277,10 +276,11 @@ def run_driver(script: str, ranks: int) -> list:
 
 
 def run_faulty(script: str, ranks: int, *flags) -> Done:
-    """A lesson in which one rank goes wrong; data has the time when it did."""
+    """A lesson in which one rank goes wrong, under the doctor; data: when it did."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "time")
-        done = launch(ROOT / "tests" / script, ranks, *flags, FAULT_TIME=str(path))
+        env = {"FAULT_TIME": str(path), "FAULT_DOCTOR": "1"}
+        done = launch(ROOT / "tests" / script, ranks, *flags, **env)
         data = {"time": float(path.read_text())} if path.exists() else {}
     return done._replace(data=data)
 

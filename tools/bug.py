@@ -22,7 +22,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMBERS = [path.stem[-2:] for path in sorted((ROOT / "bugs").glob("*[0-9].py"))]
+NUMBERS = sorted(path.stem[-2:] for path in (ROOT / "bugs").glob("*[0-9].py"))
 
 
 def bugs_of(number: str) -> dict[str, dict]:

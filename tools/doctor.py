@@ -16,6 +16,7 @@ What it says is the end of torchrun's report. Not seen: calls of DTensor and of 
 
 import collections
 import ctypes
+import functools
 import itertools
 import json
 import math
@@ -317,6 +318,7 @@ class Calls:
         dist.Work.wait = lambda work, *args: self.wait(wait, work, *args)
 
     def watched(self, name: str, call):
+        @functools.wraps(call)
         def watched(*args, **kwargs):
             if self.status.inside or self.store is None:  # dist calls itself
                 return call(*args, **kwargs)
@@ -346,16 +348,23 @@ class Calls:
         self.leave()
         return result
 
-    def enter(self, text: str, ranks: list[int], place="") -> None:
+    def enter(self, text: str, key: str, place="") -> None:
         """This rank makes a call which returns after all these ranks have made it.
+
+        key: the ranks of a group, "[0, 1]", or of a message, "0 to 1".
 
         The n-th call of one rank is matched with the n-th call of the others.
         """
-        self.counts[str(ranks)] += 1
-        number = self.counts[str(ranks)]
+        number = self.number(text, key)
+        self.set_status(Status(True, f"{in_list(number, key)}, {text}", place))
+
+    def number(self, text: str, key: str) -> int:
+        """Note a call in these ranks' list. Which number is it there?"""
+        self.counts[key] += 1
+        number = self.counts[key]
         if self.store is not None:
-            self.store.set(f"{ranks}/{number}/{dist.get_rank()}", without_rows(text))
-        self.set_status(Status(True, f"call {number} of ranks {ranks}, {text}", place))
+            self.store.set(f"{key}/{number}/{dist.get_rank()}", without_sizes(text))
+        return number
 
     def leave(self) -> None:
         self.set_status(self.status._replace(inside=False))
@@ -366,38 +375,44 @@ class Calls:
             text = json.dumps([status, self.counts])
             self.store.set(f"status/{dist.get_rank()}", text)
 
-    def describe(self, name: str, values: list) -> tuple[str, list[int]]:
-        """A call in words, and the ranks that have to make it."""
+    def describe(self, name: str, values: list) -> tuple[str, str]:
+        """A call in words, and those who have to make it: the key of their list."""
         phase = " ".join(Script.label()).strip()
         phase = f" ({phase})" if phase else ""
         if name == "batch_isend_irecv":
-            operations = values[0]
-            group = operations[0].group or dist.group.WORLD
-            shapes = [f"{x.op.__name__} {list(x.tensor.shape)}" for x in operations]
-            ranks = dist.get_process_group_ranks(group)
-            return f"{', '.join(shapes)}{phase}", ranks
+            group = values[0][0].group or dist.group.WORLD
+            messages = [self.describe_message(operation) for operation in values[0]]
+            text = f"{', '.join(messages)} over {group.group_desc}{phase}"
+            return text, str(dist.get_process_group_ranks(group))
         groups = [x for x in values if isinstance(x, dist.ProcessGroup)]
         group = groups[0] if groups else dist.group.WORLD
-        ranks = dist.get_process_group_ranks(group)
         if name in ("send", "isend", "recv", "irecv"):
             peer = next(x for x in values if isinstance(x, int))
-            if groups:
-                peer = dist.get_global_rank(group, peer)
-            pair = [dist.get_rank(), peer]
-            if "recv" in name:
-                pair.reverse()
-            return f"{label_of_message()}{phase}", pair
+            peer = dist.get_global_rank(group, peer) if groups else peer
+            return label_of_message(), pair_of(name, peer)
+        ranks = str(dist.get_process_group_ranks(group))
         if name.startswith("new_"):
             return f"dist.{name}({values[0] if values else ''})", ranks
         shapes = [str(list(x.shape)) for x in values if isinstance(x, Tensor)]
         return f"{' '.join([name, *shapes[:1]])} over {group.group_desc}{phase}", ranks
+
+    def describe_message(self, operation: dist.P2POp) -> str:
+        """A send or a receive of a batch. The receiver must expect what is sent."""
+        name = operation.op.__name__
+        shape = list(operation.tensor.shape)
+        self.number(str(shape), pair_of(name, operation.peer))
+        return f"{name} {shape} {'to' if name == 'isend' else 'from'} {operation.peer}"
 
     def report(self) -> list[str]:
         """What is certain; then the call each rank is in, and what differs first."""
         ranks = range(dist.get_world_size())
         found = [json.loads(self.store.get(f"status/{rank}")) for rank in ranks]
         statuses = [Status(*status) for status, _ in found]
+        counts = [collections.Counter(numbers) for _, numbers in found]
+        differences = self.first_differences(counts)
         lines = [who_is_missing(statuses)]
+        if "no such call" not in "".join(differences) and "same call" in lines[0]:
+            lines = ["the ranks made different calls, or in another order"]
         failed = [rank for rank in ranks if self.store.check([f"failed/{rank}"])]
         silent = sorted(set(ranks).difference(failed))
         size = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))  # ranks per machine
@@ -414,29 +429,28 @@ class Calls:
         if silent:  # the others have waited for it
             text = f"  ranks {silent} have reported no error so far: they hang, are "
             lines.append(f"{text}stopped, cannot be reached, or are still computing")
-        counts = [collections.Counter(numbers) for _, numbers in found]
-        return lines + self.first_differences(counts)
+        return lines + differences
 
     def first_differences(self, counts: list) -> list[str]:
-        """For each set of ranks, the first call that is not the same on all of them."""
-        lines = []
+        """For each list of calls, the first one that is not the same on all its ranks.
+
+        A call that some rank has not made is named if there is no other difference.
+        """
+        differ = []
+        absent = []
         for key in dict.fromkeys(itertools.chain(*counts)):
-            ranks = json.loads(key)
-            least = min(counts[rank][key] for rank in ranks)
-            most = max(counts[rank][key] for rank in ranks)
-            for number in range(1, most + 1):
-                texts = {}
-                for rank in ranks:
-                    texts[rank] = "no such call so far"
-                    if number <= counts[rank][key]:
-                        text = self.store.get(f"{key}/{number}/{rank}")
-                        texts[rank] = text.decode()
-                if len(set(texts.values())) > 1 or number > least:
-                    text = f"  the first difference: call {number} of ranks {key}"
-                    lines.append(text)
+            ranks = [int(rank) for rank in re.findall(r"\d+", key)]
+            for number in range(1, max(counts[rank][key] for rank in ranks) + 1):
+                texts = dict.fromkeys(ranks, "no such call so far")
+                made = [rank for rank in ranks if number <= counts[rank][key]]
+                for rank in made:
+                    texts[rank] = self.store.get(f"{key}/{number}/{rank}").decode()
+                if len(set(texts.values())) > 1:
+                    lines = differ if made == ranks else absent
+                    lines.append(f"  the first difference: {in_list(number, key)}")
                     lines += by_ranks(texts, "    ")
                     break
-        return lines
+        return differ or absent
 
     def not_waited_for(self) -> list[str]:
         lines = []
@@ -469,9 +483,25 @@ def label_of_message() -> str:
     return "a message"
 
 
-def without_rows(text: str) -> str:
-    """In an all-to-all each rank may pass in another number of rows."""
-    return re.sub(r"(all_to_all\w*) \[[\d, ]*\]", r"\1", text)
+def pair_of(name: str, peer: int) -> str:
+    """The sender and the receiver of a message: "0 to 1"."""
+    pair = [peer, dist.get_rank()] if "recv" in name else [dist.get_rank(), peer]
+    return " to ".join(map(str, pair))
+
+
+def in_list(number: int, key: str) -> str:
+    """A call by its number in the list of those who make it: of a group, or of two."""
+    if "to" in key:
+        return f"message {number} from rank {key}"
+    return f"call {number} of ranks {key}"
+
+
+def without_sizes(text: str) -> str:
+    """A call without what may differ between its ranks: an all-to-all's rows, and what
+    each rank sends and receives in a batch.
+    """
+    text = re.sub(r"(all_to_all\w*) \[[\d, ]*\]", r"\1", text)
+    return re.sub(r"(isend|irecv) \[[\d, ]*\] (to|from) \d+", r"\1", text)
 
 
 def who_is_missing(statuses: list[Status]) -> str:
@@ -484,7 +514,7 @@ def who_is_missing(statuses: list[Status]) -> str:
         who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
         return text + "it hung, crashed or skipped a call"
-    if len({without_rows(status.call) for status in statuses}) == 1:
+    if len({without_sizes(status.call) for status in statuses}) == 1:
         return "all ranks have entered the same call, and it raised an error"
     text = f"ranks {waiting} are waiting in different calls: "
     return text + "one skipped or reordered a call, or died in it"
@@ -526,12 +556,19 @@ def conclusions(checks: list[dict]) -> list[str]:
     elif factor and float(factor[1]) == dist.get_world_size():
         text = "T times the expected tensor: a sum where a mean belongs, or a sum of "
         lines.append(f"{text}what is already complete")
+    if any(is_in_last_bits(check) for check in checks):
+        lines.append("only last bits differ: a sum in another order?")
     if re.search(r"shape \[\d.*expected \[\d", text):
         lines.append(
             "a gradient has the shape of a slice: is p.sharding of its parameter set? "
             "shard_parameter cuts and sets it"
         )
     return lines + other_places(kinds)
+
+
+def is_in_last_bits(check: dict) -> bool:
+    is_value = check["name"].partition(":")[0] not in ("calls", "bytes")
+    return is_value and check["allowed"] == 0 and 0 < check["diff"] < 1e-5
 
 
 def in_words(check: dict) -> str:
@@ -578,15 +615,16 @@ def differing_optimizers(run: str) -> str:
 
 def failed_checks(report) -> list[dict]:
     """The failed checks of all ranks, each once."""
+    mine = {}
+    for name, check in getattr(report, "checks", {}).items():
+        if not check["diff"] <= check["allowed"]:
+            mine[name] = {key: check[key] for key in ("diff", "allowed", "text")}
     everyone = [None] * dist.get_world_size()
-    checks = getattr(report, "checks", {})
-    dist.all_gather_object(everyone, {n: (c["diff"], c["allowed"], c["text"])
-                                      for n, c in checks.items()})  # fmt: skip
+    dist.all_gather_object(everyone, mine)
     failed = {}
     for of_rank in everyone:
-        for name, (diff, allowed, text) in of_rank.items():
-            if not diff <= allowed:
-                failed.setdefault(name, {"name": name, "text": text})
+        for name, check in of_rank.items():
+            failed.setdefault(name, check | {"name": name})
     return list(failed.values())
 
 
