@@ -77,7 +77,8 @@ def experts(script, group, name: str) -> dict:
     watched = WatchRows(recorder, script, groups["ep"])
     owned = torch.arange(E)[rank * E // R : (rank + 1) * E // R]
     recorder.hold({"x_tD": watched.tagged(x[0], [], [2**rank] * t), "experts": owned})
-    with watched, recorder:
+    with watched, recorder, script.CountLeaving() as leaving:
+        recorder.counted_otherwise = leaving.calls
         with recorder.phase("EP", "forward"), WatchOps(recorder, "div", "sum"):
             y = moe(x)
         with recorder.phase("EP", "backward"):

@@ -42,8 +42,7 @@ def record(script, group, recorder, kinds: list[str], M: int) -> dict:
     message = "(40 + b·S·D·e)/2"  # headers and activations: half of either size
     formulas = {}
     for kind, run in runs.items():
-        for (_, *call), payloads in run[rank]["calls"].items():
-            lesson.METER.calls[Call(kind, *call)] = payloads
+        lesson.METER.calls.update(run[rank]["calls"])
         v = CHUNKS.get(kind, 1)
         for phase, last in (("forward", P - 1), ("backward", 0)):
             passes = v - (rank == last)  # the model's last, or first, chunk sends none
@@ -71,7 +70,7 @@ def one_run(script, groups, kind: str, M: int, seconds: float) -> list[dict]:
 
     def counted():
         calls = lesson.METER.calls.items()
-        return {row_of(Call(kind, *call)): sum(n) for (_, *call), n in calls}
+        return {row_of(Call(*call)): sum(payloads) for call, payloads in calls}
 
     def send(x, label, dst, group):
         before = counted()
@@ -85,6 +84,9 @@ def one_run(script, groups, kind: str, M: int, seconds: float) -> list[dict]:
     cost = script.cost_of(kind, seconds, v)
     pipeline = script.MeasuredPipeline(chunks, lambda y, _: y.sum(), groups, cost)
     steps = script.steps_of(kind, stage, groups["pp"].size(), M, v)
+    for phase in ("forward", "backward"):
+        method = lesson.METER.phase(kind, phase)(getattr(pipeline, phase))
+        setattr(pipeline, phase, method)
     lesson05.send = send
     dist.barrier()
     pipeline.run(steps, [torch.zeros(2, 1, 4, dtype=torch.int64)] * M)

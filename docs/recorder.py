@@ -76,6 +76,7 @@ class Recorder:
         self.lesson = lesson
         self.modules = (lesson, *also)  # which call collectives under their own names
         self.only_leaving = ()  # phases that count the bytes which leave a rank
+        self.counted_otherwise = {}  # calls that the script counts instead of METER
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         self.script = tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
@@ -167,7 +168,7 @@ class Recorder:
 
     def counted(self) -> dict:
         """The lesson's own counter: row of the ledger → bytes."""
-        calls = self.lesson.METER.calls.items()
+        calls = (self.lesson.METER.calls | self.counted_otherwise).items()
         return {row_of(Call(*call)): sum(payloads) for call, payloads in calls}
 
     # From what was seen to the player's steps
