@@ -63,13 +63,8 @@ try:
     from harness import gather_objects, marked
     from meshes import choose_meshes, fill_sizes_for, flag_for
     from rows_of_runs import count_equal
-    from scratch_disk import (
-        check_folder,
-        folder_path,
-        full_disk,
-        rows_of_files,
-        temporary_folder,
-    )
+    from save_folder import check_folder, folder_path, rows_of_files
+    from scratch_disk import full_disk, temporary_folder
     from tied_stages import embedding_group
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -78,7 +73,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 10: saved under one mesh, loaded under another
-# Read lines 72 to 324, in about 25 minutes. Stop at RUN.
+# Read lines 81 to 326, in about 25 minutes. Stop at RUN.
 
 # From earlier lessons: sharding_of(p) is (dim, group), or None of a replicated p (01);
 # p.rows is the number of rows without padding, of a split vocabulary (03).
@@ -645,12 +640,11 @@ def show_states(report: lesson00.Report, runs: dict[str, MeshRun], args) -> None
             norms[kind] = math.hypot(norms[kind], x.double().norm())
             if run == "one process":
                 continue  # it is not compared with itself
-            diff = lesson00.rel_diff(x, expected)
-            worst = max(worst, diff)
             checked = "moments" if kind in MOMENTS else "parameters"
-            text = "" if diff <= allowed else lesson00.difference(x, expected)
-            if not report.check(f"{checked}: {name}, {run}", diff, allowed, text):
+            diff = report.agree(f"{checked}: {name}, {run}", x, expected, allowed)
+            if not diff <= allowed:
                 wrong.add(kind)
+            worst = max(worst, diff)
         row = {"run": run}
         for kind, norm in norms.items():
             row[kind] = marked(f"{norm:#.7g}", kind not in wrong)

@@ -460,8 +460,9 @@ def show_gradients_cp(report, runs: dict[str, lesson02.TrainingRun], args) -> No
         module = lesson02.module_of(parameter).removeprefix("layers.*.")
         norms[module] = math.hypot(norms.get(module, 0.0), gradient.double().norm())
         for name in methods:
-            diff = lesson00.rel_diff(runs[name].gradients[parameter], gradient)
-            report.check(f"gradients: {parameter}, {name}", diff, allowed)
+            got = runs[name].gradients[parameter]
+            check = f"gradients: {parameter}, {name}"
+            diff = report.agree(check, got, gradient, allowed)
             worst[module, name] = max(worst.get((module, name), 0.0), diff)
     rows = []
     for module, norm in norms.items():
@@ -472,10 +473,10 @@ def show_gradients_cp(report, runs: dict[str, lesson02.TrainingRun], args) -> No
         rows.append(row)
     first = "loss, step 1"  # before any update: if it is off, forward is wrong
     for name in methods:
-        diff = lesson00.rel_diff(runs[name].losses[first], alone.losses[first])
         # The verdict names outputs before gradients.
-        least = lesson00.ALLOWED_LOSS[args.dtype]
-        report.check(f"outputs: {first}, {name}", diff, least)
+        got = runs[name].losses[first]
+        of_loss = lesson00.ALLOWED_LOSS[args.dtype]
+        report.agree(f"outputs: {first}, {name}", got, alone.losses[first], of_loss)
     report.section("Gradients of step 1: norm, and the difference of each method")
     report.table(rows)
     q_and_k = math.hypot(norms["self_attn.q_proj"], norms["self_attn.k_proj"])

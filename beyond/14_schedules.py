@@ -360,8 +360,8 @@ def main(args, report: lesson00.Report) -> None:
     show_memory(report, runs, args)
     expected = one_process(full, micro_batches, targets)
     loss = lesson02.mean_loss(full(batch[0]), batch[1]).detach()  # without loss_part
-    diff = lesson00.rel_diff(expected["loss"], loss)
-    report.check("losses: batch", diff, lesson00.ALLOWED_LOSS[args.dtype])
+    allowed = lesson00.ALLOWED_LOSS[args.dtype]
+    report.agree("losses: batch", expected["loss"], loss, allowed)
     show_gradients(report, runs, expected)
     show_messages(report, runs, args)
     show_pytorch(report, full, micro_batches, targets, groups, expected, args)
@@ -591,9 +591,8 @@ def show_gradients(report, runs: dict[str, ScheduleRun], expected: dict) -> None
             found.update(of_rank)
         diffs = {}
         for name, x in found.items():
-            diffs[name] = lesson00.rel_diff(x, expected[name])
-            text = "" if diffs[name] == 0 else lesson00.difference(x, expected[name])
-            report.check(f"gradients: {name}, {kind}", diffs[name], text=text)
+            check = f"gradients: {name}, {kind}"
+            diffs[name] = report.agree(check, x, expected[name], 0.0)
         missing = len(expected) - len(found)
         text = f"{missing} parameters have none"
         report.check(f"gradients: all parameters have one, {kind}", missing, text=text)

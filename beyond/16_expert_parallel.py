@@ -56,26 +56,12 @@ try:
     from course import lesson00, lesson01, lesson02, lesson05
     from expert_balance import balance_loss
     from expert_norm import ep_norm
-    from harness import (
-        add_up,
-        bytes_stored,
-        cell,
-        measured_row,
-        on_axes,
-        shardings_of,
-        sizes_without_dropout,
-        take_calls,
-        unshard,
-        unshard_model,
-    )
+    from harness import cell, on_axes, sizes_without_dropout, take_calls
+    from leaving_rows import CountLeaving
     from one_moe_layer import bytes_under_tp, compare_layer, router_gradient, run_layer
-    from routed_rows import (
-        CountLeaving,
-        by_owner_text,
-        rows_between,
-        rows_of_rank,
-        show_rows,
-    )
+    from routed_rows import by_owner_text, rows_between, rows_of_rank, show_rows
+    from shardings import shardings_of, unshard, unshard_model
+    from stored_bytes import memory_rows
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -614,7 +600,8 @@ def show_communication(report, forwards, runs: dict, args, groups: dict) -> None
     mesh = {"dp": args.dp, "ep": args.ep, "tp": args.tp}
     report.ledger(on_axes(formulas, mesh))
     if args.tp > 1:
-        report.say("z = 2·L·steps·t + n·arrived: rows that f or g sum, arrived: the experts'")
+        text = "z = 2·L·steps·t + n·arrived: rows that f or g sum; arrived: at experts"
+        report.say(text)
     if args.ep > 1:
         text = f"rest = {size['rest']:,} elements of gradients are summed over ep"
         report.say(f"{text}; own = {size['own']:,}, the experts', are not.")
@@ -636,16 +623,8 @@ def show_memory(report: lesson00.Report, runs: dict) -> None:
     """Bytes that a rank stores: parameters, gradients and AdamW's moments."""
     size = report.size
     letters = {"without EP": dict(size, T=1, R=1), "EP": size}
-    measured = {run: bytes_stored(runs[run]) for run in letters if run in runs}
     report.section("Memory per rank in bytes; gradients take as much as parameters")
-    rows, sums = add_up(PARAMETERS, letters)
-    rows.append(measured_row(report, "parameters", "sum", sums, measured))
-    measured_row(report, "gradients", "sum", sums, measured)  # checked only
-    tensors = lesson00.evaluate(TENSORS, size)
-    # AdamW stores two moments per parameter, and a step count per tensor.
-    total = {name: 2 * sums[name] + 4 * tensors for name in letters}
-    text = f"2·sum + 4·{tensors} step counts"
-    rows.append(measured_row(report, "optimizer state", text, total, measured))
+    rows, sums = memory_rows(report, PARAMETERS, letters, runs, TENSORS)
     report.table(rows)
     part = f"{100 * sums['EP'] / sums['without EP']:.0f} % of all parameters"
     report.say(f"With R = {size['R']} and T = {size['T']} a rank stores {part}.")

@@ -7,7 +7,7 @@ import math
 
 import torch
 from course import lesson00
-from harness import shardings_of
+from shardings import shardings_of
 
 
 def ep_norm(model, groups: dict) -> float:

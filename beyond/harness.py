@@ -6,10 +6,8 @@ checks and prints, are lesson 00's.
 
 import math
 
-import torch
 import torch.distributed as dist
-from course import lesson00, lesson01, lesson02
-from torch import Tensor, nn
+from course import lesson00, lesson02
 
 
 def gather_objects(value, group=None) -> list:
@@ -17,34 +15,6 @@ def gather_objects(value, group=None) -> list:
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def shardings_of(p: Tensor) -> tuple:
-    """((dim, group), …): how a parameter is split, in order; () if it is replicated.
-
-    In the lessons it is split over one group at most: p.sharding is (dim, group).
-    """
-    sharding = lesson01.sharding_of(p)
-    return getattr(p, "shardings", (sharding,) if sharding else ())
-
-
-def unshard(x: Tensor, shardings: tuple) -> Tensor:
-    """The full tensor from all ranks' slices; the last split is undone first."""
-    for dim, group in reversed(shardings):
-        x = lesson00.all_gather(x, dim, group)
-    return x
-
-
-def unshard_model(model: nn.Module, what: str) -> dict[str, Tensor]:
-    """All parameters ("data") or gradients ("grad"), also of several shardings."""
-    tensors = {}
-    for name, p in model.named_parameters():
-        x = getattr(p, what)
-        if x is None:
-            tensors[name] = torch.empty(0)  # your edit may have lost it
-        else:
-            tensors[name] = unshard(x.detach(), shardings_of(p)).clone()
-    return tensors
 
 
 def sizes_without_dropout(args) -> dict[str, int]:
@@ -78,47 +48,3 @@ def cell(report, name: str, got: int, formula: str, **size: int) -> str:
 def marked(text, holds: bool) -> str:
     """A cell of a table; ✗ if its value is wrong."""
     return str(text) if holds else f"{text} ✗"
-
-
-# ---- Bytes that a rank stores, of a run that lesson 02's train_transformer returned
-
-
-def bytes_stored(run) -> dict[str, int]:
-    """Measured on this rank, after training."""
-    moments = []  # and step counts: all that AdamW stores
-    for state in run.optimizer.state.values():
-        moments.extend(state.values())
-    parameters = list(run.model.parameters())
-    return {
-        "parameters": lesson00.nbytes(parameters),
-        "gradients": lesson00.nbytes([p.grad for p in parameters]),
-        "optimizer state": lesson00.nbytes(moments),
-    }
-
-
-def add_up(formulas: dict[str, str], sizes: dict[str, dict]) -> tuple[list, dict]:
-    """A row for each term, name → formula, with its bytes in each run; and their sums.
-
-    sizes: run → letter → number.
-    """
-    rows = []
-    sums = dict.fromkeys(sizes, 0)
-    for name, formula in formulas.items():
-        row = {"bytes": name, "formula": formula}
-        for run, size in sizes.items():
-            nbytes = lesson00.evaluate(formula, size)
-            row[run] = f"{nbytes:,}"
-            sums[run] += nbytes
-        rows.append(row)
-    return rows, sums
-
-
-def measured_row(report, kind: str, formula: str, sums: dict, measured: dict) -> dict:
-    """Bytes of each run as measured, checked against sums: run → predicted bytes."""
-    row = {"bytes": f"{kind}, measured", "formula": formula}
-    for run, predicted in sums.items():
-        row[run] = "raised"
-        if run in measured:
-            name = f"memory: {kind}, {run}"
-            row[run] = cell(report, name, measured[run][kind], str(predicted))
-    return row

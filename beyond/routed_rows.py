@@ -6,33 +6,6 @@ A helper of beyond/16_expert_parallel.py, no script. Letters are those of its le
 import torch
 from course import lesson00
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-
-class CountLeaving(TorchDispatchMode):
-    """Within `with`: of an all-to-all, METER counts what leaves this rank.
-
-    If splits are uneven, ranks send different amounts, and no payload is that of all.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.calls = {}  # as METER's
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        label = lesson00.METER.label
-        if func._schema.name == "c10d::alltoall_base_" and label:
-            _, x, _, _, rows_by_rank, *_ = args  # no rows_by_rank: as many for each
-            group = lesson00.group_of(args)
-            own = rows_by_rank[group.rank()] if rows_by_rank else 0
-            call = (*label, "all-to-all", group.group_desc)
-            if group.size() > 1:
-                self.calls.setdefault(call, []).append(x[own:].nbytes)
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, kind, error, trace):
-        lesson00.METER.calls.update(self.calls)
-        return super().__exit__(kind, error, trace)
 
 
 def rows_between(expert_tk: Tensor, groups: dict, args) -> Tensor:
@@ -48,8 +21,8 @@ def rows_between(expert_tk: Tensor, groups: dict, args) -> Tensor:
 def rows_of_rank(forwards: list[Tensor], groups: dict) -> dict[str, float]:
     """Of this rank, as letters; the mean of several forward passes of an MoE layer.
 
-    arrived: rows that its experts compute. m: rows that leave this rank per all-to-all, the
-    mean of those of its own tokens (to the experts) and of others' tokens (back).
+    arrived: rows that its experts compute. m: rows that leave this rank per all-to-all,
+    the mean of those of its own tokens (to the experts) and of others' tokens (back).
     """
     rank = groups["ep"].rank()
     mean_RE = torch.stack(forwards).double().mean(0)

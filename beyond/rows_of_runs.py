@@ -20,10 +20,8 @@ def worst_difference(report, name: str, run, alone, args) -> float:
         allowed = args.allowed_loss if kind == "losses" else args.allowed
         for what, expected in getattr(alone, kind).items():
             got = getattr(run, kind)[what]
-            diff = lesson00.rel_diff(got, expected, lesson00.LEAST)
-            text = "" if diff <= allowed else lesson00.difference(got, expected)
-            report.check(f"{kind}: {what}, {name}", diff, allowed, text)
-            worst = max(worst, diff)
+            check = f"{kind}: {what}, {name}"
+            worst = max(worst, report.agree(check, got, expected, allowed))
     return worst
 
 
