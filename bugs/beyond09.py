@@ -63,11 +63,11 @@ BUGS = {
     "norm": dict(
         what="the norm has lesson 02's rule: a parameter is sharded or replicated",
         old="""\
-        for _, group in lesson01.shardings_of(p):
-            c //= group.size()
+        if lesson01.sharding_of(p):
+            c //= lesson01.sharding_of(p)[1].size()
 """,
         new="""\
-        if lesson01.shardings_of(p):
+        if lesson01.sharding_of(p):
             c = 1
 """,
         symptom="gradients of step 1 are right, but norms are too large",

@@ -18,7 +18,7 @@ BUGS = {
         what="elements that all TP ranks hold count fully on each of them",
         file="beyond/flat_vector.py",
         old="""\
-        weight = 1.0 if lesson01.shardings_of(p) else 1 / tp_group.size()
+        weight = 1.0 if lesson01.sharding_of(p) else 1 / tp_group.size()
 """,
         new="""\
         weight = 1.0
