@@ -18,11 +18,11 @@ gradients and parameters; and what it costs in bytes.
 Exercises (answers: notebooks/08_same_bits.ipynb, in the section that is named):
     Set BLOCKS = 16. All hashes of "in blocks" change. Are they still the same for every
         T? (section 3)
-    Run on 2 ranks, then on 4, with --break library. Why does it need 4? (section 2)
+    tools/bug.py 08 library --ranks 2, then --ranks 4. Why does it need 4? (section 2)
     Leave out split's .contiguous(). Do the hashes change on your machine? (section 3)
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. lesson02.tp_transformer is defined in lesson 02, and so on.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
+`python tools/bug.py 08`. lesson02.tp_transformer is defined in lesson 02, and so on.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), T ranks in the TP group, e
     bytes per element. UPPERCASE is the full size, lowercase is this rank's slice.

@@ -24,7 +24,7 @@ Exercises; answers are in the sections of notebooks/14_schedules.ipynb in bracke
     --sleep 0             the real times of this small model: what is still seen? [3]
 
 How to read this file: NEW has the lists, a pipeline of chunks, and backward in two
-parts; RUN measures and prints; BREAK IT lists bugs for `--break NAME`. Lesson 05's
+parts; RUN measures and prints; `python tools/bug.py 14` lists bugs. Lesson 05's
 schedule and Pipeline are used as they are: read them first.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, P ranks of the pipeline,

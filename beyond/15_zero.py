@@ -21,8 +21,8 @@ Try one change at a time (answers: notebooks/15_zero.ipynb, section 8):
     2. In units_of, put all layers into one unit. Which bytes change, and why?
     3. --bf16: products in 16 bits, updates in 32. Who holds 18 bytes per parameter?
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. Short of time? Read the three classes and ZeroTraining.norm.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
+`python tools/bug.py 15`. Short of time? Read the three classes and ZeroTraining.norm.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks of a TP group, DP
     replicas, M micro-batches of b = B/(DP·M) rows. U units (parts of the model that are

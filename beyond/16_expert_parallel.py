@@ -21,8 +21,8 @@ Try one change at a time. notebooks/16_expert_parallel.ipynb, section 9, answers
        the division by the sum. All values agree. What changes in section 4 for k = 1?
     3. --tp 2 on 4 ranks; a rank has as many tokens as on 2. What is sent in addition?
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. Short of time? Read MoE, ExpertParallel and sum_gradients.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
+`python tools/bug.py 16`. Short of time? Read MoE, ExpertParallel and sum_gradients.
 
 Shapes: B batch, b sequences of it on a rank, S sequence, D hidden, F MLP width (4·D),
     N heads, K key/value heads, H = D/N head size, V vocabulary, L layers, E experts, k
