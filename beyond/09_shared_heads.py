@@ -22,8 +22,8 @@ Try one change at a time. notebooks/09_shared_heads.ipynb, section 6, answers.
     3. Let sum_over_replicas sum p.grad, in p.register_post_accumulate_grad_hook. All
        values still agree. When would they not?
 
-How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
-`python tools/bug.py 09`. Short of time? Read repeat_heads, sum_over_replicas and the norm.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs: tools/bug.py.
+Short of time? Read repeat_heads, sum_over_replicas and the norm.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
     H = D/N head size, V vocabulary, L layers, T ranks in the TP group, c = T/K ranks

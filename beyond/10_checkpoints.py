@@ -19,8 +19,8 @@ Exercises (answers: notebooks/10_checkpoints.ipynb, section 4): save with --save
 torchrun --max-restarts=1 … --save ck (which step is trained again?); flip one byte of a
 file in ck; let state_to_save leave out exp_avg_sq (which check fails first?).
 
-How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
-`python tools/bug.py 10`. Short of time? Read to_dtensor, save_checkpoint and load_checkpoint.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs: tools/bug.py.
+Short of time? Read to_dtensor, save_checkpoint and load_checkpoint.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
     H = D/N head size, V vocabulary, L layers, T ranks in a TP group, M micro-batches, Ψ

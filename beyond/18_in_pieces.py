@@ -21,8 +21,8 @@ Try one change at a time (answers: notebooks/18_in_pieces.ipynb, sections 3 and 
        What does section 3 of the output say?
     3. --pieces 8: which number of section 5 halves, and what grows in section 4?
 
-How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
-`python tools/bug.py 18`. Short of time? Read gather_in_pieces and chunked_cross_entropy.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs: tools/bug.py.
+Short of time? Read gather_in_pieces and chunked_cross_entropy.
 
 Shapes: B batch, S sequence, D hidden, F MLP width, V vocabulary, L layers, T ranks in
     the TP group, e bytes per element. UPPERCASE is the full size, lowercase is this

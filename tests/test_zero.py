@@ -10,7 +10,7 @@ from functools import partial
 import jobs
 import pytest
 import torch
-from in_ranks import no_group
+import torch.distributed as dist
 from runs import ZERO, ZERO_RUNS, flag, found, number, over, passed, rows_with
 from test_refusals import refused_in_one_line
 from torch import nn
@@ -130,26 +130,34 @@ def test_a_vector_is_padded_and_its_views_share_its_memory(parts):
         assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-def unit_of(kind, dtype=torch.float32, parts=1, **options):
+@pytest.fixture(scope="module")
+def one_rank():
+    """A group of one, of this process."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def unit_of(kind, group, dtype=torch.float32, **options):
     linear = nn.Linear(3, 2).to(dtype)
-    groups = {axis: no_group(1) for axis in ("replicate", "tp")}
-    groups["shard"] = no_group(parts)
+    groups = dict.fromkeys(("replicate", "shard", "tp"), group)
     return linear, kind([linear], groups, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_shard_is_a_part_of_the_vector(dtype):
-    linear, unit = unit_of(lesson.ShardedStates, dtype)
+def test_a_shard_is_a_part_of_the_vector(dtype, one_rank):
+    linear, unit = unit_of(lesson.ShardedStates, one_rank, dtype)
     unit.shard.data[0] += 1
     assert linear.weight[0, 0] == unit.shard[0]
-    linear, unit = unit_of(lesson.ShardedParameters, dtype)
+    linear, unit = unit_of(lesson.ShardedParameters, one_rank, dtype)
     assert unit.flat.untyped_storage().nbytes() == 0
     assert unit.shard.dtype == dtype and unit.shard.untyped_storage().nbytes() > 0
 
 
-def test_updates_that_bfloat16_cannot_hold_add_up():
+def test_updates_that_bfloat16_cannot_hold_add_up(one_rank):
     """The float32 copy takes them; the parameter is rounded from it."""
-    linear, unit = unit_of(lesson.ShardedStates, torch.bfloat16)
+    linear, unit = unit_of(lesson.ShardedStates, one_rank, torch.bfloat16)
     with torch.no_grad():
         unit.shard.fill_(1.0)
         for _ in range(1000):
@@ -160,9 +168,9 @@ def test_updates_that_bfloat16_cannot_hold_add_up():
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_parameters_are_there_while_they_are_needed(keep):
+def test_parameters_are_there_while_they_are_needed(keep, one_rank):
     """Before forward none, between forward and backward only if they are kept."""
-    linear, unit = unit_of(lesson.ShardedParameters, keep=keep)
+    linear, unit = unit_of(lesson.ShardedParameters, one_rank, keep=keep)
     storage, x = unit.flat.untyped_storage(), torch.ones(1, 3, requires_grad=True)
     expected = unit.shard[:6].view(2, 3).sum(0).detach().clone()
     y = linear(x)
@@ -186,9 +194,9 @@ class Named(dict):
     (torch.optim.SGD, 0),
     (partial(torch.optim.SGD, momentum=0.9), 1),
 ])  # fmt: skip
-def test_states_of_any_optimizer_are_counted(optimizer, moments):
+def test_states_of_any_optimizer_are_counted(optimizer, moments, one_rank):
     """All tensors of a parameter but the number of steps."""
-    _, unit = unit_of(lesson.ShardedStates)
+    _, unit = unit_of(lesson.ShardedStates, one_rank)
     unit.shard.grad = torch.ones_like(unit.shard)
     adamw = optimizer([unit.shard], lr=0.1)
     adamw.step()
