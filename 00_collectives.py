@@ -497,7 +497,7 @@ def make_products(size: dict[str, int], args, group) -> list[tuple]:
          matmul_case_1, a_iJ, b_JK, c_iK, "0"),
         ("2", "A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]",
          matmul_case_2_gather, a_Ij, b_JK, c_IK, "I·J·e"),
-        ("2", "", "slice B, then 3", "C[I, K]",
+        ("2", "", "slice B, do 3", "C[I, K]",
          matmul_case_2_slice, a_Ij, b_JK, c_IK, "I·K·e"),
         ("3", "A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]",
          matmul_case_3_all_reduce, a_Ij, b_jK, c_IK, "I·K·e"),
@@ -593,7 +593,6 @@ import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -789,12 +788,14 @@ class Report:
             at = [x for x in frames if x.filename == __file__][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             text += f" (line {at.lineno}, in {at.name})"
-            print(f"rank {dist.get_rank()}, {run}: {text}", file=sys.stderr, flush=True)
+            # Ranks whose numbers differ have not made the same calls.
+            said = f"rank {dist.get_rank()}, {run}: {text}; last call: {METER.last}"
+            print(said, file=sys.stderr, flush=True)
             # A rank that waits in a collective for another one raises after --timeout.
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{run}/{dist.get_rank()}", f"{type(error)} {METER.count}")
             keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
-            store.wait(keys)
+            store.wait(keys, 2 * store.timeout)
             if len({store.get(key) for key in keys}) > 1:  # only some ranks made a call
                 raise
             self.raised.append(run)
@@ -853,7 +854,7 @@ class Report:
         predicted = evaluate(formula, self.size | size)
         text = f"{got:,} bytes, the lesson's formula {formula} gives {predicted:,}"
         holds = self.check(name, abs(got - predicted), text=text, is_formula=True)
-        ok = "ok" if holds else f"≠ {predicted:,}"
+        ok = "ok" if holds else f"≠{predicted:,}"
         return {"bytes": f"{got:,}", "formula": formula, "ok": ok}
 
     def ledger(self, formulas: dict[tuple, tuple[int, str]], brief=()) -> None:
@@ -881,7 +882,8 @@ class Report:
             text = f"{calls:g} calls per step, the lesson has {expected_calls}"
             diff = abs(calls - expected_calls)
             if not self.check(f"calls: {name}", diff, text=text, is_formula=True):
-                row["ok"] = f"≠ {expected_calls} calls"
+                row["calls"] += f"≠{expected_calls}"
+                row["ok"] = row["ok"].replace("ok", "≠")
             sent = ring(collective, payload, METER.ranks.get(axis, 1))
             self.sent[run] = self.sent.get(run, 0) + sent
             row |= {"ring": f"{sent:,}", "ok": row.pop("ok")}
@@ -929,9 +931,11 @@ class Report:
         is_forward = "step 1," in losses
         order = [*(["losses"] if is_forward else []), *CAUSES, *kinds]
         for kind in sorted(kinds, key=order.index):
+            run = kinds[kind][0]["name"].rpartition(", ")[2]  # the first that is wrong
+            of_run = [x for x in kinds[kind] if x["name"].endswith(f", {run}")]
             # Backward begins at the output: the last gradient is nearest to the cause.
             is_last = kind == "gradients" and not is_forward
-            check = kinds[kind][-1 if is_last else 0]
+            check = of_run[-1] if is_last and of_run else kinds[kind][0]
             text = f"{check['text']}, on ranks {check['ranks']}"
             lines.append(f"✗ {check['name']}: {text}")
         worst = max(x["diff"] for x in checks.values() if not x["ranks"])
@@ -979,6 +983,7 @@ def end(text: str, code: int) -> None:
         path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
         path.write_text(json.dumps({"message": message}))
     sys.stdout.flush()
+    time.sleep(1)  # other ranks report their errors, too, or have ended
     os._exit(code)
 
 
@@ -1007,7 +1012,6 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-@record  # of an error that is not expected, torchrun's report has the traceback
 def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     """One rank: flags, process group, lesson, verdict, exit code.
 
@@ -1027,22 +1031,21 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     if backend == "nccl":
         torch.cuda.set_device(args.device)
     torch.set_num_threads(1)  # ranks share the cores
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
-    mesh = getattr(args, "mesh", f"tp {args.ranks}")
-    where = f"{backend} on {torch.device(args.device).type}"
-    print(f"{LESSON}  ranks {args.ranks}, mesh {mesh}  {where}  {args.dtype}")
-    print("  ".join(f"{letter} {number}" for letter, number in report.size.items()))
     try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+        mesh = getattr(args, "mesh", f"tp {args.ranks}")
+        where = f"{backend} on {torch.device(args.device).type}"
+        print(f"{LESSON}  ranks {args.ranks}, mesh {mesh}  {where}  {args.dtype}")
+        print("  ".join(f"{letter} {number}" for letter, number in report.size.items()))
         main(args, report)
         failures = report.verdict(args)
-    except Exception as error:
+    except Exception:
         # Ranks whose numbers differ have not made the same calls.
-        text = f"rank {dist.get_rank()} failed; its last collective: {METER.last}"
-        raise RuntimeError(text) from error
+        text = f"rank {os.environ['RANK']}; its last call: {METER.last}"
+        end(f"\n{traceback.format_exc()}{text}", 1)
     dist.barrier()
     dist.destroy_process_group()
-    if failures and is_reporter:
-        time.sleep(1)  # the other ranks end first, so torchrun reports this one only
+    if failures and is_reporter:  # torchrun reports one rank
         end(failures, 1)
     sys.stdout.flush()
     os._exit(0)  # a normal exit takes half a second, and DTensor's caches hold groups

@@ -14,26 +14,24 @@ from collections import Counter
 import jobs
 import pytest
 
-PARTS = ["HEAD", "NEW", "RUN", "BREAK IT", "FLAGS", "CARRIED OVER", "HARNESS"]
-BANNER = re.compile(r"# ==== (NEW|RUN|BREAK IT|FLAGS|CARRIED OVER|HARNESS)\b ?(.*)")
-OWN = PARTS[1:5] + PARTS[6:]  # parts whose code is looked at; carried ones are copies
-LINES = {"to read": 750, "NEW": 270, "RUN": 320, "HARNESS": 600}
-LINES_OF = {
-    "00": LINES | {"to read": 620},
-    "01": LINES | {"to read": 620},
-    "05": LINES | {"to read": 850, "NEW": 330, "RUN": 400},
-}
-CEILING = 7 / 6  # a limit that is waived may be exceeded by a sixth
+PARTS = ["HEAD", "NEW", "RUN", "FLAGS", "CARRIED OVER", "MEASURE"]
+BANNER = re.compile(r"# ==== (NEW|RUN|FLAGS|CARRIED OVER|MEASURE)\b ?(.*)")
+OWN = ["NEW", "RUN", "FLAGS", "MEASURE"]  # whose code is looked at; others are copies
+LINES = {"NEW": 310, "RUN": 340, "MEASURE": 360}
+LINES_OF = {"05": {"NEW": 350, "RUN": 370, "MEASURE": 360}}
+WHOLE = {"00": 920, "01": 910, "02": 1120, "03": 1500, "04": 1700, "05": 2000}
+OF_A_SCRIPT = 700  # of a whole file in beyond/
+CEILING = 1.1  # a limit that is waived may be exceeded by a tenth
 # At most, in one part of one file.
 IDIOMS = {
     "a, b = x, y": 3,
     "starred": 3,
-    "dicts merged with |": 0,
+    "dicts merged with |": 3,
     "walrus": 0,
     "comparison as a number": 0,
     "comprehension in a comprehension": 0,
 }
-COMMENTS = 7  # at least, per 100 lines of RUN and HARNESS
+COMMENTS = 7  # at least, per 100 lines of RUN
 FUNCTION = {"lines": 50, "local names": 20, "comprehensions and lambdas": 4}
 LOOPS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 # (file, part): limits that are waived, up to the ceiling, each with its reason. A test
