@@ -306,6 +306,8 @@ class Calls:
     def __init__(self):
         self.store = None  # key-value store of all ranks
         self.status = Status(False, "", "")
+        self.is_watching = True  # until this rank reports a failure
+        self.is_nested = False  # in a call that dist makes itself
         self.counts = collections.Counter()  # ranks of a call → number of them so far
         self.waits = {}  # id of a Work → it, its call, was it started by the script?
 
@@ -320,7 +322,7 @@ class Calls:
     def watched(self, name: str, call):
         @functools.wraps(call)
         def watched(*args, **kwargs):
-            if self.status.inside or self.store is None:  # dist calls itself
+            if self.is_nested or self.store is None:  # dist calls itself
                 return call(*args, **kwargs)
             values = [*args, *kwargs.values()]
             place = lines_of_script(traceback.walk_stack(sys._getframe(1)))
@@ -328,7 +330,7 @@ class Calls:
             self.enter(*text, place=" from ".join(place[:2]))
             if name in ("isend", "irecv"):
                 self.leave()
-            out = call(*args, **kwargs)  # if it raises, this rank is still in it
+            out = self.without_notes(call, *args, **kwargs)
             if isinstance(out, dist.Work):
                 is_own = Script.is_own(sys._getframe(1).f_code.co_filename)
                 self.waits[id(out)] = out, self.status, is_own
@@ -340,13 +342,21 @@ class Calls:
     def wait(self, wait, work, *args):
         """Work.wait: this rank is in the call that it waits for."""
         _, status, _ = self.waits.pop(id(work), (None, self.status, False))
-        if self.status.inside:
+        if self.is_nested:
             return wait(work, *args)
         place = lines_of_script(traceback.walk_stack(sys._getframe(2)))
         self.set_status(Status(True, status.call, " from ".join(place[:2])))
-        result = wait(work, *args)
+        result = self.without_notes(wait, work, *args)
         self.leave()
         return result
+
+    def without_notes(self, call, *args, **kwargs):
+        """Make a call. If it raises, the status says that this rank is still in it."""
+        self.is_nested = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.is_nested = False
 
     def enter(self, text: str, key: str, place="") -> None:
         """This rank makes a call which returns after all these ranks have made it.
@@ -671,6 +681,7 @@ def where_raised(error: BaseException) -> list[str]:
 def report_failure(text: str, details: list[str]) -> None:
     """Say once for all ranks where each is; then end this rank."""
     rank = dist.get_rank()
+    CALLING.is_watching = False
     lost = f"rank {rank} got no answer from rank 0's machine: it is lost or cannot be "
     lost += f"reached\n  rank {rank}: in {CALLING.status.call}"
     # The store is on that machine, and its calls then never return.
@@ -761,7 +772,7 @@ def join(*args, init=dist.init_process_group, **kwargs) -> None:
 def leave(*args, destroy=dist.destroy_process_group) -> None:
     """Instead of dist.destroy_process_group: the script has said its verdict."""
     report = sys._getframe(1).f_locals.get("report")
-    CALLING.status = Status(True, "the doctor's own call", "")
+    CALLING.is_nested = True  # the doctor's own calls
     checks = failed_checks(report)
     wrong = [run for run in FORWARD.outputs if any(run in c["name"] for c in checks)]
     values = [c for c in checks if not c["name"].startswith(("bytes", "calls"))]
@@ -775,8 +786,11 @@ def leave(*args, destroy=dist.destroy_process_group) -> None:
     destroy(*args)
 
 
-def exit_with_findings(code: int, exit=os._exit) -> None:
-    """Instead of os._exit: add to what the script leaves for torchrun's report."""
+def leave_at_once(code: int, exit=os._exit) -> None:
+    """Instead of os._exit: say why, and add to what torchrun's report will say."""
+    error = sys.exc_info()[1]
+    if code and error and CALLING.store and CALLING.is_watching:
+        on_error(error)
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if code and FINDINGS and path.is_file():
         report = json.loads(path.read_text())
@@ -809,7 +823,7 @@ def main() -> None:
     end_with_torchrun()
     dist.init_process_group = join
     dist.destroy_process_group = leave
-    os._exit = exit_with_findings
+    os._exit = leave_at_once
     FORWARD.watch()
     STEPS.watch()
     CALLING.watch()
