@@ -40,7 +40,7 @@ def groups_of_4(lesson) -> list:
     """Of four ranks: groups of 1, of 2 that are not neighbours, of 4, of neighbours."""
     found = []
     for sizes in ({"tp": 1, "x": 4}, {"tp": 2, "x": 2}, {"tp": 4}, {"x": 2, "tp": 2}):
-        found.append(lesson.mesh_groups(sizes, 30)["tp"])
+        found.append(load("00_collectives").mesh_groups(sizes, 30)["tp"])
     if hasattr(lesson, "kv_groups"):  # kept for later: all ranks must make them alike
         for group, heads in itertools.product(found, (1, 2)):
             if heads < group.size():
