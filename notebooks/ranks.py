@@ -11,8 +11,9 @@ What a cell under `%%px` finds on every rank: all names of the lesson, and the l
 itself as `lesson` (a script of beyond/ imports the lessons, so there it is
 `lesson00.all_reduce`); `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
 `broken(name)`, which makes one of the lesson's bugs (`with broken("f"): …`);
-`contributors(call, x)`, for the colors of pictures; `of_all_ranks(value)`, a list of
-every rank's value; `check(claims)`, which ends an exercise.
+`edit(name)`, which shows it; `edited(module, bug)`, for a bug that is not in bugs/;
+`contributors(call, x)`, for the colors of pictures;
+`of_all_ranks(value, group)`, a list; `check(claims)`, which ends an exercise.
 
 How it works: ipyparallel starts a controller, and an engine (an IPython without a
 screen) for each rank. The ranks connect to a store that this process keeps, so it
@@ -22,6 +23,7 @@ process, and ends when this process has ended, however it did.
 """
 
 import __future__
+
 import ast
 import atexit
 import contextlib
@@ -97,7 +99,7 @@ def bugs_of(lesson) -> dict[str, dict]:
 
 def edit(name: str) -> None:
     """Show what a bug changes in the lesson: lines removed, lines added."""
-    bug = bugs_of(Ranks.latest.lesson)[name]
+    bug = bugs_of(HERE["lesson"] if HERE else Ranks.latest.lesson)[name]
     print(f"{bug['what']}:")
     for sign, lines in (("-", bug["old"]), ("+", bug["new"])):
         for line in lines.splitlines():
@@ -110,6 +112,26 @@ def table(run: dict, *columns: str) -> list[dict]:
     for row in run["rows"]:
         if row.keys() >= {*columns}:
             found.append({name: as_number(cell) for name, cell in row.items()})
+    return found
+
+
+COLLECTIVES = (
+    "all-reduce all-gather reduce-scatter broadcast all-to-all send/recv"
+).split()
+
+
+def ledger(run: dict, kind: str) -> dict[tuple, int]:
+    """What was counted per step: (run, phase, collective, axis) → `calls` or `bytes`.
+
+    From the checks of a lesson's --json: of tables they have also the rows that the
+    lesson does not print. Each check's text begins with the number.
+    """
+    found = {}
+    for check in run["checks"]:
+        words = check["name"].split()
+        if words[0] == f"{kind}:" and words[-2] in COLLECTIVES:
+            call = " ".join(words[1:-3]), *words[-3:]
+            found[call] = as_number(check["text"].split()[0])
     return found
 
 
@@ -410,8 +432,8 @@ def load(rank: int, ranks: int, name: str) -> None:
         note_calls()
     HERE.update(rank=rank, ranks=ranks, lesson=lesson, names=get_ipython().user_ns)
     HERE.update(status="in no call", counts={})
-    own = dict(broken=broken, check=check, contributors=contributors)
-    own |= dict(of_all_ranks=of_all_ranks)
+    own = dict(broken=broken, edit=edit, check=check, contributors=contributors)
+    own |= dict(edited=edited, of_all_ranks=of_all_ranks)
     own |= dict(rank=rank, ranks=ranks, lesson=lesson, dist=dist)
     public = {k: v for k, v in vars(lesson).items() if not k.startswith("__")}
     HERE["names"].update(public | own)
@@ -481,10 +503,10 @@ def replace(old, new) -> None:
                 p.sharding = (dim, new)
 
 
-def of_all_ranks(value) -> list:
-    """Every rank's value, in rank order, on each rank."""
-    values = [None] * HERE["ranks"]
-    dist.all_gather_object(values, value, group=HERE["tp_group"])
+def of_all_ranks(value, group) -> list:
+    """The value of every rank, in order, as in lesson 00."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -499,9 +521,17 @@ def broken(name: str):
     """Make one of the lesson's bugs, as tools/bug.py does, and take it back again."""
     bug = bugs_of(HERE["lesson"])[name]
     path = ROOT / bug.get("file", HERE["lesson"].__file__)
-    home, source = modules_of_course()[path], path.read_text("utf-8")
+    with edited(modules_of_course()[path], bug):
+        yield
+
+
+@contextlib.contextmanager
+def edited(home: ModuleType, bug: dict):
+    """Replace bug["old"] by bug["new"] in a module, and take it back again."""
+    path = home.__file__
+    source = Path(path).read_text("utf-8")
     if source.count(bug["old"]) != 1:
-        raise LookupError(f"{path.name} has not once: {bug['old']}")
+        raise LookupError(f"{path} has not once: {bug['old']}")
     known = {ast.unparse(node) for node in ast.parse(source).body}
     good = []  # functions, and what they were
     for node in ast.parse(source.replace(bug["old"], bug["new"])).body:
@@ -509,10 +539,10 @@ def broken(name: str):
             made = {}
             code = compile(ast.Module([node], []), path, "exec", FLAGS)
             exec(code, vars(home), made)
-            for function, edited in pairs(vars(home)[node.name], made[node.name]):
+            for function, other in pairs(vars(home)[node.name], made[node.name]):
                 good.append((function, function.__code__, function.__defaults__))
-                function.__code__ = edited.__code__  # whoever has it, has the bug
-                function.__defaults__ = edited.__defaults__
+                function.__code__ = other.__code__  # whoever has it, has the bug
+                function.__defaults__ = other.__defaults__
     try:
         yield
     finally:
@@ -521,12 +551,12 @@ def broken(name: str):
             function.__defaults__ = defaults
 
 
-def pairs(good, edited) -> list[tuple]:
+def pairs(good, other) -> list[tuple]:
     """A function and its edited copy; of two classes, each method and its copy."""
     if not inspect.isclass(good):
-        return [(inspect.unwrap(good), inspect.unwrap(edited))]
+        return [(inspect.unwrap(good), inspect.unwrap(other))]
     found = []
-    for name, value in vars(edited).items():
+    for name, value in vars(other).items():
         if isinstance(value, (staticmethod, FunctionType)):
             found += pairs(inspect.unwrap(vars(good)[name]), inspect.unwrap(value))
     return found
@@ -539,7 +569,8 @@ def modules_of_course() -> dict[Path, ModuleType]:
         path = Path(getattr(module, "__file__", None) or "")
         if path.parent in (ROOT, ROOT / "beyond"):
             found[path] = module
-    return found
+    # A script of beyond/ that was imported later has lessons of its own.
+    return found | {Path(HERE["lesson"].__file__): HERE["lesson"]}
 
 
 def check(claims) -> None:
