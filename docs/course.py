@@ -3,8 +3,8 @@
     {lesson} 01_naive_mlp_tp       its code, part by part, and its recorded output; of
                                    a script in beyond/, its helpers' code as well
     {bugs}                         the bugs of all lessons and scripts, from bugs/
-    {edits} tp_mlp                 what it replaces, beside what stood there
-    {beside} apply_each copy_then_apply_each       two functions of lessons
+    {edits} tp_mlp                 the lines that it replaces, and its own
+    {pair} apply_each copy_then_apply_each         two functions of lessons
     {tp-player} ring               a recorded run that the reader steps through
     {tp-player} ring 1,2,8         on a slide: the steps to stop at
 For slides:
@@ -333,7 +333,7 @@ def bugs_page(docname: str) -> list[nodes.Node]:
     return pages
 
 
-# The page of differences: a function that edits a model, beside the model
+# The page of differences: what a function edits in a model
 
 # Function that edits → name of what it edits → what made that.
 EDITED = {
@@ -387,7 +387,7 @@ def edits(docname: str, target: str) -> list[nodes.Node]:
     return [two_columns("before", target, rows)]
 
 
-def beside(docname: str, left: str, right: str) -> list[nodes.Node]:
+def pair(docname: str, left: str, right: str) -> list[nodes.Node]:
     """Two columns: two definitions, without their docstrings."""
     row = code_of(*home_of(left)), code_of(*home_of(right))
     return [two_columns(left, right, [row])]
@@ -631,7 +631,7 @@ def setup(app):
     app.add_directive("clone", directive(clone, 0))
     app.add_directive("bugs", directive(bugs_page, 0))
     app.add_directive("edits", directive(edits, 1))
-    app.add_directive("beside", directive(beside, 2))
+    app.add_directive("pair", directive(pair, 2))
     app.add_directive("tp-player", directive(player, 1, optional=1))
     app.add_directive("tp-widget", directive(widget, 1))
     app.add_directive("lesson-output", directive(lesson_output, 2))
