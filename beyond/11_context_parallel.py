@@ -446,10 +446,17 @@ def show_positions(report: lesson00.Report, batch) -> None:
 
 def show_training_cp(report, runs: dict, args, cp_group) -> None:
     """Losses, norms, parameters after training; what CP ranks hold is identical."""
+    of_loss = lesson00.ALLOWED_LOSS[args.dtype]
+    first = "loss, step 1"  # before any update: if it is off, forward is wrong
+    for name in list(runs)[1:]:
+        # The verdict names outputs before gradients.
+        expected = runs["without CP"].losses[first]
+        got = runs[name].losses[first]
+        report.agree(f"outputs: {first}, {name}", got, expected, of_loss)
     allowed = lesson00.ALLOWED[args.dtype]
     values = lambda field: lesson01.values_of(runs, field)
     report.section("Losses; and after training, norms, parameters and replicas")
-    report.compare("losses", values("losses"), lesson00.ALLOWED_LOSS[args.dtype])
+    report.compare("losses", values("losses"), of_loss)
     report.compare("norms", values("norms"), allowed, brief=True)
     report.compare("parameters", values("parameters"), allowed, brief=True)
     tensors = {}
@@ -485,12 +492,6 @@ def show_gradients_cp(report, runs: dict[str, lesson02.TrainingRun], args) -> No
             diff = worst[module, name]
             row[name] = marked(f"{diff:.1e}", diff <= allowed)
         rows.append(row)
-    first = "loss, step 1"  # before any update: if it is off, forward is wrong
-    for name in methods:
-        # The verdict names outputs before gradients.
-        got = runs[name].losses[first]
-        of_loss = lesson00.ALLOWED_LOSS[args.dtype]
-        report.agree(f"outputs: {first}, {name}", got, alone.losses[first], of_loss)
     report.section("Gradients of step 1: norm, and the difference of each method")
     report.table(rows)
     q_and_k = math.hypot(norms["self_attn.q_proj"], norms["self_attn.k_proj"])
@@ -520,7 +521,7 @@ def show_attention(report, methods: dict, args, cp_group) -> None:
                 rows.extend(block_rows(report, blocks, name, cp_group))
     left_out = why_left_out(args, size)
     if not left_out:
-        with report.run("PyTorch, one attention"):
+        with report.run("PyTorch, one attention", is_formula=True):
             results["PyTorch"] = pytorch_attention(tensors, tables, size["H"], cp_group)
     report.section("One attention, random input: output, gradients, blocks of scores")
     report.compare("attention", results, lesson00.ALLOWED[args.dtype])

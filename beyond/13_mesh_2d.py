@@ -61,7 +61,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 13: weights in slices, and two ways to split at once
-# Read lines 63 to 205, in about 14 minutes. Stop at RUN.
+# Read lines 64 to 206, in about 14 minutes. Stop at RUN.
 
 # From lesson 00: mesh_groups lays out the ranks as a grid and returns this rank's group
 # along each axis; all_gather joins slices; reduce_scatter sums, and each rank keeps its
@@ -310,13 +310,19 @@ def train_2d(name, mlp, batch, args, outer, inner) -> lesson01.MLPRun:
         losses[f"loss, step {step}"] = full_loss.item()
         if step == 1:
             output = {"y": full_y}
-            gradients = {"dL/d x": unshard(x.grad, shardings)}
-            for p_name, p in mlp.named_parameters():
-                # An edit may leave a parameter without a gradient.
-                grad = torch.zeros_like(p) if p.grad is None else p.grad
-                gradients[f"dL/d {p_name}"] = unshard(grad, p.shardings).clone()
+            gradients = gradients_2d(mlp, x)
         optimizer.step()
     return lesson01.MLPRun(mlp, x, losses, output, gradients)
+
+
+def gradients_2d(mlp: lesson01.MLP, x: nn.Parameter) -> dict[str, Tensor]:
+    """All gradients, unsharded."""
+    gradients = {"dL/d x": unshard(x.grad, x.shardings)}
+    for name, p in mlp.named_parameters():
+        # An edit may leave a parameter without a gradient.
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients[f"dL/d {name}"] = unshard(grad, p.shardings).clone()
+    return gradients
 
 
 # ---- The sections of the output, in order
@@ -353,43 +359,46 @@ def product_rows(report, mesh: dict[str, int], a_IJ, b_JK, args) -> tuple[list, 
 
     Returns: the rows, and the bytes that a rank of a ring sends along both axes.
     """
-    groups = lesson00.mesh_groups(mesh, args.timeout)
-    outer = groups["outer"]
-    inner = groups["inner"]
+    outer, inner = lesson00.mesh_groups(mesh, args.timeout).values()
     name = f"{outer.size()} × {inner.size()}"
     # Rows are split along outer, columns along inner.
     place = lambda full: lesson00.shard(lesson00.shard(full, 0, outer), 1, inner)
     with lesson00.METER.phase(name, ""):
         c_ik = matmul_2d(place(a_IJ), place(b_JK), outer, inner)
-    diff = report.agree(f"values: {name}", c_ik, place(a_IJ @ b_JK), 0.0)
-    holds = diff == 0
+    holds = report.agree(f"values: {name}", c_ik, place(a_IJ @ b_JK), 0.0) == 0
     counted = take_calls(name)
-
     rows = []
     total = 0
     # A is split on J along inner, B along outer: there they are gathered.
-    gathers = [
-        ("A over inner", inner, "I·J·e/outer"),
-        ("B over outer", outer, "J·K·e/inner"),
-    ]
-    for gathered, group, formula in gathers:
-        axis = group.group_desc
-        T = group.size()
-        found = {call: nbytes for call, nbytes in counted.items() if call[3] == axis}
-        calls = sum(len(nbytes) for nbytes in found.values())
-        sent = 0
-        for call, nbytes in found.items():
-            sent += lesson00.ring(call[2], sum(nbytes), T)
-        row = {"mesh": marked(name, holds), "gathered": gathered}
+    for letter, group, formula in (
+        ("A", inner, "I·J·e/outer"),
+        ("B", outer, "J·K·e/inner"),
+    ):
+        cells, sent = gather_cells(report, counted, name, group, formula, mesh)
+        row = {"mesh": marked(name, holds)}
+        row["gathered"] = f"{letter} over {group.group_desc}"
         row["rank 0's group"] = str(dist.get_process_group_ranks(group))
-        cell(report, f"calls: {name} over {axis}", calls, "1" if T > 1 else "0")
-        row["bytes"] = cell(
-            report, f"bytes: {name} over {axis}",
-            sum(map(sum, found.values())), formula if T > 1 else "0", **mesh,
-        )  # fmt: skip
-        rows.append(row | {"ring": f"{sent:,}", "formula": formula})
+        rows.append(row | cells)
         total += sent
     return rows, total
+
+
+def gather_cells(report, counted: dict, name: str, group, formula, mesh) -> tuple:
+    """What is counted along one axis, checked; and the bytes that a rank sends."""
+    axis = f"{name} over {group.group_desc}"
+    calls = 0
+    nbytes = 0
+    sent = 0
+    for call, payloads in counted.items():
+        if call[3] == group.group_desc:
+            calls += len(payloads)
+            nbytes += sum(payloads)
+            sent += lesson00.ring(call[2], sum(payloads), group.size())
+    is_sent = group.size() > 1  # one rank has everything
+    cell(report, f"calls: {axis}", calls, "1" if is_sent else "0")
+    expected = formula if is_sent else "0"
+    shown = cell(report, f"bytes: {axis}", nbytes, expected, **mesh)
+    return {"bytes": shown, "ring": f"{sent:,}", "formula": formula}, sent
 
 
 def show_placements_2d(report, full: lesson01.MLP, mlp: lesson01.MLP, axes) -> None:

@@ -639,22 +639,22 @@ def show_pytorch(report, full, micro_batches, targets, groups, expected, args) -
         return
     rows = []
     for name, about in PYTORCH.items():
-        with report.run(f"PyTorch's {name}"):
-            loss_of = partial(loss_part, targets)
-            made = about.make(full, loss_of, groups["pp"], args.microbatches)
+        with report.run(f"PyTorch's {name}", is_formula=True):
+            M = args.microbatches
+            made = about.make(full, partial(loss_part, targets), groups["pp"], M)
             lists = lists_by_pytorch(made[0])
-            row = pytorch_row(name, lists, args.microbatches, plan)
+            row = pytorch_row(name, lists, M, plan)
             if name == "interleaved":  # the lists of this script, step by step
                 theirs = lists_by_pytorch(made[0], "backward")
-                is_other = float(lists_of(name, 2, args) != theirs)
-                holds = report.check(f"PyTorch: {name}: the same lists", is_other)
+                check = f"PyTorch: {name}: the same lists"
+                holds = report.check(check, lists_of(name, 2, args) != theirs)
                 row["waits"] = marked(row["waits"], holds)
             if about.is_run:
                 found = about.gradients(*made, micro_batches)
                 diff = max(lesson00.rel_diff(found[x], expected[x]) for x in found)
                 diff = max(gather_objects(diff))
-                allowed = lesson00.ALLOWED[args.dtype]
-                holds = report.check(f"PyTorch: gradients, {name}", diff, allowed)
+                check = f"PyTorch: gradients, {name}"
+                holds = report.check(check, diff, lesson00.ALLOWED[args.dtype])
                 row["gradients"] = marked(f"{diff:.1e}", holds)
             rows.append(row)
     report.table(rows)

@@ -69,7 +69,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 86 to 351, in about 27 minutes. Stop at RUN.
+# Read lines 72 to 337, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
 # mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:
@@ -520,9 +520,9 @@ def show_one_layer(report: lesson00.Report, args, groups: dict) -> None:
 
 def layer_row(report: lesson00.Report, case: tuple, args, groups: dict) -> dict:
     """EP compared with one process; bytes compared with what the router chose."""
-    router, k, attraction = case
+    router, k = case[:2]
     name = f"{router}, k {k}"  # as in the table
-    alone, tensors = random_layer(k, attraction, report.size, args)
+    alone, tensors = random_layer(case, report.size, args)
     chosen = alone.router(tensors[0].flatten(0, 1)).topk(k, -1).indices
     rows_RE = rows_between(chosen, groups, args)
     moe = ep_moe(alone, groups)
@@ -530,13 +530,12 @@ def layer_row(report: lesson00.Report, case: tuple, args, groups: dict) -> dict:
         found = run_layer(moe, split_batch(tensors, groups))
     sent = take_calls(name).get((name, "", "all-to-all", "ep"), [])
     expected = run_layer(alone, tensors)
-    R = report.size["R"]
     row = {"router": router, "k": k}
-    row["rows by expert"] = by_owner_text(rows_RE.sum(0), R)
+    row["rows by expert"] = by_owner_text(rows_RE.sum(0), args.ep)
     # Two all-to-alls of rows forward and two backward; 8·E: the counts before them.
-    formula = "4·m·D·e + 8·E" if R > 1 else "0"
-    letters = rows_of_rank([rows_RE], groups)
+    formula = "4·m·D·e + 8·E" if args.ep > 1 else "0"
     check = f"bytes: one layer, {name}, sends"
+    letters = rows_of_rank([rows_RE], groups)
     row["sends"] = cell(report, check, sum(sent), formula, **letters)
     sum_gradients(moe, groups)
     found.update(unshard_model(moe, "grad"))
@@ -550,8 +549,9 @@ def layer_row(report: lesson00.Report, case: tuple, args, groups: dict) -> dict:
     return row
 
 
-def random_layer(k: int, attraction: float, size: dict, args) -> tuple:
+def random_layer(case: tuple, size: dict, args) -> tuple:
     """An MoE layer, and its input and dL/dy [B, S, D]; the same on every rank."""
+    _, k, attraction = case
     torch.manual_seed(args.seed)
     moe = MoE(lesson01.MLP(size["D"], size["F"]), size["E"], k)
     tensors = torch.randn(2, size["B"], size["S"], size["D"])

@@ -483,24 +483,13 @@ def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> Non
         what = f"head and loss {run}"
         model = lesson03.vocab_transformer(full, tp_group)
         results, peak = measure_head(what, model, batch, args, tp_group, pieces)
-        payloads = take_calls(what).get((what, "loss", "all-reduce", "tp"), [])
-        # In forward logits, x − m, exp and softmax; in backward also four.
-        formula = "4·B·S·v·e" if run == "at once" else "4·B·S·v·e/Q"
-        row = {"head and loss": run, "calls": len(payloads), "bytes": sum(payloads)}
-        row.update({"peak of logits": f"{peak:,}", "formula": formula})
-        if args.ranks > 1:  # the loss has three all-reduces, f of the head one
-            calls = str(3 * pieces + 1)
-            row["calls"] = cell(report, f"calls: {what}", len(payloads), calls)
-            nbytes = "3·B·S·e + Y"
-            row["bytes"] = cell(report, f"bytes: {what}", sum(payloads), nbytes)
-        # The meter sees shapes only: it must be able to tell logits from h and x.
-        if size["v"] != size["D"] and size["S"] > pieces:
-            row["peak of logits"] = cell(report, f"memory: {what}", peak, formula)
+        row = {"head and loss": run} | head_cells(report, what, pieces, peak)
         diffs = {}
         for name, value in expected.items():
             allowed = lesson00.ALLOWED[args.dtype]
-            check = f"pieces: {name}, {what}"
-            diffs[name] = report.agree(check, results[name], value, allowed)
+            diffs[name] = report.agree(
+                f"pieces: {name}, {what}", results[name], value, allowed
+            )
         row["diff"] = f"{max(diffs.values()):.1e}"
         rows.append(row)
     report.table(rows)
@@ -509,6 +498,25 @@ def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> Non
             "At the peak there are four tensors of logits; in pieces each has 1/"
             f"{args.pieces} of the positions. diff: from the model without TP."
         )
+
+
+def head_cells(report: lesson00.Report, what: str, pieces: int, peak: int) -> dict:
+    """Calls and bytes of head and loss, and the peak of logits; checked."""
+    size = report.size
+    payloads = take_calls(what).get((what, "loss", "all-reduce", "tp"), [])
+    # In forward logits, x − m, exp and softmax; in backward also four.
+    formula = "4·B·S·v·e" if what.endswith("at once") else "4·B·S·v·e/Q"
+    cells = {"calls": len(payloads), "bytes": sum(payloads)}
+    cells.update({"peak of logits": f"{peak:,}", "formula": formula})
+    if size["T"] > 1:  # the loss has three all-reduces, f of the head one
+        calls = str(3 * pieces + 1)
+        cells["calls"] = cell(report, f"calls: {what}", len(payloads), calls)
+        nbytes = "3·B·S·e + Y"
+        cells["bytes"] = cell(report, f"bytes: {what}", sum(payloads), nbytes)
+    # The meter sees shapes only: it must be able to tell logits from h and x.
+    if size["v"] != size["D"] and size["S"] > pieces:
+        cells["peak of logits"] = cell(report, f"memory: {what}", peak, formula)
+    return cells
 
 
 def measure_head(run, model, batch: tuple, args, tp_group, pieces: int) -> tuple:
