@@ -77,7 +77,7 @@ def test_ends_and_accuses_nobody_else(run):
         assert re.search(rf"rank +: {rank} .*\n +exitcode +: -9 ", report), done.err
         assert "doctor: " not in done.err
         return
-    said = " ".join(bug.report_of(done.err).split())
+    said = " ".join(bug.what_failed("", done.err).split())
     assert said.startswith("doctor: ") and done.err.count("doctor: ") == 1, done.err
     said = said.removeprefix("doctor: ")
     if fault == "skip":  # nobody can know who; where it is known, it is this one
@@ -113,7 +113,7 @@ def alone(lesson, ranks, fault, rank, number):
 def test_a_lesson_without_the_doctor_ends_as_well(case):
     done, is_reached = jobs.begin(alone, *case[:5]).result()
     assert is_reached and done.code == 1 and done.left == []
-    assert re.search(case[5], bug.report_of(done.err)), done.err
+    assert re.search(case[5], bug.what_failed("", done.err)), done.err
     assert "PASS" not in done.out and "doctor: " not in done.err
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_hangs_while_groups_are_created_is_named():
     """new_group waits for all ranks. PyTorch's error names none."""
     done = jobs.begin(hang_while_groups_are_created).result()
     assert done.code == 1 and done.left == [], done.text
-    said = bug.report_of(done.err)
+    said = bug.what_failed("", done.err)
     assert said.startswith("doctor: rank 1 is not in a collective, while ranks [0] ")
     assert re.search(
         r"\n  rank 0: in call 1 of ranks \[0, 1\], dist.new_group\(\[0", said
@@ -211,7 +211,7 @@ def with_output(to: str):
 ])  # fmt: skip
 def test_a_full_disk_or_a_closed_pipe_is_one_error(to, wanted):
     done = jobs.begin(with_output, to).result()
-    said = bug.report_of(done.stderr)
+    said = bug.what_failed("", done.stderr)
     assert done.returncode == 1 and f"doctor: rank 0 {wanted}" in said, done.stderr
 
 
@@ -227,6 +227,6 @@ def skip_in_detail():
 def test_detail_accuses_nobody():
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL another part of torch notices first."""
     done = jobs.begin(skip_in_detail).result()
-    said = bug.report_of(done.err)
+    said = bug.what_failed("", done.err)
     assert said.startswith("doctor: ranks [0, 1, 2, 3] are waiting in different"), said
     assert done.code == 1 and done.left == []
