@@ -72,7 +72,7 @@ BUGS = {
     "norm": dict(
         what="the global norm counts replicated parameters once per TP rank",
         old="""\
-        if not shardings_of(p):
+        if not sharding_of(p):
             squares /= tp_group.size()  # all T ranks add the same squares
 """,
         new="",
@@ -82,14 +82,13 @@ BUGS = {
         reported="github.com/ROCm/TransformerEngine/pull/715, NVIDIA-NeMo/RL pull 3788",
     ),
     "tied": dict(
-        what="gradients of a weight tied over two stages are not summed (--tie is on)",
+        what="gradients of a weight tied over two stages are not summed",
+        script="beyond/tied_stages.py",
         old="""\
-                self.tied.grad = all_reduce(self.tied.grad, self.groups["embedding"])
+            grad = lesson00.all_reduce(self.tied.grad, self.groups["embedding"])
+            self.tied.grad = grad
 """,
-        new="""\
-                pass
-""",
-        flags="--tie",
+        new="",
         symptom="the first loss is right; the embedding's gradient lacks the head's",
         why="a weight with two uses gets the sum of two gradients, wherever they arise",
         reported="github.com/uw-syfi/piper/issues/13",

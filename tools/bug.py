@@ -33,15 +33,17 @@ def bugs_of(number: str) -> dict[str, dict]:
     return importlib.import_module(f"bugs.{path.stem}").BUGS
 
 
-def script_of(number: str) -> Path:
-    """Its file, from the root of the course: beyond/08_same_bits.py."""
+def script_of(number: str, bug: dict) -> Path:
+    """What is run, from the root of the course: beyond/08_same_bits.py."""
+    if "script" in bug:
+        return Path(bug["script"])
     (path,) = [*ROOT.glob(f"{number}_*.py"), *ROOT.glob(f"beyond/{number}_*.py")]
     return path.relative_to(ROOT)
 
 
 def edited(number: str, bug: dict) -> tuple[Path, str]:
     """The file that a bug edits, and its text with the bug."""
-    path = Path(bug.get("file", script_of(number)))
+    path = Path(bug.get("file", script_of(number, bug)))
     text = (ROOT / path).read_text("utf-8")
     if text.count(bug["old"]) != 1:
         raise ValueError(f"{path} does not have these lines once:\n{bug['old']}")
@@ -56,7 +58,7 @@ def copy_with_bug(number: str, bug: dict, folder: Path) -> Path:
             shutil.copy(path, folder / path.relative_to(ROOT))
     path, text = edited(number, bug)
     (folder / path).write_text(text, "utf-8")
-    return folder / script_of(number)
+    return folder / script_of(number, bug)
 
 
 def diff(bug: dict) -> list[str]:

@@ -44,7 +44,7 @@ class Script:
     """The lesson or script that is run, and what it says of itself."""
 
     path = Path()
-    meter = None  # its METER, or COMM: which run, and which phase of it
+    meter = None  # its METER: which run, and which phase of it
 
     @classmethod
     def is_own(cls, filename: str) -> bool:
@@ -55,18 +55,13 @@ class Script:
     @classmethod
     def label(cls) -> tuple[str, str]:
         """The run and its phase, as "with TP", "backward"; empty if it names none."""
-        if hasattr(cls.meter, "run"):  # COMM
-            return cls.meter.run, cls.meter.phase
         return getattr(cls.meter, "label", None) or ("", "")
 
     @classmethod
     def find_meter(cls) -> None:
         modules = [sys.modules["__main__"], *sys.modules.values()]
-        for name in ("COMM", "METER"):  # a script that has both counts in COMM
-            for module in modules:
-                found = vars(module).get(name) if hasattr(module, "__dict__") else None
-                if found is not None and cls.meter is None:
-                    cls.meter = found
+        for module in modules:  # of a script it is lesson 00's
+            cls.meter = cls.meter or getattr(module, "__dict__", {}).get("METER")
 
 
 def lines_of_script(frames) -> list[str]:
@@ -266,7 +261,7 @@ class Steps:
     def is_step(frame, caller) -> bool:
         is_own = Script.is_own(frame.f_code.co_filename)
         names = caller.f_code.co_names
-        return is_own and ("METER" in names or "COMM" in names)
+        return is_own and "METER" in names
 
     def others(self, run: str, phase: str) -> str:
         """Which functions do it here, and which without TP? "" if they are the same."""
