@@ -623,9 +623,9 @@ def show_memory(report: lesson00.Report, runs: dict) -> None:
     """Bytes that a rank stores: parameters, gradients and AdamW's moments."""
     size = report.size
     letters = {"without EP": dict(size, T=1, R=1), "EP": size}
-    report.section("Memory per rank in bytes; gradients take as much as parameters")
+    report.section("Memory per rank in bytes; sum = of the terms in PARAMETERS, above")
     rows, sums = memory_rows(report, PARAMETERS, letters, runs, TENSORS)
-    report.table(rows)
+    report.table(rows[len(PARAMETERS) :])  # the sums; the terms would fill the screen
     part = f"{100 * sums['EP'] / sums['without EP']:.0f} % of all parameters"
     report.say(f"With R = {size['R']} and T = {size['T']} a rank stores {part}.")
 
