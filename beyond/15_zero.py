@@ -587,8 +587,7 @@ def show_memory(report: lesson00.Report, trainings: dict[str, ZeroTraining]) -> 
         unit = 2 * size["u"] * size["e"] / size["Ψ"]
         report.say(
             f"ZeRO-3 holds {per_parameter['ZeRO-3']:.2f} bytes per parameter: 1/DP of "
-            f"{4 * size['g']}, and {unit:.2f} for one unit's parameters and gradients "
-            "in full."
+            f"{4 * size['g']}, and {unit:.2f} for one unit in full."
         )
 
 
@@ -624,7 +623,7 @@ def show_communication(report: lesson00.Report, trainings: dict) -> None:
         each = (2 * size["e"] + size["g"]) / (2 * size["g"])
         report.say(
             f"ZeRO-3 sends {ratio:.2f} times what DP sends: {each:.1f} for each of "
-            f"{size['M']} micro-batches, also under a pipeline (--stages)."
+            f"{size['M']} micro-batches."
         )
 
 

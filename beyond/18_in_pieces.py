@@ -494,10 +494,8 @@ def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> Non
         rows.append(row)
     report.table(rows)
     if size["S"] > args.pieces > 1:
-        report.say(
-            "At the peak there are four tensors of logits; in pieces each has 1/"
-            f"{args.pieces} of the positions. diff: from the model without TP."
-        )
+        text = "At the peak: four tensors of logits, in pieces each of 1/"
+        report.say(f"{text}{args.pieces} of the positions.")
 
 
 def head_cells(report: lesson00.Report, what: str, pieces: int, peak: int) -> dict:
