@@ -475,8 +475,8 @@ def show_partial_gradients(report, runs, full, batch, tp_group, args) -> None:
         # If all ranks had the complete gradient, a sum would make it T times that.
         is_complete = rel_diff(before[name], complete[name]) < 1e-3
         is_complete = args.ranks > 1 and all(of_all_ranks(is_complete, tp_group))
-        text = "complete on every rank before the sum"
-        report.check(f"partial: {name}", float(is_complete), text=text)
+        text = "all ranks have the complete gradient"
+        report.check(f"partial: {name} before the sum", float(is_complete), text=text)
 
     s = args.seq_len // args.ranks
     first = tp_group.rank() * s
@@ -553,7 +553,7 @@ def show_rounds(report: Report, args) -> None:
         if run in report.raised:
             continue
         formula = f"{rounds[run]}·(2·L + 1)·X·e·(T - 1)/T"
-        report.expect(f"bytes: ring, {run}", sent[run], formula)
+        report.expect(f"bytes: {run} forward + backward, ring", sent[run], formula)
     if not {"TP", "TP + SP"} & set(report.raised):
         how = "saved gathered" if args.save_gathered else "gathered again"
         report.say(
@@ -697,13 +697,13 @@ def show_padded_lengths(report: Report, tp_group, args) -> None:
             model = sp_transformer(full, tp_group, args.save_gathered)
             sp = train_with_tp(label, model, [padded], args, tp_group, sum_up)
             for name, run in {"without TP": one, "TP + SP": sp}.items():
-                losses[name][label] = run.losses["loss, step 1"]
+                losses[name][f"loss, {label}"] = run.losses["loss, step 1"]
                 for parameter, gradient in run.gradients.items():
-                    gradients[name][f"{label}: {parameter}"] = gradient
+                    gradients[name][f"{label}: dL/d {parameter}"] = gradient
         allowed = ALLOWED["float64"]  # of a loss as well
-        report.compare("losses of lengths", losses, allowed, brief=True)
+        report.compare("lengths", losses, allowed, brief=True)
         fold = lambda name: name.partition(":")[0]  # a row per length
-        report.compare("gradients of lengths", gradients, allowed, True, fold)
+        report.compare("length gradients", gradients, allowed, True, fold)
 
 
 # ---- With --hf: the same plan on a model of another library
@@ -1794,6 +1794,20 @@ class Report:
     def say(self, text: str) -> None:
         print(textwrap.indent(textwrap.fill(text, 85), "   "), flush=True)
 
+    def table(self, rows: list[dict]) -> None:
+        """Rows with the same columns: texts to the left, numbers to the right."""
+        self.rows += [{"section": self.sections} | row for row in rows]
+        lines = [""] * (len(rows) + 1)
+        for name in rows[0] if rows else []:
+            cells = [name, *(str(row[name]) for row in rows)]
+            width = max(len(cell) for cell in cells)
+            pad = str.rjust if cells[1][:1].isdigit() else str.ljust
+            for i, cell in enumerate(cells):
+                lines[i] += pad(cell, width) + "  "
+        print("".join(f"   {line.rstrip()}\n" for line in lines if line), end="")
+
+    # ---- Checks
+
     def check(self, name, diff, allowed=0.0, text="", is_formula=False) -> bool:
         """Record a comparison of this rank. Does it hold?
 
@@ -1808,11 +1822,115 @@ class Report:
 
     def agree(self, name: str, got, expected, allowed: float) -> float:
         """Check a tensor against its reference. Returns their relative difference."""
-        least = LEAST.get(name.partition(":")[0], 0.0)
-        diff = rel_diff(got, expected, least)
+        diff = rel_diff(got, expected, LEAST.get(name.partition(":")[0], 0.0))
         text = "" if diff <= allowed else difference(got, expected)
         self.check(name, diff, allowed, text)
         return diff
+
+    def compare(
+        self, what: str, runs: dict[str, dict], allowed: float, brief=False, fold=str
+    ) -> None:
+        """Compare values of several runs with the first run: run → name → value.
+
+        A row has the norm of each value and the largest difference of any element.
+        brief: rows that all hold are one line, which names what is compared.
+        fold: name → name of the row; values in one row are still compared one by one.
+        """
+        first, *others = runs
+        rows = {}  # name of the row → run → values
+        worst = {"": 0.0}  # name of the row, or of row and run → largest difference
+        # Your edit may have removed a value, or added one: then it is nan elsewhere.
+        for name in dict.fromkeys(name for values in runs.values() for name in values):
+            row = rows.setdefault(fold(name), {run: [] for run in runs})
+            expected = runs[first].get(name, math.nan)
+            for run in runs:
+                row[run].append(runs[run].get(name, math.nan))
+            for run in others:
+                got = row[run][-1]
+                diff = self.agree(f"{what}: {name}, {run}", got, expected, allowed)
+                for place in ("", fold(name), (fold(name), run)):
+                    worst[place] = max(worst.get(place, 0.0), diff)
+        if brief and others and worst[""] <= allowed:
+            count = len(runs[first])
+            text = f"{what}: {count} of {count} as {first}, worst {worst['']:.1e}"
+            return self.say(text)
+        table = []
+        for name, values in rows.items():
+            row = {"name": name, first: norm(values[first])}
+            for run in others:
+                holds = worst[name, run] <= allowed
+                row[run] = norm(values[run]) + ("" if holds else "✗")
+            row.update({run: "raised" for run in self.raised if not brief})
+            if others:
+                holds = worst[name] <= allowed
+                row.update(diff=f"{worst[name]:.1e}", ok="ok" if holds else "✗")
+            table.append(row)
+        self.table(table)
+
+    def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
+        """After training, what is replicated must be bitwise identical on all ranks."""
+        axis = group.group_desc
+        equal = 0
+        for name, x in tensors.items():
+            copies = all_gather(x[None], 0, group)
+            diff = max(rel_diff(copy, copies[0]) for copy in copies)
+            text = f"ranks of {axis} differ by {diff:.2g}"
+            equal += self.check(f"replicas: {name}, {axis}", diff, text=text)
+        text = f"{equal} of {len(tensors)} replicas are bitwise identical on all ranks"
+        self.say(f"{text} of {axis}, after training.")
+
+    def expect(self, name: str, got: int, formula: str, **size: int) -> dict:
+        """Check measured bytes against a formula, some letters of another size."""
+        predicted = evaluate(formula, self.size | size)
+        text = f"{got:,} bytes, the lesson's formula {formula} gives {predicted:,}"
+        holds = self.check(name, abs(got - predicted), text=text, is_formula=True)
+        ok = "ok" if holds else f"≠{predicted:,}"
+        return {"bytes": f"{got:,}", "formula": formula, "ok": ok}
+
+    def ledger(self, formulas: dict[tuple, tuple[int, str]], brief=()) -> None:
+        """Calls and bytes per step, as counted, against call → (calls, formula).
+
+        brief: runs or phases whose rows are one line if they hold.
+        """
+        if dist.get_world_size() == 1:
+            return self.say("One rank sends nothing.")
+        rows = []
+        calls = dict.fromkeys([*formulas, *METER.calls])  # also those not predicted
+        for call in [call for call in calls if call[0] not in self.raised]:
+            rows.append(self.ledger_row(call, *formulas.get(call, (0, "0"))))
+        shown = []
+        for row in rows:
+            is_brief = row["run"] in brief or row["phase"] in brief
+            if row["ok"] != "ok" or not is_brief:
+                shown.append(row)
+        for column in ("run", "axis"):  # one that says the same in all rows is left out
+            if len({row[column] for row in shown}) == 1:
+                shown = [{x: row[x] for x in row if x != column} for row in shown]
+        self.table(shown)
+        if len(shown) < len(rows):
+            count = len(rows) - len(shown)
+            self.say(f"{count} more rows ({', '.join(brief)}): as predicted")
+
+    def ledger_row(self, call: tuple, expected_calls: int, formula: str) -> dict:
+        """Check calls and bytes of one kind of call: cells of a table."""
+        run, phase, collective, axis = call
+        payloads = METER.calls.get(call, [])
+        payload = sum(payloads) // self.steps
+        calls = len(payloads) / self.steps
+        name = " ".join(call)
+        cells = self.expect(f"bytes: {name}", payload, formula)
+        text = f"{calls:g} calls per step, the lesson has {expected_calls}"
+        diff = abs(calls - expected_calls)
+        holds = self.check(f"calls: {name}", diff, text=text, is_formula=True)
+        sent = ring(collective, payload, METER.ranks.get(axis, 1))
+        self.sent[run] = self.sent.get(run, 0) + sent
+        row = {"run": run, "phase": phase, "collective": collective, "axis": axis}
+        row["calls"] = f"{calls:g}" if holds else f"{calls:g}≠{expected_calls}"
+        row.update(bytes=cells["bytes"], formula=formula, ring=f"{sent:,}")
+        row["ok"] = cells["ok"] if holds else cells["ok"].replace("ok", "≠")
+        return row
+
+    # ---- Errors, and the end
 
     @contextmanager
     def run(self, run: str, is_formula=False):
@@ -1841,159 +1959,27 @@ class Report:
             self.raised.append(run)
             self.check(f"runs: {run}", math.inf, text=text, is_formula=is_formula)
 
-    def compare(
-        self, what: str, runs: dict[str, dict], allowed: float, brief=False, fold=str
-    ) -> None:
-        """Compare values of several runs with the first run: run → name → value.
-
-        A row has the norm of each value and the largest difference of any element.
-        brief: rows that all hold are one line, which names what is compared.
-        fold: name → name of the row; values in one row are still compared one by one.
-        """
-        first, *others = runs
-        names = dict.fromkeys(name for values in runs.values() for name in values)
-        rows = []
-        worst = 0.0
-        for row_name in dict.fromkeys(fold(name) for name in names):
-            row = {"name": row_name}
-            most = 0.0
-            for run in runs:
-                # Your edit may have removed a value, or added one.
-                in_row = [name for name in names if fold(name) == row_name]
-                values = [runs[run].get(name, math.nan) for name in in_row]
-                row[run] = norm(values)
-                for name, got in zip(in_row, values if run != first else []):
-                    expected = runs[first].get(name, math.nan)
-                    diff = self.agree(f"{what}: {name}, {run}", got, expected, allowed)
-                    if diff > allowed and not row[run].endswith("✗"):
-                        row[run] += "✗"
-                    most = max(most, diff)
-            row.update({run: "raised" for run in self.raised if not brief})
-            if others:
-                row.update(diff=f"{most:.1e}", ok="ok" if most <= allowed else "✗")
-            rows.append(row)
-            worst = max(worst, most)
-        if brief and others and worst <= allowed:
-            count = len(names)
-            self.say(f"{what}: {count} of {count} as {first}, worst {worst:.1e}")
-        else:
-            self.table(rows)
-
-    def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
-        """After training, what is replicated must be bitwise identical on all ranks."""
-        equal = []
-        for name, x in tensors.items():
-            copies = all_gather(x[None], 0, group)
-            diff = max(rel_diff(copy, copies[0]) for copy in copies)
-            text = f"ranks of {group.group_desc} differ by {diff:.2g}"
-            if self.check(f"replicas: {name}, {group.group_desc}", diff, text=text):
-                equal.append(name)
-        text = f"{len(equal)} of {len(tensors)} replicas are bitwise identical"
-        self.say(f"{text} on all ranks of {group.group_desc}, after training.")
-
-    def expect(self, name: str, got: int, formula: str, **size: int) -> dict:
-        """Check measured bytes against a formula, some letters of another size."""
-        predicted = evaluate(formula, self.size | size)
-        text = f"{got:,} bytes, the lesson's formula {formula} gives {predicted:,}"
-        holds = self.check(name, abs(got - predicted), text=text, is_formula=True)
-        ok = "ok" if holds else f"≠{predicted:,}"
-        return {"bytes": f"{got:,}", "formula": formula, "ok": ok}
-
-    def ledger(self, formulas: dict[tuple, tuple[int, str]], brief=()) -> None:
-        """Calls and bytes per step, as counted, against call → (calls, formula).
-
-        brief: runs or phases whose rows are one line if they hold.
-        """
-        if dist.get_world_size() == 1:
-            self.say("One rank sends nothing.")
-            return
-        rows = []
-        folded = 0
-        for call in dict.fromkeys([*formulas, *METER.calls]):  # also not predicted ones
-            run, phase, collective, axis = call
-            if run in self.raised:
-                continue
-            payloads = METER.calls.get(call, [])
-            payload = sum(payloads) // self.steps
-            calls = len(payloads) / self.steps
-            expected_calls, formula = formulas.get(call, (0, "0"))
-            name = " ".join(call)
-            row = {"run": run, "phase": phase, "collective": collective, "axis": axis}
-            row["calls"] = f"{calls:g}"
-            row |= self.expect(f"bytes: {name}", payload, formula)
-            text = f"{calls:g} calls per step, the lesson has {expected_calls}"
-            diff = abs(calls - expected_calls)
-            if not self.check(f"calls: {name}", diff, text=text, is_formula=True):
-                row["calls"] += f"≠{expected_calls}"
-                row["ok"] = row["ok"].replace("ok", "≠")
-            sent = ring(collective, payload, METER.ranks.get(axis, 1))
-            self.sent[run] = self.sent.get(run, 0) + sent
-            row |= {"ring": f"{sent:,}", "ok": row.pop("ok")}
-            if row["ok"] == "ok" and (run in brief or phase in brief):
-                folded += 1
-            else:
-                rows.append(row)
-        for column in ("run", "axis"):  # one that says the same in all rows is left out
-            if len({row[column] for row in rows}) == 1:
-                rows = [{x: row[x] for x in row if x != column} for row in rows]
-        self.table(rows)
-        if folded:
-            self.say(f"{folded} more rows ({', '.join(brief)}): as predicted")
-
-    def table(self, rows: list[dict]) -> None:
-        """Rows with the same columns: texts to the left, numbers to the right."""
-        if not rows:
-            return
-        names = list(rows[0])
-        self.rows += [{"section": self.sections} | row for row in rows]
-        widths = {}
-        for name in names:
-            widths[name] = max(len(str(row[name])) for row in [*rows, {name: name}])
-        for row in [dict(zip(names, names)), *rows]:
-            cells = []
-            for name in names:
-                pad = str.rjust if str(rows[0][name])[:1].isdigit() else str.ljust
-                cells.append(pad(str(row[name]), widths[name]))
-            print("   " + "  ".join(cells).rstrip(), flush=True)
-
     def verdict(self, args) -> str:
         """Print PASS, or what failed on any rank. Returns "", or what was printed."""
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.checks)
-        checks = {}  # name → its check, with the ranks on which it fails
-        for rank, of_rank in enumerate(everyone):
-            for name, check in of_rank.items():
-                first = checks.setdefault(name, check | {"ranks": []})
-                if not check["diff"] <= check["allowed"]:
-                    checks[name] = check | {"ranks": [*first["ranks"], rank]}
-        failed = [check for check in checks.values() if check["ranks"]]
-        formulas = [check for check in failed if check["is_formula"]]
-        kinds = {}  # "gradients" → its failed checks
-        for check in failed:
-            if not check["is_formula"]:
-                kinds.setdefault(check["name"].partition(":")[0], []).append(check)
+        checks = self.of_all_ranks()
+        formulas = []  # checks that failed
+        kinds = {}  # "gradients" → its checks that failed
+        for check in checks:
+            kind = check["name"].partition(":")[0]
+            if check["ranks"] and check["is_formula"]:
+                formulas.append(check)
+            elif check["ranks"]:
+                kinds.setdefault(kind, []).append(check)
         lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 8]]
-        # If the loss of step 1 is wrong, forward is wrong: that is the cause.
-        losses = " ".join(check["name"] for check in kinds.get("losses", []))
-        is_forward = "step 1," in losses
-        order = ["runs", "outputs", "losses"] if is_forward else []
-        order += [*CAUSES, *kinds]
-        for kind in sorted(kinds, key=order.index):
-            run = kinds[kind][0]["name"].rpartition(", ")[2]  # the first that is wrong
-            of_run = [x for x in kinds[kind] if x["name"].endswith(f", {run}")]
-            # Backward begins at the output: the last gradient is nearest to the cause.
-            is_last = kind == "gradients" and not is_forward
-            check = of_run[-1] if is_last and of_run else kinds[kind][0]
-            text = f"{check['text']}, on ranks {check['ranks']}"
-            lines.append(f"✗ {check['name']}: {text}")
-        worst = max((x["diff"] for x in checks.values() if not x["ranks"]), default=0.0)
+        lines += name_causes(kinds)
+        worst = max((x["diff"] for x in checks if not x["ranks"]), default=0.0)
         text = f"{len(checks)} checks, worst difference {worst:.1e}"
         if formulas:
             text += f"; {len(formulas)} formulas describe another model or split"
         if kinds:
-            counts = [f"{len(kinds[x])} {x}" for x in sorted(kinds, key=order.index)]
+            text = ", ".join(f"{len(failed)} {kind}" for kind, failed in kinds.items())
             command = f"torchrun --standalone --nproc_per_node={args.ranks}"
-            text = f"{', '.join(counts)} are wrong. Where it begins: {command} "
+            text += f" are wrong. Where it begins: {command} "
             text += f"tools/doctor.py {LESSON.name}"
         word = "FAIL" if kinds else "PASS"
         lines = ["", *lines, f"{word}  {LESSON.stem}  {text}"]
@@ -2002,9 +1988,39 @@ class Report:
         print(result, flush=True)
         if args.json and dist.get_rank() == 0:
             data = dict(verdict=word, ranks=args.ranks, dtype=args.dtype)
-            data |= dict(size=self.size, checks=list(checks.values()), rows=self.rows)
+            data.update(size=self.size, checks=checks, rows=self.rows)
             args.json.write_text(json.dumps(data, indent=1))
         return result if kinds else ""
+
+    def of_all_ranks(self) -> list[dict]:
+        """The checks of all ranks: each with the ranks on which it fails."""
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.checks)
+        merged = {}
+        for rank, checks in enumerate(everyone):
+            for name, check in checks.items():
+                ranks = merged.setdefault(name, check | {"ranks": []})["ranks"]
+                if not check["diff"] <= check["allowed"]:
+                    merged[name] = check | {"ranks": [*ranks, rank]}
+        return list(merged.values())
+
+
+def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
+    """A line for each kind of failed check, causes before what follows from them."""
+    losses = " ".join(check["name"] for check in kinds.get("losses", []))
+    is_forward = "step 1," in losses  # if that loss is wrong, forward is wrong
+    order = ["runs", "outputs", "losses"] if is_forward else []
+    order += [*CAUSES, *kinds]
+    lines = []
+    for kind in sorted(kinds, key=order.index):
+        run = kinds[kind][0]["name"].rpartition(", ")[2]  # the first that is wrong
+        failed = [x for x in kinds[kind] if x["name"].endswith(f", {run}")]
+        # Backward begins at the output: the last gradient is nearest to the cause.
+        is_last = kind == "gradients" and failed and not is_forward
+        check = failed[-1] if is_last else kinds[kind][0]
+        text = f"{check['text']}, on ranks {check['ranks']}"
+        lines.append(f"✗ {check['name']}: {text}")
+    return lines
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
