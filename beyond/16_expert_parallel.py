@@ -69,14 +69,15 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 72 to 337, in about 27 minutes. Stop at RUN.
+# Read lines 72 to 338, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
 # mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:
 # CopyToTP (f) is the identity forward and an all-reduce backward, and ReduceFromTP (g)
-# is the reverse. shardings_of(p) is ((dim, group), …): how p is split. From lesson 02:
-# the decoder, IGNORE (the target of a position without loss), and parallelize_layer,
-# which splits attention and an MLP. From 05: all_reduce_gradients, a sum over a group.
+# is the reverse. From lesson 02: the decoder, IGNORE (the target of a position without
+# loss), and parallelize_layer, which splits attention and an MLP. From 05:
+# all_reduce_gradients, a sum over a group. shardings_of(p) of shardings.py is
+# ((dim, group), …): how p is split.
 
 # ---- A mixture of experts in one process
 
