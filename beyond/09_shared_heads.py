@@ -58,7 +58,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 09: replicated key/value heads
-# Read lines 68 to 218, in about 15 minutes. Stop at RUN.
+# Read lines 61 to 211, in about 15 minutes. Stop at RUN.
 
 # From lesson 00: mesh_groups(sizes, timeout) is this rank's group along each axis of a
 # mesh. Every rank creates every group, also those it is not in, in the same order.

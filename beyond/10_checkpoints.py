@@ -73,7 +73,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 10: saved under one mesh, loaded under another
-# Read lines 81 to 326, in about 25 minutes. Stop at RUN.
+# Read lines 76 to 321, in about 25 minutes. Stop at RUN.
 
 # From earlier lessons: sharding_of(p) is (dim, group), or None of a replicated p (01);
 # p.rows is the number of rows without padding, of a split vocabulary (03).
