@@ -431,7 +431,7 @@ def load(rank: int, ranks: int, name: str) -> None:
     if not HERE:
         note_calls()
     HERE.update(rank=rank, ranks=ranks, lesson=lesson, names=get_ipython().user_ns)
-    HERE.update(status="in no call", counts={})
+    HERE.update(status="in no call", inside=False, counts={})
     own = dict(broken=broken, edit=edit, check=check, contributors=contributors)
     own |= dict(edited=edited, of_all_ranks=of_all_ranks)
     own |= dict(rank=rank, ranks=ranks, lesson=lesson, dist=dist)
@@ -466,7 +466,7 @@ def note_calls() -> None:
 def noted(name: str, call):
     @functools.wraps(call)
     def with_note(*args, **kwargs):
-        if HERE["status"].startswith("in call"):  # dist calls itself
+        if HERE["inside"]:  # dist calls itself
             return call(*args, **kwargs)
         values = [*args, *kwargs.values()]
         if name == "batch_isend_irecv":
@@ -477,7 +477,11 @@ def noted(name: str, call):
         shapes = [list(x.shape) for x in values if hasattr(x, "shape")]
         of = f" of {shapes[0]}" if shapes else ""
         HERE["status"] = f"in call {number} of group {group}, {name}{of}"
-        out = call(*args, **kwargs)  # if it raises, this rank is still in it
+        HERE["inside"] = True
+        try:
+            out = call(*args, **kwargs)  # if it raises, the status stays
+        finally:
+            HERE["inside"] = False
         HERE["status"] = "in no call"
         return out
 
@@ -520,7 +524,8 @@ def contributors(call, x):
 def broken(name: str):
     """Make one of the lesson's bugs, as tools/bug.py does, and take it back again."""
     bug = bugs_of(HERE["lesson"])[name]
-    path = ROOT / bug.get("file", HERE["lesson"].__file__)
+    path = ROOT / bug.get("script", HERE["lesson"].__file__)
+    path = ROOT / bug.get("file", path)
     with edited(modules_of_course()[path], bug):
         yield
 
