@@ -83,6 +83,7 @@ BUGS = {
     ),
     "tied": dict(
         what="gradients of a weight tied over two stages are not summed",
+        file="beyond/tied_stages.py",
         script="beyond/tied_stages.py",
         old="""\
             grad = lesson00.all_reduce(self.tied.grad, self.groups["embedding"])

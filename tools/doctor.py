@@ -29,6 +29,7 @@ import textwrap
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -350,6 +351,10 @@ class Calls:
         self.is_nested = True
         try:
             return call(*args, **kwargs)
+        except Exception:
+            with answer_of_store():
+                self.set_status(self.status)
+            raise
         finally:
             self.is_nested = False
 
@@ -673,32 +678,48 @@ def where_raised(error: BaseException) -> list[str]:
     return [*lines, f"{text}: {', '.join(shapes[:8])}"]
 
 
+@contextmanager
+def answer_of_store():
+    """Within `with`: the store must answer. It is on rank 0's machine; if that is lost,
+    calls of the store never return.
+    """
+    rank = dist.get_rank()
+    text = f"rank {rank} got no answer from rank 0's machine: it is lost or cannot be "
+    lines = [f"{text}reached", f"  rank {rank}: in {CALLING.status.call}"]
+    seconds = 20 + int(os.environ["LOCAL_RANK"])  # one on each machine reports
+    timer = threading.Timer(seconds, end_rank, [lines, sys.__stderr__])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def report_failure(text: str, details: list[str]) -> None:
     """Say once for all ranks where each is; then end this rank."""
-    rank = dist.get_rank()
     CALLING.is_watching = False
-    lost = f"rank {rank} got no answer from rank 0's machine: it is lost or cannot be "
-    lost += f"reached\n  rank {rank}: in {CALLING.status.call}"
-    # The store is on that machine, and its calls then never return.
-    seconds = 20 + int(os.environ["LOCAL_RANK"])  # one per machine reports
-    timer = threading.Timer(seconds, end_rank, [lost.splitlines()])
-    timer.start()
+    with answer_of_store():
+        lines = lines_of_report(text, details)
+    if lines:
+        end_rank(lines)
+    Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).unlink(missing_ok=True)
+    time.sleep(2)  # torchrun's report begins with the rank that ends first
+    os._exit(1)
+
+
+def lines_of_report(text: str, details: list[str]) -> list[str]:
+    """What this rank has to say for all; nothing if another rank says it."""
     store = CALLING.store
     inside = CALLING.status.inside
-    store.set(f"failed/{rank}", json.dumps([inside, text, details]))
+    store.set(f"failed/{dist.get_rank()}", json.dumps([inside, text, details]))
     keys = [f"failed/{other}" for other in range(dist.get_world_size())]
     until = time.monotonic() + (3 if inside else 0)  # for what the others write
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(0.1)
-    if store.add("reports", 1) == 1:
-        found = [json.loads(store.get(key)) for key in keys if store.check([key])]
-        lines = report_of_all(found)
-        timer.cancel()
-        end_rank(lines)
-    timer.cancel()
-    Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).unlink(missing_ok=True)
-    time.sleep(2)  # torchrun's report begins with the rank that ends first
-    os._exit(1)
+    if store.add("reports", 1) > 1:
+        return []
+    found = [json.loads(store.get(key)) for key in keys if store.check([key])]
+    return report_of_all(found)
 
 
 def report_of_all(failed: list) -> list[str]:
@@ -714,16 +735,19 @@ def wrap(line: str) -> str:
     return textwrap.fill(line, 88, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def end_rank(lines: list[str]) -> None:
-    """End with an error: torchrun's own report ends with these lines."""
+def end_rank(lines: list[str], file=None) -> None:
+    """End with an error: torchrun's own report ends with these lines.
+
+    file: where they are printed as well.
+    """
     text = "\n".join(wrap(line) for line in [f"doctor: {lines[0]}", *lines[1:]])
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         # torchrun prints the failure with the earliest time.
         details = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": details}))
-    else:
-        print(text, file=sys.stderr, flush=True)
+    if file or not path:
+        print(text, file=file or sys.stderr, flush=True)
     os._exit(1)
 
 
