@@ -449,7 +449,7 @@ def show_gradients_sp(report: Report, runs: dict[str, TrainingRun], args) -> Non
             return "sharded parameters"
         if name.endswith("_proj.bias"):
             return "row-parallel biases"
-        return name.split(".")[-2].replace("layernorm", "norm")
+        return module_of(name).rpartition(".")[2].replace("layernorm", "norm")
 
     gradients = values_of(runs, "gradients")
     report.compare("gradients", gradients, ALLOWED[args.dtype], fold=row_of)
@@ -1669,39 +1669,39 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor turns it into local operations first
-        namespace, _, name = func._schema.name.partition("::")
-        group = group_of(args) if "c10d" in namespace and name != "barrier" else None
+        collective, group = collective_of(func, args)
         if group is None or group.size() == 1:  # one rank sends nothing
             return func(*args, **(kwargs or {}))
-        plain = name.replace("_", "")
-        kinds = [x for x in KINDS if plain.startswith(x.replace("-", ""))]
-        collective = kinds[0].replace("send", "send/recv") if kinds else name
+        run, phase = self.label
         axis = group.group_desc
         self.ranks[axis] = group.size()
         self.count += 1
-        phase = " ".join(self.label)
-        self.last = f"number {self.count}, {collective} over {axis}, {phase}"
+        self.last = f"number {self.count}, {collective} over {axis}, {run} {phase}"
         out = func(*args, **(kwargs or {}))
-        tensors = [args[0], args[1]]
-        if namespace == "_c10d_functional":
-            tensors.append(out)
         if collective != "recv":  # it is counted where it is sent
-            call = *self.label, collective, axis
-            self.calls.setdefault(call, []).append(max(nbytes(x) for x in tensors))
+            payload = max(nbytes(args[0]), nbytes(args[1]), nbytes(out))
+            key = (run, phase, collective, axis)
+            self.calls.setdefault(key, []).append(payload)
         return out
 
 
 METER = Meter()
 
 
-def group_of(args) -> dist.ProcessGroup | None:
-    """The group of a collective. DTensor names it, as the last argument."""
-    for x in args:
-        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
-            return dist.ProcessGroup.unbox(x)
-    if isinstance(args[-1], str):
-        return dist.distributed_c10d._resolve_process_group(args[-1])
-    return None  # it waits for a collective that has been counted
+def collective_of(func, args) -> tuple[str, dist.ProcessGroup | None]:
+    """The collective that a PyTorch operation is, and its group; None if it is none."""
+    namespace, _, name = func._schema.name.partition("::")
+    if "c10d" not in namespace or name in ("barrier", "wait_tensor"):
+        return name, None
+    groups = [x for x in args if isinstance(x, torch.ScriptObject)]
+    groups = [x for x in groups if "ProcessGroup" in str(x._type())]
+    if groups:
+        group = dist.ProcessGroup.unbox(groups[0])
+    else:  # DTensor names it, as the last argument
+        group = dist.distributed_c10d._resolve_process_group(args[-1])
+    plain = name.replace("_", "")
+    kinds = [kind for kind in KINDS if plain.startswith(kind.replace("-", ""))]
+    return (kinds[0].replace("send", "send/recv") if kinds else name), group
 
 
 def nbytes(x) -> int:
@@ -1796,17 +1796,15 @@ class Report:
 
     def table(self, rows: list[dict]) -> None:
         """Rows with the same columns: texts to the left, numbers to the right."""
-        self.rows += [{"section": self.sections} | row for row in rows]
+        self.rows += [dict(row, section=self.sections) for row in rows]
         lines = [""] * (len(rows) + 1)
         for name in rows[0] if rows else []:
-            cells = [name, *(str(row[name]) for row in rows)]
+            cells = [name] + [str(row[name]) for row in rows]
             width = max(len(cell) for cell in cells)
             pad = str.rjust if cells[1][:1].isdigit() else str.ljust
             for i, cell in enumerate(cells):
                 lines[i] += pad(cell, width) + "  "
         print("".join(f"   {line.rstrip()}\n" for line in lines if line), end="")
-
-    # ---- Checks
 
     def check(self, name, diff, allowed=0.0, text="", is_formula=False) -> bool:
         """Record a comparison of this rank. Does it hold?
@@ -1815,9 +1813,10 @@ class Report:
         """
         if name in self.checks:  # one would hide the other
             raise ValueError(f"two checks are named {name}")
-        text = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
-        check = {"name": name, "diff": diff, "allowed": allowed, "text": text}
-        self.checks[name] = check | {"is_formula": is_formula}
+        check = {"name": name, "diff": diff, "allowed": allowed, "ranks": []}
+        check["text"] = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
+        check["is_formula"] = is_formula
+        self.checks[name] = check
         return diff <= allowed  # False for nan
 
     def agree(self, name: str, got, expected, allowed: float) -> float:
@@ -1836,7 +1835,8 @@ class Report:
         brief: rows that all hold are one line, which names what is compared.
         fold: name → name of the row; values in one row are still compared one by one.
         """
-        first, *others = runs
+        first = next(iter(runs))
+        others = [run for run in runs if run != first]
         rows = {}  # name of the row → run → values
         worst = {"": 0.0}  # name of the row, or of row and run → largest difference
         # Your edit may have removed a value, or added one: then it is nan elsewhere.
@@ -1895,9 +1895,9 @@ class Report:
         if dist.get_world_size() == 1:
             return self.say("One rank sends nothing.")
         rows = []
-        calls = dict.fromkeys([*formulas, *METER.calls])  # also those not predicted
-        for call in [call for call in calls if call[0] not in self.raised]:
-            rows.append(self.ledger_row(call, *formulas.get(call, (0, "0"))))
+        for call in dict.fromkeys(list(formulas) + list(METER.calls)):
+            if call[0] not in self.raised:
+                rows.append(self.ledger_row(call, formulas.get(call, (0, "0"))))
         shown = []
         for row in rows:
             is_brief = row["run"] in brief or row["phase"] in brief
@@ -1911,9 +1911,10 @@ class Report:
             count = len(rows) - len(shown)
             self.say(f"{count} more rows ({', '.join(brief)}): as predicted")
 
-    def ledger_row(self, call: tuple, expected_calls: int, formula: str) -> dict:
+    def ledger_row(self, call: tuple, expected: tuple[int, str]) -> dict:
         """Check calls and bytes of one kind of call: cells of a table."""
         run, phase, collective, axis = call
+        expected_calls, formula = expected
         payloads = METER.calls.get(call, [])
         payload = sum(payloads) // self.steps
         calls = len(payloads) / self.steps
@@ -1929,8 +1930,6 @@ class Report:
         row.update(bytes=cells["bytes"], formula=formula, ring=f"{sent:,}")
         row["ok"] = cells["ok"] if holds else cells["ok"].replace("ok", "≠")
         return row
-
-    # ---- Errors, and the end
 
     @contextmanager
     def run(self, run: str, is_formula=False):
@@ -1982,10 +1981,10 @@ class Report:
             text += f" are wrong. Where it begins: {command} "
             text += f"tools/doctor.py {LESSON.name}"
         word = "FAIL" if kinds else "PASS"
-        lines = ["", *lines, f"{word}  {LESSON.stem}  {text}"]
+        lines += [f"{word}  {LESSON.stem}  {text}"]
         wrap = textwrap.TextWrapper(88, subsequent_indent="  ", break_on_hyphens=False)
-        result = "\n".join(wrap.fill(line) for line in lines)
-        print(result, flush=True)
+        result = "".join(f"\n{wrap.fill(line)}" for line in lines)
+        print(f"\n{result.strip()}", flush=True)
         if args.json and dist.get_rank() == 0:
             data = dict(verdict=word, ranks=args.ranks, dtype=args.dtype)
             data.update(size=self.size, checks=checks, rows=self.rows)
@@ -1999,9 +1998,10 @@ class Report:
         merged = {}
         for rank, checks in enumerate(everyone):
             for name, check in checks.items():
-                ranks = merged.setdefault(name, check | {"ranks": []})["ranks"]
+                ranks = merged.setdefault(name, check)["ranks"]
                 if not check["diff"] <= check["allowed"]:
-                    merged[name] = check | {"ranks": [*ranks, rank]}
+                    merged[name] = check
+                    check["ranks"] = ranks + [rank]
         return list(merged.values())
 
 
@@ -2010,7 +2010,7 @@ def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
     losses = " ".join(check["name"] for check in kinds.get("losses", []))
     is_forward = "step 1," in losses  # if that loss is wrong, forward is wrong
     order = ["runs", "outputs", "losses"] if is_forward else []
-    order += [*CAUSES, *kinds]
+    order += CAUSES + list(kinds)
     lines = []
     for kind in sorted(kinds, key=order.index):
         run = kinds[kind][0]["name"].rpartition(", ")[2]  # the first that is wrong
@@ -2065,8 +2065,6 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--timeout", type=positive, default=60, help=text)
     parser.add_argument("--json", type=Path, help="write all checks and rows there")
     args = parser.parse_args()
-    if args.json:
-        args.json.open("a").close()
     if "RANK" not in os.environ:
         command = "torchrun --standalone --nproc_per_node=2"
         raise ValueError(f"start it with torchrun: {command} {' '.join(sys.argv)}")
