@@ -344,9 +344,9 @@ def sum_over_cp(model: nn.Module, cp_group) -> None:
 #    and k_proj are off by about their own size, but they have 3.2 % of the norm of all
 #    gradients: in step 1 that norm is off by 1.6e-4 (ring, 2 ranks).
 # 3. AdamW takes wrong steps in q_proj and k_proj. At first the loss hardly depends on
-#    them: at step 3 it is 5.18196 instead of 5.18200.
-# 4. Later it does: at step 100 (--steps 100) it is 2.12 instead of 2.08. From step 90
-#    on the norm of all gradients jumps, once to 42 times too much.
+#    them: at step 3 it is 5.1307 instead of 5.1312.
+# 4. Later it does: at step 100 (--steps 100) it is 2.036 instead of 2.017. From step 80
+#    on the norm of all gradients jumps, once to 50 times too much.
 # In training you have only one of the two losses, and it falls. So compare gradients
 # with one process, module by module (section 3), or one attention (section 4).
 
