@@ -205,14 +205,16 @@ def find_block(part: Tensor, full: Tensor, allowed: float) -> tuple:
 def are_right(parts: list[Output], norm: float) -> bool | None:
     """Do the outputs of all ranks fit the one without TP? None: that cannot be said."""
     blocks = {part.block for part in parts}
+    if len({part.blocks for part in parts}) > 1 or parts[0].blocks == 0:
+        return None  # of other shapes: a stage's activations, another batch
     is_cut = max(part.blocks for part in parts) > 1
     if None not in blocks:  # each rank has a block; together they must be all of it
-        return len(blocks) == parts[0].blocks or None if is_cut else True
-    if all(part.blocks == 1 for part in parts):
+        return len(blocks) == parts[0].blocks or None
+    if not is_cut:
         return False
     # In parts that were cut in another way: an equal norm is no proof.
     off = abs(math.hypot(*[part.norm for part in parts]) - norm)
-    return None if off <= 1e-4 * norm or not is_cut else False
+    return None if off <= 1e-4 * norm else False
 
 
 # ---- What the script calls in the first step of each run
