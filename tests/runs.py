@@ -40,12 +40,12 @@ WITH_FLAGS = [
      "--layers", "1", "--dropout", "0"),
     (TRANSFORMER, 4, "--kv-heads", "8"),
     (VOCAB, 4, *PROOF, "--tie"),
-    (MESH, 8, "--tp", "4", *PROOF, "--tie"),
-    (MESH, 4, "--dp", "2", "--ragged", "--tie", *PROOF, "--heads", "4",
-     "--kv-heads", "2", "--seq-len", "61", "--schedule", "gpipe"),
+    (MESH, 8, "--tp", "4", *PROOF),
+    (MESH, 4, "--dp", "2", "--ragged", *PROOF, "--heads", "4", "--kv-heads", "2",
+     "--seq-len", "61", "--schedule", "gpipe"),
     # No mean of ragged lengths is a whole number here.
     (MESH, 2, "--ragged", "--microbatches", "3", "--batch-size", "6", "--steps", "2"),
-    (MESH, 4, "--pp", "4", "--microbatches", "8", "--tie"),
+    (MESH, 4, "--pp", "4", "--microbatches", "8"),
     *((MESH, 4, f"--{axis}", "4", *SHORT, "--layers", "1") for axis in ("dp", "tp")),
     *((SHARED_HEADS, ranks) for ranks in (1, 2, 4)),
     (SHARED_HEADS, 8, *PROOF, "--steps", "2"),
@@ -100,6 +100,15 @@ IN_PIECES_RUNS += [
     (IN_PIECES, 3, *PROOF, "--pieces", "5", "--seq-len", "30", "--layers", "1"),
     (IN_PIECES, 4, *PROOF, "--pieces", "8", "--steps", "2"),
 ]
+# Scripts beside lesson 05, which have no number.
+TIED, STAGES = "tied_stages", "pytorch_stages"
+jobs.PATHS.update(
+    {name: jobs.ROOT / "beyond" / f"{name}.py" for name in (TIED, STAGES)}
+)
+TIED_RUNS = [(TIED, 2), (TIED, 8, "--tp", "4", *PROOF)]
+TIED_RUNS += [(TIED, 4, "--dp", "2", "--ragged", *PROOF, "--schedule", "gpipe")]
+STAGES_RUNS = [(STAGES, 8), (STAGES, 4, "--dp", "2", *PROOF, "--schedule", "gpipe")]
+STAGES_RUNS += [(STAGES, 4, "--pp", "4", "--microbatches", "2")]  # 1F1B needs M ≥ P
 ALL_RUNS = DEFAULTS + WITH_FLAGS + [run for pair in ALIKE.values() for run in pair]
 
 
