@@ -119,7 +119,8 @@ HINTS = {
 
 @pytest.mark.parametrize("hint", HINTS)
 def test_conclusions(runs, hint):
-    said = doctor.conclusions(HINTS[hint])
+    places = {"TP": "right up to the model's output"}
+    said = doctor.conclusions(HINTS[hint], places)
     assert any(line.startswith(hint) for line in said), said
 
 
@@ -127,9 +128,11 @@ def test_conclusions(runs, hint):
     [failed("gradients: norm.bias, TP", "off by 0.1")],  # the first thing that is wrong
     [MISSING], [MORE],  # a formula alone
     [failed("norms: ‖g‖, step 1, TP", "1, expected 2"), TWICE, MORE],
+    [failed("losses: loss, step 1, TP", "1, expected 2")],  # forward may be wrong
+    [failed("runs: TP", "ValueError"), failed("norms: ‖g‖, step 1, TP", "none")],
 ])  # fmt: skip
 def test_no_conclusion_that_does_not_follow(runs, checks):
-    said = " ".join(doctor.conclusions(checks))
+    said = " ".join(doctor.conclusions(checks, {}))
     assert "two places" not in said and "missing" not in said, said
 
 

@@ -91,6 +91,7 @@ class Output(NamedTuple):
 
 
 INPUT = "the model's input"
+OUTPUT = "the model's output"
 
 
 class Forward:
@@ -116,7 +117,7 @@ class Forward:
     def after(self, module: nn.Module, inputs: tuple, out) -> None:
         run, phase = Script.label()
         if phase == "forward" and module in self.names:
-            name = self.names[module] or "the model's output"
+            name = self.names[module] or OUTPUT
             self.note(run, name, out)
             if module is next(iter(self.names)):
                 self.names = {}  # the first forward pass of this run has ended
@@ -135,8 +136,8 @@ class Forward:
             one = Output(x.numel(), x.norm().item(), off, blocks, block, allowed)
             self.outputs[run][name] = one
 
-    def report(self, wrong: list[str]) -> list[str]:
-        """Where each run is first seen wrong, by what all ranks have noted.
+    def report(self, wrong: list[str]) -> dict[str, str]:
+        """Run → where it is first seen wrong, by what all ranks have noted.
 
         wrong: the runs in which something is wrong.
         """
@@ -145,15 +146,16 @@ class Forward:
         for run, outputs in self.outputs.items():
             plain[run] = {name: tuple(output) for name, output in outputs.items()}
         dist.all_gather_object(everyone, plain)
-        lines = []
+        texts = {}
         for run in [run for run in list(self.outputs)[1:] if run in wrong]:
             ranks = []
             for of_rank in everyone:
                 found = of_rank.get(run, {})
                 ranks.append({name: Output(*x) for name, x in found.items()})
             text = self.where_wrong(ranks)
-            lines += [f"{run}: {text}"] if text else []
-        return lines
+            if text:
+                texts[run] = text
+        return texts
 
     def where_wrong(self, ranks: list[dict]) -> str:
         """Between which modules forward becomes wrong; "" if that cannot be said.
@@ -251,8 +253,10 @@ class Steps:
         caller = frame.f_back
         if event != "call" or caller is None or not self.is_step(frame, caller):
             return
-        phase = Script.label()[1]
-        if phase not in ("forward", "backward"):
+        run, phase = Script.label()
+        if run not in ("", self.run):
+            sys.setprofile(None)  # this run has ended without a step
+        elif phase not in ("forward", "backward"):
             phase = phase or "loss"
             code = frame.f_code
             text = f"{code.co_name} (line {code.co_firstlineno})"
@@ -535,10 +539,11 @@ def who_is_missing(statuses: list[Status]) -> str:
 # ---- Conclusions from failed checks
 
 
-def conclusions(checks: list[dict]) -> list[str]:
+def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
     """What the failed checks of all ranks say together.
 
-    checks: those that failed, each with name "kind: what", and text.
+    checks: those that failed, each with name "kind: what", and text. places: run →
+        where its forward pass becomes wrong.
     """
     kinds = {}
     for check in checks:
@@ -575,7 +580,7 @@ def conclusions(checks: list[dict]) -> list[str]:
             "a gradient has the shape of a slice: is p.sharding of its parameter set? "
             "shard_parameter cuts and sets it"
         )
-    return lines + other_places(kinds)
+    return lines + other_places(kinds, places)
 
 
 def is_in_last_bits(check: dict) -> bool:
@@ -587,7 +592,7 @@ def in_words(check: dict) -> str:
     return f"{check['name'].partition(': ')[2]}: {check['text']}"
 
 
-def other_places(kinds: dict[str, list]) -> list[str]:
+def other_places(kinds: dict[str, list], places: dict[str, str]) -> list[str]:
     """An optimizer, a norm or a loss that was edited in one of two places."""
     names = {}  # kind → the names of its failed checks, joined
     for kind, checks in kinds.items():
@@ -595,10 +600,12 @@ def other_places(kinds: dict[str, list]) -> list[str]:
     losses = names.get("losses", "")
     lines = []
     for run in list(FORWARD.outputs)[1:]:
-        if not any(run in text for text in names.values()):
+        if run in names.get("runs", "") or run not in " ".join(names.values()):
             continue
         place = ""
         if "step 1, " in losses:
+            if places.get(run) != f"right up to {OUTPUT}":
+                continue
             place = STEPS.others(run, "loss")
             what = "the loss"
         elif "gradients" in kinds or "outputs" in kinds:
@@ -799,7 +806,9 @@ def leave(*args, destroy=dist.destroy_process_group) -> None:
     values = [c for c in checks if not c["name"].startswith(("bytes", "calls"))]
     lines = CALLING.not_waited_for()
     if values:
-        lines += FORWARD.report(wrong) + conclusions(checks)
+        places = FORWARD.report(wrong)
+        lines += [f"{run}: {text}" for run, text in places.items()]
+        lines += conclusions(checks, places)
     FINDINGS.extend(f"doctor: {line}" for line in dict.fromkeys(lines))
     for line in FINDINGS:
         print(wrap(line), flush=True)
