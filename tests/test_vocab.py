@@ -125,7 +125,7 @@ def test_what_it_is_about_is_printed():
 
 ROWS = "x_BSD * is_local_BS.unsqueeze(-1)\n"
 LOOKUPS = [
-    f"hard cases: {what}embedding(arange(V)), with TP" for what in ("", "gradient, ")
+    f"hard {kind}: embedding(arange(V)), with TP" for kind in ("values", "gradients")
 ]
 TRAINED = ["losses: loss, step 1, with TP", "gradients: embed_tokens.weight, with TP"]
 OFF_BY_ONE = {  # which token's row is missing, flags, what fails
