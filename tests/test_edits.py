@@ -51,11 +51,7 @@ Z_LOSS = [  # ζ·(log z)², as it is added to the loss of large models
      "        grad_BSv = (softmax_BSv - ctx.smooth_target)"),
 ]  # fmt: skip
 
-ANGLES = ("02_transformer_tp.py", "10000.0 **", "5000.0 **")
-TWICE = ("02_transformer_tp.py", "    return F.cross_entropy(logits_BSV.flat",
-         "    return 2 * F.cross_entropy(logits_BSV.flat")  # fmt: skip
-SAME_BYTES = ("other rotary angles", "twice the loss")
-EDITED = "values agree: "  # and formulas that describe another model
+EDITED = "formulas describe another model or split"
 RIGHT = {
     "another optimizer in 09": (4, "beyond/09_shared_heads.py", EDITED, [OF_02]),
     "another optimizer in 15": (2, "beyond/15_zero.py", EDITED, [OF_02, OF_15]),
@@ -66,8 +62,6 @@ RIGHT = {
     "a tensor more saved": (2, "beyond/11_context_parallel.py", EDITED, [SAVED]),
     "other names of tensors": (2, "beyond/10_checkpoints.py", "", [NAMES]),
     "another loss": (2, VOCAB, EDITED, Z_LOSS),  # PyTorch's plan cannot run it
-    "other rotary angles": (2, "02_transformer_tp.py", EDITED, [ANGLES]),
-    "twice the loss": (2, "02_transformer_tp.py", EDITED, [TWICE]),
     "normal numbers": (4, "00_collectives.py", "", [NORMAL]),
 }
 
@@ -104,12 +98,9 @@ def test_a_right_edit_passes(edit, tmp_path):
     stem = script.partition("/")[2] or script
     assert done.code == 0, done.text
     last = done.out.rpartition("\nPASS  ")[2]
-    assert last.startswith(f"{stem.removesuffix('.py')}  {says}"), last
-    assert "✗" not in done.out
-    if says:  # a table shows it, or the loss of the tiny model alone
-        assert ("\n≠ loss of a tiny " if edit in SAME_BYTES else " ≠") in done.out
-    else:
-        assert "≠" not in done.out
+    assert last.startswith(f"{stem.removesuffix('.py')}  "), last
+    assert says in " ".join(last.split()) and "✗" not in done.out
+    assert ("≠" in done.out) is bool(says)
 
 
 @pytest.mark.parametrize("edit", WRONG)
