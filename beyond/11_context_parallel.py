@@ -397,9 +397,6 @@ def sizes(args) -> dict[str, int]:
         raise ValueError(f"--kv-heads {args.kv_heads}: {text}")
     args.mesh = f"cp {C} × tp {args.tp}"
     size.update(T=args.tp, C=C, s=args.seq_len // C, n=args.heads // args.tp, k=k)
-    # Bytes of a rank's keys and values, and of its queries and the output y.
-    size["kv"] = lesson00.evaluate("2·B·s·k·H·e", size)
-    size["qy"] = lesson00.evaluate("2·B·s·n·H·e", size)
     return size
 
 
@@ -576,6 +573,9 @@ def show_communication_cp(report: lesson00.Report, methods: dict) -> None:
             ("backward", "all-to-all"): (4 * L, "L·(qy+kv)"),
         },
     }
+    # Bytes of a rank's keys and values, and of its queries and the output y.
+    size["kv"] = lesson00.evaluate("2·B·s·k·H·e", size)
+    size["qy"] = lesson00.evaluate("2·B·s·n·H·e", size)
     formulas = {}
     for run, method in methods.items():
         for (phase, collective), formula in per_method[method.attention].items():
