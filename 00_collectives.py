@@ -56,6 +56,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 # ==== NEW in 00: collectives
-# Read lines 66 to 304, in about 24 minutes. Stop at RUN.
+# Read lines 67 to 305, in about 24 minutes. Stop at RUN.
 
 # Every rank begins with these lines (the first is in `launch`, the second in main):
 #     dist.init_process_group("gloo")   # "nccl" on GPUs; waits for all ranks
@@ -381,15 +382,15 @@ def show_three_placements(report: Report, args, group) -> None:
     full = count_from(0, report.size["n"], args)
     sharded = shard(full, 0, group)
     # Any tensors that sum to A are partial. The others hold 1s, and rank 0 the rest.
-    partial = torch.ones_like(full)
+    term = torch.ones_like(full)
     if group.rank() == 0:
-        partial = full - (group.size() - 1)
+        term = full - (group.size() - 1)
 
-    held = [f"rank {group.rank()}", as_text(full), as_text(sharded), as_text(partial)]
+    held = [f"rank {group.rank()}", as_text(full), as_text(sharded), as_text(term)]
     name = "sharded, all-gather"
     joined = check_value(report, name, all_gather(sharded, 0, group), full, group)
     name = "partial, all-reduce"
-    summed = check_value(report, name, all_reduce(partial, group), full, group)
+    summed = check_value(report, name, all_reduce(term, group), full, group)
     lines = [
         ["in this course", "A[I]", "A[I_tp]", "A[I] {U_tp}"],
         *of_all_ranks(held, group),
@@ -412,14 +413,14 @@ def show_collectives(report: Report, args, group) -> None:
     mine = shard(total, 0, group)
     slices = torch.cat([split(x_of_r, 0, T)[rank] for x_of_r in xs])
     moves = [  # name, what a rank gets in words, how, and what must come out
-        ("all-reduce", "the sum", lambda: all_reduce(x, group), total),
-        ("reduce-scatter", "a slice of it", lambda: reduce_scatter(x, 0, group), mine),
-        ("all-gather", "all slices of it", lambda: all_gather(mine, 0, group), total),
-        ("broadcast", f"rank {T - 1}'s", lambda: broadcast(x, T - 1, group), xs[T - 1]),
-        ("all-to-all", "a slice of each", lambda: all_to_all(x, group), slices),
+        ("all-reduce", "the sum", partial(all_reduce, x), total),
+        ("reduce-scatter", "a slice of it", partial(reduce_scatter, x, 0), mine),
+        ("all-gather", "all slices of it", partial(all_gather, mine, 0), total),
+        ("broadcast", f"rank {T - 1}'s", partial(broadcast, x, T - 1), xs[T - 1]),
+        ("all-to-all", "a slice of each", partial(all_to_all, x), slices),
     ]
     if T > 1:  # one rank has no other to send to
-        pass_on = lambda: send_recv(x, (rank + 1) % T, x, (rank - 1) % T, group)
+        pass_on = partial(send_recv, x, (rank + 1) % T, x, (rank - 1) % T)
         moves.append(("send/recv", "the rank before's", pass_on, xs[rank - 1]))
     report.section("Five collectives and send/recv: rank r has 10·r, 10·r + 1, …")
     report.say("bytes = payload: a rank's input, or its output if that is larger")
@@ -435,7 +436,7 @@ def show_moves(report: Report, x: Tensor, moves: list[tuple], group) -> None:
     payload = {"": "bytes", "before": ""}
     for name, effect, move, expected in moves:
         with METER.phase(name, ""):  # counts the collectives inside
-            got = move()
+            got = move(group)
         value = check_value(report, name, got, expected, group)
         gets[name] = effect if value == "ok" else f"{effect} ✗"
         held[name] = as_text(got)
@@ -460,8 +461,8 @@ def show_algorithm(report, algorithm, steps: str, sent: str, args, group) -> Non
         with METER.phase(run, ""):
             result = algorithm(x, group)
         mine = METER.calls.get((run, "", "send/recv", "tp"), [])  # one for each step
-        off = abs(len(mine) - evaluate(steps, report.size))
-        holds = report.check(f"steps: {run}", off, is_formula=True)
+        off = len(mine) - evaluate(steps, report.size)
+        holds = report.check(f"steps: {run}", abs(off), is_formula=True)
         # A rank may send more or less than others, so the formula is about all of them.
         by_rank = of_all_ranks(sum(mine), group)
         row = {"n": len(x), "steps": f"{len(mine)} {'ok' if holds else '≠'}"}
@@ -473,9 +474,9 @@ def show_algorithm(report, algorithm, steps: str, sent: str, args, group) -> Non
     report.say(f"{name}, {steps} steps; all ranks together send {sent} bytes")
     report.table(rows)
     times = evaluate(sent, report.size) / evaluate("T·n·e", report.size)
-    of_four = evaluate(sent, report.size | {"T": 4}) / evaluate("4·n·e", report.size)
-    text = f"On average a rank sends {times:.3g} times its tensor"
-    report.say(f"{text} (4 ranks: {of_four:.3g} times).")
+    report.say(f"On average a rank sends {times:.3g} times its tensor.")
+    if report.size["T"] == 2 and sent == "2·(T-1)·n·e":
+        report.say("With 4 ranks it would be 2·3/4 = 1.5 times, with many almost 2.")
 
 
 def make_products(size: dict[str, int], args, group) -> list[tuple]:
@@ -491,21 +492,21 @@ def make_products(size: dict[str, int], args, group) -> list[tuple]:
     c_IK = a_IJ @ b_JK  # of which every result must be a slice, or all
     c_iK = shard(c_IK, 0, group)
     c_Ik = shard(c_IK, 1, group)
-    # Each: case, operands, what to do, result; what computes it, from what; payload.
+    # Each: four cells of the table; what computes C, from what; C; payload in bytes.
     return [
-        ("1", "A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]",
+        (("1", "A[I_tp, J] B[J, K]", "nothing", "C[I_tp, K]"),
          matmul_case_1, a_iJ, b_JK, c_iK, "0"),
-        ("2", "A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]",
+        (("2", "A[I, J_tp] B[J, K]", "AllGather A", "C[I, K]"),
          matmul_case_2_gather, a_Ij, b_JK, c_IK, "I·J·e"),
-        ("2", "", "slice B, do 3", "C[I, K]",
+        (("2", "", "slice B, do 3", "C[I, K]"),
          matmul_case_2_slice, a_Ij, b_JK, c_IK, "I·K·e"),
-        ("3", "A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]",
+        (("3", "A[I, J_tp] B[J_tp, K]", "AllReduce", "C[I, K]"),
          matmul_case_3_all_reduce, a_Ij, b_jK, c_IK, "I·K·e"),
-        ("3", "", "ReduceScatter", "C[I, K_tp]",
+        (("3", "", "ReduceScatter", "C[I, K_tp]"),
          matmul_case_3_reduce_scatter, a_Ij, b_jK, c_Ik, "I·K·e"),
-        ("4", "A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]",
+        (("4", "A[I_tp, J] B[J, K_tp]", "AllGather A", "C[I, K_tp]"),
          matmul_case_4_left, a_iJ, b_Jk, c_Ik, "I·J·e"),
-        ("4", "", "AllGather B", "C[I_tp, K]",
+        (("4", "", "AllGather B", "C[I_tp, K]"),
          matmul_case_4_right, a_iJ, b_Jk, c_iK, "J·K·e"),
     ]  # fmt: skip
 
@@ -513,31 +514,31 @@ def make_products(size: dict[str, int], args, group) -> list[tuple]:
 def show_products(report: Report, args, group) -> None:
     """What each product computes, multiplies and sends."""
     rows = []
-    for product in make_products(report.size, args, group):
-        case, operands, action, result, compute, a, b, expected, formula = product
+    columns = ("", "A and B are split", "what to do", "C is split")
+    for cells, compute, a, b, expected, formula in make_products(
+        report.size, args, group
+    ):
+        row = dict(zip(columns, cells))
         name = compute.__name__
         # FlopCounterMode counts the floating-point operations of this rank's products.
         with METER.phase(name, ""), FlopCounterMode(display=False) as flops:
             c = compute(a, b, group)
-        value = check_value(report, name, c, expected, group)
-        row = {"": case, "A and B are split": operands, "what to do": action}
-        row["C is split"] = result if value == "ok" else f"{result} ✗"
+        if check_value(report, name, c, expected, group) != "ok":
+            row["C is split"] += " ✗"
         row["flops"] = f"{flops.get_total_flops():,}"
-        cells = check_calls(report, name, formula)
+        counted = check_calls(report, name, formula)
         for column in ("bytes", "ring", "formula", "ok"):
-            row[column] = cells[column]
+            row[column] = counted[column]
         rows.append(row)
     report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
     report.say(
-        "Case 1 does not split J, so no rank sends. Cases 2 and 3 split J. Case 4"
-    )
-    report.say("splits I and K over one axis, so that one of them has to be gathered.")
-    report.say(
-        "flops: of one rank; bytes: payload; ring: bytes that a rank of a ring sends"
+        "Case 1 does not split J, so no rank sends. Cases 2 and 3 split J. Case 4 splits "
+        "I and K over one axis, so one of them has to be gathered. flops: of one rank; "
+        "bytes: payload; ring: bytes that a rank of a ring sends."
     )
     report.table(rows)
-    text = f"On a ring an all-reduce sends {rows[3]['ring']} bytes, "
-    report.say(text + f"a reduce-scatter {rows[4]['ring']}.")
+    sums = f"an all-reduce sends {rows[3]['ring']} bytes, a reduce-scatter"
+    report.say(f"On a ring {sums} {rows[4]['ring']}.")
 
 
 def show_mistakes(report: Report, args, group) -> None:
@@ -640,39 +641,39 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor turns it into local operations first
-        namespace, _, name = func._schema.name.partition("::")
-        group = group_of(args) if "c10d" in namespace and name != "barrier" else None
+        collective, group = collective_of(func, args)
         if group is None or group.size() == 1:  # one rank sends nothing
             return func(*args, **(kwargs or {}))
-        plain = name.replace("_", "")
-        kinds = [x for x in KINDS if plain.startswith(x.replace("-", ""))]
-        collective = kinds[0].replace("send", "send/recv") if kinds else name
+        run, phase = self.label
         axis = group.group_desc
         self.ranks[axis] = group.size()
         self.count += 1
-        phase = " ".join(self.label)
-        self.last = f"number {self.count}, {collective} over {axis}, {phase}"
+        self.last = f"number {self.count}, {collective} over {axis}, {run} {phase}"
         out = func(*args, **(kwargs or {}))
-        tensors = [args[0], args[1]]
-        if namespace == "_c10d_functional":
-            tensors.append(out)
         if collective != "recv":  # it is counted where it is sent
-            call = *self.label, collective, axis
-            self.calls.setdefault(call, []).append(max(nbytes(x) for x in tensors))
+            payload = max(nbytes(args[0]), nbytes(args[1]), nbytes(out))
+            key = (run, phase, collective, axis)
+            self.calls.setdefault(key, []).append(payload)
         return out
 
 
 METER = Meter()
 
 
-def group_of(args) -> dist.ProcessGroup | None:
-    """The group of a collective. DTensor names it, as the last argument."""
+def collective_of(func, args) -> tuple[str, dist.ProcessGroup | None]:
+    """The collective that a PyTorch operation is, and its group; None if it is none."""
+    namespace, _, name = func._schema.name.partition("::")
+    if "c10d" not in namespace or name == "barrier":
+        return name, None
+    group = None
     for x in args:
         if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
-            return dist.ProcessGroup.unbox(x)
-    if isinstance(args[-1], str):
-        return dist.distributed_c10d._resolve_process_group(args[-1])
-    return None  # it waits for a collective that has been counted
+            group = dist.ProcessGroup.unbox(x)
+    if isinstance(args[-1], str):  # DTensor names its group
+        group = dist.distributed_c10d._resolve_process_group(args[-1])
+    plain = name.replace("_", "")
+    kinds = [kind for kind in KINDS if plain.startswith(kind.replace("-", ""))]
+    return (kinds[0].replace("send", "send/recv") if kinds else name), group
 
 
 def nbytes(x) -> int:
@@ -738,10 +739,10 @@ def difference(got, expected) -> str:
     return f"off by {rel_diff(got, expected):.2g}"
 
 
-def norm(values: list) -> str:
+def norm(values: list, digits=7) -> str:
     """The norm of several values as one vector, printed."""
     norms = [torch.as_tensor(x, dtype=torch.float64).detach().norm() for x in values]
-    return f"{math.hypot(*norms):#.7g}"
+    return f"{math.hypot(*norms):#.{digits}g}"
 
 
 class Report:
@@ -767,17 +768,15 @@ class Report:
 
     def table(self, rows: list[dict]) -> None:
         """Rows with the same columns: texts to the left, numbers to the right."""
-        self.rows += [{"section": self.sections} | row for row in rows]
+        self.rows += [dict(row, section=self.sections) for row in rows]
         lines = [""] * (len(rows) + 1)
         for name in rows[0] if rows else []:
-            cells = [name, *(str(row[name]) for row in rows)]
+            cells = [name] + [str(row[name]) for row in rows]
             width = max(len(cell) for cell in cells)
             pad = str.rjust if cells[1][:1].isdigit() else str.ljust
             for i, cell in enumerate(cells):
                 lines[i] += pad(cell, width) + "  "
         print("".join(f"   {line.rstrip()}\n" for line in lines if line), end="")
-
-    # ---- Checks
 
     def check(self, name, diff, allowed=0.0, text="", is_formula=False) -> bool:
         """Record a comparison of this rank. Does it hold?
@@ -786,9 +785,10 @@ class Report:
         """
         if name in self.checks:  # one would hide the other
             raise ValueError(f"two checks are named {name}")
-        text = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
-        check = {"name": name, "diff": diff, "allowed": allowed, "text": text}
-        self.checks[name] = check | {"is_formula": is_formula}
+        check = {"name": name, "diff": diff, "allowed": allowed, "ranks": []}
+        check["text"] = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
+        check["is_formula"] = is_formula
+        self.checks[name] = check
         return diff <= allowed  # False for nan
 
     def agree(self, name: str, got, expected, allowed: float) -> float:
@@ -807,36 +807,43 @@ class Report:
         brief: rows that all hold are one line, which names what is compared.
         fold: name → name of the row; values in one row are still compared one by one.
         """
-        first, *others = runs
-        rows = {}  # name of the row → run → values
-        worst = {"": 0.0}  # name of the row, or of row and run → largest difference
-        # Your edit may have removed a value, or added one: then it is nan elsewhere.
-        for name in dict.fromkeys(name for values in runs.values() for name in values):
-            row = rows.setdefault(fold(name), {run: [] for run in runs})
-            expected = runs[first].get(name, math.nan)
-            for run in runs:
-                row[run].append(runs[run].get(name, math.nan))
-            for run in others:
-                got = row[run][-1]
-                diff = self.agree(f"{what}: {name}, {run}", got, expected, allowed)
-                for place in ("", fold(name), (fold(name), run)):
-                    worst[place] = max(worst.get(place, 0.0), diff)
-        if brief and others and worst[""] <= allowed:
-            count = len(runs[first])
-            text = f"{what}: {count} of {count} as {first}, worst {worst['']:.1e}"
-            return self.say(text)
+        first = next(iter(runs))
+        rows = {}  # name of the row → names of its values
+        worst = 0.0
+        for run, values in runs.items():
+            for name in runs[first] | values:  # your edit may have added or removed one
+                rows.setdefault(fold(name), {})[name] = None
+                if run != first:
+                    got = values.get(name, math.nan)
+                    expected = runs[first].get(name, math.nan)
+                    text = f"{what}: {name}, {run}"
+                    worst = max(worst, self.agree(text, got, expected, allowed))
+        if brief and len(runs) > 1 and worst <= allowed:
+            text = f"{len(runs[first])} of {len(runs[first])} as {first}"
+            self.say(f"{what}: {text}, worst {worst:.1e}")
+            return
         table = []
-        for name, values in rows.items():
-            row = {"name": name, first: norm(values[first])}
-            for run in others:
-                holds = worst[name, run] <= allowed
-                row[run] = norm(values[run]) + ("" if holds else "✗")
+        for row_name, names in rows.items():
+            row = {"name": row_name}
+            worst = self.add_columns(row, what, list(names), runs, allowed)
             row.update({run: "raised" for run in self.raised if not brief})
-            if others:
-                holds = worst[name] <= allowed
-                row.update(diff=f"{worst[name]:.1e}", ok="ok" if holds else "✗")
+            if len(runs) > 1:
+                row.update(diff=f"{worst:.1e}", ok="ok" if worst <= allowed else "✗")
             table.append(row)
         self.table(table)
+
+    def add_columns(self, row: dict, what, names: list, runs: dict, allowed) -> float:
+        """A column for each run: the norm of its values. Returns the worst difference."""
+        worst = 0.0
+        for run, values in runs.items():
+            diff = 0.0
+            for name in names:
+                check = self.checks.get(f"{what}: {name}, {run}", {"diff": 0.0})
+                diff = max(diff, check["diff"])
+            values = [values.get(name, math.nan) for name in names]
+            row[run] = norm(values) if diff <= allowed else norm(values, 6) + "✗"
+            worst = max(worst, diff)
+        return worst
 
     def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
         """After training, what is replicated must be bitwise identical on all ranks."""
@@ -866,9 +873,9 @@ class Report:
         if dist.get_world_size() == 1:
             return self.say("One rank sends nothing.")
         rows = []
-        calls = dict.fromkeys([*formulas, *METER.calls])  # also those not predicted
-        for call in [call for call in calls if call[0] not in self.raised]:
-            rows.append(self.ledger_row(call, *formulas.get(call, (0, "0"))))
+        for call in dict.fromkeys(list(formulas) + list(METER.calls)):
+            if call[0] not in self.raised:
+                rows.append(self.ledger_row(call, formulas.get(call, (0, "0"))))
         shown = []
         for row in rows:
             is_brief = row["run"] in brief or row["phase"] in brief
@@ -876,15 +883,17 @@ class Report:
                 shown.append(row)
         for column in ("run", "axis"):  # one that says the same in all rows is left out
             if len({row[column] for row in shown}) == 1:
-                shown = [{x: row[x] for x in row if x != column} for row in shown]
+                for row in shown:
+                    del row[column]
         self.table(shown)
         if len(shown) < len(rows):
             count = len(rows) - len(shown)
             self.say(f"{count} more rows ({', '.join(brief)}): as predicted")
 
-    def ledger_row(self, call: tuple, expected_calls: int, formula: str) -> dict:
+    def ledger_row(self, call: tuple, expected: tuple[int, str]) -> dict:
         """Check calls and bytes of one kind of call: cells of a table."""
         run, phase, collective, axis = call
+        expected_calls, formula = expected
         payloads = METER.calls.get(call, [])
         payload = sum(payloads) // self.steps
         calls = len(payloads) / self.steps
@@ -901,8 +910,6 @@ class Report:
         row["ok"] = cells["ok"] if holds else cells["ok"].replace("ok", "≠")
         return row
 
-    # ---- Errors, and the end
-
     @contextmanager
     def run(self, run: str, is_formula=False):
         """An error that all ranks raise within `with` ends this run, not the lesson.
@@ -913,6 +920,8 @@ class Report:
             yield
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
+            if frames[-1].filename.endswith("distributed_c10d.py"):
+                raise  # in a collective: no run can go on
             own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -953,10 +962,10 @@ class Report:
             text += f" are wrong. Where it begins: {command} "
             text += f"tools/doctor.py {LESSON.name}"
         word = "FAIL" if kinds else "PASS"
-        lines = ["", *lines, f"{word}  {LESSON.stem}  {text}"]
+        lines += [f"{word}  {LESSON.stem}  {text}"]
         wrap = textwrap.TextWrapper(88, subsequent_indent="  ", break_on_hyphens=False)
-        result = "\n".join(wrap.fill(line) for line in lines)
-        print(result, flush=True)
+        result = "".join(f"\n{wrap.fill(line)}" for line in lines)
+        print(f"\n{result.strip()}", flush=True)
         if args.json and dist.get_rank() == 0:
             data = dict(verdict=word, ranks=args.ranks, dtype=args.dtype)
             data.update(size=self.size, checks=checks, rows=self.rows)
@@ -970,9 +979,10 @@ class Report:
         merged = {}
         for rank, checks in enumerate(everyone):
             for name, check in checks.items():
-                ranks = merged.setdefault(name, check | {"ranks": []})["ranks"]
+                ranks = merged.setdefault(name, check)["ranks"]
                 if not check["diff"] <= check["allowed"]:
-                    merged[name] = check | {"ranks": [*ranks, rank]}
+                    merged[name] = check
+                    check["ranks"] = ranks + [rank]
         return list(merged.values())
 
 
@@ -981,7 +991,7 @@ def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
     losses = " ".join(check["name"] for check in kinds.get("losses", []))
     is_forward = "step 1," in losses  # if that loss is wrong, forward is wrong
     order = ["runs", "outputs", "losses"] if is_forward else []
-    order += [*CAUSES, *kinds]
+    order += CAUSES + list(kinds)
     lines = []
     for kind in sorted(kinds, key=order.index):
         run = kinds[kind][0]["name"].rpartition(", ")[2]  # the first that is wrong
@@ -1000,6 +1010,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
     if value % parts:
         flag = f"--{name.replace('_', '-')}"
         fits = value + parts - value % parts
+        if fits >= 2**31:  # no flag is as large
+            fits -= parts
         reason = f"{value} % {parts} {what} = {value % parts}, not 0"
         raise ValueError(f"{flag} {value}: {reason}; take {flag} {fits}")
 
@@ -1029,6 +1041,7 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
         raise ValueError(text)
 
     parser.error = error
+    parser.allow_abbrev = False
     text = "float64 separates bugs from rounding errors"
     parser.add_argument("--dtype", choices=list(ALLOWED), default="float32", help=text)
     parser.add_argument("--seed", type=positive, default=1)
@@ -1036,9 +1049,7 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--timeout", type=positive, default=60, help=text)
     parser.add_argument("--json", type=Path, help="write all checks and rows there")
     args = parser.parse_args()
-    if args.json:
-        args.json.open("a").close()
-    if "RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ:
         command = "torchrun --standalone --nproc_per_node=2"
         raise ValueError(f"start it with torchrun: {command} {' '.join(sys.argv)}")
     args.ranks = int(os.environ["WORLD_SIZE"])
