@@ -21,7 +21,7 @@ class CountLeaving(TorchDispatchMode):
         label = lesson00.METER.label
         if func._schema.name == "c10d::alltoall_base_" and label:
             _, x, _, _, rows_by_rank, *_ = args  # no rows_by_rank: as many for each
-            group = lesson00.group_of(args)
+            _, group = lesson00.collective_of(func, args)
             own = rows_by_rank[group.rank()] if rows_by_rank else 0
             call = (*label, "all-to-all", group.group_desc)
             if group.size() > 1:
