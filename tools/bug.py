@@ -119,7 +119,8 @@ def explain(bug: dict, path: Path, failed: str) -> str:
     if len(changed) > 6:
         changed = [*changed[:5], f"  … {len(changed) - 5} lines more"]
     # The doctor has looked already.
-    failed = re.sub(r"\. Where it begins: [^✗≠]*?doctor\.py\s+\S+\.py", "", failed)
+    advice = r"\.\s+Where\s+it\s+begins:[^✗≠]*?doctor\.py\s+\S+\.py"
+    failed = re.sub(advice, "", failed)
     lines += [*changed, failed.strip()]
     for word in ("symptom", "why", "reported"):
         lines.append(fill(f"{word}: {bug[word]}"))

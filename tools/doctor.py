@@ -48,6 +48,7 @@ class Script:
     meter = None  # its METER: which run, and which phase of it
 
     @classmethod
+    @functools.cache  # it is asked at every call of Python
     def is_own(cls, filename: str) -> bool:
         """Is this file the script's, or one that stands beside it or above it?"""
         folder = Path(filename).parent
@@ -239,13 +240,13 @@ class Steps:
 
     def stop(self, optimizer, args, kwargs) -> None:
         sys.setprofile(None)
-        defaults = {}
-        for name, value in optimizer.defaults.items():
-            if name in ("lr", "eps", "momentum", "weight_decay", "betas", "maximize"):
-                defaults[name] = value
+        numbers = []
+        for name in ("lr", "betas", "momentum", "eps", "weight_decay"):
+            if name in optimizer.defaults:
+                numbers.append(f"{name} {optimizer.defaults[name]}")
         frames = traceback.walk_stack(sys._getframe(1))
         lines = lines_of_script(frames) or ["PyTorch"]
-        text = f"{type(optimizer).__name__} {defaults}"
+        text = f"{type(optimizer).__name__} ({', '.join(numbers)})"
         self.optimizers.setdefault(self.run, (text, lines[0]))
 
     def on_call(self, frame, event: str, argument) -> None:
@@ -266,22 +267,20 @@ class Steps:
 
     @staticmethod
     def is_step(frame, caller) -> bool:
-        is_own = Script.is_own(frame.f_code.co_filename)
-        names = caller.f_code.co_names
-        return is_own and "METER" in names
+        """Does the script call it, where it names phases?"""
+        is_named = "METER" in caller.f_code.co_names
+        return is_named and Script.is_own(frame.f_code.co_filename)
 
     def others(self, run: str, phase: str) -> str:
         """Which functions do it here, and which without TP? "" if they are the same."""
         first = next(iter(FORWARD.outputs), "")
         here = self.calls.get((run, phase), [])
         there = self.calls.get((first, phase), [])
-        here, there = (
-            [text for text in here if text not in there],
-            [text for text in there if text not in here],
-        )
-        if not here or not there:
+        only_here = [text for text in here if text not in there]
+        only_there = [text for text in there if text not in here]
+        if not only_here or not only_there:
             return ""
-        return f"{first} by {', '.join(there)}; {run} by {', '.join(here)}"
+        return f"{first} by {', '.join(only_there)}; {run} by {', '.join(only_here)}"
 
 
 # ---- In which call each rank is
@@ -367,9 +366,8 @@ class Calls:
     def enter(self, text: str, key: str, place="") -> None:
         """This rank makes a call which returns after all these ranks have made it.
 
-        key: the ranks of a group, "[0, 1]", or of a message, "0 to 1".
-
         The n-th call of one rank is matched with the n-th call of the others.
+        key: the ranks of a group, "[0, 1]", or of a message, "0 to 1".
         """
         number = self.number(text, key)
         self.set_status(Status(True, f"{in_list(number, key)}, {text}", place))
