@@ -554,7 +554,7 @@ def show_rounds(report: Report, args) -> None:
             continue
         formula = f"{rounds[run]}·(2·L + 1)·X·e·(T - 1)/T"
         report.expect(f"bytes: {run} forward + backward, ring", sent[run], formula)
-    if not {"TP", "TP + SP"} & set(report.raised):
+    if sent["TP"] and not {"TP", "TP + SP"} & set(report.raised):
         how = "saved gathered" if args.save_gathered else "gathered again"
         report.say(
             f"A rank of a ring sends, forward and backward, {sent['TP']:,} bytes under "
@@ -1691,13 +1691,13 @@ METER = Meter()
 def collective_of(func, args) -> tuple[str, dist.ProcessGroup | None]:
     """The collective that a PyTorch operation is, and its group; None if it is none."""
     namespace, _, name = func._schema.name.partition("::")
-    if "c10d" not in namespace or name in ("barrier", "wait_tensor"):
+    if "c10d" not in namespace or name == "barrier":
         return name, None
-    groups = [x for x in args if isinstance(x, torch.ScriptObject)]
-    groups = [x for x in groups if "ProcessGroup" in str(x._type())]
-    if groups:
-        group = dist.ProcessGroup.unbox(groups[0])
-    else:  # DTensor names it, as the last argument
+    group = None
+    for x in args:
+        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
+            group = dist.ProcessGroup.unbox(x)
+    if isinstance(args[-1], str):  # DTensor names its group
         group = dist.distributed_c10d._resolve_process_group(args[-1])
     plain = name.replace("_", "")
     kinds = [kind for kind in KINDS if plain.startswith(kind.replace("-", ""))]
@@ -1767,10 +1767,10 @@ def difference(got, expected) -> str:
     return f"off by {rel_diff(got, expected):.2g}"
 
 
-def norm(values: list) -> str:
+def norm(values: list, digits=7) -> str:
     """The norm of several values as one vector, printed."""
     norms = [torch.as_tensor(x, dtype=torch.float64).detach().norm() for x in values]
-    return f"{math.hypot(*norms):#.7g}"
+    return f"{math.hypot(*norms):#.{digits}g}"
 
 
 class Report:
@@ -1836,36 +1836,42 @@ class Report:
         fold: name → name of the row; values in one row are still compared one by one.
         """
         first = next(iter(runs))
-        others = [run for run in runs if run != first]
-        rows = {}  # name of the row → run → values
-        worst = {"": 0.0}  # name of the row, or of row and run → largest difference
-        # Your edit may have removed a value, or added one: then it is nan elsewhere.
-        for name in dict.fromkeys(name for values in runs.values() for name in values):
-            row = rows.setdefault(fold(name), {run: [] for run in runs})
-            expected = runs[first].get(name, math.nan)
-            for run in runs:
-                row[run].append(runs[run].get(name, math.nan))
-            for run in others:
-                got = row[run][-1]
-                diff = self.agree(f"{what}: {name}, {run}", got, expected, allowed)
-                for place in ("", fold(name), (fold(name), run)):
-                    worst[place] = max(worst.get(place, 0.0), diff)
-        if brief and others and worst[""] <= allowed:
-            count = len(runs[first])
-            text = f"{what}: {count} of {count} as {first}, worst {worst['']:.1e}"
-            return self.say(text)
+        rows = {}  # name of the row → names of its values
+        worst = 0.0
+        for run, values in runs.items():
+            for name in runs[first] | values:  # your edit may have added or removed one
+                rows.setdefault(fold(name), {})[name] = None
+                if run != first:
+                    got = values.get(name, math.nan)
+                    expected = runs[first].get(name, math.nan)
+                    text = f"{what}: {name}, {run}"
+                    worst = max(worst, self.agree(text, got, expected, allowed))
+        if brief and len(runs) > 1 and worst <= allowed:
+            text = f"{len(runs[first])} of {len(runs[first])} as {first}"
+            self.say(f"{what}: {text}, worst {worst:.1e}")
+            return
         table = []
-        for name, values in rows.items():
-            row = {"name": name, first: norm(values[first])}
-            for run in others:
-                holds = worst[name, run] <= allowed
-                row[run] = norm(values[run]) + ("" if holds else "✗")
+        for row_name, names in rows.items():
+            row = {"name": row_name}
+            worst = self.add_columns(row, what, list(names), runs, allowed)
             row.update({run: "raised" for run in self.raised if not brief})
-            if others:
-                holds = worst[name] <= allowed
-                row.update(diff=f"{worst[name]:.1e}", ok="ok" if holds else "✗")
+            if len(runs) > 1:
+                row.update(diff=f"{worst:.1e}", ok="ok" if worst <= allowed else "✗")
             table.append(row)
         self.table(table)
+
+    def add_columns(self, row: dict, what, names: list, runs: dict, allowed) -> float:
+        """A column for each run: the norm of its values. Returns the worst difference."""
+        worst = 0.0
+        for run, values in runs.items():
+            diff = 0.0
+            for name in names:
+                check = self.checks.get(f"{what}: {name}, {run}", {"diff": 0.0})
+                diff = max(diff, check["diff"])
+            values = [values.get(name, math.nan) for name in names]
+            row[run] = norm(values) if diff <= allowed else norm(values, 6) + "✗"
+            worst = max(worst, diff)
+        return worst
 
     def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
         """After training, what is replicated must be bitwise identical on all ranks."""
@@ -1905,7 +1911,8 @@ class Report:
                 shown.append(row)
         for column in ("run", "axis"):  # one that says the same in all rows is left out
             if len({row[column] for row in shown}) == 1:
-                shown = [{x: row[x] for x in row if x != column} for row in shown]
+                for row in shown:
+                    del row[column]
         self.table(shown)
         if len(shown) < len(rows):
             count = len(rows) - len(shown)
@@ -1941,6 +1948,8 @@ class Report:
             yield
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
+            if frames[-1].filename.endswith("distributed_c10d.py"):
+                raise  # in a collective: no run can go on
             own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -2029,6 +2038,8 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
     if value % parts:
         flag = f"--{name.replace('_', '-')}"
         fits = value + parts - value % parts
+        if fits >= 2**31:  # no flag is as large
+            fits -= parts
         reason = f"{value} % {parts} {what} = {value % parts}, not 0"
         raise ValueError(f"{flag} {value}: {reason}; take {flag} {fits}")
 
@@ -2058,6 +2069,7 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
         raise ValueError(text)
 
     parser.error = error
+    parser.allow_abbrev = False
     text = "float64 separates bugs from rounding errors"
     parser.add_argument("--dtype", choices=list(ALLOWED), default="float32", help=text)
     parser.add_argument("--seed", type=positive, default=1)
@@ -2065,7 +2077,7 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--timeout", type=positive, default=60, help=text)
     parser.add_argument("--json", type=Path, help="write all checks and rows there")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ:
         command = "torchrun --standalone --nproc_per_node=2"
         raise ValueError(f"start it with torchrun: {command} {' '.join(sys.argv)}")
     args.ranks = int(os.environ["WORLD_SIZE"])
