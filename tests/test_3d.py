@@ -216,7 +216,7 @@ def test_time_is_drawn(run):
 def test_ragged_lengths(run):
     done = jobs.result(*run)
     text = re.search(
-        r"Lengths of its micro-batches, per replica: ([][\d,\s]+)", done.out
+        r"Lengths of its micro-batches, per replica:\s(\[\[.*?\]\])", done.out, re.S
     )
     lengths = [*chain.from_iterable(json.loads(text[1]))]
     T = done.data["size"]["T"]
