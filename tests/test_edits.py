@@ -33,23 +33,6 @@ MEANS = ("beyond/14_schedules.py", "lesson05.part_of_mean(loss_bS, targets)",
          "loss_bS.sum() / (target_bS != lesson02.IGNORE).sum()")  # fmt: skip
 KEPT = ("beyond/15_zero.py", "return super().sum_gradients()\n",
         "return super().sum_gradients() * (2 if self.keep else 1)\n")  # fmt: skip
-VOCAB = "03_vocab_parallel.py"
-OF_F = (
-    "    return F.cross_entropy(logits, target_BS.flatten(), "
-    "label_smoothing=smoothing)\n"
-)
-Z_LOSS = [  # ζ·(log z)², as it is added to the loss of large models
-    (VOCAB, OF_F, OF_F.replace("return", "loss =")
-     + "    log_z = logits.logsumexp(-1).where(target_BS.flatten() != IGNORE, 0)\n"
-     "    return loss + 0.01 * log_z.square().sum() / (target_BS != IGNORE).sum()\n"),
-    (VOCAB, "        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)\n",
-     "        ctx.log_z_BS = sum_BS.log() + max_BS\n"
-     "        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)\n"
-     "        loss_BS = loss_BS + 0.01 * ctx.log_z_BS.square()\n"),
-    (VOCAB, "        grad_BSv = (softmax_BSv - ctx.smooth_target)",
-     "        softmax_BSv = softmax_BSv * (1 + 0.02 * ctx.log_z_BS.unsqueeze(-1))\n"
-     "        grad_BSv = (softmax_BSv - ctx.smooth_target)"),
-]  # fmt: skip
 
 EDITED = "formulas describe another model or split"
 RIGHT = {
@@ -61,7 +44,6 @@ RIGHT = {
     "a ring with zigzag": (2, "beyond/11_context_parallel.py", "", [ZIGZAG]),
     "a tensor more saved": (2, "beyond/11_context_parallel.py", EDITED, [SAVED]),
     "other names of tensors": (2, "beyond/10_checkpoints.py", "", [NAMES]),
-    "another loss": (2, VOCAB, EDITED, Z_LOSS),  # PyTorch's plan cannot run it
     "normal numbers": (4, "00_collectives.py", "", [NORMAL]),
 }
 
