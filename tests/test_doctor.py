@@ -159,10 +159,10 @@ def run_edited(lesson: str, text: str, start=jobs.launch):
 
 
 @pytest.mark.ahead.with_args(without_wait)
-def test_a_sum_that_nobody_waited_for():
+def test_a_sum_that_is_not_waited_for():
     said = " ".join(jobs.begin(without_wait).result().split())
     assert said.startswith("✗ values: a sum started, then waited for: "), said
-    assert "doctor: nobody called wait() for call " in said
+    assert "doctor: wait() is missing for call " in said
     assert " of ranks [0, 1], all_reduce [2] over tp, line " in said
 
 

@@ -5,9 +5,9 @@
     python tools/bug.py 04 norms --ranks 4 --dtype float64
 
 A bug is an edit of a few lines, in bugs/. It is made in a copy of the course, where the
-lesson then runs under the doctor (tools/doctor.py). What was changed, what failed and
-why stand at the end. Exit code 0: the bug shows; 1: it does not; 2: a wrong name or
-flag.
+lesson then runs under the doctor (tools/doctor.py). The last lines say what was
+changed, what failed and why. Exit code: 0 if the bug shows, 1 if it does not, 2 for a
+wrong name or flag.
 """
 
 import argparse

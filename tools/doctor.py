@@ -9,7 +9,7 @@ It runs unchanged, with its own flags. From outside, the doctor
 - notes each call of torch.distributed in the store of all ranks before it is made: if
   ranks wait for each other, it says where each rank is, and which call differs first;
 - names the line that raised, a rank that gloo aborts, a machine that does not answer;
-- looks for calls that nobody waited for, and draws conclusions from failed checks.
+- looks for calls that no rank waited for, and draws conclusions from failed checks.
 
 What it says is the end of torchrun's report. Not seen: calls of DTensor and of FSDP.
 """
@@ -50,7 +50,7 @@ class Script:
     @classmethod
     @functools.cache  # it is asked at every call of Python
     def is_own(cls, filename: str) -> bool:
-        """Is this file the script's, or one that stands beside it or above it?"""
+        """Is this file in the script's folder, or in the one above?"""
         folder = Path(filename).parent
         return folder in (cls.path.parent, cls.path.parent.parent)
 
@@ -425,7 +425,8 @@ class Calls:
         counts = [collections.Counter(numbers) for _, numbers in found]
         differences = self.first_differences(counts)
         lines = [who_is_missing(statuses)]
-        if "no such call" not in "".join(differences) and "same call" in lines[0]:
+        is_absent = "no such call" in "".join(differences)
+        if differences and not is_absent and "same call" in lines[0]:
             lines = ["the ranks made different calls, or in another order"]
         failed = [rank for rank in ranks if self.store.check([f"failed/{rank}"])]
         silent = sorted(set(ranks).difference(failed))
@@ -464,13 +465,13 @@ class Calls:
                     lines.append(f"  the first difference: {in_list(number, key)}")
                     lines += by_ranks(texts, "    ")
                     break
-        return differ or absent
+        return (differ or absent)[:9]  # the rest follows from them
 
     def not_waited_for(self) -> list[str]:
         lines = []
         for _, status, is_own in self.waits.values():
             if is_own:
-                text = f"nobody called wait() for {status.call}, {status.place}"
+                text = f"wait() is missing for {status.call}, {status.place}"
                 lines.append(text)
         return lines[:3]
 
@@ -769,7 +770,7 @@ def in_short(error: BaseException) -> str:
 
 def on_error(error: BaseException) -> None:
     """An error has ended the script on this rank."""
-    if CALLING.store is None:  # it refused a flag, or the ranks did not meet
+    if CALLING.store is None:  # it refused a flag, or no process group was made
         raise error
     while error.__cause__ or (error.__context__ and "Store" in type(error).__name__):
         error = error.__cause__ or error.__context__
@@ -846,7 +847,7 @@ def main() -> None:
         sys.exit(__doc__)
     Script.path = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(Script.path.parent)  # a script imports what stands beside it
+    sys.path[0] = str(Script.path.parent)  # from there a script imports its helpers
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
     end_with_torchrun()
     dist.init_process_group = join
