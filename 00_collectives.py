@@ -515,9 +515,8 @@ def show_products(report: Report, args, group) -> None:
     """What each product computes, multiplies and sends."""
     rows = []
     columns = ("", "A and B are split", "what to do", "C is split")
-    for cells, compute, a, b, expected, formula in make_products(
-        report.size, args, group
-    ):
+    products = make_products(report.size, args, group)
+    for cells, compute, a, b, expected, formula in products:
         row = dict(zip(columns, cells))
         name = compute.__name__
         # FlopCounterMode counts the floating-point operations of this rank's products.
@@ -532,9 +531,9 @@ def show_products(report: Report, args, group) -> None:
         rows.append(row)
     report.section("C[I, K] = A[I, J] · B[J, K]: the four cases of a sharded product")
     report.say(
-        "Case 1 does not split J, so no rank sends. Cases 2 and 3 split J. Case 4 splits "
-        "I and K over one axis, so one of them has to be gathered. flops: of one rank; "
-        "bytes: payload; ring: bytes that a rank of a ring sends."
+        "Case 1 does not split J, so no rank sends. Cases 2 and 3 split J. Case 4 "
+        "splits I and K over one axis, so one of them has to be gathered. "
+        "flops: of one rank; bytes: payload; ring: bytes that a rank of a ring sends."
     )
     report.table(rows)
     sums = f"an all-reduce sends {rows[3]['ring']} bytes, a reduce-scatter"
@@ -554,30 +553,36 @@ def show_mistakes(report: Report, args, group) -> None:
     ones = torch.ones_like(before[0])  # in the run's dtype
     two = torch.cat([ones, 10 * ones])
     both = torch.cat(two_all_reduces(ones, 10 * ones, group))
-    # So that reading too early fails every time: the last rank starts only when rank 0
-    # has started, and says so in the key-value store that all ranks of a job share.
-    store = dist.distributed_c10d._get_default_store()
-    started = "rank 0 has started its all-reduce"
-    if T > 1 and rank == T - 1:
-        store.wait([started])
-    announce = lambda: store.set(started, "") if rank == 0 else None
-    # A copy: a sum that no rank waited for arrives later.
-    waited = async_all_reduce(rank * ones, group, announce).clone()
+    waited = sum_that_starts_late(rank * ones, group)
 
-    cases = [
+    rows = []
+    for name, start, got, expected in [
         ("all-reduce of a transposed view", before, summed, T * x_of_0 + total),
         ("the view itself afterwards", before, view, before),
         ("two sums, first 1s, then 10s", two, both, T * two),
         ("a sum started, then waited for", rank * ones, waited, total * ones),
-    ]
-    rows = []
-    for name, start, got, expected in cases:
+    ]:
         row = {"": name, "rank 0 before": as_text(start), "after": as_text(got)}
         row["ok"] = check_value(report, name, got, expected, group)
         rows.append(row)
     report.section("Common mistakes, avoided: what must come out")
     report.say("Rank r starts with rank 0's elements + r (in row 3 with the same).")
     report.table(rows)
+
+
+def sum_that_starts_late(x: Tensor, group) -> Tensor:
+    """async_all_reduce, where reading the sum before wait() would fail every time.
+
+    The last rank starts only when rank 0 has started. Rank 0 says so in the key-value
+    store that all ranks of a job share.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    started = "rank 0 has started its all-reduce"
+    if group.size() > 1 and group.rank() == group.size() - 1:
+        store.wait([started])
+    announce = lambda: store.set(started, "") if group.rank() == 0 else None
+    # A copy: a sum that no rank waited for arrives later.
+    return async_all_reduce(x, group, announce).clone()
 
 
 # ==== MEASURE, the same in every lesson: it counts, compares and prints
@@ -833,7 +838,7 @@ class Report:
         self.table(table)
 
     def add_columns(self, row: dict, what, names: list, runs: dict, allowed) -> float:
-        """A column for each run: the norm of its values. Returns the worst difference."""
+        """A column for each run: the norm of its values. Returns the worst diff."""
         worst = 0.0
         for run, values in runs.items():
             diff = 0.0

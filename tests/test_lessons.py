@@ -304,7 +304,8 @@ def test_readme_shows_what_the_demo_prints():
 
 
 COMMAND = re.compile(r"--nproc_per_node=(\d) (?:beyond/)?(\w+)\.py")
-NOTEBOOKS = [jobs.ROOT / f"notebooks/{name}.ipynb" for name in jobs.PATHS]
+NAMES = jobs.LESSONS + jobs.BEYOND
+NOTEBOOKS = [jobs.ROOT / f"notebooks/{name}.ipynb" for name in NAMES]
 SHOWN = [COMMAND.search(path.read_text("utf-8")).groups() for path in NOTEBOOKS]
 
 
