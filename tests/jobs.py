@@ -238,11 +238,16 @@ def result(what: str, ranks: int, *flags):
     return ahead(what, ranks, *flags).result()
 
 
+def path_of(name: str) -> Path:
+    """The file of a lesson or a script; one beside a lesson has no number."""
+    return PATHS.get(name, ROOT / "beyond" / f"{name}.py")
+
+
 def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     """A lesson under torchrun with --json."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out.json")
-        done = launch(PATHS[lesson], ranks, *flags, "--json", path, limit=900)
+        done = launch(path_of(lesson), ranks, *flags, "--json", path, limit=900)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
     return done._replace(data=data)

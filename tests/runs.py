@@ -102,9 +102,6 @@ IN_PIECES_RUNS += [
 ]
 # Scripts beside lesson 05, which have no number.
 TIED, STAGES = "tied_stages", "pytorch_stages"
-jobs.PATHS.update(
-    {name: jobs.ROOT / "beyond" / f"{name}.py" for name in (TIED, STAGES)}
-)
 TIED_RUNS = [(TIED, 2), (TIED, 8, "--tp", "4", *PROOF)]
 TIED_RUNS += [(TIED, 4, "--dp", "2", "--ragged", *PROOF, "--schedule", "gpipe")]
 STAGES_RUNS = [(STAGES, 8), (STAGES, 4, "--dp", "2", *PROOF, "--schedule", "gpipe")]
