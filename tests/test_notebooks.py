@@ -228,8 +228,45 @@ print("cured", len(BUGS) > 0)
 """
 
 
-def test_broken_is_cured_again(px):
+def test_broken_is_cured_again(cell, px):
     assert px(CURED) == "every rank  cured True\n"
+    said = cell("ranks.edit('f')").splitlines()
+    assert said[1:] == [
+        "-         return all_reduce(partial_grad, ctx.tp_group), None",
+        "+         return partial_grad, None",
+    ]
+
+
+WAITS = "in call 3 of group tp, all_reduce of [2]"
+
+
+@pytest.mark.parametrize("statuses, said", [
+    ([WAITS, "in no call"], "rank 1 is not in a collective, while ranks [0] are"),
+    (["in no call", WAITS, "in no call"], "ranks [0, 2] are not in a collective"),
+    ([WAITS, WAITS], "all ranks have entered the same call"),
+    ([WAITS, WAITS.replace("2", "4")], "ranks [0, 1] are waiting in different calls"),
+])  # fmt: skip
+def test_who_is_missing(statuses, said):
+    assert ranks.who_is_missing(statuses).startswith(said)
+
+
+def test_numbers_of_a_run():
+    """Rows are what was printed; a ledger has also the rows that were not."""
+    rows = [{"section": 1, "run": "TP", "bytes": "1,024", "ok": "ok"}]
+    rows += [{"last stage also": "load", "collective": "all-reduce", "axis": "dp"}]
+    texts = {
+        "bytes: TP + SP forward all-gather tp": "1,024 bytes, the formula gives 1,024",
+        "calls: TP + SP forward all-gather tp": "2.5 calls per step",
+        "bytes: mesh load all-reduce dp": "8 bytes",
+        "bytes: ring, TP": "3 bytes",
+    }
+    checks = [{"name": name, "text": text} for name, text in texts.items()]
+    run = {"rows": rows, "checks": checks}
+    found = [{"section": 1, "run": "TP", "bytes": 1024, "ok": "ok"}]
+    assert ranks.table(run, "run", "bytes") == found
+    call = ("TP + SP", "forward", "all-gather", "tp")
+    assert ranks.ledger(run, "bytes") == {call: 1024}
+    assert ranks.ledger(run, "calls") == {call: 2.5}
 
 
 def test_a_rank_that_died(cell, px):
