@@ -502,8 +502,9 @@ def show_one_layer(report: lesson00.Report, args, groups: dict) -> None:
     size = report.size
     R = size["R"]
     report.section("One MoE layer, random input: output, all gradients, bytes sent")
-    report.say("sends: bytes of rows to other ranks, forward and backward; 8·E: counts")
-    report.say("by y: norm of the router's gradient through y, without balance loss")
+    report.say(
+        "sends: bytes, both ways. by y: the router's gradient without balance loss"
+    )
     rows = []
     with report.run("one layer"):
         for case in CASES:
@@ -604,8 +605,8 @@ def show_communication(report, forwards, runs: dict, args, groups: dict) -> None
         text = "z = 2·L·steps·t + n·arrived: rows that f or g sum; arrived: at experts"
         report.say(text)
     if args.ep > 1:
-        text = f"rest = {size['rest']:,} elements of gradients are summed over ep"
-        report.say(f"{text}; own = {size['own']:,}, the experts', are not.")
+        text = f"rest = {size['rest']:,} elements are summed over ep; own = "
+        report.say(f"{text}{size['own']:,}, the experts', are not.")
 
 
 # What is stored → bytes on a rank; every second layer has experts.
