@@ -1,5 +1,7 @@
 """What the doctor concludes from outputs of modules, checks and optimizers."""
 
+from types import SimpleNamespace
+
 import doctor
 import jobs
 import pytest
@@ -66,6 +68,25 @@ def test_between_which_modules():
     for rank in ranks:  # a stage that gets activations: its module names mean others
         rank[doctor.INPUT] = outputs_of(FULL.flatten())[0]
     assert forward.where_wrong(ranks) == ""
+
+
+def test_the_module_that_raised(monkeypatch):
+    """With the shapes of its tensors; lessons go on with the next run."""
+    label = SimpleNamespace(label=("TP", "forward"))
+    monkeypatch.setattr(doctor.Script, "meter", label)
+    forward = doctor.Forward()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(4, 2))
+    forward.names = {module: name for name, module in model.named_modules()}
+    add_hook = torch.nn.modules.module.register_module_forward_hook
+    hook = add_hook(forward.on_error, always_call=True)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            model(FULL)
+    finally:
+        hook.remove()
+    said = "in 1, Linear: input [2, 3, 3], weight [2, 4], bias [2]"
+    assert forward.raised == {"TP": said}
+    assert doctor.where_raised(raised.value)[-1] == f"  {said}"
 
 
 def failed(name: str, text: str) -> dict:

@@ -19,6 +19,7 @@ import ctypes
 import functools
 import itertools
 import json
+import linecache
 import math
 import os
 import re
@@ -102,10 +103,13 @@ class Forward:
         self.full = {}  # of the first run: name of a module → its output
         self.outputs = {}  # run → name → Output
         self.names = {}  # module → name in its model
+        self.raised = {}  # run → the module that raised an error, and shapes
 
     def watch(self) -> None:
+        add_hook = nn.modules.module.register_module_forward_hook
         nn.modules.module.register_module_forward_pre_hook(self.before)
-        nn.modules.module.register_module_forward_hook(self.after)
+        add_hook(self.after)
+        add_hook(self.on_error, always_call=True)  # also if forward raises
 
     def before(self, module: nn.Module, inputs: tuple) -> None:
         run, phase = Script.label()
@@ -122,6 +126,14 @@ class Forward:
             self.note(run, name, out)
             if module is next(iter(self.names)):
                 self.names = {}  # the first forward pass of this run has ended
+
+    def on_error(self, module: nn.Module, inputs: tuple, out) -> None:
+        """PyTorch calls it after each forward; the first after an error knows where."""
+        error = sys.exc_info()[1]
+        run = Script.label()[0]
+        if error and run and run not in self.raised:
+            name = self.names.get(module) or "the model"
+            self.raised[run] = describe_module(name, module, error)
 
     def note(self, run: str, name: str, out) -> None:
         if type(out) not in (Tensor, nn.Parameter) or name in self.outputs[run]:
@@ -655,35 +667,38 @@ def first_line(error: BaseException) -> str:
 
 
 def where_raised(error: BaseException) -> list[str]:
-    """The script's line that raised, the module that was called, its weights."""
-    frames = list(traceback.walk_tb(error.__traceback__))
+    """The script's line that raised, and the module that was called."""
     lines = []
-    places = []
-    for frame, number in frames:
-        if Script.is_own(frame.f_code.co_filename):
-            summary = traceback.FrameSummary(
-                frame.f_code.co_filename, number, frame.f_code.co_name
-            )
-            places += lines_of_script([(frame, number)])
-            lines = [f"  {places[-1]}: {summary.line}"]
     root = None
-    for frame, _ in frames:
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if Script.is_own(code.co_filename):
+            place = lines_of_script([(frame, number)])[0]
+            lines = [
+                f"  {place}: {linecache.getline(code.co_filename, number).strip()}"
+            ]
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
             root = root or module
             called = module
-            values = frame.f_locals
-    if root is None:
-        return lines
-    names = {module: name for name, module in root.named_modules()}
+    if root is not None:
+        name = dict(map(reversed, root.named_modules())).get(called) or "the model"
+        lines.append(f"  {describe_module(name, called, error)}")
+    return lines
+
+
+def describe_module(name: str, module: nn.Module, error: BaseException) -> str:
+    """A module in which an error was raised: its tensors and parameters."""
+    values = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_locals.get("self") is module:
+            values |= frame.f_locals
+    values |= dict(module.named_parameters())
     shapes = []
-    for name, x in values.items():
+    for key, x in values.items():
         if isinstance(x, Tensor):
-            shapes.append(f"{name} {list(x.shape)}")
-    text = f"  in {names.get(called) or 'the model'}, {type(called).__name__}"
-    for name, p in called.named_parameters():
-        shapes.append(f"{name} {list(p.shape)}")
-    return [*lines, f"{text}: {', '.join(shapes[:8])}"]
+            shapes.append(f"{key} {list(x.shape)}")
+    return f"in {name}, {type(module).__name__}: {', '.join(shapes[:8])}"
 
 
 @contextmanager
@@ -804,6 +819,7 @@ def leave(*args, destroy=dist.destroy_process_group) -> None:
     wrong = [run for run in FORWARD.outputs if any(run in c["name"] for c in checks)]
     values = [c for c in checks if not c["name"].startswith(("bytes", "calls"))]
     lines = CALLING.not_waited_for()
+    lines += [f"{run} raised {text}" for run, text in FORWARD.raised.items()]
     if values:
         places = FORWARD.report(wrong)
         lines += [f"{run}: {text}" for run, text in places.items()]
