@@ -368,9 +368,12 @@ class Calls:
         self.is_nested = True
         try:
             return call(*args, **kwargs)
-        except Exception:
+        except RuntimeError as error:
             with answer_of_store():
                 self.set_status(self.status)
+            # Its connections are closed: no other run of the script can go on.
+            if re.search("timed? ?out|clos|connect|reset", str(error), re.I):
+                on_error(error)
             raise
         finally:
             self.is_nested = False
