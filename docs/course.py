@@ -555,11 +555,7 @@ def write_notebooks(app) -> None:
         add_players(notebook["cells"], path.name[:2])
         fold_long_outputs(notebook["cells"])
         write_attachments(notebook["cells"], path.stem, folder)
-        text = json.dumps(notebook)
-        script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
-        text = re.sub(script, r"(../lessons/\1.md)", text)
-        text = re.sub(r"\(\.\./bugs/\w+\.py\)", "(../bugs.md)", text)
-        text = text.replace("(../docs/", "(../")
+        text = on_site(json.dumps(notebook), path.parent, folder)
         copy = folder / path.name
         if (
             not copy.exists() or copy.read_text("utf-8") != text
@@ -567,22 +563,31 @@ def write_notebooks(app) -> None:
             copy.write_text(text, "utf-8")
 
 
-def lead_to_pages(app, docname: str, content: list[str]) -> None:
-    """Links of a page that work in a clone become links that work on the site."""
-    folder = (DOCS / docname).parent
+def on_site(text: str, here: Path, there: Path) -> str:
+    """Text whose links work in a file of the folder `here` of a clone, with links that
+    work on the page of the site that it becomes, in the folder `there`."""
 
     def page_of(match) -> str:
-        path = (folder / match[2]).resolve()
+        path = (here / match[2]).resolve()
+        shown_with = [name for name in PATHS if path.stem in helpers_of(name)]
         if path.suffix == ".ipynb" and path.is_file():
             path = DOCS / "notebooks" / path.name
         elif path in PATHS.values():
             path = DOCS / "lessons" / f"{path.stem}.md"
+        elif path in HELPERS.values() and shown_with:
+            path = DOCS / "lessons" / f"{shown_with[0]}.md"
         elif path in BUGS:
             path = DOCS / "bugs.md"
-        return match[1] + os.path.relpath(path, folder)
+        return match[1] + os.path.relpath(path, there)
 
-    links = r"(\]\(|^\[.*\]: )([\w./]+\.(?:py|ipynb))\b"
-    content[0] = re.sub(links, page_of, content[0], flags=re.M)
+    links = r"(\]\(|^\[.*\]: )([\w./]+\.(?:py|ipynb|md))\b"
+    return re.sub(links, page_of, text, flags=re.M)
+
+
+def lead_to_pages(app, docname: str, content: list[str]) -> None:
+    folder = (DOCS / docname).parent
+    if folder.name != "notebooks":  # write_notebooks has done it
+        content[0] = on_site(content[0], folder, folder)
 
 
 def clone(docname: str) -> list:
@@ -640,8 +645,8 @@ def setup(app):
     app.add_directive("picture", directive(picture, 2, optional=1))
     app.add_role("line", line_role)
     app.add_directive("exercises", directive(exercises, 1))
-    app.connect("source-read", lead_to_pages)
     app.connect("doctree-resolved", mark_short_cells)
     if Path(app.srcdir) == DOCS:  # not for the slides
         app.connect("builder-inited", write_notebooks)
+        app.connect("source-read", lead_to_pages)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
