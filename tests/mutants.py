@@ -248,7 +248,7 @@ MUTANTS = [Mutant(*row) for row in [
     ("05", "tied_stages.TiedTraining.sum_gradients", "the copy is updated, too",
      "self.tied.grad = None  # AdamW, norm and sums skip the copy", "pass",
      "test_a_tied_weight"),
-    ("05", "tied_stages.TiedTraining.renew_copy", "the tied weight's copy is not renewed",
+    ("05", "tied_stages.TiedTraining.renew_copy", "the copy is not renewed",
      'broadcast(self.tied, 0, self.groups["embedding"])', "self.tied",
      "test_a_tied_weight"),
     # 09

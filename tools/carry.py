@@ -311,14 +311,15 @@ def find_problems(texts: dict[Lesson, str]) -> list[str]:
 
 
 def main() -> int:
+    if sys.argv[1:] not in ([], ["--check"]):
+        print(f"carry.py knows --check only, not: {' '.join(sys.argv[1:])}")
+        return 2
     lessons = [Lesson(path) for path in sorted(ROOT.glob("0?_*.py"))]
     measure = Measure(lessons[0])
     texts = {}
     for i, lesson in enumerate(lessons):
         own = with_lines_to_read(lesson.own)
         texts[lesson] = own + folded_part(lesson, lessons[:i], measure)
-    for number in sys.argv[1:]:  # TEMPORARY: only these lessons
-        texts = {lesson: text for lesson, text in texts.items() if lesson.number in sys.argv[1:]} or texts
     problems = find_problems(texts)
     if problems:
         print("\n".join(problems))
