@@ -242,7 +242,7 @@ SAVE = "torch.distributed.checkpoint.save"  # the function at which a fault happ
 
 
 def test_a_full_disk_is_named_as_the_system_does(tmp_path):
-    """No disk is full: from the second save on, rank 1 may write 1,000 bytes only."""
+    """No disk is full: from the second save on, rank 1's files are too large."""
     script = jobs.ROOT / "tests" / "faulty.py"
     done = jobs.launch(
         script, 2, CHECKPOINTS, "full", 1, 2, *SMALL, "--save", tmp_path / "here",
