@@ -633,7 +633,7 @@ def other_places(kinds: dict[str, list], places: dict[str, str]) -> list[str]:
             what = "the update"
         if place:
             text = f"{what} is computed in two places, and both must be edited: {place}"
-            lines.append(text)
+            return [*lines, text]  # in other runs it is the same
     return lines
 
 
@@ -825,7 +825,9 @@ def leave(*args, destroy=dist.destroy_process_group) -> None:
     lines += [f"{run} raised {text}" for run, text in FORWARD.raised.items()]
     if values:
         places = FORWARD.report(wrong)
-        lines += [f"{run}: {text}" for run, text in places.items()]
+        for text in dict.fromkeys(places.values()):
+            runs = [run for run in places if places[run] == text]
+            lines.append(f"{', '.join(runs)}: {text}")
         lines += conclusions(checks, places)
     FINDINGS.extend(f"doctor: {line}" for line in dict.fromkeys(lines))
     for line in FINDINGS:
