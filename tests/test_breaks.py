@@ -308,8 +308,11 @@ def test_fails_and_says_what_it_did(lesson, name):
     assert lines[first : first + len(shown)] == shown
     words = " ".join(said.split())
     assert words.startswith("changed in ")
-    keys = ["what", "symptom", "why", "reported"] + ["audit"] * ("audit" in edit)
-    places = ["".join(said.split()).index("".join(edit[key].split())) for key in keys]
+    texts = [f"{key}: {edit[key]}" for key in ("symptom", "why", "reported")]
+    texts = [edit["what"], *texts]
+    if "audit" in edit:
+        texts.append(f'tools/audit.py reports it as "{edit["audit"]} …"')
+    places = ["".join(said.split()).index("".join(text.split())) for text in texts]
     assert places == sorted(places), said  # and nothing comes behind them
     assert ("audit: tools/audit.py reports it as" in words) == ("audit" in edit)
     if isinstance(wanted, str):
