@@ -358,7 +358,7 @@ def check_value(report: Report, name: str, got: Tensor, expected: Tensor, group)
 
 
 def check_calls(report: Report, run: str, formula: str) -> dict:
-    """Compare a run's calls and bytes with one call of so many bytes: cells of a table.
+    """Compare the calls and bytes of a run with one call: cells of a table.
 
     formula: the payload in bytes, 0 for a run that sends nothing.
     """
@@ -926,7 +926,7 @@ class Report:
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             if "Timed out" in str(error) or "Connection" in str(error):
-                raise  # in a collective: no other run can go on
+                raise  # in a collective: no other run can continue
             own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

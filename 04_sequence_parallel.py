@@ -1945,7 +1945,7 @@ class Report:
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             if "Timed out" in str(error) or "Connection" in str(error):
-                raise  # in a collective: no other run can go on
+                raise  # in a collective: no other run can continue
             own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -371,7 +371,7 @@ class Calls:
         except RuntimeError as error:
             with answer_of_store():
                 self.set_status(self.status)
-            # Its connections are closed: no other run of the script can go on.
+            # Its connections are closed: no other run of the script can continue.
             if re.search("timed? ?out|clos|connect|reset", str(error), re.I):
                 on_error(error)
             raise
