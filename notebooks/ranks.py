@@ -423,7 +423,7 @@ HERE = {}  # rank, ranks, lesson and tp_group of this rank, and names: what cell
 FLAGS = __future__.annotations.compiler_flag  # all lessons import them
 CALLS = (
     "all_reduce all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor "
-    "broadcast all_to_all_single batch_isend_irecv barrier"
+    "broadcast all_to_all_single batch_isend_irecv recv barrier"
 ).split()
 
 
