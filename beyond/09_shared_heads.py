@@ -215,6 +215,7 @@ def global_norm_shared(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
 def main(args, report: lesson00.Report) -> None:
     """Train the same model three times on the same batches, then compare."""
     groups = lesson00.mesh_groups({"tp": args.ranks}, args.timeout)
+    # Ranks that hold one head each, and ranks that share a head.
     groups.update(kv_groups(args.kv_heads, args.ranks, args.timeout))
     full = lesson02.make_transformer(args)
     batches = lesson02.make_batches(__doc__, args, args.steps)

@@ -696,4 +696,5 @@ def interrupt_save(folder: Path, step: int, training: FlatTraining) -> str:
 
 
 if __name__ == "__main__":
-    lesson00.launch(main, sizes, make_parser())
+    parser = make_parser()
+    lesson00.launch(main, sizes, parser)

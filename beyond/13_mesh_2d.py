@@ -354,6 +354,11 @@ def show_products_2d(report: lesson00.Report, args) -> None:
     report.say(f"Bytes that a rank of a ring sends: {', '.join(texts)}.")
 
 
+def block_of(full: Tensor, outer, inner) -> Tensor:
+    """This rank's block: rows are split along outer, columns along inner."""
+    return lesson00.shard(lesson00.shard(full, 0, outer), 1, inner)
+
+
 def product_rows(report, mesh: dict[str, int], a_IJ, b_JK, args) -> tuple[list, int]:
     """The product on one mesh: a row for what is gathered along each axis.
 
@@ -361,22 +366,18 @@ def product_rows(report, mesh: dict[str, int], a_IJ, b_JK, args) -> tuple[list, 
     """
     outer, inner = lesson00.mesh_groups(mesh, args.timeout).values()
     name = f"{outer.size()} × {inner.size()}"
-    # Rows are split along outer, columns along inner.
-    place = lambda full: lesson00.shard(lesson00.shard(full, 0, outer), 1, inner)
+    blocks = [block_of(full, outer, inner) for full in (a_IJ, b_JK, a_IJ @ b_JK)]
     with lesson00.METER.phase(name, ""):
-        c_ik = matmul_2d(place(a_IJ), place(b_JK), outer, inner)
-    holds = report.agree(f"values: {name}", c_ik, place(a_IJ @ b_JK), 0.0) == 0
+        c_ik = matmul_2d(blocks[0], blocks[1], outer, inner)
+    holds = report.agree(f"values: {name}", c_ik, blocks[2], 0.0) == 0
     counted = take_calls(name)
     rows = []
     total = 0
     # A is split on J along inner, B along outer: there they are gathered.
-    for letter, group, formula in (
-        ("A", inner, "I·J·e/outer"),
-        ("B", outer, "J·K·e/inner"),
-    ):
+    for group, formula in ((inner, "I·J·e/outer"), (outer, "J·K·e/inner")):
         cells, sent = gather_cells(report, counted, name, group, formula, mesh)
         row = {"mesh": marked(name, holds)}
-        row["gathered"] = f"{letter} over {group.group_desc}"
+        row["gathered"] = f"{'A' if group is inner else 'B'} over {group.group_desc}"
         row["rank 0's group"] = str(dist.get_process_group_ranks(group))
         rows.append(row | cells)
         total += sent

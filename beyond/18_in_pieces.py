@@ -476,7 +476,6 @@ def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> Non
     alone: the run without TP, with the loss and the gradients of step 1.
     """
     report.section("Head and loss of lesson 03's model, at once and in pieces")
-    size = report.size
     expected = dict(alone.gradients, loss=alone.losses["loss, step 1"])
     rows = []
     for run, pieces in (("at once", 1), ("in pieces", args.pieces)):
@@ -493,7 +492,7 @@ def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> Non
         row["diff"] = f"{max(diffs.values()):.1e}"
         rows.append(row)
     report.table(rows)
-    if size["S"] > args.pieces > 1:
+    if report.size["S"] > args.pieces > 1:
         text = "At the peak: four tensors of logits, in pieces each of 1/"
         report.say(f"{text}{args.pieces} of the positions.")
 

@@ -381,7 +381,7 @@ MUTANTS = [Mutant(*row) for row in [
      "(all_counts_E / rows).to(probs_tE.dtype)", "test_layers_of_random_shapes"),
     ("16", "AllToAllRows.backward", "not the way back",
      "(grad, recv, send, ctx.group)", "(grad.flip(0), recv, send, ctx.group)"),
-    ("16", "leaving_rows.CountLeaving.__torch_dispatch__", "counts the rows that stay",
+    ("16", "leaving_rows.CountLeaving", "counts the rows that stay",
      "x[own:].nbytes", "x.nbytes", "test_bytes_are_those_of_the_rows"),
     ("16", "ExpertParallel.forward", "rows that arrive are not sorted by expert",
      "arrived[order]", "arrived"),

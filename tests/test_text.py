@@ -21,13 +21,22 @@ LINES = {"NEW": 310, "RUN": 340, "MEASURE": 360}
 LINES_OF = {"05": {"NEW": 350, "RUN": 370, "MEASURE": 360}}
 WHOLE = {"00": 920, "01": 910, "02": 1120, "03": 1500, "04": 1700, "05": 2000}
 OF_A_SCRIPT = 700  # of a whole file in beyond/
-CEILING = 1.1  # a limit that is waived may be exceeded by a tenth
+CEILING = 7 / 6  # a limit that is waived may be exceeded by a sixth
 CEILING_OF_MEASURE = 1.5
 # (file, part): limits that are waived, up to the ceiling, each with its reason. A test
 # fails for an entry that is not needed any more. No count is stated here.
 WAIVED = {
     ("00_collectives", "file"): "common mistakes are shown where calls are explained",
     ("01_naive_mlp_tp", "file"): "gradients, output and memory of four splits and DP",
+    ("02_transformer_tp", "file"): "what is carried over is a whole decoder, edited",
+    ("03_vocab_parallel", "file"): "the same, and a vocabulary",
+    ("04_sequence_parallel", "file"): "the same, and a sequence",
+    ("02_transformer_tp", "RUN"): "terms of the bytes saved for backward are printed",
+    ("03_vocab_parallel", "RUN"): "six hard cases, and backward as a finite difference",
+    ("04_sequence_parallel", "RUN"): "the terms of 34·X + 5·A, measured and printed",
+    ("10_checkpoints", "RUN"): "four ways in which a save is interrupted",
+    ("14_schedules", "RUN"): "each stage's steps are drawn in time",
+    ("15_zero", "RUN"): "four kinds of sharding, each with bytes held and sent",
     ("", "MEASURE"): "a failure says its cause and its ranks, a run that raises is a "
     "column, a wrong flag is one line: asked for by readers, in every lesson",
     ("05_3d_parallel", "NEW"): "the schedule is drawn in time where it is taught",
