@@ -10,7 +10,7 @@ Imports that only copies need are copied as well. Before it writes any file it c
 all of them: every name that a lesson reads must be defined, there or in an earlier
 lesson. (Scripts in beyond/ import the lessons: nothing is copied there.)
 The line below the banner NEW says which lines to read. It is written here as well, in
-the lessons and in beyond/.
+the lessons and in beyond/; README links to these lines.
 """
 
 import ast
@@ -149,6 +149,19 @@ def with_lines_to_read(text: str) -> str:
     minutes = round((last - first) / LINES_PER_MINUTE)
     here = f"# Read lines {first + 1} to {last}, in about {minutes} minutes. {ends}"
     return text.replace("# Read lines", here, 1)
+
+
+def with_links_to_new(readme: str, texts: dict) -> str:
+    """README's column of lines to read: a link to NEW of each lesson, and the minutes."""
+    for lesson, text in texts.items():
+        lines = re.search(r"Read lines (\d+) to (\d+), in about (\d+) minutes", text)
+        first, last, minutes = lines.groups()
+        link = (
+            f"[{first} to {last}]({lesson.path.name}#L{first}-L{last}), {minutes} min"
+        )
+        start = f"<!-- lines {lesson.number} -->"
+        readme = re.sub(f"{start}.*?<!-- end -->", f"{start}{link}<!-- end -->", readme)
+    return readme
 
 
 class Lesson:
@@ -327,6 +340,9 @@ def main() -> int:
     files = {lesson.path: text for lesson, text in texts.items()}
     for path in sorted(ROOT.glob("beyond/[0-9]*.py")):
         files[path] = with_lines_to_read(path.read_text("utf-8"))
+    readme = ROOT / "README.md"
+    if readme.exists():  # a test copies lessons alone
+        files[readme] = with_links_to_new(readme.read_text("utf-8"), texts)
     stale = []
     for path, text in files.items():
         if text != path.read_text("utf-8"):
