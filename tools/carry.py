@@ -152,7 +152,7 @@ def with_lines_to_read(text: str) -> str:
 
 
 def with_links_to_new(readme: str, texts: dict) -> str:
-    """README's column of lines to read: a link to NEW of each lesson, and the minutes."""
+    """README's column of lines to read: a link to NEW of each lesson, minutes."""
     for lesson, text in texts.items():
         lines = re.search(r"Read lines (\d+) to (\d+), in about (\d+) minutes", text)
         first, last, minutes = lines.groups()
