@@ -2076,6 +2076,8 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--timeout", type=positive, default=60, help=text)
     parser.add_argument("--json", type=Path, help="write all checks and rows there")
     args = parser.parse_args()
+    if args.json:
+        args.json.open("a").close()  # an error now, not after the run
     if "LOCAL_RANK" not in os.environ:
         command = "torchrun --standalone --nproc_per_node=2"
         raise ValueError(f"start it with torchrun: {command} {' '.join(sys.argv)}")
