@@ -984,10 +984,10 @@ class Report:
         merged = {}
         for rank, checks in enumerate(everyone):
             for name, check in checks.items():
-                ranks = merged.setdefault(name, check)["ranks"]
+                if not merged.setdefault(name, check)["ranks"]:
+                    merged[name] = check  # the first that fails says what is wrong
                 if not check["diff"] <= check["allowed"]:
-                    merged[name] = check
-                    check["ranks"] = ranks + [rank]
+                    merged[name]["ranks"].append(rank)
         return list(merged.values())
 
 

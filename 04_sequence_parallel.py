@@ -486,7 +486,8 @@ def show_partial_gradients(report, runs, full, batch, tp_group, args) -> None:
         label = {"": run, "positions": "all"}
         rows.append(label | first_numbers(runs[run].gradients, names))
     report.table(rows)
-    report.say("On several ranks each has the part of its positions: the sum is full.")
+    if args.ranks > 1:
+        report.say("Each rank has the part of its positions; only a sum is full.")
 
 
 def first_numbers(tensors: dict[str, Tensor], names: list[str]) -> dict[str, str]:
@@ -2006,10 +2007,10 @@ class Report:
         merged = {}
         for rank, checks in enumerate(everyone):
             for name, check in checks.items():
-                ranks = merged.setdefault(name, check)["ranks"]
+                if not merged.setdefault(name, check)["ranks"]:
+                    merged[name] = check  # the first that fails says what is wrong
                 if not check["diff"] <= check["allowed"]:
-                    merged[name] = check
-                    check["ranks"] = ranks + [rank]
+                    merged[name]["ranks"].append(rank)
         return list(merged.values())
 
 
