@@ -409,7 +409,18 @@ def test_a_message_says_what_it_carries(monkeypatch):
         pipeline.run(steps, batches)
 
 
-SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
+SMALL = (
+    "--hidden",
+    "16",
+    "--heads",
+    "2",
+    "--kv-heads",
+    "2",
+    "--layers",
+    "3",
+    "--batch-size",
+    "8",
+)
 SMALL += ("--seq-len", "8", "--microbatches", "2", "--dtype", "float64")
 
 

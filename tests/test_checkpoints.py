@@ -99,7 +99,18 @@ def test_one_default_model_for_1_2_4_and_8_ranks(ranks):
 # A chain of starts, each on another mesh, by --save and --load.
 
 
-SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
+SMALL = (
+    "--hidden",
+    "16",
+    "--heads",
+    "2",
+    "--kv-heads",
+    "2",
+    "--layers",
+    "3",
+    "--batch-size",
+    "8",
+)
 SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
 
 
