@@ -1759,8 +1759,9 @@ def difference(got, expected) -> str:
     expected = torch.as_tensor(expected, dtype=torch.float64).detach().cpu()
     if got.shape != expected.shape:
         return f"shape {list(got.shape)}, expected {list(expected.shape)}"
-    if got.numel() == 1:
-        return f"{got.item():.7g}, expected {expected.item():.7g}"
+    if got.numel() <= 4:
+        text = lambda x: " ".join(f"{value:.7g}" for value in x.flatten().tolist())
+        return f"{text(got)}, expected {text(expected)}"
     factor = ((got * expected).sum() / (expected * expected).sum()).item()
     if rel_diff(got, factor * expected) < 1e-4 and abs(factor - 1) > 1e-3:
         return f"{factor:.4g} times the expected tensor"

@@ -54,7 +54,7 @@ WRONG = {  # ranks, script, what it says, and what it must not say
     "a sum that nobody waited for": (2, "00_collectives.py",
         "a sum started, then waited for: 0 0, expected 1 1", "51 checks", [WAIT]),
     # Only a slice of the batch has other masks; every other split is right.
-    "dropout in DP": (2, "01_naive_mlp_tp.py", "failed: outputs 1/4", "naive: off",
+    "dropout in DP": (2, "01_naive_mlp_tp.py", "✗ outputs: y, DP", "naive: off",
                       [DROPOUT]),
 }  # fmt: skip
 
