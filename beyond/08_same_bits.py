@@ -18,11 +18,11 @@ gradients and parameters; and what it costs in bytes.
 Exercises (answers: notebooks/08_same_bits.ipynb, in the section that is named):
     Set BLOCKS = 16. All hashes of "in blocks" change. Are they still the same for every
         T? (section 3)
-    Run on 2 ranks, then on 4, with --break library. Why does it need 4? (section 2)
+    tools/bug.py 08 library --ranks 2, then --ranks 4. Why does it need 4? (section 2)
     Leave out split's .contiguous(). Do the hashes change on your machine? (section 3)
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. lesson02.tp_transformer is defined in lesson 02, and so on.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
+`python tools/bug.py 08`. lesson02.tp_transformer is defined in lesson 02, and so on.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), T ranks in the TP group, e
     bytes per element. UPPERCASE is the full size, lowercase is this rank's slice.
@@ -49,6 +49,7 @@ from torch import Tensor, nn
 
 try:
     from course import lesson00, lesson01, lesson02
+    from harness import cell, gather_objects, marked, on_axes, take_calls
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -56,7 +57,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 08: sums in an order that does not depend on T
-# Read lines 59 to 256, in about 20 minutes. Stop at RUN.
+# Read lines 60 to 257, in about 20 minutes. Stop at RUN.
 
 # From lesson 00: all_gather, which copies bits and adds nothing. From lesson 01: f is
 # the identity forward and an all-reduce backward, g is the reverse. A column-parallel
@@ -244,8 +245,8 @@ def tree_norm(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
     of_blocks = [0.0] * blocks
     replicated = 0.0
     for p in model.parameters():
-        if lesson01.shardings_of(p):
-            dim, _ = lesson01.shardings_of(p)[0]
+        if lesson01.sharding_of(p):
+            dim, _ = lesson01.sharding_of(p)
             for i, block in enumerate(lesson00.split(p.grad, dim, blocks)):
                 of_blocks[i] = of_blocks[i] + block.double().square().sum()
         else:  # every rank holds all of it: no sum over ranks
@@ -262,51 +263,65 @@ def main(args, report: lesson00.Report) -> None:
     tp_group = lesson00.mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
     # A group of one rank, for the runs that every rank makes on its own.
     alone = lesson00.mesh_groups({"all": args.ranks, "alone": 1}, args.timeout)["alone"]
-    size = lesson02.sizes_of(args)
-    report.begin({"tp": args.ranks}, size)
     full = lesson02.make_transformer(args)
 
-    show_sums(report, tp_group)
-    show_mlps(report, tp_group, alone)
+    show_sums(report, tp_group, args)
+    show_mlps(report, tp_group, alone, args)
 
     batches = lesson02.make_batches(__doc__, args, args.steps)
     runs = {}
     model = copy.deepcopy(full)
     norm_of = lesson02.norm_by_pytorch
     runs["without TP"] = train_with("without TP", model, batches, args, norm_of)
-    with report.column("TP"):
+    # If your edit raises an error in one run, the others continue.
+    with report.run("TP"):
         model = lesson02.tp_transformer(full, tp_group)
         norm_of = lambda model: lesson02.global_norm(model, tp_group)
         runs["TP"] = train_with("TP", model, batches, args, norm_of)
-    with report.column("blocks, T = 1"):
+    with report.run("blocks, T = 1"):
         model = same_bits_transformer(full, alone)
         norm_of = lambda model: tree_norm(model, alone)
         runs["blocks, T = 1"] = train_with("T = 1", model, batches, args, norm_of)
-    with report.column("in blocks"):
+    with report.run("in blocks"):
         model = same_bits_transformer(full, tp_group)
         norm_of = lambda model: tree_norm(model, tp_group)
         runs["in blocks"] = train_with("in blocks", model, batches, args, norm_of)
 
-    show_losses(report, runs)
+    show_losses(report, runs, args)
     show_hashes(report, runs)
-    show_cost(report, size)
+    show_cost(report)
+
+
+def sizes(args) -> dict[str, int]:
+    """The sizes that no T changes are fixed; BLOCKS must be a multiple of the ranks."""
+    if BLOCKS % args.ranks:
+        rest = f"{BLOCKS} blocks % {args.ranks} ranks = {BLOCKS % args.ranks}, not 0"
+        raise ValueError(f"{rest}; start 1, 2, 4 or 8 ranks")
+    args.vocab_size = 257
+    args.hidden = 64
+    args.heads = 16
+    args.kv_heads = 8
+    args.dropout = 0.1
+    args.clip = 1.0
+    return lesson02.transformer_sizes(args)
 
 
 def train_with(name: str, model, batches, args, norm_of) -> lesson02.TrainingRun:
     """Train as lesson 02 does; norm_of(model) is the norm for clipping."""
+    METER = lesson00.METER
     losses = {}
     norms = {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
     for step, (tokens_BS, target_BS) in enumerate(batches, 1):
         torch.manual_seed(args.seed + step)  # the same dropout masks on all ranks
         optimizer.zero_grad()
-        with lesson00.COMM.label(name, "forward"):
+        with METER.phase(name, "forward"):
             loss = lesson02.mean_loss(model(tokens_BS), target_BS)
-        with lesson00.COMM.label(name, "backward"):
+        with METER.phase(name, "backward"):
             loss.backward()
         if step == 1:
             gradients = lesson02.unshard_model(model, "grad")
-        with lesson00.COMM.label(name, "clipping"):
+        with METER.phase(name, "clipping"):
             norm = norm_of(model)
         lesson02.clip_gradients(model, args.clip, norm)
         optimizer.step()
@@ -324,55 +339,50 @@ def differing(got: Tensor, expected: Tensor) -> int:
 # ---- The sections of the output, in order
 
 
-def show_sums(report: lesson00.Report, group) -> None:
+def show_sums(report: lesson00.Report, group, args) -> None:
     """16 terms, added one by one and as a tree, by one process and by all ranks."""
     T = group.size()
-    dtype = getattr(torch, report.args.dtype)
-    generator = torch.Generator().manual_seed(report.args.seed)
+    dtype = getattr(torch, args.dtype)
+    generator = torch.Generator().manual_seed(args.seed)
     # The same 16 terms for every T; this rank holds 16/T of them.
     terms = torch.randn(16, 1000, generator=generator, dtype=dtype)
-    terms = list(terms.to(report.args.device))  # drawn on the CPU, on any device
+    terms = list(terms.to(args.device))  # drawn on the CPU, on any device
     local_terms = terms[group.rank() * 16 // T :][: 16 // T]
-    with lesson00.COMM.label("one by one", ""):
+    with lesson00.METER.phase("one by one", ""):
         summed = lesson00.all_reduce(sum(local_terms), group)
-    with lesson00.COMM.label("tree", ""):
+    with lesson00.METER.phase("tree", ""):
         summed_as_tree = tree_all_reduce(tree_sum(local_terms), group)
-    rows = [
-        sum_row(report, "one by one", sum(terms), summed, "all-reduce", group),
-        sum_row(report, "tree", tree_sum(terms), summed_as_tree, "all-gather", group),
-    ]
+    allowed = lesson00.ALLOWED[args.dtype]
+    plain = sum_row(report, "one by one", sum(terms), summed, "all-reduce", allowed)
+    tree = tree_sum(terms)
+    as_tree = sum_row(report, "tree", tree, summed_as_tree, "all-gather", allowed)
     # The sum one by one may differ; the tree must not, on any rank.
-    is_other = differs(summed_as_tree, terms)
-    text = "the tree's sum of 16 terms has other bits than with T = 1"
-    if not report.check("bits", "sum of 16 terms, tree", is_other, text=text):
-        rows[1]["off"].append(f"T = {T}")
+    is_other = float(digest(summed_as_tree) != digest(tree))
+    text = "it has other bits than with T = 1"
+    holds = report.check("bits: sum of 16 terms, tree", is_other, text=text)
+    as_tree["all ranks"] = marked(as_tree["all ranks"], holds)
     report.section(
         "A sum of 16 terms of 1,000 elements; a hash stands for all its bits"
     )
-    report.say("   Compare runs with 1, 2, 4 and 8 ranks: the tree has one hash.")
-    report.table("sums", rows)
+    report.say("Compare runs with 1, 2, 4 and 8 ranks: the tree has one hash.")
+    report.table([plain, as_tree])
 
 
-def differs(summed: Tensor, terms: list[Tensor]) -> float:
-    """1.0 if a bit differs from the tree that one process makes, otherwise 0.0."""
-    return float(digest(summed) != digest(tree_sum(terms)))
-
-
-def sum_row(report, name: str, expected, summed, collective: str, group) -> dict:
+def sum_row(report, name: str, expected, summed, collective: str, allowed) -> dict:
     """A row of section 1, with the payload of its collective."""
-    T = group.size()
-    call = lesson00.Call(name, "", collective, group.group_desc)
-    row = {"added": name, "one process": digest(expected), f"T = {T}": digest(summed)}
+    counted = take_calls(name).get((name, "", collective, "tp"), [])
+    T = report.size["T"]
+    # The payload of an all-gather is what comes out of it: T times x.
+    payload = summed.nbytes * (T if collective == "all-gather" else 1)
+    payload = payload if T > 1 else 0  # one rank sends nothing
+    holds = report.check(
+        f"values: sum, {name}", lesson00.rel_diff(summed, expected), allowed
+    )
+    row = {"added": name, "one process": digest(expected)}
+    row["all ranks"] = marked(digest(summed), holds)
     row["elements that differ"] = differing(summed, expected)
     row["collective"] = collective
-    row["bytes"] = lesson00.COMM.bytes[call]
-    # The payload of an all-gather is what comes out of it: T times x.
-    copies = T if collective == "all-gather" else 1
-    payload = copies * summed.nbytes if T > 1 else 0  # one rank sends nothing
-    report.expect(row, "bytes", "bytes", f"sum, {name}", payload)
-    diff = lesson00.rel_diff(summed, expected)
-    if not report.check("values", f"sum, {name}", diff, report.allowed):
-        row["off"].append(f"T = {T}")
+    row["bytes"] = cell(report, f"bytes: sum, {name}", sum(counted), str(payload))
     return row
 
 
@@ -392,14 +402,13 @@ def mlp_tensors(mlp: lesson01.MLP, x: Tensor, upstream: Tensor) -> dict[str, Ten
     return tensors
 
 
-def show_mlps(report: lesson00.Report, tp_group, alone) -> None:
+def show_mlps(report: lesson00.Report, tp_group, alone, args) -> None:
     """Which tensors of an MLP of width D depend on T, plain and in blocks."""
-    args = report.args
-    dtype = getattr(torch, args.dtype)
-    full = lesson01.MLP(args.hidden, args.hidden).to(args.device, dtype)
-    shape = (args.batch_size, args.seq_len, args.hidden)
-    x = torch.randn(shape).to(full.up_proj.weight)  # its dtype and device
-    upstream = torch.randn(shape).to(full.up_proj.weight)
+    full = lesson01.MLP(args.hidden, args.hidden)
+    full.to(args.device, getattr(torch, args.dtype))
+    like = full.up_proj.weight  # its dtype and device
+    x = torch.randn(args.batch_size, args.seq_len, args.hidden).to(like)
+    upstream = torch.randn(x.shape).to(like)
     # On a group of one rank, T is 1: each rank makes its own reference.
     tp = mlp_tensors(lesson01.tp_mlp(full, tp_group), x, upstream)
     tp_alone = mlp_tensors(lesson01.tp_mlp(full, alone), x, upstream)
@@ -408,34 +417,36 @@ def show_mlps(report: lesson00.Report, tp_group, alone) -> None:
 
     rows = []
     for name, expected in blocked_alone.items():
-        row = {"tensor": name, "elements": expected.numel()}
-        row["TP: differ"] = differing(tp[name], tp_alone[name])
+        row = {"tensor": name, "elements": f"{expected.numel():,}"}
+        row["TP: differ"] = f"{differing(tp[name], tp_alone[name]):,}"
         row["in blocks: differ"] = differing(blocked[name], expected)
-        row["off"] = []
         # Blocks change the order of sums, so they may differ from plain TP, slightly.
-        diff = lesson00.rel_diff(blocked[name], tp_alone[name])
-        if not report.check("values", f"MLP, {name}", diff, report.allowed):
-            row["off"].append("tensor")
+        allowed = lesson00.ALLOWED[args.dtype]
+        diff = report.agree(
+            f"values: MLP, {name}", blocked[name], tp_alone[name], allowed
+        )
+        row["tensor"] = marked(name, diff <= allowed)
         is_other = float(digest(blocked[name]) != digest(expected))
-        text = f"MLP in blocks: {name} has other bits than with T = 1"
-        if not report.check("bits", f"MLP, {name}", is_other, text=text):
-            row["off"].append("in blocks: differ")
+        text = "in blocks it has other bits than with T = 1"
+        if not report.check(f"bits: MLP, {name}", is_other, text=text):
+            row["in blocks: differ"] = marked(row["in blocks: differ"], False)
         rows.append(row)
     report.section(
         f"An MLP: elements that T = {args.ranks} changes, compared with T = 1"
     )
-    report.table("mlp", rows)
+    report.table(rows)
 
 
-def show_losses(report: lesson00.Report, runs: dict) -> None:
+def show_losses(report: lesson00.Report, runs: dict, args) -> None:
     """The four runs agree as far as the lessons demand it, with rounding errors."""
     fold = lambda name: "all tensors"  # one row for all gradients, one for parameters
+    allowed = lesson00.ALLOWED[args.dtype]
+    values = lambda field: lesson01.values_of(runs, field)
     report.section("Training: losses, gradients of step 1, parameters at the end")
-    losses = lesson01.values_of(runs, "losses")
-    report.compare("losses", losses, allowed=report.allowed_loss)
-    report.compare("gradients", lesson01.values_of(runs, "gradients"), fold=fold)
-    report.compare("norms", lesson01.values_of(runs, "norms"))
-    report.compare("parameters", lesson01.values_of(runs, "parameters"), fold=fold)
+    report.compare("losses", values("losses"), lesson00.ALLOWED_LOSS[args.dtype])
+    report.compare("gradients", values("gradients"), allowed, fold=fold)
+    report.compare("norms", values("norms"), allowed)
+    report.compare("parameters", values("parameters"), allowed, fold=fold)
 
 
 def show_hashes(report: lesson00.Report, runs: dict) -> None:
@@ -448,119 +459,44 @@ def show_hashes(report: lesson00.Report, runs: dict) -> None:
             rows[name][kind] = digest(*getattr(run, kind).values())
     if "in blocks" in rows and "blocks, T = 1" in rows:  # neither has raised an error
         row = rows["in blocks"]
-        row["off"] = []
         for kind in kinds:
-            is_other = float(row[kind] != rows["blocks, T = 1"][kind])
-            text = f"training in blocks: {kind} have other bits than with T = 1"
-            if not report.check("bits", f"training, {kind}", is_other, text=text):
-                row["off"].append(kind)
             # Each rank has its own reference, so ranks also compare with each other.
-            hashes = set(lesson00.gather_objects(row[kind]))
-            text = f"the ranks have {len(hashes)} different hashes of {kind}"
-            report.check("replicas", f"hash of {kind}", len(hashes) - 1, text=text)
+            hashes = set(gather_objects(row[kind]))
+            text = f"the ranks have {len(hashes)} different hashes"
+            report.check(f"replicas: hash of {kind}", len(hashes) - 1, text=text)
+            is_other = float(row[kind] != rows["blocks, T = 1"][kind])
+            text = "in blocks they have other bits than with T = 1"
+            holds = report.check(f"bits: training, {kind}", is_other, text=text)
+            row[kind] = marked(row[kind], holds)
     report.section(
         "Hashes of all bits of these, for 1, 2, 4 and 8 ranks (run them all)"
     )
-    report.say("   TP has another hash of the parameters for each T. Blocks have one.")
-    report.table("hashes", list(rows.values()))
+    report.say("TP has another hash of the parameters for each T. Blocks have one.")
+    report.table(list(rows.values()))
 
 
-def show_cost(report: lesson00.Report, size: dict[str, int]) -> None:
+def show_cost(report: lesson00.Report) -> None:
     """What a step sends: an all-gather for each all-reduce of plain TP."""
+    calls = 2 * report.size["L"]
+    x = "2·L·B·S·D·e"
+    gathered = "2·L·T·B·S·D·e"
     formulas = {
-        lesson00.Call("TP", "forward", "all-reduce", "tp"): [
-            lesson00.Calls("2·L", "B·S·D·e")
-        ],
-        lesson00.Call("TP", "backward", "all-reduce", "tp"): [
-            lesson00.Calls("2·L", "B·S·D·e")
-        ],
-        lesson00.Call("TP", "clipping", "all-reduce", "tp"): [
-            lesson00.Calls("1", "8")
-        ],  # a float64
-        lesson00.Call("in blocks", "forward", "all-gather", "tp"): [
-            lesson00.Calls("2·L", "T·B·S·D·e")
-        ],
-        lesson00.Call("in blocks", "backward", "all-gather", "tp"): [
-            lesson00.Calls("2·L", "T·B·S·D·e")
-        ],
-        lesson00.Call("in blocks", "clipping", "all-gather", "tp"): [
-            lesson00.Calls("1", "8·T")
-        ],
+        ("TP", "forward", "all-reduce", "tp"): (calls, x),
+        ("TP", "backward", "all-reduce", "tp"): (calls, x),
+        ("TP", "clipping", "all-reduce", "tp"): (1, "8"),  # a float64
+        ("in blocks", "forward", "all-gather", "tp"): (calls, gathered),
+        ("in blocks", "backward", "all-gather", "tp"): (calls, gathered),
+        ("in blocks", "clipping", "all-gather", "tp"): (1, "8·T"),
     }
     report.section("Communication per step; ring = bytes that a rank of a ring sends")
-    report.ledger(formulas, size, steps=report.args.steps)
-    report.say(
-        "   On a ring, blocks send T/2 times the bytes of TP: the same for T = 2."
-    )
-
-
-# ==== BREAK IT
-
-# Each keeps all values right, up to rounding errors. Only the bits tell.
-BREAKS = {
-    "tree": dict(
-        target="tree_sum",
-        old="    return tree_sum(terms[:half]) + tree_sum(terms[half:])\n",
-        new="    return sum(terms)\n",
-        what="terms are added one after the other, in rank order, not as a tree",
-        symptom="sums are right, but their last bits depend on the number of ranks",
-        why="each rank adds its own terms first, so another T pairs other terms",
-        reported="github.com/NVIDIA/Megatron-LM/issues/1736",
-    ),
-    "library": dict(
-        target="tree_all_reduce",
-        old="    return tree_sum(list(lesson00.all_gather(x[None], 0, group)))\n",
-        new="    return lesson00.all_reduce(x, group)\n",
-        what="the sum over ranks is left to the library's all-reduce",
-        symptom="on 2 ranks all bits are right; on 4 and more the last ones differ",
-        why="a library chooses its order by T and by the size of the message. On 2 "
-        "ranks there is only one order, because a + b = b + a",
-        reported="github.com/vllm-project/vllm/issues/51290",
-    ),
-    "blocks": dict(
-        target="blocked_row_linear",
-        old="    blocks = BLOCKS // linear.tp_group.size()\n",
-        new="    blocks = 1\n",
-        what="each rank computes its slice of a row-parallel weight as one product",
-        symptom="the sum over ranks is a tree, and yet its last bits depend on T",
-        why="the sum inside a product has D/T terms on a rank, in the library's order: "
-        "another T puts other terms into one product",
-        reported="github.com/sgl-project/sglang/pull/15041",
-    ),
-    "accumulate": dict(
-        target="CopyToBlocks.backward",
-        old="tree_sum(list(partial_grads))",
-        new="sum(partial_grads)",
-        what="backward adds the gradients of a rank's blocks one by one, not as a tree",
-        symptom="forward and step 1's loss are bitwise identical; gradients are not",
-        why="backward has sums that forward does not have: their order matters as well",
-        reported="github.com/NVIDIA-NeMo/Automodel/pull/3392",
-    ),
-}
-
-
-# ==== FLAGS
-# region
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    """The sizes that no T changes are fixed; BLOCKS must be a multiple of the ranks."""
-    sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 32}
-    args = lesson00.lesson_parser(__doc__, BREAKS, sections=5, **sizes).parse_args()
-    if BLOCKS % ranks:
-        rest = f"{BLOCKS} blocks % {ranks} ranks = {BLOCKS % ranks}, not 0"
-        raise ValueError(f"{rest}; start 1, 2, 4 or 8 ranks")
-    args.vocab_size = 257
-    args.hidden = 64
-    args.heads = 16
-    args.kv_heads = 8
-    args.dropout = 0.1
-    args.clip = 1.0
-    return args
-
-
-# endregion
+    report.ledger(on_axes(formulas, {"tp": report.size["T"]}))
+    report.say("On a ring, blocks send T/2 times the bytes of TP: the same for T = 2.")
 
 
 if __name__ == "__main__":
-    lesson00.launch(main, parse_args, globals())
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    defaults = {"--steps": 3, "--layers": 2, "--batch-size": 4, "--seq-len": 32}
+    for flag, default in defaults.items():
+        parser.add_argument(flag, type=lesson00.positive, default=default)
+    lesson00.launch(main, sizes, parser)

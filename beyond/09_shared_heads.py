@@ -22,8 +22,8 @@ Try one change at a time. notebooks/09_shared_heads.ipynb, section 6, answers.
     3. Let sum_over_replicas sum p.grad, in p.register_post_accumulate_grad_hook. All
        values still agree. When would they not?
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. Short of time? Read repeat_heads, sum_over_replicas and the norm.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs: tools/bug.py.
+Short of time? Read repeat_heads, sum_over_replicas and the norm.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
     H = D/N head size, V vocabulary, L layers, T ranks in the TP group, c = T/K ranks
@@ -49,6 +49,8 @@ from torch import Tensor, nn
 
 try:
     from course import lesson00, lesson01, lesson02, lesson03, lesson04
+    from harness import cell, gather_objects, marked, on_axes
+    from stored_bytes import memory_rows
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -56,12 +58,12 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 09: replicated key/value heads
-# Read lines 59 to 209, in about 15 minutes. Stop at RUN.
+# Read lines 61 to 211, in about 15 minutes. Stop at RUN.
 
 # From lesson 00: mesh_groups(sizes, timeout) is this rank's group along each axis of a
 # mesh. Every rank creates every group, also those it is not in, in the same order.
 # From lesson 01: f (CopyToTP) is the identity forward and an all-reduce backward.
-# shardings_of(p) is ((dim, group), …): over which groups a parameter is sharded.
+# sharding_of(p) is (dim, group), or None: over which group a parameter is sharded.
 # From lesson 02: tp_transformer copies the model and splits attention by heads, with
 # one f before q, k and v. T must divide the number of key/value heads.
 # From lesson 04: sp_transformer also splits the sequence (SP) and the vocabulary.
@@ -146,7 +148,7 @@ def sum_over_replicas(linear: nn.Module, kv_group, replica_group) -> None:
         return lesson00.all_reduce(partial_grad, replica_group)
 
     for p in linear.parameters():
-        p.shardings = ((0, kv_group),)
+        p.sharding = (0, kv_group)
         p.replica_group = replica_group
         p.register_hook(sum_up)
 
@@ -193,8 +195,8 @@ def global_norm_shared(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
         if p.grad is None:
             continue
         c = tp_group.size()
-        for _, group in lesson01.shardings_of(p):
-            c //= group.size()
+        if lesson01.sharding_of(p):
+            c //= lesson01.sharding_of(p)[1].size()
         total += p.grad.double().square().sum() / c
     return math.sqrt(lesson00.all_reduce(total, tp_group))
 
@@ -213,13 +215,8 @@ def global_norm_shared(model: nn.Module, tp_group: dist.ProcessGroup) -> float:
 def main(args, report: lesson00.Report) -> None:
     """Train the same model three times on the same batches, then compare."""
     groups = lesson00.mesh_groups({"tp": args.ranks}, args.timeout)
+    # Ranks that hold one head each, and ranks that share a head.
     groups.update(kv_groups(args.kv_heads, args.ranks, args.timeout))
-    size = lesson02.sizes_of(args)
-    size["c"] = groups["replica"].size()
-    size["v"] = math.ceil(args.vocab_size / args.ranks)
-    report.begin({"tp": args.ranks}, size)
-    # The table of calls needs the size of each group in which something is sent.
-    report.mesh = {"tp": args.ranks, "replica": size["c"]}
     full = lesson02.make_transformer(args)
     batches = lesson02.make_batches(__doc__, args, args.steps)
 
@@ -227,31 +224,50 @@ def main(args, report: lesson00.Report) -> None:
     model = copy.deepcopy(full)
     alone = lesson02.train_transformer("without TP", model, batches, args)
     runs["without TP"] = alone
-    # Formulas describe the lesson's model: if yours is another one, only values decide.
-    predicted = lesson02.add_up(lesson02.PARAMETERS, {"": dict(size, T=1)})[1][""]
-    is_other = lesson01.nbytes(full.parameters()) != predicted
-    report.is_edited = is_other or not isinstance(alone.optimizer, torch.optim.AdamW)
     # If your edit raises an error in one run, its column says so; the others continue.
-    with report.column("TP"):
-        runs["TP"] = train_shared(report, full, batches, groups)
-    with report.column("SP"):
+    with report.run("TP"):
+        runs["TP"] = train_shared(report, full, batches, args, groups)
+    with report.run("SP"):
         runs["SP"] = train_shared_sp(full, batches, args, groups)
 
-    lesson02.show_training(report, runs)
+    show_training(report, runs, args)
     show_head_replicas(report, runs, groups)
-    show_gradients_shared(report, runs, full, batches[0], groups)
-    show_communication_shared(report, size)
-    show_memory_shared(report, runs, size, batches[0])
-    show_kv_cache(report, runs, size, batches[0])
+    show_gradients_shared(report, runs, full, batches[0], groups, args)
+    show_communication_shared(report)
+    show_memory_shared(report, runs)
+    show_kv_cache(report, runs, batches[0])
 
 
-def train_shared(report, full, batches, groups) -> lesson02.TrainingRun:
+def sizes(args) -> dict[str, int]:
+    """The letters of the legend. ValueError if the model cannot be built or sharded."""
+    T = args.ranks
+    if args.kv_heads is None:
+        args.kv_heads = 2 if T > 2 and T % 2 == 0 else 1
+    args.heads = args.heads or T * math.ceil(8 / T)
+    args.hidden = args.hidden or 8 * args.heads
+    args.seq_len = args.seq_len or T * math.ceil(32 / T)
+    if args.kv_heads > T:
+        text = f"--kv-heads {args.kv_heads}: more than {T} ranks, so none is shared"
+        raise ValueError(f"{text}; see 02_transformer_tp.py, or take {T}")
+    if T % args.kv_heads != 0:
+        left = f"{T} ranks % {args.kv_heads} = {T % args.kv_heads}, not 0"
+        divisor = math.gcd(T, args.kv_heads)
+        raise ValueError(f"--kv-heads {args.kv_heads}: {left}; take {divisor}")
+    lesson00.must_divide(args, "heads", T, "ranks")
+    lesson00.must_divide(args, "seq_len", T, "ranks")
+    args.tp = args.kv_heads  # as many ranks as heads: what lesson 02 can check
+    size = lesson02.transformer_sizes(args)
+    size.update(T=T, c=T // args.kv_heads, v=math.ceil(args.vocab_size / T))
+    return size
+
+
+def train_shared(report, full, batches, args, groups) -> lesson02.TrainingRun:
     """TP: the model of lesson 02, with replicated key/value heads."""
     model = shared_heads_transformer(full, lesson02.tp_transformer, groups)
     show_heads(report, full, model, groups)
     norm_of = global_norm_shared
     return lesson02.train_transformer(
-        "TP", model, batches, report.args, groups["tp"], norm_of=norm_of
+        "TP", model, batches, args, groups["tp"], norm_of=norm_of
     )
 
 
@@ -263,7 +279,7 @@ def train_shared_sp(full, batches, args, groups) -> lesson02.TrainingRun:
         return lesson03.sharded_loss(logits_BSv, target_BS, tp_group, args.vocab_size)
 
     def sum_replicated(model: nn.Module) -> None:
-        # LayerNorms and some biases, but not key/value heads: those have shardings.
+        # LayerNorms and some biases, but not key/value heads: those are sharded.
         lesson04.all_reduce_replicated_gradients(model, tp_group)
 
     model = shared_heads_transformer(full, lesson04.sp_transformer, groups)
@@ -297,28 +313,39 @@ def show_heads(report, full, model: lesson02.Transformer, groups) -> None:
     # Not what should be there: each rank compares its weights with the full model's.
     held = {
         "query heads": heads_held(local.q_proj, full.q_proj, H),
-        "key heads": heads_held(local.k_proj, full.k_proj, H),
-        "value heads": heads_held(local.v_proj, full.v_proj, H),
+        "key head": heads_held(local.k_proj, full.k_proj, H),
+        "value head": heads_held(local.v_proj, full.v_proj, H),
         "replica group": dist.get_process_group_ranks(groups["replica"]),
         "kv group": dist.get_process_group_ranks(groups["kv"]),
     }
     rows = []
-    for rank, of_rank in enumerate(lesson00.gather_objects(held)):
+    for rank, of_rank in enumerate(gather_objects(held)):
         row = {"rank": rank}
         row["query heads"] = " ".join(map(str, of_rank["query heads"]))
-        # One number each: T ≥ K, so a rank holds one key/value head.
-        row["key head"] = of_rank["key heads"][0]
-        row["value head"] = of_rank["value heads"][0]
+        expected = rank // groups["replica"].size()
+        for column in ("key head", "value head"):
+            head = of_rank[column][0]  # one: T ≥ K, so a rank holds one of each
+            # As a check of the kind "runs" it is named before the gradients it spoils.
+            text = f"it is head {head}, and must be head {expected}"
+            name = f"runs: {column} of rank {rank}"
+            row[column] = marked(head, report.check(name, head != expected, text=text))
         row["replica group"] = str(of_rank["replica group"])
         row["kv group"] = str(of_rank["kv group"])
-        for column in ("key head", "value head"):
-            head = rank // groups["replica"].size()
-            # As a check of the kind "runs" it is named before the gradients it spoils.
-            report.expect(row, column, "runs", f"{column} of rank {rank}", head)
         rows.append(row)
     report.section("Who holds which head")
-    report.table("heads", rows)
-    report.say("   The MLP is sharded as in lesson 01. Everything else is Replicate().")
+    report.table(rows)
+    report.say("The MLP is sharded as in lesson 01. Everything else is Replicate().")
+
+
+def show_training(report: lesson00.Report, runs: dict, args) -> None:
+    """Losses, gradient norms before clipping, and the parameters after training."""
+    report.section("Losses; and after training, norms and parameters")
+    allowed = lesson00.ALLOWED[args.dtype]
+    values = lambda field: lesson01.values_of(runs, field)
+    report.compare("losses", values("losses"), lesson00.ALLOWED_LOSS[args.dtype])
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    report.compare("norms", values("norms"), allowed, brief=True)
+    report.compare("parameters", values("parameters"), allowed, brief=True)
 
 
 def show_head_replicas(report: lesson00.Report, runs: dict, groups) -> None:
@@ -332,7 +359,7 @@ def show_head_replicas(report: lesson00.Report, runs: dict, groups) -> None:
             rows.append(replica_row(report, "key/value heads", run, heads))
             rows.append(replica_row(report, "LayerNorms, losses, …", run, others))
     report.section("Replicas after training: key/value heads on c ranks, others on T")
-    report.table("replicas", rows)
+    report.table(rows)
 
 
 def replica_diffs(run: lesson02.TrainingRun, groups) -> tuple[dict, dict]:
@@ -343,11 +370,11 @@ def replica_diffs(run: lesson02.TrainingRun, groups) -> tuple[dict, dict]:
         if hasattr(p, "replica_group"):
             replicas = lesson00.all_gather(p[None], 0, groups["replica"])
             heads[name] = largest_diff(replicas)
-        elif not lesson01.shardings_of(p):  # otherwise each rank has its own shard
+        elif not lesson01.sharding_of(p):  # otherwise each rank has its own shard
             replicas = lesson00.all_gather(p[None], 0, groups["tp"])
             others[name] = largest_diff(replicas)
     # Each rank computed the loss itself, from its own replica of the logits.
-    losses = lesson00.gather_objects(run.losses)
+    losses = gather_objects(run.losses)
     others["losses"] = 0.0 if losses == [run.losses] * len(losses) else math.inf
     return heads, others
 
@@ -359,87 +386,80 @@ def largest_diff(replicas: Tensor) -> float:
 
 def replica_row(report: lesson00.Report, label: str, run: str, diffs: dict) -> dict:
     """A row that counts how many tensors are equal on the ranks that hold them."""
-    row = {"replicas": label, "run": run, "tensors": len(diffs), "equal": 0}
+    equal = 0
     for name, diff in diffs.items():
-        if report.check("replicas", f"{name}, {run}", diff):
-            row["equal"] += 1
-    row["off"] = [] if row["equal"] == row["tensors"] else ["equal"]
-    return row
+        equal += report.check(f"replicas: {name}, {run}", diff)
+    row = {"replicas": label, "run": run, "tensors": len(diffs)}
+    return row | {"equal": marked(equal, equal == len(diffs))}
 
 
-def show_gradients_shared(report, runs: dict, full, batch, groups) -> None:
+def show_gradients_shared(report, runs: dict, full, batch, groups, args) -> None:
     """Gradients of step 1; that of a key head also before the sum over replicas."""
+    allowed = lesson00.ALLOWED[args.dtype]
     report.section("Gradients of step 1: norms, and the largest relative difference")
     gradients = lesson01.values_of(runs, "gradients")
-    report.compare("gradients", gradients, fold=lesson02.module_of)
+    report.compare("gradients", gradients, allowed, fold=lesson02.module_of)
 
     name = "layers.0.self_attn.k_proj.weight"
     # Without sum_over_replicas it is a model of T heads, each with its own gradient.
     model = lesson02.tp_transformer(
         repeat_kv_heads(full, groups["replica"].size()), groups["tp"]
     )
-    torch.manual_seed(report.args.seed + 1)  # the dropout masks of step 1
+    torch.manual_seed(args.seed + 1)  # the dropout masks of step 1
     lesson02.mean_loss(model(batch[0]), batch[1]).backward()
     partial_grad = model.get_parameter(name).grad
     partial_grads = lesson00.all_gather(partial_grad[None], 0, groups["replica"])
     heads = runs["without TP"].gradients[name].chunk(groups["kv"].size())
     expected = heads[groups["kv"].rank()]  # this rank's head in the reference
-    diff = lesson00.rel_diff(partial_grads.sum(0), expected)
-    report.check("one head", "sum of partial key gradients", diff, report.allowed)
+    name = "one head: sum of partial key gradients"
+    report.agree(name, partial_grads.sum(0), expected, allowed)
 
-    report.say(
-        "   dL/dW of key head 0, layer 0: what each replica computes, and the sum"
-    )
+    report.say("dL/dW of key head 0, layer 0: what each replica computes, and the sum")
     lines = {f"rank {rank}": grad for rank, grad in enumerate(partial_grads)}
     lines["sum"] = partial_grads.sum(0)
     lines["without TP"] = expected
     for label, grad in lines.items():
         numbers = grad.flatten()[:4].tolist()
-        report.say(f"   {label:<12}" + " ".join(f"{x:11.8f}" for x in numbers))
+        report.say(f"{label:<12}" + " ".join(f"{x:11.8f}" for x in numbers))
 
 
-def show_communication_shared(report: lesson00.Report, size: dict[str, int]) -> None:
+def show_communication_shared(report: lesson00.Report) -> None:
     """Calls and bytes per step, as counted, against formulas."""
+    size = report.size
+    L = size["L"]
+    x = "B·S·D·e"
     # Per layer a weight [H, D] and a bias [H], each for k and for v.
-    replica_sums = [lesson00.Calls("4·L", "H·(D+1)·e/2")]
+    replica_sums = (4 * L, "2·L·H·(D+1)·e")
     # Once before and after each attention and MLP, once for the embedding or the head.
-    per_block = [lesson00.Calls("(2·L+1)", "B·S·D·e")]
+    per_block = (2 * L + 1, f"(2·L+1)·{x}")
     formulas = {
-        lesson00.Call("TP", "forward", "all-reduce", "tp"): [
-            lesson00.Calls("2·L", "B·S·D·e")
-        ],
-        lesson00.Call("TP", "backward", "all-reduce", "tp"): [
-            lesson00.Calls("2·L", "B·S·D·e")
-        ],
-        lesson00.Call("TP", "backward", "all-reduce", "replica"): replica_sums,
-        lesson00.Call("TP", "clipping", "all-reduce", "tp"): [lesson00.Calls("1", "8")],
-        lesson00.Call("SP", "forward", "all-gather", "tp"): per_block,
-        lesson00.Call("SP", "forward", "reduce-scatter", "tp"): per_block,
-        lesson00.Call("SP", "loss", "all-reduce", "tp"): [lesson00.Calls("3", "B·S·e")],
+        ("TP", "forward", "all-reduce", "tp"): (2 * L, f"2·L·{x}"),
+        ("TP", "backward", "all-reduce", "tp"): (2 * L, f"2·L·{x}"),
+        ("TP", "backward", "all-reduce", "replica"): replica_sums,
+        ("TP", "clipping", "all-reduce", "tp"): (1, "8"),
+        ("SP", "forward", "all-gather", "tp"): per_block,
+        ("SP", "forward", "reduce-scatter", "tp"): per_block,
+        ("SP", "loss", "all-reduce", "tp"): (3, "3·B·S·e"),
         # x is gathered again for the gradients of weights (lesson 04).
-        lesson00.Call("SP", "backward", "all-gather", "tp"): [
-            lesson00.Calls("(4·L+2)", "B·S·D·e")
-        ],
-        lesson00.Call("SP", "backward", "reduce-scatter", "tp"): per_block,
-        lesson00.Call("SP", "backward", "all-reduce", "replica"): replica_sums,
-        lesson00.Call("SP", "summing", "all-reduce", "tp"): [
-            lesson00.Calls("1", "(6·L+2)·D·e")
-        ],
-        lesson00.Call("SP", "clipping", "all-reduce", "tp"): [lesson00.Calls("1", "8")],
+        ("SP", "backward", "all-gather", "tp"): (4 * L + 2, f"(4·L+2)·{x}"),
+        ("SP", "backward", "reduce-scatter", "tp"): per_block,
+        ("SP", "backward", "all-reduce", "replica"): replica_sums,
+        ("SP", "summing", "all-reduce", "tp"): (1, "(6·L+2)·D·e"),
+        ("SP", "clipping", "all-reduce", "tp"): (1, "8"),
     }
     report.section("Communication per step; new: sums over replicas, axis `replica`")
-    hidden = ["calls"]  # the formula has their number
-    report.ledger(formulas, size, steps=report.args.steps, hide=hidden)
+    report.ledger(on_axes(formulas, {"tp": size["T"], "replica": size["c"]}))
     heads = lesson00.evaluate("2·L·H·(D+1)·e", size)
     layers = lesson00.evaluate("4·L·B·S·D·e", size)
     if size["c"] > 1:
         share = f"{heads / layers:.1%} of the {layers:,} of f and g"
-        report.say(f"   Sums over replicas: {heads:,} bytes per step, {share}.")
-        report.say("   They do not grow with the batch; those of f and g do.")
+        report.say(f"Sums over replicas: {heads:,} bytes per step, {share}.")
+        report.say("They do not grow with the batch; those of f and g do.")
 
 
-def show_memory_shared(report: lesson00.Report, runs: dict, size: dict, batch) -> None:
+def show_memory_shared(report: lesson00.Report, runs: dict) -> None:
     """Bytes of parameters and optimizer per rank: a formula per module, and the sum."""
+    size = report.size
     parameters = {
         "k_proj, v_proj": "2·L·k·H·(D+1)·e",
         "q_proj, up_proj": "L·(D + F)·(D+1)·e/T",
@@ -448,31 +468,19 @@ def show_memory_shared(report: lesson00.Report, runs: dict, size: dict, batch) -
         "embed_tokens, lm_head": "(2·D+1)·v·e",
     }
     # k: key/value heads per rank. v: rows of the vocabulary per rank; SP splits it.
-    sizes = {
+    letters = {
         "without TP": dict(size, T=1, k=size["K"], v=size["V"]),
         "TP": dict(size, k=1, v=size["V"]),
         "SP": dict(size, k=1),
     }
-    measured = {}
-    for run in sizes:
-        if run in runs:
-            measured[run] = lesson02.bytes_stored(runs[run], batch)
     report.section("Memory per rank, in bytes; k = max(K/T, 1) heads per rank")
-    rows, sums = lesson02.add_up(parameters, sizes)
-    rows.append(lesson02.measured_row(report, "parameters", "sum", sums, measured))
-    rows.append(lesson02.measured_row(report, "gradients", "sum", sums, measured))
-    # AdamW stores two moments of each parameter, and the number of its steps.
-    tensors = len(runs["without TP"].parameters)
-    sums = {run: 2 * sums[run] + 4 * tensors for run in sizes}
-    formula = f"2·sum + 4·{tensors} tensors"
-    rows.append(
-        lesson02.measured_row(report, "optimizer state", formula, sums, measured)
-    )
-    report.table("memory", rows)
+    rows, _ = memory_rows(report, parameters, letters, runs, "16·L + 5")
+    report.table(rows)
 
 
-def show_kv_cache(report: lesson00.Report, runs: dict, size: dict, batch) -> None:
+def show_kv_cache(report: lesson00.Report, runs: dict, batch) -> None:
     """Bytes of keys and values that generation would store per rank, for several T."""
+    size = report.size
     measured = {1: bytes_of_keys_and_values(runs["without TP"].model, batch)}
     if "TP" in runs:
         measured[size["T"]] = bytes_of_keys_and_values(runs["TP"].model, batch)
@@ -481,26 +489,27 @@ def show_kv_cache(report: lesson00.Report, runs: dict, size: dict, batch) -> Non
     # The other numbers of ranks are not running here, so their rows are predicted.
     for T in sorted({1, size["K"], size["T"], 2 * size["T"]}):
         heads = max(size["K"] // T, 1)
-        predicted = lesson00.evaluate(formula, dict(size, k=heads))
-        row = {"ranks": T, "heads per rank": heads, "formula": formula}
-        row["KV cache per rank"] = measured.get(T, predicted)
-        row["on all ranks"] = T * row["KV cache per rank"]
-        row["source"] = "measured" if T in measured else "predicted"
-        row["ok"] = None
+        nbytes = lesson00.evaluate(formula, dict(size, k=heads))
+        shown = f"{nbytes:,}"
         if T in measured:
-            name = f"KV cache, {T} ranks"
-            report.expect(row, "KV cache per rank", "memory", name, predicted)
+            nbytes = measured[T]
+            name = f"memory: KV cache, {T} ranks"
+            shown = cell(report, name, nbytes, formula, k=heads)
+        row = {"ranks": T, "heads per rank": heads, "formula": formula}
+        row["KV cache per rank"] = shown
+        row["on all ranks"] = f"{T * nbytes:,}"
+        row["source"] = "measured" if T in measured else "predicted"
         rows.append(row)
     report.section("KV cache of B·S tokens, in bytes: past T = K it is not divided")
-    report.table("kv_cache", rows)
+    report.table(rows)
 
 
 def bytes_of_keys_and_values(model: lesson02.Transformer, batch) -> int:
     """Measured: what k_proj and v_proj of all layers return in one forward pass."""
-    sizes = []
+    nbytes = []
 
     def add_size(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        sizes.append(output.nbytes)
+        nbytes.append(output.nbytes)
 
     hooks = []
     for layer in model.layers:
@@ -510,118 +519,14 @@ def bytes_of_keys_and_values(model: lesson02.Transformer, batch) -> int:
         model(batch[0])
     for hook in hooks:
         hook.remove()
-    return sum(sizes)
-
-
-# ==== BREAK IT
-
-BREAKS = {
-    "copies": dict(
-        target="sum_over_replicas",
-        old="        p.register_hook(sum_up)\n",
-        new="",
-        what="ranks that hold the same key/value head do not sum its gradients",
-        symptom="step 1's loss is right; gradients of k and v are not, replicas differ",
-        why="each replica has the gradient from its own rank's queries: 1 of c partial "
-        "gradients",
-        reported="github.com/bigcode-project/Megatron-LM/pull/12 (biases differed)",
-        audit="gradient sum",
-    ),
-    "input": dict(
-        target="copy_then_apply_each",
-        old="    x_BSD = CopyToTP.apply(x_BSD, linears[0].tp_group)\n"
-        "    return apply_each(x_BSD, *linears)\n",
-        new="    q_proj, k_proj, v_proj = linears\n"
-        "    q = q_proj(CopyToTP.apply(x_BSD, q_proj.tp_group))\n"
-        "    return [q, k_proj(x_BSD), v_proj(x_BSD)]\n",
-        what="f is applied to the input of q only, because k and v are replicated",
-        symptom="step 1's loss and the last layer's gradients of q, k and v are right; "
-        "LayerNorms in front of attention get a different gradient on each rank",
-        why="keys and values of a rank serve its own queries only, so dL/dx through "
-        "them is partial as well",
-        reported="github.com/bigcode-project/Megatron-LM/issues/35 and pull 36",
-        audit="gradient differs between replicas",
-    ),
-    "twice": dict(
-        target="sum_over_replicas",
-        old="        p.replica_group = replica_group\n",
-        new="        p.replica_group = replica_group\n"
-        "        p.register_hook(sum_up)\n",
-        what="gradients of key/value heads are summed over replicas a second time",
-        symptom="replicas stay equal, but gradients of k and v are c times too large",
-        why="after the first sum they are complete: another sum multiplies them by c",
-        reported="github.com/inclusionAI/AReno/pull/496; NVIDIA/Megatron-LM, 6839",
-        audit="gradient factor",
-    ),
-    "order": dict(
-        target="repeat_heads",
-        old="        heads = heads.repeat_interleave(copies, 0)\n",
-        new="        heads = torch.cat([heads] * copies)\n",
-        what="heads are repeated as 0 1 0 1 instead of 0 0 1 1: rank t gets t % K",
-        symptom="shapes fit; the loss is wrong from step 1 on, except with K = 1",
-        why="a rank's queries attend to a key/value head that belongs to other queries",
-        reported="github.com/onnx/onnx/pull/7274",
-    ),
-    "norm": dict(
-        target="global_norm_shared",
-        old="        for _, group in lesson01.shardings_of(p):\n"
-        "            c //= group.size()\n",
-        new="        if lesson01.shardings_of(p):\n            c = 1\n",
-        what="the norm has lesson 02's rule: a parameter is sharded or replicated",
-        symptom="gradients of step 1 are right, but norms are too large",
-        why="the sum over the TP group has the squares of a key/value head c times",
-        reported="github.com/ROCm/TransformerEngine/pull/715; NVIDIA-NeMo/RL, 3788",
-        audit="norm",
-    ),
-}
-
-
-# ==== FLAGS
-# region
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    """The flags of the model. ValueError if it cannot be built or sharded."""
-    sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 0, "vocab_size": 257}
-    parser = lesson00.lesson_parser(__doc__, BREAKS, sections=7, **sizes)
-    add = parser.add_argument
-    add("--hidden", type=lesson00.positive, help="D (8 per head)")
-    text = "N (8, or the next multiple of the ranks)"
-    add("--heads", type=lesson00.positive, help=text)
-    text = "K (2 on an even number of ranks from 4 on)"
-    add("--kv-heads", type=lesson00.positive, help=text)
-    add("--dropout", type=float, default=0.1, help="probability (0.1)")
-    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
-    args = parser.parse_args()
-    if args.kv_heads is None:
-        args.kv_heads = 2 if ranks > 2 and ranks % 2 == 0 else 1
-    args.heads = args.heads or ranks * math.ceil(8 / ranks)
-    args.hidden = args.hidden or 8 * args.heads
-    args.seq_len = args.seq_len or ranks * math.ceil(32 / ranks)
-    if args.kv_heads > ranks:
-        text = f"--kv-heads {args.kv_heads}: more than {ranks} ranks, so none is shared"
-        raise ValueError(f"{text}; see 02_transformer_tp.py, or take {ranks}")
-    if ranks % args.kv_heads != 0:
-        left = f"{ranks} ranks % {args.kv_heads} = {ranks % args.kv_heads}, not 0"
-        divisor = math.gcd(ranks, args.kv_heads)
-        raise ValueError(f"--kv-heads {args.kv_heads}: {left}; take {divisor}")
-    if args.bug in BREAKS and args.kv_heads == ranks > 1:
-        raise ValueError(f"--break with --kv-heads {ranks}: no head has a replica")
-    if args.bug == "order" and args.kv_heads == 1:
-        take = "start 4 ranks"
-        if ranks > 2 and ranks % 2 == 0:
-            take = "take --kv-heads 2"
-        raise ValueError(f"--break order: all ranks hold head 0; {take}")
-    lesson01.must_divide(args, "heads", ranks, "ranks")
-    lesson01.must_divide(args, "seq_len", ranks, "ranks")
-    lesson01.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
-    lesson01.raise_refused(args)
-    lesson02.raise_wrong_sizes(args)
-    return args
-
-
-# endregion
+    return sum(nbytes)
 
 
 if __name__ == "__main__":
-    lesson00.launch(main, parse_args, globals())
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    lesson02.add_model_flags(parser)
+    text = "N (8, or the next multiple of the ranks), D (8 per head), K (2 on an even "
+    parser.epilog = f"defaults: {text}number of ranks from 4 on)"
+    parser.set_defaults(hidden=None, heads=None, kv_heads=None, seq_len=None)
+    lesson00.launch(main, sizes, parser)

@@ -19,8 +19,8 @@ Exercises (answers: notebooks/10_checkpoints.ipynb, section 4): save with --save
 torchrun --max-restarts=1 … --save ck (which step is trained again?); flip one byte of a
 file in ck; let state_to_save leave out exp_avg_sq (which check fails first?).
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. Short of time? Read to_dtensor, save_checkpoint and load_checkpoint.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs: tools/bug.py.
+Short of time? Read to_dtensor, save_checkpoint and load_checkpoint.
 
 Shapes: B batch, S sequence, D hidden, F MLP width (4·D), N heads, K key/value heads,
     H = D/N head size, V vocabulary, L layers, T ranks in a TP group, M micro-batches, Ψ
@@ -60,8 +60,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 try:
     from course import lesson00, lesson01, lesson02, lesson03, lesson04, lesson05
     from flat_adamw import MOMENTS, FlatAdamW, FlatTraining
+    from harness import gather_objects, marked
+    from meshes import choose_meshes, fill_sizes_for, flag_for
     from rows_of_runs import count_equal
+    from save_folder import check_folder, folder_path, rows_of_files
     from scratch_disk import full_disk, temporary_folder
+    from tied_stages import embedding_group
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -69,11 +73,10 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 10: saved under one mesh, loaded under another
-# Read lines 72 to 324, in about 25 minutes. Stop at RUN.
+# Read lines 76 to 321, in about 25 minutes. Stop at RUN.
 
-# From earlier lessons: COMM records in which call this rank waits (00); shardings_of(p)
-# says how a parameter was split, ((dim, group), …), and is empty if it is replicated
-# (01); p.rows is the number of rows without padding, of a split vocabulary (03).
+# From earlier lessons: sharding_of(p) is (dim, group), or None of a replicated p (01);
+# p.rows is the number of rows without padding, of a split vocabulary (03).
 # FlatTraining is lesson 05's MeshTraining with FlatAdamW as its optimizer: AdamW on one
 # vector of all parameters of the rank. unflatten makes a tensor per parameter of such a
 # vector, local_slice does the reverse. MOMENTS: exp_avg and exp_avg_sq.
@@ -99,7 +102,8 @@ def to_dtensor(x: Tensor, p: nn.Parameter, tp_mesh: DeviceMesh) -> DTensor:
     x = x.detach()
     full_shape = list(x.shape)
     placement = Replicate()
-    for dim, _ in lesson01.shardings_of(p):  # one sharding at most, over the TP group
+    if lesson01.sharding_of(p):  # over the TP group
+        dim, _ = lesson01.sharding_of(p)
         placement = Shard(dim)
         full_shape[dim] *= tp_mesh.size()
     if hasattr(p, "rows"):
@@ -177,16 +181,13 @@ def save_checkpoint(folder: Path, step: int, training, about: dict):
     Raises: OSError with the reason on every rank if one of them cannot write.
     """
     part = folder / f"part_{step:06}"
-    all_ranks = list(range(dist.get_world_size()))
     is_first = dist.get_rank() == 0
     if is_first:
         shutil.rmtree(part, ignore_errors=True)  # of a save that was interrupted
     state = state_to_save(training, moments_of(training.optimizer))
     try:
-        with lesson00.COMM.blocking(f"saving of step {step}", all_ranks):
-            dcp.save(state, checkpoint_id=part)
+        dcp.save(state, checkpoint_id=part)
     except CheckpointException as error:
-        lesson00.COMM.set_status("in no call")  # all ranks have left it, with an error
         reason = reason_not_written(error, part, state)
         raise OSError(f"step {step} is not saved: {reason}") from None
     if is_first:
@@ -194,8 +195,7 @@ def save_checkpoint(folder: Path, step: int, training, about: dict):
         contents = dict(about, step=step, files=files)
         (part / COMPLETE).write_text(json.dumps(contents))
         part.rename(folder / f"step_{step:06}")
-    with lesson00.COMM.blocking(f"end of saving step {step}", all_ranks):
-        dist.barrier()  # from here on every rank can load it
+    dist.barrier()  # from here on every rank can load it
 
 
 def checksum(file: Path) -> int:
@@ -215,7 +215,7 @@ def reason_not_written(error: CheckpointException, part: Path, state: dict) -> s
             file.write(bytes(nbytes_of_rank))
     except OSError as system_error:
         reason = system_error.strerror
-    for rank, text in enumerate(lesson00.gather_objects(reason)):
+    for rank, text in enumerate(gather_objects(reason)):
         if text:
             return f"rank {rank}, {part}: {text}"
     return failure_in(error)
@@ -243,12 +243,9 @@ def load_checkpoint(path: Path, step: int, training: FlatTraining) -> None:
         for name, p in optimizer.parameters.items():
             moments[kind][name] = torch.zeros_like(p)
     state = state_to_save(training, moments)
-    all_ranks = list(range(dist.get_world_size()))
     try:
-        with lesson00.COMM.blocking(f"loading of step {step}", all_ranks):
-            dcp.load(state, checkpoint_id=path)  # in place
+        dcp.load(state, checkpoint_id=path)  # in place
     except CheckpointException as error:
-        lesson00.COMM.set_status("in no call")
         raise OSError(f"{path} cannot be read: {failure_in(error)}") from None
     # AdamW updates its own vector of the weights, so the vector must get them as well.
     optimizer.vector.data = optimizer.local_slice(training.parameters)
@@ -317,26 +314,12 @@ def verify_checkpoint(path: Path, settings: dict) -> dict:
 
 
 # Restart after a lost rank. `torchrun --max-restarts=1 … --save ck` starts all ranks
-# again when one is lost. parse_args sees that it is a restart and loads from ck. Steps
+# again when one is lost. `sizes` sees that it is a restart and loads from ck. Steps
 # after the latest complete checkpoint are trained again. The batches follow from seed
 # and step, so they are the same ones. A real data loader has a position to be saved.
 
 
 # ==== RUN
-
-
-class Mesh(NamedTuple):
-    name: str  # of the column in the tables
-    pp: int
-    dp: int
-    tp: int
-    zero: bool  # shard AdamW's moments over dp
-
-    def sizes(self) -> dict[str, int]:
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
-
-    def text(self) -> str:
-        return " × ".join(f"{axis} {ranks}" for axis, ranks in self.sizes().items())
 
 
 class MeshRun(NamedTuple):
@@ -349,19 +332,16 @@ class MeshRun(NamedTuple):
 def main(args, report: lesson00.Report) -> None:
     """Train and save on mesh A, resume on other meshes, compare with one process."""
     # A wrong load causes wrong norms and losses: name it before them.
-    lesson00.CAUSES_FIRST[1:1] = ["saved", "loaded", "batches"]
-    multiple = math.lcm(*[mesh.tp for mesh in args.meshes])
+    lesson00.CAUSES[1:1] = ["saved", "loaded", "batches"]
     batches = []
     for tokens_BS, target_BS in lesson02.make_batches(__doc__, args, args.steps):
-        batches.append(lesson04.pad_batch(tokens_BS, target_BS, multiple))
-    args.seq_len = batches[0][0].shape[1]  # from here on every T divides it
+        batches.append(lesson04.pad_batch(tokens_BS, target_BS, multiple_of(args)))
+    args.seq_len = report.size["S"]  # from here on every T divides it
     # The same seed on every rank, so all have the same full model before they shard it.
     full = lesson03.make_tied(args)
-    size = dict(lesson02.sizes_of(args), T=args.tp, M=args.microbatches)
-    size["Ψ"] = sum(p.numel() for p in full.parameters())
-    report.begin(args.meshes[0].sizes(), size)
+    report.size["Ψ"] = sum(p.numel() for p in full.parameters())
 
-    show_meshes(report)
+    show_meshes(report, args)
     runs = {"one process": train_uninterrupted(full, batches, args)}
     # Without --save the checkpoints go to a folder that is removed at the end.
     with nullcontext(args.save) if args.save else temporary_folder() as folder:
@@ -370,18 +350,99 @@ def main(args, report: lesson00.Report) -> None:
             first, full, batches, args, args.begin, args.checkpoint, folder
         )
         path = folder / f"step_{args.halfway:06}"
-        show_contents(report, path, runs["A"].training, size)
+        show_contents(report, path, runs["A"].training, args)
         for mesh in args.meshes:
             name = "A again" if mesh.name == "A" else mesh.name
-            with report.column(name):
+            with report.run(name):
                 runs[name] = train_on(mesh, full, batches, args, args.halfway, path)
         show_loaded(report, runs)
         report.section("Training resumed, compared with one process that never stopped")
-        show_steps(report, runs, ["one process", "A"], args.begin, args.halfway)
+        show_steps(report, runs, ["one process", "A"], args.begin, args.halfway, args)
         if args.halfway < args.steps:
-            show_steps(report, runs, list(runs), args.halfway, args.steps)
-        show_states(report, runs)
-        show_interrupted(report, path, runs["A"].training)
+            show_steps(report, runs, list(runs), args.halfway, args.steps, args)
+        show_states(report, runs, args)
+        show_interrupted(report, path, runs["A"].training, args)
+
+
+def sizes(args) -> dict[str, int]:
+    """The letters of the legend. ValueError for a wrong flag or checkpoint."""
+    args.schedule = "1f1b"
+    args.ragged = False
+    args.dropout = 0.0
+    if not (args.pp or args.dp or args.tp) and args.ranks % 2 == 0:
+        args.tp = 2  # so that tensors are sharded
+    lesson05.fill_mesh(args)
+    args.left_out = []
+    args.meshes = fill_sizes_for(args, choose_meshes(args))
+    args.mesh = args.meshes[0].text()
+    check_checkpoints(args)
+    size = lesson02.transformer_sizes(args)
+    size["S"] += -size["S"] % multiple_of(args)  # pad_batch does it
+    return dict(size, M=args.microbatches)
+
+
+def multiple_of(args) -> int:
+    """What S has to be a multiple of: the T of all meshes."""
+    return math.lcm(*[mesh.tp for mesh in args.meshes])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    add = parser.add_argument
+    text = "by default a size that fits the meshes"
+    flags = "pp dp tp microbatches layers batch-size seq-len hidden heads kv-heads"
+    for flag in flags.split():
+        add(f"--{flag}", type=lesson00.positive, help=text)
+    add("--vocab-size", type=lesson00.positive, default=257)
+    add("--steps", type=lesson00.positive, default=4)
+    add("--zero", action="store_true", help="mesh A shards the moments, others do not")
+    add("--tie", action="store_true", help="embedding and head share their weight")
+    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
+    text = "save here after each step; a restart by torchrun resumes from here"
+    add("--save", type=folder_path, metavar="DIR", help=text)
+    text = "mesh A resumes from here; only from sources you trust: it has a pickle"
+    add("--load", type=folder_path, metavar="DIR", help=text)
+    return parser
+
+
+def check_checkpoints(args) -> None:
+    """Find out from which step this run starts. ValueError if it cannot."""
+    names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
+    args.settings = {name: getattr(args, name) for name in names.split()}
+    args.settings["clip"] = args.clip
+    args.settings["text"] = zlib.crc32(__doc__.encode())  # what it trains on
+    args.begin = 0
+    args.checkpoint = None
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if restarts > 0 and args.save and latest_checkpoint(args.save):
+        args.load = args.save  # a rank was lost
+    if args.load:
+        choose_checkpoint(args)
+    if args.save:
+        check_folder(args)
+    args.halfway = args.begin + max(1, (args.steps - args.begin) // 2)
+
+
+def choose_checkpoint(args) -> None:
+    """Take the latest checkpoint in --load."""
+    path = latest_checkpoint(args.load)
+    if path is None:
+        text = f"--load {args.load}: no complete checkpoint step_NNNNNN in this folder"
+        if re.fullmatch(r"(step|part)_\d{6}", args.load.resolve().name):
+            text += f"; take the folder above it: --load {args.load.parent}"
+        raise ValueError(text)
+    try:
+        contents = verify_checkpoint(path, args.settings)
+    except ValueError as error:
+        raise ValueError(f"--load {path}: cannot resume: {error}") from None
+    args.checkpoint = path
+    args.begin = contents["step"]
+    args.made_by = contents["mesh"]
+    if args.begin >= args.steps:
+        text = f"it is of step {args.begin}, and the last one is --steps {args.steps}"
+        more = args.begin + args.steps
+        raise ValueError(f"--load {path}: {text}; take --steps {more}")
 
 
 # ---- Training
@@ -412,6 +473,7 @@ def train_on(mesh, full, batches, args, begin=0, load=None, folder=None) -> Mesh
     mesh_args = copy.copy(args)
     vars(mesh_args).update(mesh.sizes(), zero=mesh.zero)
     groups = lesson05.make_mesh(mesh.sizes(), args.timeout)
+    groups["embedding"] = embedding_group(mesh.sizes(), args.timeout)
     training = FlatTraining(full, groups, mesh_args)
     about = dict(args.settings, mesh=mesh.text())
     halfway = {}
@@ -450,9 +512,8 @@ def train_steps(training, batches: list, begin: int, after_step=None):
 # ---- The sections of the output, in order
 
 
-def show_meshes(report: lesson00.Report) -> None:
+def show_meshes(report: lesson00.Report, args) -> None:
     """Which mesh saves, and which ones load."""
-    args = report.args
     rows = []
     for mesh in args.meshes:
         row = {"mesh": mesh.name, "pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
@@ -464,42 +525,31 @@ def show_meshes(report: lesson00.Report) -> None:
             row["what it does"] = f"trains {args.begin + 1} to {args.steps}, saves each"
         rows.append(row)
     report.section("The meshes")
-    report.table("meshes", rows)
+    report.table(rows)
     if args.begin:
         made_by = f"saved by {args.made_by}"
-        text = f"   Mesh A resumes from {args.checkpoint}, {made_by}."
-        report.say(lesson00.wrap(text))
+        report.say(f"Mesh A resumes from {args.checkpoint}, {made_by}.")
     for text in args.left_out:
-        report.say(lesson00.wrap(f"   {text}"))
-    report.say(f"   'A again' is mesh A once more, from the saved step {args.halfway}.")
+        report.say(text)
+    report.say(f"'A again' is mesh A once more, from the saved step {args.halfway}.")
 
 
-def show_contents(report, path: Path, training: FlatTraining, size: dict):
+def show_contents(report, path: Path, training: FlatTraining, args) -> None:
     """Which parts of which tensors are in which file."""
     parts = parts_in(path)
     report.section(f"What is in {path.name}, which mesh A saved")
     show_examples(report, parts, training)
-    rows = []
-    files = {part["file"] for part in parts}
-    for file in sorted(files):  # dcp calls them __RANK_NUMBER.distcp
-        inside = [part for part in parts if part["file"] == file]
-        row = {"file": file, "written by": f"rank {file.split('_')[2]}"}
-        row["parts"] = len(inside)
-        row["elements, bytes"] = sum(part["bytes"] for part in inside)
-        row["file, bytes"] = (path / file).stat().st_size
-        rows.append(row)
-    total = {"file": "sum", "written by": ""}
-    for column in ("parts", "elements, bytes", "file, bytes"):
-        total[column] = sum(row[column] for row in rows)
+    rows, nbytes = rows_of_files(parts, path)
     # A weight and two moments per parameter.
-    predicted = lesson00.evaluate("3·Ψ·e", size)
-    report.expect(total, "elements, bytes", "saved", "bytes 3·Ψ·e", predicted)
-    report.say("   Weights and both moments of Ψ parameters: 3·Ψ·e bytes of elements.")
-    report.table("files", rows + [total])
-    report.say("   Also .metadata, which says what is where, and complete.json.")
-    for step in range(report.args.begin + 1, report.args.steps + 1):
+    off = nbytes - lesson00.evaluate("3·Ψ·e", report.size)
+    holds = report.check("saved: bytes 3·Ψ·e", abs(off), text=f"{off:,} bytes too many")
+    rows[-1]["elements, bytes"] = marked(rows[-1]["elements, bytes"], holds)
+    report.say("Weights and both moments of Ψ parameters: 3·Ψ·e bytes of elements.")
+    report.table(rows)
+    report.say("Also .metadata, which says what is where, and complete.json.")
+    for step in range(args.begin + 1, args.steps + 1):
         is_left = (path.parent / f"part_{step:06}").exists()
-        report.check("saved", f"no part of step {step} is left", float(is_left))
+        report.check(f"saved: no part of step {step} is left", float(is_left))
 
 
 # Sharded by rows, sharded by columns, replicated, and padded by TP.
@@ -510,7 +560,7 @@ def show_examples(report, parts: list[dict], training: FlatTraining) -> None:
     """How four of the weights are sharded on mesh A, and what is written of them."""
     state = state_to_save(training, {})
     placements = {name: repr(x.placements[0]) for name, x in state.items()}
-    for of_rank in lesson00.gather_objects(placements):  # each stage has its own layers
+    for of_rank in gather_objects(placements):  # each stage has its own layers
         placements.update(of_rank)
     rows = []
     for name in [f"weight/{module}.weight" for module in EXAMPLES]:
@@ -524,7 +574,7 @@ def show_examples(report, parts: list[dict], training: FlatTraining) -> None:
         if len(shapes) > 2:  # a line has 88 columns
             row["parts written"] = f"{shapes[0]} … {shapes[-1]}"
         rows.append(row)
-    report.table("examples", rows)
+    report.table(rows)
 
 
 def show_loaded(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
@@ -536,12 +586,12 @@ def show_loaded(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
         got = runs[run].halfway
         rows.append(count_equal(report, "loaded", run, got, saved, kind_of))
     report.section("Loaded, before the next step: tensors that are bitwise as saved")
-    report.say("   vector = the weights in AdamW's own vector; step = its step number")
-    report.table("loaded", rows)
+    report.say("vector = the weights in AdamW's own vector; step = its step number")
+    report.table(rows)
     # The vector equals the weights. Had it been compared with them by mistake, a load
     # that leaves it out would not be noticed: so change it, and look.
     unseen = float(not sees_vector(runs["A"].training))
-    report.check("loaded", "a change of AdamW's vector is seen", unseen)
+    report.check("loaded: a change of AdamW's vector is seen", unseen)
 
 
 def sees_vector(training: FlatTraining) -> bool:
@@ -561,9 +611,9 @@ def resumed(runs: dict[str, MeshRun]) -> list[str]:
     return [run for run in runs if run not in ("one process", "A")]
 
 
-def show_steps(report, runs: dict, columns: list[str], begin: int, end: int):
+def show_steps(report, runs: dict, columns, begin: int, end: int, args) -> None:
     """Batches, losses and gradient norms after step `begin`, up to step `end`."""
-    report.say(f"   Steps {begin + 1} to {end}:")
+    report.say(f"Steps {begin + 1} to {end}:")
     for key in ("batches", "losses", "norms"):
         values = {}
         for run in columns:
@@ -571,38 +621,43 @@ def show_steps(report, runs: dict, columns: list[str], begin: int, end: int):
             # Every name ends with the number of its step.
             names = [name for name in of_run if begin < int(name.split()[-1]) <= end]
             values[run] = {name: of_run[name] for name in names}
-        allowed = report.allowed_loss if key == "losses" else report.allowed
-        report.compare(key, values, allowed)
+        allowed = lesson00.ALLOWED_LOSS if key == "losses" else lesson00.ALLOWED
+        report.compare(key, values, allowed[args.dtype])
 
 
-def show_states(report: lesson00.Report, runs: dict[str, MeshRun]) -> None:
+def show_states(report: lesson00.Report, runs: dict[str, MeshRun], args) -> None:
     """Parameters and moments after the last step; A again is bitwise equal to A."""
     reference = runs["one process"].end
+    allowed = lesson00.ALLOWED[args.dtype]
     rows = []
     for run, mesh_run in runs.items():
-        row = {"run": run, "weight": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
-        row.update({"diff": 0.0, "off": []})
+        norms = {"weight": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
+        wrong = set()
+        worst = 0.0
         for name, expected in reference.items():
             kind = kind_of(name)
             x = mesh_run.end.get(name, torch.empty(0))
-            row[kind] = math.hypot(row[kind], x.double().norm())
+            norms[kind] = math.hypot(norms[kind], x.double().norm())
             if run == "one process":
                 continue  # it is not compared with itself
-            diff = lesson00.rel_diff(x, expected)
-            row["diff"] = max(row["diff"], diff)
             checked = "moments" if kind in MOMENTS else "parameters"
-            if not report.check(checked, f"{name}, {run}", diff, report.allowed):
-                row["off"].append(kind)
-        rows.append(row)
-    report.say(f"   After step {report.args.steps}: norms, and the largest difference:")
-    report.table("states", rows)
+            diff = report.agree(f"{checked}: {name}, {run}", x, expected, allowed)
+            if not diff <= allowed:
+                wrong.add(kind)
+            worst = max(worst, diff)
+        row = {"run": run}
+        for kind, norm in norms.items():
+            row[kind] = marked(f"{norm:#.7g}", kind not in wrong)
+        rows.append(row | {"diff": f"{worst:.1e}"})
+    report.say(f"After step {args.steps}: norms, and the largest difference:")
+    report.table(rows)
     if "A again" not in runs:
         return
     # The same mesh adds in the same order, so not even rounding errors may differ.
     got = runs["A again"].end
     row = count_equal(report, "bitwise", "A again", got, runs["A"].end, kind_of)
-    report.say("   On the same mesh the end is bitwise the one without a load:")
-    report.table("bitwise", [row])
+    report.say("On the same mesh the end is bitwise the one without a load:")
+    report.table([row])
 
 
 def kind_of(name: str) -> str:
@@ -610,24 +665,24 @@ def kind_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def show_interrupted(report, path: Path, training: FlatTraining) -> None:
+def show_interrupted(report, path: Path, training: FlatTraining, args) -> None:
     """Interrupt a save: the latest checkpoint must stay the one before."""
-    step = report.args.halfway + 1
+    step = args.halfway + 1
     with temporary_folder(path.parent) as scratch:
         if dist.get_rank() == 0:
             shutil.copytree(path, scratch / path.name)
-        lesson00.gather_objects("no rank goes on before the copy is there")
+        gather_objects("no rank goes on before the copy is there")
         error = interrupt_save(scratch, step, training)
         left = sorted(file.name for file in scratch.iterdir())
         latest = latest_checkpoint(scratch).name
-        lesson00.gather_objects("the folder is not removed before all have looked")
+        gather_objects("the folder is not removed before all have looked")
     report.section(f"A save of step {step} that is interrupted")
     # No disk is full here: the last rank may not write more than 1,000 bytes.
-    report.say(lesson00.wrap(f"   {error.replace(str(scratch), '…')}"))
-    report.say(f"   It leaves {', '.join(left)}; the latest checkpoint is {latest}.")
-    report.check("interrupted", "the save raises OSError", float(not error))
+    report.say(error.replace(str(scratch), "…"))
+    report.say(f"It leaves {', '.join(left)}; the latest checkpoint is {latest}.")
+    report.check("interrupted: the save raises OSError", float(not error))
     moved = float(latest != path.name)
-    report.check("interrupted", "the latest checkpoint stays", moved)
+    report.check("interrupted: the latest checkpoint stays", moved)
 
 
 def interrupt_save(folder: Path, step: int, training: FlatTraining) -> str:
@@ -636,236 +691,10 @@ def interrupt_save(folder: Path, step: int, training: FlatTraining) -> str:
         with full_disk(rank=dist.get_world_size() - 1):
             save_checkpoint(folder, step, training, {})
     except OSError as error:
-        lesson00.COMM.set_status("in no call")
         return str(error)
     return ""
 
 
-# ==== BREAK IT
-
-BREAKS = {
-    "moments": dict(
-        target="load_checkpoint",
-        old="    optimizer.adamw.state[optimizer.vector] = adam\n",
-        new="",
-        what="the weights are loaded, AdamW's moments are not",
-        symptom="the first loss after the load is right, the next ones are not",
-        why="a new AdamW has moments of 0, and the loaded ones never reach it",
-        reported="github.com/KempnerInstitute/KempnerForge/pull/115",
-    ),
-    "step": dict(
-        target="load_checkpoint",
-        old='    adam["step"] = torch.tensor(float(step))\n',
-        new='    adam["step"] = torch.tensor(0.0)\n',
-        what="AdamW counts its steps from 0 again after a load",
-        symptom="right weights and moments, but updates of another size from then on",
-        why="AdamW divides its moments by 1 − βˢᵗᵉᵖ, because they started at 0",
-        reported="github.com/TrenTorch/TrenTorch/pull/187",
-    ),
-    "stale": dict(
-        target="load_checkpoint",
-        old="    optimizer.vector.data = optimizer.local_slice(training.parameters)\n",
-        new="",
-        what="AdamW's own copy of the weights is not loaded",
-        symptom="the first loss after the load is right; then the old weights are back",
-        why="AdamW updates its vector, and copies that over what has been loaded",
-        reported="github.com/NVIDIA/Megatron-LM/issues/174",
-    ),
-    "tied-copy": dict(
-        target="state_to_save",
-        old="    for name, p in training.parameters.items():\n",
-        new="    for name, p in training.optimizer.parameters.items():\n",
-        what="a tied weight is saved and loaded by the stage that updates it (--tie)",
-        symptom="right on one stage; on two stages the loss after the load is wrong",
-        why="the last stage has its own copy as the head, which stays at its start",
-        reported="github.com/sgl-project/sglang/pull/15890",
-    ),
-    "position": dict(
-        target="train_steps",
-        old="        batch = batches[step - 1]\n",
-        new="        batch = batches[step - begin - 1]\n",
-        what="the data starts from the beginning after a load",
-        symptom="no error, and losses look good: the model has seen these batches",
-        why="the position in the data is state as well, and was not restored",
-        reported="github.com/huggingface/accelerate/issues/685",
-    ),
-    "in-place": dict(
-        target="save_checkpoint",
-        old='    part = folder / f"part_{step:06}"\n',
-        new='    part = folder / f"step_{step:06}"\n',
-        what="files are written under the checkpoint's final name",
-        symptom="none until a save is interrupted: then the latest one is unusable",
-        why="a folder looks latest from its first file on, and is complete at its last",
-        reported="github.com/RLinf/RLinf/pull/1469",
-    ),
-}
-
-
-# ==== FLAGS
-# region
-
-# The import is here, so that the script begins with its subject.
-import fcntl
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    parser = lesson00.lesson_parser(
-        __doc__, BREAKS, sections=5, steps=4, vocab_size=257
-    )
-    add = parser.add_argument
-    for name, text in lesson05.FROM_MESH.items():
-        add(f"--{name.replace('_', '-')}", type=lesson00.positive, default=0, help=text)
-    add("--zero", action="store_true", help="mesh A shards the moments, others do not")
-    add("--tie", action="store_true", help="embedding and head share their weight")
-    add("--clip", type=float, default=1.0, help="largest norm of a gradient (1)")
-    text = "save here after each step; a restart by torchrun resumes from here"
-    add("--save", type=folder_path, metavar="DIR", help=text)
-    text = "mesh A resumes from here; only from sources you trust: it has a pickle"
-    add("--load", type=folder_path, metavar="DIR", help=text)
-    parser.set_defaults(ragged=False, schedule="1f1b", sleep=0.0)
-    args = parser.parse_args()
-    args.tie = args.tie or args.bug == "tied-copy"
-    if args.bug == "position" and args.steps == 1:
-        raise ValueError("--break position needs --steps 2 or more")
-    if not (args.pp or args.dp or args.tp) and ranks % 2 == 0:
-        args.tp = 2  # so that tensors are sharded
-    lesson05.fill_mesh(args, ranks)
-    args.left_out = []
-    args.meshes = fill_sizes_for(args, choose_meshes(args))
-    check_checkpoints(args)
-    return args
-
-
-def folder_path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("'' is not the name of a folder")
-    return Path(text)
-
-
-def choose_meshes(args) -> list[Mesh]:
-    """Mesh A as the flags say, and two others of as many ranks: its axes exchanged."""
-    pp, dp, tp = args.pp, args.dp, args.tp
-    others = [(dp, tp, pp), (tp, pp, dp)]
-    if pp == dp == tp:  # exchanged, they are the same
-        others = [(1, dp, pp * tp), (pp * tp, dp, 1)]
-    meshes = [Mesh("A", pp, dp, tp, args.zero)]
-    for sizes in others:
-        mesh = Mesh("ABC"[len(meshes)], *sizes, not args.zero)
-        if mesh.sizes() not in [other.sizes() for other in meshes]:
-            meshes.append(mesh)
-    return meshes
-
-
-def fill_sizes_for(args, meshes: list[Mesh]) -> list[Mesh]:
-    """Fill in sizes that all meshes divide, or at least A. Return those that do."""
-    common = copy.copy(args)
-    common.pp = max(mesh.pp for mesh in meshes)
-    common.dp = math.lcm(*[mesh.dp for mesh in meshes])
-    common.tp = math.lcm(*[mesh.tp for mesh in meshes])
-    valid = []
-    try:
-        lesson05.fill_sizes(common)
-        vars(args).update(vars(common), **meshes[0].sizes())
-    except ValueError:
-        lesson05.fill_sizes(args)  # the sizes that were given do not fit all meshes
-    for mesh in meshes:
-        own = copy.copy(args)
-        vars(own).update(mesh.sizes())
-        try:
-            lesson05.fill_sizes(own)
-            valid.append(mesh)
-        except ValueError as error:
-            args.left_out.append(f"{mesh.text()} is left out: {error}")
-    return valid
-
-
-def check_checkpoints(args) -> None:
-    """Find out from which step this run starts. ValueError if it cannot."""
-    names = "hidden heads kv_heads layers batch_size seq_len vocab_size seed dtype tie"
-    args.settings = {name: getattr(args, name) for name in names.split()}
-    args.settings["clip"] = args.clip
-    args.settings["text"] = zlib.crc32(__doc__.encode())  # what it trains on
-    args.begin = 0
-    args.checkpoint = None
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if restarts > 0 and args.save and latest_checkpoint(args.save):
-        args.load = args.save  # a rank was lost
-    if args.load:
-        choose_checkpoint(args)
-    if args.save:
-        check_folder(args)
-    args.halfway = args.begin + max(1, (args.steps - args.begin) // 2)
-
-
-def flag_for(name: str, value) -> str:
-    """The flag that gives a setting this value."""
-    flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return flag
-    return f"no {flag}" if value is False else f"{flag} {value}"
-
-
-def choose_checkpoint(args) -> None:
-    """Take the latest checkpoint in --load."""
-    path = latest_checkpoint(args.load)
-    if path is None:
-        text = f"--load {args.load}: no complete checkpoint step_NNNNNN in this folder"
-        if re.fullmatch(r"(step|part)_\d{6}", args.load.resolve().name):
-            text += f"; take the folder above it: --load {args.load.parent}"
-        raise ValueError(text)
-    try:
-        contents = verify_checkpoint(path, args.settings)
-    except ValueError as error:
-        raise ValueError(f"--load {path}: cannot resume: {error}") from None
-    args.checkpoint = path
-    args.begin = contents["step"]
-    args.made_by = contents["mesh"]
-    if args.begin >= args.steps:
-        text = f"it is of step {args.begin}, and the last one is --steps {args.steps}"
-        more = args.begin + args.steps
-        raise ValueError(f"--load {path}: {text}; take --steps {more}")
-
-
-def check_folder(args) -> None:
-    """ValueError if --save cannot be written, or has other checkpoints."""
-    try:
-        args.save.mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=args.save).close()
-    except OSError as error:
-        raise ValueError(f"--save {args.save}: {error.strerror}") from None
-    for path in args.save.glob("part_*"):
-        if not path.is_dir():
-            text = f"{path.name} is a file, but a folder of this name will be written"
-            raise ValueError(f"--save {args.save}: {text}; remove it")
-    for path in args.save.glob("step_*"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal() and int(number) > args.begin:
-            text = f"{path.name} is already there"
-            other = f"take --load {args.save}, or another folder"
-            raise ValueError(f"--save {args.save}: {text}; {other}")
-    if os.environ["RANK"] == "0":
-        args.lock = lock_folder(args.save)
-
-
-def lock_folder(folder: Path) -> int:
-    """Two runs would remove each other's files. A lock ends with its process.
-
-    Returns: the number of the open folder.
-    Raises: ValueError if another run has the lock.
-    """
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX + fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = "another run saves into this folder; take another one"
-        raise ValueError(f"--save {folder}: {text}") from None
-    except OSError:  # a file system without locks
-        pass
-    return opened
-
-
-# endregion
-
-
 if __name__ == "__main__":
-    lesson00.launch(main, parse_args, globals())
+    parser = make_parser()
+    lesson00.launch(main, sizes, parser)

@@ -22,8 +22,8 @@ Exercises (answers: notebooks/13_mesh_2d.ipynb, in the section that is named):
     Save the gathered weight in GatheredMatmul.forward, and do not gather it again in
         backward. Which two numbers change? (section 4)
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. lesson01.MLP is defined in lesson 01, and so on.
+How to read this file: NEW is the lesson, RUN trains and prints. lesson01.MLP is defined
+in lesson 01, and so on. `python tools/bug.py 13` lists bugs to try.
 
 Shapes: B batch, S sequence, D hidden, F MLP width; I, J, K the dims of any matrices
     A[I, J] and B[J, K]; T = outer · inner ranks; e bytes per element; θ the bytes of
@@ -43,6 +43,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,8 @@ from torch import Tensor, nn
 
 try:
     from course import lesson00, lesson01
+    from harness import cell, marked, on_axes, take_calls
+    from shardings import unshard
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -58,12 +61,12 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 13: weights in slices, and two ways to split at once
-# Read lines 61 to 203, in about 14 minutes. Stop at RUN.
+# Read lines 64 to 206, in about 14 minutes. Stop at RUN.
 
 # From lesson 00: mesh_groups lays out the ranks as a grid and returns this rank's group
 # along each axis; all_gather joins slices; reduce_scatter sums, and each rank keeps its
 # slice of the sum. From lesson 01: AllGatherWithGrad has a reduce-scatter as backward,
-# ReduceScatterWithGrad an all-gather; a parameter remembers its shardings.
+# ReduceScatterWithGrad an all-gather.
 
 # ---- One product on a 2D mesh
 
@@ -99,7 +102,7 @@ def shard_2d(full: Tensor | None, *shardings: tuple) -> nn.Parameter | None:
     for dim, group in shardings:
         full = lesson00.shard(full, dim, group)  # a new tensor
     p = nn.Parameter(full)
-    p.shardings = shardings  # lesson01.unshard undoes the last split first
+    p.shardings = shardings  # RUN gathers the slices again: the last split first
     return p
 
 
@@ -206,43 +209,77 @@ def mlp_2d(full: lesson01.MLP, outer: dist.ProcessGroup, inner) -> lesson01.MLP:
 
 def main(args, report: lesson00.Report) -> None:
     """A product on every mesh; then the MLP by FSDP and on a 2D mesh, compared."""
-    # Every axis that has a run of its own; all of them are made of the same ranks.
-    axes = {"tp": args.ranks, "dp": args.ranks}
-    axes.update(args.mesh)  # outer, inner
     tp_group = lesson00.mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
     # FSDP is the 2D mesh with all ranks on outer, called dp, and one on inner.
     fsdp_mesh = lesson00.mesh_groups({"dp": args.ranks, "single": 1}, args.timeout)
     dp_group = fsdp_mesh["dp"]
-    mesh_2d = lesson00.mesh_groups(args.mesh, args.timeout)
-    size = sizes_of_2d(args)
-    report.begin(args.mesh, size)
-    report.mesh = axes
-    show_products_2d(report, size)
+    single = fsdp_mesh["single"]
+    mesh_2d = lesson00.mesh_groups(args.axes, args.timeout)
+    outer = mesh_2d["outer"]
+    inner = mesh_2d["inner"]
+    torch.manual_seed(args.seed)  # the same matrices, model and batch on every rank
+    show_products_2d(report, args)
 
-    full, batch = lesson01.make_mlp_and_batch(args)
+    full, batch = make_mlp_and_batch(args)
     train_mlp = lesson01.train_mlp
     runs = {}
-    mlp = copy.deepcopy(full)
-    runs["without TP"] = train_mlp("without TP", mlp, batch, args)
-    lesson01.check_reference_mlp(report, runs["without TP"], size)
-    with report.column("DP"):
-        mlp = copy.deepcopy(full)
-        runs["DP"] = train_mlp("DP", mlp, batch, args, dp_group)
-    with report.column("Megatron"):
+    runs["without TP"] = train_mlp("without TP", copy.deepcopy(full), batch, args)
+    # If your edit raises an error in one run, the others continue.
+    with report.run("DP"):
+        runs["DP"] = train_mlp("DP", copy.deepcopy(full), batch, args, dp_group)
+    with report.run("Megatron"):
         mlp = lesson01.tp_mlp(full, tp_group)
         runs["Megatron"] = train_mlp("Megatron", mlp, batch, args)
-    with report.column("FSDP"):
-        single = fsdp_mesh["single"]
+    with report.run("FSDP"):
         mlp = mlp_2d(full, dp_group, single)
         runs["FSDP"] = train_2d("FSDP", mlp, batch, args, dp_group, single)
-    with report.column("2D"):
-        mlp = mlp_2d(full, mesh_2d["outer"], mesh_2d["inner"])
-        show_placements_2d(report, full, mlp)
-        outer, inner = mesh_2d.values()
+    with report.run("2D"):
+        mlp = mlp_2d(full, outer, inner)
+        show_placements_2d(report, full, mlp, args.axes)
         runs["2D"] = train_2d("2D", mlp, batch, args, outer, inner)
-    show_training_2d(report, runs)
-    show_memory_2d(report, runs, size)
-    show_communication_2d(report, size)
+    show_training_2d(report, runs, args)
+    show_memory_2d(report, runs)
+    show_communication_2d(report, args)
+
+
+def sizes(args) -> dict[str, int]:
+    """The letters of the shape legend, and the axes of the 2D mesh."""
+    T = args.ranks
+    # T has to divide D, F and B: 3 ranks get 66, 264 and 9.
+    args.hidden = args.hidden or T * math.ceil(64 / T)
+    args.batch_size = args.batch_size or T * math.ceil(8 / T)
+    args.width = args.width or 4 * args.hidden
+    for name in ("hidden", "width", "batch_size"):
+        lesson00.must_divide(args, name, T, "ranks")
+    args.axes = axes_of(args.mesh, T)
+    args.mesh = " × ".join(f"{axis} {ranks}" for axis, ranks in args.axes.items())
+    size = dict(B=args.batch_size, S=args.seq_len, D=args.hidden, F=args.width, T=T)
+    size["e"] = getattr(torch, args.dtype).itemsize
+    size["θ"] = lesson00.evaluate("(2·D·F + F + D)·e", size)
+    return dict(size, **args.axes, I=2 * T, J=4 * T, K=3 * T)
+
+
+def axes_of(mesh: str | None, ranks: int) -> dict[str, int]:
+    """The ranks of outer and inner, from --mesh. ValueError if they do not fit."""
+    default_mesh = f"{ranks // 2}x2" if ranks % 2 == 0 else f"1x{ranks}"
+    text = mesh or default_mesh
+    axes = [int(axis) for axis in text.split("x") if axis.isdecimal()]
+    if len(axes) != 2 or text != f"{axes[0]}x{axes[1]}":
+        raise ValueError(f"--mesh {text}: is not OUTERxINNER; take {default_mesh}")
+    if math.prod(axes) != ranks:
+        product = f"{axes[0]} · {axes[1]} = {math.prod(axes)}"
+        advice = f"not {ranks} ranks; take {default_mesh}"
+        raise ValueError(f"--mesh {text}: {product}, {advice}")
+    return {"outer": axes[0], "inner": axes[1]}
+
+
+def make_mlp_and_batch(args) -> tuple[lesson01.MLP, Tensor]:
+    """The full MLP, and x and target stacked: the same on every rank, by the seed."""
+    torch.manual_seed(args.seed)
+    full = lesson01.MLP(args.hidden, args.width)
+    full.to(args.device, getattr(torch, args.dtype))
+    batch = torch.randn(2, args.batch_size, args.seq_len, args.hidden)
+    return full, batch.to(full.up_proj.weight)
 
 
 def train_2d(name, mlp, batch, args, outer, inner) -> lesson01.MLPRun:
@@ -253,117 +290,151 @@ def train_2d(name, mlp, batch, args, outer, inner) -> lesson01.MLPRun:
     shardings = ((0, outer), (2, inner))
     x = shard_2d(batch[0], *shardings)
     target = shard_2d(batch[1], *shardings).detach()
-    optimizer = lesson01.sgd_of_mlp(mlp, x, args)
+    rate = 0.25 / args.hidden
+    of_x = {"params": [x], "lr": rate * args.batch_size * args.seq_len}  # as in 01
+    optimizer = torch.optim.SGD([{"params": mlp.parameters()}, of_x], lr=rate)
     losses = {}
     for step in range(1, args.steps + 1):
         optimizer.zero_grad()
-        with lesson00.COMM.label(name, "forward"):
+        with lesson00.METER.phase(name, "forward"):
             y = mlp(x)
         # A mean over this rank's samples. Divided by the number of slices of the batch,
         # the losses of all ranks add up to the loss of the full batch; and backward,
         # which sums gradients over ranks, then finds the gradients of that.
         loss = lesson01.squared_error(y, target) / outer.size()
-        with lesson00.COMM.label(name, "backward"):
+        with lesson00.METER.phase(name, "backward"):
             loss.backward()
-        # For the report only, so without a label: the full y and its loss.
-        full_y = lesson01.unshard(y.detach(), shardings)
+        # For the report only, so it is not counted: the full y and its loss.
+        full_y = unshard(y.detach(), shardings)
         full_loss = lesson01.squared_error(full_y, batch[1])
         losses[f"loss, step {step}"] = full_loss.item()
         if step == 1:
             output = {"y": full_y}
-            gradients = lesson01.gradients_of_mlp(mlp, x)
+            gradients = gradients_2d(mlp, x)
         optimizer.step()
     return lesson01.MLPRun(mlp, x, losses, output, gradients)
+
+
+def gradients_2d(mlp: lesson01.MLP, x: nn.Parameter) -> dict[str, Tensor]:
+    """All gradients, unsharded."""
+    gradients = {"dL/d x": unshard(x.grad, x.shardings)}
+    for name, p in mlp.named_parameters():
+        # An edit may leave a parameter without a gradient.
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients[f"dL/d {name}"] = unshard(grad, p.shardings).clone()
+    return gradients
 
 
 # ---- The sections of the output, in order
 
 
-def show_products_2d(report, size: dict[str, int]) -> None:
+def show_products_2d(report: lesson00.Report, args) -> None:
     """The product on each mesh outer × inner, with every matrix split on both axes."""
-    # Every rank has the full matrices, so each can compute what must come out.
-    a_IJ = lesson00.random_matrix(size["I"], size["J"], report.args)
-    b_JK = lesson00.random_matrix(size["J"], size["K"], report.args)
+    # Small integers, so that every sum is exact. Every rank has the full matrices, so
+    # each can compute what must come out.
+    dtype = getattr(torch, args.dtype)
+    size = report.size
+    a_IJ = torch.randint(-2, 3, (size["I"], size["J"])).to(args.device, dtype)
+    b_JK = torch.randint(-2, 3, (size["J"], size["K"])).to(args.device, dtype)
     T = size["T"]
     rows = []
-    totals = {}  # mesh → bytes
+    texts = []
     for inner in range(1, T + 1):
         if T % inner == 0:
             mesh = {"outer": T // inner, "inner": inner}
-            rows_of_mesh = product_rows(report, mesh, a_IJ, b_JK, size)
-            sent = sum(row["ring"] for row in rows_of_mesh)  # along both axes
-            totals[f"{T // inner} × {inner}"] = sent
-            rows.extend(rows_of_mesh)
+            of_mesh, sent = product_rows(report, mesh, a_IJ, b_JK, args)
+            rows += of_mesh
+            texts.append(f"{sent:,} on {T // inner} × {inner}")
     report.section(
         "A[I_outer, J_inner] · B[J_outer, K_inner] on each mesh of the ranks"
     )
-    report.say(
-        "   Every rank holds 1/T of A, B and C on every mesh. Formula = payload of an\n"
-        "   all-gather; an axis of 1 rank sends nothing, so bytes are 0 there."
-    )
-    report.table("products", rows, hide=["calls"])
-    texts = [f"{sent:,} on {mesh}" for mesh, sent in totals.items()]
-    report.say(
-        lesson00.wrap(f"   Bytes that a rank of a ring sends: {', '.join(texts)}.")
-    )
+    report.say("Every rank holds 1/T of A, B and C on every mesh.")
+    report.say("formula: payload of an all-gather; an axis of 1 rank sends nothing")
+    report.table(rows)
+    report.say(f"Bytes that a rank of a ring sends: {', '.join(texts)}.")
 
 
-def product_rows(report, mesh: dict[str, int], a_IJ, b_JK, size) -> list[dict]:
-    """The product on one mesh: a row for what is gathered along each axis."""
-    groups = lesson00.mesh_groups(mesh, report.args.timeout)
-    outer = groups["outer"]
-    inner = groups["inner"]
-    name = f"{mesh['outer']} × {mesh['inner']}"
-    # Rows are split along outer, columns along inner.
-    place = lambda full: lesson00.shard(lesson00.shard(full, 0, outer), 1, inner)
-    with lesson00.COMM.label(name, ""):
-        c_ik = matmul_2d(place(a_IJ), place(b_JK), outer, inner)
+def block_of(full: Tensor, outer, inner) -> Tensor:
+    """This rank's block: rows are split along outer, columns along inner."""
+    return lesson00.shard(lesson00.shard(full, 0, outer), 1, inner)
 
+
+def product_rows(report, mesh: dict[str, int], a_IJ, b_JK, args) -> tuple[list, int]:
+    """The product on one mesh: a row for what is gathered along each axis.
+
+    Returns: the rows, and the bytes that a rank of a ring sends along both axes.
+    """
+    outer, inner = lesson00.mesh_groups(mesh, args.timeout).values()
+    name = f"{outer.size()} × {inner.size()}"
+    blocks = [block_of(full, outer, inner) for full in (a_IJ, b_JK, a_IJ @ b_JK)]
+    with lesson00.METER.phase(name, ""):
+        c_ik = matmul_2d(blocks[0], blocks[1], outer, inner)
+    holds = report.agree(f"values: {name}", c_ik, blocks[2], 0.0) == 0
+    counted = take_calls(name)
+    rows = []
+    total = 0
     # A is split on J along inner, B along outer: there they are gathered.
-    row_of_a = {"mesh": name, "gathered": "A over inner"}
-    row_of_b = {"mesh": name, "gathered": "B over outer"}
-    for row, group in ((row_of_a, inner), (row_of_b, outer)):
+    for group, formula in ((inner, "I·J·e/outer"), (outer, "J·K·e/inner")):
+        cells, sent = gather_cells(report, counted, name, group, formula, mesh)
+        row = {"mesh": marked(name, holds)}
+        row["gathered"] = f"{'A' if group is inner else 'B'} over {group.group_desc}"
         row["rank 0's group"] = str(dist.get_process_group_ranks(group))
-    sizes = dict(size, **mesh)
-    lesson00.check_calls(report, row_of_a, name, "I·J·e/outer", sizes, inner)
-    lesson00.check_calls(report, row_of_b, name, "J·K·e/inner", sizes, outer)
-    lesson00.check_value(report, row_of_b, "mesh", name, c_ik, place(a_IJ @ b_JK))
-    return [row_of_a, row_of_b]
+        rows.append(row | cells)
+        total += sent
+    return rows, total
 
 
-def show_placements_2d(report, full: lesson01.MLP, mlp: lesson01.MLP) -> None:
+def gather_cells(report, counted: dict, name: str, group, formula, mesh) -> tuple:
+    """What is counted along one axis, checked; and the bytes that a rank sends."""
+    axis = f"{name} over {group.group_desc}"
+    calls = 0
+    nbytes = 0
+    sent = 0
+    for call, payloads in counted.items():
+        if call[3] == group.group_desc:
+            calls += len(payloads)
+            nbytes += sum(payloads)
+            sent += lesson00.ring(call[2], sum(payloads), group.size())
+    is_sent = group.size() > 1  # one rank has everything
+    cell(report, f"calls: {axis}", calls, "1" if is_sent else "0")
+    expected = formula if is_sent else "0"
+    shown = cell(report, f"bytes: {axis}", nbytes, expected, **mesh)
+    return {"bytes": shown, "ring": f"{sent:,}", "formula": formula}, sent
+
+
+def show_placements_2d(report, full: lesson01.MLP, mlp: lesson01.MLP, axes) -> None:
     """The parameters' shapes on the 2D mesh, and how they are split."""
-    axes = report.args.mesh
     rows = []
     for name, p in full.named_parameters():
         slice_of_p = mlp.get_parameter(name)
         row = {"parameter": name, "global": list(p.shape)}
         row["on a rank"] = list(slice_of_p.shape)
         row.update({f"over {axis}": "Replicate()" for axis in axes})
-        for dim, group in lesson01.shardings_of(slice_of_p):
+        for dim, group in getattr(slice_of_p, "shardings", ()):
             row[f"over {group.group_desc}"] = f"Shard({dim})"
         rows.append(row)
     mesh = " × ".join(str(ranks) for ranks in axes.values())
     report.section(f"Who holds what on the mesh outer × inner = {mesh}")
     report.say(
-        "   Over inner: columns of up_proj, rows of down_proj (TP). Over outer: the\n"
-        "   other dim, to store less (FSDP). A bias is split twice on its one dim."
+        "Over inner: columns of up_proj, rows of down_proj (TP). Over outer: the other "
+        "dim, to store less (FSDP). A bias is split twice on its one dim."
     )
-    report.table("holdings", rows)
+    report.table(rows)
 
 
-def show_training_2d(report, runs: dict[str, lesson01.MLPRun]) -> None:
+def show_training_2d(report, runs: dict[str, lesson01.MLPRun], args) -> None:
     """Losses, and output and gradients of step 1, compared with one process."""
     report.section("Losses, and output and gradients of step 1: all as in one process")
     names = ("without TP", "FSDP", "2D")  # DP and Megatron: lesson 01
     compared = {name: runs[name] for name in names if name in runs}
     losses = lesson01.values_of(compared, "losses")
-    report.compare("losses", losses, allowed=report.allowed_loss)
-    report.compare("outputs", lesson01.values_of(compared, "output"))
-    report.compare("gradients", lesson01.values_of(compared, "gradients"))
+    report.compare("losses", losses, lesson00.ALLOWED_LOSS[args.dtype])
+    allowed = lesson00.ALLOWED[args.dtype]
+    report.compare("outputs", lesson01.values_of(compared, "output"), allowed)
+    report.compare("gradients", lesson01.values_of(compared, "gradients"), allowed)
 
 
-def show_memory_2d(report, runs: dict[str, lesson01.MLPRun], size: dict) -> None:
+def show_memory_2d(report, runs: dict[str, lesson01.MLPRun]) -> None:
     """Bytes per rank of parameters, gradients and activations saved for backward."""
     # run → parameters (gradients have their shapes); saved: x, GELU's input and output.
     formulas = {
@@ -375,136 +446,71 @@ def show_memory_2d(report, runs: dict[str, lesson01.MLPRun], size: dict) -> None
         "2D": ("θ/T", "B·S·(D/outer+2·F/T)·e"),
     }
     report.section("Memory: bytes per rank")
-    report.say("   saved = saved for backward: x, and the input and output of GELU")
-    lesson01.show_memory_rows(report, runs, formulas, size)
+    report.say("saved = saved for backward: x, and the input and output of GELU")
+    rows = []
+    for name, (of_weights, of_saved) in formulas.items():
+        if name not in runs:
+            continue
+        mlp = runs[name].mlp
+        weights = list(mlp.parameters())
+        grads = lesson00.nbytes([p.grad for p in weights])
+        saved = lesson00.saved_bytes(partial(mlp, runs[name].x), weights)
+        row = {"run": name}
+        row["params"] = cell(
+            report, f"memory: parameters, {name}", lesson00.nbytes(weights), of_weights
+        )
+        row["grads"] = cell(report, f"memory: gradients, {name}", grads, of_weights)
+        row["saved"] = cell(report, f"memory: saved, {name}", saved, of_saved)
+        rows.append(row | {"params =": of_weights, "saved =": of_saved})
+    report.table(rows)
 
 
-def show_communication_2d(report, size: dict[str, int]) -> None:
+def show_communication_2d(report: lesson00.Report, args) -> None:
     """Collectives per step against formulas."""
-    Call = lesson00.Call
-    Calls = lesson00.Calls
-    # Two weights, and the biases of F and of D elements.
-    all_four = [Calls("2", "D·F·e"), Calls("1", "F·e"), Calls("1", "D·e")]
-    weights = [Calls("2", "D·F·e")]
-    activation = [Calls("1", "B·S·D·e")]
-    whole_batch = {
-        Call("Megatron", "forward", "all-reduce", "tp"): activation,
-        Call("Megatron", "backward", "all-reduce", "tp"): activation,
-        Call("DP", "backward", "all-reduce", "dp"): all_four,
-        Call("FSDP", "forward", "all-gather", "dp"): all_four,
-        Call("FSDP", "backward", "all-gather", "dp"): weights,  # gathered again
-        Call("FSDP", "backward", "reduce-scatter", "dp"): all_four,
-    }
-    # Over outer: FSDP of an inner rank's θ/inner bytes. Over inner: TP of x and y.
-    sliced = [Calls("4", "θ/(4·inner)")]
-    weights = [Calls("2", "D·F·e/inner")]
-    activation = [Calls("1", "B·S·D·e/outer")]
-    by_mesh = {
-        Call("2D", "forward", "all-gather", "outer"): sliced,
-        Call("2D", "backward", "all-gather", "outer"): weights,
-        Call("2D", "backward", "reduce-scatter", "outer"): sliced,
-        Call("2D", "forward", "all-gather", "inner"): activation,
-        Call("2D", "forward", "reduce-scatter", "inner"): activation,
-        Call("2D", "backward", "all-gather", "inner"): activation,
-        Call("2D", "backward", "reduce-scatter", "inner"): activation,
+    weights = "2·D·F·e"  # without biases; θ has them
+    x = "B·S·D·e"
+    formulas = {
+        ("Megatron", "forward", "all-reduce", "tp"): (1, x),
+        ("Megatron", "backward", "all-reduce", "tp"): (1, x),
+        ("DP", "backward", "all-reduce", "dp"): (4, "θ"),
+        ("FSDP", "forward", "all-gather", "dp"): (4, "θ"),
+        ("FSDP", "backward", "all-gather", "dp"): (2, weights),  # gathered again
+        ("FSDP", "backward", "reduce-scatter", "dp"): (4, "θ"),
+        # Over outer: FSDP of an inner rank's θ/inner bytes.
+        ("2D", "forward", "all-gather", "outer"): (4, "θ/inner"),
+        ("2D", "backward", "all-gather", "outer"): (2, f"{weights}/inner"),
+        ("2D", "backward", "reduce-scatter", "outer"): (4, "θ/inner"),
+        # Over inner: TP of x and y.
+        ("2D", "forward", "all-gather", "inner"): (1, f"{x}/outer"),
+        ("2D", "forward", "reduce-scatter", "inner"): (1, f"{x}/outer"),
+        ("2D", "backward", "all-gather", "inner"): (1, f"{x}/outer"),
+        ("2D", "backward", "reduce-scatter", "inner"): (1, f"{x}/outer"),
     }
     report.section("Communication per step; ring: bytes that a rank of a ring sends")
-    hidden = ["axis", "calls"]  # a run has one axis, and --json has the calls
-    # DP and Megatron are lesson 01's: only with --verbose, or if something is wrong.
-    brief = ["Megatron", "DP"]
-    steps = report.args.steps
-    report.ledger(whole_batch, size, steps=steps, hide=hidden, brief=brief)
-    if report.mesh["outer"] > 1 and not report.is_edited:
-        report.say("   4 calls: two weights and two biases, together θ/inner bytes")
-    report.ledger(by_mesh, size, steps=report.args.steps)
-    if report.args.ranks == 1:
+    report.say("4 calls are of two weights and two biases. DP and Megatron: lesson 01.")
+    ranks = dict(args.axes, tp=args.ranks, dp=args.ranks)
+    report.ledger(on_axes(formulas, ranks), brief=["Megatron", "DP"])
+    sent = report.sent  # run → bytes that a rank of a ring sends
+    if not sent:
         return
-    sent = {}  # run → bytes that a rank of a ring sends
-    for row in report.data["communication"]:
-        sent[row["run"]] = sent.get(row["run"], 0) + row["ring"]
-    report.table("totals", [{"ring, total": "bytes", **sent}])
+    total = {"ring, total": "bytes"}
+    report.table([total | {run: f"{nbytes:,}" for run, nbytes in sent.items()}])
     sentences = []
     for run, other in (("FSDP", "DP"), ("2D", "FSDP"), ("2D", "Megatron")):
         if run in sent and other in sent:
             times = sent[run] / sent[other]
             sentences.append(f"{run} sends {times:.2f} times as much as {other}.")
-    report.conclude(" ".join(sentences))
-
-
-# ==== BREAK IT
-
-BREAKS = {
-    "plain": dict(
-        target="UpLinear2D.forward",
-        old="    b_f = lesson01.AllGatherWithGrad.apply(self.bias, 0, self.outer)\n",
-        new="    b_f = lesson00.all_gather(self.bias, 0, self.outer)\n",
-        what="a plain all-gather of the bias, which autograd does not track",
-        symptom="no error; up_proj.bias of FSDP and 2D has no gradient and never moves",
-        why="the gathered tensor has no history; gradients still flow through the rest "
-        "of the graph, so nothing reports the gap",
-        reported="github.com/pytorch/pytorch/issues/190419; pytorch/pytorch, 153016; "
-        "lucidrains/vector-quantize-pytorch, 158",
-    ),
-    "average": dict(
-        target="train_2d",
-        old="        loss = lesson01.squared_error(y, target) / outer.size()\n",
-        new="        loss = lesson01.squared_error(y, target)\n",
-        what="a rank's loss is not divided by the number of slices of the batch",
-        symptom="the loss of step 1 is correct; gradients of FSDP are T times too "
-        "large, those of 2D as many times as outer has ranks",
-        why="each rank's loss is a mean over its own samples, and the reduce-scatters "
-        "of backward add the ranks' gradients up: they do not average",
-        reported="arXiv:1910.02054; docs.pytorch.org, FSDP's gradient reduction",
-    ),
-}
-
-
-# ==== FLAGS
-# region
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    # The ranks have to divide D, F and B: 3 ranks get 66, 264 and 9.
-    multiples = {
-        "hidden": ranks * math.ceil(64 / ranks),
-        "batch_size": ranks * math.ceil(8 / ranks),
-    }
-    parser = lesson00.lesson_parser(
-        __doc__, BREAKS, sections=5, steps=3, seq_len=8, **multiples
-    )
-    parser.add_argument("--width", type=lesson00.positive, help="F (4 · hidden)")
-    text = "the 2D mesh (2 ranks on inner if the number of ranks is even)"
-    parser.add_argument("--mesh", metavar="OUTERxINNER", help=text)
-    args = parser.parse_args()
-    args.width = args.width or 4 * args.hidden
-    for name in ("hidden", "width", "batch_size"):
-        lesson01.must_divide(args, name, ranks, "ranks")
-    lesson01.raise_refused(args)
-    default_mesh = f"{ranks // 2}x2" if ranks % 2 == 0 else f"1x{ranks}"
-    text = args.mesh or default_mesh
-    axes = [int(axis) for axis in text.split("x") if axis.isdecimal()]
-    if len(axes) != 2 or text != f"{axes[0]}x{axes[1]}":
-        raise ValueError(f"--mesh {text}: is not OUTERxINNER; take {default_mesh}")
-    if math.prod(axes) != ranks:
-        product = f"{axes[0]} · {axes[1]} = {math.prod(axes)}"
-        advice = f"not {ranks} ranks; take {default_mesh}"
-        raise ValueError(f"--mesh {text}: {product}, {advice}")
-    args.mesh = {"outer": axes[0], "inner": axes[1]}
-    return args
-
-
-def sizes_of_2d(args) -> dict[str, int]:
-    """The letters of the shape legend, and the axes of the 2D mesh."""
-    size = lesson01.sizes_of_mlp(args)
-    size.update(args.mesh)  # outer, inner
-    of_products = lesson00.matrix_sizes(args)
-    for letter in "IJK":
-        size[letter] = of_products[letter]
-    return size
-
-
-# endregion
+    report.say(" ".join(sentences))
 
 
 if __name__ == "__main__":
-    lesson00.launch(main, parse_args, globals())
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    text = "0: a size that the number of ranks divides"
+    for flag in ("--hidden", "--width", "--batch-size"):
+        parser.add_argument(flag, type=lesson00.positive, default=0, help=text)
+    parser.add_argument("--seq-len", type=lesson00.positive, default=8)
+    parser.add_argument("--steps", type=lesson00.positive, default=3)
+    text = "the 2D mesh (2 ranks on inner if the number of ranks is even)"
+    parser.add_argument("--mesh", metavar="OUTERxINNER", help=text)
+    lesson00.launch(main, sizes, parser)

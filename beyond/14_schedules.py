@@ -24,7 +24,7 @@ Exercises; answers are in the sections of notebooks/14_schedules.ipynb in bracke
     --sleep 0             the real times of this small model: what is still seen? [3]
 
 How to read this file: NEW has the lists, a pipeline of chunks, and backward in two
-parts; RUN measures and prints; BREAK IT lists bugs for `--break NAME`. Lesson 05's
+parts; RUN measures and prints; `python tools/bug.py 14` lists bugs. Lesson 05's
 schedule and Pipeline are used as they are: read them first.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, P ranks of the pipeline,
@@ -51,7 +51,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
-    from course import lesson00, lesson01, lesson02, lesson05
+    from course import lesson00, lesson02, lesson05
+    from harness import cell, gather_objects, marked, on_axes
     from held_bytes import HeldBytes, HeldTensor, PipelineMeters, add_meters  # noqa
     from pytorch_schedules import PYTORCH, lists_by_pytorch, pytorch_row
     from timeline import from_first_start, show_timelines
@@ -62,7 +63,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 65 to 333, in about 27 minutes. Stop at RUN.
+# Read lines 66 to 340, in about 28 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -225,7 +226,9 @@ class InputGradient(torch.autograd.Function):
 class SplitLinear(nn.Module):
     """An edit of nn.Linear: add_weight_gradient is a step of its own."""
 
-    for_weight_pass = None  # a list of the pipeline, set while it runs backward
+    # A list of the pipeline, set while it runs backward. Autograd calls
+    # InputGradient.backward, so the list cannot be one of its arguments.
+    for_weight_pass = None
 
     def __init__(self, full: nn.Linear):
         super().__init__()
@@ -280,7 +283,11 @@ class VirtualPipeline(lesson05.Pipeline):
         return super().run(steps, micro_batches)
 
     def become(self, chunk: int) -> None:
-        """Make this rank the virtual stage whose layers are in this chunk."""
+        """Make this rank the virtual stage whose layers are in this chunk.
+
+        Lesson 05's forward and backward read these attributes. There a rank has one
+        stage, so they are set once, in __init__.
+        """
         P = self.pp.size()
         self.chunk = chunk
         self.number = chunk * P + self.pp.rank()
@@ -338,12 +345,7 @@ KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 def main(args, report: lesson00.Report) -> None:
     """Run one batch by each schedule, and compare with one process."""
-    P = args.ranks
-    groups = lesson05.make_mesh({"pp": P, "dp": 1, "tp": 1}, args.timeout)
-    size = lesson02.sizes_of(args)
-    size.update(T=1, P=P, M=args.microbatches, v=args.chunks)
-    size["b"] = args.batch_size // args.microbatches
-    report.begin({"pp": P}, size)
+    groups = lesson05.make_mesh({"pp": args.ranks, "dp": 1, "tp": 1}, args.timeout)
     # The same seed on every rank: all have the same model and batch.
     full = lesson02.make_transformer(args)
     batch = lesson02.make_batches(__doc__, args, 1)[0]
@@ -351,22 +353,49 @@ def main(args, report: lesson00.Report) -> None:
     # Each micro-batch's loss is divided by the targets of the batch (lesson 05).
     targets = int((batch[1] != lesson02.IGNORE).sum())
 
-    show_chunks(report)
+    show_chunks(report, args)
     runs = {}
     warm_up(full, micro_batches, targets, groups)
     for kind in KINDS:
-        with report.column(kind):
+        # If your edit raises an error in one run, the others continue.
+        with report.run(kind):
             runs[kind] = run_schedule(kind, full, micro_batches, targets, groups, args)
     report.section("When each rank computed: all schedules to one scale")
     show_timelines(report, runs)
-    show_bubbles(report, runs)
-    show_memory(report, runs)
+    show_bubbles(report, runs, args)
+    show_memory(report, runs, args)
     expected = one_process(full, micro_batches, targets)
     loss = lesson02.mean_loss(full(batch[0]), batch[1]).detach()  # without loss_part
-    report.check_tensor("losses", "batch", expected["loss"], loss, report.allowed_loss)
+    allowed = lesson00.ALLOWED_LOSS[args.dtype]
+    report.agree("losses: batch", expected["loss"], loss, allowed)
     show_gradients(report, runs, expected)
-    show_messages(report, runs, size)
-    show_pytorch(report, full, micro_batches, targets, groups, expected)
+    show_messages(report, runs, args)
+    show_pytorch(report, full, micro_batches, targets, groups, expected, args)
+
+
+def sizes(args) -> dict[str, int]:
+    """The letters of the legend. ValueError if the model cannot be built or split."""
+    P = args.ranks
+    args.tp = 1
+    args.dropout = 0.0
+    args.clip = 1.0
+    args.microbatches = args.microbatches or max(8, 2 * P)
+    args.chunks = args.chunks or min(2, P)
+    args.layers = args.layers or max(8, args.chunks * P, 2 * P)
+    args.batch_size = args.batch_size or 2 * args.microbatches
+    if P == 1 and args.chunks > 1:
+        raise ValueError(f"--chunks {args.chunks}: one rank has no other to wait for")
+    if not 0 <= args.sleep < 1e5:
+        raise ValueError(f"--sleep {args.sleep}: must be at least 0 and below 100000")
+    lesson00.must_divide(args, "microbatches", P, "(ranks; interleaved: rounds of P)")
+    lesson00.must_divide(args, "batch_size", args.microbatches, "(--microbatches)")
+    if args.layers < args.chunks * P:
+        text = f"--layers {args.layers}: fewer than v·P = {args.chunks * P}"
+        raise ValueError(f"{text}; take --layers {args.chunks * P}")
+    args.mesh = f"pp {P}"
+    size = lesson02.transformer_sizes(args)
+    b = args.batch_size // args.microbatches
+    return dict(size, T=1, P=P, M=args.microbatches, v=args.chunks, b=b)
 
 
 class ScheduleRun:
@@ -379,7 +408,7 @@ class ScheduleRun:
         self.pipeline = pipeline
         self.loss = loss
         self.gradients = {names[p]: p.grad for p in names if p.grad is not None}
-        self.events = lesson00.gather_objects(pipeline.events)
+        self.events = gather_objects(pipeline.events)
         # Seconds, mean over ranks. It also makes events' times relative to the start.
         self.computing = from_first_start(self.events, kind)
         self.length = max(of_rank[-1]["end"] for of_rank in self.events)
@@ -415,7 +444,7 @@ def loss_part(targets: int, logits_bSV: Tensor, target_bS: Tensor) -> Tensor:
 
 
 def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRun:
-    """One batch through a pipeline; the counters get the schedule's name."""
+    """One batch through a pipeline."""
     v = chunks_of(kind, args)
     chunks, names = chunks_of_model(full, v, groups["pp"], kind == "zero-bubble")
     pipeline = MeasuredPipeline(
@@ -424,13 +453,11 @@ def run_schedule(kind, full, micro_batches, targets, groups, args) -> ScheduleRu
     # Lists that do not fit together are found here, by all ranks, before any waits.
     times = plan(lists_of(kind, v, args), v * args.ranks - 1, cost_of(kind, 1.0, v))
     steps = steps_of(kind, groups["pp"].rank(), args.ranks, args.microbatches, v)
-    with lesson00.COMM.blocking("the barrier before a run", list(range(args.ranks))):
-        dist.barrier()  # one start for the timeline
+    for phase in ("forward", "backward"):  # METER counts what is sent inside
+        method = lesson00.METER.phase(kind, phase)(getattr(pipeline, phase))
+        setattr(pipeline, phase, method)
+    dist.barrier()  # one start for the timeline
     loss = pipeline.run(steps, micro_batches)
-    for counter in (lesson00.COMM.calls, lesson00.COMM.bytes):
-        for call in list(counter):
-            if call.run == "mesh":  # the label in lesson 05's Pipeline.run
-                counter[call._replace(run=kind)] = counter.pop(call)
     return ScheduleRun(kind, steps, times, pipeline, names, loss)
 
 
@@ -441,8 +468,6 @@ def warm_up(full, micro_batches, targets, groups) -> None:
     steps = [("forward", (0, 0)), ("backward", (0, 0)), ("weight", (0, 0))]
     pipeline = MeasuredPipeline(chunks, partial(loss_part, targets), groups)
     pipeline.run(steps, micro_batches[:1])
-    lesson00.COMM.calls.clear()
-    lesson00.COMM.bytes.clear()
 
 
 def one_process(full, micro_batches, targets: int) -> dict[str, Tensor]:
@@ -465,9 +490,8 @@ class MeasuredPipeline(PipelineMeters, VirtualPipeline):
 # ---- The sections of the output, in order
 
 
-def show_chunks(report: lesson00.Report) -> None:
+def show_chunks(report: lesson00.Report, args) -> None:
     """Which layers each rank holds."""
-    args = report.args
     rows = []
     for rank in range(args.ranks):
         row = {"": f"rank {rank}", "one chunk": layers_in(args, rank, 1)}
@@ -476,8 +500,8 @@ def show_chunks(report: lesson00.Report) -> None:
             row[f"chunk {chunk}"] = layers_in(args, number, args.chunks)
         rows.append(row)
     report.section("The layers that each rank holds: in one chunk, or interleaved")
-    report.say("   E: embedding in front, H: last norm and head behind")
-    report.table("chunks", rows)
+    report.say("E: embedding in front, H: last norm and head behind")
+    report.table(rows)
 
 
 def layers_in(args, number: int, v: int) -> str:
@@ -488,9 +512,8 @@ def layers_in(args, number: int, v: int) -> str:
     return ("E " if number == 0 else "") + text + (" H" if number == last else "")
 
 
-def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
+def show_bubbles(report, runs: dict[str, ScheduleRun], args) -> None:
     """The bubble, waiting/computing: by formula, from the lists, and as measured."""
-    args = report.args
     computing = 3 * args.microbatches  # of a rank, in units of t_F = t_B = t_W
     formulas = {
         "gpipe": "(P − 1)(t_F + t_B + t_W)",
@@ -500,26 +523,23 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
     }
     rows = []
     waits = {}
-    report.data["bubble"] = {}
     for kind, run in runs.items():
         wait = run.planned - computing
         waits[kind] = wait
-        row = {"schedule": kind, "a rank waits": formulas[kind], "=": f"{wait:g}"}
-        row.update({"/computing": f"{wait / computing:.3f}", "off": []})
         off = abs(wait - bubble_of(kind, args.ranks, chunks_of(kind, args)))
-        text = f"{kind}: by its lists a rank waits {wait:g}, {off:g} off the formula"
-        if not report.check("plan", f"bubble of {kind}, by its lists", off, 1e-9, text):
-            row["off"].append("=")
+        text = f"by its lists a rank waits {wait:g}, {off:g} off the formula"
+        holds = report.check(f"plan: bubble of {kind}, by its lists", off, 1e-9, text)
         # No step is shorter than stated, so a run cannot be shorter than its plan.
         early = max(0.0, run.planned * args.sleep / 1000 - run.length)
-        report.check("plan", f"{kind} is not shorter than its lists", early, 1e-3)
+        report.check(f"plan: {kind} is not shorter than its lists", early, 1e-3)
+        row = {"schedule": kind, "a rank waits": formulas[kind]}
+        row["="] = marked(f"{wait:g}", holds)
+        row["/computing"] = f"{wait / computing:.3f}"
         # On a busy machine it is mostly larger: one late step delays others.
-        bubble = run.length / run.computing - 1
-        row["measured"] = f"{bubble:.3f}"
-        report.data["bubble"][kind] = bubble
+        row["measured"] = f"{run.length / run.computing - 1:.3f}"
         rows.append(row)
     report.section("The bubble: waiting/computing")
-    report.table("bubbles", rows)
+    report.table(rows)
     text = ""
     if args.sleep:
         text = f"In column =, 1 is t_F = t_B = t_W: {args.sleep:g} ms at least. "
@@ -527,41 +547,41 @@ def show_bubbles(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
         percent = {kind: f"{100 * waits[kind] / waits['1f1b']:.0f} %" for kind in KINDS}
         text += f"By its list interleaved waits {percent['interleaved']} as long as "
         text += f"1F1B, zero bubble {percent['zero-bubble']}. "
-    report.conclude(f"{text}More than that comes from messages and shared cores.")
+    report.say(f"{text}More than that comes from messages and shared cores.")
 
 
-def show_memory(report: lesson00.Report, runs: dict[str, ScheduleRun]) -> None:
+def show_memory(report, runs: dict[str, ScheduleRun], args) -> None:
     """Micro-batches in flight, and the bytes held for backward, at the peak."""
-    args = report.args
     # Rows are ranks, so that any number of ranks fits the screen.
     flight = [{"in flight, at most": f"rank {rank}"} for rank in range(args.ranks)]
     held = [{"bytes at the peak": f"rank {rank}"} for rank in range(args.ranks)]
+    peaks = {}
     for kind, run in runs.items():
         # Each rank measures itself; every rank gets all numbers.
-        of_this_rank = run.pipeline.bytes_held(run.steps)
-        for rank, measured in enumerate(lesson00.gather_objects(of_this_rank)):
-            flight[rank][kind] = measured["in flight"]
-            held[rank][kind] = measured["bytes at the peak"]
-            v = chunks_of(kind, args)
-            predicted = most_in_flight(kind, rank, args.ranks, args.microbatches, v)
-            name = f"{kind}, in flight on rank {rank}"
-            report.expect(flight[rank], kind, "memory", name, predicted)
-            name = f"{kind}, bytes at the peak on rank {rank}"
-            report.expect(held[rank], kind, "memory", name, measured["expected"])
+        of_ranks = gather_objects(run.pipeline.bytes_held(run.steps))
+        v = chunks_of(kind, args)
+        for rank, measured in enumerate(of_ranks):
+            most = most_in_flight(kind, rank, args.ranks, args.microbatches, v)
+            name = f"memory: {kind}, in flight on rank {rank}"
+            flight[rank][kind] = cell(report, name, measured["in flight"], str(most))
+            peaks[kind, rank] = measured["bytes at the peak"]
+            name = f"memory: {kind}, bytes at the peak on rank {rank}"
+            expected = str(measured["expected"])
+            held[rank][kind] = cell(report, name, peaks[kind, rank], expected)
             for what in ("bytes left", "left in flight"):  # must be 0
-                report.check("memory", f"{kind}, {what} on rank {rank}", measured[what])
+                text = f"{measured[what]:,} when all steps have run"
+                name = f"memory: {kind}, {what} on rank {rank}"
+                report.check(name, measured[what], text=text)
     report.section("What each rank holds for backward, measured")
-    report.say(
-        "   in flight  forward passes whose backward pass is still to come\n"
-        "              (interleaved: each of one chunk, 1/v of a stage)\n"
-        "   bytes      saved by autograd, and what weight passes still need"
-    )
-    report.table("in flight", flight)
-    report.table("memory", held)
+    report.say("in flight: forward passes whose backward pass is still to come")
+    report.say("(interleaved: each of one chunk, 1/v of a stage)")
+    report.say("bytes: saved by autograd, and what weight passes still need")
+    report.table(flight)
+    report.table(held)
     if args.ranks > 1 and len(runs) == len(KINDS):
-        first = 100 * held[0]["1f1b"] / held[0]["gpipe"]
-        last = held[-1]["zero-bubble"] / held[-1]["1f1b"]
-        report.conclude(
+        first = 100 * peaks["1f1b", 0] / peaks["gpipe", 0]
+        last = peaks["zero-bubble", args.ranks - 1] / peaks["1f1b", args.ranks - 1]
+        report.say(
             f"On rank 0, 1F1B holds {first:.0f} % of GPipe. On the last rank, zero "
             f"bubble holds {last:.1f} times 1F1B: its weight passes come later."
         )
@@ -573,75 +593,78 @@ def show_gradients(report, runs: dict[str, ScheduleRun], expected: dict) -> None
     for kind, run in runs.items():
         # Only the rank of the last stage has a loss; the others add 0.
         found = {"loss": lesson00.all_reduce(run.loss, run.pipeline.pp)}
-        for of_rank in lesson00.gather_objects(run.gradients):
+        for of_rank in gather_objects(run.gradients):
             found.update(of_rank)
-        row = {"schedule": kind, "loss": found["loss"].item()}
-        row.update({"gradients": len(found) - 1, "diff": 0.0, "off": []})
+        diffs = {}
         for name, x in found.items():
-            diff = lesson00.rel_diff(x, expected[name])
-            row["diff"] = max(row["diff"], diff)
-            if not report.check("gradients", f"{name}, {kind}", diff):
-                row["off"].append("loss" if name == "loss" else "diff")
+            check = f"gradients: {name}, {kind}"
+            diffs[name] = report.agree(check, x, expected[name], 0.0)
         missing = len(expected) - len(found)
-        report.check("gradients", f"all parameters have one, {kind}", missing)
+        text = f"{missing} parameters have none"
+        report.check(f"gradients: all parameters have one, {kind}", missing, text=text)
+        worst = max(diffs.values())
+        row = {"schedule": kind}
+        row["loss"] = marked(f"{found['loss'].item():#.7g}", diffs["loss"] == 0)
+        row["gradients"] = len(found) - 1
+        row["diff"] = marked(f"{worst:.1e}", worst == missing == 0)
         rows.append(row)
     report.section("Gradients: bitwise those of one process")
-    report.table("gradients", rows)
+    report.table(rows)
 
 
-def show_messages(report: lesson00.Report, runs: dict, size: dict) -> None:
+def show_messages(report, runs: dict[str, ScheduleRun], args) -> None:
     """Messages of rank 0: M, or (2·v − 1)·M with v chunks."""
     formulas = {}
     for kind, run in runs.items():
-        v = chunks_of(kind, report.args)
+        v = chunks_of(kind, args)
         rank = run.pipeline.pp.rank()
         # The last virtual stage has none after it, the first one none before it.
-        forward = v - 1 if rank == report.args.ranks - 1 else v
+        forward = v - 1 if rank == args.ranks - 1 else v
         backward = v - 1 if rank == 0 else v
         for phase, chunks in (("forward", forward), ("backward", backward)):
-            count = f"{chunks}·M" if chunks != 1 else "M"
-            terms = [lesson00.Calls(count, "40"), lesson00.Calls(count, "e·b·S·D")]
-            formulas[lesson00.Call(kind, phase, "send/recv", "pp")] = terms
+            times = f"{chunks}·M" if chunks != 1 else "M"
+            count = 2 * chunks * args.microbatches  # a header and a tensor each
+            if chunks:
+                formula = f"{times}·(40 + e·b·S·D)"
+                formulas[kind, phase, "send/recv", "pp"] = (count, formula)
     report.section("Messages of rank 0: a header of 5 int64, and b·S·D elements each")
-    report.ledger(formulas, size, hide=["collective", "ring"])
-    if size["P"] > 1:
-        text = f"{2 * size['v'] - 1} messages with interleaved, 1 with the others"
-        report.conclude(f"Rank 0 sends per micro-batch {text}.")
+    report.ledger(on_axes(formulas, {"pp": args.ranks}))
+    if args.ranks > 1:
+        text = f"{2 * args.chunks - 1} messages with interleaved, 1 with the others"
+        report.say(f"Rank 0 sends per micro-batch {text}.")
 
 
 # ---- The same by PyTorch
 
 
-def show_pytorch(report, full, micro_batches, targets: int, groups, expected) -> None:
+def show_pytorch(report, full, micro_batches, targets, groups, expected, args) -> None:
     """PyTorch's schedules: the bubble by their lists, and the gradients of two."""
-    args = report.args
     report.section("By PyTorch: two chunks per rank, t_F = t_B = t_W = 1")
     if args.ranks == 1 or args.microbatches < 2 * args.ranks:
-        report.say("   These schedules require 2 ranks and M = 2·P or more.")
+        report.say("These schedules require 2 ranks and M = 2·P or more.")
         return
     rows = []
     for name, about in PYTORCH.items():
-        with report.column(f"PyTorch's {name}", "plans"):
-            loss_of = partial(loss_part, targets)
-            made = about.make(full, loss_of, groups["pp"], args.microbatches)
+        with report.run(f"PyTorch's {name}", is_formula=True):
+            M = args.microbatches
+            made = about.make(full, partial(loss_part, targets), groups["pp"], M)
             lists = lists_by_pytorch(made[0])
-            row = pytorch_row(name, lists, args.microbatches, plan)
+            row = pytorch_row(name, lists, M, plan)
             if name == "interleaved":  # the lists of this script, step by step
                 theirs = lists_by_pytorch(made[0], "backward")
-                is_other = float(lists_of(name, 2, args) != theirs)
-                if not report.check("PyTorch", f"{name}: the same lists", is_other):
-                    row["off"].append("waits")
+                check = f"PyTorch: {name}: the same lists"
+                holds = report.check(check, lists_of(name, 2, args) != theirs)
+                row["waits"] = marked(row["waits"], holds)
             if about.is_run:
                 found = about.gradients(*made, micro_batches)
                 diff = max(lesson00.rel_diff(found[x], expected[x]) for x in found)
-                diff = max(lesson00.gather_objects(diff))
-                row["gradients"] = f"{diff:.1e}"
-                allowed = report.allowed
-                if not report.check("PyTorch", f"gradients, {name}", diff, allowed):
-                    row["off"].append("gradients")
+                diff = max(gather_objects(diff))
+                check = f"PyTorch: gradients, {name}"
+                holds = report.check(check, diff, lesson00.ALLOWED[args.dtype])
+                row["gradients"] = marked(f"{diff:.1e}", holds)
             rows.append(row)
-    report.table("PyTorch", rows)
-    report.conclude(
+    report.table(rows)
+    report.say(
         "gradients: largest relative difference. in flight: passes through a chunk, on "
         "ranks 0, 1, …. The last three have weight passes as well. Of ZBV and "
         "DualPipeV only the lists are read: there rank r has stages r and 2·P − 1 − r, "
@@ -649,114 +672,20 @@ def show_pytorch(report, full, micro_batches, targets: int, groups, expected) ->
     )
 
 
-# ==== BREAK IT
-
-BREAKS = {
-    "leak": dict(
-        target="Pipeline.compute_backward",
-        old="    y.backward(grad)\n",
-        new="    y.backward(grad, retain_graph=True)\n"
-        '    vars(self).setdefault("kept", []).append(y)  # to look at it later\n',
-        what="the graph of a micro-batch is kept after its backward pass",
-        symptom="all losses and gradients are right; 1F1B holds as much as GPipe",
-        why="autograd frees what it saved when no graph needs it; 1F1B relies on that",
-        reported="github.com/verl-project/verl/pull/7874, pytorch/pytorch pull 138119",
-    ),
-    "early": dict(
-        target="zero_bubble",
-        old='        if phase == "backward" and i >= rank:\n',
-        new='        if phase == "forward" and i >= rank:\n',
-        what="weight passes follow forward passes: on rank 0, W comes before its B",
-        symptom="an error before the run: a step needs another that comes after it",
-        why="dL/dW needs dL/dy, which the backward pass receives",
-        reported="github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/72",
-    ),
-    "chunks": dict(
-        target="interleaved",
-        old='    steps = [("forward", which) for which in order[:warm_up]]\n',
-        new="    if rank == P - 1:  # the next chunk's first one could be there\n"
-        "        order[P - 1 : P + 1] = [order[P], order[P - 1]]\n"
-        '    steps = [("forward", which) for which in order[:warm_up]]\n',
-        what="the last rank takes chunks in another order than they are sent",
-        symptom="an error that names two messages; without the check, wrong gradients",
-        why="two ranks have one queue per direction, for the messages of all chunks",
-        reported="github.com/NVIDIA/Megatron-LM/issues/1450, pytorch/PiPPy pull 1088",
-    ),
-    "newest": dict(
-        target="VirtualPipeline.weight",
-        old="    for linear, x, grad_y in self.later.pop(which):\n",
-        new="    for linear, x, grad_y in self.later[max(self.later)]:  # the newest\n",
-        what="a weight pass takes the newest micro-batch instead of its own",
-        symptom="the loss and dL/dx are right; weights of all ranks but 0 are wrong",
-        why="on rank r the last one counts r + 1 times, the first r not at all",
-        reported="github.com/pytorch/pytorch/pull/130210 (a review)",
-    ),
-    "forgotten": dict(
-        target="zero_bubble",
-        old='    return steps + [("weight", (0, i)) for i in put_off]\n',
-        new="    return steps\n",
-        what="the weight passes that were put off are never run",
-        symptom="the loss is right; weight gradients of all ranks but 0 lack a part",
-        why="no other step needs a weight gradient, so nothing waits for it",
-        reported="github.com/deepspeedai/Megatron-DeepSpeed/issues/442",
-    ),
-    "history": dict(
-        target="InputGradient.backward",
-        old="x.detach()",
-        new="x",
-        what="what a weight pass needs is kept with its history",
-        symptom="all gradients are right; the memory of zero bubble grows with M",
-        why="p.grad is computed from x: with the history of x it becomes the end of a "
-        "graph, which keeps what the weight passes of all micro-batches used",
-        reported="github.com/pytorch/pytorch/issues/3818",
-    ),
-}
-
-
-# ==== FLAGS
-# region
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    sizes = dict(hidden=32, heads=4, kv_heads=2, seq_len=32, vocab_size=257)
-    parser = lesson00.lesson_parser(__doc__, BREAKS, sections=7, **sizes)
+if __name__ == "__main__":
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     add = parser.add_argument
     positive = lesson00.positive
+    defaults = {"--hidden": 32, "--heads": 4, "--kv-heads": 2, "--seq-len": 32}
+    for flag, default in dict(defaults, **{"--vocab-size": 257}).items():
+        add(flag, type=positive, default=default)
     text = "M (8, or 2·P if larger); a multiple of P"
-    add("--microbatches", type=positive, default=max(8, 2 * ranks), help=text)
+    add("--microbatches", type=positive, default=0, help=text)
     text = "v, chunks of layers per rank when interleaved (2; 1 on one rank)"
-    add("--chunks", type=positive, default=min(2, ranks), help=text)
+    add("--chunks", type=positive, default=0, help=text)
     add("--layers", type=positive, default=0, help="L (8, or v·P if larger)")
     add("--batch-size", type=positive, default=0, help="B (2·M)")
     text = "milliseconds that t_F, t_B and t_W take at least (60; 0: their own time)"
     add("--sleep", type=float, default=60.0, metavar="MS", help=text)
-    args = parser.parse_args()
-    args.dropout = 0.0
-    args.layers = args.layers or max(8, args.chunks * ranks, 2 * ranks)
-    args.batch_size = args.batch_size or 2 * args.microbatches
-    if args.bug == "chunks" and args.chunks == 1 and ranks > 1:
-        raise ValueError("--break chunks needs --chunks 2 or more")
-    if ranks == 1 and args.chunks > 1:
-        raise ValueError(f"--chunks {args.chunks}: one rank has no other to wait for")
-    lesson01.must_divide(
-        args, "microbatches", ranks, "(ranks; interleaved: rounds of P)"
-    )
-    lesson01.must_divide(args, "batch_size", args.microbatches, "(--microbatches)")
-    lesson01.must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    lesson01.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
-    if args.layers < args.chunks * ranks:
-        reason = f"fewer than v·P = {args.chunks * ranks}"
-        lesson01.refuse(args, "layers", reason, args.chunks * ranks)
-    lesson01.raise_refused(args)
-    if args.vocab_size <= lesson02.PAD:
-        raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
-    if not 0 <= args.sleep < 1e5:
-        raise ValueError(f"--sleep {args.sleep}: must be at least 0 and below 100000")
-    return args
-
-
-# endregion
-
-
-if __name__ == "__main__":
-    lesson00.launch(main, parse_args, globals())
+    lesson00.launch(main, sizes, parser)

@@ -21,8 +21,8 @@ Try one change at a time (answers: notebooks/15_zero.ipynb, section 8):
     2. In units_of, put all layers into one unit. Which bytes change, and why?
     3. --bf16: products in 16 bits, updates in 32. Who holds 18 bytes per parameter?
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. Short of time? Read the three classes and ZeroTraining.norm.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
+`python tools/bug.py 15`. Short of time? Read the three classes and ZeroTraining.norm.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks of a TP group, DP
     replicas, M micro-batches of b = B/(DP·M) rows. U units (parts of the model that are
@@ -53,19 +53,20 @@ from torch import Tensor, nn
 try:
     from course import lesson00, lesson01, lesson02, lesson05
     from flat_vector import flatten, norm_weights, views_of
+    from harness import gather_objects, sizes_without_dropout
     from pytorch_zero import fully_sharded
-    from rows_of_runs import checked_rows, replicas_row, row_of_run
-    from zero_meters import CountFullyShard, Meter, bytes_held, sent, sent_to_other_node
+    from rows_of_runs import checked_rows, replicas_differ, worst_difference
+    from zero_meters import HeldMeter, bytes_held, sent, sent_to_other_node
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
     print(f"error: this script imports the course's lessons: {error}", file=sys.stderr)
     sys.exit(2)
 
-COMM = lesson00.COMM
+METER = lesson00.METER
 
 # ==== NEW in 15: optimizer states, gradients and parameters in shards
-# Read lines 68 to 335, in about 27 minutes. Stop at RUN.
+# Read lines 69 to 336, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: an all-reduce is a reduce_scatter and an all_gather; a group of one
 # rank sends nothing. From 05: schedule, a list of ("forward", i) and ("backward", i).
@@ -259,7 +260,7 @@ class ZeroTraining:
     """
 
     def __init__(self, name: str, model: nn.Module, units: list, groups, args):
-        self.name = name  # COMM counts its collectives under this name
+        self.name = name  # METER counts its collectives under this name
         self.model = model
         self.units = units
         self.groups = groups
@@ -279,11 +280,11 @@ class ZeroTraining:
         data = self.groups["data"]
         rows = lesson00.shard(torch.stack(batch), 1, data)  # tokens and targets
         micro_batches = lesson00.split(rows, 1, self.args.microbatches)
-        with COMM.label(self.name, "batch"):
+        with METER.phase(self.name, "batch"):
             targets = lesson05.count_targets(micro_batches, data)
         losses = {}
         for phase, i in self.steps:
-            with COMM.label(self.name, phase):
+            with METER.phase(self.name, phase):
                 if phase == "forward":
                     tokens_bS, target_bS = micro_batches[i]
                     loss_sum = sum_of_losses(self.model(tokens_bS), target_bS)
@@ -292,7 +293,7 @@ class ZeroTraining:
                 else:
                     self.scale(losses[i]).backward()
                     losses[i] = losses[i].detach()
-        with COMM.label(self.name, "summing"):
+        with METER.phase(self.name, "summing"):
             for unit in self.units:
                 unit.after_backward()
                 grad = unit.shard.grad
@@ -322,12 +323,12 @@ class ZeroTraining:
 
     def update(self) -> float:
         """Clip, update the shards, share them. Return the norm before clipping."""
-        with COMM.label(self.name, "norm"):
+        with METER.phase(self.name, "norm"):
             norm = self.norm()
         lesson02.clip_gradients(nn.ParameterList(self.trained), self.args.clip, norm)
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=False)
-        with COMM.label(self.name, "update"):
+        with METER.phase(self.name, "update"):
             for unit in self.units:
                 unit.after_update()
         return norm
@@ -341,8 +342,7 @@ def main(args, report: lesson00.Report) -> None:
     groups = make_groups(args)
     full = lesson02.make_transformer(args)
     batches = lesson02.make_batches(__doc__, args, args.steps)
-    size = sizes_of_zero(args, lesson02.tp_transformer(full, groups["ZeRO"]["tp"]))
-    report.begin({"dp": args.dp, "tp": args.tp}, size)
+    report.size.update(sizes_of_units(full, groups["ZeRO"]["tp"]))
     show_shards(report, full, groups["ZeRO"])
     plans = {  # run → its units, and over which groups
         "DP": (ShardedStates, "DP"),
@@ -357,22 +357,53 @@ def main(args, report: lesson00.Report) -> None:
     model = copy.deepcopy(full)
     alone = lesson02.train_transformer("one process", model, batches, args)
     runs = {"one process": alone}
-    report.is_edited = not isinstance(alone.optimizer, torch.optim.AdamW)
+    args.allowed = lesson00.ALLOWED[args.dtype]
+    args.allowed_loss = lesson00.ALLOWED_LOSS[args.dtype]
     if args.bf16:
-        allow_rounding(report, full, groups["one process"], batches, alone)
+        allow_rounding(args, full, groups["one process"], batches, alone)
     trainings = {}
     for name, (kind, which) in plans.items():
         if which in groups:
             # If your edit raises an error in one run, the others continue.
-            with report.column(name), CountFullyShard():
+            with report.run(name):
                 training = make_training(name, full, kind, groups[which], args)
                 runs[name] = train(training, batches)
                 trainings[name] = training
-    show_training(report, runs, trainings)
-    show_memory(report, trainings, size)
-    show_communication(report, trainings, size)
+    show_training(report, runs, trainings, args)
+    show_memory(report, trainings)
+    show_communication(report, trainings)
     if args.ranks % 2 == 0:
-        show_nodes(report, trainings, size)
+        show_nodes(report, trainings, args)
+
+
+def sizes(args) -> dict[str, int]:
+    """The letters of the legend. ValueError if the model cannot be built or split."""
+    ranks = args.ranks
+    args.tp = args.tp or (2 if ranks % 2 == 0 and ranks > 2 else 1)
+    if ranks % args.tp != 0:
+        left = f"{ranks} ranks % {args.tp} = {ranks % args.tp}, not 0"
+        raise ValueError(f"--tp {args.tp}: {left}; take {math.gcd(ranks, args.tp)}")
+    args.dp = ranks // args.tp
+    parts = ranks * args.microbatches  # section 6 splits the batch over all ranks
+    args.batch_size = args.batch_size or parts * math.ceil(16 / parts)
+    lesson00.must_divide(args, "batch_size", parts, "(ranks · --microbatches)")
+    letters = sizes_without_dropout(args)
+    args.mesh = f"dp {args.dp} × tp {args.tp}"
+    size = {letter: letters[letter] for letter in "BSDVL"}
+    e = letters["e"]
+    size.update(T=args.tp, DP=args.dp, M=args.microbatches)
+    size.update(e=e, g=e, o=2 * e)  # o: two moments
+    if args.bf16:
+        size.update(e=2, o=3 * e)  # and a float32 copy of the parameters
+    return size
+
+
+def sizes_of_units(full: nn.Module, tp_group) -> dict[str, int]:
+    """U, Ψ and u of the legend: of a rank's model under TP."""
+    units = []
+    for modules in units_of(lesson02.tp_transformer(full, tp_group)):
+        units.append(sum(p.numel() for p in nn.ModuleList(modules).parameters()))
+    return {"U": len(units), "Ψ": sum(units), "u": max(units)}
 
 
 def make_groups(args) -> dict[str, dict[str, dist.ProcessGroup]]:
@@ -400,22 +431,6 @@ def make_groups(args) -> dict[str, dict[str, dist.ProcessGroup]]:
     return groups
 
 
-def sizes_of_zero(args, model: nn.Module) -> dict[str, int]:
-    """The letters of the legend, of a rank's model under TP."""
-    letters = lesson02.sizes_of(args)
-    size = {letter: letters[letter] for letter in "BSDVL"}
-    size.update(T=args.tp, DP=args.dp, M=args.microbatches)
-    units = []
-    for modules in units_of(model):
-        units.append(sum(p.numel() for p in nn.ModuleList(modules).parameters()))
-    e = letters["e"]
-    size.update({"U": len(units), "Ψ": sum(units), "u": max(units)})
-    size.update(e=e, g=e, o=2 * e)  # o: two moments
-    if args.bf16:
-        size.update(e=2, o=3 * e)  # and a float32 copy of the parameters
-    return size
-
-
 # ---- Training
 
 
@@ -432,7 +447,7 @@ def make_training(name: str, full: nn.Module, kind, groups, args) -> ZeroTrainin
         return FullyShardTraining(name, full, groups, args)
     model = lesson02.tp_transformer(full, groups["tp"])
     model = model.bfloat16() if args.bf16 else model
-    meter = Meter(model)
+    meter = HeldMeter(model)
     units = [kind(modules, groups) for modules in units_of(model)]
     training = ZeroTraining(name, model, units, groups, args)
     meter.shards = training.trained
@@ -440,16 +455,16 @@ def make_training(name: str, full: nn.Module, kind, groups, args) -> ZeroTrainin
     return training
 
 
-def allow_rounding(report, full, groups, batches, alone) -> None:
+def allow_rounding(args, full, groups, batches, alone) -> None:
     """--bf16: allowed is thrice the difference that bfloat16 makes in one process."""
-    training = make_training("bfloat16", full, ShardedStates, groups, report.args)
+    training = make_training("bfloat16", full, ShardedStates, groups, args)
     run = train(training, batches)
     # A measured difference can be tiny by chance. So at least one rounding of bfloat16
     # is allowed: 2^-8 of a gradient; of a loss, a mean of n numbers, 2^-9 / √n.
     targets = batches[0][1].numel()
     worst = lambda got, exact: max(lesson00.rel_diff(got[x], exact[x]) for x in exact)
-    report.allowed_loss = max(2**-9 / targets**0.5, 3 * worst(run.losses, alone.losses))
-    report.allowed = max(2**-8, 3 * worst(run.gradients, alone.gradients))
+    args.allowed_loss = max(2**-9 / targets**0.5, 3 * worst(run.losses, alone.losses))
+    args.allowed = max(2**-8, 3 * worst(run.gradients, alone.gradients))
 
 
 def train(training: ZeroTraining, batches: list) -> lesson02.TrainingRun:
@@ -493,7 +508,7 @@ def unshard_all(training: ZeroTraining, what: str) -> dict[str, Tensor]:
 # ---- The sections of the output, in order
 
 
-def show_shards(report, full: nn.Module, groups: dict) -> None:
+def show_shards(report: lesson00.Report, full: nn.Module, groups: dict) -> None:
     """Which elements of layer 0's vector the ranks of each replica update."""
     layer = lesson02.tp_transformer(full, groups["tp"]).layers[0]
     unit = ShardedStates([layer], groups)
@@ -506,35 +521,44 @@ def show_shards(report, full: nn.Module, groups: dict) -> None:
     row["elements"] = f"{start:,} to {start + len(held) - 1:,}"
     row.update({"first": names[held[0]], "last": names[held.max()]})
     report.section("Who updates what: layer 0 as a vector, in DP shards")
-    report.table("shards", lesson00.gather_objects(row, groups["shard"]))
+    report.table(gather_objects(row, groups["shard"]))
+    size = report.size
+    text = f"{size['U']} units (U) have {size['Ψ']:,} parameters per TP rank (Ψ), "
+    report.say(text + f"the largest {size['u']:,} (u).")
 
 
-def show_training(report, runs: dict, trainings: dict) -> None:
+def show_training(report: lesson00.Report, runs: dict, trainings: dict, args) -> None:
     """Losses, norms, gradients, parameters; what ranks share is the same on all."""
     shown = {}  # as columns
     others = []
+    alone = runs["one process"]
     for name, run in runs.items():
         if name == "one process" or name.startswith("ZeRO"):
             shown[name] = run
         else:
-            others.append(row_of_run(report, name, run, runs["one process"]))
-    replicas = [
-        replicas_row(report, x, runs[x], trainings[x].groups) for x in trainings
-    ]
+            others.append(worst_difference(report, name, run, alone, args))
+    values = lambda field: lesson01.values_of(shown, field)
     report.section("Losses, norms of gradients before clipping, final parameters")
-    allowed = report.allowed_loss
-    report.compare("losses", lesson01.values_of(shown, "losses"), allowed)
-    report.compare("norms", lesson01.values_of(shown, "norms"), brief="norms")
-    if not report.args.bf16:
-        final = lesson01.values_of(shown, "parameters")
-        report.compare("parameters", final, fold=lambda x: "all", brief="parameters")
-    report.table("other runs", others, brief=f"{len(others)} runs of later sections")
-    report.agree("as in one process")
-    report.table("replicas", replicas, brief=f"replicas of {len(replicas)} runs")
-    report.agree("bitwise the same on all ranks")
+    report.compare("losses", values("losses"), args.allowed_loss)
+    report.compare("norms", values("norms"), args.allowed, brief=True)
+    if not args.bf16:
+        report.compare("parameters", values("parameters"), args.allowed, brief=True)
+    worst = max(others, default=0.0)
+    report.say(f"{len(others)} runs of later sections: worst difference {worst:.1e}")
+    differ = 0
+    for name, training in trainings.items():
+        differ += replicas_differ(report, name, runs[name], training.groups)
+    equal = len(trainings) - differ
+    text = f"{equal} of {len(trainings)} runs have bitwise the same parameters"
+    report.say(f"{text} on all ranks.")
     report.section("Gradients of step 1: norms, and the largest relative difference")
-    short = lambda name: lesson05.part_of(name).removesuffix("_tokens")
-    report.compare("gradients", lesson01.values_of(shown, "gradients"), fold=short)
+    report.compare("gradients", values("gradients"), args.allowed, fold=unit_name)
+
+
+def unit_name(name: str) -> str:
+    """layers.3.mlp.up_proj.weight → layers.3, embed_tokens.weight → embed."""
+    first, second, *_ = name.split(".")
+    return f"layers.{second}" if first == "layers" else first.removesuffix("_tokens")
 
 
 # ---- Memory
@@ -550,20 +574,20 @@ MEMORY = {
 }
 
 
-def show_memory(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
+def show_memory(report: lesson00.Report, trainings: dict[str, ZeroTraining]) -> None:
     """Bytes per rank of parameters, gradients and optimizer states, at most."""
-    rows = checked_rows(report, "memory", MEMORY, bytes_held, trainings, size)
-    for row in rows.values():
-        held = row["parameters"] + row["gradients"] + row["states"]
-        row["sum/Ψ"] = f"{held / size['Ψ']:.2f}"
+    size = report.size
     report.section("Memory per rank, the most in a step (without collectives' copies)")
-    report.table("memory", list(rows.values()))
-    if "ZeRO-3" in rows:
+    rows, found = checked_rows(report, "memory", MEMORY, bytes_held, trainings)
+    per_parameter = {run: sum(held.values()) / size["Ψ"] for run, held in found.items()}
+    for row in rows:
+        row["sum/Ψ"] = f"{per_parameter[row['run']]:.2f}"
+    report.table(rows)
+    if "ZeRO-3" in found:
         unit = 2 * size["u"] * size["e"] / size["Ψ"]
-        report.conclude(
-            f"ZeRO-3 holds {rows['ZeRO-3']['sum/Ψ']} bytes per parameter: 1/DP of "
-            f"{4 * size['g']}, and {unit:.2f} for one unit's parameters and gradients "
-            "in full."
+        report.say(
+            f"ZeRO-3 holds {per_parameter['ZeRO-3']:.2f} bytes per parameter: 1/DP of "
+            f"{4 * size['g']}, and {unit:.2f} for one unit in full."
         )
 
 
@@ -588,35 +612,36 @@ CROSSING = {
 }
 
 
-def show_communication(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
+def show_communication(report: lesson00.Report, trainings: dict) -> None:
     """What each run's units send over replicas per step."""
-    rows = checked_rows(report, "bytes", TRAFFIC, sent, trainings, size)
+    size = report.size
     report.section("Communication over replicas per step; ring: bytes a rank sends")
-    report.table("communication", list(rows.values()))
-    if "ZeRO-3" in rows and "DP" in rows and rows["DP"]["ring"]:
-        ratio = rows["ZeRO-3"]["ring"] / rows["DP"]["ring"]
+    rows, found = checked_rows(report, "bytes", TRAFFIC, sent, trainings)
+    report.table(rows)
+    if "ZeRO-3" in found and "DP" in found and found["DP"]["ring"]:
+        ratio = found["ZeRO-3"]["ring"] / found["DP"]["ring"]
         each = (2 * size["e"] + size["g"]) / (2 * size["g"])
-        report.conclude(
+        report.say(
             f"ZeRO-3 sends {ratio:.2f} times what DP sends: {each:.1f} for each of "
-            f"{size['M']} micro-batches, also under a pipeline (--stages)."
+            f"{size['M']} micro-batches."
         )
 
 
-def show_nodes(report, trainings: dict[str, ZeroTraining], size: dict) -> None:
+def show_nodes(report: lesson00.Report, trainings: dict, args) -> None:
     """All ranks as replicas on two nodes: ZeRO-3 over all of them, and HSDP."""
-    rows = checked_rows(report, "bytes", CROSSING, sent_to_other_node, trainings, size)
-    for name, row in rows.items():
-        row["held by a rank"] = sum(bytes_held(trainings[name]).values())
-    title = f"2 nodes × {report.args.ranks // 2} ranks, all of them replicas"
+    title = f"2 nodes × {args.ranks // 2} ranks, all of them replicas"
     report.section(f"{title}: bytes sent to the other node per step")
-    report.table("nodes", list(rows.values()))
-    if all(row["to the other node"] for row in rows.values()) and len(rows) == 2:
-        flat, hybrid = rows.values()
-        ratio = flat["to the other node"] / hybrid["to the other node"]
-        more = hybrid["held by a rank"] / flat["held by a rank"]
+    rows, found = checked_rows(report, "bytes", CROSSING, sent_to_other_node, trainings)
+    held = {run: sum(bytes_held(trainings[run]).values()) for run in found}
+    for row in rows:
+        row["held by a rank"] = f"{held[row['run']]:,}"
+    report.table(rows)
+    sent_by = {run: of_run["to the other node"] for run, of_run in found.items()}
+    if all(sent_by.values()) and len(sent_by) == 2:
+        ratio = sent_by["over all"] / sent_by["HSDP"]
         text = f"HSDP sends 1/{ratio:.2f} of the bytes between nodes, and a rank holds "
-        text += f"{more:.2f} times as many. Only gradients cross, once per step."
-        report.conclude(text)
+        text += f"{held['HSDP'] / held['over all']:.2f} times as many. "
+        report.say(text + "Only gradients cross, once per step.")
 
 
 # ---- The same by PyTorch
@@ -644,136 +669,17 @@ class FullyShardTraining(ZeroTraining):
         return math.sqrt(sum(x.double().square().sum().item() for x in gradients))
 
 
-# ==== BREAK IT
-
-BREAKS = {
-    "last": dict(
-        target="ShardedGradients.on_gradient",
-        old="        self.shard.grad += self.sum_gradients()\n",
-        new="        self.shard.grad = self.sum_gradients()\n",
-        what="the sum of a micro-batch replaces that of the micro-batches before",
-        symptom="no error; losses of step 1 are right. In ZeRO-2 and 3 gradients are "
-        "those of the last micro-batch; ZeRO-1 adds up in p.grad, so it is right",
-        why="ZeRO-2 sums once per micro-batch, and p.grad is freed after each sum",
-        reported="github.com/allenai/open-instruct/pull/1498 (DeepSpeed, ZeRO-2)",
-    ),
-    "norm": dict(
-        target="norm_weights",
-        old="        weight = 1.0 if lesson01.shardings_of(p) else 1 / "
-        "tp_group.size()\n",
-        new="        weight = 1.0\n",
-        what="elements that all TP ranks hold count fully on each of them",
-        symptom="gradients of step 1 are right, norms too large: clipping scales too "
-        "much, and losses diverge from step 2 on",
-        why="the sum over tp then has the squares of replicated elements T times",
-        reported="github.com/ROCm/TransformerEngine/pull/715, NVIDIA-NeMo/RL pull 3788",
-    ),
-    "shards": dict(
-        target="ZeroTraining.norm",
-        old='    squares = lesson00.all_reduce(squares, self.groups["shard"])\n',
-        new="",
-        what="each replica takes the norm of its own shard for that of the gradient",
-        symptom="norms are too small and differ between replicas, each of which clips "
-        "its shards by another factor. Plain DP is right",
-        why="a shard has 1/DP of the elements: their squares have to be summed",
-        reported="github.com/pytorch/torchtitan/issues/766, pytorch/xla pull 4796",
-    ),
-    "hybrid": dict(
-        target="ZeroTraining.norm",
-        old='    squares = lesson00.all_reduce(squares, self.groups["shard"])\n',
-        new='    squares = lesson00.all_reduce(squares, self.groups["data"])\n',
-        what="the norm is summed over all replicas, also over those with one shard",
-        symptom="right in ZeRO; in plain DP and in HSDP norms are too large, by the "
-        "root of the number of ranks that hold the same shard",
-        why="ranks over `replicate` have equal gradients after their all-reduce, and "
-        "each element counts once for each of them",
-        reported="github.com/ByteDance-Seed/VeOmni/issues/184",
-    ),
-    "group": dict(
-        target="ZeroTraining.gradients",
-        old='lesson00.all_reduce(grad, self.groups["replicate"])',
-        new='lesson00.all_reduce(grad, self.groups["tp"])',
-        what="shards of gradients are summed over tp instead of over replicas",
-        symptom="losses of step 1 are right, gradients are not: with TP in all runs, "
-        "without TP in plain DP and HSDP, where each replica keeps its own rows' sum",
-        why="TP ranks have different slices of a matrix, or equal copies; what is "
-        "partial is the gradient of each replica",
-        reported="github.com/ooples/AiDotNet/pull/393",
-    ),
-    "freed": dict(
-        target="ShardedParameters.after_forward",
-        old="    return UnshardInBackward.apply(y, self)\n",
-        new="    return y\n",
-        what="nothing gathers a unit's parameters before its backward pass",
-        symptom="an error about a storage of size 0 in ZeRO-3; not if they are kept",
-        why="autograd has saved views of a vector whose memory was freed after forward",
-        reported="github.com/pytorch/pytorch/issues/181832 (FSDP2's hook was dropped)",
-    ),
-    "average": dict(
-        target="FullyShardTraining.scale",
-        old="    return loss * self.args.dp\n",
-        new="    return loss\n",
-        what="losses are parts of a mean over all replicas, and fully_shard averages",
-        symptom="gradients and norms of fully_shard are DP times too small; clipping "
-        "and AdamW hide that in the losses",
-        why="fully_shard divides the sum over dp by DP, as if each replica had a mean",
-        reported="github.com/meta-pytorch/torchtune/pull/2172, verl-project/verl-SpeCo "
-        "pull 29",
-    ),
-}
-
-
-# ==== FLAGS
-# region
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    """The flags of the model. ValueError if it cannot be built or split."""
-    sizes = {"steps": 3, "layers": 2, "batch_size": 0, "seq_len": 32, "vocab_size": 257}
-    parser = lesson00.lesson_parser(__doc__, BREAKS, sections=6, **sizes)
+if __name__ == "__main__":
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    lesson02.add_model_flags(parser)
     add = parser.add_argument
     positive = lesson00.positive
     add("--tp", type=positive, default=0, help="T (2 on 4 ranks or more, otherwise 1)")
     add("--microbatches", type=positive, default=2, help="M (2)")
     text = "order of passes as on the first of so many pipeline stages (1)"
     add("--stages", type=positive, default=1, help=text)
-    add("--hidden", type=positive, default=0, help="D (8 per head)")
-    add("--heads", type=positive, default=0, help="N (2·K)")
-    add("--kv-heads", type=positive, default=0, help="K (4, or the next multiple of T)")
-    add("--clip", type=float, default=0.25, help="largest norm of a gradient (0.25)")
     add("--bf16", action="store_true", help="compute in bfloat16, update in float32")
-    args = parser.parse_args()
-    if args.bug == "norm" and not args.tp and ranks > 1:
-        if ranks % 2 != 0:
-            raise ValueError("--break norm needs an even number of ranks, or --tp")
-        args.tp = 2  # with one rank in a TP group all elements count once
-    args.tp = args.tp or (2 if ranks % 2 == 0 and ranks > 2 else 1)
-    if ranks % args.tp != 0:
-        left = f"{ranks} ranks % {args.tp} = {ranks % args.tp}, not 0"
-        raise ValueError(f"--tp {args.tp}: {left}; take {math.gcd(ranks, args.tp)}")
-    args.dp = ranks // args.tp
-    if args.bug == "last" and args.microbatches == 1:
-        raise ValueError("--break last needs --microbatches 2 or more")
-    if args.bug == "hybrid" and args.dp == 1 and ranks > 1 and ranks % 2 != 0:
-        # No HSDP on an odd number of ranks, and plain DP with one replica sums nothing.
-        raise ValueError("--break hybrid needs two replicas or more; take --tp 1")
-    args.dropout = 0.0  # each replica would have to draw its rows of one mask
-    args.kv_heads = args.kv_heads or args.tp * math.ceil(4 / args.tp)
-    args.heads = args.heads or 2 * args.kv_heads
-    args.hidden = args.hidden or 8 * args.heads
-    parts = ranks * args.microbatches  # section 6 splits the batch over all ranks
-    args.batch_size = args.batch_size or parts * math.ceil(16 / parts)
-    lesson01.must_divide(args, "batch_size", parts, "(ranks · --microbatches)")
-    lesson01.must_divide(args, "kv_heads", args.tp, "(--tp)")
-    lesson01.must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    lesson01.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
-    lesson01.raise_refused(args)
-    lesson02.raise_wrong_sizes(args)
-    return args
-
-
-# endregion
-
-
-if __name__ == "__main__":
-    lesson00.launch(main, parse_args, globals())
+    # B: 16, or the next multiple of ranks · M
+    parser.set_defaults(batch_size=None, dropout=0.0, clip=0.25)
+    lesson00.launch(main, sizes, parser)

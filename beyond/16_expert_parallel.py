@@ -21,8 +21,8 @@ Try one change at a time. notebooks/16_expert_parallel.ipynb, section 9, answers
        the division by the sum. All values agree. What changes in section 4 for k = 1?
     3. --tp 2 on 4 ranks; a rank has as many tokens as on 2. What is sent in addition?
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. Short of time? Read MoE, ExpertParallel and sum_gradients.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
+`python tools/bug.py 16`. Short of time? Read MoE, ExpertParallel and sum_gradients.
 
 Shapes: B batch, b sequences of it on a rank, S sequence, D hidden, F MLP width (4·D),
     N heads, K key/value heads, H = D/N head size, V vocabulary, L layers, E experts, k
@@ -56,8 +56,12 @@ try:
     from course import lesson00, lesson01, lesson02, lesson05
     from expert_balance import balance_loss
     from expert_norm import ep_norm
+    from harness import cell, on_axes, sizes_without_dropout, take_calls
+    from leaving_rows import CountLeaving
     from one_moe_layer import bytes_under_tp, compare_layer, router_gradient, run_layer
     from routed_rows import by_owner_text, rows_between, rows_of_rank, show_rows
+    from shardings import shardings_of, unshard, unshard_model
+    from stored_bytes import memory_rows
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -65,14 +69,15 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 68 to 336, in about 27 minutes. Stop at RUN.
+# Read lines 72 to 338, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
 # mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:
 # CopyToTP (f) is the identity forward and an all-reduce backward, and ReduceFromTP (g)
-# is the reverse. shardings_of(p) is ((dim, group), …): how p is split. From lesson 02:
-# the decoder, IGNORE (the target of a position without loss), and parallelize_layer,
-# which splits attention and an MLP. From 05: all_reduce_gradients, a sum over a group.
+# is the reverse. From lesson 02: the decoder, IGNORE (the target of a position without
+# loss), and parallelize_layer, which splits attention and an MLP. From 05:
+# all_reduce_gradients, a sum over a group. shardings_of(p) of shardings.py is
+# ((dim, group), …): how p is split.
 
 # ---- A mixture of experts in one process
 
@@ -173,16 +178,13 @@ def all_to_all_rows(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
     """Send the first send[0] rows to rank 0, the next send[1] to rank 1, …
 
     Rows that arrive are in the order of their senders: recv[0] from rank 0, ….
-    Counted: the bytes that this rank sends to other ranks.
     """
     x_rD = x_rD.detach().contiguous()
     if group.size() == 1:
         return x_rD.clone()
     arrived = x_rD.new_empty(sum(recv), x_rD.shape[1])
-    leaving = x_rD[send[group.rank()] :]  # COMM needs its size only
-    with lesson00.COMM.record("all-to-all", leaving, group):
-        # A rank without rows must call it as well: the others wait for it.
-        dist.all_to_all_single(arrived, x_rD, recv, send, group=group)
+    # A rank without rows must call it as well: the others wait for it.
+    dist.all_to_all_single(arrived, x_rD, recv, send, group=group)
     return arrived
 
 
@@ -320,7 +322,7 @@ def ep_loss(logits_bSV: Tensor, target_bS: Tensor, model, balance: float, groups
 
 def is_sharded_over(p: Tensor, group) -> bool:
     """Does this rank hold only a part of p, and the group's other ranks the rest?"""
-    return any(group is other for dim, other in lesson01.shardings_of(p))
+    return any(group is other for _, other in shardings_of(p))
 
 
 def sum_gradients(model, groups: dict) -> None:
@@ -339,26 +341,60 @@ def sum_gradients(model, groups: dict) -> None:
 
 def main(args, report: lesson00.Report) -> None:
     """Train the same model in one process and with EP, then compare."""
-    mesh = {"dp": args.ranks // (args.ep * args.tp), "ep": args.ep, "tp": args.tp}
+    mesh = {"dp": args.dp, "ep": args.ep, "tp": args.tp}
     groups = lesson00.mesh_groups(mesh, args.timeout)
-    size = letters_of(args)
-    report.begin(mesh, size)
     full = make_moe_transformer(args)
     batches = lesson02.make_batches(__doc__, args, args.steps)
     alone, chosen = train_without_ep(full, batches, args)
-    check_lesson_model(report, alone, size)
     forwards = [rows_between(expert_tk, groups, args) for expert_tk in chosen]
     show_rows(report, forwards[0])
     runs = {"without EP": alone}
     for name in ("EP", "PyTorch"):
         # If your edit raises an error in one run, the others continue.
-        with report.column(name):
+        with report.run(name), CountLeaving():
             runs[name] = train_ep(name, full, batches, args, groups)
-    show_training(report, runs, groups)
-    show_gradients(report, runs)
-    show_one_layer(report, size, groups)
-    show_communication(report, forwards, runs, size, groups)
-    show_memory(report, runs, size, groups, batches[0])
+    show_training(report, runs, args, groups)
+    show_one_layer(report, args, groups)
+    show_communication(report, forwards, runs, args, groups)
+    show_memory(report, runs)
+
+
+def sizes(args) -> dict[str, int]:
+    """The letters of the legend. ValueError if the model cannot be built or split."""
+    fill_mesh(args)
+    R = args.ep
+    batch_ranks = args.ranks // args.tp
+    args.experts = args.experts or R * math.ceil(8 / R)
+    args.batch_size = args.batch_size or batch_ranks * math.ceil(8 / batch_ranks)
+    lesson00.must_divide(args, "experts", R, "(--ep)")
+    lesson00.must_divide(args, "batch_size", batch_ranks, "ranks of dp × ep")
+    lesson00.must_divide(args, "layers", 2, "(every second layer has experts)")
+    size = sizes_without_dropout(args)
+    if args.top_k > args.experts:
+        text = f"there are {args.experts} experts; take --top-k {args.experts}"
+        raise ValueError(f"--top-k {args.top_k}: {text}")
+    if not args.balance >= 0:
+        raise ValueError(f"--balance {args.balance}: must be at least 0")
+    if args.balance == 0 and args.top_k == 1:
+        text = "nothing trains the router; take --balance 0.01"
+        raise ValueError(f"--balance 0 with --top-k 1: {text}")
+    b = args.batch_size // batch_ranks
+    size.update(T=args.tp, R=R, E=args.experts, k=args.top_k)
+    return dict(size, b=b, t=b * args.seq_len)
+
+
+def fill_mesh(args) -> None:
+    """Fill in --ep and --dp. ValueError if the ranks cannot be split like this."""
+    ranks = args.ranks
+    args.ep = args.ep or max(1, ranks // args.tp)
+    if ranks % (args.ep * args.tp) != 0:
+        product = f"{args.ep} · {args.tp} = {args.ep * args.tp}"
+        tp = math.gcd(ranks, args.tp)
+        take = f"take --ep {math.gcd(ranks // tp, args.ep)} --tp {tp}"
+        text = f"--ep · --tp: {product} does not divide {ranks} ranks"
+        raise ValueError(f"{text}; {take}")
+    args.dp = ranks // (args.ep * args.tp)
+    args.mesh = f"dp {args.dp} × ep {args.ep} × tp {args.tp}"
 
 
 def pytorch_exchange(x_rD: Tensor, send: list, recv: list, group) -> Tensor:
@@ -403,43 +439,45 @@ def train_ep(name, full, batches, args, groups) -> lesson02.TrainingRun:
         for moe in moe_layers(model):
             moe.experts.exchange = pytorch_exchange
     batches = [split_batch(batch, groups) for batch in batches]
-    return lesson02.train_transformer(
+    run = lesson02.train_transformer(
         name, model, batches, args, groups["tp"],
         lambda logits, target: ep_loss(logits, target, model, args.balance, groups),
         after_backward=lambda model: sum_gradients(model, groups),
         # It counts once what several ranks hold (expert_norm.py).
         norm_of=lambda model, tp_group: ep_norm(model, groups),
     )  # fmt: skip
+    for p_name, p in model.named_parameters():
+        for tensors in (run.gradients, run.parameters):
+            # Lesson 02 has gathered what is split over one group. Experts are left.
+            if hasattr(p, "shardings") and tensors[p_name].numel():
+                tensors[p_name] = unshard(tensors[p_name], p.shardings)
+    return run
 
 
 # ---- The sections of the output, in order; the first is show_rows of routed_rows.py
 
 
-def show_training(report, runs: dict, groups: dict) -> None:
-    """Losses; norms, parameters after training and replicas only if they are off."""
-    report.section("Losses")
+def show_training(report: lesson00.Report, runs: dict, args, groups: dict) -> None:
+    """Losses, norms, parameters after training, replicas; gradients of step 1."""
+    allowed = lesson00.ALLOWED[args.dtype]
     values = lambda field: lesson01.values_of(runs, field)
-    report.compare("losses", values("losses"), allowed=report.allowed_loss)
+    report.section("Losses")
+    report.compare("losses", values("losses"), lesson00.ALLOWED_LOSS[args.dtype])
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
-    report.compare("norms", values("norms"), brief="norms")
-    report.compare("parameters", values("parameters"), fold=kind_of, brief="parameters")
+    report.compare("norms", values("norms"), allowed, brief=True)
+    report.compare("parameters", values("parameters"), allowed, brief=True)
     # After training, what several ranks hold must be bitwise equal on them.
-    rows = []
+    equal = []
     for name, (axis, group) in product(runs, groups.items()):
-        tensors = {}
         for p_name, p in runs[name].model.named_parameters():
             if group.size() > 1 and not is_sharded_over(p, group):
-                tensors[f"{p_name} over {axis}, {name}"] = p
-        rows.append(lesson01.replicas_row(report, f"{axis}, {name}", tensors, group))
-    compared = sum(row["tensors"] for row in rows)
-    report.table("replicas", rows, brief=f"{compared} replicas")
-    report.agree("as without EP")
-
-
-def show_gradients(report, runs: dict) -> None:
-    """Gradients of step 1; a row has all parameters of one kind."""
+                replicas = lesson00.all_gather(p[None], 0, group)
+                diff = max(lesson00.rel_diff(x, replicas[0]) for x in replicas)
+                check = f"replicas: {p_name} over {axis}, {name}"
+                equal.append(report.check(check, diff))
+    report.say(f"{sum(equal)} of {len(equal)} replicas are bitwise identical")
     report.section("Gradients of step 1: norms, and the largest relative difference")
-    report.compare("gradients", lesson01.values_of(runs, "gradients"), fold=kind_of)
+    report.compare("gradients", values("gradients"), allowed, fold=kind_of)
 
 
 def kind_of(name: str) -> str:
@@ -459,60 +497,63 @@ CASES = [
 ]  # fmt: skip
 
 
-def show_one_layer(report, size: dict, groups: dict) -> None:
+def show_one_layer(report: lesson00.Report, args, groups: dict) -> None:
     """Output and gradients of one MoE layer for several routers, and what it sends."""
+    size = report.size
+    R = size["R"]
     report.section("One MoE layer, random input: output, all gradients, bytes sent")
     report.say(
-        "   sends: bytes of rows to other ranks, forward and backward; 8·E of counts\n"
-        "   by y: norm of the router's gradient through y alone, without balance loss"
+        "sends: bytes, both ways. by y: the router's gradient without balance loss"
     )
-    R = size["R"]
     rows = []
-    with report.column("one layer"):
+    with report.run("one layer"):
         for case in CASES:
             if case[1] == 1 or case[1] < size["E"]:
-                rows.append(layer_row(report, case, size, groups))
-    report.table("one layer", rows, hide=["ok"])
+                rows.append(layer_row(report, case, args, groups))
+    report.table(rows)
     # For k = 1, and if each rank's experts get 1/R of the rows.
     even = lesson00.evaluate("4·t·(R - 1)/R·D·e", size)
-    under_tp = bytes_under_tp(size, groups, report.args)
-    report.check("bytes", "the same tokens by TP", abs(under_tp - R * even))
+    under_tp = bytes_under_tp(size, groups, args)
+    cell(report, "bytes: the same tokens by TP", under_tp, str(R * even))
     if R > 1:
         text = f"A rank sends k · {even:,} bytes or so, by TP (all tokens) {under_tp:,}"
-        report.conclude(f"{text}: less if k < {R}.")
+        report.say(f"{text}: less if k < {R}.")
 
 
-def layer_row(report, case: tuple, size: dict, groups: dict) -> dict:
+def layer_row(report: lesson00.Report, case: tuple, args, groups: dict) -> dict:
     """EP compared with one process; bytes compared with what the router chose."""
-    router, k, attraction = case
+    router, k = case[:2]
     name = f"{router}, k {k}"  # as in the table
-    alone, tensors = random_layer(k, attraction, size, report.args)
+    alone, tensors = random_layer(case, report.size, args)
     chosen = alone.router(tensors[0].flatten(0, 1)).topk(k, -1).indices
-    rows_RE = rows_between(chosen, groups, report.args)
+    rows_RE = rows_between(chosen, groups, args)
     moe = ep_moe(alone, groups)
-    with lesson00.COMM.label(name, ""):
+    with CountLeaving(), lesson00.METER.phase(name, ""):
         found = run_layer(moe, split_batch(tensors, groups))
+    sent = take_calls(name).get((name, "", "all-to-all", "ep"), [])
     expected = run_layer(alone, tensors)
     row = {"router": router, "k": k}
-    row["rows by expert"] = by_owner_text(rows_RE.sum(0), size["R"])
-    row["sends"] = lesson00.COMM.bytes[lesson00.Call(name, "", "all-to-all", "ep")]
+    row["rows by expert"] = by_owner_text(rows_RE.sum(0), args.ep)
     # Two all-to-alls of rows forward and two backward; 8·E: the counts before them.
-    formula = "4·m·D·e + 8·E" if size["R"] > 1 else "0"
-    sizes = dict(size, **rows_of_rank([rows_RE], groups))
-    predicted = lesson00.evaluate(formula, sizes)
-    report.expect(row, "sends", "bytes", f"one layer, {name}, sends", predicted)
+    formula = "4·m·D·e + 8·E" if args.ep > 1 else "0"
+    check = f"bytes: one layer, {name}, sends"
+    letters = rows_of_rank([rows_RE], groups)
+    row["sends"] = cell(report, check, sum(sent), formula, **letters)
     sum_gradients(moe, groups)
-    found.update(lesson02.unshard_model(moe, "grad"))
+    found.update(unshard_model(moe, "grad"))
     for what in ("y", "dL/dx"):  # of this rank's tokens
         expected[what] = split_batch([expected[what]], groups)[0]
-    expected.update(lesson02.unshard_model(alone, "grad"))
+    expected.update(unshard_model(alone, "grad"))
     row["by y"] = router_gradient(alone, tensors)
-    compare_layer(report, row, name, found, expected)
+    row["diff"] = compare_layer(
+        report, name, found, expected, lesson00.ALLOWED[args.dtype]
+    )
     return row
 
 
-def random_layer(k: int, attraction: float, size: dict, args) -> tuple:
+def random_layer(case: tuple, size: dict, args) -> tuple:
     """An MoE layer, and its input and dL/dy [B, S, D]; the same on every rank."""
+    _, k, attraction = case
     torch.manual_seed(args.seed)
     moe = MoE(lesson01.MLP(size["D"], size["F"]), size["E"], k)
     tensors = torch.randn(2, size["B"], size["S"], size["D"])
@@ -525,41 +566,47 @@ def random_layer(k: int, attraction: float, size: dict, args) -> tuple:
 # ---- What is sent, and what is stored
 
 
-def show_communication(report, forwards, runs: dict, size: dict, groups: dict) -> None:
+def show_communication(report, forwards, runs: dict, args, groups: dict) -> None:
     """Calls and bytes of all steps as counted, against formulas."""
-    sizes = dict(size, n=len(forwards), steps=report.args.steps, own=0, rest=0)
-    sizes.update(rows_of_rank(forwards, groups))
+    take_calls("PyTorch")  # they are PyTorch's own: no row
+    size = report.size
+    n = len(forwards)
+    steps = args.steps
+    size.update(n=n, steps=steps, own=0, rest=0)
+    size.update(rows_of_rank(forwards, groups))
     for p in runs["EP"].model.parameters() if "EP" in runs else []:
-        sizes["own" if is_sharded_over(p, groups["ep"]) else "rest"] += p.numel()
-    Calls = lesson00.Calls
-    call = lambda phase, collective, axis: lesson00.Call("EP", phase, collective, axis)
-    exchanges = [Calls("2·n", "m·D·e")]  # to the experts, and back
+        size["own" if is_sharded_over(p, groups["ep"]) else "rest"] += p.numel()
     # g or f of attention and MLPs, as in lesson 02; then of the experts' rows.
-    under_tp = [Calls("2·L·steps", "b·S·D·e"), Calls("n", "got·D·e")]
+    size["z"] = lesson00.evaluate("2·L·steps·t + n·arrived", size)
+    under_tp = (2 * size["L"] * steps + n, "z·D·e")
     formulas = {
-        # First the counts: how many rows will come.
-        call("forward", "all-to-all", "ep"): [Calls("n", "8·E")] + exchanges,
-        call("backward", "all-to-all", "ep"): exchanges,
-        call("forward", "all-reduce", "tp"): under_tp,
-        call("backward", "all-reduce", "tp"): under_tp,
+        # First the counts: how many rows will come. Then to the experts, and back.
+        ("EP", "forward", "all-to-all", "ep"): (3 * n, "n·8·E + 2·n·m·D·e"),
+        ("EP", "backward", "all-to-all", "ep"): (2 * n, "2·n·m·D·e"),
+        ("EP", "forward", "all-reduce", "tp"): under_tp,
+        ("EP", "backward", "all-reduce", "tp"): under_tp,
         # Gradients: of experts only over dp, of all others over ep as well.
-        call("summing", "all-reduce", "ep"): [Calls("steps", "rest·e")],
-        call("summing", "all-reduce", "dp"): [Calls("steps", "(rest + own)·e")],
+        ("EP", "summing", "all-reduce", "ep"): (steps, "steps·rest·e"),
+        ("EP", "summing", "all-reduce", "dp"): (steps, "steps·(rest+own)·e"),
         # One float64, the squares of all gradients.
-        call("clipping", "all-reduce", "ep"): [Calls("steps", "8")],
-        call("clipping", "all-reduce", "tp"): [Calls("steps", "8")],
+        ("EP", "clipping", "all-reduce", "ep"): (steps, "steps·8"),
+        ("EP", "clipping", "all-reduce", "tp"): (steps, "steps·8"),
     }
     for axis in ("ep", "dp"):
         # Rows per expert for the balance loss; the number of targets, then the loss.
-        formulas[call("forward", "all-reduce", axis)] = [Calls("n", "8·E")]
-        of_loss = [Calls("steps", "8"), Calls("steps", "e")]
-        formulas[call("loss", "all-reduce", axis)] = of_loss
-    leave = f"m = {sizes['m']:.2f} rows leave per all-to-all"
-    report.section(f"Communication of rank 0: n = {sizes['n']} MoE passes, {leave}")
-    report.ledger(formulas, sizes, hide=["run", "ring"])
-    if size["R"] > 1:
-        text = f"rest = {sizes['rest']:,} elements of gradients are summed over ep"
-        report.conclude(f"{text}; own = {sizes['own']:,}, the experts', are not.")
+        formulas["EP", "forward", "all-reduce", axis] = (n, "n·8·E")
+        formulas["EP", "loss", "all-reduce", axis] = (2 * steps, "steps·(8 + e)")
+    leave = f"m = {size['m']:.2f} rows leave per all-to-all"
+    report.section(f"Communication of rank 0: n = {n} MoE passes, {leave}")
+    report.steps = 1  # the rows differ from step to step, so these are of all steps
+    mesh = {"dp": args.dp, "ep": args.ep, "tp": args.tp}
+    report.ledger(on_axes(formulas, mesh))
+    if args.tp > 1:
+        text = "z = 2·L·steps·t + n·arrived: rows that f or g sum; arrived: at experts"
+        report.say(text)
+    if args.ep > 1:
+        text = f"rest = {size['rest']:,} elements are summed over ep; own = "
+        report.say(f"{text}{size['own']:,}, the experts', are not.")
 
 
 # What is stored → bytes on a rank; every second layer has experts.
@@ -574,181 +621,21 @@ PARAMETERS = {
 TENSORS = "16·L + 5 + 3·L/2"
 
 
-def check_lesson_model(report, run: lesson02.TrainingRun, size: dict) -> None:
-    """Does the model without EP fit its formulas, or has it been edited?"""
-    predicted = lesson02.add_up(PARAMETERS, {"": dict(size, T=1, R=1)})[1][""]
-    used = lesson01.nbytes(p.grad for p in run.model.parameters())
-    report.is_edited = not isinstance(run.optimizer, torch.optim.AdamW)
-    # AdamW stores a 4-byte step count per tensor. Are the tensors the lesson's?
-    counts = (4 * len(run.parameters), 4 * lesson00.evaluate(TENSORS, size))
-    report.check_model(parameters=(used, predicted), **{"step counts": counts})
-
-
-def show_memory(report, runs: dict, size: dict, groups: dict, batch) -> None:
+def show_memory(report: lesson00.Report, runs: dict) -> None:
     """Bytes that a rank stores: parameters, gradients and AdamW's moments."""
-    sizes = {"without EP": dict(size, T=1, R=1), "EP": size}
-    measured = {"without EP": lesson02.bytes_stored(runs["without EP"], batch)}
-    if "EP" in runs:
-        measured["EP"] = lesson02.bytes_stored(runs["EP"], split_batch(batch, groups))
-    report.section("Memory per rank in bytes; gradients take as much as parameters")
-    rows, sums = lesson02.add_up(PARAMETERS, sizes)
-    text = "sum (all parts: --verbose)"
-    rows.append(lesson02.measured_row(report, "parameters", text, sums, measured))
-    lesson02.measured_row(report, "gradients", text, sums, measured)  # checked only
-    tensors = lesson00.evaluate(TENSORS, size)
-    # AdamW stores two moments per parameter, and a step count per tensor.
-    total = {name: 2 * sums[name] + 4 * tensors for name in sizes}
-    text = f"2·sum + 4·{tensors} step counts"
-    rows.append(lesson02.measured_row(report, "optimizer state", text, total, measured))
-    report.table("memory", rows if report.args.verbose else rows[-3:])
+    size = report.size
+    letters = {"without EP": dict(size, T=1, R=1), "EP": size}
+    report.section("Memory per rank in bytes; sum = of the terms in PARAMETERS, above")
+    rows, sums = memory_rows(report, PARAMETERS, letters, runs, TENSORS)
+    report.table(rows[len(PARAMETERS) :])  # the sums; the terms would fill the screen
     part = f"{100 * sums['EP'] / sums['without EP']:.0f} % of all parameters"
-    report.conclude(f"With R = {size['R']} and T = {size['T']} a rank stores {part}.")
+    report.say(f"With R = {size['R']} and T = {size['T']} a rank stores {part}.")
 
 
-# ==== BREAK IT
-
-BREAKS = {
-    "no-backward": dict(
-        target="ExpertParallel.__init__",
-        old="    self.exchange = AllToAllRows.apply\n",
-        new="    self.exchange = all_to_all_rows\n",
-        what="rows travel by a plain all-to-all, which autograd does not track",
-        symptom="the loss of step 1 is right, and it falls; experts have no gradient",
-        why="what arrives is a new tensor without history. Embedding, attention and "
-        "shared experts still learn, which is enough for a loss that falls",
-        reported="github.com/facebookresearch/fairscale/pull/137 (adds the backward); "
-        "pytorch/torchtitan, 989",
-    ),
-    "router": dict(
-        target="MoE.forward",
-        old="    weights_tk = probs_tk / probs_tk.sum(-1, keepdim=True)\n",
-        new="    weights_tk = probs_tk / probs_tk.sum(-1, keepdim=True)\n"
-        "    if self.batch_groups:\n"
-        "        weights_tk = weights_tk.detach()\n",
-        what="with EP the weights of the experts' outputs have no history",
-        symptom="the loss of step 1 is right; the router's gradient is too small",
-        why="the choice of experts has no gradient, so only the weights connect the "
-        "router with the loss; what is left is the balance loss",
-        reported="github.com/NVIDIA-NeMo/Automodel/pull/2995, point 2 (probabilities "
-        "were gathered by a plain all-gather); huggingface/transformers, 48687",
-    ),
-    "balance": dict(
-        target="balance_loss",
-        old="    share_E = all_counts_E.to(probs_tE.dtype) / rows\n",
-        new="    share_E = counts_E.to(probs_tE.dtype) / counts_E.sum()\n",
-        what="the balance loss uses the shares of this rank's rows",
-        symptom="the loss is slightly too large, and the router's gradient is wrong",
-        why="each rank is pushed to spread its own tokens evenly, although the batch "
-        "may be balanced; a mean of products is not the product of means",
-        reported="arXiv:2501.11873 (the usual implementation); "
-        "github.com/pytorch/torchtitan/pull/4772",
-    ),
-    "divided": dict(
-        target="sum_gradients",
-        old='    for axis in ("ep", "dp"):\n',
-        new="    for p in model.parameters():\n"
-        '        if is_sharded_over(p, groups["ep"]):\n'
-        '            p.grad /= groups["ep"].size()\n'
-        '    for axis in ("ep", "dp"):\n',
-        what="gradients of experts are divided by the number of ep ranks",
-        symptom="step 1's loss is right; gradients of experts are not",
-        why="the division is right if each rank's loss is the mean of its own tokens "
-        "and all other gradients are averaged; here the loss is divided by all tokens",
-        reported="github.com/pytorch/pytorch/issues/160285 (a factor of R); "
-        "databricks/megablocks, 86; NVIDIA/Megatron-LM, 5956",
-    ),
-    "all": dict(
-        target="sum_gradients",
-        old="            is_complete = is_sharded_over(p, groups[axis])\n",
-        new="            is_complete = False\n",
-        what="all gradients are summed over ep, as plain data parallelism does",
-        symptom="the loss of step 1 is right; experts get each other's gradients",
-        why="the ranks of ep hold different experts under the same name and shape, so "
-        "nothing complains",
-        reported="github.com/NVIDIA/Megatron-LM/pull/5916 (gradients mix)",
-    ),
-    "replicas": dict(
-        target="sum_gradients",
-        old="            is_complete = is_sharded_over(p, groups[axis])\n",
-        new='            is_complete = is_sharded_over(p, groups["ep"])\n',
-        what="replicas of an expert on several dp ranks keep their own gradients",
-        symptom="the loss of step 1 is right; then replicas of experts differ",
-        why="if ep is smaller than the ranks that split the batch, several ranks hold "
-        "the same expert, and each has the gradient of its own ep group's tokens",
-        reported="github.com/NVIDIA-NeMo/Automodel/pull/3135; "
-        "facebookresearch/fairseq, 4220",
-    ),
-    "shared": dict(
-        target="sum_gradients",
-        old="        for p in model.parameters():\n"
-        "            is_complete = is_sharded_over(p, groups[axis])\n",
-        new="        for name, p in model.named_parameters():\n"
-        '            is_complete = "expert" in name\n',
-        what="experts are found by name, and shared_expert has the word in its name",
-        symptom="the loss of step 1 is right; replicas of the shared expert diverge",
-        why="a shared expert is replicated on all ranks of ep, and each applies it to "
-        "its own tokens, so its gradient has to be summed",
-        reported="github.com/NVIDIA-NeMo/Automodel/pull/3817 (experts by name); "
-        "alibaba/Pai-Megatron-Patch, 397 (a shared expert's gate)",
-    ),
-    "twice": dict(
-        target="ep_moe",
-        old="    return moe\n",
-        new="    moe.shared_expert.register_forward_hook(\n"
-        '        lambda mlp, x, y: lesson01.ReduceFromTP.apply(y, groups["tp"])\n'
-        "    )\n"
-        "    return moe\n",
-        what="under TP the output of the shared expert is summed over tp a second time",
-        symptom="the loss of step 1 is wrong: the shared expert counts T times",
-        why="its down_proj has summed the partial outputs already, so all ranks of tp "
-        "hold the complete output",
-        reported="github.com/RBLN-SW/vllm-rbln/pull/960",
-    ),
-    "inverse": dict(
-        target="ExpertParallel.forward",
-        old="    y = undo_sort(y, order)\n",
-        new="    y = y[order]\n",
-        what="rows are sorted a second time by `order`, instead of by its inverse",
-        symptom="no error; losses are wrong: tokens get the outputs of other tokens",
-        why="y[order] undoes a sort only if order is its own inverse. With one expert "
-        "per rank nothing is sorted, so a small test passes",
-        reported="github.com/tile-ai/TileOPs/pull/640",
-    ),
-    "empty": dict(
-        target="ExpertParallel.forward",
-        old="    y = lesson01.ReduceFromTP.apply(partial_y, self.tp_group)  # g\n",
-        new="    y = lesson01.ReduceFromTP.apply(partial_y, self.tp_group)  # g\n"
-        "    if len(y) == 0:\n"
-        "        y = y.new_empty(y.shape)\n",
-        what="a rank whose experts get no rows returns a new, empty tensor",
-        symptom="training works until a rank gets no rows; then backward hangs",
-        why="the new tensor has no history, so this rank does not call the all-to-alls "
-        "of backward, and the others wait for it",
-        reported="github.com/PaddlePaddle/PaddleFormers/pull/3010; NVIDIA/Megatron-LM, "
-        "4851",
-    ),
-    "norm": dict(
-        target="ep_norm",
-        old='    for axis in ("ep", "tp"):\n'
-        "        total = lesson00.all_reduce(total, groups[axis])\n",
-        new='    total = lesson00.all_reduce(total, groups["tp"])\n',
-        what="squares are not summed over ep: a norm lacks a part of the gradient",
-        symptom="gradients are right; norms differ between ranks, so replicas diverge",
-        why="the squares of an expert's gradient are on its owner, and those of a "
-        "replicated one are divided by R on each rank: the sum over ep completes both",
-        reported="github.com/NVIDIA-NeMo/Automodel/pull/3817; NVIDIA/Megatron-LM, 5916",
-    ),
-}
-
-
-# ==== FLAGS
-# region
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    """The flags of the model. ValueError if it cannot be built or split."""
-    sizes = {"steps": 3, "layers": 2, "batch_size": 0, "seq_len": 32, "vocab_size": 257}
-    parser = lesson00.lesson_parser(__doc__, BREAKS, sections=6, **sizes)
+if __name__ == "__main__":
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    lesson02.add_model_flags(parser)
     add = parser.add_argument
     positive = lesson00.positive
     add("--ep", type=positive, help="R, ranks that split the experts (ranks / tp)")
@@ -756,72 +643,7 @@ def parse_args(ranks: int) -> argparse.Namespace:
     add("--experts", type=positive, help="E (8, or the next multiple of R)")
     add("--top-k", type=positive, default=2, help="k, experts per token (2)")
     add("--balance", type=float, default=0.01, help="weight of the balance loss (0.01)")
-    add("--hidden", type=positive, help="D (8 per head)")
-    add("--heads", type=positive, help="N (2·K)")
-    add("--kv-heads", type=positive, help="K (4, or the next multiple of T)")
-    add("--clip", type=float, default=0.5, help="largest norm of a gradient (0.5)")
-    args = parser.parse_args()
-    args.dropout = 0.0  # each rank would have to sample its part of one mask
-    fill_mesh(args, ranks)
-    R, batch_ranks = args.ep, ranks // args.tp
-    args.experts = args.experts or R * math.ceil(8 / R)
-    args.batch_size = args.batch_size or batch_ranks * math.ceil(8 / batch_ranks)
-    args.kv_heads = args.kv_heads or args.tp * math.ceil(4 / args.tp)
-    args.heads = args.heads or 2 * args.kv_heads
-    args.hidden = args.hidden or 8 * args.heads
-    lesson01.must_divide(args, "experts", R, "(--ep)")
-    lesson01.must_divide(args, "batch_size", batch_ranks, "ranks of dp × ep")
-    lesson01.must_divide(args, "layers", 2, "(every second layer has experts)")
-    lesson01.must_divide(args, "kv_heads", args.tp, "(--tp)")
-    lesson01.must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
-    lesson01.must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
-    lesson01.raise_refused(args)
-    if args.top_k > args.experts:
-        text = f"there are {args.experts} experts; take --top-k {args.experts}"
-        raise ValueError(f"--top-k {args.top_k}: {text}")
-    if args.bug == "inverse" and args.experts == R:
-        text = f"one expert per rank, so nothing is sorted; take --experts {2 * R}"
-        raise ValueError(f"--break inverse with --experts {R}: {text}")
-    lesson02.raise_wrong_sizes(args)
-    if not args.balance >= 0:
-        raise ValueError(f"--balance {args.balance}: must be at least 0")
-    if args.balance == 0 and args.top_k == 1:
-        text = "nothing trains the router; take --balance 0.01"
-        raise ValueError(f"--balance 0 with --top-k 1: {text}")
-    return args
-
-
-def fill_mesh(args, ranks: int) -> None:
-    """Fill in --ep and --tp. ValueError if the ranks cannot be split like this."""
-    if args.bug == "twice" and args.tp == 1 and ranks > 1:
-        if ranks % 2 != 0:
-            raise ValueError("--break twice needs an even number of ranks")
-        args.tp = 2  # with one rank in a TP group a second sum changes nothing
-    if args.bug == "replicas" and not args.ep:
-        args.ep = max(1, ranks // (2 * args.tp))  # so that dp has 2 ranks
-    args.ep = args.ep or max(1, ranks // args.tp)
-    if ranks % (args.ep * args.tp) != 0:
-        product = f"{args.ep} · {args.tp} = {args.ep * args.tp}"
-        tp = math.gcd(ranks, args.tp)
-        take = f"take --ep {math.gcd(ranks // tp, args.ep)} --tp {tp}"
-        text = f"--ep · --tp: {product} does not divide {ranks} ranks"
-        raise ValueError(f"{text}; {take}")
-    if args.bug == "replicas" and args.ep * args.tp == ranks > 1:
-        text = "no expert has a replica; take --ep 1 --tp 1"
-        raise ValueError(f"--break replicas with --ep {args.ep} --tp {args.tp}: {text}")
-
-
-def letters_of(args) -> dict[str, int]:
-    """The letters of the shape legend."""
-    size = lesson02.sizes_of(args)
-    b = args.batch_size * args.tp // args.ranks
-    size.update(T=args.tp, R=args.ep, E=args.experts, k=args.top_k)
-    size.update(b=b, t=b * args.seq_len)
-    return size
-
-
-# endregion
-
-
-if __name__ == "__main__":
-    lesson00.launch(main, parse_args, globals())
+    parser.set_defaults(
+        dropout=0.0, batch_size=None, clip=0.5
+    )  # B: 8, or more if R·dp needs it
+    lesson00.launch(main, sizes, parser)

@@ -21,8 +21,8 @@ Try one change at a time (answers: notebooks/18_in_pieces.ipynb, sections 3 and 
        What does section 3 of the output say?
     3. --pieces 8: which number of section 5 halves, and what grows in section 4?
 
-How to read this file: NEW is the lesson, RUN trains and prints, BREAK IT lists bugs for
-`--break NAME`. Short of time? Read gather_in_pieces and chunked_cross_entropy.
+How to read this file: NEW is the lesson, RUN trains and prints. Bugs: tools/bug.py.
+Short of time? Read gather_in_pieces and chunked_cross_entropy.
 
 Shapes: B batch, S sequence, D hidden, F MLP width, V vocabulary, L layers, T ranks in
     the TP group, e bytes per element. UPPERCASE is the full size, lowercase is this
@@ -44,17 +44,17 @@ import math
 import os
 import sys
 import time
-import weakref
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     from course import lesson00, lesson01, lesson02, lesson03, lesson04
+    from harness import cell, on_axes, take_calls
+    from travels import PeakBytes, Travels
 except ModuleNotFoundError as error:  # a copy of this file, without its repository
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # rank 0 says why, and torchrun ends all
@@ -62,10 +62,10 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 18: products and the loss in pieces
-# Read lines 65 to 317, in about 25 minutes. Stop at RUN.
+# Read lines 65 to 315, in about 25 minutes. Stop at RUN.
 
-# From lesson 00: COMM.record counts a collective. Called with async_op=True, it only
-# starts; work.wait() waits until its result is there.
+# From lesson 00: a collective that is called with async_op=True only starts;
+# work.wait() waits until its result is there.
 # From lesson 04: a rank has s = S/T positions. In front of column-parallel linears the
 # sequence is gathered, after row-parallel ones it is reduce-scattered; in backward the
 # other way round. all_reduce_replicated_gradients sums those of LayerNorms and biases.
@@ -83,8 +83,7 @@ def start_gathers(x_BsD: Tensor, tp_group: dist.ProcessGroup, pieces: int) -> li
     started = []
     for piece in lesson00.split(x_BsD, 1, pieces):
         slices = [torch.empty_like(piece) for _ in range(tp_group.size())]
-        with lesson00.COMM.record("all-gather", piece, tp_group, len(slices)):
-            work = dist.all_gather(slices, piece, group=tp_group, async_op=True)
+        work = dist.all_gather(slices, piece, group=tp_group, async_op=True)
         started.append((slices, work))
     return started
 
@@ -142,8 +141,7 @@ def start_scatters(
             x = parts[rank * pieces + i]
             partial_ys.append(F.linear(x, weight))
         y = torch.empty_like(partial_ys[0])
-        with lesson00.COMM.record("reduce-scatter", y, tp_group, T):
-            work = dist.reduce_scatter(y, partial_ys, group=tp_group, async_op=True)
+        work = dist.reduce_scatter(y, partial_ys, group=tp_group, async_op=True)
         started.append((y, work))
     return started
 
@@ -321,49 +319,73 @@ class WithGradient(torch.autograd.Function):
 def main(args, report: lesson00.Report) -> None:
     """Train the same model three times on the same batches; then head and loss."""
     tp_group = lesson00.mesh_groups({"tp": args.ranks}, args.timeout)["tp"]
-    size = lesson02.sizes_of(args)
-    size["v"] = math.ceil(args.vocab_size / args.ranks)
-    size["Y"] = args.batch_size * args.seq_len * args.hidden * size["e"]
-    size["Q"] = args.pieces
-    report.begin({"tp": args.ranks}, size)
     full = lesson02.make_transformer(args)
     batches = lesson02.make_batches(__doc__, args, args.steps)
 
     runs = {}
     model = copy.deepcopy(full)
     runs["without TP"] = lesson02.train_transformer("without TP", model, batches, args)
-    lesson02.check_reference(report, runs["without TP"], batches[0], size)
-    sum_up = partial(lesson04.all_reduce_replicated_gradients, tp_group=tp_group)
-    train = partial(
-        lesson04.train_with_tp,
-        batches=batches, args=args, tp_group=tp_group, sum_up=sum_up,
-    )  # fmt: skip
     # If your edit raises an error in one run, its column says so; the others continue.
-    with report.column("TP + SP"):
+    with report.run("TP + SP"):
         model = lesson04.sp_transformer(full, tp_group)
-        runs["TP + SP"] = train("TP + SP", model)
-    with report.column("in pieces"):
+        runs["TP + SP"] = train("TP + SP", model, batches, args, tp_group)
+    with report.run("in pieces"):
         model = transformer_in_pieces(full, tp_group, args.pieces)
-        runs["in pieces"] = train("in pieces", model)
+        runs["in pieces"] = train("in pieces", model, batches, args, tp_group)
 
-    lesson02.show_training(report, runs)
+    show_training(report, runs, args)
+    with report.run("one MLP"):
+        show_what_travels(report, args, tp_group)
+    show_communication_in_pieces(report)
+    with report.run("head and loss"):
+        show_head_and_loss(report, runs["without TP"], full, batches[0], args, tp_group)
+
+
+def sizes(args) -> dict[str, int]:
+    """The letters of the legend. ValueError if the model cannot be built or sharded."""
+    both = args.ranks * args.pieces
+    args.seq_len = args.seq_len or both * math.ceil(32 / both)
+    size = lesson02.transformer_sizes(args)
+    lesson00.must_divide(args, "seq_len", both, "ranks · --pieces")
+    size["v"] = math.ceil(args.vocab_size / args.ranks)
+    size["Y"] = lesson00.evaluate("B·S·D·e", size)
+    size["Q"] = args.pieces
+    return size
+
+
+def train(name: str, model, batches, args, tp_group) -> lesson02.TrainingRun:
+    """Train a model whose sequence and vocabulary are split, as lesson 04 does."""
+    loss_of = partial(
+        lesson03.sharded_loss, tp_group=tp_group, vocab_size=args.vocab_size
+    )
+    sum_up = partial(lesson04.all_reduce_replicated_gradients, tp_group=tp_group)
+    run = lesson02.train_transformer(
+        name, model, batches, args, tp_group, loss_of=loss_of, after_backward=sum_up
+    )
+    lesson03.trim_padding(run)  # of the vocabulary, whose rows T need not divide
+    return run
+
+
+# ---- The sections of the output, in order
+
+
+def show_training(report: lesson00.Report, runs: dict, args) -> None:
+    """Losses, norms before clipping, parameters after training; gradients of step 1."""
+    allowed = lesson00.ALLOWED[args.dtype]
+    values = lambda field: lesson01.values_of(runs, field)
+    report.section("Losses; and after training, norms and parameters")
+    report.compare("losses", values("losses"), lesson00.ALLOWED_LOSS[args.dtype])
+    # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
+    report.compare("norms", values("norms"), allowed, brief=True)
+    report.compare("parameters", values("parameters"), allowed, brief=True)
     report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
-    gradients = lesson01.values_of(runs, "gradients")
-    report.compare("gradients", gradients, fold=lesson02.module_of)
-    with report.column("one MLP"):
-        show_what_travels(report, size, tp_group)
-    show_communication_in_pieces(report, size)
-    with report.column("head and loss"):
-        show_head_and_loss(report, runs["without TP"], full, batches[0], tp_group)
+    report.compare("gradients", values("gradients"), allowed, fold=lesson02.module_of)
 
 
-# ---- What is computed while a call travels
-
-
-def show_what_travels(report, size: dict[str, int], tp_group) -> None:
+def show_what_travels(report: lesson00.Report, args, tp_group) -> None:
     """Of one MLP's calls: how many have a product between their start and their end?"""
     report.section("One MLP: calls with a product between start and wait")
-    report.say("   In pieces: 1 + Q·(T - 1) products a gather, Q·T a reduce-scatter.")
+    report.say("In pieces: 1 + Q·(T - 1) products a gather, Q·T a reduce-scatter.")
     predicted = {  # run, phase → calls, and those behind a product
         ("TP + SP", "forward"): ("2", "0"),
         ("TP + SP", "backward"): ("3", "0"),
@@ -372,22 +394,20 @@ def show_what_travels(report, size: dict[str, int], tp_group) -> None:
         ("in pieces", "backward"): ("2·Q + 1", "2·Q + 1"),
     }
     rows = []
-    for (run, phase), seen in watch_mlps(report.args, tp_group).items():
+    for (run, phase), seen in watch_mlps(args, tp_group).items():
+        behind = len([n for n in seen.behind if n > 0])
         row = {"run": run, "phase": phase, "products": seen.products}
-        row["calls"] = len(seen.behind)
-        row["behind a product"] = len([n for n in seen.behind if n > 0])
+        row.update({"calls": len(seen.behind), "behind a product": behind})
         calls, row["formula"] = predicted[run, phase]
-        if size["T"] > 1:
-            name = f"{run}, {phase} of an MLP"
-            number = lesson00.evaluate(calls, size)
-            report.expect(row, "calls", "calls", name, number)
-            number = lesson00.evaluate(row["formula"], size)
-            name = f"{name}, behind a product"
-            report.expect(row, "behind a product", "calls", name, number)
+        if args.ranks > 1:
+            name = f"calls: {run}, {phase} of an MLP"
+            row["calls"] = cell(report, name, len(seen.behind), calls)
+            name += ", behind a product"
+            row["behind a product"] = cell(report, name, behind, row["formula"])
         rows.append(row)
-    report.table("travels", rows)
-    if size["T"] > 1:
-        report.conclude(
+    report.table(rows)
+    if args.ranks > 1:
+        report.say(
             "TP + SP waits for each of its calls. In pieces, 1 call has nothing to "
             "hide behind: the last reduce-scatter of forward."
         )
@@ -412,215 +432,92 @@ def watch_mlps(args, tp_group) -> dict:
     return seen
 
 
-# ---- What is sent
-
-
-def show_communication_in_pieces(report, size: dict[str, int]) -> None:
+def show_communication_in_pieces(report: lesson00.Report) -> None:
     """More calls, the same bytes."""
-    Calls = lesson00.Calls
-    inputs = "(2·L + 1)"  # that are gathered; as many outputs are reduce-scattered
-    # In pieces: the output of the embedding has no product, so it is sent whole.
-    outputs = [Calls("2·L·Q", "Y/Q"), Calls("1", "Y")]
-    # In backward dL/dy of these is gathered, and each input a second time.
-    gathers = [Calls("2·L·Q", "Y/Q"), Calls("(2·L + 2)", "Y")]
+    L = report.size["L"]
+    Q = report.size["Q"]
+    inputs = 2 * L + 1  # that are gathered; as many outputs are reduce-scattered
+    once = (inputs, "(2·L + 1)·Y")
     formulas = {
-        ("TP + SP", "forward", "all-gather"): [Calls(inputs, "Y")],
-        ("TP + SP", "forward", "reduce-scatter"): [Calls(inputs, "Y")],
-        ("TP + SP", "backward", "all-gather"): [Calls(f"2·{inputs}", "Y")],
-        ("TP + SP", "backward", "reduce-scatter"): [Calls(inputs, "Y")],
-        ("in pieces", "forward", "all-gather"): [Calls(f"{inputs}·Q", "Y/Q")],
-        ("in pieces", "forward", "reduce-scatter"): outputs,
-        ("in pieces", "backward", "all-gather"): gathers,
-        ("in pieces", "backward", "reduce-scatter"): [Calls(f"{inputs}·Q", "Y/Q")],
-    }
+        ("TP + SP", "forward", "all-gather"): once,
+        ("TP + SP", "forward", "reduce-scatter"): once,
+        ("TP + SP", "backward", "all-gather"): (2 * inputs, "2·(2·L + 1)·Y"),
+        ("TP + SP", "backward", "reduce-scatter"): once,
+        ("in pieces", "forward", "all-gather"): (inputs * Q, "(2·L + 1)·Y"),
+        # The output of the embedding has no product, so it is sent whole.
+        ("in pieces", "forward", "reduce-scatter"): (2 * L * Q + 1, "(2·L + 1)·Y"),
+        # dL/dy of 2·L outputs in pieces; dL/dy of the embedding, and inputs again.
+        ("in pieces", "backward", "all-gather"): (
+            2 * L * Q + 2 * L + 2, "2·(2·L + 1)·Y",
+        ),
+        ("in pieces", "backward", "reduce-scatter"): (inputs * Q, "(2·L + 1)·Y"),
+    }  # fmt: skip
     for run in ("TP + SP", "in pieces"):  # as lesson 04 has it
-        formulas[run, "loss", "all-reduce"] = [Calls("3", "B·S·e")]
-        formulas[run, "summing", "all-reduce"] = [Calls("1", "(6·L + 2)·D·e")]
-        formulas[run, "clipping", "all-reduce"] = [Calls("1", "8")]
+        formulas[run, "loss", "all-reduce"] = (3, "3·B·S·e")
+        formulas[run, "summing", "all-reduce"] = (1, "(6·L + 2)·D·e")
+        formulas[run, "clipping", "all-reduce"] = (1, "8")
     report.section("Communication per step: pieces add calls, and no bytes")
-    calls = {lesson00.Call(*key, "tp"): formulas[key] for key in formulas}
-    brief = ["loss", "summing", "clipping"]
-    steps = report.args.steps
-    report.ledger(calls, size, steps=steps, hide=["ring"], brief=brief)
-    if report.args.ranks > 1 and not report.raised:
+    calls = {(*key, "tp"): formula for key, formula in formulas.items()}
+    calls = on_axes(calls, {"tp": report.size["T"]})
+    report.ledger(calls, brief=["loss", "summing", "clipping"])
+    if report.sent and not report.raised:
         sent = {"TP + SP": 0, "in pieces": 0}
-        for row in report.data["communication"]:
-            sent[row["run"]] += row["bytes"]
-        report.conclude(
+        for call, payloads in lesson00.METER.calls.items():
+            sent[call[0]] += sum(payloads) // report.steps
+        report.say(
             f"TP + SP sends {sent['TP + SP']:,} bytes of payload, in pieces "
             f"{sent['in pieces']:,}."
         )
 
 
-# ---- Head and loss
-
-
-def show_head_and_loss(report, alone, full, batch: tuple, tp_group) -> None:
+def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> None:
     """Head and loss of lesson 03's model, at once and in pieces: is all the same?
 
     alone: the run without TP, with the loss and the gradients of step 1.
     """
     report.section("Head and loss of lesson 03's model, at once and in pieces")
-    args = report.args
-    size = report.data["size"]
     expected = dict(alone.gradients, loss=alone.losses["loss, step 1"])
     rows = []
     for run, pieces in (("at once", 1), ("in pieces", args.pieces)):
-        row = {"head and loss": run}
-        model = lesson03.vocab_transformer(full, tp_group)
-        results = measure_head(row, model, batch, args, tp_group, pieces)
-        # In forward logits, x − m, exp and softmax; in backward also four.
-        row["formula"] = "4·B·S·v·e" if run == "at once" else "4·B·S·v·e/Q"
-        row.update({"diff": 0.0, "off": []})
         what = f"head and loss {run}"
-        if args.ranks > 1:  # the loss has three all-reduces, f of the head one
-            report.expect(row, "calls", "calls", what, 3 * pieces + 1)
-            predicted = lesson00.evaluate("3·B·S·e + Y", size)
-            report.expect(row, "bytes", "bytes", what, predicted)
-        # The meter sees shapes only: it must be able to tell logits from h and x.
-        if size["v"] != size["D"] and size["S"] > pieces:
-            predicted = lesson00.evaluate(row["formula"], size)
-            report.expect(row, "peak of logits", "memory", what, predicted)
+        model = lesson03.vocab_transformer(full, tp_group)
+        results, peak = measure_head(what, model, batch, args, tp_group, pieces)
+        row = {"head and loss": run} | head_cells(report, what, pieces, peak)
+        diffs = {}
         for name, value in expected.items():
-            diff = lesson00.rel_diff(results[name], value)
-            row["diff"] = max(row["diff"], diff)
-            if not report.check("pieces", f"{name}, {what}", diff, report.allowed):
-                row["off"].append("diff")
+            allowed = lesson00.ALLOWED[args.dtype]
+            diffs[name] = report.agree(
+                f"pieces: {name}, {what}", results[name], value, allowed
+            )
+        row["diff"] = f"{max(diffs.values()):.1e}"
         rows.append(row)
-    report.table("pieces", rows)
-    if size["S"] > args.pieces > 1:
-        report.conclude(
-            "At the peak there are four tensors of logits; in pieces each has 1/"
-            f"{args.pieces} of the positions. diff: from the model without TP."
-        )
+    report.table(rows)
+    if report.size["S"] > args.pieces > 1:
+        text = "At the peak: four tensors of logits, in pieces each of 1/"
+        report.say(f"{text}{args.pieces} of the positions.")
 
 
-# ==== BREAK IT
-
-BREAKS = {
-    "pieces": dict(
-        target="start_scatters",
-        old="            x = parts[rank * pieces + i]\n",
-        new="            x = parts[i * T + rank]\n",
-        what="a piece is the next 1/Q of the sequence, and is scattered over the ranks",
-        symptom="all shapes are right; positions are mixed up, so losses are wrong",
-        why="each rank gets a part of every piece, and these are 1/Q of the sequence "
-        "apart; its x has neighbors, so its output belongs to other positions",
-        reported="github.com/THUDM/slime/issues/1871 (of context parallelism)",
-    ),
-    "partial": dict(
-        target="chunked_cross_entropy",
-        old="    grad_BSD = lesson00.all_reduce(leaf_BSD.grad, tp_group)\n",
-        new="    grad_BSD = leaf_BSD.grad\n",
-        what="head and loss in pieces: a partial dL/dh is passed on as complete",
-        symptom="the loss and the head's gradients are right; all other gradients lack "
-        "what the other ranks' columns contribute",
-        why="the pieces' gradients were collected in a buffer that was taken to be "
-        "replicated, as h is; each rank's is one of T partial sums",
-        reported="github.com/pytorch/torchtitan/pull/3412",
-    ),
-}
+def head_cells(report: lesson00.Report, what: str, pieces: int, peak: int) -> dict:
+    """Calls and bytes of head and loss, and the peak of logits; checked."""
+    size = report.size
+    payloads = take_calls(what).get((what, "loss", "all-reduce", "tp"), [])
+    # In forward logits, x − m, exp and softmax; in backward also four.
+    formula = "4·B·S·v·e" if what.endswith("at once") else "4·B·S·v·e/Q"
+    cells = {"calls": len(payloads), "bytes": sum(payloads)}
+    cells.update({"peak of logits": f"{peak:,}", "formula": formula})
+    if size["T"] > 1:  # the loss has three all-reduces, f of the head one
+        calls = str(3 * pieces + 1)
+        cells["calls"] = cell(report, f"calls: {what}", len(payloads), calls)
+        nbytes = "3·B·S·e + Y"
+        cells["bytes"] = cell(report, f"bytes: {what}", sum(payloads), nbytes)
+    # The meter sees shapes only: it must be able to tell logits from h and x.
+    if size["v"] != size["D"] and size["S"] > pieces:
+        cells["peak of logits"] = cell(report, f"memory: {what}", peak, formula)
+    return cells
 
 
-# ==== FLAGS
-# region
-
-
-def parse_args(ranks: int) -> argparse.Namespace:
-    sizes = {"steps": 3, "layers": 2, "batch_size": 4, "seq_len": 0, "vocab_size": 257}
-    parser = lesson00.lesson_parser(__doc__, BREAKS, sections=5, **sizes)
-    text = "pieces of a rank's slice of the sequence (4)"
-    parser.add_argument("--pieces", type=lesson00.positive, default=4, help=text)
-    args = lesson02.parse_sizes(parser, ranks)
-    both = ranks * args.pieces
-    args.seq_len = args.seq_len or both * math.ceil(32 / both)
-    lesson01.must_divide(args, "seq_len", both, "ranks · --pieces")
-    lesson01.raise_refused(args)
-    return args
-
-
-# ---- What is computed while a call travels
-
-
-class Travels(TorchDispatchMode):
-    """Within `with`: products, and for each call how many were computed before its end.
-
-    A call that waits itself ends at once.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.products = 0
-        self.behind = []
-
-    def __enter__(self):
-        self.calls = {name: getattr(dist, name) for name in WATCHED}
-        for name, call in self.calls.items():
-            setattr(dist, name, partial(self.start, call))
-        return super().__enter__()
-
-    def __exit__(self, kind, error, trace):
-        for name, call in self.calls.items():
-            setattr(dist, name, call)
-        return super().__exit__(kind, error, trace)
-
-    def start(self, call, *args, **kwargs):
-        """Make a call; what it returns to wait for says when that happens."""
-        work = call(*args, **kwargs)
-        self.behind.append(0)
-        return work and Waiting(work, self, len(self.behind) - 1, self.products)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in PRODUCTS:
-            self.products += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Waiting:
-    """The Work of one call; wait() notes how many products came since its start."""
-
-    def __init__(self, work: dist.Work, seen: Travels, number: int, products: int):
-        self.work = work
-        self.seen = seen
-        self.number = number
-        self.products = products  # before the call
-        self.has_ended = False
-
-    def wait(self) -> None:
-        if not self.has_ended:
-            self.seen.behind[self.number] = self.seen.products - self.products
-        self.has_ended = True
-        self.work.wait()
-
-
-WATCHED = ("all_gather", "reduce_scatter")
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
-
-
-# ---- How much memory head and loss take
-
-
-class PeakBytes(TorchDispatchMode):
-    """Within `with`: the most bytes at one time in floats [B, S, columns]."""
-
-    def __init__(self, columns: int):
-        super().__init__()
-        self.columns = columns
-        self.alive = weakref.WeakSet()  # a storage leaves it when it is freed
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point() and out.dim() == 3:
-            # Larger than the bias and its gradient.
-            if out.shape[-1] == self.columns and out.numel() > self.columns:
-                self.alive.add(out.untyped_storage())
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.alive))
-        return out
-
-
-def measure_head(row: dict, model, batch: tuple, args, tp_group, pieces: int) -> dict:
-    """Loss and gradients of a batch; in row calls, bytes and peak of head and loss."""
+def measure_head(run, model, batch: tuple, args, tp_group, pieces: int) -> tuple:
+    """Loss and gradients of a batch, and the most bytes of logits at one time."""
     torch.manual_seed(args.seed + 1)  # the dropout masks of step 1
     head = model.lm_head
     model.lm_head = nn.Identity()  # so that the model returns hidden states
@@ -629,28 +526,26 @@ def measure_head(row: dict, model, batch: tuple, args, tp_group, pieces: int) ->
     leaf_BSD = h_BSD.detach().requires_grad_()
     target_BS = batch[1]
     V = args.vocab_size
-    run = f"head and loss {row['head and loss']}"
-    with lesson00.COMM.label(run, "loss"), PeakBytes(len(head.weight)) as meter:
+    with PeakBytes(len(head.weight)) as meter, lesson00.METER.phase(run, "loss"):
         if run.endswith("at once"):
             loss = lesson03.sharded_loss(head(leaf_BSD), target_BS, tp_group, V)
         else:
             loss = chunked_cross_entropy(leaf_BSD, target_BS, head, tp_group, V, pieces)
         loss.backward()
     h_BSD.backward(leaf_BSD.grad)
-    call = lesson00.Call(run, "loss", "all-reduce", "tp")
-    row["calls"] = lesson00.COMM.calls[call]
-    row["bytes"] = lesson00.COMM.bytes[call]
-    row["peak of logits"] = meter.peak
     results = lesson02.unshard_model(model, "grad")
     for name, p in model.named_parameters():
         if hasattr(p, "rows"):  # the others are padding
             results[name] = results[name][: p.rows]
     results["loss"] = loss.item()
-    return results
-
-
-# endregion
+    return results, meter.peak
 
 
 if __name__ == "__main__":
-    lesson00.launch(main, parse_args, globals())
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    lesson02.add_model_flags(parser)
+    text = "pieces of a rank's slice of the sequence (4)"
+    parser.add_argument("--pieces", type=lesson00.positive, default=4, help=text)
+    parser.set_defaults(seq_len=None)  # 32, or the next multiple of ranks · --pieces
+    lesson00.launch(main, sizes, parser)

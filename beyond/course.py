@@ -3,7 +3,7 @@
 A lesson's file name begins with a digit, so Python's import statement cannot name it.
 Of each file only its own part is loaded, above CARRIED OVER. What it carries over comes
 from the earlier lessons' modules, so a definition exists once: all lessons count their
-calls in one COMM, and `lesson04.MLP is lesson01.MLP`.
+calls in one METER, and `lesson04.MLP is lesson01.MLP`.
 """
 
 import re

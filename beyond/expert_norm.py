@@ -6,7 +6,8 @@ A helper of beyond/16_expert_parallel.py, no script.
 import math
 
 import torch
-from course import lesson00, lesson01
+from course import lesson00
+from shardings import shardings_of
 
 
 def ep_norm(model, groups: dict) -> float:
@@ -18,7 +19,7 @@ def ep_norm(model, groups: dict) -> float:
     for p in model.parameters():
         if p.grad is None:
             continue
-        sharded_over = [group for _, group in lesson01.shardings_of(p)]
+        sharded_over = [group for _, group in shardings_of(p)]
         copies = 1
         for axis in ("ep", "tp"):
             if groups[axis] not in sharded_over:

@@ -8,9 +8,9 @@ How ZeRO goes on from here is the subject of beyond/15_zero.py.
 import torch
 from course import lesson00, lesson05
 from flat_vector import flatten, norm_weights, views_of
+from tied_stages import TIED, TiedTraining
 from torch import Tensor, nn
 
-COMM = lesson00.COMM
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names for them
 
 
@@ -73,16 +73,19 @@ class FlatAdamW:
             self.parameters[name].data.copy_(x)
 
 
-class FlatTraining(lesson05.MeshTraining):
-    """Lesson 05's training with FlatAdamW; the first stage updates a tied weight."""
+class FlatTraining(TiedTraining):
+    """Lesson 05's training with FlatAdamW; the first stage updates a tied weight.
+
+    groups: of make_mesh, and "embedding" (tied_stages.py).
+    """
 
     def __init__(self, full, groups: dict, args):
         super().__init__(full, groups, args)
-        is_tied = full.lm_head.weight is full.embed_tokens.weight
-        self.tied = self.parameters.get(lesson05.TIED) if is_tied else None
+        if full.lm_head.weight is not full.embed_tokens.weight:
+            self.tied = None
         owned = dict(self.parameters)
         if self.tied is not None and groups["pp"].rank() > 0:
-            del owned[lesson05.TIED]  # the last stage's copy
+            del owned[TIED]  # the last stage's copy
         self.optimizer = FlatAdamW(owned, groups, args.zero)
 
     def sum_gradients(self) -> None:
@@ -91,33 +94,30 @@ class FlatTraining(lesson05.MeshTraining):
         The vector gets a copy of p.grad, so p.grad has to be complete before it.
         """
         groups = self.groups
-        with COMM.label("mesh", "tp sum"):
-            lesson05.all_reduce_replicated_gradients(self.stage, groups["tp"])
+        lesson05.all_reduce_replicated_gradients(self.stage, groups["tp"])
         if self.tied is not None:
-            with COMM.label("mesh", "tied"):
-                grad = lesson00.all_reduce(self.tied.grad, groups["embedding"])
+            grad = lesson00.all_reduce(self.tied.grad, groups["embedding"])
             self.tied.grad = grad
-        with COMM.label("mesh", "dp sum"):
-            self.optimizer.sum_over_replicas()
+        self.optimizer.sum_over_replicas()
 
-    def update(self) -> float:
-        """Clip the gradient by its norm over the mesh, then step. Return the norm.
+    def norm(self) -> float:
+        """The norm of the whole model's gradient, the same on every rank.
 
         Communication: one all-reduce of one float64 per axis: tp, pp, with `zero` dp.
         """
         grad = self.optimizer.vector.grad
         squares = (grad.double().square() * self.optimizer.norm_weights).sum()
-        with COMM.label("mesh", "norm"):
-            squares = lesson00.all_reduce(squares, self.groups["tp"])
-            squares = lesson00.all_reduce(squares, self.groups["pp"])
-            if self.args.zero:  # otherwise every replica has the full gradient
-                squares = lesson00.all_reduce(squares, self.groups["dp"])
-        norm = squares.sqrt().item()
-        grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))
-        with COMM.label("mesh", "update"):
-            self.optimizer.step()
-            if self.tied is not None:
-                weight = lesson00.broadcast(self.tied, 0, self.groups["embedding"])
-                self.tied.data.copy_(weight)
+        squares = lesson00.all_reduce(squares, self.groups["tp"])
+        squares = lesson00.all_reduce(squares, self.groups["pp"])
+        if self.args.zero:  # otherwise every replica has the full gradient
+            squares = lesson00.all_reduce(squares, self.groups["dp"])
+        return squares.sqrt().item()
+
+    def update(self) -> float:
+        """Clip the gradient by its norm over the mesh, then step. Return the norm."""
+        norm = self.norm()
+        self.optimizer.vector.grad.mul_(min(1.0, self.args.clip / (norm + 1e-6)))
+        self.optimizer.step()
+        self.renew_copy()
         self.stage.zero_grad()
         return norm

@@ -37,6 +37,6 @@ def norm_weights(parameters: Iterable[nn.Parameter], tp_group) -> list[Tensor]:
     """
     weights = []
     for p in parameters:
-        weight = 1.0 if lesson01.shardings_of(p) else 1 / tp_group.size()
+        weight = 1.0 if lesson01.sharding_of(p) else 1 / tp_group.size()
         weights.append(torch.full_like(p, weight, dtype=torch.float64))
     return weights

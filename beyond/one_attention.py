@@ -4,7 +4,7 @@ A helper of beyond/11_context_parallel.py, no script.
 """
 
 import torch
-from course import lesson00, lesson01, lesson02
+from course import lesson00, lesson02
 from zigzag import positions_of
 
 
@@ -51,10 +51,10 @@ def bytes_saved(args, method, size: dict, cp_group) -> int:
     # A rank's slice. Which positions it has does not matter for bytes.
     held = size["S"] if method is None else size["s"]
     q, k, v = [x[:, :held].clone().requires_grad_() for x in tensors[:3]]
-    saved = lesson01.SavedBytes([q, k, v] + tables)
-    with saved:
-        if method is None:
-            core(q, k, v, tables)
-        else:
-            method.attention(q, k, v, tables, core, cp_group, method.layout)
-    return saved.total()
+    if method is None:
+        compute = lambda: core(q, k, v, tables)
+    else:
+        compute = lambda: method.attention(
+            q, k, v, tables, core, cp_group, method.layout
+        )
+    return lesson00.saved_bytes(compute, [q, k, v] + tables)

@@ -20,7 +20,7 @@ def why_left_out(args, size: dict) -> str:
     chunk = size["S"] // (2 * size["C"])
     if chunk % ROWS:
         needed = 2 * size["C"] * ROWS
-        text = f"a chunk is S/(2·C) = {chunk} positions,\n   and its GPU kernel pads "
+        text = f"a chunk is S/(2·C) = {chunk} positions, and its GPU kernel pads "
         return text + f"them to a multiple of {ROWS}: take --seq-len {needed}."
     return ""
 

@@ -21,15 +21,15 @@ def rows_between(expert_tk: Tensor, groups: dict, args) -> Tensor:
 def rows_of_rank(forwards: list[Tensor], groups: dict) -> dict[str, float]:
     """Of this rank, as letters; the mean of several forward passes of an MoE layer.
 
-    got: rows that its experts compute. m: rows that leave this rank per all-to-all, the
-    mean of those of its own tokens (to the experts) and of others' tokens (back).
+    arrived: rows that its experts compute. m: rows that leave this rank per all-to-all,
+    the mean of those of its own tokens (to the experts) and of others' tokens (back).
     """
     rank = groups["ep"].rank()
     mean_RE = torch.stack(forwards).double().mean(0)
     by_owner_RR = mean_RE.view(len(mean_RE), len(mean_RE), -1).sum(2)
     has = by_owner_RR[rank].sum().item()
     got = by_owner_RR[:, rank].sum().item()
-    return {"got": got, "m": (has + got) / 2 - by_owner_RR[rank, rank].item()}
+    return {"arrived": got, "m": (has + got) / 2 - by_owner_RR[rank, rank].item()}
 
 
 def show_rows(report, rows_RE: Tensor) -> None:
@@ -45,11 +45,11 @@ def show_rows(report, rows_RE: Tensor) -> None:
         row["sends"] = int(by_owner_RR[rank].sum() - by_owner_RR[rank, rank])
         row["computes"] = int(by_owner_RR[:, rank].sum())
         rows.append(row)
-    report.table("rows", rows)
+    report.table(rows)
     busiest = by_owner_RR.sum(0).max().item()
     ratio = busiest * R / rows_RE.sum().item()
     text = f"The busiest rank computes {busiest} rows, {ratio:.2f} times the mean"
-    report.conclude(f"{text}; the others wait.")
+    report.say(f"{text}; the others wait.")
 
 
 def by_owner_text(counts_E: Tensor, R: int) -> str:

@@ -7,55 +7,53 @@ from collections import Counter
 
 import torch
 from course import lesson00
+from harness import cell, marked
 from zero_meters import with_shards
 
 
-def row_of_run(report, name: str, run, alone) -> dict:
-    """A run that is no column: its largest difference from one process."""
-    row = {"run": name, "diff": 0.0, "off": []}
+def worst_difference(report, name: str, run, alone, args) -> float:
+    """Check a run that is no column; the largest difference from one process."""
+    worst = 0.0
     for kind in ("losses", "norms", "gradients", "parameters"):
-        if kind == "parameters" and report.args.bf16:
+        if kind == "parameters" and args.bf16:
             continue
-        allowed = report.allowed_loss if kind == "losses" else report.allowed
+        allowed = args.allowed_loss if kind == "losses" else args.allowed
         for what, expected in getattr(alone, kind).items():
             got = getattr(run, kind)[what]
-            check = f"{what}, {name}"
-            if not report.check_tensor(kind, check, got, expected, allowed):
-                row["off"].append("diff")
-            row["diff"] = max(row["diff"], report.checks[f"{kind}: {check}"]["diff"])
-    return row
+            check = f"{kind}: {what}, {name}"
+            worst = max(worst, report.agree(check, got, expected, allowed))
+    return worst
 
 
-def replicas_row(report, name: str, run, groups: dict) -> dict:
-    """Each rank has unsharded parameters from its own replica: are they the same?"""
-    row = {"parameters on all ranks": name, "diff": 0.0, "off": []}
+def replicas_differ(report, name: str, run, groups: dict) -> bool:
+    """Each rank has unsharded parameters from its own replica: are they different?"""
+    diff = 0.0
     for x in run.parameters.values():
         for axis in ("data", "tp"):
             for replica in lesson00.all_gather(x[None], 0, groups[axis]):
-                row["diff"] = max(row["diff"], lesson00.rel_diff(replica, x))
-    if not report.check("replicas", f"parameters on all ranks, {name}", row["diff"]):
-        row["off"].append("diff")
-    return row
+                diff = max(diff, lesson00.rel_diff(replica, x))
+    return not report.check(f"replicas: parameters on all ranks, {name}", diff)
 
 
-def checked_rows(report, kind: str, formulas: dict, measure, trainings, size) -> dict:
-    """Run → row: what `measure` finds in it, checked against formulas of its columns.
+def checked_rows(report, kind: str, formulas: dict, measure, trainings) -> tuple:
+    """What `measure` finds in each run, checked against formulas of its columns.
 
-    formulas: run → a formula per column. size: letter → number, without ψ and w, which
-    are this run's own.
+    formulas: run → a formula per column.
+    Returns: rows to print, and run → column → number.
     """
-    rows = {}
+    rows = []
+    found = {}
     for name in formulas:
         if name in trainings:
-            sizes = with_shards(size, trainings[name])
-            columns = measure(trainings[name])
-            rows[name] = dict(run=name, **columns)
-            for column, formula in zip(columns, formulas[name]):
-                predicted = lesson00.evaluate(formula, sizes)
+            letters = with_shards(report.size, trainings[name])  # ψ, w: this run's own
+            found[name] = measure(trainings[name])
+            row = {"run": name}
+            for (column, got), formula in zip(found[name].items(), formulas[name]):
                 what = "calls" if column in ("gathers", "sums") else kind
-                report.expect(rows[name], column, what, f"{name}, {column}", predicted)
-            rows[name]["formulas"] = ", ".join(formulas[name])
-    return rows
+                check = f"{what}: {name}, {column}"
+                row[column] = cell(report, check, got, formula, **letters)
+            rows.append(row | {"formulas": ", ".join(formulas[name])})
+    return rows, found
 
 
 def count_equal(report, check: str, run: str, got: dict, expected: dict, fold) -> dict:
@@ -63,7 +61,6 @@ def count_equal(report, check: str, run: str, got: dict, expected: dict, fold) -
 
     fold: name of a tensor → its kind, which is a column.
     """
-    row = {"mesh": run, "off": []}
     equal = Counter()
     total = Counter()
     for name, x in expected.items():
@@ -71,10 +68,9 @@ def count_equal(report, check: str, run: str, got: dict, expected: dict, fold) -
         total[kind] += 1
         # An empty tensor stands for one that was not loaded.
         diff = lesson00.rel_diff(got.get(name, torch.empty(0)), x)
-        if report.check(check, f"{name}, {run}", diff):
-            equal[kind] += 1
-        elif kind not in row["off"]:
-            row["off"].append(kind)
+        equal[kind] += report.check(f"{check}: {name}, {run}", diff)
+    row = {"mesh": run}
     for kind in total:
-        row[kind] = f"{equal[kind]} of {total[kind]}"
+        text = f"{equal[kind]} of {total[kind]}"
+        row[kind] = marked(text, equal[kind] == total[kind])
     return row

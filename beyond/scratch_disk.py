@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from course import lesson00
+from harness import gather_objects
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def temporary_folder(parent: Path | None = None):
     name = ""
     if dist.get_rank() == 0:
         name = tempfile.mkdtemp(prefix="scratch_", dir=parent)
-    folder = Path(lesson00.gather_objects(name)[0])
+    folder = Path(gather_objects(name)[0])
     try:
         yield folder
     finally:

@@ -10,17 +10,17 @@ def show_timelines(report, runs: dict) -> None:
     runs: kind → a ScheduleRun of the script.
     """
     report.say(
-        "   1 2 …: forward of micro-batch 1, 2, … (a later chunk: ¹ ² …); a b …: its\n"
-        "   backward (a later chunk: A B …); =: a weight pass; ·: it waits"
+        "1 2 …: forward of micro-batch 1, 2, … (a later chunk: ¹ ² …); a b …: its "
+        "backward (a later chunk: A B …); =: a weight pass; ·: it waits"
     )
-    report.data["timeline"] = []
     # One scale, so that a shorter schedule has a shorter line: seconds per mark.
     scale = max((run.length for run in runs.values()), default=1.0) / 72
     for kind, run in runs.items():
-        report.say(f"   {kind}, {run.length:.2f} s")
+        report.say(f"{kind}, {run.length:.2f} s")
         for rank, of_rank in enumerate(run.events):
-            report.data["timeline"].extend(of_rank)
-            report.say(f"   rank {rank}  {draw_rank(of_rank, run.length, scale)}")
+            # Not printed, but written by --json.
+            report.rows += [{"section": report.sections} | event for event in of_rank]
+            report.say(f"rank {rank}  {draw_rank(of_rank, run.length, scale)}")
 
 
 def draw_rank(events: list[dict], length: float, scale: float) -> str:

@@ -15,7 +15,7 @@ nb_execution_mode = "off"  # notebooks are committed with their outputs
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]  # cells with !torchrun in them
-smartquotes = False  # it would make a dash of the two hyphens of --break
+smartquotes = False  # it would make a dash of the two hyphens of a flag
 
 html_theme = "sphinx_book_theme"
 html_favicon = "_static/icon.svg"

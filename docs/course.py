@@ -2,7 +2,9 @@
 
     {lesson} 01_naive_mlp_tp       its code, part by part, and its recorded output; of
                                    a script in beyond/, its helpers' code as well
-    {breaks}                       the bugs of all lessons, from their BREAKS tables
+    {bugs}                         the bugs of all lessons and scripts, from bugs/
+    {edits} tp_mlp                 the lines that it replaces, and its own
+    {pair} apply_each copy_then_apply_each         two functions of lessons
     {tp-player} ring               a recorded run that the reader steps through
     {tp-player} ring 1,2,8         on a slide: the steps to stop at
 For slides:
@@ -24,6 +26,8 @@ import html
 import json
 import os
 import re
+import runpy
+import textwrap
 from pathlib import Path
 
 from docutils import nodes
@@ -38,6 +42,7 @@ ROOT = DOCS.parent
 PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
 PATHS = {path.stem: path for path in PATHS}  # lessons, and scripts of beyond/
 HELPERS = {path.stem: path for path in sorted(ROOT.glob("beyond/[a-z]*.py"))}
+BUGS = sorted(ROOT.glob("bugs/*.py"))
 SLIDES = [path.stem for path in DOCS.glob("slides/*.md")]
 # Set by GitHub's runners. Elsewhere a line number leads to its own place in the page.
 REPOSITORY = os.environ.get("GITHUB_REPOSITORY", "")
@@ -133,33 +138,49 @@ def recorded(lesson: str) -> tuple[str, str]:
     return command_of(lesson), printed.rstrip()
 
 
-def breaks_of(lesson: str) -> dict[str, dict[str, str]]:
-    """The lesson's BREAKS: a dict literal of dict(…) calls on constants."""
-    for node in ast.parse(source(lesson)).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "BREAKS":
-            calls = zip(node.value.keys, node.value.values)
-            return {key.value: constants(call) for key, call in calls}
-    raise ValueError(f"{lesson} has no BREAKS")
+def bugs_of(lesson: str) -> dict[str, dict]:
+    """The BUGS of a lesson or a script of beyond/, by name."""
+    folder = "beyond" if path_of(lesson).parent.name == "beyond" else "lesson"
+    path = ROOT / "bugs" / f"{folder}{lesson[:2]}.py"
+    return runpy.run_path(str(path))["BUGS"]
 
 
-def constants(call: ast.Call) -> dict[str, str]:
-    return {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+def find(name: str, target: str) -> ast.AST | None:
+    """A definition such as "CopyToTP.backward" of a file, if it is there."""
+    found = [ast.parse(source(name))]
+    for part in target.split("."):
+        bodies = [node for each in found for node in each.body]
+        found = [node for node in bodies if getattr(node, "name", "") == part]
+    return found[0] if found else None
 
 
 def place_of(lesson: str, target: str) -> str:
-    """Page and line of a definition such as "CopyToTP.backward".
+    """Page and line of a definition."""
+    node = find(lesson, target)
+    if node is None:
+        raise ValueError(f"{target} is not defined in {lesson}")
+    return place(lesson, lesson, node.lineno)
 
-    A bug of a script in beyond/ may be in a helper or a lesson that it imports.
-    """
-    for name in [lesson, *helpers_of(lesson), *PATHS]:
-        found = [ast.parse(source(name))]
-        for part in target.split("."):
-            bodies = [node for each in found for node in each.body]
-            found = [node for node in bodies if getattr(node, "name", "") == part]
-        if found:
-            page = name if name in PATHS else lesson
-            return f"lessons/{page}.html#{line_id(name, found[0].lineno)}"
-    raise ValueError(f"{target} is defined nowhere")
+
+def place(page: str, name: str, line: int) -> str:
+    """Page and line: of a lesson its own page, of a helper that of its script."""
+    page = name if name in PATHS else page
+    return f"lessons/{page}.html#{line_id(name, line)}"
+
+
+def where(lesson: str, edit: dict) -> tuple[str, str]:
+    """Where a bug is: page and line, and the definition that it changes."""
+    name = Path(edit["file"]).stem if "file" in edit else lesson
+    before, _, _ = source(name).partition(edit["old"])
+    line = before.count("\n") + 1
+    around = ""  # the names of the class and the function around this line
+    nodes = ast.parse(source(name)).body
+    while inside := [n for n in nodes if n.lineno <= line <= n.end_lineno]:
+        if not hasattr(inside[0], "name"):
+            break
+        around += f".{inside[0].name}"
+        nodes = inside[0].body
+    return place(lesson, name, line), around.removeprefix(".")
 
 
 # Pieces of pages
@@ -186,7 +207,7 @@ def diff_of(edit: dict) -> nodes.literal_block:
 
 
 def as_html(text: str) -> str:
-    """A line of BREAKS: `code`, and addresses that can be followed."""
+    """A line of a bug: `code`, and addresses that can be followed."""
     text = re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(text, quote=False))
     address = r"github\.com/[\w./-]+\w"
     return re.sub(address, r'<a href="https://\g<0>">\g<0></a>', text)
@@ -248,7 +269,7 @@ def lesson_page(docname: str, lesson: str) -> list[nodes.Node]:
     lines = numbered_code(lesson)
     for mark, title, first, last in parts_of(source(lesson).splitlines()):
         code = block(lines[first - 1 : last], "lesson-code")
-        if title.startswith(("FLAGS", "CARRIED", "HARNESS")):
+        if title.startswith(("CARRIED", "MEASURE")):
             about = f"{last - first + 1} lines; skip them on a first reading"
             code = f"<details><summary>{about}</summary>{code}</details>"
         part = section(title, f"line-{first}", raw(code))
@@ -266,27 +287,31 @@ def lesson_page(docname: str, lesson: str) -> list[nodes.Node]:
 
 
 def bug(lesson: str, name: str, edit: dict) -> nodes.section:
-    place = place_of(lesson, edit["target"])
-    where = f'<a href="{place}"><code>{edit["target"]}</code></a>'
-    what = raw(f"<p>{as_html(edit['what'])}, in {where}:</p>")
-    words = {"symptom": "symptom", "why": "why", "reported": "reported"}
-    rows = [f"<dt>{words[w]}</dt><dd>{as_html(edit[w])}</dd>" for w in words]
+    link, target = where(lesson, edit)
+    at = f'<a href="{link}"><code>{target}</code></a>'
+    what = raw(f"<p>{as_html(edit['what'])}, in {at}:</p>")
+    command = " ".join(["python tools/bug.py", lesson[:2], name])
+    rows = [f"<dt>run it</dt><dd><code>{command}</code></dd>"]
+    for word in ("symptom", "why", "reported"):
+        rows.append(f"<dt>{word}</dt><dd>{as_html(edit[word])}</dd>")
     if "audit" in edit:
         link = '<a href="audit.html"><code>tools/audit.py</code></a>'
         rows.append(f"<dt>audit</dt><dd>{link} reports it as “{edit['audit']} …”</dd>")
     told = raw(f'<dl class="bug">{"".join(rows)}</dl>')
-    identity = f"break-{lesson[:2]}-{name}"
     title = f"{lesson[:2]} {name}: {edit['what'].replace('`', '')}"
-    return section(title, identity, what, diff_of(edit), told)
+    return section(title, bug_id(lesson, name), what, diff_of(edit), told)
+
+
+def bug_id(lesson: str, name: str) -> str:
+    return f"bug-{lesson[:2]}-{name}"
 
 
 def by_symptom() -> nodes.section:
     """For someone who has a bug: what one sees → the bugs that look like it."""
     groups = {symptom: [] for symptom in SYMPTOMS}
     for lesson in PATHS:
-        for name, edit in breaks_of(lesson).items():
-            place = f"#break-{lesson[:2]}-{name}"
-            link = f'<a href="{place}">{lesson[:2]} {name}</a>'
+        for name, edit in bugs_of(lesson).items():
+            link = f'<a href="#{bug_id(lesson, name)}">{lesson[:2]} {name}</a>'
             line = f"<li>{link}: {as_html(edit['symptom'])}</li>"
             for symptom, words in SYMPTOMS.items():
                 if re.search(words, edit["symptom"]):
@@ -299,13 +324,91 @@ def by_symptom() -> nodes.section:
     return section("By symptom", "by-symptom", raw(text))
 
 
-def breaks_page(docname: str) -> list[nodes.Node]:
+def bugs_page(docname: str) -> list[nodes.Node]:
     pages = [by_symptom()]
     for lesson in PATHS:
-        bugs = [bug(lesson, name, edit) for name, edit in breaks_of(lesson).items()]
+        bugs = [bug(lesson, name, edit) for name, edit in bugs_of(lesson).items()]
         title = f"Lesson {lesson[:2]}: {len(bugs)} bugs"
         pages.append(section(title, f"lesson-{lesson[:2]}", *bugs))
     return pages
+
+
+# The page of differences: what a function edits in a model
+
+# Function that edits → name of what it edits → what made that.
+EDITED = {
+    "tp_mlp": {"mlp": "MLP.__init__"},
+    "parallelize_layer": {
+        "attn": "Attention.__init__",
+        "core": "CoreAttention.__init__",
+        "layer": "DecoderLayer.__init__",
+    },
+    "split_sequence": {
+        "self_attn": "parallelize_layer",
+        "o_proj": "RowParallelLinear.__init__",
+        "mlp": "tp_mlp",
+        "down_proj": "RowParallelLinear.__init__",
+        "layer": "DecoderLayer.__init__",
+    },
+    "sp_transformer": {
+        "embed_tokens": "VocabParallelEmbedding.__init__",
+        "model": "vocab_transformer",
+    },
+}
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+
+
+def home_of(target: str) -> tuple[str, ast.AST]:
+    """A definition, and the lesson that introduces it: later ones carry it over."""
+    for name in PATHS:
+        if node := find(name, target):
+            return name, node
+    raise ValueError(f"{target} is not defined in any lesson")
+
+
+def replaced(node: ast.AST) -> dict[tuple, ast.Assign]:
+    """The statements of a function that set an attribute: x.a.b = … → (a, b)."""
+    found = {}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Attribute):
+            *_, owner, name = ast.unparse(each.targets[0]).split(".")
+            found[owner, name] = each
+    return found
+
+
+def edits(docname: str, target: str) -> list[nodes.Node]:
+    """Two columns: each line with which a function edits a model, and the old line."""
+    home, node = home_of(target)
+    rows = []
+    for (owner, name), after in replaced(node).items():
+        made, maker = home_of(EDITED[target][owner])
+        lines = {name: line for (_, name), line in replaced(maker).items()}
+        rows.append((code_of(made, lines[name]), code_of(home, after)))
+    return [two_columns("before", target, rows)]
+
+
+def pair(docname: str, left: str, right: str) -> list[nodes.Node]:
+    """Two columns: two definitions, without their docstrings."""
+    row = code_of(*home_of(left)), code_of(*home_of(right))
+    return [two_columns(left, right, [row])]
+
+
+def code_of(name: str, node: ast.AST) -> str:
+    """The lines of a statement or a definition, as HTML, below a link to the page."""
+    lines = source(name).splitlines()[node.lineno - 1 : node.end_lineno]
+    if isinstance(node, DEFINITIONS) and ast.get_docstring(node):
+        doc = node.body[0]
+        del lines[doc.lineno - node.lineno : doc.end_lineno - node.lineno + 1]
+    text = textwrap.dedent("\n".join(lines))
+    code = highlight(text, PythonLexer(), HtmlFormatter(nowrap=True))
+    link = f'<a href="{place(name, name, node.lineno)}">{name[:2]}:{node.lineno}</a>'
+    return f'<div class="highlight">{link}<pre tabindex="0">{code}</pre></div>'
+
+
+def two_columns(left: str, right: str, rows: list[tuple[str, str]]) -> nodes.raw:
+    cells = "".join(f"<div>{a}</div><div>{b}</div>" for a, b in rows)
+    head = f"<div><code>{left}</code></div><div><code>{right}</code></div>"
+    return raw(f'<div class="beside">{head}{cells}</div>')
 
 
 # Players and slides
@@ -352,11 +455,11 @@ def lesson_output(docname: str, lesson: str, number: str) -> list[nodes.Node]:
 
 
 def edit(docname: str, lesson: str, name: str) -> list[nodes.Node]:
-    return [diff_of(breaks_of(lesson)[name])]
+    return [diff_of(bugs_of(lesson)[name])]
 
 
 def symptom(docname: str, lesson: str, name: str) -> list[nodes.Node]:
-    bug = breaks_of(lesson)[name]
+    bug = bugs_of(lesson)[name]
     return [nodes.paragraph("", f"Symptom: {bug['symptom']}. Why: {bug['why']}.")]
 
 
@@ -452,15 +555,39 @@ def write_notebooks(app) -> None:
         add_players(notebook["cells"], path.name[:2])
         fold_long_outputs(notebook["cells"])
         write_attachments(notebook["cells"], path.stem, folder)
-        text = json.dumps(notebook)
-        script = r"\(\.\./(?:beyond/)?(\d\d_\w+)\.py\)"
-        text = re.sub(script, r"(../lessons/\1.md)", text)
-        text = text.replace("(../docs/", "(../")
+        text = on_site(json.dumps(notebook), path.parent, folder)
         copy = folder / path.name
         if (
             not copy.exists() or copy.read_text("utf-8") != text
         ):  # otherwise it is unchanged
             copy.write_text(text, "utf-8")
+
+
+def on_site(text: str, here: Path, there: Path) -> str:
+    """Text whose links work in a file of the folder `here` of a clone, with links that
+    work on the page of the site that it becomes, in the folder `there`."""
+
+    def page_of(match) -> str:
+        path = (here / match[2]).resolve()
+        shown_with = [name for name in PATHS if path.stem in helpers_of(name)]
+        if path.suffix == ".ipynb" and path.is_file():
+            path = DOCS / "notebooks" / path.name
+        elif path in PATHS.values():
+            path = DOCS / "lessons" / f"{path.stem}.md"
+        elif path in HELPERS.values() and shown_with:
+            path = DOCS / "lessons" / f"{shown_with[0]}.md"
+        elif path in BUGS:
+            path = DOCS / "bugs.md"
+        return match[1] + os.path.relpath(path, there)
+
+    links = r"(\]\(|^\[.*\]: )([\w./]+\.(?:py|ipynb|md))\b"
+    return re.sub(links, page_of, text, flags=re.M)
+
+
+def lead_to_pages(app, docname: str, content: list[str]) -> None:
+    folder = (DOCS / docname).parent
+    if folder.name != "notebooks":  # write_notebooks has done it
+        content[0] = on_site(content[0], folder, folder)
 
 
 def clone(docname: str) -> list:
@@ -487,7 +614,7 @@ def directive(build, arguments: int, optional: int = 0):
         optional_arguments = optional
 
         def run(self):
-            for path in [*PATHS.values(), *ROOT.glob("notebooks/*.ipynb")]:
+            for path in [*PATHS.values(), *ROOT.glob("notebooks/*.ipynb"), *BUGS]:
                 self.env.note_dependency(str(path))
             try:
                 return build(self.env.docname, *self.arguments)
@@ -507,7 +634,9 @@ def mark_short_cells(app, doctree, docname: str) -> None:
 def setup(app):
     app.add_directive("lesson", directive(lesson_page, 1))
     app.add_directive("clone", directive(clone, 0))
-    app.add_directive("breaks", directive(breaks_page, 0))
+    app.add_directive("bugs", directive(bugs_page, 0))
+    app.add_directive("edits", directive(edits, 1))
+    app.add_directive("pair", directive(pair, 2))
     app.add_directive("tp-player", directive(player, 1, optional=1))
     app.add_directive("tp-widget", directive(widget, 1))
     app.add_directive("lesson-output", directive(lesson_output, 2))
@@ -519,4 +648,5 @@ def setup(app):
     app.connect("doctree-resolved", mark_short_cells)
     if Path(app.srcdir) == DOCS:  # not for the slides
         app.connect("builder-inited", write_notebooks)
+        app.connect("source-read", lead_to_pages)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -6,8 +6,7 @@
 
 A recording is a JSON file. Its events are the player's steps. Each has a kind, a
 caption, and for every rank the tensors that it made and the bytes that the lesson's own
-counter (COMM) counted. The ledger is that counter at the end, next to the lesson's
-formula.
+METER counted. The ledger is what it counted at the end, next to the lesson's formula.
 
 recorder.py is what watches a run, record_scenes.py has the scenes.
 """
@@ -22,11 +21,26 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from record_scenes import SCENES
-from recorder import FOLDER
+from record_scenes import BUGS, SCENES
+from recorder import FOLDER, ROOT
+
+
+def load(name: str, bug: str | None) -> ModuleType:
+    """A lesson or a script of beyond/, new each time; with a bug if one is named."""
+    sys.modules.pop(name, None)
+    if bug is None:
+        return importlib.import_module(name)
+    edit = importlib.import_module(f"bugs.lesson{name[:2]}").BUGS[bug]
+    path = ROOT / f"{name}.py"
+    before, after = path.read_text("utf-8").split(edit["old"])  # it occurs once
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    exec(compile(before + edit["new"] + after, path, "exec"), vars(module))
+    return module
 
 
 def record(folder: Path, names: list[str]) -> None:
@@ -35,11 +49,9 @@ def record(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names:
         _, module, scene = SCENES[name]
-        sys.modules.pop(module, None)  # a scene may have broken it
-        lesson = importlib.import_module(module)
+        lesson = load(module, BUGS.get(name))
         torch.manual_seed(1)
-        lesson00 = getattr(lesson, "lesson00", lesson)  # of a script in beyond/
-        group = lesson00.mesh_groups({"tp": dist.get_world_size()}, 60)["tp"]
+        group = dist.new_group(timeout=timedelta(seconds=60), group_desc="tp")
         about = {"name": name, "lesson": module}
         about.update(scene(lesson, group, name))
         if dist.get_rank() == 0:

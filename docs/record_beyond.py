@@ -6,7 +6,7 @@ import copy
 
 import torch
 import torch.distributed as dist
-from recorder import Recorder, WatchOps, difference
+from recorder import Call, Recorder, WatchOps, difference, gather_objects
 from torch import Tensor, nn
 
 
@@ -27,9 +27,9 @@ def mesh_2d(script, _group, name: str) -> dict:
     recorder.watch(layer, "")
     recorder.hold({"h_bSf": h, "W_fd": layer.weight.T})
     with recorder:
-        with lesson.COMM.label("2D", "forward"):
+        with recorder.phase("2D", "forward"):
             y = layer(h)
-        with lesson.COMM.label("2D", "backward"):
+        with recorder.phase("2D", "backward"):
             y.backward(place(upstream_BSD).detach())
     # GatheredMatmul.backward computes dL/dh first; hooks see it when all is done.
     labels = [seen.label for seen in recorder.seen]
@@ -39,8 +39,8 @@ def mesh_2d(script, _group, name: str) -> dict:
     h_alone = h_BSF.clone().requires_grad_()
     alone(h_alone).backward(upstream_BSD)
     over = {axis: 0 for axis in groups}
-    for call, n in lesson.COMM.bytes.items():
-        over[call.axis] += n
+    for (*_, axis), payloads in lesson.METER.calls.items():
+        over[axis] += sum(payloads)
     recorder.steps[0]["says"] = recorder.steps[0]["says"].format(**over)
     of_w = script.shard_2d(alone.weight.grad, (1, inner), (0, outer))
     recorder.compare({"dL/dh_bSf": place(h_alone.grad), "dL/dW_fd": of_w.T})
@@ -52,10 +52,10 @@ def mesh_2d(script, _group, name: str) -> dict:
         ("backward", "all-gather", "outer", "1 × D·F·e/inner"),
         ("backward", "reduce-scatter", "outer", "1 × D·F·e/inner"),
     ):
-        formulas[lesson.Call("2D", phase, collective, axis)] = formula
+        formulas[Call("2D", phase, collective, axis)] = formula
     sizes = {"B": 2, "S": 1, "D": 4, "F": 4, "e": 4, "outer": 2, "inner": 2}
     at = f"outer {outer.rank()}, inner {inner.rank()}"
-    about = {"layout": "mesh wide", "at": lesson.gather_objects(at)}
+    about = {"layout": "mesh wide", "at": gather_objects(at)}
     return recorder.recording(formulas, sizes, groups={"outer": 2, "inner": 2}, **about)
 
 
@@ -77,10 +77,11 @@ def experts(script, group, name: str) -> dict:
     watched = WatchRows(recorder, script, groups["ep"])
     owned = torch.arange(E)[rank * E // R : (rank + 1) * E // R]
     recorder.hold({"x_tD": watched.tagged(x[0], [], [2**rank] * t), "experts": owned})
-    with watched, recorder:
-        with lesson.COMM.label("EP", "forward"), WatchOps(recorder, "div", "sum"):
+    with watched, recorder, script.CountLeaving() as leaving:
+        recorder.counted_otherwise = leaving.calls
+        with recorder.phase("EP", "forward"), WatchOps(recorder, "div", "sum"):
             y = moe(x)
-        with lesson.COMM.label("EP", "backward"):
+        with recorder.phase("EP", "backward"):
             y.backward(lesson.shard(upstream_BSD, 0, groups["ep"]))
     recorder.seen = [seen for seen in recorder.seen if is_shown(seen, t, D)]
     (i,) = [i for i, seen in enumerate(recorder.seen) if seen.label == "all-to-all"]
@@ -101,9 +102,9 @@ def experts(script, group, name: str) -> dict:
     recorder.check(expected, **found)
     assert not recorder.steps
     formulas = {
-        lesson.Call("EP", "counts", "all-to-all", "ep"): "1 × 8·E",
-        lesson.Call("EP", "forward", "all-to-all", "ep"): "2 × m·D·e",
-        lesson.Call("EP", "backward", "all-to-all", "ep"): "2 × m·D·e",
+        Call("EP", "counts", "all-to-all", "ep"): "1 × 8·E",
+        Call("EP", "forward", "all-to-all", "ep"): "2 × m·D·e",
+        Call("EP", "backward", "all-to-all", "ep"): "2 × m·D·e",
     }
     sizes = {"E": E, "D": D, "e": 4, "m": watched.leaving / 2}
     return recorder.recording(formulas, sizes, layout="rows")
@@ -169,13 +170,16 @@ class WatchRows:
 
     def all_to_all(self, original, counts: Tensor, group) -> Tensor:
         """Of the counts; a phase of its own in the table of bytes."""
-        with self.lesson.COMM.label("EP", "counts"):
-            return original(counts, group)
+        before = self.lesson.METER.label
+        self.lesson.METER.label = "EP", "counts"
+        counts = original(counts, group)
+        self.lesson.METER.label = before
+        return counts
 
     def all_to_all_rows(self, original, x, send, recv, group) -> Tensor:
         to_experts = self.calls % 2 == 0  # backward goes the same two ways
         if self.calls == 0:
-            everyone = self.lesson.gather_objects((self.tags, send))
+            everyone = gather_objects((self.tags, send))
             self.sent = [splits for _, splits in everyone]
             self.arrived = []
             for tags, splits in everyone:
@@ -193,7 +197,7 @@ class WatchRows:
         if self.calls <= 2:
             self.leaving += len(x) - send[group.rank()]
         comm["call"] = {"collective": "all-to-all", "axis": group.group_desc}
-        comm["call"].update(phase=self.lesson.COMM.phase, uneven=True)
+        comm["call"].update(phase=self.lesson.METER.label[1], uneven=True)
         comm["group"] = dist.get_process_group_ranks(group)
         self.see("exchange", result, after, **comm)
         return result

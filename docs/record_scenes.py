@@ -9,7 +9,7 @@ import record_beyond
 import record_schedules
 import torch
 import torch.distributed as dist
-from recorder import Recorder, WatchOps, clear, difference
+from recorder import Call, Recorder, WatchOps, clear, difference
 from torch import Tensor, nn
 
 
@@ -21,50 +21,77 @@ def ring(lesson, group, name: str) -> dict:
     # First on tensors full of 2^rank: bit r says that rank r's number is in a chunk.
     bits = torch.full_like(x, 2**rank)
     sources = [bits]
-    lesson.ring_all_reduce(bits, group, lambda _, c: sources.append(torch.cat(c)))
+    watch_ring(lesson, bits, group, sources.append)
     start = x.clone()
     start.who = sources[0].int().tolist()
     recorder.hold({"x": start})
     halves = {step["half"]: step for step in recorder.steps if "half" in step}
     recorder.steps = [step for step in recorder.steps if "half" not in step]
     clear(lesson)
+
     before = {}
 
-    def on_step(text, chunks):
-        half, _, number = text.rpartition(" ")
-        values = torch.cat(chunks)
-        now = sources[len(recorder.events)]
+    def on_step(values: Tensor) -> None:
+        number = len(recorder.events)  # of the step that has ended, from 1 on
+        half = "reduce-scatter" if number < T else "all-gather"
+        now = sources[number]
         values.who = now.int().tolist()
         # Not by their values: a sum stays as it was if a 0 arrives.
-        changed = now != sources[len(recorder.events) - 1]
-        counted = recorder.counted()
+        changed = now != sources[number - 1]
         comm = {"to": (rank + 1) % T, "from": (rank - 1) % T}
         comm["moved"] = changed.nonzero().flatten().tolist()
+        counted = recorder.counted()
         comm["bytes"] = difference(counted, before)
         comm["sends"] = sum(comm["bytes"].values())
         step = dict(halves[half], takes="x")
-        step["says"] = step["says"].replace("NUMBER", number)
+        number = number if number < T else number - T + 1
+        step["says"] = step["says"].replace("NUMBER", str(number))
         recorder.add("send", step, {"x": values}, comm=comm)
         before.update(counted)
 
-    with lesson.COMM.label("ring", ""):
-        y = lesson.ring_all_reduce(x, group, on_step)
+    with recorder.phase("ring", ""):
+        y = watch_ring(lesson, x, group, on_step)
     total = x.clone()
     dist.all_reduce(total, group=group)  # to compare with, and not counted
     assert torch.equal(recorder.held["x"], y)
     recorder.compare({"x": total})
-    call = lesson.Call("ring", "", "send/recv", "tp")
+    call = Call("ring", "", "send/recv", "tp")
     formulas = {call: "2·(T-1) × n·e/T"}
     sizes = {"T": T, "n": x.numel(), "e": 4}
     return recorder.recording(formulas, sizes, layout="ring")
 
 
-def mlp(lesson, group, name: str, bug=None) -> dict:
+def watch_ring(lesson, x: Tensor, group, on_step) -> Tensor:
+    """Run the lesson's all-reduce; call on_step with all of x after each of its steps.
+
+    A rank sends the chunk that it got in the step before. So each call of send_recv has
+    the result of the last step, and what is returned has that of the very last one.
+    """
+    chunks = list(x.flatten().tensor_split(group.size()))
+    places = []  # of the chunk that arrives in each step
+    original = lesson.send_recv
+
+    def step_has_ended(chunk: Tensor) -> None:
+        chunks[places[-1]] = chunk
+        on_step(torch.cat(chunks))
+
+    def send_recv(chunk, dst, like, src, group):
+        if places:
+            step_has_ended(chunk)
+        places.append([x.data_ptr() for x in chunks].index(like.data_ptr()))
+        return original(chunk, dst, like, src, group)
+
+    lesson.send_recv = send_recv
+    y = lesson.ring_all_reduce(x, group)
+    lesson.send_recv = original
+    step_has_ended(y.tensor_split(group.size())[places[-1]])
+    return y
+
+
+def mlp(lesson, group, name: str) -> dict:
     torch.manual_seed(1715)  # the sums are right as shown, with two decimals
     full = lesson.MLP(2, 8)
     x_BSD, target_BSD = torch.randn(2, 1, 3, 2)
-    if bug:
-        lesson.apply_edit(lesson.BREAKS[bug], vars(lesson))
     recorder = Recorder(lesson, name)
     split = lesson.tp_mlp(full, group)
     alone = copy.deepcopy(full)
@@ -83,9 +110,9 @@ def mlp(lesson, group, name: str, bug=None) -> dict:
             lambda grad, part=part: recorder.see(f"grad {part} weight", grad)
         )
     with recorder:
-        with lesson.COMM.label("Megatron", "forward"):
+        with recorder.phase("Megatron", "forward"):
             loss = lesson.squared_error(split(x), target_BSD)
-        with lesson.COMM.label("Megatron", "backward"):
+        with recorder.phase("Megatron", "backward"):
             loss.backward()
     recorder.play()
     assert torch.equal(recorder.held["dL/dx_BSD"], x.grad)
@@ -97,13 +124,9 @@ def mlp(lesson, group, name: str, bug=None) -> dict:
     )
     formulas = {}
     for phase in ("forward", "backward"):
-        formulas[lesson.Call("Megatron", phase, "all-reduce", "tp")] = "1 × B·S·D·e"
-    about = {"bug": bug} if bug else {}
+        formulas[Call("Megatron", phase, "all-reduce", "tp")] = "1 × B·S·D·e"
+    about = {"bug": BUGS[name]} if name in BUGS else {}
     return recorder.recording(formulas, {"B": 1, "S": 3, "D": 2, "e": 4}, **about)
-
-
-def mlp_break_f(lesson, group, name: str) -> dict:
-    return mlp(lesson, group, name, "f")
 
 
 def attention(lesson, group, name: str) -> dict:
@@ -124,16 +147,16 @@ def attention(lesson, group, name: str) -> dict:
         held[title] = weight
     recorder.hold(held)
     with recorder:
-        with lesson.COMM.label("with TP", "forward"):
+        with recorder.phase("with TP", "forward"):
             y = split(x, tables)
-        with lesson.COMM.label("with TP", "backward"):
+        with recorder.phase("with TP", "backward"):
             y.backward(upstream_BSD)
     recorder.play()
     alone(x_alone, tables).backward(upstream_BSD)
     recorder.compare({"dL/dx_BSD": x_alone.grad})
     formulas = {}
     for phase in ("forward", "backward"):
-        formulas[lesson.Call("with TP", phase, "all-reduce", "tp")] = "1 × B·S·D·e"
+        formulas[Call("with TP", phase, "all-reduce", "tp")] = "1 × B·S·D·e"
     sizes = {"B": 1, "S": 3, "D": 4, "e": 4}
     return recorder.recording(formulas, sizes, layout="brief")
 
@@ -159,10 +182,10 @@ def vocab_loss(lesson, group, name: str) -> dict:
     recorder = Recorder(lesson, name)
     recorder.hold({"logits_BSv": local, "target_BS": targets_BS})
     with recorder, WatchOps(recorder, "masked_fill", "sub", "exp"):
-        with lesson.COMM.label("with TP", "loss"):
+        with recorder.phase("with TP", "loss"):
             loss = lesson.vocab_parallel_cross_entropy(local, targets_BS, group, V)
         recorder.see("loss", loss)
-        with lesson.COMM.label("with TP", "backward"):
+        with recorder.phase("with TP", "backward"):
             lesson.mean_over_targets(loss, targets_BS).backward()
     recorder.see("grad logits", local.grad)
     for seen in recorder.seen:
@@ -177,7 +200,7 @@ def vocab_loss(lesson, group, name: str) -> dict:
     expected = {"loss_BS": loss_BS.detach()}
     expected["dL/dlogits_BSv"] = lesson.shard(grad, 2, group)
     recorder.compare(expected)
-    call = lesson.Call("with TP", "loss", "all-reduce", "tp")
+    call = Call("with TP", "loss", "all-reduce", "tp")
     return recorder.recording({call: "3 × B·S·e"}, {"B": 1, "S": 3, "e": 4})
 
 
@@ -194,19 +217,19 @@ def sp_layer(lesson, group, name: str) -> dict:
     recorder.watch(layer, "self_attn.core", "self_attn.o_proj", "mlp.down_proj")
     recorder.hold({"x_BsD": x_BsD})
     with recorder:
-        with lesson.COMM.label("TP + SP", "forward"):
+        with recorder.phase("TP + SP", "forward"):
             out_BsD = layer(x_BsD, tables)
-        with lesson.COMM.label("TP + SP", "backward"):
+        with recorder.phase("TP + SP", "backward"):
             out_BsD.backward(lesson.shard(upstream_BSD, 1, group))
         recorder.see("grad x", x_BsD.grad)
-        with lesson.COMM.label("TP + SP", "summing"):
+        with recorder.phase("TP + SP", "summing"):
             lesson.all_reduce_replicated_gradients(layer, group)
     recorder.play()
     x_alone = x_BSD.clone().requires_grad_()
     alone(x_alone, tables).backward(upstream_BSD)
     full = []
     for part, p in layer.named_parameters():
-        if not getattr(p, "shardings", ()):
+        if getattr(p, "sharding", None) is None:
             full.append(alone.get_parameter(part).grad.flatten())
     expected = {"grads_of_norms_and_biases": torch.cat(full)}
     expected["dL/dx_BsD"] = lesson.shard(x_alone.grad, 1, group)
@@ -219,7 +242,7 @@ def sp_layer(lesson, group, name: str) -> dict:
         ("backward", "reduce-scatter", "2 × B·S·D·e"),
         ("summing", "all-reduce", "1 × 6·D·e"),
     ):
-        formulas[lesson.Call("TP + SP", phase, collective, "tp")] = formula
+        formulas[Call("TP + SP", phase, collective, "tp")] = formula
     sizes = {"B": 1, "S": 4, "D": 4, "e": 4}
     return recorder.recording(formulas, sizes, layout="brief")
 
@@ -243,7 +266,7 @@ def batch(lesson, _group, name: str) -> dict:
         parts = lesson.make_microbatches((tokens, target), groups, 2, ragged=True)
         loaded = {f"micro_batch_{i}": part for i, part in enumerate(parts, 1)}
     recorder.hold(loaded)
-    with recorder, lesson.COMM.label("mesh", "batch"):
+    with recorder, recorder.phase("mesh", "batch"):
         micro_batches = lesson.broadcast_batch((tokens, target), groups, args)
         lesson.count_targets(micro_batches, groups["dp"])
     recorder.play()
@@ -254,14 +277,13 @@ def batch(lesson, _group, name: str) -> dict:
         ("batch", "broadcast", "tp", "2·M × (24 + 2·8·n/M)/2"),
         ("batch", "all-reduce", "dp", "1 × 8"),
     ):
-        formulas[lesson.Call("mesh", phase, collective, axis)] = formula
+        formulas[Call("mesh", phase, collective, axis)] = formula
     sizes = {"M": 2, "n": sum(part[0].numel() for part in micro_batches)}
     return recorder.recording(formulas, sizes, groups={"tp": 2, "dp": 2})
 
 
 def wrong_gradient(lesson, group, name: str) -> dict:
-    """Lesson 04 with --break norms: compare piece by piece until one is wrong."""
-    lesson.apply_edit(lesson.BREAKS["norms"], vars(lesson))
+    """Lesson 04 with the bug norms: compare piece by piece until one is wrong."""
     config = lesson.Config(7, 4, heads=2, kv_heads=2, layers=1, seq_len=4, dropout=0.0)
     layer, tables = layer_and_tables(lesson, config)
     alone = copy.deepcopy(layer)
@@ -291,12 +313,12 @@ def wrong_gradient(lesson, group, name: str) -> dict:
     for title, value in found.items():
         recorder.check({title: expected[title]}, **{title: value})
     norm = list(found)[-1]
-    with recorder, lesson.COMM.label("search", ""):
+    with recorder, recorder.phase("search", ""):
         lesson.all_reduce(found[norm], group)
     recorder.play()
     recorder.compare({f"sum_of_{norm}": expected[norm]})
-    call = lesson.Call("search", "", "all-reduce", "tp")
-    return recorder.recording({call: "1 × D·e"}, {"D": 4, "e": 4}, bug="norms")
+    call = Call("search", "", "all-reduce", "tp")
+    return recorder.recording({call: "1 × D·e"}, {"D": 4, "e": 4}, bug=BUGS[name])
 
 
 def context_ring(lesson, group, name: str) -> dict:
@@ -323,7 +345,7 @@ def context(lesson, name: str, layout: str) -> dict:
     q_Bs = q_full[:, :, here]
     kv = kv_full[:, :, :, here]
     recorder.hold({"q_s": watched.queries(q_Bs), "kv_2s": watched.keys(kv, rank)})
-    with lesson00.COMM.label("ring", "forward"), watched:
+    with recorder.phase("ring", "forward"), watched:
         y = lesson.RingFunction.apply(q_Bs, kv, group, layout)
     watched.computed()
     recorder.steps = [step for step in recorder.steps if "kind" not in step]
@@ -332,7 +354,7 @@ def context(lesson, name: str, layout: str) -> dict:
     scores = lesson.masked_scores(q_full, kv_full[0], everywhere, everywhere)
     expected = (scores.softmax(-1) @ kv_full[1]).flatten()[here]
     recorder.compare({"y_s": expected})
-    call = lesson00.Call("ring", "forward", "send/recv", "cp")
+    call = Call("ring", "forward", "send/recv", "cp")
     formulas = {call: "(C-1) × 2·B·s·K·H·e"}
     sizes = {"C": T, "B": 1, "s": S // T, "K": 1, "H": 1, "e": 4}
     return recorder.recording(formulas, sizes, layout="ring wide")
@@ -448,12 +470,13 @@ def schedules(lesson, group, name: str) -> dict:
     return record_schedules.record(lesson, group, recorder, kinds, micro_batches)
 
 
+BUGS = {"mlp-break-f": "f", "wrong-gradient": "norms"}  # scene → bug of its lesson
 SCENES = {  # name → ranks, the lesson, the scene
     "ring-2": (2, "00_collectives", ring),
     "ring": (4, "00_collectives", ring),
     "ring-8": (8, "00_collectives", ring),
     "mlp": (2, "01_naive_mlp_tp", mlp),
-    "mlp-break-f": (2, "01_naive_mlp_tp", mlp_break_f),
+    "mlp-break-f": (2, "01_naive_mlp_tp", mlp),
     "attention": (2, "02_transformer_tp", attention),
     "vocab-loss": (2, "03_vocab_parallel", vocab_loss),
     "sp-layer": (2, "04_sequence_parallel", sp_layer),

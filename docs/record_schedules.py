@@ -10,7 +10,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from recorder import SCHEDULES, clear, difference, row_of
+from recorder import SCHEDULES, Call, clear, difference, gather_objects, row_of
 from torch import nn
 
 FORWARD = 0.05  # seconds
@@ -42,15 +42,13 @@ def record(script, group, recorder, kinds: list[str], M: int) -> dict:
     message = "(40 + b·S·D·e)/2"  # headers and activations: half of either size
     formulas = {}
     for kind, run in runs.items():
-        for call, n in run[rank]["calls"].items():
-            lesson.COMM.calls[call._replace(run=kind)] = n
-            lesson.COMM.bytes[call._replace(run=kind)] = run[rank]["bytes"][call]
+        lesson.METER.calls.update(run[rank]["calls"])
         v = CHUNKS.get(kind, 1)
         for phase, last in (("forward", P - 1), ("backward", 0)):
             passes = v - (rank == last)  # the model's last, or first, chunk sends none
             calls = "2·M" if passes == 1 else f"{2 * passes}·M"
             if passes:
-                call = lesson.Call(kind, phase, "send/recv", "pp")
+                call = Call(kind, phase, "send/recv", "pp")
                 formulas[call] = f"{calls} × {message}"
     about = recorder.recording(formulas, {"M": M, "b": 1, "S": 4, "D": 8, "e": 4})
     about["time"] = {"runs": [SCHEDULES[kind] for kind in kinds], "unit": "ms"}
@@ -71,8 +69,8 @@ def one_run(script, groups, kind: str, M: int, seconds: float) -> list[dict]:
     original = lesson05.send
 
     def counted():
-        calls = lesson.COMM.bytes.items()
-        return {row_of(call._replace(run=kind)): n for call, n in calls}
+        calls = lesson.METER.calls.items()
+        return {row_of(Call(*call)): sum(payloads) for call, payloads in calls}
 
     def send(x, label, dst, group):
         before = counted()
@@ -86,14 +84,16 @@ def one_run(script, groups, kind: str, M: int, seconds: float) -> list[dict]:
     cost = script.cost_of(kind, seconds, v)
     pipeline = script.MeasuredPipeline(chunks, lambda y, _: y.sum(), groups, cost)
     steps = script.steps_of(kind, stage, groups["pp"].size(), M, v)
+    for phase in ("forward", "backward"):
+        method = lesson.METER.phase(kind, phase)(getattr(pipeline, phase))
+        setattr(pipeline, phase, method)
     lesson05.send = send
     dist.barrier()
     pipeline.run(steps, [torch.zeros(2, 1, 4, dtype=torch.int64)] * M)
     lesson05.send = original
     part = {"spans": pipeline.events, "sent": sent}
-    part["calls"] = dict(lesson.COMM.calls)
-    part["bytes"] = dict(lesson.COMM.bytes)
-    return lesson.gather_objects(part)
+    part["calls"] = dict(lesson.METER.calls)
+    return gather_objects(part)
 
 
 def begin_and_end(run: list[dict]) -> tuple[float, float]:

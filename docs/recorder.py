@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 try:
     import tomllib
@@ -52,6 +52,15 @@ COLLECTIVES = {
 }
 
 
+class Call(NamedTuple):
+    """A row of the ledger: what METER counts under this key."""
+
+    run: str
+    phase: str
+    collective: str
+    axis: str
+
+
 class Seen(NamedTuple):
     """One thing that happened on this rank."""
 
@@ -67,6 +76,7 @@ class Recorder:
         self.lesson = lesson
         self.modules = (lesson, *also)  # which call collectives under their own names
         self.only_leaving = ()  # phases that count the bytes which leave a rank
+        self.counted_otherwise = {}  # calls that the script counts instead of METER
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         self.script = tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
@@ -75,6 +85,10 @@ class Recorder:
         self.events = []
         self.held = {}
         clear(lesson)
+
+    def phase(self, run: str, phase: str):
+        """Within `with`, the lesson's METER counts collectives as this phase."""
+        return self.lesson.METER.phase(run, phase)
 
     # Looking on
 
@@ -113,11 +127,11 @@ class Recorder:
             payload = sum(sent.values())
             comm = {
                 "bytes": sent,
-                "sends": self.lesson.ring_bytes(collective, payload, group.size()),
+                "sends": self.lesson.ring(collective, payload, group.size()),
                 "call": {"collective": collective, "axis": group.group_desc},
                 "group": members,
             }
-            comm["call"]["phase"] = self.lesson.COMM.phase
+            comm["call"]["phase"] = self.lesson.METER.label[1]
             if source is None and (numbers or collective == "all-to-all"):
                 comm["call"]["dim"] = numbers[0] if numbers else 0
             if source not in (None, self.rank):
@@ -154,7 +168,8 @@ class Recorder:
 
     def counted(self) -> dict:
         """The lesson's own counter: row of the ledger → bytes."""
-        return {row_of(call): n for call, n in self.lesson.COMM.bytes.items()}
+        calls = (self.lesson.METER.calls | self.counted_otherwise).items()
+        return {row_of(Call(*call)): sum(payloads) for call, payloads in calls}
 
     # From what was seen to the player's steps
 
@@ -243,7 +258,7 @@ class Recorder:
     def recording(self, formulas: dict, sizes: dict, groups=None, **about) -> dict:
         ledger = self.ledger(formulas, sizes, groups or {}, "bug" in about)
         events = []
-        for parts in zip(*self.lesson.gather_objects(self.events), strict=True):
+        for parts in zip(*gather_objects(self.events), strict=True):
             events.append(joined(list(parts)))
         about["title"] = self.script["title"]
         about["ranks"] = self.ranks
@@ -254,28 +269,29 @@ class Recorder:
 
     def ledger(self, formulas: dict, sizes: dict, groups: dict, bug: bool) -> list:
         """The counter of each rank at the end, next to formula: "calls × bytes"."""
-        counted = self.lesson.COMM
+        counted = {Call(*call): x for call, x in self.lesson.METER.calls.items()}
         rows = []
-        for call in dict.fromkeys([*formulas, *counted.calls]):
+        for call in dict.fromkeys([*formulas, *counted]):
             formula = formulas.get(call, "0 × 0")
             calls, each = formula.split(" × ")
             predicted = self.lesson.evaluate(calls, sizes)
             predicted *= self.lesson.evaluate(each, sizes)
-            sent = counted.bytes[call]
+            payloads = counted.get(call, [])
+            sent = sum(payloads)
             if predicted != sent and not bug:
                 raise RuntimeError(f"{call}: counted {sent} bytes, formula {formula}")
             size = groups.get(call.axis, self.ranks)
             row = dict(call._asdict(), what=call.run, row=row_of(call), rank=self.rank)
-            row["calls"] = counted.calls[call]
+            row["calls"] = len(payloads)
             row["bytes"] = sent
-            row["ring"] = self.lesson.ring_bytes(call.collective, sent, size)
+            row["ring"] = self.lesson.ring(call.collective, sent, size)
             if call.phase in self.only_leaving:
                 row["ring"] = sent
             row["formula"] = formula.replace("-", " − ")
             row["predicted"] = predicted
             if predicted or sent:
                 rows.append(row)
-        return [row for part in self.lesson.gather_objects(rows) for row in part]
+        return [row for part in gather_objects(rows) for row in part]
 
 
 class WatchOps(TorchDispatchMode):
@@ -303,11 +319,18 @@ def listed(words) -> list[str]:
 
 def clear(lesson) -> None:
     """Forget what has been counted."""
-    lesson.COMM.calls.clear()
-    lesson.COMM.bytes.clear()
+    lesson.METER.calls.clear()
 
 
-def row_of(call) -> str:
+def gather_objects(value) -> list:
+    """What every rank has, in the order of ranks. METER does not count this call."""
+    values = [None] * dist.get_world_size()
+    with _disable_current_modes():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def row_of(call: Call) -> str:
     """What a key of the counter is called in the player's table of bytes."""
     words = [
         SCHEDULES.get(call.run, ""),

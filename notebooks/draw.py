@@ -19,12 +19,14 @@ For a further notebook: `rows` draws small tensors with their values, column by 
 `matrices` sharded matrices in a line (a product, a layer's weights), `heat` and
 `compare` large ones, `flow` a graph of boxes on ranks with collectives between, `bars`
 bytes with predicted marks, `fit` points and the line through them, `course` numbers
-step by step, `sums` numbers that are added up. All return nothing: the figure appears
-below the cell. A picture that one notebook has is drawn there, in folded cells with the
-tag `drawing`, of the parts below "Boxes": `blank`, `box`, `tile`, `write`.
+step by step, `sums` numbers that are added up; `heads`, `together`, `memory` and
+`layer` are of a transformer. All return nothing: the figure appears below the cell. A
+shorter picture that one notebook has is drawn there, in folded cells with the tag
+`drawing`, of the parts below "Boxes": `blank`, `box`, `tile`, `write`.
 """
 
 import warnings
+from itertools import groupby
 
 import matplotlib.pyplot as plt
 import torch
@@ -521,3 +523,239 @@ def sums(lines: dict[str, list[tuple]], ranks: int, unit: str):
         ax.text(total + max(totals) / 80, y, f"{total:.3g}", va="center")
     ax.set_yticks(range(len(lines)), lines)
     ax.set(xlim=(0, max(totals) * 1.1), ylim=(len(lines) - 0.5, -0.5), xlabel=unit)
+
+
+# A transformer: heads on ranks, blocks and bytes over time, layouts in a layer
+
+
+def named(pieces, full):
+    """What each piece is a copy of: "q3" for full["q"][3]; found by its values."""
+    known = {f"{kind}{i}": x for kind, xs in full.items() for i, x in enumerate(xs)}
+    same = lambda a, b: a.shape == b.shape and torch.allclose(a, b)
+    return [
+        next((name for name, x in known.items() if same(x, piece)), "?")
+        for piece in pieces
+    ]
+
+
+def heads(lanes, roles):
+    """Which heads are on which rank, and lines between those that are combined.
+
+    One lane per rank, one row per role. A head of a shorter row serves several.
+
+    lanes: for each rank and role the names of the heads, as from `named`.
+    """
+    high, left = 1.7, max(letters(role, 0.5) for role in roles) + 0.4
+    wide = [1.5 * max(map(len, lane)) for lane in lanes]
+    ax = blank(left + sum(wide) + 0.9 * len(wide), len(roles) * high + 0.7, 0.5)
+    for row, role in enumerate(roles):
+        write(ax, left - 0.3, 1.3 + row * high, role, ha="right", weight="bold")
+    for rank, (lane, across) in enumerate(zip(lanes, wide)):
+        x, above = left + sum(wide[:rank]) + 0.9 * rank, []
+        write(ax, x + across / 2, 0.4, f"rank {rank}", weight="bold")
+        for row, names in enumerate(lane):
+            y, step = 0.8 + row * high, across / len(names)
+            middles = [x + (i + 0.5) * step for i in range(len(names))]
+            for head, middle in zip(names, middles):
+                tile(ax, middle - 0.6, y, 1.2, 1, head, [rank])
+            most = max(len(above), len(middles)) if above else 0
+            for i in range(most):
+                ends = [xs[i * len(xs) // most] for xs in (above, middles)]
+                ax.plot(ends, [y - high + 1, y], color="black", linewidth=1.5)
+            above = middles
+
+
+def together(spans, calls, turn):
+    """Which rank ran what, and when: a row per rank, over time in ms.
+
+    spans: (rank, what, start, end); each `what` has a hatch.
+    calls: the same, of collectives, in the order of the calls. Shaded from when the
+        last rank enters the call to when the first leaves it.
+    turn: when the last rank's backward began; a thin line.
+    """
+    ranks = 1 + max(rank for rank, *_ in spans)
+    kinds = list(dict.fromkeys(what for _, what, *_ in spans))
+    zero = min(start for *_, start, _ in spans)
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.8 * ranks + 2), layout="constrained")
+    place = lambda start, end: dict(width=end - start, left=start - zero, height=0.7)
+    for rank, what, *times in spans:
+        style = dict(color=color(rank), hatch=HATCHES[kinds.index(what)])
+        ax.barh(rank, **place(*times), edgecolor="black", **style)
+    for rank, _, *times in calls:
+        ax.barh(rank, **place(*times), color="black", edgecolor="black")
+    for call in zip(*([c for c in calls if c[0] == rank] for rank in range(ranks))):
+        start, end = max(c[2] for c in call) - zero, min(c[3] for c in call) - zero
+        ax.axvspan(start, end, color=PARTS[2], zorder=0, linewidth=0)
+        write(ax, (start + end) / 2, -0.7, call[0][1], weight="bold")
+    ax.axvline(turn - zero, color="black", linewidth=1.2)
+    for text, side in (("forward  ", "right"), ("  backward", "left")):
+        write(ax, turn - zero, -1.1, text, ha=side)
+    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    ax.set(ylim=(ranks - 0.5, -1.4), xlabel="ms")
+    kinds = {what: dict(hatch=hatch) for what, hatch in zip(kinds, HATCHES)}
+    kinds["all-reduce"] = dict(facecolor="black")
+    kinds["all ranks are in the call"] = dict(facecolor=PARTS[2], linewidth=0)
+    style = dict(facecolor="white", edgecolor="black")
+    boxes = [Rectangle((0, 0), 1, 1, **style | kind) for kind in kinds.values()]
+    figure.legend(boxes, kinds, loc="outside upper center", ncols=len(kinds),
+                  frameon=False, columnspacing=1.4)  # fmt: skip
+
+
+def memory(timelines, parts):
+    """Bytes over time, stacked by kind: a step of each run, with a line at its peak.
+
+    timelines: name of a run → {"seconds", part: bytes, …} at each change.
+    parts: what is stacked, from below.
+    """
+    figure, ax = plt.subplots(figsize=(WIDTH, 5.2), layout="constrained")
+    ends = [(run[0]["seconds"], run[-1]["seconds"]) for run in timelines.values()]
+    took = [last - first for first, last in ends]
+    gap, begin, most, labels = 0.12 * took[0], 0.0, 0, parts
+    middle = (sum(took) + gap * (len(took) - 1)) / 2
+    for (name, events), seconds in zip(timelines.items(), took):
+        shift, end = begin - events[0]["seconds"], begin + seconds
+        xs = [1000 * (event["seconds"] + shift) for event in events]
+        heights = [[event[part] for event in events] for part in parts]
+        ax.stackplot(xs, heights, colors=PARTS, labels=labels, step="post",
+                     edgecolor="black", linewidth=0.6)  # fmt: skip
+        peak = max(map(sum, zip(*heights)))
+        ax.plot([xs[0], xs[-1]], [peak] * 2, color="black", linewidth=2)
+        # A text may be longer than its run: it continues where there is room.
+        side, x = ("left", xs[0]) if begin < middle else ("right", xs[-1])
+        text = f"{name}: {peak:,} at the peak"
+        write(ax, x, peak * 1.01, text, ha=side, va="bottom")
+        begin, most, labels = end + gap, max(most, peak), []
+    ax.set(xlabel="ms, one step after the other", ylabel="bytes", ylim=(0, most * 1.12))
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    figure.legend(loc="outside upper center", ncols=len(parts), frameon=False)
+
+
+SHAPES = {  # of a tensor on a rank; I is its last dim
+    "replicated": "[B, S, I]",
+    "positions": "[B, s, I]",
+    "columns": "[B, S, i]",
+    "partial": "[B, S, I]",
+}
+
+
+def layout_of(held, ranks):
+    """Replicated, sharded by positions or columns, or partial: a matrix per rank."""
+    if held.dim() == 3:
+        return "partial"
+    if (held == 2**ranks - 1).all():
+        return "replicated"
+    if any(number.bit_count() != 1 for number in held.flatten().tolist()):
+        raise ValueError(
+            "neither replicated nor sharded: an element is on some ranks only"
+        )
+    if (held == held[:, :1]).all():
+        return "positions"
+    if (held == held[:1]).all():
+        return "columns"
+    raise ValueError("sharded both by rows and by columns")
+
+
+def words_below(item, ranks, dims):
+    """A tensor's layout, below its shape if `dims` has a letter for its columns."""
+    if isinstance(item, dict):  # a collective
+        return []
+    layout, columns = layout_of(item[1], ranks), item[1].shape[-1]
+    if not dims:
+        return [layout]
+    shape = SHAPES[layout].replace("I", dims[columns])
+    return [shape.replace("i", dims[columns].lower()), layout]
+
+
+inches = lambda text: 0.125 * max(map(len, text.split("\n")))  # about its width
+
+
+def extent(held):
+    """Elements down and across; partial sums are drawn behind one another."""
+    steps = len(held) - 1 if held.dim() == 3 else 0
+    return held.shape[-2] + steps, held.shape[-1] + steps
+
+
+def room(item, e):
+    """Inches across that it takes, with e inches an element."""
+    if isinstance(item, dict):
+        return inches(item["does"].replace("-", "-\n")) + 0.05
+    name, held = item
+    return max(e * extent(held)[1], inches(name)) + 0.1
+
+
+def draw_tensor(ax, x, y, held, e, ranks):
+    """Around x, y; each element in its holder's color, rank 0's term in front."""
+    (down, across), (rows, columns) = extent(held), held.shape[-2:]
+    left, top = x - across * e / 2, y + (down / 2 - rows) * e
+    for step, term in reversed([*enumerate(held.view(-1, rows, columns).tolist())]):
+        corner = left + step * e, top - step * e
+        for i, row in enumerate(term):
+            for j, number in enumerate(row):
+                at, who = (corner[0] + j * e, corner[1] + i * e), bits(number)
+                box(ax, *at, e, e, who, ranks, linewidth=0.3)
+        frame = Rectangle(corner, columns * e, rows * e, fill=False, linewidth=1.3)
+        ax.add_patch(frame)
+
+
+def draw_call(ax, x, y, width, call):
+    """An arrow, with a collective above it and its payload below."""
+    arrow = dict(arrowstyle="-|>", linewidth=2.5, color="black")
+    ax.annotate("", (x + width - 0.06, y), (x + 0.06, y), arrowprops=arrow)
+    middle, does = x + width / 2, call["does"].replace("-", "-\n")
+    write(ax, middle, y - 0.1, does, va="bottom", linespacing=0.9)
+    moved = f"{call['moved']:,}\nbytes"
+    write(ax, middle, y + 0.1, moved, va="top", linespacing=0.9)
+
+
+def width_of(words, items, e):
+    """Inches across of tensors with one placement, or of the words below them."""
+    return max(sum(room(item, e) for item in items), *map(inches, ["", *words])) + 0.2
+
+
+def draw_alike(ax, x, y, words, items, e, tall, ranks):
+    """Tensors side by side around the height y, names above, their layout below."""
+    width = width_of(words, items, e)
+    for i, word in enumerate(words):
+        style = dict(size=13) if i else dict(size=14, weight="bold")
+        write(ax, x + width / 2, y + tall / 2 + 0.2 + i / 4, word, **style)
+    x += (width - sum(room(item, e) for item in items)) / 2
+    for name, held in items:
+        middle = x + room((name, held), e) / 2
+        style = dict(size=14, va="bottom", linespacing=0.95)
+        write(ax, middle, y - tall / 2 - 0.05, name, **style)
+        draw_tensor(ax, middle, y, held, e, ranks)
+        x += room((name, held), e)
+
+
+def layer(lines, ranks, dims=None):
+    """The tensors of a layer in order, each element in the color of who holds it.
+
+    Those with one placement share a background.
+    lines: (title, items); an item is (name, held), `held` as from places, or, for
+        partial sums, a matrix for each rank; or {"does", "moved"}: a collective and
+        its payload.
+    dims: number of columns → letter, as {4: "D"}; without it no shape is written.
+    """
+    below = lambda item: words_below(item, ranks, dims)
+    runs = [[(w, [*run]) for w, run in groupby(items, below)] for _, items in lines]
+    widest = lambda e: max(sum(width_of(*run, e) for run in line) for line in runs)
+    e = next(e / 1000 for e in range(200, 20, -2) if widest(e / 1000) <= 10.9)
+    tensors = [item for line in runs for words, run in line if words for item in run]
+    tall = e * max(extent(held)[0] for _, held in tensors)
+    above = 0.8 + 0.22 * max(name.count("\n") for name, _ in tensors)
+    high = above + tall + (0.95 if dims else 0.7)
+    ax = blank(WIDTH, high * len(lines), 1)
+    for i, ((title, _), line) in enumerate(zip(lines, runs)):
+        x, top = 0.05, i * high
+        y = top + above + tall / 2
+        write(ax, x, top + 0.2, title, ha="left", weight="bold")
+        for words, items in line:
+            width = width_of(words, items, e)
+            if words:
+                size = width - 0.06, above + tall - 0.3 + len(words) / 4
+                ground = Rectangle((x + 0.03, top + 0.45), *size, facecolor="#F4F4F4")
+                ax.add_patch(ground)
+                draw_alike(ax, x, y, words, items, e, tall, ranks)
+            else:
+                draw_call(ax, x, y, width, *items)
+            x += width

@@ -10,9 +10,10 @@
 What a cell under `%%px` finds on every rank: all names of the lesson, and the lesson
 itself as `lesson` (a script of beyond/ imports the lessons, so there it is
 `lesson00.all_reduce`); `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
-`broken(name)`, which injects one of the lesson's bugs (`with broken("f"): …`);
-`contributors(call, x)`, for the colors of pictures; `check(claims)`, which ends an
-exercise.
+`broken(name)`, which makes one of the lesson's bugs (`with broken("f"): …`);
+`edit(name)`, which shows it; `edited(module, bug)`, for a bug that is not in bugs/;
+`contributors(call, x)`, for the colors of pictures;
+`of_all_ranks(value, group)`, a list; `check(claims)`, which ends an exercise.
 
 How it works: ipyparallel starts a controller, and an engine (an IPython without a
 screen) for each rank. The ranks connect to a store that this process keeps, so it
@@ -21,8 +22,12 @@ they need: torch is imported once, not once per rank. Each watches a pipe to thi
 process, and ends when this process has ended, however it did.
 """
 
+import __future__
+
+import ast
 import atexit
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -39,9 +44,11 @@ import time
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import ipyparallel
 import psutil
+import torch.distributed as dist
 from IPython import get_ipython
 from IPython.display import Markdown, display
 
@@ -83,10 +90,64 @@ def code(*definitions) -> None:
     display(Markdown(f"```python\n{text}\n```"))
 
 
-def lesson00_of(lesson):
-    """The module with COMM and the collectives: a lesson itself, or what a script of
-    beyond/ imports."""
-    return getattr(lesson, "lesson00", lesson)
+def bugs_of(lesson) -> dict[str, dict]:
+    """The bugs of a lesson or script: name → old text, new text, and what it does."""
+    path = Path(lesson.__file__)
+    kind = "beyond" if path.parent.name == "beyond" else "lesson"
+    return importlib.import_module(f"bugs.{kind}{path.name[:2]}").BUGS
+
+
+def edit(name: str) -> None:
+    """Show what a bug changes in the lesson: lines removed, lines added."""
+    bug = bugs_of(HERE["lesson"] if HERE else Ranks.latest.lesson)[name]
+    print(f"{bug['what']}:")
+    for sign, lines in (("-", bug["old"]), ("+", bug["new"])):
+        for line in lines.splitlines():
+            print(sign, line)
+
+
+def table(run: dict, *columns: str) -> list[dict]:
+    """The rows of a lesson's --json that have these columns; a number is a number."""
+    found = []
+    for row in run["rows"]:
+        if row.keys() >= {*columns}:
+            found.append({name: as_number(cell) for name, cell in row.items()})
+    return found
+
+
+COLLECTIVES = (
+    "all-reduce all-gather reduce-scatter broadcast all-to-all send/recv"
+).split()
+
+
+def ledger(run: dict, kind: str) -> dict[tuple, int]:
+    """What was counted per step: (run, phase, collective, axis) → `calls` or `bytes`.
+
+    From the checks of a lesson's --json: of tables they have also the rows that the
+    lesson does not print. Each check's text begins with the number. Of lesson 05,
+    calls that only the last stage makes are left out.
+    """
+    others = []
+    for row in run["rows"]:
+        if "last stage also" in row:
+            others.append((row["last stage also"], row["collective"], row.get("axis")))
+    found = {}
+    for check in run["checks"]:
+        words = check["name"].split()
+        if words[0] == f"{kind}:" and words[-2] in COLLECTIVES:
+            call = " ".join(words[1:-3]), *words[-3:]
+            if call[1:] not in others:
+                found[call] = as_number(check["text"].split()[0])
+    return found
+
+
+def as_number(cell):
+    """12,345 as it was printed, as an int or a float; any other text as it is."""
+    try:
+        value = float(str(cell).replace(",", ""))
+        return int(value) if value.is_integer() else value
+    except ValueError:
+        return cell
 
 
 def start(count: int, lesson: str, timeout: float = 8) -> "Ranks":
@@ -144,9 +205,8 @@ class Ranks:
         host, port = listener.getsockname()
         own = dict(is_master=True, master_listen_fd=listener.detach())
         own |= dict(wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
-        self.store = lesson00_of(self.lesson).dist.TCPStore(host, port, **own)
+        self.store = dist.TCPStore(host, port, **own)
         self.told = dict(MASTER_ADDR=host, MASTER_PORT=str(port))  # as by torchrun
-        self.told |= dict(TORCHELASTIC_USE_AGENT_STORE="True")
         # An engine is there when it has answered two beats; after 30 s without, dead.
         beats = "--HeartMonitor."
         flags = [f"{beats}period=300", f"{beats}max_heartmonitor_misses=100"]
@@ -265,16 +325,12 @@ class Ranks:
             print(f"{self.count} new ranks; what the old ones held is lost")
 
     def say_who_was_missing(self) -> None:
-        """The lesson's own words about a collective that did not complete."""
-        lesson00 = lesson00_of(self.lesson)
-        part = lesson00.dist.PrefixStore(f"attempt {self.groups}", self.store)
-        statuses = []
-        for rank in range(self.count):
-            statuses.append(part.get(f"status/{rank}").decode())
-        if any(status.startswith("in call") for status in statuses):
-            print(lesson00.who_is_missing(statuses))
-            for rank, status in enumerate(statuses):
-                print(f"  rank {rank}: {status}")
+        """Which rank is in which call, if a collective did not complete."""
+        statuses = self.view.apply_sync(status)
+        if any(text.startswith("in call") for text in statuses):
+            print(who_is_missing(statuses))
+            for rank, text in enumerate(statuses):
+                print(f"  rank {rank}: {text}")
 
     def interrupt(self) -> bool:
         """Make every rank idle; False if that cannot be done."""
@@ -326,6 +382,21 @@ def in_short(error: Exception) -> str:
     return f"{getattr(error, 'ename', type(error).__name__)}: {text}{where}"
 
 
+def who_is_missing(statuses: list[str]) -> str:
+    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
+    waiting, missing = [], []
+    for rank, text in enumerate(statuses):
+        (waiting if text.startswith("in call") else missing).append(rank)
+    if missing:
+        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
+        text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
+        return text + "it hung, crashed or skipped a call"
+    if len(set(statuses)) == 1:
+        return "all ranks have entered the same call, and it raised an error"
+    text = f"ranks {waiting} are waiting in different calls: "
+    return text + "one skipped or reordered a call, or died in it"
+
+
 def show_by_rank(metadata: list[dict]) -> None:
     """Print each rank's text behind its number; ranks that said the same, together."""
     speakers = {}
@@ -349,6 +420,11 @@ def show_by_rank(metadata: list[dict]) -> None:
 # On each rank
 
 HERE = {}  # rank, ranks, lesson and tp_group of this rank, and names: what cells see
+FLAGS = __future__.annotations.compiler_flag  # all lessons import them
+CALLS = (
+    "all_reduce all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor "
+    "broadcast all_to_all_single batch_isend_irecv recv barrier"
+).split()
 
 
 def load(rank: int, ranks: int, name: str) -> None:
@@ -358,9 +434,13 @@ def load(rank: int, ranks: int, name: str) -> None:
     lesson = importlib.import_module(name)
     lesson.torch.set_num_threads(1)
     lesson.torch.manual_seed(0)
+    if not HERE:
+        note_calls()
     HERE.update(rank=rank, ranks=ranks, lesson=lesson, names=get_ipython().user_ns)
-    own = dict(broken=broken, check=check, contributors=contributors)
-    own |= dict(rank=rank, ranks=ranks, lesson=lesson, dist=lesson00_of(lesson).dist)
+    HERE.update(status="in no call", inside=False, counts={})
+    own = dict(broken=broken, edit=edit, check=check, contributors=contributors)
+    own |= dict(edited=edited, of_all_ranks=of_all_ranks)
+    own |= dict(rank=rank, ranks=ranks, lesson=lesson, dist=dist)
     public = {k: v for k, v in vars(lesson).items() if not k.startswith("__")}
     HERE["names"].update(public | own)
 
@@ -368,17 +448,55 @@ def load(rank: int, ranks: int, name: str) -> None:
 def join(number: int, timeout: float, limit: float) -> None:
     """Leave the old group, if there is one, and join a new one within `limit` seconds;
     in it one rank waits for another for `timeout` seconds."""
-    lesson00, old = lesson00_of(HERE["lesson"]), HERE.get("tp_group")
-    if lesson00.dist.is_initialized():
-        lesson00.dist.destroy_process_group()
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # which part of the store
-    lesson00.COMM.store = lesson00.join_group("gloo", timedelta(seconds=limit))
-    lesson00.COMM.entered.clear()
-    lesson00.COMM.set_status("in no call")
-    new = lesson00.mesh_groups({"tp": HERE["ranks"]}, timeout)["tp"]
-    HERE["tp_group"] = HERE["names"]["tp_group"] = new
+    old = HERE.get("tp_group")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    store = dist.PrefixStore(f"group {number}", store)  # nothing of the old group
+    member = dict(store=store, rank=HERE["rank"], world_size=HERE["ranks"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=limit), **member)
+    new = dist.new_group(timeout=timedelta(seconds=timeout), group_desc="tp")
+    HERE.update(status="in no call", counts={}, tp_group=new)
+    HERE["names"]["tp_group"] = new
     if old:
         replace(old, new)
+
+
+def note_calls() -> None:
+    """From now on, this rank knows in which call of dist it is."""
+    for name in CALLS:
+        setattr(dist, name, noted(name, getattr(dist, name)))
+
+
+def noted(name: str, call):
+    @functools.wraps(call)
+    def with_note(*args, **kwargs):
+        if HERE["inside"]:  # dist calls itself
+            return call(*args, **kwargs)
+        values = [*args, *kwargs.values()]
+        if name == "batch_isend_irecv":
+            values = [args[0][0].group, args[0][0].tensor]
+        groups = [x for x in values if isinstance(x, dist.ProcessGroup)]
+        group = groups[0].group_desc if groups else "of all ranks"
+        number = HERE["counts"][group] = HERE["counts"].get(group, 0) + 1
+        shapes = [list(x.shape) for x in values if hasattr(x, "shape")]
+        of = f" of {shapes[0]}" if shapes else ""
+        HERE["status"] = f"in call {number} of group {group}, {name}{of}"
+        HERE["inside"] = True
+        try:
+            out = call(*args, **kwargs)  # if it raises, the status stays
+        finally:
+            HERE["inside"] = False
+        HERE["status"] = "in no call"
+        return out
+
+    return with_note
+
+
+def status() -> str:
+    """Where this rank is. A call that did not complete counts as one that it is in."""
+    return HERE["status"]
 
 
 def replace(old, new) -> None:
@@ -390,11 +508,16 @@ def replace(old, new) -> None:
             if held is old:
                 setattr(module, name, new)
         for p in module.parameters(recurse=False):
-            shardings = []
-            for dim, group in getattr(p, "shardings", ()):
-                shardings.append((dim, new if group is old else group))
-            if shardings:
-                p.shardings = tuple(shardings)
+            dim, group = getattr(p, "sharding", None) or (None, None)
+            if group is old:
+                p.sharding = (dim, new)
+
+
+def of_all_ranks(value, group) -> list:
+    """The value of every rank, in order, as in lesson 00."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def contributors(call, x):
@@ -405,28 +528,60 @@ def contributors(call, x):
 
 @contextlib.contextmanager
 def broken(name: str):
-    """Switch one of the lesson's bugs on, as `--break NAME` does, and off again."""
-    lesson, names = HERE["lesson"], HERE["names"]
-    edit = lesson.BREAKS[name]
-    target, _, method = edit["target"].partition(".")
-    # Of a script the target may be a lesson's, and cells have names of their own.
-    places = [vars(lesson), names]
-    if hasattr(lesson, "lesson00"):
-        course = vars(sys.modules["course"])
-        places += [vars(course[key]) for key in course if key.startswith("lesson")]
-    good = next(place[target] for place in places if target in place)
-    places = [place for place in places if place.get(target) is good]
-    good_method = vars(good)[method] if method else None
-    lesson00_of(lesson).apply_edit(edit, vars(lesson))
-    if not method and target in names:
-        names[target] = next(x[target] for x in places if x[target] is not good)
+    """Make one of the lesson's bugs, as tools/bug.py does, and take it back again."""
+    bug = bugs_of(HERE["lesson"])[name]
+    path = ROOT / bug.get("script", HERE["lesson"].__file__)
+    path = ROOT / bug.get("file", path)
+    with edited(modules_of_course()[path], bug):
+        yield
+
+
+@contextlib.contextmanager
+def edited(home: ModuleType, bug: dict):
+    """Replace bug["old"] by bug["new"] in a module, and take it back again."""
+    path = home.__file__
+    source = Path(path).read_text("utf-8")
+    if source.count(bug["old"]) != 1:
+        raise LookupError(f"{path} has not once: {bug['old']}")
+    known = {ast.unparse(node) for node in ast.parse(source).body}
+    good = []  # functions, and what they were
+    for node in ast.parse(source.replace(bug["old"], bug["new"])).body:
+        if ast.unparse(node) not in known:
+            made = {}
+            code = compile(ast.Module([node], []), path, "exec", FLAGS)
+            exec(code, vars(home), made)
+            for function, other in pairs(vars(home)[node.name], made[node.name]):
+                good.append((function, function.__code__, function.__defaults__))
+                function.__code__ = other.__code__  # whoever has it, has the bug
+                function.__defaults__ = other.__defaults__
     try:
         yield
     finally:
-        if method:
-            setattr(good, method, good_method)
-        for place in places:
-            place[target] = good
+        for function, code, defaults in good:
+            function.__code__ = code
+            function.__defaults__ = defaults
+
+
+def pairs(good, other) -> list[tuple]:
+    """A function and its edited copy; of two classes, each method and its copy."""
+    if not inspect.isclass(good):
+        return [(inspect.unwrap(good), inspect.unwrap(other))]
+    found = []
+    for name, value in vars(other).items():
+        if isinstance(value, (staticmethod, FunctionType)):
+            found += pairs(inspect.unwrap(vars(good)[name]), inspect.unwrap(value))
+    return found
+
+
+def modules_of_course() -> dict[Path, ModuleType]:
+    """The lesson, and the modules of the course that it imports, by file."""
+    found = {}
+    for module in [*sys.modules.values()]:
+        path = Path(getattr(module, "__file__", None) or "")
+        if path.parent in (ROOT, ROOT / "beyond"):
+            found[path] = module
+    # A script of beyond/ that was imported later has lessons of its own.
+    return found | {Path(HERE["lesson"].__file__): HERE["lesson"]}
 
 
 def check(claims) -> None:
@@ -434,13 +589,12 @@ def check(claims) -> None:
 
     claims: yields (whether it holds, what to say if not), in order.
     """
-    comm = lesson00_of(HERE["lesson"]).COMM
-    comm.set_status("in no call")  # a call that raised has left its name there
+    HERE["status"] = "in no call"  # a call that raised has left its name there
     try:
         wrong = next((text for holds, text in claims if not holds), None)
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-        in_a_call = comm.status.startswith("in call")
+        in_a_call = HERE["status"].startswith("in call")
         if isinstance(error, RuntimeError) and in_a_call:
             wrong = "a collective did not complete; after it, run live.restart()"
     print("right" if wrong is None else f"not yet: {wrong}")

@@ -3,10 +3,10 @@
     torchrun --nnodes=2 … cable.py FOLDER [flags of lesson 05]
 
 The first rank of each machine reads the kernel's counter of the network interface,
-before and after each step but the first, and writes FOLDER/sent-RANK. Ranks do not
-write down in which call they are: these messages to the first machine would count too.
+before and after each step but the first, and writes FOLDER/sent-RANK.
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -45,6 +45,7 @@ class Watched(lesson.MeshTraining):
 
 if __name__ == "__main__":
     lesson.MeshTraining = Watched
-    lesson.CommCounter.set_status = lambda self, status: setattr(self, "status", status)
     sys.argv = [lesson.__file__, *sys.argv[2:]]
-    lesson.launch(lesson.main, lesson.parse_args, vars(lesson))
+    parser = argparse.ArgumentParser()
+    lesson.add_mesh_flags(parser)
+    lesson.launch(lesson.main, lesson.sizes_of_mesh, parser)

@@ -18,6 +18,7 @@ from in_ranks import load, run
 
 schedules = load("14_schedules")
 flat_adamw = load("flat_adamw")
+tied_stages = load("tied_stages")
 lesson = load("course").lesson05
 STEPS = 2
 
@@ -50,9 +51,8 @@ def counted(training) -> dict:
     """What a rank held, saved and sent in the last step, for test_plan.py."""
     events = training.pipeline.events
     sent = []
-    for call, calls in lesson.COMM.calls.items():
-        if call.run:  # without a name: the report's own
-            sent.append([*call, calls, lesson.COMM.bytes[call]])
+    for call, payloads in lesson.METER.calls.items():
+        sent.append([*call, len(payloads), sum(payloads)])
     return dict(
         parameters=sum(p.numel() for p in training.parameters.values()),
         saved=sorted({e["bytes"] for e in events if e["what"] == "forward"}),
@@ -81,13 +81,17 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
     for tokens, target in lesson.make_batches(lesson.__doc__, args, STEPS):
         batches.append(lesson.pad_batch(tokens, target, args.tp))
     args.seq_len = batches[0][0].shape[1]
-    full = lesson.make_tied(args)
+    full = tied_stages.lesson03.make_tied(args)
     alone = lesson.train_transformer("alone", copy.deepcopy(full), batches, args)
-    kind = lesson.TiedTraining if args.tie else lesson.MeshTraining
+    kind = tied_stages.TiedTraining if args.tie else lesson.MeshTraining
     if args.zero:  # what beyond/10_checkpoints.py trains with
         kind = ShardedMoments
     training = kind(full, groups, args)
     schedules.add_meters(training, schedules.MeasuredPipeline)
+    phase = lesson.METER.phase("mesh", "update")
+    training.optimizer.step = phase(training.optimizer.step)  # ZeRO gathers there
+    if args.tie or args.zero:
+        training.renew_copy = phase(training.renew_copy)
     mesh = lesson.train_on_mesh(training, batches, args)
     diffs = {}
     for kind in ("losses", "norms", "gradients", "parameters"):
@@ -103,7 +107,9 @@ def try_run(number: int, sizes: tuple, groups: dict) -> dict:
 def main() -> dict:
     runs = []
     for number, sizes in enumerate(layouts(dist.get_world_size())):
-        groups = lesson.make_mesh(dict(zip(lesson.AXES, sizes)), 60)
+        mesh = dict(zip(lesson.AXES, sizes))
+        groups = lesson.make_mesh(mesh, 60)
+        groups["embedding"] = tied_stages.embedding_group(mesh, 60)
         assert None not in groups.values(), "every rank is in a group of each kind"
         runs.append(try_run(number, sizes, groups))
     return dict(runs=runs)

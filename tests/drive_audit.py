@@ -9,6 +9,7 @@ import copyreg
 import os
 import random
 import sys
+import tempfile
 import types
 from functools import partial
 from pathlib import Path
@@ -229,31 +230,42 @@ def clip_of(lesson):
     return clip
 
 
-def fresh(name: str):
-    """A lesson that no bug has changed, or a script with such lessons."""
-    sys.modules.pop(name, None)
-    sys.modules.pop("course", None)
-    return load(name)
-
-
-def try_bug(name: str, bug: str) -> dict:
-    lesson = fresh(name)
-    lesson00 = getattr(lesson, "lesson00", lesson)  # of a script
-    lesson00.apply_edit(lesson.BREAKS[bug], vars(lesson))
+def load_from(folder: Path, name: str):
+    """A lesson or script of a copy of the course; nothing of another copy is kept."""
+    paths = [*folder.glob("0*.py"), *folder.glob("beyond/*.py")]
+    names = {path.stem for path in paths}
+    for other in names.intersection(sys.modules):
+        del sys.modules[other]
+    sys.path[:0] = [str(folder / "beyond"), str(folder)]
     try:
-        sizes = {"tied": True} if bug == "tie" else {}
-        found = findings(subject_of(name[:2], lesson, **sizes))
-    except Exception as error:
-        found = {"categories": [["raised", f"{type(error).__name__}: {error}"[:200]]]}
-    return {"lesson": name, "bug": bug, **found}
+        return load(name)
+    finally:
+        del sys.path[:2]
 
 
-# What the first finding of each begins with. The lesson prints it, and the page of all
+def try_bug(name: str, of: str) -> dict:
+    number = name[:2]
+    with tempfile.TemporaryDirectory() as folder:
+        jobs.bug.copy_with_bug(number, jobs.bug.bugs_of(number)[of], Path(folder))
+        lesson = load_from(Path(folder), name)
+        try:
+            sizes = {"tied": True} if of == "tie" else {}
+            found = findings(subject_of(number, lesson, **sizes))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:200]
+            found = {"categories": [["raised", text]]}
+    return {"lesson": name, "bug": of, **found}
+
+
+# What the first finding of each begins with. tools/bug.py says it, and the page of all
 # bugs shows it.
 BUGS = {}
 for name in (*jobs.LESSONS, *jobs.BEYOND):
-    edits = load(name).BREAKS.items()
-    if told := {bug: edit["audit"] for bug, edit in edits if "audit" in edit}:
+    told = {}
+    if name[:2] in jobs.bug.NUMBERS:
+        edits = jobs.bug.bugs_of(name[:2]).items()
+        told = {of: edit["audit"] for of, edit in edits if "audit" in edit}
+    if told:
         BUGS[name] = told
 
 
@@ -346,7 +358,7 @@ def main() -> dict:
             found["bugs"].append({"expected": category, **try_bug(name, bug)})
             show(found["bugs"][-1])
     for name in BUGS:
-        fresh(name)
+        load_from(jobs.ROOT, name)
     for number in range(RIGHT):
         said = findings(right_subject(number))
         found["right"].append({"number": number, **said})

@@ -18,6 +18,7 @@ from torch.distributed.tensor import experimental
 
 lesson = load("11_context_parallel")
 lesson02 = lesson.lesson02  # with all that it carries over from earlier lessons
+METER = lesson.lesson00.METER
 GROUPS = [[0, 1], [2, 5, 7], [1, 3, 4, 6], [*range(8)], [3]]
 CASES = 6  # of each group
 
@@ -41,6 +42,12 @@ def reference(q, k, v, tables, H: int):
     return y.transpose(1, 2).flatten(2)
 
 
+def calls_and_bytes() -> list[int]:
+    """Of all that METER has counted since it was cleared."""
+    payloads = [x for call in METER.calls.values() for x in call]
+    return [len(payloads), sum(payloads)]
+
+
 def try_case(number: int, group) -> list[dict]:
     T, rank = group.size(), group.rank()
     case = random_case(number, T)
@@ -62,15 +69,12 @@ def try_case(number: int, group) -> list[dict]:
     for name, (attention, layout) in methods.items():
         here = lesson.positions_of(rank, T, layout, S)
         q, k, v = (x[:, here].clone().requires_grad_() for x in tensors[:3])
-        lesson02.COMM.calls.clear()
-        lesson02.COMM.bytes.clear()
-        with lesson.recorded_blocks(vars(lesson)) as computed:
+        METER.calls.clear()
+        with lesson.recorded_blocks(vars(lesson)) as computed, METER.phase("", ""):
             y = attention(q, k, v, tables, core, group, layout)
-        counted = [
-            sum(counter.values())
-            for counter in (lesson02.COMM.calls, lesson02.COMM.bytes)
-        ]
-        y.backward(tensors[3][:, here])
+        forward = calls_and_bytes()
+        with METER.phase("", ""):
+            y.backward(tensors[3][:, here])
         diffs = {"y": difference(y, expected[:, here], expected)}
         for label, x, full in zip("qkv", (q, k, v), whole):
             diffs[f"dL/d{label}"] = difference(x.grad, full.grad[:, here], full.grad)
@@ -78,13 +82,9 @@ def try_case(number: int, group) -> list[dict]:
             (step, int(block.query_at[0]), int(block.key_at[0]), len(block.key_at))
             for step, block in computed
         ]
-        total = [
-            sum(counter.values())
-            for counter in (lesson02.COMM.calls, lesson02.COMM.bytes)
-        ]
         found.append(case | dict(
             name=name, layout=layout, T=T, rank=rank, diffs=diffs, blocks=blocks,
-            forward=counted, both=total, here=here.tolist(),
+            forward=forward, both=calls_and_bytes(), here=here.tolist(),
         ))  # fmt: skip
     return found
 
@@ -104,7 +104,7 @@ def on_cpu(group):
     def attention(q, k, v, is_causal):
         assert is_causal
         S = q.shape[2] * group.size()
-        k, v = (lesson02.AllGatherWithGrad.apply(x, 2, group) for x in (k, v))
+        k, v = (lesson.lesson01.AllGatherWithGrad.apply(x, 2, group) for x in (k, v))
         at = [positions(S) for positions in zigzag]
         scores = lesson.masked_scores(q, k, at[group.rank()], torch.cat(at))
         return scores.softmax(-1) @ v

@@ -59,7 +59,7 @@ def by_masks(moe, x):
 
 def slice_of(p, full):
     """What this rank should hold of a parameter or gradient."""
-    for dim, group in lesson01.shardings_of(p):
+    for dim, group in lesson.shardings_of(p):
         full = lesson00.shard(full, dim, group)
     return full
 
@@ -100,12 +100,12 @@ def try_case(number: int, mesh: tuple, groups: dict) -> dict:
     full.balance = None  # has a history, so it cannot be copied
     moe = lesson.ep_moe(full, groups)
     x_b, upstream_b = lesson.split_batch((x, upstream), groups)
-    lesson00.COMM.bytes.clear()
-    with lesson00.COMM.label("EP", ""):
+    lesson00.METER.calls.clear()
+    with lesson.CountLeaving(), lesson00.METER.phase("EP", ""):
         x_b.requires_grad_()
         y = moe(x_b)
         ((y * upstream_b).sum() + moe.balance).backward()
-    sent = lesson00.COMM.bytes[lesson00.Call("EP", "", "all-to-all", "ep")]
+    sent = sum(lesson00.METER.calls.get(("EP", "", "all-to-all", "ep"), []))
     lesson.sum_gradients(moe, groups)
     diffs["y"] = difference(y, *lesson.split_batch((whole_y,), groups), whole_y)
     of_x = lesson.split_batch((whole_x.grad,), groups)

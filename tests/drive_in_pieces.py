@@ -119,9 +119,9 @@ def try_linears(number: int, group) -> dict:
     for full, mine in zip([*columns, row], [*split, split_row]):
         for p, q in zip(full.parameters(), mine.parameters(), strict=True):
             grad = p.grad
-            for dim, _ in q.shardings:
-                grad = lesson00.shard(grad, dim, group)
-            if not q.shardings:  # the row's bias: this rank's positions only
+            if q.sharding:
+                grad = lesson00.shard(grad, *q.sharding)
+            else:  # the row's bias: this rank's positions only
                 q.grad = lesson00.all_reduce(q.grad, group)
             diffs.append(difference(q.grad, grad))
     return dict(T=case.T, pieces=case.pieces, has_bias=has_bias, diffs=diffs)

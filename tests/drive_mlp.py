@@ -13,6 +13,7 @@ import random
 import torch
 import torch.nn.functional as F
 from in_ranks import difference, groups_of_4, is_ours, load, run, transposed
+from shardings import shardings_of
 from torch import nn
 
 script = load("13_mesh_2d")
@@ -80,7 +81,7 @@ def try_way(way: str, number: int, groups: dict) -> dict:
     found = {"y": (got, y, y_cuts), "x": (mine.grad, leaf.grad, x_cuts)}
     for name, p in full.named_parameters():
         held = layer.get_parameter(name)
-        found[name] = held.grad, p.grad, held.shardings
+        found[name] = held.grad, p.grad, shardings_of(held)
     diffs = {
         name: difference(part, piece(whole, cuts), whole)
         for name, (part, whole, cuts) in found.items()

@@ -7,6 +7,7 @@ Each rank draws what all ranks of its group hold, so it can tell what must come 
 
 import random
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -95,17 +96,18 @@ class Case:
         """The right result, a new tensor, its input as it was; calls and bytes."""
         memory = x if x._base is None else x._base
         before, strides = memory.detach().clone(), x.stride()
-        lesson.COMM.calls.clear()
-        lesson.COMM.bytes.clear()
-        with lesson.COMM.label("case", "phase"):
+        lesson.METER.calls.clear()
+        with lesson.METER.phase("case", "phase"):
             got = wrapper()
-        call = lesson.Call("case", "phase", collective, self.axis)
+        call = ("case", "phase", collective, self.axis)
         calls, nbytes = counted
-        counts = [lesson.COMM.calls, lesson.COMM.bytes]
+        payloads = lesson.METER.calls.get(call, [])
         self.expect(
             value=same(got, wanted),
             input=torch.equal(memory, before) and x.stride() == strides,
-            counted=counts == ([{call: calls}, {call: nbytes}] if calls else [{}, {}]),
+            counted=set(lesson.METER.calls) == ({call} if calls else set())
+            and len(payloads) == calls
+            and sum(payloads) == (nbytes if calls else 0),
         )
         if got.numel():
             storages = [t.untyped_storage().data_ptr() for t in (got, x)]
@@ -159,15 +161,23 @@ def try_ring(number: int, groups: dict) -> dict:
     T, r = case.T, case.r
     shape = RING_SHAPES[number // len(groups) % len(RING_SHAPES)]
     ranks = case.draw([shape] * T)
-    x, wanted, steps = ranks[r], add(ranks), []
-    note = lambda name, chunks: steps.append(chunks[r])
-    reduce = partial(lesson.ring_all_reduce, x, case.group, note)
+    x, wanted, sums = ranks[r], add(ranks), []
+
+    def send_recv(*args):  # what a rank sends: from step T on, sums of all ranks
+        sums.append(args[0].clone())
+        return plain(*args)
+
+    plain = lesson.send_recv
+    reduce = partial(lesson.ring_all_reduce, x, case.group)
     chunks = x.flatten().tensor_split(T)  # one is not sent in either half
     sent = 2 * x.nbytes - chunks[r].nbytes - chunks[(r + 1) % T].nbytes
-    case.call(x, reduce, wanted, "send/recv", [2 * (T - 1), sent])
-    case.expect(steps=len(steps) == 2 * (T - 1))
-    if T > 1:  # half-way, rank r has chunk r, as a reduce-scatter leaves it
-        case.expect(half_way=same(steps[T - 2], case.piece(wanted.flatten())))
+    with mock.patch.object(lesson, "send_recv", send_recv):
+        case.call(x, reduce, wanted, "send/recv", [2 * (T - 1), sent])
+    case.expect(steps=len(sums) == 2 * (T - 1))
+    if (
+        T > 1
+    ):  # half-way, rank r has chunk r, as a reduce-scatter leaves it, and sends it
+        case.expect(half_way=same(sums[T - 1], case.piece(wanted.flatten())))
     return case.about | dict(shape=shape)
 
 
@@ -178,7 +188,8 @@ def try_background(number: int, groups: dict) -> dict:
     ranks = case.draw([[1 + number % 6]] * case.T)
     x = ranks[case.r]
     start = partial(lesson.async_all_reduce, x, case.group)
-    case.call(x, start, add(ranks), "all-reduce", [1, x.nbytes])
+    counted = [1 if case.T > 1 else 0, x.nbytes]
+    case.call(x, start, add(ranks), "all-reduce", counted)
     return case.about
 
 

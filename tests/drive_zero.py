@@ -62,8 +62,7 @@ def try_layout(number: int, sizes: tuple) -> list[dict]:
     alone = lesson02.train_transformer("alone", copy.deepcopy(full), batches, args)
     found = []
     for name, kind in KINDS.items():
-        lesson.COMM.calls.clear()
-        lesson.COMM.bytes.clear()
+        lesson.METER.calls.clear()
         training = lesson.make_training(name, full, kind, mesh, args)
         got = lesson.train(training, batches)
         diffs = {}
@@ -73,7 +72,8 @@ def try_layout(number: int, sizes: tuple) -> list[dict]:
             off = [[lesson00.rel_diff(values[x], y), x] for x, y in expected.items()]
             diffs[what] = max(off)
         units = [sum(p.numel() for p in unit.parameters) for unit in training.units]
-        sent = [[*call, n, lesson.COMM.bytes[call]] for call, n in calls_of_runs()]
+        counted = lesson.METER.calls.items()
+        sent = [[*call, len(payloads), sum(payloads)] for call, payloads in counted]
         found.append(dict(
             args=vars(args), sizes=sizes, kind=name, diffs=diffs, units=units,
             held=lesson.bytes_held(training), sent=sent,
@@ -87,11 +87,6 @@ def weights_of(unit):
     """How the elements of this rank's shard count in a norm."""
     weights = lesson.norm_weights(unit.parameters, unit.groups["tp"])
     return unit.slice_of(lesson.flatten(weights, unit.parts))
-
-
-def calls_of_runs() -> list:
-    """Counted calls of a run, without those of the report."""
-    return [(call, n) for call, n in lesson.COMM.calls.items() if call.run]
 
 
 def main() -> dict:

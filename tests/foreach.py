@@ -6,15 +6,14 @@ On an H100 lessons 02 and 03 raised in the DTensor run: a list may not mix DTens
 plain tensors. On CPU PyTorch makes no lists, so no test saw it.
 """
 
+import runpy
 import sys
+from pathlib import Path
 
-from in_ranks import load
 from torch.optim import optimizer
 
 if __name__ == "__main__":
     optimizer._get_foreach_kernels_supported_devices = lambda: ["cpu"]
-    lesson = load(sys.argv[1])
-    sys.argv = [lesson.__file__, *sys.argv[2:]]
-    getattr(lesson, "lesson00", lesson).launch(
-        lesson.main, lesson.parse_args, vars(lesson)
-    )
+    path = Path(__file__).parents[1] / f"{sys.argv.pop(1)}.py"
+    sys.argv[0] = str(path)
+    runpy.run_path(str(path), run_name="__main__")

@@ -40,7 +40,7 @@ def groups_of_4(lesson) -> list:
     """Of four ranks: groups of 1, of 2 that are not neighbours, of 4, of neighbours."""
     found = []
     for sizes in ({"tp": 1, "x": 4}, {"tp": 2, "x": 2}, {"tp": 4}, {"x": 2, "tp": 2}):
-        found.append(lesson.mesh_groups(sizes, 30)["tp"])
+        found.append(load("00_collectives").mesh_groups(sizes, 30)["tp"])
     if hasattr(lesson, "kv_groups"):  # kept for later: all ranks must make them alike
         for group, heads in itertools.product(found, (1, 2)):
             if heads < group.size():
@@ -127,7 +127,7 @@ def random_model(lesson, config, tied: bool, generator):
 
 class Twins:
     """A whole model of random sizes and its parallel copy in training: what kind of
-    thing differs how much at most, and where. What a slice is, p.shardings says."""
+    thing differs how much at most, and where. What a slice is, p.sharding says."""
 
     def __init__(
         self, lesson, number: int, group, split, by_rows=True, pads=False,
@@ -167,8 +167,8 @@ class Twins:
             if hasattr(p, "rows"):  # all ranks' are padded to one length
                 padding = len(p) * self.group.size() - p.rows
                 wanted = torch.cat([alone, alone.new_zeros(padding, *p.shape[1:])])
-            for dim, group in getattr(p, "shardings", ()):
-                wanted = self.lesson.shard(wanted, dim, group)
+            if getattr(p, "sharding", None):
+                wanted = self.lesson.shard(wanted, *p.sharding)
             self.note(kind, difference(getattr(p, what), wanted, alone), name)
 
     def columns(self, logits):
@@ -242,7 +242,7 @@ class Twins:
             wanted, got = (model.eval()(tokens) for model in (self.alone, self.split))
         self.note("eval", difference(got, self.columns(wanted)))
         for name, p in self.split.named_parameters():
-            if not getattr(p, "shardings", ()):
+            if not getattr(p, "sharding", None):
                 of_first = self.lesson.all_gather(p[None], 0, self.group)[0]
                 self.note("replicas", not torch.equal(p, of_first), name)
         for p, q in zip(self.full.parameters(), self.before.parameters()):

@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import os
-import re
 import runpy
 import signal
 import socket
@@ -31,6 +30,12 @@ BEYOND = [path.stem for path in sorted((ROOT / "beyond").glob("[0-9]*.py"))]
 PATHS = {name: ROOT / f"{name}.py" for name in LESSONS}
 PATHS.update({name: ROOT / "beyond" / f"{name}.py" for name in BEYOND})
 sys.path[:0] = [str(ROOT / "beyond"), str(ROOT)]  # where lessons and scripts are
+sys.path.append(str(ROOT / "tools"))
+import bug  # noqa: E402
+
+DOCTOR = ROOT / "tools" / "doctor.py"
+HANGS = ("skip", "order", "empty")  # bugs that make ranks wait for each other
+ABORTS = ("shape", "shapes")  # where gloo aborts a rank, it ends at once: no fork can
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 MARK = "COURSE_TEST_JOB"  # in the environment of every process of a job
 
@@ -208,6 +213,9 @@ def ahead(what: str, ranks: int, *flags):
         run = kinds.get(Path(what).suffix, run_lesson)
         if what == "faulty.py":
             STARTED[job] = WAITING.submit(run_faulty, *job)
+        elif what == "bug.py":
+            pool = WAITING if flags[1] in HANGS else POOL
+            STARTED[job] = pool.submit(run_bug, *job)
         elif run is run_notebook:
             STARTED[job] = Future()
             TO_OPEN.append((STARTED[job], *job))
@@ -230,16 +238,36 @@ def result(what: str, ranks: int, *flags):
     return ahead(what, ranks, *flags).result()
 
 
+def path_of(name: str) -> Path:
+    """The file of a lesson or a script; one beside a lesson has no number."""
+    return PATHS.get(name, ROOT / "beyond" / f"{name}.py")
+
+
 def run_lesson(lesson: str, ranks: int, *flags) -> Done:
     """A lesson under torchrun with --json."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out.json")
-        # Where gloo aborts a rank, it ends at once, which a fork cannot.
-        start = torchrun if {"shape", "shapes"}.intersection(flags) else launch
-        done = start(PATHS[lesson], ranks, *flags, "--json", path, limit=900)
+        done = launch(path_of(lesson), ranks, *flags, "--json", path, limit=900)
         text = path.read_text() if path.exists() else ""
         data = json.loads(text) if text else {}  # empty: it came to no verdict
     return done._replace(data=data)
+
+
+def run_bug(_, ranks: int, number: str, name: str, *flags) -> Done:
+    """A bug, as tools/bug.py runs it. data["said"] is what it ends with."""
+    edit = bug.bugs_of(number)[name]
+    with tempfile.TemporaryDirectory() as folder:
+        script = bug.copy_with_bug(number, edit, Path(folder))
+        path = Path(folder, "out.json")
+        flags = [*bug.flags_of(edit, [*map(str, flags)]), "--json", path]
+        start = torchrun if name in ABORTS else launch
+        done = start(DOCTOR, ranks, script, *flags, limit=900)
+        text = path.read_text() if path.exists() else ""
+    failed = bug.what_failed(done.out.rpartition("\n\n")[2], done.err)
+    file = bug.edited(number, edit)[0]
+    code, said = bug.outcome(edit, file, done.code, failed)
+    data = json.loads(text) if text else {}  # empty: it came to no verdict
+    return done._replace(code=code, data=data | {"said": said})
 
 
 def run_driver(script: str, ranks: int) -> list:
@@ -253,10 +281,11 @@ def run_driver(script: str, ranks: int) -> list:
 
 
 def run_faulty(script: str, ranks: int, *flags) -> Done:
-    """A lesson in which one rank goes wrong; data has the time when it did."""
+    """A lesson in which one rank goes wrong, under the doctor; data: when it did."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "time")
-        done = launch(ROOT / "tests" / script, ranks, *flags, FAULT_TIME=str(path))
+        env = {"FAULT_TIME": str(path), "FAULT_DOCTOR": "1"}
+        done = launch(ROOT / "tests" / script, ranks, *flags, **env)
         data = {"time": float(path.read_text())} if path.exists() else {}
     return done._replace(data=data)
 
@@ -310,30 +339,13 @@ def run_of_a_test(script: str, ranks: int, *flags) -> Done | None:
         place = flags.index("--json")
         path = ROOT / flags[place + 1]
         del flags[place : place + 2]
-    number = 0
-    if "--only" in flags:  # the same run, of which less is printed
-        place = flags.index("--only")
-        number = int(flags[place + 1])
-        del flags[place : place + 2]
     future = STARTED.get((Path(script).stem, ranks, *flags))
     if future is None or not (future.running() or future.done()):
         return None  # who waits for a long queue may meet a time limit
     done = future.result()
-    if number:
-        done = done._replace(out=section_of(done.out, number))
     if path:
         path.write_text(json.dumps(done.data, indent=1))
     return done
-
-
-def section_of(out: str, number: int) -> str:
-    """What --only prints of a whole run: its first lines, a section, the verdict."""
-    *head, lines = out.split("\n", 2)
-    lines = lines.splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r"\d  ", line)]
-    starts.append(len(lines) - 1)
-    section = lines[starts[number - 1] - 1 : starts[number] - 1]
-    return "\n".join([*head, *section, *lines[-2:], ""])
 
 
 class Exited(BaseException):

@@ -4,21 +4,37 @@ Schedules as lists; then every layout of 2, 4, 6 and 8 ranks on random sizes and
 against plain PyTorch; messages; the lesson's own runs.
 """
 
+import json
+import math
 import re
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from types import SimpleNamespace
 
 import jobs
 import pytest
 import torch
 from in_ranks import no_group
-from runs import ALL_RUNS, MESH, over
+from runs import (
+    ALL_RUNS,
+    MESH,
+    STAGES,
+    STAGES_RUNS,
+    TIED,
+    TIED_RUNS,
+    failed,
+    flag,
+    number,
+    over,
+    passed,
+    rows_with,
+)  # fmt: skip
 from torch import nn
 
 DRIVERS = [("drive_3d.py", ranks) for ranks in (8, 6, 4, 2)]
 RUNS = [run for run in ALL_RUNS if run[0] == MESH]
 lesson = jobs.load(MESH)
+tied_stages = jobs.load(TIED)
 pytestmark = pytest.mark.timeout(900)  # eight ranks share the cores
 
 
@@ -56,6 +72,30 @@ def test_schedules_do_all_and_in_order(kind):
             in_flight = accumulate(1 if p == "forward" else -1 for p, _ in steps)
             assert max(in_flight) == (M if kind == "gpipe" else min(P - stage, M))
         assert makespan(kind, P, M) == 3 * (M + P - 1), "the ideal"
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_the_drawing_shows_who_waits(kind):
+    """Each step once, in the order of its list, after the one that it waits for; the
+    dots are the bubble. A list that waits for a step that is not there ends with !."""
+    for P, M in product(range(1, 9), range(1, 12)):
+        lists = [lesson.schedule(kind, stage, P, M) for stage in range(P)]
+        lines = lesson.draw_in_time(lists)
+        assert {len(line) for line in lines} == {2 * (M + P - 1)}
+        for stage, (steps, line) in enumerate(zip(lists, lines)):
+            marks = [str((i + 1) % 10) if p == "forward" else "abcdefghijk"[i]
+                     for p, i in steps]  # fmt: skip
+            assert [mark for mark in line if mark != "."] == marks
+            if stage and M < 10:
+                before = lines[stage - 1]
+                for i in range(M):
+                    assert before.index(f"{i + 1}") < line.index(f"{i + 1}")
+                    assert line.index("abcdefghijk"[i]) < before.index("abcdefghijk"[i])
+    one, two = (lesson.schedule("1f1b", stage, 2, 2) for stage in range(2))
+    assert lesson.draw_in_time([one, two]) == ["12.a.b", ".1a2b."]
+    assert lesson.draw_in_time([one[:1], two]) == ["1..!", ".1a!"]
+    # Both wait: stage 0 for its first gradient, stage 1 for its second activation.
+    assert lesson.draw_in_time([two, one]) == ["1.!", ".1!"]
 
 
 @pytest.mark.parametrize("DP, M", [(1, 3), (3, 1), (2, 3)])
@@ -139,69 +179,183 @@ def test_equal_to_one_process(found):
 # The lesson's own runs: who is where, and when.
 
 
-def test_defaults_show_more_than_one_axis():
-    meshes = {run[1]: jobs.result(*run).data["mesh"] for run in RUNS if len(run) == 2}
-    assert meshes[2]["pp"] == 2, "two ranks are a pipeline"
-    assert all(sum(n > 1 for n in meshes[ranks].values()) > 1 for ranks in (4, 6, 8))
+@over(RUNS)
+def test_who_is_where(run):
+    """Each rank once; two ranks are a pipeline, 4, 6 and 8 have more than one axis."""
+    data = jobs.result(*run).data
+    P, DP, T = (data["size"][letter] for letter in ("P", "DP", "T"))
+    assert P * DP * T == run[1]
+    if len(run) == 2:
+        assert P == 2 if run[1] % 2 == 0 else P == run[1]
+        assert run[1] < 4 or run[1] == 3 or min(P, max(DP, T)) > 1
+    rows = rows_with(data, "replica 0", "holds")
+    ranks = [json.loads(row[f"replica {i}"]) for row in rows for i in range(DP)]
+    assert [*chain.from_iterable(ranks)] == list(range(run[1]))
+    assert {len(of_group) for of_group in ranks} == {T}
+
+
+@over(RUNS)
+def test_time_is_drawn(run):
+    """For the stages of the mesh, and for P = 4: the dots are the bubble."""
+    data = jobs.result(*run).data
+    P, M = data["size"]["P"], data["size"]["M"]
+    rows = rows_with(data, "time →", "waits/computes")
+    drawn = [(int(row["P"]), int(row["M"]), int(row["stage"])) for row in rows]
+    expected = [(P, M, stage) for stage in range(P)]
+    assert drawn == expected + [(4, 8, stage) for stage in range(4) if P != 4]
+    for row in rows:
+        P, M = int(row["P"]), int(row["M"])
+        waits = row["time →"].count(".")
+        assert row["waits/computes"].startswith(f"{waits}/{2 * M} = ")
+        assert waits == 2 * (P - 1)
+        held = M if "gpipe" in run else min(P - int(row["stage"]), M)
+        assert row["holds"] == str(held)
 
 
 @over([run for run in RUNS if "--ragged" in run])
 def test_ragged_lengths(run):
+    done = jobs.result(*run)
+    text = re.search(
+        r"Lengths of its micro-batches, per replica:\s(\[\[.*?\]\])", done.out, re.S
+    )
+    lengths = [*chain.from_iterable(json.loads(text[1]))]
+    T = done.data["size"]["T"]
+    assert len(set(lengths)) >= 3 and all(x % T == 0 for x in lengths)
+
+
+@over(RUNS)
+def test_totals_are_the_sums_of_the_rows(run):
+    """Payload and ring of rank 0 per axis, at least what rows that are not folded say;
+    all ranks send more than one."""
     data = jobs.result(*run).data
-    lengths = [x for of_replica in data["lengths"] for x in of_replica]
-    assert len(set(lengths)) >= 3 and all(x % data["mesh"]["tp"] == 0 for x in lengths)
+    totals = {row["total"]: row for row in rows_with(data, "total", "payload")}
+    axes = {"pp": data["size"]["P"], "dp": data["size"]["DP"], "tp": data["size"]["T"]}
+    assert set(totals) == {axis for axis, ranks in axes.items() if ranks > 1}
+    listed = dict.fromkeys(totals, 0)
+    for row in rows_with(data, "phase", "collective", "axis", "bytes"):
+        listed[row["axis"]] += number(row["bytes"])
+    for axis, row in totals.items():
+        assert number(row["payload"]) >= listed[axis]
+        assert number(row["ring, all ranks"]) > number(row["ring"]) or run[1] == 1
 
 
-POST_NORM = (
-    ("x_BSD=self.input_layernorm(x_BSD)", "x_BSD=x_BSD"),
-    ("self.mlp(self.post_attention_layernorm(x_BSD))",
-     "self.mlp(self.input_layernorm(x_BSD))"),
-    ("return x_BSD + self.dropout(y_BSD)",
-     "return self.post_attention_layernorm(x_BSD + self.dropout(y_BSD))"),
-)  # fmt: skip
+# What left the lesson for scripts beside it.
 
 
-def test_a_schedule_that_pytorch_does_not_have(tmp_path):
-    """It ends the section of PyTorch only; all others are printed, with a verdict."""
-    text = jobs.PATHS[MESH].read_text("utf-8")
-    known = 'SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}'
-    assert text.count(known) == 1
-    script = tmp_path / f"{MESH}.py"
-    script.write_text(text.replace(', "gpipe": ScheduleGPipe}', "}"), "utf-8")
-    done = jobs.launch(script, 2, "--schedule", "gpipe", "--steps", "1")
-    last = done.out.splitlines()[-1]
-    assert last == f"FAIL  {MESH}  failed: plans 1/1; all values agree", done.text
-    assert "PyTorch raised KeyError: 'gpipe'" in done.out
-    assert "✗ PyTorch raised KeyError: 'gpipe', on ranks [0, 1]" in done.out
+@over(TIED_RUNS)
+def test_a_tied_weight(run):
+    """Two calls more between first and last stage, and equal copies after training."""
+    done = passed(run, most=60)
+    names = [check["name"] for check in done.data["checks"]]
+    assert "gradients: lm_head.weight, mesh" not in names
+    assert "gradients: embed_tokens.weight, mesh" in names
+    assert f"replicas: {tied_stages.TIED}, embed" in names
+    rows = rows_with(done.data, "phase", "collective", "axis", "bytes")
+    size = done.data["size"]
+    nbytes = math.ceil(size["V"] / size["T"]) * size["D"] * size["e"]
+    of_weight = [row for row in rows if row["axis"] == "embed"]
+    calls = [(row["phase"], row["collective"], row["calls"]) for row in of_weight]
+    assert calls == [("sums", "all-reduce", "1"), ("update", "broadcast", "1")]
+    assert {number(row["bytes"]) for row in of_weight} == {nbytes}
+
+
+@over(STAGES_RUNS)
+def test_one_step_by_pytorch(run):
+    """The loss, and every parameter's gradient on the stage that has it."""
+    done = jobs.result(*run)
+    assert done.code == 0 and "Traceback" not in done.err, done.text
+    assert f"\nPASS  {STAGES}  " in done.out and not re.search("[✗≠]", done.out)
+    kinds = [check["name"].partition(":")[0] for check in done.data["checks"]]
+    L = int(flag(run, "--layers", done.data["size"]["L"]))
+    assert kinds.count("losses") == 1 and kinds.count("gradients") == 16 * L + 5
+    M, P = done.data["size"]["M"], done.data["size"]["P"]
+    kind = "gpipe" if M < P else flag(run, "--schedule", "1f1b")
+    assert f"fully_shard, {kind}\n" in done.out
+
+
+# Edits.
+
+
+def edited(folder, name: str, path: str, edits: dict[str, str], *flags) -> jobs.Done:
+    """A lesson or script on two ranks, in a copy of the course where one file has these
+    lines: old → new, each occurs once."""
+    (folder / "beyond").mkdir()
+    for source in [*jobs.ROOT.glob("0*.py"), *jobs.ROOT.glob("beyond/*.py")]:
+        text = source.read_text("utf-8")
+        if source.name == path:
+            for old, new in edits.items():
+                assert text.count(old) == 1, old
+                text = text.replace(old, new)
+        (folder / source.relative_to(jobs.ROOT)).write_text(text, "utf-8")
+    script = folder / jobs.path_of(name).relative_to(jobs.ROOT)
+    result = folder / "out.json"
+    done = jobs.launch(script, 2, "--steps", "1", "--json", result, *flags)
+    return done._replace(data=json.loads(result.read_text() or "{}"))
+
+
+IN_TWO_RUNS = {
+    "        loss = self.pipeline.run(self.steps, self.micro_batches)\n":
+    "        half = len(self.micro_batches) // 2\n"
+    "        loss = self.pipeline.run(self.steps, self.micro_batches[:half])\n"
+    "        loss = loss + self.pipeline.run(self.steps, self.micro_batches[half:])\n",
+    "pp.rank(), pp.size(), args.microbatches)":
+    "pp.rank(), pp.size(), args.microbatches // 2)",
+}  # fmt: skip
+
+
+def test_accumulating_gradients_passes(tmp_path):
+    """Two runs of M/2 micro-batches, one update. The bubble is no longer (P − 1)/M."""
+    done = edited(tmp_path, MESH, f"{MESH}.py", IN_TWO_RUNS)
+    assert done.code == 0 and "✗" not in done.out, done.text
+    assert failed(done.data) == {"schedule": 2}
+    assert (
+        "\n≠ schedule: stage 0 of 2: holds 2, waits 2/4 = 50%; the lesson 2, 1/4"
+        in (done.out)
+    )
+
+
+POST_NORM = {
+    "x_BSD=self.input_layernorm(x_BSD)": "x_BSD=x_BSD",
+    "self.mlp(self.post_attention_layernorm(x_BSD))":
+    "self.mlp(self.input_layernorm(x_BSD))",
+    "return x_BSD + self.dropout(y_BSD)":
+    "return self.post_attention_layernorm(x_BSD + self.dropout(y_BSD))",
+}  # fmt: skip
 
 
 def test_a_model_that_pytorchs_plan_cannot_run(tmp_path):
     """Norms after the sum: right by hand. Each stage would raise, or wait for one."""
-    text = jobs.PATHS[MESH].read_text("utf-8")
-    for old, new in POST_NORM:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script = tmp_path / f"{MESH}.py"
-    script.write_text(text, "utf-8")
-    done = jobs.launch(script, 2, "--steps", "1")
-    assert f"\nPASS  {MESH}  values agree: " in done.out and "✗" not in done.out, (
-        done.text
-    )
-    assert "\n≠ PyTorch raised RuntimeError: aten.add.Tensor got mixed" in done.out
+    done = edited(tmp_path, MESH, f"{MESH}.py", POST_NORM)
+    assert done.code == 0 and not re.search("[✗≠]", done.out), done.text
+    again = tmp_path / "again"
+    again.mkdir()
+    done = edited(again, STAGES, "02_transformer_tp.py", POST_NORM)
+    assert done.code == 1 and failed(done.data) == {"runs": 1}, done.text
+    assert "\n✗ runs: PyTorch: RuntimeError: aten.add.Tensor got mixed" in done.out
+
+
+def test_a_schedule_that_pytorch_does_not_have(tmp_path):
+    edits = {', "gpipe": ScheduleGPipe}': "}"}
+    flags = ("--schedule", "gpipe")
+    done = edited(tmp_path, STAGES, f"{STAGES}.py", edits, *flags)
+    assert done.code == 1 and failed(done.data) == {"runs": 1}, done.text
+    assert "\n✗ runs: PyTorch: KeyError: 'gpipe'" in done.out
 
 
 def test_totals_are_those_of_each_rank(tmp_path):
-    """Rows that failed on another rank are printed, and count there only."""
-    text = jobs.PATHS[MESH].read_text("utf-8")
-    loop = "        for phase, i in steps:\n"
-    assert loop in text  # in Pipeline.run at first
-    text = text.replace(loop, f"{loop}            if i == 3: continue\n", 1)
-    script = tmp_path / f"{MESH}.py"
-    script.write_text(text, "utf-8")
-    done = jobs.launch(script, 2)
-    assert "backward send/recv pp: fails on ranks [1], not on rank 0" in done.out
+    """What failed on another rank is named with its rank, and counts there only."""
+    loop = "        for phase, i in steps:\n            run_step = "
+    skip = loop.replace(
+        "            run", "            if i == 3: continue\n            run"
+    )
+    done = edited(tmp_path, MESH, f"{MESH}.py", {loop: skip})
+    checks = {check["name"]: check["ranks"] for check in done.data["checks"]}
+    assert checks["calls: mesh forward send/recv pp"] == [0]
+    assert checks["calls: mesh backward send/recv pp"] == [1]
+    (row,) = rows_with(done.data, "total", "payload")
     # 6 messages, 3 to each side, and one of the norm.
-    assert re.search(r"\n   pp +7   98,432  98,432 +196,864\n", done.out), done.out
+    found = [row[name] for name in ("total", "calls", "payload", "ring, all ranks")]
+    assert found == ["pp", "7", "98,432", "196,864"]
 
 
 class Twice(nn.Module):
@@ -255,13 +409,24 @@ def test_a_message_says_what_it_carries(monkeypatch):
         pipeline.run(steps, batches)
 
 
-SMALL = ("--hidden", "16", "--heads", "2", "--layers", "3", "--batch-size", "8")
-SMALL += ("--seq-len", "8", "--microbatches", "2", "--tie", "--dtype", "float64")
+SMALL = (
+    "--hidden",
+    "16",
+    "--heads",
+    "2",
+    "--kv-heads",
+    "2",
+    "--layers",
+    "3",
+    "--batch-size",
+    "8",
+)
+SMALL += ("--seq-len", "8", "--microbatches", "2", "--dtype", "float64")
 
 
 def on_two_machines():
     flags = (*SMALL, "--steps", "2", "--pp", "2", "--tp", "1")
-    return jobs.two_agents(jobs.ROOT / f"{MESH}.py", 1, *flags)
+    return jobs.two_agents(jobs.path_of(TIED), 1, *flags)
 
 
 @pytest.mark.ahead.with_args(on_two_machines)
@@ -270,4 +435,4 @@ def test_two_machines():
     first, second = jobs.begin(on_two_machines).result()
     assert first.code == second.code == 0, first.text + second.text
     last = [one.out.splitlines()[-1] for one in (first, second) if one.out]
-    assert len(last) == 1 and last[0].startswith(f"PASS  {MESH}")
+    assert len(last) == 1 and last[0].startswith(f"PASS  {TIED}")

@@ -1068,7 +1068,6 @@ sys.path.insert(0, {root!r})
 sys.path.insert(0, {root!r} + "/beyond")
 import importlib, torch
 lesson = importlib.import_module("09_shared_heads")
-{bug}
 config = lesson.lesson02.Config(30, 32, 8, 2, 1, 6, 0.0)
 
 def build():
@@ -1086,18 +1085,18 @@ def batch(step):
 """
 
 
-@pytest.mark.parametrize("bug, code", [("", 0), ("order", 1)])
+@pytest.mark.parametrize("name, code", [("", 0), ("order", 1)])
 def test_the_order_of_shared_heads_on_four_ranks(
-    forked_ranks, tmp_path, capsys, bug, code
+    forked_ranks, tmp_path, capsys, name, code
 ):
-    """beyond/09 --break order: a rank holds another rank's key/value head."""
-    edit = (
-        f"lesson.lesson00.apply_edit(lesson.BREAKS[{bug!r}], vars(lesson))"
-        if bug
-        else ""
-    )
+    """The bug order of beyond/09: a rank holds another rank's key/value head."""
+    root = jobs.ROOT
+    if name:
+        root = tmp_path / "course"
+        root.mkdir()
+        jobs.bug.copy_with_bug("09", jobs.bug.bugs_of("09")[name], root)
     path = tmp_path / "shared.py"
-    path.write_text(ORDER.format(root=str(jobs.ROOT), bug=edit))
+    path.write_text(ORDER.format(root=str(root)))
     assert command.main([str(path), "--ranks", "4", "--timeout", "100"]) == code
     out = capsys.readouterr().out
     assert ("1. layers.0.self_attn.k_proj.weight: wrong piece" in out) == (code == 1)

@@ -10,7 +10,7 @@ import jobs
 import pytest
 import torch
 from in_ranks import no_group
-from runs import CONTEXT, CONTEXT_RUNS, found, over, passed
+from runs import CONTEXT, CONTEXT_RUNS, found, number, over, passed, rows_with
 from test_refusals import refused_in_one_line
 
 DRIVER = ("drive_context.py", 8)
@@ -215,7 +215,7 @@ def test_a_rank_without_targets_has_no_loss_and_no_gradient():
     (2, "--hidden 2 --heads 1 --kv-heads 1 --no-ulysses", ("--hidden 2",)),
     (2, "--vocab-size 256", ("--vocab-size 256", "257")),
     (2, "--clip 0", ("--clip 0",)),
-    (1, "--break stale", ("--break",)), (2, "--only 8", ("--only",)),
+    (2, "--dropout 0.1", ("--dropout 0.1", "one mask", "take --dropout 0")),
 ])  # fmt: skip
 def test_refused(ranks, flags, words):
     text = refused_in_one_line(CONTEXT, ranks, flags)
@@ -234,7 +234,8 @@ def test_passes_and_fits_the_screen(run):
 def test_every_gradient_of_every_method_is_compared(run):
     data = jobs.result(*run).data
     names = {row["name"] for row in data["checks"]}
-    methods = [name for name in lesson.METHODS if name in data["losses"][0]]
+    columns = rows_with(data, "name", "without CP")[0]
+    methods = [name for name in lesson.METHODS if name in columns]
     assert ("Ulysses" in methods) == ("--no-ulysses" not in run)
     assert len(methods) >= 3
     layers = data["size"]["L"]
@@ -243,9 +244,10 @@ def test_every_gradient_of_every_method_is_compared(run):
     )
     for method in methods:
         for name, _ in model.named_parameters():
-            for kind in ("gradients", "parameters", "replicas"):
+            for kind in ("gradients", "parameters"):
                 assert f"{kind}: {name}, {method}" in names
-        assert f"replicas: losses, {method}" in names
+            assert f"replicas: {name}, {method}, cp" in names
+        assert f"replicas: losses, {method}, cp" in names
         for what in ("y", "dL/dq", "dL/dk", "dL/dv"):
             assert f"attention: {what}, {method}" in names
 
@@ -253,26 +255,27 @@ def test_every_gradient_of_every_method_is_compared(run):
 @over(CONTEXT_RUNS)
 def test_who_has_what(run):
     data = jobs.result(*run).data
-    C, S = data["mesh"]["cp"], data["size"]["S"]
-    assert data["size"]["C"] == C == len(data["positions"])
-    assert data["size"]["T"] == data["mesh"]["tp"]
+    C, S = data["size"]["C"], data["size"]["S"]
+    positions = rows_with(data, "contiguous", "zigzag")
+    assert C * data["size"]["T"] == run[1] and C == len(positions)
     totals = [
-        sum(row[f"targets, {layout}"] for row in data["positions"])
+        sum(row[f"targets, {layout}"] for row in positions)
         for layout in ("contiguous", "zigzag")
     ]
     assert totals[0] == totals[1] > 0
-    for row in data["positions"]:
+    for row in positions:
         s = S // C
         assert row["contiguous"] == f"{row['rank'] * s} to {row['rank'] * s + s - 1}"
     if S == 160:
-        assert 0 in [row["targets, contiguous"] for row in data["positions"]]
+        assert 0 in [row["targets, contiguous"] for row in positions]
 
 
 @over(CONTEXT_RUNS)
 def test_saved_bytes_grow_with_the_length_in_the_ring_only(run):
     data = jobs.result(*run).data
-    for row in data["saved"]:
-        short, middle, long = (row[name] for name in row if name.startswith("S "))
+    for row in rows_with(data, "attention", "formula"):
+        lengths = [name for name in row if name.startswith("S ")]
+        short, middle, long = (number(row[name]) for name in lengths)
         if row["attention"] in ("ring", "zigzag"):
             assert (middle, long) == (2 * short, 4 * short)
         else:

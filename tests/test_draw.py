@@ -9,9 +9,7 @@ from matplotlib.colors import to_rgb
 from pictures import contrast, draw, drawings, drawn, panels, shade
 
 of_08 = drawings("08_same_bits")
-of_02 = drawings("02_transformer_tp")
 of_03 = drawings("03_vocab_parallel")
-of_04 = drawings("04_sequence_parallel")
 of_05 = drawings("05_3d_parallel")
 of_14 = drawings("14_schedules")
 BLUE, ORANGE, GREEN, PINK = draw.COLORS[:4]
@@ -100,7 +98,7 @@ CUBE = [dict(pp=[r & 3, r | 4], dp=[r & 5, r | 2], tp=[r & 6, r | 1]) for r in r
         ("all-reduce\npayload\n1,234 bytes", "")]),
     (of_05.draw_ragged, ([[BATCH] * 2] * 2, ord(" ")), [
         ("a", GREY), ("c", GREY), ("0", BLUE), ("1", ORANGE), ("24 bytes", "")]),
-    (of_02.draw_heads, (LANES, ["queries", "keys", "values"]), [
+    (draw.heads, (LANES, ["queries", "keys", "values"]), [
         ("q0", BLUE), ("v0", BLUE), ("q1", ORANGE), ("k1", ORANGE)]),
     (of_05.draw_cubes, (CUBE, ["pp", "dp", "tp"]), [
         ("0", BLUE), ("3", PINK), ("[0 1] [2 3] [4 5] [6 7]", "")]),
@@ -155,7 +153,7 @@ def test_lines_go_through_their_points():
 def test_together_draws_spans_and_shades_where_all_are_in_the_call():
     spans = [(0, "attention", 5.0, 9.0), (1, "attention", 6.0, 9.5), (1, "MLP", 10, 12)]
     calls = [(0, "g", 7.0, 9.0), (1, "g", 8.0, 9.5)]
-    seen = drawn(of_02.draw_together, spans, calls, 9.8)
+    seen = drawn(draw.together, spans, calls, 9.8)
     assert seen.spans == [
         (3, 1, GREY),  # rank 1 comes at 8, rank 0 leaves at 9
         (0, 4, BLUE), (1, 3.5, ORANGE), (5, 2, ORANGE), (2, 2, BLACK), (3, 1.5, BLACK),
@@ -182,14 +180,14 @@ def test_a_layout_that_has_no_name_is_refused():
         ([[0, 1], [0, 1]], 2, "some ranks only"),  # held by no one
     ):
         with pytest.raises(ValueError, match=wrong):
-            of_04.layout_of(torch.tensor(held), ranks)
+            draw.layout_of(torch.tensor(held), ranks)
 
 
 def test_regions_name_runs_and_colour_elements():
     items = [("x", POSITIONS), ("norm", POSITIONS), CALL, ("q", COLUMNS)]
     items += [("up", COLUMNS.repeat(1, 2)), ("w", WHOLE)]
     lines = [("a layer", items), ("below", [("", TERMS)])]
-    seen = drawn(of_04.draw_layer, lines, 2, {2: "D", 4: "F"})
+    seen = drawn(draw.layer, lines, 2, {2: "D", 4: "F"})
     assert seen.texts == [  # x and norm lie alike: one name below both
         "a layer", "[B, s, D]", "positions", "x", "norm", "reduce-\nscatter",
         "1,234\nbytes", "[B, S, d]", "columns", "q", "[B, S, f]", "columns", "up",

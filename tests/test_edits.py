@@ -33,36 +33,8 @@ MEANS = ("beyond/14_schedules.py", "lesson05.part_of_mean(loss_bS, targets)",
          "loss_bS.sum() / (target_bS != lesson02.IGNORE).sum()")  # fmt: skip
 KEPT = ("beyond/15_zero.py", "return super().sum_gradients()\n",
         "return super().sum_gradients() * (2 if self.keep else 1)\n")  # fmt: skip
-VOCAB = "03_vocab_parallel.py"
-OF_F = (
-    "    return F.cross_entropy(logits, target_BS.flatten(), "
-    "label_smoothing=smoothing)\n"
-)
-Z_LOSS = [  # ζ·(log z)², as it is added to the loss of large models
-    (VOCAB, OF_F, OF_F.replace("return", "loss =")
-     + "    log_z = logits.logsumexp(-1).where(target_BS.flatten() != IGNORE, 0)\n"
-     "    return loss + 0.01 * log_z.square().sum() / (target_BS != IGNORE).sum()\n"),
-    (VOCAB, "        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)\n",
-     "        ctx.log_z_BS = sum_BS.log() + max_BS\n"
-     "        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)\n"
-     "        loss_BS = loss_BS + 0.01 * ctx.log_z_BS.square()\n"),
-    (VOCAB, "        grad_BSv = (softmax_BSv - ctx.smooth_target)",
-     "        softmax_BSv = softmax_BSv * (1 + 0.02 * ctx.log_z_BS.unsqueeze(-1))\n"
-     "        grad_BSv = (softmax_BSv - ctx.smooth_target)"),
-]  # fmt: skip
 
-SEQUENCE = "04_sequence_parallel.py"
-NORM_AFTER = [  # one of two blocks; PyTorch's plan cannot run it (test_3d.py: both)
-    (SEQUENCE, "self_attn(x_BSD=self.input_layernorm(x_BSD), ",
-     "self_attn(x_BSD=x_BSD, "),
-    (SEQUENCE, "        x_BSD = x_BSD + self.dropout(y_BSD)\n",
-     "        x_BSD = self.input_layernorm(x_BSD + self.dropout(y_BSD))\n"),
-]  # fmt: skip
-ANGLES = ("02_transformer_tp.py", "10000.0 **", "5000.0 **")
-TWICE = ("02_transformer_tp.py", "    return F.cross_entropy(logits_BSV.flat",
-         "    return 2 * F.cross_entropy(logits_BSV.flat")  # fmt: skip
-SAME_BYTES = ("a norm after its block", "other rotary angles", "twice the loss")
-EDITED = "values agree: "  # and formulas that describe another model
+EDITED = "formulas describe another model or split"
 RIGHT = {
     "another optimizer in 09": (4, "beyond/09_shared_heads.py", EDITED, [OF_02]),
     "another optimizer in 15": (2, "beyond/15_zero.py", EDITED, [OF_02, OF_15]),
@@ -72,27 +44,18 @@ RIGHT = {
     "a ring with zigzag": (2, "beyond/11_context_parallel.py", "", [ZIGZAG]),
     "a tensor more saved": (2, "beyond/11_context_parallel.py", EDITED, [SAVED]),
     "other names of tensors": (2, "beyond/10_checkpoints.py", "", [NAMES]),
-    "another loss": (2, VOCAB, EDITED, Z_LOSS),  # PyTorch's plan cannot run it
-    "a norm after its block": (2, SEQUENCE, EDITED, NORM_AFTER),
-    "other rotary angles": (2, "02_transformer_tp.py", EDITED, [ANGLES]),
-    "twice the loss": (2, "02_transformer_tp.py", EDITED, [TWICE]),
     "normal numbers": (4, "00_collectives.py", "", [NORMAL]),
 }
 
 WAIT = ("00_collectives.py", "    work.wait()\n", "")
 DROPOUT = ("01_naive_mlp_tp.py", "return self.down_proj(F.gelu(self.up_proj(x_BSD)))",
            "return F.dropout(self.down_proj(F.gelu(self.up_proj(x_BSD))))")  # fmt: skip
-DIM = (SEQUENCE, "ReduceScatterWithGrad.apply(partial_y_BSD, 1, ",
-       "ReduceScatterWithGrad.apply(partial_y_BSD, 0, ")  # fmt: skip
 WRONG = {  # ranks, script, what it says, and what it must not say
     "a sum that nobody waited for": (2, "00_collectives.py",
         "a sum started, then waited for: 0 0, expected 1 1", "51 checks", [WAIT]),
     # Only a slice of the batch has other masks; every other split is right.
-    "dropout in DP": (2, "01_naive_mlp_tp.py", "failed: outputs 1/4", "naive: off",
+    "dropout in DP": (2, "01_naive_mlp_tp.py", "✗ outputs: y, DP", "naive: off",
                       [DROPOUT]),
-    # Sections keep their numbers, and nothing is ok where nothing was compared.
-    "a sum of the wrong dim": (2, SEQUENCE, "\n6  Lengths that", "raised ok",
-                               [DIM]),
 }  # fmt: skip
 
 
@@ -117,12 +80,9 @@ def test_a_right_edit_passes(edit, tmp_path):
     stem = script.partition("/")[2] or script
     assert done.code == 0, done.text
     last = done.out.rpartition("\nPASS  ")[2]
-    assert last.startswith(f"{stem.removesuffix('.py')}  {says}"), last
-    assert "✗" not in done.out
-    if says:  # a table shows it, or the loss of the tiny model alone
-        assert ("\n≠ loss of a tiny " if edit in SAME_BYTES else " ≠") in done.out
-    else:
-        assert "≠" not in done.out
+    assert last.startswith(f"{stem.removesuffix('.py')}  "), last
+    assert says in " ".join(last.split()) and "✗" not in done.out
+    assert ("≠" in done.out) is bool(says)
 
 
 @pytest.mark.parametrize("edit", WRONG)

@@ -431,7 +431,7 @@ def test_ways_of_an_all_reduce(open_page):
         assert ways["tree"]["rounds"] == rounds
         assert ways["tree"]["bytes"] == max(sent) * case[0]
         assert ways["one shot"]["bytes"] == (ranks - 1) * case[0]
-        expected = lesson_00.ring_bytes("all-reduce", case[0] * ranks, ranks)
+        expected = lesson_00.ring("all-reduce", case[0] * ranks, ranks)
         assert ways["ring"]["bytes"] * ranks == pytest.approx(expected, rel=1e-12)
 
 

@@ -51,7 +51,7 @@ def check_bytes(recording: dict) -> None:
         size = len(event["call"]["groups"][0])
         for part in event["ranks"]:
             payload = sum(part["bytes"].values())
-            sends = lesson_00.ring_bytes(event["call"]["collective"], payload, size)
+            sends = lesson_00.ring(event["call"]["collective"], payload, size)
             if event["call"].get("uneven"):  # its payload is what leaves the rank
                 width = part["makes"][0]["shape"][1]
                 rank = event["ranks"].index(part)

@@ -1,9 +1,10 @@
 """Lesson 04: a split sequence gives one process's model, in the memory the paper says.
 
 Random models on four ranks against plain PyTorch, to the rounding of float64; then the
-lesson's own runs. (Its bytes kept for backward: test_plan.py has the paper's table.)
+lesson's own runs, and edits of it. (The paper's table of bytes: test_plan.py.)
 """
 
+import json
 import re
 import sys
 from unittest import mock
@@ -11,8 +12,18 @@ from unittest import mock
 import jobs
 import pytest
 import torch
-from in_ranks import no_group
-from runs import ALL_RUNS, PROOF, SEQUENCE, flag, found, over
+import torch.distributed as dist
+from runs import (
+    ALL_RUNS,
+    PROOF,
+    SEQUENCE,
+    failed,
+    flag,
+    found,
+    number,
+    over,
+    rows_with,
+)  # fmt: skip
 from test_refusals import as_rank
 from test_transformer import models_are_equal, models_cover_the_ground
 from torch import nn
@@ -66,9 +77,17 @@ def test_padding_is_behind_the_sequence(B, S):
         assert (padded[0, :, S:] == 256).all() and (padded[1, :, S:] == -100).all()
 
 
-def test_linears_without_biases():
+@pytest.fixture
+def group_of_one():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_linears_without_biases(group_of_one):
     """On one rank, which sends nothing: output and gradients are plain PyTorch's."""
-    lesson, group = jobs.load(SEQUENCE), no_group(1)
+    lesson, group = jobs.load(SEQUENCE), group_of_one
     torch.manual_seed(0)
     full = [nn.Linear(6, 4, bias=bias).double() for bias in (False, True)]
     split = [lesson.ColumnParallelLinear(linear, group) for linear in full]
@@ -87,9 +106,22 @@ def test_linears_without_biases():
         x.grad = None
 
 
-def test_only_7_needs_hf():
-    code, out, err = jobs.run_here(SEQUENCE, "--only", "7", **as_rank(0, 2))
-    assert (code, out) == (2, "") and re.match("error: --only 7: .*--hf", err)
+@pytest.mark.parametrize("T, save", [(1, False), (2, False), (2, True), (4, True)])
+def test_terms_of_what_a_layer_saves(T, save):
+    """They add up to the formulas that the table prints, of each run."""
+    lesson = jobs.load(SEQUENCE)
+    size = dict(B=3, S=8, X=3 * 8 * 16, A=3 * 4 * 8 * 8, c=2)
+    terms = " + ".join(lesson.SAVED_BY_A_LAYER.values())
+    letters = {
+        "without TP": dict(T=1, R=1, G=1),
+        "TP": dict(T=T, R=1, G=1),
+        "TP + SP": dict(T=T, R=T, G=T),
+        "DTensor": dict(T=T, R=T, G=1),
+    }
+    assert list(letters) == list(lesson.SAVED_IN_TOTAL)
+    for run, formula in lesson.SAVED_IN_TOTAL.items():
+        expected = lesson.evaluate(terms, size | letters[run])
+        assert lesson.evaluate(formula, dict(size, T=T)) == expected, run
 
 
 def test_hf_without_transformers():
@@ -113,11 +145,11 @@ def test_every_gradient_and_parameter_is_compared(run):
     model = lesson.Transformer(lesson.Config(1, 4, 1, 1, 2, 1, 0.0))  # 2 layers
     names = {name for name, _ in model.named_parameters()}
     names -= {"lm_head.weight"} if "--tie" in run else set()
-    others = ["TP + SP", "DTensor"]
+    others = ["TP", "TP + SP", "DTensor"]
     S = -(-int(flag(run, "--seq-len", 32)) // T) * T
     rows = {
         *(f"gradients: {name}, {run}" for name in names for run in others),
-        *(f"parameters: {name}, {run}" for name in names for run in ["TP", *others]),
+        *(f"parameters: {name}, {run}" for name in names for run in others),
         *(f"length gradients: length {n}, padded to {-(-n // T) * T}: dL/d {name},"
           " TP + SP" for name in names for n in (1, S - 1, 2 * S + 1)),
     }  # fmt: skip
@@ -131,7 +163,7 @@ def test_every_gradient_and_parameter_is_compared(run):
 @over(RUNS)
 def test_parts_of_replicated_gradients(run):
     """Each rank's numbers before they are added differ; the sum is the reference's."""
-    *parts, total, alone = jobs.result(*run).data["parts"]
+    *parts, total, alone = rows_with(jobs.result(*run).data, "positions")
     assert len(parts) == run[1]
     for name in ("input_layernorm.weight", "self_attn.o_proj.bias"):
         shares, summed, wanted = (
@@ -158,24 +190,98 @@ def test_hugging_face(run):
     assert compared["Qwen2 loss: loss, step 1, DTensor"] <= 1e-6
 
 
-def test_rows_of_an_edited_model_fit_the_screen(tmp_path):
-    """Four predicted values do not fit: the end of the output has both numbers."""
-    script = tmp_path / f"{SEQUENCE}.py"
+@over([(SEQUENCE, 2), (SEQUENCE, 4), (SEQUENCE, 2, *ODD)])
+def test_the_table_of_saved_bytes(run):
+    """The paper's formulas, and with sequence parallelism 1/T of one process."""
+    rows = {row["run"]: row for row in rows_with(jobs.result(*run).data, "saved")}
+    assert len(rows) == 8 and {row["ok"] for row in rows.values()} == {"ok"}
+    assert rows["without TP"]["formula"].startswith("34·X + 5·A")
+    saved = {run: number(row["saved"]) for run, row in rows.items()}
+    whole = saved["without TP"] / run[1]
+    if "--save-gathered" in run:
+        assert saved["TP"] > saved["TP + SP"] == saved["DTensor"] > whole
+    else:
+        assert saved["TP"] > saved["DTensor"] > saved["TP + SP"] == whole
+
+
+# Edits, as a learner makes them: old text → new.
+
+GELU = ("F.gelu(self.up_proj", "F.relu(self.up_proj")
+SUM = "    flat = all_reduce(partial_flat, tp_group)\n"
+NO_SUM = (SUM, "    flat = partial_flat\n")
+WRONG_DIM = (
+    "ReduceScatterWithGrad.apply(partial_y_BSD, 1, ",
+    "ReduceScatterWithGrad.apply(partial_y_BSD, 0, ",
+)
+NORM_AFTER = [  # one of two blocks; PyTorch's plan cannot run it
+    ("self_attn(x_BSD=self.input_layernorm(x_BSD), ", "self_attn(x_BSD=x_BSD, "),
+    ("        x_BSD = x_BSD + self.dropout(y_BSD)\n",
+     "        x_BSD = self.input_layernorm(x_BSD + self.dropout(y_BSD))\n"),
+]  # fmt: skip
+Q_NORM = [
+    ("        self.dropout = Dropout(dropout)  # of the attention weights\n",
+     "        self.dropout = Dropout(dropout)\n"
+     "        self.q_norm = nn.RMSNorm(head_size)\n"),
+    ("        q_BNSH = rotate(q_BNSH,", "        q_BNSH = rotate(self.q_norm(q_BNSH),"),
+]  # fmt: skip
+
+
+def run_edited(folder, *edits) -> jobs.Done:
     text = jobs.PATHS[SEQUENCE].read_text("utf-8")
-    assert text.count("F.gelu(self") == 1
-    script.write_text(text.replace("F.gelu(self", "F.relu(self"), "utf-8")
-    done = jobs.launch(script, 2)
-    assert done.code == 0 and "  values agree: " in done.out, done.text
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script = folder / f"{SEQUENCE}.py"
+    script.write_text(text, "utf-8")
+    path = folder / "out.json"
+    done = jobs.launch(script, 2, "--steps", "2", "--json", path)
+    return done._replace(data=json.loads(path.read_text() or "{}"))
+
+
+def test_relu_is_another_formula(tmp_path):
+    """It saves one tensor for backward and not two: values agree, formulas do not."""
+    done = run_edited(tmp_path, GELU)
     assert max(map(len, done.out.splitlines())) <= 88, done.out
-    assert re.search(r"saved, measured +377,856 ≠  230,400 ≠ ", done.out), done.out
-    assert "≠ saved, TP: 230,400, the lesson has 263,168\n" in done.out
+    assert done.code == 0 and "✗" not in done.out, done.text
+    assert re.search(r"\n   without TP +377,856 .* 0  ≠ ?443,392\n", done.out), done.out
+    assert "6 formulas describe another model" in re.sub(r"\s+", " ", done.out)
+    # Recomputation of all saves the input of a layer only.
+    assert failed(done.data) == {"memory": 6}
 
 
-NORMS = (SEQUENCE, 2, "--break", "norms", "--steps", "2")
+def test_a_norm_of_heads_is_partial_under_tp(tmp_path):
+    """TP does not sum its gradient, and the table shows it; TP + SP does."""
+    done = run_edited(tmp_path, *Q_NORM)
+    assert done.code == 1
+    wrong = [
+        x["name"] for x in done.data["checks"] if x["ranks"] and not x["is_formula"]
+    ]
+    of_q_norm = [name for name in wrong if name.startswith("gradients: ")]
+    assert of_q_norm and all("q_norm" in name for name in of_q_norm)
+    runs = {name.rpartition(", ")[2] for name in wrong}
+    assert "TP" in runs and "TP + SP" not in runs, wrong
 
 
-@pytest.mark.launches(*NORMS)
-def test_no_conclusion_from_a_sum_that_is_wrong():
-    done = jobs.result(*NORMS)
-    assert "before and after the sum" in done.out
+def test_no_conclusion_from_a_sum_that_is_wrong(tmp_path):
+    done = run_edited(tmp_path, NO_SUM)
+    assert done.code == 1 and "before and after the sum" in done.out
     assert "only a sum is full" not in done.out, done.out
+
+
+def test_a_norm_after_its_block_passes(tmp_path):
+    """PyTorch's plan cannot run it; that describes another model, and fails nothing."""
+    done = run_edited(tmp_path, *NORM_AFTER)
+    assert done.code == 0 and "✗" not in done.out, done.text
+    assert failed(done.data) == {"runs": 1} and "≠ runs: DTensor: " in done.out
+
+
+def test_a_run_that_raises_is_a_column(tmp_path):
+    """The other runs go on, sections keep their numbers, and no sum is concluded."""
+    done = run_edited(tmp_path, WRONG_DIM)
+    assert done.code == 1
+    rows = [row for row in rows_with(done.data, "name", "diff") if "TP + SP" in row]
+    assert rows and all(row["TP + SP"] == "raised" for row in rows)
+    assert all(row["ok"] == "ok" and "DTensor" in row for row in rows), rows
+    sections = re.findall(r"^(\d)  \w", done.out, re.M)
+    assert "".join(sections) == "123456"
+    assert failed(done.data)["runs"] >= 2 and "only a sum is full" not in done.out

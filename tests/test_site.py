@@ -35,8 +35,8 @@ LOOK = """() => {
         })),
         output: all(".lesson-output", each => each.innerText),
         titles: all(".lesson-output a", link => link.innerText),
-        bugs: all("section[id^=break-0], section[id^=break-1]",
-                  each => [each.id, each.innerText]),
+        bugs: all("section[id^=bug-]", each => [each.id, each.innerText]),
+        beside: all(".beside pre", each => each.textContent),
         printed: all(".cell_output .stream pre", each => [
             each.textContent.split("\\n").length - 1,
             each.closest("details") !== null,
@@ -218,14 +218,14 @@ def test_search(page, address):
 @pytest.mark.parametrize(
     "asked, answers",
     {
-        "wrong gradient": {"breaks", "audit", "notebooks/12_wrong_gradients"},
-        "loss is wrong": {"breaks", "audit", "notebooks/12_wrong_gradients"},
+        "wrong gradient": {"bugs", "audit", "notebooks/12_wrong_gradients"},
+        "loss is wrong": {"bugs", "audit", "notebooks/12_wrong_gradients"},
         "ring attention": {
             "notebooks/11_context_parallel",
             "lessons/11_context_parallel",
         },
         "out of memory": {"mesh", "notebooks/07_plan_a_run"},
-        "it hangs": {"breaks", "run"},
+        "it hangs": {"bugs", "run"},
     }.items(),
 )
 def test_search_answers_first(page, address, asked, answers):
@@ -253,8 +253,8 @@ def test_outputs_of_notebooks(looks):
 
 @pytest.mark.parametrize("lesson", jobs.PATHS)
 def test_lesson(looks, lesson):
-    """All of the file, numbered and linked; flags, what is carried over and the harness
-    are folded; the helpers that it imports; and what a run printed."""
+    """All of the file, numbered and linked; what is carried over and MEASURE are
+    folded; the helpers that it imports; and what a run printed."""
     look = looks[f"lessons/{lesson}.html"]
     of_files = {jobs.PATHS[lesson]: []}
     for each in look["code"]:
@@ -279,34 +279,33 @@ def test_lesson(looks, lesson):
     code = of_files[jobs.PATHS[lesson]]
     wanted = jobs.PATHS[lesson].read_text("utf-8").splitlines()
     titles = {each["title"].split()[0] for each in code}
-    assert {"NEW", "RUN", "BREAK", "FLAGS"} <= titles
-    assert ("HARNESS," in titles) == (lesson in jobs.LESSONS)
+    assert {"NEW", "RUN"} <= titles
+    assert ("MEASURE," in titles) == (lesson in jobs.LESSONS)
     for each in code:
-        folded = each["title"].startswith(("FLAGS", "CARRIED", "HARNESS"))
+        folded = each["title"].startswith(("CARRIED", "MEASURE"))
         assert each["folds"] == folded and each["shown"] != folded, each["title"]
 
     output = (jobs.ROOT / "docs" / "outputs" / f"{lesson}.txt").read_text("utf-8")
     assert [shown.split() for shown in look["output"]] == [output.split()]
     sections = re.findall(r"^\d+  .*", output, re.M)
-    # One title is printed by lesson 02's function, which these scripts import.
-    imported = "Losses; and after training, norms, parameters and replicas"
-    if lesson in jobs.BEYOND and imported not in "".join(wanted):
-        sections = [title for title in sections if imported not in title]
     assert [title.split() for title in look["titles"]] == [s.split() for s in sections]
 
 
 def test_all_bugs(looks):
-    text = dict(looks["breaks.html"]["bugs"])
+    course = jobs.load("docs.course")
+    text = dict(looks["bugs.html"]["bugs"])
     edits = {
-        f"break-{lesson[:2]}-{name}": edit
+        f"bug-{lesson[:2]}-{name}": edit
         for lesson in jobs.PATHS
-        for name, edit in jobs.load(lesson).BREAKS.items()
+        for name, edit in course.bugs_of(lesson).items()
     }
-    assert list(text) == list(edits)
+    assert list(text) == list(edits) and len(edits) > 90
     for name, edit in edits.items():
         if "audit" in edit:
             assert f"reports it as “{edit['audit']} …”" in text[name], name
-        for word in ("what", "symptom", "why", "reported", "target"):
+        _, number, bug = name.split("-", 2)
+        assert f"python tools/bug.py {number} {bug}\n" in text[name]
+        for word in ("what", "symptom", "why", "reported"):
             assert edit[word].replace("`", "") in text[name], (name, word)
         for sign, code in (("- ", edit["old"]), ("+ ", edit["new"])):
             lines = [line for line in text[name].splitlines() if line[2:].strip()]
@@ -320,26 +319,91 @@ def test_bugs_by_symptom(looks):
     groups = {symptom: set() for symptom in course.SYMPTOMS}
     missing = []
     for lesson in course.PATHS:
-        for name, edit in course.breaks_of(lesson).items():
+        for name, edit in course.bugs_of(lesson).items():
             found = [
                 symptom
                 for symptom, words in course.SYMPTOMS.items()
                 if re.search(words, edit["symptom"])
             ]
             for symptom in found:
-                groups[symptom].add(f"break-{lesson[:2]}-{name}")
+                groups[symptom].add(f"bug-{lesson[:2]}-{name}")
             if not found:
                 missing.append((lesson, name, edit["symptom"]))
     assert missing == []
     drifts = groups["The loss of step 1 is right, then it drifts"]
-    assert {"break-01-f", "break-02-drift", "break-04-norms"} <= drifts
+    assert {"bug-01-f", "bug-02-drift", "bug-04-norms"} <= drifts
     factor = groups["One gradient is a factor too large or too small"]
-    assert {"break-01-g", "break-01-average", "break-09-twice"} <= factor
-    assert {"break-00-skip", "break-05-order"} <= groups["It hangs or aborts"]
+    assert {"bug-01-g", "bug-01-average", "bug-09-twice"} <= factor
+    assert {"bug-00-skip", "bug-05-order"} <= groups["It hangs or aborts"]
     wrong = groups["The loss of step 1 is wrong"]
-    assert {"break-01-bias", "break-02-qkv"} <= wrong and not wrong & {"break-01-f"}
-    linked = {link.partition("#")[2] for link in looks["breaks.html"]["links"]}
+    assert {"bug-01-bias", "bug-02-qkv"} <= wrong and not wrong & {"bug-01-f"}
+    linked = {link.partition("#")[2] for link in looks["bugs.html"]["links"]}
     assert set().union(*groups.values()) <= linked
+
+
+def test_where_a_bug_is():
+    """Page, line and definition: in its lesson, in a helper, in another lesson."""
+    course = jobs.load("docs.course")
+    for lesson, name, target, page in [
+        ("01_naive_mlp_tp", "f", "CopyToTP.backward", "01_naive_mlp_tp.html#L"),
+        (
+            "09_shared_heads",
+            "input",
+            "copy_then_apply_each",
+            "02_transformer_tp.html#L",
+        ),
+        ("15_zero", "hybrid", "", "15_zero.html#"),
+    ]:
+        edit = course.bugs_of(lesson)[name]
+        link, found = course.where(lesson, edit)
+        assert page in link and target in found, (lesson, name, link, found)
+        file = jobs.ROOT / edit.get("file", f"{jobs.PATHS[lesson]}")
+        line = int(link.rpartition("L")[2])
+        assert edit["old"].startswith(file.read_text("utf-8").splitlines()[line - 1])
+
+
+def test_differences(looks):
+    """Each line of an edit is shown next to the line that made what it replaces."""
+    shown = [text.strip() for text in looks["differences.html"]["beside"]]
+    pairs = dict(zip(shown[1::2], shown[0::2]))
+    edits = re.findall(
+        r"^    mlp\.\w+ = .*|^ +(?:attn|layer|model)\.[\w.]+ = .*",
+        "".join(
+            jobs.PATHS[lesson]
+            .read_text("utf-8")
+            .partition(f"def {name}(")[2]
+            .partition("\n\n\n")[0]
+            for lesson, name in [
+                ("01_naive_mlp_tp", "tp_mlp"),
+                ("02_transformer_tp", "parallelize_layer"),
+                ("04_sequence_parallel", "split_sequence"),
+                ("04_sequence_parallel", "sp_transformer"),
+            ]
+        ),
+        re.M,
+    )
+    assert len(edits) == 16
+    for line in edits:
+        line = line.strip()
+        attribute = re.search(r"(\w+) = ", line)[0]
+        assert line in pairs and attribute in pairs[line], line
+    assert "nn.Linear" in pairs[edits[0].strip()]
+
+
+MARKDOWN = [*jobs.ROOT.glob("*.md"), *(jobs.ROOT / "docs").glob("*.md")]
+MARKDOWN += (jobs.ROOT / "docs" / "lessons").glob("*.md")
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: path.stem)
+def test_links_lead_somewhere_in_a_clone(path):
+    """The same links lead to pages of the site: lead_to_pages sees to it."""
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S)
+    links = re.findall(r"\]\(([^)\s]+)\)|^\[[^]]+\]: (\S+)", text, re.M)
+    for link in [one or other for one, other in links]:
+        target = link.partition("#")[0]
+        if target and "://" not in target:
+            assert (path.parent / target).exists(), link
+            assert not target.endswith(".html"), link
 
 
 def test_glossary(looks):

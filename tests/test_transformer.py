@@ -4,6 +4,7 @@ Random models trained on four ranks, to the rounding of float64; the reference a
 PyTorch's attention and complex numbers; then what the lesson's own runs measured.
 """
 
+import json
 import math
 import re
 from itertools import product
@@ -14,7 +15,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from in_ranks import VOCABULARIES, no_group
-from runs import ALL_RUNS, SEQUENCE, TRANSFORMER, VOCAB, flag, found, over
+from runs import (
+    ALL_RUNS,
+    SEQUENCE,
+    TRANSFORMER,
+    VOCAB,
+    failed,
+    flag,
+    found,
+    number,
+    over,
+    rows_with,
+)  # fmt: skip
 from torch.testing import assert_close
 
 DRIVER = ("drive_transformer.py", 4)
@@ -213,9 +225,26 @@ RUNS = [run for run in ALL_RUNS if run[0] in (TRANSFORMER, VOCAB, SEQUENCE)]
 def test_a_fresh_model_knows_nothing(run):
     data = jobs.result(*run).data
     assert data["verdict"] == "PASS"
-    first, V = data["losses"][0], int(flag(run, "--vocab-size", 257))
-    assert abs(first["without TP"] - math.log(V)) < 0.6
+    (first,) = [r for r in rows_with(data, "name") if r["name"] == "loss, step 1"]
+    V = int(flag(run, "--vocab-size", 257))
+    assert abs(number(first["without TP"]) - math.log(V)) < 0.6
 
+
+@over([(TRANSFORMER, 2), (TRANSFORMER, 4)])
+def test_memory_is_what_is_replicated_and_a_part_of_what_is_split(run):
+    """Its columns add up to the bytes measured, without TP and with it."""
+    data = jobs.result(*run).data
+    rows = rows_with(data, "replicated", "split")
+    kinds = ["parameters", "gradients", "optimizer state", "saved for backward"]
+    assert [row["bytes"] for row in rows] == kinds
+    for row in rows:
+        replicated, split = number(row["replicated"]), number(row["split"])
+        assert replicated > 0 and split > replicated
+        assert number(row["without TP"]) == replicated + split
+        assert number(row["with TP"]) == replicated + split / run[1]
+
+
+# Edits, as a learner makes them: old text → new, where {} stands for the old.
 
 Q_NORM = [
     ("        self.dropout = Dropout(dropout)  # of the attention weights\n",
@@ -231,69 +260,63 @@ BY_PLAN = [
     ("        p = layer.self_attn.core.dropout.p\n",
      f"        layer.self_attn.core.q_norm.{SUM}{{}}"),
 ]  # fmt: skip
-CHANGES = {
-    "RMSNorm": [("nn.LayerNorm(D)", "nn.RMSNorm(D)")],
-    "a norm over heads": Q_NORM + BY_HAND + BY_PLAN,
-    "only attention": [("    layer.mlp = tp_mlp(layer.mlp, tp_group)\n", "")],
-    "a parameter without a gradient": [
-        ("        self.mlp = MLP(D, 4 * D)\n",
-         "{}        self.gain = nn.Parameter(torch.ones(()))\n"),
-    ],
-    "gated": [
-        ("F.gelu(self.up_proj(x_BSD))",
-         "F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)"),
-        ("        self.up_proj = ",
-         "        self.gate_proj = nn.Linear(hidden, width)\n{}"),
-        ("    mlp.up_proj = ",
-         "    mlp.gate_proj = ColumnParallelLinear(full.gate_proj, tp_group)\n{}"),
-        ('        "layers.*.mlp.up_proj": column,\n',
-         '{}        "layers.*.mlp.gate_proj": column,\n'),
-    ],
-}  # fmt: skip
+RMS_NORM = [("nn.LayerNorm(D)", "nn.RMSNorm(D)")]
+ONLY_ATTENTION = [("    layer.mlp = tp_mlp(layer.mlp, tp_group)\n", "")]
+UNUSED = [  # a parameter without a gradient
+    ("        self.mlp = MLP(D, 4 * D)\n",
+     "{}        self.gain = nn.Parameter(torch.ones(()))\n"),
+]  # fmt: skip
+GATED = [
+    ("F.gelu(self.up_proj(x_BSD))",
+     "F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)"),
+    ("        self.up_proj = ",
+     "        self.gate_proj = nn.Linear(hidden, width)\n{}"),
+    ("    mlp.up_proj = ",
+     "    mlp.gate_proj = ColumnParallelLinear(full.gate_proj, tp_group)\n{}"),
+    ('        "layers.*.mlp.up_proj": column,\n',
+     '{}        "layers.*.mlp.gate_proj": column,\n'),
+]  # fmt: skip
+NO_ROTARY = [  # then the gradient of a key's bias is zero but for rounding errors
+    ("        q_BNSH = rotate(q_BNSH, cos_SH[:S], sin_SH[:S])\n", ""),
+    ("        k_BKSH = rotate(k_BKSH, cos_SH[:S], sin_SH[:S])\n", ""),
+]
+ANGLES = [("10000.0 **", "5000.0 **")]
+TWICE = [("    return F.cross_entropy(", "    return 2 * F.cross_entropy(")]
+RIGHT = {  # edits, and which formulas they change
+    "a norm over heads": (Q_NORM + BY_HAND + BY_PLAN, {"memory", "bytes", "calls"}),
+    "a gate, RMSNorm": (GATED + RMS_NORM, {"memory", "bytes", "calls"}),
+    "only attention is split": (ONLY_ATTENTION, {"memory", "bytes", "calls"}),
+    "a parameter without a gradient, no rotary": (UNUSED + NO_ROTARY, {"memory"}),
+    "other angles, twice the loss": (ANGLES + TWICE, set()),
+}
 
 
 def run_changed(folder, changes, ranks=2) -> jobs.Done:
-    """A run of the lesson with edits: old text → new, where {} stands for the old."""
+    """A run of the lesson with edits."""
     text = jobs.PATHS[TRANSFORMER].read_text("utf-8")
     for old, new in changes:
         assert old in text
         text = text.replace(old, new.replace("{}", old))
     script = folder / f"{TRANSFORMER}.py"
     script.write_text(text, "utf-8")
-    return jobs.launch(script, ranks)
+    path = folder / "out.json"
+    done = jobs.launch(script, ranks, "--json", path)
+    assert max(map(len, done.out.splitlines())) <= 88, done.out
+    return done._replace(data=json.loads(path.read_text("utf-8")))
 
 
-def kinds_that_failed(done) -> set[str]:
-    """Of the verdict: "failed: memory 8/8, bytes 1/6" → {"memory", "bytes"}."""
-    verdict = " ".join(done.out.rpartition("\nFAIL ")[2].split())
-    return set(re.findall(r"(\w+) \d+/\d+", verdict.partition("failed: ")[2]))
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_edit_passes(tmp_path, name):
+    """As the lesson's docstring proposes: right values, formulas of another model."""
+    changes, formulas = RIGHT[name]
+    done = run_changed(tmp_path, changes)
+    assert done.code == 0 and set(failed(done.data)) == formulas, done.text
+    assert f"\nPASS  {TRANSFORMER}  " in done.out and "✗" not in done.out
+    assert ("≠" in done.out) is bool(formulas)
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_model_reaches_the_comparison(tmp_path, name):
-    """As the lesson's docstring proposes: right numbers, formulas of another model. If
-    only the split was changed, the formulas that it does not fit fail."""
-    done = run_changed(tmp_path, CHANGES[name])
-    failed = kinds_that_failed(done)
-    assert failed <= {"memory", "bytes", "calls"}, done.text
-    if name == "only attention":
-        assert failed and done.code == 1 and "≠" not in done.out
-        return
-    assert done.code == 0 and not failed and "✗" not in done.out, done.text
-    assert f"\nPASS  {TRANSFORMER}  values agree: " in done.out and "\n≠ " in done.out
-
-
-NO_ROTARY = [
-    ("        q_BNSH = rotate(q_BNSH, cos_SH[:S], sin_SH[:S])\n", ""),
-    ("        k_BKSH = rotate(k_BKSH, cos_SH[:S], sin_SH[:S])\n", ""),
-]
-
-
-def test_a_gradient_that_is_zero_but_for_rounding_errors(tmp_path):
-    """Without rotary embedding a key's bias adds the same to all scores of a query. Its
-    errors are compared with less than the smallest gradient of a default run has."""
-    done = run_changed(tmp_path, NO_ROTARY)
-    assert done.code == 0 and f"\nPASS  {TRANSFORMER}" in done.out, done.text
+def test_a_gradient_that_is_zero_but_for_rounding_errors():
+    """Its errors are compared with less than the smallest gradient of a default run."""
     wrong, right = torch.tensor(2e-9), torch.tensor(0.0)
     assert lesson.rel_diff(wrong, right, lesson.LEAST["gradients"]) > 1e-5
 
@@ -304,7 +327,18 @@ def test_a_norm_over_heads_has_partial_gradients(tmp_path):
     wrong = re.findall(r"^   (\S+) .*✗$", done.out.partition("\n4  ")[0], re.M)
     assert "layers.*.self_attn.core.q_norm" in wrong and len(wrong) < 6, done.out
     (first, *_) = re.findall("^✗ (.*): off by", done.out, re.M)
-    assert re.search(r"gradients: layers\.\d\.self_attn\.core\.q_norm.*DTensor", first)
+    assert re.search(r"replicas|gradients: layers\.\d\.self_attn\.core\.q_norm", first)
+    gradients = [c["name"] for c in done.data["checks"] if c["ranks"]]
+    assert all(", DTensor" in x for x in gradients if x.startswith("gradients"))
+
+
+def test_gradients_that_are_clipped_twice(tmp_path):
+    """Both runs would have the same fault: the one without TP is clipped by PyTorch."""
+    done = run_changed(tmp_path, [("p.grad.mul_(scale)", "p.grad.mul_(scale * scale)")])
+    assert done.code == 1 and done.data["verdict"] == "FAIL", done.text
+    kinds = failed(done.data)
+    assert {"losses", "norms", "parameters"} >= kinds.keys() > {"parameters"}
+    assert not any(", DTensor" in c["name"] for c in done.data["checks"] if c["ranks"])
 
 
 COPIED = "    model = copy.deepcopy(full)\n    for layer in model.layers:\n"
@@ -314,24 +348,22 @@ RAISING = {
 }
 
 
-@pytest.mark.parametrize("raising", [["with TP"], ["DTensor"], ["with TP", "DTensor"]])
+@pytest.mark.parametrize("raising", [["with TP"], ["with TP", "DTensor"]])
 def test_runs_that_raise(tmp_path, raising):
     """The others go on; sections keep their numbers; what is not compared is not ok."""
     changes = [change for run in raising for change in RAISING[run]]
     done = run_changed(tmp_path, changes)
-    kinds = kinds_that_failed(done)
-    assert done.code != 0, done.text
-    assert ("runs" in kinds) is ("with TP" in raising)
-    assert ("plans" in kinds) is ("DTensor" in raising)
+    assert done.code != 0 and failed(done.data)["runs"] == len(raising), done.text
     assert re.findall(r"^(\d)  ", done.out, re.M) == ["1", "2", "3", "4", "5"]
-    for run in ("with TP", "DTensor"):
-        assert (f"{run} raised TypeError: by" in done.out) is (run in raising)
+    wrong = [check for check in done.data["checks"] if check["ranks"]]
+    assert [check["name"] for check in wrong] == [f"runs: {run}" for run in raising]
+    assert all("TypeError: by" in check["text"] for check in wrong)
     gradients = done.out.partition("\n3  ")[2].partition("\n\n")[0]
     rows = gradients.splitlines()[2:]
     assert len(rows) == 11 and all(row.count("raised") == len(raising) for row in rows)
     assert all(row.endswith("ok") is (len(raising) == 1) for row in rows)
     traffic = done.out.partition("\n4  ")[2].partition("\n5  ")[0]
-    assert ("DTensor" in traffic) is ("DTensor" not in raising)
+    assert ("all-reduce" in traffic) is ("DTensor" not in raising)
 
 
 @pytest.mark.parametrize("lesson", [TRANSFORMER, VOCAB])
@@ -342,7 +374,6 @@ def test_the_optimizer_takes_dtensors_beside_plain_tensors(lesson):
 
 
 def test_a_table_of_wrong_numbers_fits_the_screen(tmp_path):
-    """Fewer digits, if they do not fit: norms of q and k whose gradients lack a sum."""
+    """Of two runs: norms of q and k whose gradients lack a sum."""
     done = run_changed(tmp_path, Q_NORM)
-    assert re.search(r"core.q_norm +0\.\d+  0\.\d+✗  0\.\d+✗", done.out), done.out
-    assert max(map(len, done.out.splitlines())) <= 88, done.out
+    assert re.search(r"core.q_norm +0\.\d+ +0\.\d+✗ +0\.\d+✗", done.out), done.out

@@ -4,7 +4,9 @@ Random batches on four ranks against F.cross_entropy, and random models. The les
 own runs check the bytes that are sent and saved.
 """
 
+import json
 import re
+from types import SimpleNamespace
 
 import jobs
 import pytest
@@ -88,23 +90,102 @@ def test_tokens_outside_the_vocabulary_are_refused(what, tokens, said):
         calls[what]()
 
 
-def test_a_loss_that_dtensor_lacks_ends_its_column_only(tmp_path):
-    """A student's edit: the other runs complete, every section is printed, FAIL."""
+def test_every_rank_has_tokens_and_targets():
+    """Bytes are permuted: otherwise all letters would be those of rank 0 of 2."""
+    args = SimpleNamespace(seed=1, batch_size=4, seq_len=32, device="cpu")
+    batches = lesson.make_batches(lesson.__doc__, args, 3)
+    for T in (2, 4, 8):
+        v = -(-257 // T)
+        for batch in batches:
+            for x_BS in lesson.permute_bytes(*batch):
+                counts = [lesson.find_local_rows(x_BS, v, r)[1].sum() for r in range(T)]
+                assert min(counts) > 0, (T, counts)
+    everything = torch.tensor([*range(256), lesson.PAD, lesson.IGNORE])
+    (permuted,) = lesson.permute_bytes(everything)
+    assert sorted(permuted[:256].tolist()) == list(range(256))
+    assert permuted[256:].tolist() == [lesson.PAD, lesson.IGNORE]
+
+
+@pytest.mark.launches(VOCAB, 2)
+def test_what_it_is_about_is_printed():
+    """The hard cases by name, and bytes as a ring sends them, not payloads."""
+    run = jobs.result(VOCAB, 2)
+    assert f"   {'; '.join(lesson.HARD_CASES)}.\n" in run.out
+    rows = [row for row in run.data["rows"] if row["section"] == 6]
+    ring = {(row["loss"], row["V"]): row["ring"] for row in rows}
+    assert (
+        ring["gathered", "50,257"] == f"{4 * 32 * 25129 * 4:,}"
+    )  # half of the payload
+    assert ring["sharded", "50,257"] == ring["sharded", "257"] == f"{3 * 4 * 32 * 4:,}"
+    gathered, sharded = (ring[loss, "50,257"] for loss in ("gathered", "sharded"))
+    assert f"sends {gathered} bytes if gathered, {sharded} if sharded." in run.out
+
+
+# Edits, as a student makes them.
+
+ROWS = "x_BSD * is_local_BS.unsqueeze(-1)\n"
+LOOKUPS = [
+    f"hard {kind}: embedding(arange(V)), with TP" for kind in ("values", "gradients")
+]
+TRAINED = ["losses: loss, step 1, with TP", "gradients: embed_tokens.weight, with TP"]
+OFF_BY_ONE = {  # which token's row is missing, flags, what fails
+    "a rank's first row": ("row_BS > 0", [], LOOKUPS + TRAINED),
+    "a rank's last row": ("row_BS < v - 1", [], LOOKUPS + TRAINED),
+    "a row that no batch has": ("tokens_BS < 299", ["--vocab-size", "300"], LOOKUPS),
+}
+F_LOSS = (
+    "    return F.cross_entropy(logits, target_BS.flatten(), "
+    "label_smoothing=smoothing)\n"
+)
+Z_LOSS = {  # ζ·(log z)², as it is added to the loss of large models
+    F_LOSS: F_LOSS.replace("return", "loss =")
+    + "    log_z = logits.logsumexp(-1).where(target_BS.flatten() != IGNORE, 0)\n"
+    "    return loss + 0.01 * log_z.square().sum() / (target_BS != IGNORE).sum()\n",
+    "        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)\n":
+    "        ctx.log_z_BS = sum_BS.log() + max_BS\n"
+    "        loss_BS = sum_BS.log() - all_reduce(q_x_BS, tp_group)\n"
+    "        loss_BS = loss_BS + 0.01 * ctx.log_z_BS.square()\n",
+    "        grad_BSv = (softmax_BSv - ctx.smooth_target)":
+    "        softmax_BSv = softmax_BSv * (1 + 0.02 * ctx.log_z_BS.unsqueeze(-1))\n"
+    "        grad_BSv = (softmax_BSv - ctx.smooth_target)",
+}  # fmt: skip
+
+
+def run_edited(folder, edits: dict[str, str], *flags) -> tuple[jobs.Done, list[str]]:
+    """The lesson on two ranks with other lines: its end, and the checks that fail."""
     text = jobs.PATHS[VOCAB].read_text("utf-8")
-    old = "    logits = logits_BSV.flatten(0, 1)\n"
-    plain = "torch.ones_like(target_BS).flatten().unsqueeze(-1)"
-    # Mixed with a DTensor: an error.
-    new = f"{old}    logits = logits + 0 * (logits.detach() * {plain}).mean()\n"
-    assert text.count(old) == 1
-    script = tmp_path / f"{VOCAB}.py"
-    script.write_text(text.replace(old, new), "utf-8")
-    done = jobs.launch(script, 2, "--steps", "2")
-    lines = done.out.splitlines()
-    sections = [line[0] for line in lines if re.match(r"\d  ", line)]
-    assert sections == list("1234567")
-    raised = [line for line in lines if line.startswith("   DTensor raised ")]
-    assert len(raised) == 1
-    (failed,) = [line for line in lines if line.startswith("✗")]
-    assert failed.startswith("✗ DTensor raised RuntimeError")
-    said = f"FAIL  {VOCAB}  failed: plans 1/1; all values agree"
-    assert lines[-1] == said, lines[-1]
+    for old, new in edits.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script = folder / f"{VOCAB}.py"
+    script.write_text(text, "utf-8")
+    path = folder / "checks.json"
+    done = jobs.launch(script, 2, "--steps", "1", "--json", path, *flags)
+    assert path.exists(), done.text
+    checks = json.loads(path.read_text("utf-8"))["checks"]
+    return done, [check["name"] for check in checks if check["ranks"]]
+
+
+@pytest.mark.parametrize("edit", OFF_BY_ONE)
+def test_an_embedding_off_by_one_fails(edit, tmp_path):
+    """Every row is looked up, and every rank's rows are trained."""
+    condition, flags, expected = OFF_BY_ONE[edit]
+    edited = ROWS.replace("is_local_BS", f"(is_local_BS & ({condition}))")
+    done, failed = run_edited(tmp_path, {ROWS: edited}, *flags)
+    assert done.code == 1 and set(expected) <= set(failed), failed
+    assert expected is not LOOKUPS or failed == LOOKUPS
+    assert f"\nFAIL  {VOCAB}  " in done.out
+
+
+def test_another_loss_passes_and_ends_dtensors_column_only(tmp_path):
+    """PyTorch's plan cannot run it; the other runs complete, every section is there."""
+    done, failed = run_edited(tmp_path, Z_LOSS)
+    assert done.code == 0, done.text
+    assert f"\nPASS  {VOCAB}  " in done.out and "✗" not in done.out
+    assert "runs: DTensor" in failed and "\n≠ runs: DTensor: " in done.out
+    assert [line[0] for line in done.out.splitlines() if re.match(r"\d  ", line)] == [
+        *"1234567"
+    ]
+    heads = [line for line in done.out.splitlines() if "without TP  loss by" in line]
+    assert heads and all("DTensor" in line for line in heads)
+    assert "  raised " in done.out

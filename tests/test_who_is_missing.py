@@ -1,17 +1,15 @@
-"""Whom the harness names when ranks wait for each other: over seven meshes, for every
+"""Whom the doctor names when ranks wait for each other: over seven meshes, for every
 rank and every call, one rank hangs or skips, and the others go on until nobody can. No
 process is started: ranks are generators, gloo a list of who has come."""
 
+import json
 import re
 from collections import Counter, defaultdict
-from contextlib import nullcontext
 from math import prod
 
-import jobs
+import doctor
 import pytest
 import torch
-
-lesson = jobs.load("00_collectives")
 
 MESHES = [(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 1, 3), (2, 2, 2), (4, 1, 1)]
 WENT_ON = "not in a collective, while ranks .* are waiting in one: it hung, crashed or"
@@ -56,7 +54,7 @@ class Job:
         self.fault, self.moves = fault, 0
         self.came = defaultdict(Counter)  # ranks of a call → rank → how many times
         self.names = defaultdict(set)  # of the n-th calls of one set of ranks
-        self.notes = [lesson.CommCounter() for _ in range(prod(mesh))]
+        self.notes = [doctor.Calls() for _ in range(prod(mesh))]
         self.running = {}
         for rank in range(prod(mesh)):
             at = position if rank == guilty else None
@@ -70,9 +68,8 @@ class Job:
                     self.moves += 1
 
     def rank(self, rank: int, calls: list, position: int | None):
-        """One rank: notes as the harness makes them, and a transport of its own."""
+        """One rank: notes as the doctor makes them, and a transport of its own."""
         notes, sent = self.notes[rank], defaultdict(list)
-        notes.set_status("in no call")
         for i, (kind, name, ranks) in enumerate(calls):
             fault, key = self.fault if i == position else "", str(ranks)
             if fault.startswith("skips"):
@@ -81,25 +78,27 @@ class Job:
                 yield
             if kind == "wait" and not sent[key]:
                 continue  # a skipped send leaves nothing to wait for
-            with nullcontext() if kind == "send" else notes.blocking(name, ranks):
-                while fault:
-                    yield
-                came = self.came[key]
-                if kind == "wait":
-                    number = sent[key].pop(0)
-                else:
-                    came[rank] += 1
-                    self.moves += 1
-                    number = came[rank]
-                if kind == "send":
-                    sent[key].append(number)
-                    continue
-                names = self.names[key, number]
-                names.add(name)
-                while any(came[other] < number for other in ranks):
-                    yield
-                while len(names) > 1 and "differ" in self.fault:
-                    yield
+            if kind != "send":
+                notes.enter(name, key)
+            while fault:
+                yield
+            came = self.came[key]
+            if kind == "wait":
+                number = sent[key].pop(0)
+            else:
+                came[rank] += 1
+                self.moves += 1
+                number = came[rank]
+            if kind == "send":
+                sent[key].append(number)
+                continue
+            names = self.names[key, number]
+            names.add(name)
+            while any(came[other] < number for other in ranks):
+                yield
+            while len(names) > 1 and "differ" in self.fault:
+                yield
+            notes.leave()
 
 
 def named(text: str) -> list[int]:
@@ -118,7 +117,7 @@ def test_names_no_wrong_rank(mesh, fault):
                 assert call[0] == "wait"  # the one thing that nobody misses
                 continue
             where = f"rank {guilty} at {position}, {call}: "
-            text = lesson.who_is_missing([notes.status for notes in job.notes])
+            text = doctor.who_is_missing([notes.status for notes in job.notes])
             assert re.search(FAULTS[fault], text), where + text
             if "different calls" in text:  # true of the guilty one, and of others
                 assert fault != "hangs", where + text
@@ -129,33 +128,68 @@ def test_names_no_wrong_rank(mesh, fault):
                 assert named(text) or fault == "hangs inside", where + text
 
 
+def statuses(store, counts: dict, *calls: str) -> doctor.Calls:
+    """A doctor's notes after all ranks have written theirs."""
+    for rank, call in enumerate(calls):
+        status = doctor.Status(bool(call), call, "line 1 in main")
+        store.set(f"status/{rank}", json.dumps([status, counts]))
+    notes = doctor.Calls()
+    notes.store = store
+    return notes
+
+
 def test_who_has_raised_nothing_is_named(monkeypatch):
-    """In PyTorch's own section no rank is in one of the lesson's calls."""
-    monkeypatch.setattr(lesson.COMM, "store", torch.distributed.HashStore())
+    """In PyTorch's own section no rank is in one of the script's calls."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    for rank in range(3):
-        lesson.COMM.store.set(f"status/{rank}", "in no call")
+    store = torch.distributed.HashStore()
+    notes = statuses(store, {}, "", "", "")
     for rank in (0, 2):
-        lesson.COMM.store.set(f"failed/{rank}", "")
-    text = lesson.describe_hang(RuntimeError("Timed out waiting 5000ms"))
-    assert "ranks [1] have reported no error so far" in text
-    lesson.COMM.store.set("failed/1", "")
-    text = lesson.describe_hang(RuntimeError("Timed out waiting 5000ms"))
-    assert "have reported no error" not in text
+        store.set(f"failed/{rank}", "")
+    said = " ".join(notes.report())
+    assert "ranks [1] have reported no error so far" in said
+    store.set("failed/1", "")
+    assert "have reported no error" not in " ".join(notes.report())
+
+
+def test_the_first_difference_is_named(monkeypatch):
+    """Also where every rank believes that it is in the same call."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    store = torch.distributed.HashStore()
+    calls = {1: ("all_reduce [4]",) * 2, 2: ("all_reduce [4]", "all_gather [2]")}
+    for number, texts in calls.items():
+        for rank, text in enumerate(texts):
+            store.set(f"[0, 1]/{number}/{rank}", text)
+    store.set("failed/0", "")
+    call = "call 2 of ranks [0, 1], all_reduce [4]"
+    lines = statuses(store, {"[0, 1]": 2}, call, call).report()
+    assert lines[0] == "the ranks made different calls, or in another order"
+    assert "ranks [1] have reported no error" in lines[2]
+    same = statuses(store, {"[0, 1]": 1}, call, call).report()
+    assert re.search(IN_ITS_CALL.partition("|")[0], same[0]) and "first" not in same[-1]
+    assert lines[-3:] == [
+        "  the first difference: call 2 of ranks [0, 1]",
+        "    rank 0: all_reduce [4]", "    rank 1: all_gather [2]",
+    ]  # fmt: skip
 
 
 def test_rows_of_an_all_to_all_differ():
     """Each rank sends as many rows as its tokens chose: it is the same call."""
-    call = "in call 3 of ranks [0, 1], {} of [{}, 64] over ep"
-    for name, said in (("all-to-all", IN_ITS_CALL.partition("|")[0]),
-                       ("all-reduce", WAITING)):  # fmt: skip
-        statuses = [call.format(name, rows) for rows in (113, 147)]
-        assert re.search(said, lesson.who_is_missing(statuses)), name
+    call = "call 3 of ranks [0, 1], {} [{}, 64] over ep"
+    for name, said in (("all_to_all_single", IN_ITS_CALL.partition("|")[0]),
+                       ("all_reduce", WAITING)):  # fmt: skip
+        both = [doctor.Status(True, call.format(name, n), "") for n in (113, 147)]
+        assert re.search(said, doctor.who_is_missing(both)), name
+
+
+def test_what_a_batch_sends_may_differ():
+    call = "call 3 of ranks [0, 1], isend [{}] to {}, irecv [2] from 1 over tp"
+    both = [doctor.Status(True, call.format(n, n), "") for n in (0, 1)]
+    assert re.search(IN_ITS_CALL.partition("|")[0], doctor.who_is_missing(both))
 
 
 def test_a_difference_in_the_last_bits_is_called_so():
-    check = {"name": "values: y", "text": "", "ranks": [0], "allowed": 0.0}
-    said = lesson.in_words(check | {"diff": 4e-8})
-    assert "allowed 0 (only last bits differ: a sum in another order?)" in said
-    assert "last bits" not in lesson.in_words(check | {"diff": 1.0})
-    assert "last bits" not in lesson.in_words(check | {"diff": 2e-6, "allowed": 1e-6})
+    check = {"name": "values: y", "text": "", "allowed": 0.0}
+    said = "only last bits differ: a sum in another order?"
+    assert said in doctor.conclusions([check | {"diff": 4e-8}], {})
+    assert said not in doctor.conclusions([check | {"diff": 1.0}], {})
+    assert said not in doctor.conclusions([check | {"diff": 2e-6, "allowed": 1e-6}], {})

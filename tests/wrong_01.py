@@ -9,7 +9,7 @@ WRONG = [  # number of the exercise, edits of the solution, what the check says
     (1, {"self.up(x)": "self.up(x).detach()"},
      "dL/d up.weight is not that of one process"),
     (1, {"self.gate": "self.first"}, "no parameter is called gate.weight"),
-    (1, {"    self.up =": "    self.gate.weight.shardings = ()\n        self.up ="},
+    (1, {"    self.up =": "    self.gate.weight.sharding = None\n        self.up ="},
      "dL/d gate.weight, unsharded, has the shape [4, 6]: shard_parameter records"),
     (1, {"CopyToTP.apply(x, self.tp_group)": "x.clone()"},
      "dL/dx is wrong: where is f?"),

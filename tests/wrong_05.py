@@ -23,7 +23,7 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (2, {"counts.clamp(1)": "counts"}, ": 0/0? A line may have no target"),
     (2, {PART: "loss_bS.sum() / counts.sum().clamp(1) * len(loss_bS) / lines"},
      "all parts add up to"),
-    (3, {'1 if shardings_of(p) else 1 / tp.size()': "1",
+    (3, {'1 if sharding_of(p) else 1 / tp.size()': "1",
          'if hasattr(p, "rows")': "if False"}, "{'tp': 2, 'dp': 2}: "),
     (3, {"torch.tensor(count)": "count"},
      "'float' object has no attribute 'detach'; all_reduce takes a tensor"),

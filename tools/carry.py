@@ -1,16 +1,16 @@
-"""Write what lessons carry over from earlier ones, the harness, and where to read.
+"""Write what lessons carry over from earlier ones, MEASURE, and where to read.
 
     python tools/carry.py            rewrite the folded parts of all lessons
     python tools/carry.py --check    exit with 1 if a file would change
 
-Every definition has one home: the lesson under whose NEW, RUN or FLAGS it is, or the
-HARNESS of lesson 00. Edit it there. This tool copies all that a later lesson uses, and
-what that uses, below its FLAGS. Of a docstring it keeps the first line, which has to be
-a sentence. Imports that only copies need are copied as well. Before it writes any file
-it checks all of them: every name that a lesson reads must be defined, there or in an
-earlier lesson. (Scripts in beyond/ import the lessons: nothing is copied there.)
+Every definition has one home: the lesson under whose NEW or RUN it is, or MEASURE of
+lesson 00. Edit it there. This tool copies all that a later lesson uses, and what that
+uses, below its RUN. Of a docstring it keeps the first line, which has to be a sentence.
+Imports that only copies need are copied as well. Before it writes any file it checks
+all of them: every name that a lesson reads must be defined, there or in an earlier
+lesson. (Scripts in beyond/ import the lessons: nothing is copied there.)
 The line below the banner NEW says which lines to read. It is written here as well, in
-the lessons and in beyond/.
+the lessons and in beyond/; README links to these lines.
 """
 
 import ast
@@ -21,10 +21,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDED = re.compile(r"^# ==== (?:CARRIED OVER|HARNESS)", re.M)
+FOLDED = re.compile(r"^# ==== (?:CARRIED OVER|MEASURE)", re.M)
+MEASURE = "# ==== MEASURE"
+GUARD = "\n\n\nif __name__ =="
+IMPORTS = re.compile(
+    r"^(?:import|from) .*\n(?:(?:import|from) .*\n|\n(?=import|from))*", re.M
+)
 READ = re.compile(r"^(# ==== NEW in .*\n)(?:# Read lines .*\n)?", re.M)
 LINES_PER_MINUTE = 10  # of code that one reads for the first time
-FREE = {"main", "parse_args", "BREAKS"}  # each lesson has its own
+FREE = {"main"}  # each lesson has its own
 DEFINITIONS = ast.FunctionDef, ast.ClassDef
 
 
@@ -59,6 +64,10 @@ def undefined_names(tree: ast.Module) -> list[str]:
     used = set()
     for node in tree.body:
         defined.update(names_defined(node))
+        if isinstance(node, ast.If):  # the guard
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                    defined.add(inner.id)
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             used |= names_used(node)
     return sorted(used - defined)
@@ -142,6 +151,19 @@ def with_lines_to_read(text: str) -> str:
     return text.replace("# Read lines", here, 1)
 
 
+def with_links_to_new(readme: str, texts: dict) -> str:
+    """README's column of lines to read: a link to NEW of each lesson, minutes."""
+    for lesson, text in texts.items():
+        lines = re.search(r"Read lines (\d+) to (\d+), in about (\d+) minutes", text)
+        first, last, minutes = lines.groups()
+        link = (
+            f"[{first} to {last}]({lesson.path.name}#L{first}-L{last}), {minutes} min"
+        )
+        start = f"<!-- lines {lesson.number} -->"
+        readme = re.sub(f"{start}.*?<!-- end -->", f"{start}{link}<!-- end -->", readme)
+    return readme
+
+
 class Lesson:
     """A lesson's own text, which is kept, and the folded parts, which are written."""
 
@@ -149,11 +171,11 @@ class Lesson:
         self.path = path
         self.number = path.name[:2]
         self.text = path.read_text("utf-8")
-        start = FOLDED.search(self.text).start()
-        self.own = self.text[:start]
-        self.folded = self.text[start:]
+        self.own, _, folded = self.text.partition(FOLDED.search(self.text)[0])
+        self.guard = GUARD + folded.partition(GUARD)[2]
         self.lines = self.own.splitlines()
         self.tree = ast.parse(self.own)
+        self.guard_tree = ast.parse(self.guard)
         self.imports = imports_of(self.tree)
         self.problems = {}  # line → what keeps a copy from being made
         self.home = {}  # name → its definition
@@ -191,10 +213,27 @@ class Lesson:
         lines.update(ordered)
 
 
-def needed_from(lesson: Lesson, earlier: list[Lesson], harness: ast.Module) -> dict:
+class Measure:
+    """The part of lesson 00 that counts and compares: the same in every lesson."""
+
+    def __init__(self, first: Lesson):
+        text = first.text[first.text.index(MEASURE) :].partition(GUARD)[0]
+        self.before, imports, self.after = text.partition(IMPORTS.search(text)[0])
+        self.tree = ast.parse(text)
+        self.imports = first.imports | imports_of(ast.parse(imports))
+
+    def text(self, have: set[str]) -> str:
+        """With the imports of what it reads and the file does not have so far."""
+        names = sorted(names_used(self.tree) & self.imports.keys() - have)
+        statements = [self.imports[name] for name in names]
+        statements.sort(key=import_order)
+        return f"{self.before}{joined(statements)}\n{self.after}"
+
+
+def needed_from(lesson: Lesson, earlier: list[Lesson], measure: Measure) -> dict:
     """All names that a lesson needs from earlier ones: name → the lesson it is from."""
     found = {}
-    todo = [lesson.tree, harness]
+    todo = [lesson.tree, lesson.guard_tree, measure.tree]
     while todo:
         for name in names_used(todo.pop()) - lesson.home.keys() - FREE:
             for other in earlier:
@@ -204,18 +243,14 @@ def needed_from(lesson: Lesson, earlier: list[Lesson], harness: ast.Module) -> d
     return found
 
 
-def missing_imports(lesson: Lesson, found: dict, first: Lesson, harness) -> list[str]:
-    """Imports that only the folded parts need."""
-    statements = set()
-    own = imports_of(harness)
-    for node, home in [
-        (harness, first),
-        *((other.home[name], other) for name, other in found.items()),
-    ]:
-        for name in names_used(node) & home.imports.keys():
-            if name not in lesson.imports and name not in own:
-                statements.add(home.imports[name])
-    return sorted(statements, key=import_order)
+def missing_imports(lesson: Lesson, found: dict) -> dict[str, str]:
+    """Imports that only the copies need: name → statement."""
+    statements = {}
+    for name, other in found.items():
+        for used in names_used(other.home[name]) & other.imports.keys():
+            if used not in lesson.imports:
+                statements[used] = other.imports[used]
+    return statements
 
 
 def joined(imports: list[str]) -> str:
@@ -238,28 +273,27 @@ def import_order(statement: str) -> tuple:
     return is_torch, statement.startswith("from"), module.lower()
 
 
-def folded_part(lesson: Lesson, earlier: list[Lesson], first: Lesson) -> str:
-    """CARRIED OVER, one banner for each earlier lesson, and the harness."""
-    harness = ast.parse(first.folded.partition("\nif __name__ ==")[0])
-    found = needed_from(lesson, earlier, harness)
+def folded_part(lesson: Lesson, earlier: list[Lesson], measure: Measure) -> str:
+    """CARRIED OVER, one banner for each earlier lesson, and MEASURE."""
+    found = needed_from(lesson, earlier, measure)
+    imports = missing_imports(lesson, found)
+    have = {*lesson.imports, *imports}
     parts = []
-    imports = missing_imports(lesson, found, first, harness)
     for other in earlier:
         nodes = []
         for name, node in other.home.items():
             if found.get(name) is other and node not in nodes:
                 nodes.append(node)
         if nodes:
-            parts.append(
-                f"# ==== CARRIED OVER from {other.number}, unchanged\n# region"
-            )
+            banner = f"# ==== CARRIED OVER from {other.number}, unchanged\n# region"
             if imports:
-                parts[-1] += "\n\n# Imports that only the parts below use.\n"
-                parts[-1] += joined(imports)
-                imports = []
+                statements = sorted(imports.values(), key=import_order)
+                banner += f"\n\n{joined(statements)}"
+                imports = {}
+            parts.append(banner)
             parts.extend(other.copy_of(node) for node in nodes)
             parts.append("# endregion")
-    return "\n\n\n".join([*parts, first.folded])
+    return "\n\n\n".join([*parts, measure.text(have)]) + lesson.guard
 
 
 def second_homes(lessons: list[Lesson]) -> list[str]:
@@ -290,11 +324,15 @@ def find_problems(texts: dict[Lesson, str]) -> list[str]:
 
 
 def main() -> int:
+    if sys.argv[1:] not in ([], ["--check"]):
+        print(f"carry.py knows --check only, not: {' '.join(sys.argv[1:])}")
+        return 2
     lessons = [Lesson(path) for path in sorted(ROOT.glob("0?_*.py"))]
+    measure = Measure(lessons[0])
     texts = {}
     for i, lesson in enumerate(lessons):
         own = with_lines_to_read(lesson.own)
-        texts[lesson] = own + folded_part(lesson, lessons[:i], lessons[0])
+        texts[lesson] = own + folded_part(lesson, lessons[:i], measure)
     problems = find_problems(texts)
     if problems:
         print("\n".join(problems))
@@ -302,6 +340,9 @@ def main() -> int:
     files = {lesson.path: text for lesson, text in texts.items()}
     for path in sorted(ROOT.glob("beyond/[0-9]*.py")):
         files[path] = with_lines_to_read(path.read_text("utf-8"))
+    readme = ROOT / "README.md"
+    if readme.exists():  # a test copies lessons alone
+        files[readme] = with_links_to_new(readme.read_text("utf-8"), texts)
     stale = []
     for path, text in files.items():
         if text != path.read_text("utf-8"):

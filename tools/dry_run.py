@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from predict import (
     LINKS,
+    Call,
     counted,
     in_flight,
     lesson,
@@ -34,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 schedules = importlib.import_module("14_schedules")
 flat_adamw = importlib.import_module("flat_adamw")
+tied_stages = importlib.import_module("tied_stages")
 SHOWN = "parameters", "moments", "saved", "sent", "off"
 WIDTHS = 13, 15, 15, 12, 14, 9
 UNIT = 1 if sys.platform == "darwin" else 1024  # of what getrusage calls maxrss
@@ -107,11 +109,18 @@ def meta_model(layout, dtype: str):
     return full, args
 
 
+def name_update(training) -> None:
+    """What lesson 05's update does not send: ZeRO's gather, a tied weight's copy."""
+    phase = lesson.METER.phase("mesh", "update")
+    training.optimizer.step = phase(training.optimizer.step)
+    if hasattr(training, "renew_copy"):
+        training.renew_copy = phase(training.renew_copy)
+
+
 def run_stage(full, args, stage: int) -> dict:
     """A step of the first rank of a stage: what it held, sent and kept."""
     ranks, across = args.pp * args.dp * args.tp, args.dp * args.tp
-    lesson.COMM.calls.clear()
-    lesson.COMM.bytes.clear()
+    lesson.METER.calls.clear()
     shape = [args.micro_batch, args.seq_len // args.tp, args.hidden]
     tokens = torch.empty(
         args.batch_size, args.seq_len, dtype=torch.int64, device="meta"
@@ -121,10 +130,14 @@ def run_stage(full, args, stage: int) -> dict:
         mock.patch.object(schedules.HeldBytes, "key_of", staticmethod(storage_id)),
     ):
         sizes = {axis: getattr(args, axis) for axis in lesson.AXES}
-        kind = lesson.TiedTraining if args.tie else lesson.MeshTraining
+        kind = tied_stages.TiedTraining if args.tie else lesson.MeshTraining
         kind = flat_adamw.FlatTraining if args.zero else kind
-        training = kind(full, lesson.make_mesh(sizes, 60), args)
+        groups = lesson.make_mesh(sizes, 60)
+        groups["embedding"] = tied_stages.embedding_group(sizes, 60)
+        training = kind(full, groups, args)
         schedules.add_meters(training, schedules.MeasuredPipeline)
+        lesson.name_phases(training)
+        name_update(training)
         recompute(training.stage, args.recompute)
         with Unknown(shape):
             training.gradients((tokens, tokens))
@@ -132,8 +145,8 @@ def run_stage(full, args, stage: int) -> dict:
         events = training.pipeline.events
         saved = {e["bytes"] for e in events if e["what"] == "forward"}
         sent = {}
-        for call, calls in lesson.COMM.calls.items():
-            sent[call] = [calls, lesson.COMM.bytes[call]]
+        for call, payloads in lesson.METER.calls.items():
+            sent[Call(*call)] = [len(payloads), sum(payloads)]
         adamw = getattr(training.optimizer, "adamw", training.optimizer)
         moments = []
         for state in adamw.state.values():

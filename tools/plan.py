@@ -68,8 +68,19 @@ def read_flags(words=None) -> argparse.Namespace:
     return fill(make_parser().parse_args(words))
 
 
+class Flags(argparse.ArgumentParser):
+    """A wrong flag is an error like any other: argparse would print its usage."""
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+def wrap(text: str) -> str:
+    return textwrap.fill(text, 88, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = lesson.Parser(
+    parser = Flags(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="plan.py --model NAME --gpus N [--machine NAME] [flags below]",
@@ -246,7 +257,6 @@ def check_sizes(args) -> None:
         args.head_dim = args.hidden // args.heads
     else:
         lesson.must_divide(args, "head_dim", 2, "(rotary pairs)")
-    lesson.raise_refused(args)
     check_experts(args)
     if args.mlp_saves and not args.gated:
         raise ValueError(f"--mlp-saves {args.mlp_saves}: the MLP is not gated; leave "
@@ -492,7 +502,7 @@ def about_scores(args) -> str:
     tokens = args.batch_size * args.seq_len
     scores = 12 * tokens * args.layers * args.seq_len * predict.q_width(layout)
     part = scores / predict.model_flops(layout)
-    return lesson.wrap(
+    return wrap(
         f"Times and MFU count all S × S scores, {part:.0%} of the model's FLOPs here, "
         "as most published MFU do. A causal kernel computes about half of them; with "
         "half, published runs would be predicted worse."
@@ -502,7 +512,7 @@ def about_scores(args) -> str:
 def how_wrong() -> str:
     bands = [f"{kind}: {low} to {high}" for kind, (low, high) in BANDS.items()]
     off = [peak.predicted / peak.measured - 1 for peak in peaks()]
-    return lesson.wrap(
+    return wrap(
         "How wrong: published runs took longer than predicted, times these: "
         f"{'; '.join(bands)}. So compare neighboring layouts only, and measure the "
         f"best. Predicted peaks are {-min(off):.0%} below to {max(off):.0%} above "
@@ -543,7 +553,7 @@ def show_asked(args) -> None:
     names += ["mlp_saves"] if args.mlp_saves else []
     flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names]
     flags += ["--overlap-dp"] if args.overlap_dp else []
-    print(lesson.wrap(f"All rows: {', '.join(flags)}."))
+    print(wrap(f"All rows: {', '.join(flags)}."))
 
 
 def show(args, fits: list, too_large: list, refused: Counter, took: float) -> None:
@@ -572,7 +582,7 @@ def show(args, fits: list, too_large: list, refused: Counter, took: float) -> No
     if refused:
         reasons = [f"{reason} ({n})" for reason, n in refused.most_common()]
         text = f"Refused of {args.gpus} GPUs: {sum(refused.values())} meshes, because "
-        print(lesson.wrap(text + "; ".join(reasons)))
+        print(wrap(text + "; ".join(reasons)))
     print(about_scores(args))
     print(how_wrong())
 
@@ -638,7 +648,7 @@ def what_differs(args, best: dict) -> str:
             "In the table the first and the last stage have one layer less than the "
             "others; lesson 05 gives the first stages one layer more."
         )
-    return lesson.wrap(said)
+    return wrap(said)
 
 
 def dry_run_of(args, best: dict) -> tuple[list[dict], bool]:
@@ -664,7 +674,7 @@ def main(words=None) -> int:
         told = error
         if isinstance(error, OSError):
             told = f"--json {args.json}: {error.strerror}"
-        print(lesson.wrap(f"error: {told}"), file=sys.stderr)
+        print(wrap(f"error: {told}"), file=sys.stderr)
         return 2
     show(args, fits, too_large, refused, time.perf_counter() - start)
     data = {"asked": vars(args), "predicted": fits, "too large": too_large}

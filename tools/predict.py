@@ -403,10 +403,19 @@ def shard(args, count: int, of_experts: int) -> int:
 # What it sends, and how long a step takes.
 
 
+class Call(NamedTuple):
+    """What lesson 05's METER counts: its keys are such tuples."""
+
+    run: str
+    phase: str
+    collective: str
+    axis: str
+
+
 class Sent(NamedTuple):
     """Calls of one kind that a rank makes per step, and their payload in bytes."""
 
-    call: lesson.Call
+    call: Call
     calls: int
     nbytes: int
 
@@ -416,7 +425,7 @@ class Rows(list):
 
     def add(self, phase: str, collective: str, axis: str, calls: int, nbytes) -> None:
         if calls:
-            call = lesson.Call("mesh", phase, collective, axis)
+            call = Call("mesh", phase, collective, axis)
             self.append(Sent(call, calls, round(calls * nbytes)))
 
 
@@ -470,16 +479,16 @@ def of_gradients(args, stage: int, e: int, rows: Rows) -> None:
     if args.zero:  # shards of one size
         counts["dp"] += -counts["dp"] % replicas(args)
         counts["edp"] += -counts["edp"] % expert_replicas(args)
-    rows.add("tp sum", "all-reduce", "tp", 1, g * replicated)
+    rows.add("sums", "all-reduce", "tp", 1, g * replicated)
     for axis in ("tp", "pp", "dp")[: 3 if args.zero else 2]:
         rows.add("norm", "all-reduce", axis, 1, 8)  # one float64
     for axis, n in counts.items():
         if not n:
             continue
         if args.zero == 0:
-            rows.add("dp sum", "all-reduce", axis, 1, g * n)
+            rows.add("sums", "all-reduce", axis, 1, g * n)
         elif args.zero == 1:
-            rows.add("dp sum", "reduce-scatter", axis, 1, g * n)
+            rows.add("sums", "reduce-scatter", axis, 1, g * n)
         else:
             rows.add("backward", "reduce-scatter", axis, M, g * n)
         if args.zero in (1, 2):
@@ -497,12 +506,12 @@ def of_stages(args, stage: int, x: float, e: int, rows: Rows) -> None:
     b = args.batch_size // args.dp // M
     positions = b * args.seq_len // args.cp
     if is_first or is_last:
-        rows.add("batch", "broadcast", "tp", M, 24)  # the shape, 3 int64
-        rows.add("batch", "broadcast", "tp", M, 2 * 8 * positions)  # tokens, targets
+        rows.add("load", "broadcast", "tp", M, 24)  # the shape, 3 int64
+        rows.add("load", "broadcast", "tp", M, 2 * 8 * positions)  # tokens, targets
         if args.tie:
             matrix = vocab_rows(args) * args.hidden
             g = max(e, args.grad_bytes)
-            rows.add("tied", "all-reduce", "embed", 1, g * matrix)
+            rows.add("sums", "all-reduce", "embed", 1, g * matrix)
             rows.add("update", "broadcast", "embed", 1, e * matrix)
     out = v - 1 if is_last else v  # chunks whose output another stage needs
     back = v - 1 if is_first else v
@@ -510,9 +519,9 @@ def of_stages(args, stage: int, x: float, e: int, rows: Rows) -> None:
         rows.add(phase, "send/recv", "pp", count, 40)  # header, then a slice of x
         rows.add(phase, "send/recv", "pp", count, x / args.tp)
     if is_last:
-        rows.add("batch", "all-reduce", "dp", 1, 8)  # count_targets
+        rows.add("load", "all-reduce", "dp", 1, 8)  # count_targets
         # Lesson 03; the loss is computed in float32 at least.
-        rows.add("loss", "all-reduce", "tp", 3 * M, max(4, e) * positions)
+        rows.add("forward", "all-reduce", "tp", 3 * M, max(4, e) * positions)
 
 
 def of_attention(args, stage: int, e: int, rows: Rows) -> None:
@@ -548,7 +557,7 @@ def of_experts(args, stage: int, e: int, rows: Rows) -> None:
     rows.add("backward", "all-to-all", "ep", (2 + again) * M * l, nbytes)
 
 
-def counted(args, stage: int, e=2) -> dict[lesson.Call, list]:
+def counted(args, stage: int, e=2) -> dict[Call, list]:
     """The same as lesson 05 counts it: Call → calls, bytes."""
     found = {}
     for call, calls, nbytes in traffic(args, stage, e):
@@ -730,7 +739,7 @@ def hardware_flops(args) -> int:
 
 
 # Phases that come once per step; all others come with each micro-batch.
-ONCE = ("tp sum", "dp sum", "tied", "norm", "update")
+ONCE = ("sums", "norm", "update")
 
 
 def seconds(args, stage: int, machine, rate: dict) -> tuple[dict, dict]:

@@ -1,8 +1,8 @@
 // The search puts first the pages that answer: what is asked for → pages, the best first.
 const ANSWERS = [
-  [/grad/, /wrong|differ|incorrect|factor/, ["breaks", "audit", "notebooks/12_wrong_gradients"]],
-  [/loss/, /wrong|differ|drift|diverge/, ["breaks", "notebooks/12_wrong_gradients", "audit"]],
-  [/hang|stuck|timeout|deadlock/, /./, ["breaks", "run", "lessons/00_collectives"]],
+  [/grad/, /wrong|differ|incorrect|factor/, ["bugs", "audit", "notebooks/12_wrong_gradients"]],
+  [/loss/, /wrong|differ|drift|diverge/, ["bugs", "notebooks/12_wrong_gradients", "audit"]],
+  [/hang|stuck|timeout|deadlock/, /./, ["bugs", "run", "lessons/00_collectives"]],
   [/ring/, /attention/, ["notebooks/11_context_parallel", "lessons/11_context_parallel"]],
   [/memory|oom/, /out of|oom/, ["mesh", "notebooks/07_plan_a_run", "run"]],
 ];

@@ -64,12 +64,12 @@ FAULTS = [
       "The ranks of a TP group have different batches. They compute one model "
       "together, so partial sums of different tokens are added up.",
       "Seed the data by the data-parallel rank, or broadcast the batch in the group.",
-      "lesson 02, --break data"),
+      "lesson 02, bug data"),
     F(Start, "build", Start.other_model,
       "build() uses random numbers that differ between ranks, so the ranks start from "
       "different models.",
       "Build with the same seed on all ranks, or broadcast the parameters.",
-      "lesson 02, --break seed"),
+      "lesson 02, bug seed"),
     F(Parameter, "rounded", Parameter.rounded,
       "The values of this parameter are those of the full model, rounded to a coarser "
       "format.",
@@ -79,36 +79,36 @@ FAULTS = [
       "The values of this parameter are in no parameter of the full model: this rank "
       "has initialized it itself, or has combined or scaled it.",
       "Slice the full parameter instead of initializing the shard.",
-      "lesson 02, --break seed"),
+      "lesson 02, bug seed"),
     F(Missing, "missing", Missing.in_words,
       "Some elements of the full model are on no rank, and others probably twice.",
       "Check which slice each rank takes: the group rank, the dim, the order of blocks "
       "in a fused weight, the experts of each rank.",
-      "lesson 02, --break qkv"),
+      "lesson 02, bug qkv"),
     F(Parameter, "wrong parameter", Parameter.foreign,
       "This parameter holds elements that belong to another parameter of the full "
       "model.",
       "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
       "each part into T slices. An expert must be on the rank that calls it.",
-      "lesson 02, --break qkv"),
+      "lesson 02, bug qkv"),
     F(Buffer, "buffer", Buffer.wrong,
       "This buffer (a table of positions, a mask, a codebook) is not that of the full "
       "model, nor each rank's slice of it.",
       "Rank t takes its own slice (a table of positions starts at its offset, not at "
       "0). If the module gathers the sequence first, it needs the full table.",
-      "lesson 04, --break rotary"),
+      "lesson 04, bug rotary"),
     F(Parameter, "wrong piece", Parameter.others_piece,
       "A rank holds the piece of another rank.",
       "Take the slice of the group rank. A broadcast after the split overwrites the "
       "shards: DistributedDataParallel sends the parameters of its first rank to all "
       "others. With c ranks per key/value head, rank t holds head t // c.",
-      "notebook 12, fault 3; beyond/09, --break order"),
+      "notebook 12, fault 3; beyond/09, bug order"),
     # ---- Forward
     F(Output, "forward bias", kind(Kind.BIAS),
       "The output of this module is right but for its bias, which was added on every "
       "rank before a sum (T times), or not at all (0 times).",
       "Add the bias of a row-parallel linear once, after the all-reduce.",
-      "lesson 01, --break bias"),
+      "lesson 01, bug bias"),
     F(Output, "forward partial", kind(Kind.PARTIAL),
       "The sum of this tensor over the ranks is right, so each rank has only a partial "
       "sum: an all-reduce is missing.",
@@ -122,14 +122,14 @@ FAULTS = [
       "factor: a scale may depend on a local shape (a width, a number of heads or of "
       "tokens). A mean over what is sharded is divided by the number of elements of "
       "all ranks.",
-      "lesson 01, --break g; lesson 02, --break qkv"),
+      "lesson 01, bug g; lesson 02, bug qkv"),
     F(Output, "forward counted term", Output.counted_term,
       "The tensor is right but for one of the tensors that are added in it.",
       "T times: every rank has it in full (a residual, a shared expert), so add it "
       "after the sum over the ranks, not before. 0 times: this forward leaves it out. "
       "Another number: it is scaled by another factor, or is scaled and counts T times "
       "(LoRA's B).",
-      "lesson 01, --break bias"),
+      "lesson 01, bug bias"),
     F(Output, "fused", Output.fused,
       "What this module makes of the output of a fused weight is wrong. The weight may "
       "be split as if it were one matrix: rank 0 may have rows of q only.",
@@ -137,27 +137,27 @@ FAULTS = [
       "slices. If its rows are in groups (q, k, v of a head, or gate and up of a unit, "
       "together), one slice is right: then read its output in the same order, and look "
       "at what else this forward does: its mask (is_causal), its scale, its positions.",
-      "lesson 02, --break qkv"),
+      "lesson 02, bug qkv"),
     F(Output, "forward norm of a shard", Output.norm_of_shard,
       "This norm gets a shard of its input, and may take the statistics of the shard "
       "for those of the full tensor.",
       "GroupNorm on sharded channels: num_groups / T groups, so that a group has as "
       "many channels as in the full model. LayerNorm and RMSNorm over a sharded dim: "
       "sum the statistics over the ranks, or gather the input first.",
-      "lesson 02, --break qkv"),
+      "lesson 02, bug qkv"),
     F(Output, "forward in another order", kind(Kind.REORDERED),
       "The ranks hold the right elements of this tensor in the wrong order or on the "
       "wrong ranks.",
       "Check the dim and the order in which pieces are split, gathered and reshaped, "
       "and that each rank takes the piece of its own group rank.",
-      "lesson 00, section 6; lesson 02, --break qkv"),
+      "lesson 00, section 6; lesson 02, bug qkv"),
     F(Output, "forward right on", kind(Kind.SOME),
       "This tensor is right on some ranks and wrong on others.",
       "Look for what depends on the rank: an offset (positions, the first row of the "
       "vocabulary, a mask), an index of a slice (a table with an entry per head is "
       "sliced like the heads), the rows that a rank has of a fused weight (each of its "
       "parts is sliced), or a branch such as if rank == 0.",
-      "lesson 03; lesson 04, --break rotary"),
+      "lesson 03; lesson 04, bug rotary"),
     F(Output, "forward right but for rounding", kind(Kind.ROUNDED),
       "This tensor is right but for rounding errors: the parallel model computes or "
       "sends it in a coarser format, and the full model does not.",
@@ -176,7 +176,7 @@ FAULTS = [
       "of q and k (of one head, or of all ranks' heads), at a scale or a number of "
       "heads that is that of the local shard, at a table with an entry per head (it is "
       "sliced like the heads), and at what every rank adds before a sum.",
-      "lesson 02, --break qkv; lesson 04, --break rotary"),
+      "lesson 02, bug qkv; lesson 04, bug rotary"),
     F(Output, "forward of the code between", lambda o: o.point.is_input,
       "The modules before return the right tensors, as far as they can be compared, "
       "and this module makes a wrong one of them.",
@@ -184,7 +184,7 @@ FAULTS = [
       "about the shape: a mean, a scale or a number of heads may be that of the local "
       "shard. A table with an entry per head is sliced like the heads. What every rank "
       "has in full (a bias, a shared expert) is added after a sum, not before.",
-      "lesson 02, --break qkv"),
+      "lesson 02, bug qkv"),
     F(Output, "forward of a partial sum", Output.partial_input,
       "This module gets a partial sum, and what it makes of it is no part of the right "
       "sum.",
@@ -210,7 +210,7 @@ FAULTS = [
       "border of two ranks' slices, a convolution or a window lacks the positions of "
       "the other rank. If it is wrong at other places in each run, a result of an "
       "asynchronous collective may be used before wait().",
-      "lesson 01, --break bias; lesson 02, --break qkv; lesson 03, section 1"),
+      "lesson 01, bug bias; lesson 02, bug qkv; lesson 03, section 1"),
     F(Loss, "loss of each rank's part", Loss.is_part,
       "The outputs of all modules are right, and each rank returns the loss of its own "
       "part (of the tokens, or of the vocabulary).",
@@ -233,13 +233,13 @@ FAULTS = [
       "The backward of an all-gather in front of column-parallel linears or experts is "
       "a reduce-scatter: sum over the ranks, then slice. DTensor: "
       "full_tensor(grad_placements=[Partial()]).",
-      "lesson 04, --break split"),
+      "lesson 04, bug split"),
     F(Flow, "backward cut off", Flow.cut_off,
       "This module gets its input without a gradient. In the full model, it returns a "
       "gradient to it.",
       "Look in front of this module for detach(), no_grad(), or a collective that "
       "autograd does not track.",
-      "beyond/13, --break plain"),
+      "beyond/13, bug plain"),
     F(Flow, "backward right but for rounding", Flow.is_rounded,
       "The gradient that arrives here is right, and the one that is returned has "
       "rounding errors: this backward computes or sends it in a coarser format.",
@@ -254,7 +254,7 @@ FAULTS = [
       "read the tensor in front of f. Only what is sharded reads it behind f. If what "
       "reads it gathers its own output: this gather's backward takes the rank's slice "
       "and sums nothing.",
-      "lesson 01, --break g"),
+      "lesson 01, bug g"),
     F(Flow, "backward lost term", Flow.lost_term,
       "A part of this gradient, which every rank has in full, counts 1/T times or not "
       "at all.",
@@ -278,7 +278,7 @@ FAULTS = [
       "part cut off (detach(), no_grad() around the dispatch of tokens)? If this "
       "module makes a second loss (of a router), look also at what is done with that: "
       "every rank has it in full, so it reads nothing behind f and is not summed.",
-      "beyond/11, --break stale, home and lse; lesson 01, the table of collectives and "
+      "beyond/11, bugs stale, home and lse; lesson 01, the table of collectives and "
       "their backward"),
     F(Flow, "loss backward", Flow.of_loss,
       "The loss is right and its gradient is not: the gradient of the last module's "
@@ -288,12 +288,12 @@ FAULTS = [
       "for backward, a detach() of one term (of a logsumexp), a gather whose backward "
       "takes a slice without a sum, or sums what every rank has in full. If each rank "
       "has the mean loss of its own data, gradients are averaged, not summed.",
-      "lesson 03, --break ignored and --break exponentials"),
+      "lesson 03, bugs ignored and exponentials"),
     F(Flow, "backward partial", Flow.partial,
       "Backward returns a partial sum to the output of this module: what reads it "
       "returns each rank's own part only.",
       "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
-      "lesson 01, --break f",
+      "lesson 01, bug f",
       "All-reduce dL/dx in the backward of what reads this output (f, in front of a "
       "column-parallel linear)."),
     # ---- Gradients of parameters
@@ -319,7 +319,7 @@ FAULTS = [
       "the same piece): averaged instead of summed, or a bias is added as bias/T on "
       "every rank before a sum. The loss may be divided by the wrong number of "
       "targets.",
-      "lesson 01, --break g"),
+      "lesson 01, bug g"),
     F(Gradient, "missing sum over dp", Gradient.lacks_dp_sum,
       "Ranks that hold the same piece of this parameter have different samples or "
       "tokens, and only the sum over them is right: the gradient is not summed over "
@@ -346,7 +346,7 @@ FAULTS = [
       "The sum of this gradient over the ranks that hold the same piece is right, so "
       "each rank has only a partial gradient: a reduction is missing.",
       "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
-      "lesson 01, --break f; lesson 04, --break norms",
+      "lesson 01, bug f; lesson 04, bug norms",
       "Sum the parameter's gradient over the ranks after backward (a replicated weight "
       "whose input is sharded). If dL/d(output of its module) is partial, f is missing "
       "in what reads that output."),
@@ -365,7 +365,7 @@ FAULTS = [
     F(Gradient, "gradient scaled sum", kind(Kind.SCALED_SUM),
       "The sum of this gradient over the ranks is right up to a factor.",
       "A reduction is missing, and the loss or the sum is scaled.",
-      "lesson 01, --break f and --break average"),
+      "lesson 01, bugs f and average"),
     F(Gradient, "gradient of several pieces",
       lambda g: g.kind is Kind.MIXED and "DistributedDataParallel" in g.case.first.has,
       "The ranks hold different pieces of this parameter, and their gradients were "
@@ -384,7 +384,7 @@ FAULTS = [
       "Two parameters hold the same piece, and only the sum of their gradients is "
       "right: a tied weight has become two parameters.",
       "Assign the same nn.Parameter to both modules after sharding.",
-      "lesson 03, --break tie"),
+      "lesson 03, bug tie"),
     F(Gradient, "gradient of another shape", kind(Kind.SHAPE),
       "The gradient does not have the shape of its parameter.",
       "Look for code that assigns p.grad or p.data.",
@@ -395,7 +395,7 @@ FAULTS = [
       "Wrap the collective in an autograd.Function. Look for detach() and for copies "
       "in front of what uses this parameter, and for checkpoint(use_reentrant=True), "
       "which returns no gradient if none of its inputs needs one.",
-      "beyond/13, --break plain"),
+      "beyond/13, bug plain"),
     F(Gradient, "gradient of its uses", kind(Kind.USES),
       "This weight is tied: several modules use it, and their gradients are not summed "
       "with the same factor. Factors are means over the ranks that hold the same "
@@ -403,11 +403,11 @@ FAULTS = [
       "summed twice, 0 was lost.",
       "0: look for a detach() or a copy. 1/T: all-reduce dL/dx in the module that this "
       "use comes from (f), or sum the gradient of this use alone.",
-      "lesson 03, --break tie"),
+      "lesson 03, bug tie"),
     F(Gradient, "gradient zero", kind(Kind.ZERO),
       "This gradient is zero on all ranks.",
       "Look for a mask or a detach() between this parameter and the loss.",
-      "beyond/13, --break plain"),
+      "beyond/13, bug plain"),
     F(Gradient, "gradient another rank's piece", kind(Kind.OTHERS),
       "This rank has the gradient of another rank's piece.",
       "Check the order of ranks in the group and the index of the slice in backward.",
@@ -415,7 +415,7 @@ FAULTS = [
     F(Gradient, "gradient permuted", kind(Kind.PERMUTED),
       "The gradient has the right elements in another order.",
       "Check the order in which pieces are gathered or split.",
-      "lesson 02, --break qkv"),
+      "lesson 02, bug qkv"),
     F(Gradient, "gradient slices", kind(Kind.SLICES),
       "Each rank has the right gradient of another slice of this replicated parameter: "
       "somewhere forward uses only the rank's own slice of it (its rows as a sharded "
@@ -423,7 +423,7 @@ FAULTS = [
       "Take the slice of a copy whose backward sums over the ranks (f on the "
       "parameter), or sum the gradient of this use alone. If the parameter has no "
       "other use, sum its gradient over the ranks.",
-      "lesson 03, --break tie"),
+      "lesson 03, bug tie"),
     F(Gradient, "gradient of one row", Gradient.padding_row,
       "One row of this parameter has a gradient on a rank and none in the full model, "
       "or the reverse.",
@@ -444,7 +444,7 @@ FAULTS = [
       "right either: some of what reads this module's output returns a complete "
       "gradient to it, and some a partial one.",
       "All-reduce dL/dx in backward (f) where this output is read by {modules}.",
-      "lesson 01, --break f; beyond/09, --break input",
+      "lesson 01, bug f; beyond/09, bug input",
       "Look at what reads this parameter or its module's output: which of it has no "
       "all-reduce of dL/dx in backward (f)?",
       Flow.causes),
@@ -452,7 +452,7 @@ FAULTS = [
       "This gradient is wrong in no simple relation to the right one.",
       "Look at what {modules} does in backward: it is the first that returns a wrong "
       "gradient (a slice without a sum?).",
-      "lesson 01, the table of collectives and their backward; lesson 04, --break "
+      "lesson 01, the table of collectives and their backward; lesson 04, bug "
       "split",
       "Look at how this module's forward, or the loss, uses the parameter (is a part "
       "of it detached?), and at the backward of the functions and collectives in it.",
@@ -490,7 +490,7 @@ FAULTS = [
       "be taken for those of all.",
       "Sum or average over the ranks what the buffer is updated with (a mean over "
       "features, tokens or samples that are sharded), with the full model's momentum.",
-      "lesson 02, --break qkv"),
+      "lesson 02, bug qkv"),
     F(TrainMode, "train mode", lambda t: True,
       "This is right in eval mode and wrong in train mode, even if nothing is dropped: "
       "training takes another path through the model, and that path is wrong.",
@@ -501,17 +501,17 @@ FAULTS = [
     F(Dropped, "dropout rate", Dropped.other_rate,
       "The ranks drop with another probability than the full model.",
       "Look at which rate is passed here (of attention, of the residual, none).",
-      "lesson 02, --break mask-residual"),
+      "lesson 02, bug mask-residual"),
     F(Dropped, "dropout differs",
       lambda d: d.relation.kind is Kind.SAME and not d.is_same,
       "The input of this dropout is replicated, and the ranks drop different elements "
       "of it, so their replicas drift apart.",
       "Use the same random state on all ranks of the group here.",
-      "lesson 02, --break mask-residual"),
+      "lesson 02, bug mask-residual"),
     F(Dropped, "dropout same", lambda d: d.relation.kind is Kind.SHARD and d.is_same,
       "The input of this dropout is sharded, and all ranks drop the same elements.",
       "Give each rank its own part of the mask, or its own random state.",
-      "lesson 02, --break mask-heads"),
+      "lesson 02, bug mask-heads"),
     F(Recomputed, "dropout recomputed", lambda r: True,
       "Backward computes this dropout again (recomputation) with another mask than "
       "forward had: the gradient is that of another model.",
@@ -521,12 +521,12 @@ FAULTS = [
     F(TrainLoss, "dropout missing", TrainLoss.not_dropped,
       "The full model drops elements in train mode, and the parallel model drops none.",
       "Look for a dropout that the parallel forward leaves out, or for a rate of 0.",
-      "lesson 02, --break mask-residual"),
+      "lesson 02, bug mask-residual"),
     F(TrainLoss, "dropout loss", TrainLoss.apart,
       "With dropout (or other noise in train mode) the ranks of a TP group have "
       "different losses: somewhere it differs for a replicated tensor.",
       "Use the same random state on all ranks for replicated tensors.",
-      "lesson 02, --break mask-residual"),
+      "lesson 02, bug mask-residual"),
     # ---- Training
     F(Optimizer, "not in the optimizer", lambda o: True,
       "The optimizer does not have this parameter. Was it created before the model was "
@@ -539,18 +539,18 @@ FAULTS = [
       "parameters.",
       "Compute it in forward, or again after each step (a norm that was stored, a copy "
       "or a merged form of a weight, a cache).",
-      "lesson 03, --break tie: two parameters for one weight"),
+      "lesson 03, bug tie: two parameters for one weight"),
     F(Step, "later loss", Step.wrong_loss,
       "The loss is right with the first parameters, and wrong after an update. "
       "Parameters that are no pieces of the full model's were not compared, so the "
       "update of one of them may be wrong.",
       "Compare the gradients of those parameters yourself, or give them names().",
-      "lesson 03, --break tie"),
+      "lesson 03, bug tie"),
     F(Step, "norm", Step.wrong_norm,
       "The norm of the gradient is wrong.",
       "Sum the squares of sharded gradients over the group, and count replicated "
       "gradients once, on all ranks after the gradients are unscaled (GradScaler).",
-      "lesson 02, --break clip"),
+      "lesson 02, bug clip"),
     F(Step, "clip", Step.wrong_factors,
       "The norm is right, and clip() has not scaled the gradients by max_norm / norm.",
       "Scale p.grad of every parameter once, by the same number on all ranks: a "
@@ -561,7 +561,7 @@ FAULTS = [
       "The gradient is right in the first step and wrong in a later one, with right "
       "parameters: backward uses something of an earlier step.",
       "Look for what is stored from one step to the next: a buffer, a cache, a hook.",
-      "lesson 03, --break tie"),
+      "lesson 03, bug tie"),
     F(Update, "clip of a parameter", lambda u: u.wrong_gradient("clipped"),
       "The gradient is right before clip() and wrong after it.",
       "Look at the parameters that clip() gets, and at what it does with this one.",
@@ -595,7 +595,7 @@ FAULTS = [
       "The gradients are right, and after the step the replicas of this parameter "
       "differ.",
       "All ranks need the same flags, norms, learning rates and optimizer state.",
-      "lesson 02, --break drift; notebook 12, fault 8"),
+      "lesson 02, bug drift; notebook 12, fault 8"),
     F(Update, "update of another rank", Update.of_other_rank,
       "After the step, a rank has the values of another rank's piece.",
       "Look for a broadcast or a copy of parameters after the step: it may send only "

@@ -11,7 +11,7 @@ const PIECES = 16;
 const SHORTEST_IN_A_RING = 8192;
 const GB = 1e9;
 // Phases that come once per step; all others come with each micro-batch.
-const ONCE = ["tp sum", "dp sum", "tied", "norm", "update"];
+const ONCE = ["sums", "norm", "update"];
 const LINKS = { copy: "tp", embed: "pp", edp: "dp" }; // groups within a line of the mesh
 
 // Python's a // b, and its round(): halves go to the even neighbor.
@@ -232,14 +232,14 @@ export function traffic(a, stage, e = 2) {
     add("backward", "reduce-scatter", "tp", M * l, X);
   }
   // Gradients
-  add("tp sum", "all-reduce", "tp", 1, g * replicated);
+  add("sums", "all-reduce", "tp", 1, g * replicated);
   for (const axis of a.zero ? ["tp", "pp", "dp"] : ["tp", "pp"]) add("norm", "all-reduce", axis, 1, 8);
   const upTo = (n, parts) => (a.zero ? n + ((parts - (n % parts)) % parts) : n);
   const counts = { dp: upTo(trained - ofExperts, replicas(a)), edp: upTo(ofExperts, expertReplicas(a)) };
   for (const [axis, n] of Object.entries(counts)) {
     if (!n) continue;
-    if (a.zero === 0) add("dp sum", "all-reduce", axis, 1, g * n);
-    else if (a.zero === 1) add("dp sum", "reduce-scatter", axis, 1, g * n);
+    if (a.zero === 0) add("sums", "all-reduce", axis, 1, g * n);
+    else if (a.zero === 1) add("sums", "reduce-scatter", axis, 1, g * n);
     else add("backward", "reduce-scatter", axis, M, g * n);
     if (a.zero === 1 || a.zero === 2) add("update", "all-gather", axis, 1, e * n);
     if (a.zero === 3) {
@@ -249,10 +249,10 @@ export function traffic(a, stage, e = 2) {
   }
   // Stages, and both ends
   if (isFirst || isLast) {
-    add("batch", "broadcast", "tp", M, 24);
-    add("batch", "broadcast", "tp", M, 2 * 8 * positions);
+    add("load", "broadcast", "tp", M, 24);
+    add("load", "broadcast", "tp", M, 2 * 8 * positions);
     if (a.tie) {
-      add("tied", "all-reduce", "embed", 1, g * vocabRows(a) * D);
+      add("sums", "all-reduce", "embed", 1, g * vocabRows(a) * D);
       add("update", "broadcast", "embed", 1, e * vocabRows(a) * D);
     }
   }
@@ -262,8 +262,8 @@ export function traffic(a, stage, e = 2) {
     add(phase, "send/recv", "pp", M * count, X / T);
   }
   if (isLast) {
-    add("batch", "all-reduce", "dp", 1, 8);
-    add("loss", "all-reduce", "tp", 3 * M, Math.max(4, e) * positions);
+    add("load", "all-reduce", "dp", 1, 8);
+    add("forward", "all-reduce", "tp", 3 * M, Math.max(4, e) * positions);
   }
   // Attention
   if (a.cp > 1) {

@@ -1,0 +1,197 @@
+"""What the doctor concludes from outputs of modules, checks and optimizers."""
+
+from types import SimpleNamespace
+
+import doctor
+import jobs
+import pytest
+import torch
+
+FULL = torch.arange(24.0).view(2, 3, 4)
+
+
+def outputs_of(*parts, full=FULL) -> list:
+    found = []
+    for part in parts:
+        block, blocks, off = doctor.find_block(part, full, 1e-6)
+        norm = part.norm().item()
+        found.append(doctor.Output(part.numel(), norm, off, blocks, block, 1e-6))
+    return found
+
+
+HALVES = FULL.chunk(2, 2)
+ROWS = FULL.chunk(2, 0)
+PADDED = torch.nn.functional.pad(FULL[:, 2:], (0, 0, 0, 1), value=7.0)  # 3 = 2 + 1 rows
+CASES = {  # parts of two ranks, and whether they are right
+    "equal": ((FULL, FULL), True),
+    "one is off": ((FULL, FULL + 1), False),
+    "columns": (HALVES, True),
+    "columns, exchanged": (HALVES[::-1], True),  # sums over ranks do not see it
+    "rows": (ROWS, True),
+    "the last block is padded": ((FULL[:, :2], PADDED), True),
+    "columns of another tensor": ((HALVES[0], HALVES[1] + 1), False),
+    "twice the same block": ((HALVES[0], HALVES[0]), None),  # perhaps a micro-batch
+    "even and odd columns": ((FULL[..., ::2], FULL[..., 1::2]), None),  # cut otherwise
+    "a sum that is missing": ((FULL / 2, FULL / 2), False),
+    "of another shape": ((FULL.flatten(), FULL.flatten()), None),
+    "of two shapes": ((FULL, HALVES[0]), None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_of_all_ranks(case):
+    parts, wanted = CASES[case]
+    norm = FULL.norm().item()
+    assert doctor.are_right(outputs_of(*parts), norm) is wanted
+
+
+def test_between_which_modules():
+    """A module inside one that is right is not named, nor one that cannot be judged."""
+    forward = doctor.Forward()
+    right = (FULL, FULL)
+    calls = {
+        doctor.INPUT: right,
+        "a.up": HALVES,
+        "a.odd": (FULL + 1, FULL),  # partial sums, inside of `a`
+        "a": right,
+        "b.cut": (FULL[..., ::2], FULL[..., 1::2]),
+        "b.down": (FULL / 2, FULL / 2),
+        "b": (FULL / 2, FULL / 2),
+    }
+    forward.full = dict.fromkeys(calls, FULL)
+    ranks = [{}, {}]
+    for name, parts in calls.items():
+        for rank, output in enumerate(outputs_of(*parts)):
+            ranks[rank][name] = output
+    said = forward.where_wrong(ranks)
+    assert said == "right up to a, first seen wrong at b.down"
+    for rank in ranks:  # a stage that gets activations: its module names mean others
+        rank[doctor.INPUT] = outputs_of(FULL.flatten())[0]
+    assert forward.where_wrong(ranks) == ""
+
+
+def test_the_module_that_raised(monkeypatch):
+    """With the shapes of its tensors; lessons go on with the next run."""
+    label = SimpleNamespace(label=("TP", "forward"))
+    monkeypatch.setattr(doctor.Script, "meter", label)
+    forward = doctor.Forward()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(4, 2))
+    forward.names = {module: name for name, module in model.named_modules()}
+    add_hook = torch.nn.modules.module.register_module_forward_hook
+    hook = add_hook(forward.on_error, always_call=True)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            model(FULL)
+    finally:
+        hook.remove()
+    said = "in 1, Linear: input [2, 3, 3], weight [2, 4], bias [2]"
+    assert forward.raised == {"TP": said}
+    assert doctor.where_raised(raised.value)[-1] == f"  {said}"
+
+
+def failed(name: str, text: str) -> dict:
+    return {"name": name, "text": text, "diff": 1.0, "allowed": 1e-5}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Two runs: one process, and TP, which has its own functions and optimizer."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    forward, steps = doctor.Forward(), doctor.Steps()
+    forward.outputs = {"one process": {}, "TP": {}}
+    steps.calls = {
+        ("one process", "loss"): ["reference_loss (line 5)"],
+        ("TP", "loss"): ["sharded_loss (line 9)"],
+        ("one process", "clipping"): ["norm_by_pytorch (line 20)", "clip (line 3)"],
+        ("TP", "clipping"): ["global_norm (line 30)", "clip (line 3)"],
+    }
+    steps.optimizers = {"one process": ("AdamW", "line 1"), "TP": ("SGD", "line 2")}
+    monkeypatch.setattr(doctor, "FORWARD", forward)
+    monkeypatch.setattr(doctor, "STEPS", steps)
+
+
+MISSING = failed(
+    "calls: TP backward all-reduce tp", "0 calls per step, the lesson has 1"
+)
+MORE = failed("calls: TP backward all-reduce tp", "2 calls per step, the lesson has 1")
+TWICE = failed("gradients: norm.bias, TP", "2 times the expected tensor")
+HINTS = {
+    "a sum over ranks is missing: TP backward all-reduce tp: 0 calls":
+        [failed("replicas: norm.bias, tp", "ranks of tp differ by 0.1"), MISSING],
+    "2 times, and more calls: TP backward all-reduce tp: 2 calls": [TWICE, MORE],
+    "T times the expected tensor: a sum where a mean belongs": [TWICE],
+    "no gradient arrived: autograd does not track all_reduce":
+        [failed("gradients: norm.bias, TP", "0 times the expected tensor")],
+    "a gradient has the shape of a slice: is p.sharding of its parameter set?":
+        [failed("gradients: w, TP", "shape [4, 2], expected [4, 4]")],
+    "the loss is computed in two places, and both must be edited: one process by "
+    "reference_loss (line 5); TP by sharded_loss (line 9)":
+        [failed("losses: loss, step 1, TP", "1, expected 2")],
+    "the norm is computed in two places, and both must be edited: one process by "
+    "norm_by_pytorch (line 20); TP by global_norm (line 30)":
+        [failed("norms: ‖g‖, step 1, TP", "1, expected 2")],
+    "TP: step 1 agrees, the update differs":
+        [failed("losses: loss, step 2, TP", "1, expected 2")],
+    "the update is computed in two places, and both must be edited: one process by "
+    "AdamW at line 1; TP by SGD at line 2":
+        [failed("parameters: norm.bias, TP", "off by 0.1")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_conclusions(runs, hint):
+    places = {"TP": "right up to the model's output"}
+    said = doctor.conclusions(HINTS[hint], places)
+    assert any(line.startswith(hint) for line in said), said
+
+
+@pytest.mark.parametrize("checks", [
+    [failed("gradients: norm.bias, TP", "off by 0.1")],  # the first thing that is wrong
+    [MISSING], [MORE],  # a formula alone
+    [failed("norms: ‖g‖, step 1, TP", "1, expected 2"), TWICE, MORE],
+    [failed("losses: loss, step 1, TP", "1, expected 2")],  # forward may be wrong
+    [failed("runs: TP", "ValueError"), failed("norms: ‖g‖, step 1, TP", "none")],
+])  # fmt: skip
+def test_no_conclusion_that_does_not_follow(runs, checks):
+    said = " ".join(doctor.conclusions(checks, {}))
+    assert "two places" not in said and "missing" not in said, said
+
+
+def without_wait():
+    text = jobs.PATHS["00_collectives"].read_text("utf-8")
+    assert text.count("    work.wait()\n") == 1
+    return run_edited("00_collectives", text.replace("    work.wait()\n", ""))
+
+
+def wrong_chunk():
+    text = jobs.PATHS["00_collectives"].read_text("utf-8")
+    old, new = "send_chunk = (rank - step) % T", "send_chunk = (rank - step + 1) % T"
+    assert text.count(old) == 1
+    return run_edited("00_collectives", text.replace(old, new), jobs.torchrun)
+
+
+def run_edited(lesson: str, text: str, start=jobs.launch):
+    """A lesson with another text under the doctor: the end of torchrun's report."""
+    with jobs.tempfile.TemporaryDirectory() as folder:
+        path = jobs.Path(folder, f"{lesson}.py")
+        path.write_text(text, "utf-8")
+        done = start(jobs.DOCTOR, 2, path, "--timeout", "20")
+    return jobs.bug.what_failed("", done.err)
+
+
+@pytest.mark.ahead.with_args(without_wait)
+def test_a_sum_that_is_not_waited_for():
+    said = " ".join(jobs.begin(without_wait).result().split())
+    assert said.startswith("✗ values: a sum started, then waited for: "), said
+    assert "doctor: wait() is missing for call " in said
+    assert " of ranks [0, 1], all_reduce [2] over tp, line " in said
+
+
+@pytest.mark.ahead.with_args(wrong_chunk)
+def test_a_ring_that_gloo_aborts():
+    """The exercise of every first ring: an index that is off by one."""
+    said = jobs.begin(wrong_chunk).result()
+    assert said.startswith("doctor: ") and "rank 1: in call " in said, said
+    assert "in ring_all_reduce" in " ".join(said.split())
+    assert "the first difference: message 4 from rank" in said
+    assert "was aborted (SIGABRT): it got a message of another size" in said

@@ -1,0 +1,887 @@
+"""Run a lesson or a script, and say where a fault begins.
+
+    torchrun --standalone --nproc_per_node=2 tools/doctor.py 02_transformer_tp.py
+
+It runs unchanged, with its own flags. From outside, the doctor
+
+- compares what each module returns in the first forward pass of a run with the run
+  without TP, and names the first module that is wrong;
+- notes each call of torch.distributed in the store of all ranks before it is made: if
+  ranks wait for each other, it says where each rank is, and which call differs first;
+- names the line that raised, a rank that gloo aborts, a machine that does not answer;
+- looks for calls that no rank waited for, and draws conclusions from failed checks.
+
+What it says is the end of torchrun's report. Not seen: calls of DTensor and of FSDP.
+"""
+
+import collections
+import ctypes
+import functools
+import itertools
+import json
+import linecache
+import math
+import os
+import re
+import runpy
+import signal
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+ALLOWED = {torch.float32: 1e-5, torch.float64: 1e-12, torch.int64: 0}  # relative
+
+
+class Script:
+    """The lesson or script that is run, and what it says of itself."""
+
+    path = Path()
+    meter = None  # its METER: which run, and which phase of it
+
+    @classmethod
+    @functools.cache  # it is asked at every call of Python
+    def is_own(cls, filename: str) -> bool:
+        """Is this file in the script's folder, or in the one above?"""
+        folder = Path(filename).parent
+        return folder in (cls.path.parent, cls.path.parent.parent)
+
+    @classmethod
+    def label(cls) -> tuple[str, str]:
+        """The run and its phase, as "with TP", "backward"; empty if it names none."""
+        return getattr(cls.meter, "label", None) or ("", "")
+
+    @classmethod
+    def find_meter(cls) -> None:
+        modules = [sys.modules["__main__"], *sys.modules.values()]
+        for module in modules:  # of a script it is lesson 00's
+            cls.meter = cls.meter or getattr(module, "__dict__", {}).get("METER")
+
+
+def lines_of_script(frames) -> list[str]:
+    """Where the script is: "line 88 in backward", the innermost first."""
+    lines = []
+    for frame, number in frames:
+        if Script.is_own(frame.f_code.co_filename):
+            name = Path(frame.f_code.co_filename)
+            at = f"line {number}" if name == Script.path else f"{name.name}:{number}"
+            lines.append(f"{at} in {frame.f_code.co_name}")
+    return lines
+
+
+# ---- The first module whose output is wrong
+
+
+class Output(NamedTuple):
+    """What a module returned on this rank, compared with the run without TP."""
+
+    size: int
+    norm: float
+    off: float  # relative difference; inf if it cannot be a block
+    blocks: int  # of this shape that the full tensor has
+    block: tuple | None  # the one that it equals
+    allowed: float
+
+
+INPUT = "the model's input"
+OUTPUT = "the model's output"
+
+
+class Forward:
+    """What each module returns in the first forward pass of each run."""
+
+    def __init__(self):
+        self.full = {}  # of the first run: name of a module → its output
+        self.outputs = {}  # run → name → Output
+        self.names = {}  # module → name in its model
+        self.raised = {}  # run → the module that raised an error, and shapes
+
+    def watch(self) -> None:
+        add_hook = nn.modules.module.register_module_forward_hook
+        nn.modules.module.register_module_forward_pre_hook(self.before)
+        add_hook(self.after)
+        add_hook(self.on_error, always_call=True)  # also if forward raises
+
+    def before(self, module: nn.Module, inputs: tuple) -> None:
+        run, phase = Script.label()
+        if phase == "forward" and run not in self.outputs:
+            self.outputs[run] = {}
+            self.names = {part: name for name, part in module.named_modules()}
+            self.note(run, INPUT, inputs[0] if inputs else None)
+            STEPS.start(run)
+
+    def after(self, module: nn.Module, inputs: tuple, out) -> None:
+        run, phase = Script.label()
+        if phase == "forward" and module in self.names:
+            name = self.names[module] or OUTPUT
+            self.note(run, name, out)
+            if module is next(iter(self.names)):
+                self.names = {}  # the first forward pass of this run has ended
+
+    def on_error(self, module: nn.Module, inputs: tuple, out) -> None:
+        """PyTorch calls it after each forward; the first after an error knows where."""
+        error = sys.exc_info()[1]
+        run = Script.label()[0]
+        if error and run and run not in self.raised:
+            name = self.names.get(module) or "the model"
+            self.raised[run] = describe_module(name, module, error)
+
+    def note(self, run: str, name: str, out) -> None:
+        if type(out) not in (Tensor, nn.Parameter) or name in self.outputs[run]:
+            return
+        x = torch.view_as_real(out) if out.is_complex() else out
+        x = x.detach().double()
+        x = x.where(x.isfinite(), 0)  # masked scores are −∞
+        if len(self.outputs) == 1:
+            self.full[name] = x.clone()
+        if name in self.full:
+            allowed = ALLOWED.get(out.dtype, 1e-2)
+            block, blocks, off = find_block(x, self.full[name], allowed)
+            one = Output(x.numel(), x.norm().item(), off, blocks, block, allowed)
+            self.outputs[run][name] = one
+
+    def report(self, wrong: list[str]) -> dict[str, str]:
+        """Run → where it is first seen wrong, by what all ranks have noted.
+
+        wrong: the runs in which something is wrong.
+        """
+        everyone = [None] * dist.get_world_size()
+        plain = {}  # a class of a file that runpy runs cannot be sent
+        for run, outputs in self.outputs.items():
+            plain[run] = {name: tuple(output) for name, output in outputs.items()}
+        dist.all_gather_object(everyone, plain)
+        texts = {}
+        for run in [run for run in list(self.outputs)[1:] if run in wrong]:
+            ranks = []
+            for of_rank in everyone:
+                found = of_rank.get(run, {})
+                ranks.append({name: Output(*x) for name, x in found.items()})
+            text = self.where_wrong(ranks)
+            if text:
+                texts[run] = text
+        return texts
+
+    def where_wrong(self, ranks: list[dict]) -> str:
+        """Between which modules forward becomes wrong; "" if that cannot be said.
+
+        ranks: of each rank, name of a module → its output. Of modules inside one that
+        is right nothing is said.
+        """
+        is_right = {}
+        for name in ranks[0]:
+            parts = [outputs[name] for outputs in ranks if name in outputs]
+            if len(parts) == len(ranks):
+                is_right[name] = are_right(parts, self.full[name].norm().item())
+        if is_right.get(INPUT) is None:  # the rows of a micro-batch, an activation
+            return ""
+        outer = tuple(f"{name}." for name in is_right if is_right[name])
+        right = ""
+        for name in is_right:
+            if is_right[name]:
+                right = f"right up to {name}"
+            elif is_right[name] is False and not name.startswith(outer):
+                place = f"first seen wrong at {name}"
+                return f"{right}, {place}" if right else place
+        return right
+
+
+def find_block(part: Tensor, full: Tensor, allowed: float) -> tuple:
+    """Which block of the full tensor is this? (block or None, blocks, difference)
+
+    The full tensor is cut into blocks of the part's shape; the last may be padded.
+    """
+    if part.dim() != full.dim():
+        return None, 0, math.inf
+    counts = [math.ceil(n / max(m, 1)) for n, m in zip(full.shape, part.shape)]
+    if any(m > n for n, m in zip(full.shape, part.shape)) or math.prod(counts) > 64:
+        return None, 0, math.inf
+    scale = full.abs().max().clamp(min=1e-30) if full.numel() else 1.0
+    best = math.inf
+    for block in itertools.product(*map(range, counts)):
+        cut = [slice(i * m, (i + 1) * m) for i, m in zip(block, part.shape)]
+        piece = full[tuple(cut)]
+        same = part[tuple(slice(n) for n in piece.shape)]
+        off = ((same - piece).abs().max() / scale).item() if piece.numel() else 0.0
+        if off <= allowed:
+            return block, math.prod(counts), off
+        best = min(best, off)
+    return None, math.prod(counts), best
+
+
+def are_right(parts: list[Output], norm: float) -> bool | None:
+    """Do the outputs of all ranks fit the one without TP? None: that cannot be said."""
+    blocks = {part.block for part in parts}
+    if len({part.blocks for part in parts}) > 1 or parts[0].blocks == 0:
+        return None  # of other shapes: a stage's activations, another batch
+    is_cut = max(part.blocks for part in parts) > 1
+    if None not in blocks:  # each rank has a block; together they must be all of it
+        return len(blocks) == parts[0].blocks or None
+    if not is_cut:
+        return False
+    # In parts that were cut in another way: an equal norm is no proof.
+    off = abs(math.hypot(*[part.norm for part in parts]) - norm)
+    return None if off <= 1e-4 * norm else False
+
+
+# ---- What the script calls in the first step of each run
+
+
+class Steps:
+    """The functions that a training step calls, by phase, and its optimizers."""
+
+    def __init__(self):
+        self.calls = {}  # (run, phase) → functions with lines; phase "loss", "clipping"
+        self.optimizers = {}  # run → class, numbers, line
+        self.run = ""
+
+    def watch(self) -> None:
+        register_optimizer_step_post_hook(self.stop)
+
+    def start(self, run: str) -> None:
+        self.run = run
+        sys.setprofile(self.on_call)
+
+    def stop(self, optimizer, args, kwargs) -> None:
+        sys.setprofile(None)
+        numbers = []
+        for name in ("lr", "betas", "momentum", "eps", "weight_decay"):
+            if name in optimizer.defaults:
+                numbers.append(f"{name} {optimizer.defaults[name]}")
+        frames = traceback.walk_stack(sys._getframe(1))
+        lines = lines_of_script(frames) or ["PyTorch"]
+        text = f"{type(optimizer).__name__} ({', '.join(numbers)})"
+        self.optimizers.setdefault(self.run, (text, lines[0]))
+
+    def on_call(self, frame, event: str, argument) -> None:
+        """Python calls it: note functions of the script that a training step calls."""
+        caller = frame.f_back
+        if event != "call" or caller is None or not self.is_step(frame, caller):
+            return
+        run, phase = Script.label()
+        if run not in ("", self.run):
+            sys.setprofile(None)  # this run has ended without a step
+        elif phase not in ("forward", "backward"):
+            phase = phase or "loss"
+            code = frame.f_code
+            text = f"{code.co_name} (line {code.co_firstlineno})"
+            found = self.calls.setdefault((self.run, phase), [])
+            if text not in found and code.co_name != "phase":
+                found.append(text)
+
+    @staticmethod
+    def is_step(frame, caller) -> bool:
+        """Does the script call it, where it names phases?"""
+        is_named = "METER" in caller.f_code.co_names
+        return is_named and Script.is_own(frame.f_code.co_filename)
+
+    def others(self, run: str, phase: str) -> str:
+        """Which functions do it here, and which without TP? "" if they are the same."""
+        first = next(iter(FORWARD.outputs), "")
+        here = self.calls.get((run, phase), [])
+        there = self.calls.get((first, phase), [])
+        only_here = [text for text in here if text not in there]
+        only_there = [text for text in there if text not in here]
+        if not only_here or not only_there:
+            return ""
+        return f"{first} by {', '.join(only_there)}; {run} by {', '.join(only_here)}"
+
+
+# ---- In which call each rank is
+
+CALLS = (
+    "all_reduce all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor "
+    "broadcast scatter gather reduce all_to_all all_to_all_single barrier new_group "
+    "new_subgroups_by_enumeration all_gather_object broadcast_object_list "
+    "batch_isend_irecv send recv isend irecv"
+).split()
+
+
+class Status(NamedTuple):
+    """Where a rank is."""
+
+    inside: bool  # of a call
+    call: str  # this call, or the last one
+    place: str  # lines of the script
+
+
+class Calls:
+    """Writes each call of this rank to the store before it is made."""
+
+    def __init__(self):
+        self.store = None  # key-value store of all ranks
+        self.status = Status(False, "", "")
+        self.is_watching = True  # until this rank reports a failure
+        self.is_nested = False  # in a call that dist makes itself
+        self.counts = collections.Counter()  # ranks of a call → number of them so far
+        self.waits = {}  # id of a Work → it, its call, was it started by the script?
+
+    def watch(self) -> None:
+        for name in CALLS:
+            watched = self.watched(name, getattr(dist, name))
+            setattr(dist, name, watched)
+            setattr(dist.distributed_c10d, name, watched)  # FSDP imports it from there
+        wait = dist.Work.wait
+        dist.Work.wait = lambda work, *args: self.wait(wait, work, *args)
+
+    def watched(self, name: str, call):
+        @functools.wraps(call)
+        def watched(*args, **kwargs):
+            if self.is_nested or self.store is None:  # dist calls itself
+                return call(*args, **kwargs)
+            values = [*args, *kwargs.values()]
+            place = lines_of_script(traceback.walk_stack(sys._getframe(1)))
+            text = self.describe(name, values)
+            self.enter(*text, place=" from ".join(place[:2]))
+            if name in ("isend", "irecv"):
+                self.leave()
+            out = self.without_notes(call, *args, **kwargs)
+            if isinstance(out, dist.Work):
+                is_own = Script.is_own(sys._getframe(1).f_code.co_filename)
+                self.waits[id(out)] = out, self.status, is_own
+            self.leave()
+            return out
+
+        return watched
+
+    def wait(self, wait, work, *args):
+        """Work.wait: this rank is in the call that it waits for."""
+        _, status, _ = self.waits.pop(id(work), (None, self.status, False))
+        if self.is_nested:
+            return wait(work, *args)
+        place = lines_of_script(traceback.walk_stack(sys._getframe(2)))
+        self.set_status(Status(True, status.call, " from ".join(place[:2])))
+        result = self.without_notes(wait, work, *args)
+        self.leave()
+        return result
+
+    def without_notes(self, call, *args, **kwargs):
+        """Make a call. If it raises, the status says that this rank is still in it."""
+        self.is_nested = True
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            with answer_of_store():
+                self.set_status(self.status)
+            # Its connections are closed: no other run of the script can continue.
+            if re.search("timed? ?out|clos|connect|reset", str(error), re.I):
+                on_error(error)
+            raise
+        finally:
+            self.is_nested = False
+
+    def enter(self, text: str, key: str, place="") -> None:
+        """This rank makes a call which returns after all these ranks have made it.
+
+        The n-th call of one rank is matched with the n-th call of the others.
+        key: the ranks of a group, "[0, 1]", or of a message, "0 to 1".
+        """
+        number = self.number(text, key)
+        self.set_status(Status(True, f"{in_list(number, key)}, {text}", place))
+
+    def number(self, text: str, key: str) -> int:
+        """Note a call in these ranks' list. Which number is it there?"""
+        self.counts[key] += 1
+        number = self.counts[key]
+        if self.store is not None:
+            self.store.set(f"{key}/{number}/{dist.get_rank()}", without_sizes(text))
+        return number
+
+    def leave(self) -> None:
+        self.set_status(self.status._replace(inside=False))
+
+    def set_status(self, status: Status) -> None:
+        self.status = status
+        if self.store is not None:
+            text = json.dumps([status, self.counts])
+            self.store.set(f"status/{dist.get_rank()}", text)
+
+    def describe(self, name: str, values: list) -> tuple[str, str]:
+        """A call in words, and those who have to make it: the key of their list."""
+        phase = " ".join(Script.label()).strip()
+        phase = f" ({phase})" if phase else ""
+        if name == "batch_isend_irecv":
+            group = values[0][0].group or dist.group.WORLD
+            messages = [self.describe_message(operation) for operation in values[0]]
+            text = f"{', '.join(messages)} over {group.group_desc}{phase}"
+            return text, str(dist.get_process_group_ranks(group))
+        groups = [x for x in values if isinstance(x, dist.ProcessGroup)]
+        group = groups[0] if groups else dist.group.WORLD
+        if name in ("send", "isend", "recv", "irecv"):
+            peer = next(x for x in values if isinstance(x, int))
+            peer = dist.get_global_rank(group, peer) if groups else peer
+            return label_of_message(), pair_of(name, peer)
+        ranks = str(dist.get_process_group_ranks(group))
+        if name.startswith("new_"):
+            return f"dist.{name}({values[0] if values else ''})", ranks
+        shapes = [str(list(x.shape)) for x in values if isinstance(x, Tensor)]
+        return f"{' '.join([name, *shapes[:1]])} over {group.group_desc}{phase}", ranks
+
+    def describe_message(self, operation: dist.P2POp) -> str:
+        """A send or a receive of a batch. The receiver must expect what is sent."""
+        name = operation.op.__name__
+        shape = list(operation.tensor.shape)
+        self.number(str(shape), pair_of(name, operation.peer))
+        return f"{name} {shape} {'to' if name == 'isend' else 'from'} {operation.peer}"
+
+    def report(self) -> list[str]:
+        """What is certain; then the call each rank is in, and what differs first."""
+        ranks = range(dist.get_world_size())
+        found = [json.loads(self.store.get(f"status/{rank}")) for rank in ranks]
+        statuses = [Status(*status) for status, _ in found]
+        counts = [collections.Counter(numbers) for _, numbers in found]
+        differences = self.first_differences(counts)
+        lines = [who_is_missing(statuses)]
+        is_absent = "no such call" in "".join(differences)
+        if differences and not is_absent and "same call" in lines[0]:
+            lines = ["the ranks made different calls, or in another order"]
+        failed = [rank for rank in ranks if self.store.check([f"failed/{rank}"])]
+        silent = sorted(set(ranks).difference(failed))
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))  # ranks per machine
+        for first in ranks[::size]:  # what a lost machine wrote may be out of date
+            if set(silent).issuperset(ranks[first : first + size]):
+                text = f"no rank of machine {first // size} has reported an error: "
+                lines = [text + "they hang, or it is lost or cannot be reached"]
+        texts = {}
+        for rank, status in enumerate(statuses):
+            where = "in" if status.inside else "in no call, its last one:"
+            text = f"{where} {status.call or 'none'}"
+            texts[rank] = f"{text}, {status.place}" if status.place else text
+        lines += by_ranks(texts, "  ")
+        if silent:  # the others have waited for it
+            text = f"  ranks {silent} have reported no error so far: they hang, are "
+            lines.append(f"{text}stopped, cannot be reached, or are still computing")
+        return lines + differences
+
+    def first_differences(self, counts: list) -> list[str]:
+        """For each list of calls, the first one that is not the same on all its ranks.
+
+        A call that some rank has not made is named if there is no other difference.
+        """
+        differ = []
+        absent = []
+        for key in dict.fromkeys(itertools.chain(*counts)):
+            ranks = [int(rank) for rank in re.findall(r"\d+", key)]
+            for number in range(1, max(counts[rank][key] for rank in ranks) + 1):
+                texts = dict.fromkeys(ranks, "no such call so far")
+                made = [rank for rank in ranks if number <= counts[rank][key]]
+                for rank in made:
+                    texts[rank] = self.store.get(f"{key}/{number}/{rank}").decode()
+                if len(set(texts.values())) > 1:
+                    lines = differ if made == ranks else absent
+                    lines.append(f"  the first difference: {in_list(number, key)}")
+                    lines += by_ranks(texts, "    ")
+                    break
+        return (differ or absent)[:9]  # the rest follows from them
+
+    def not_waited_for(self) -> list[str]:
+        lines = []
+        for _, status, is_own in self.waits.values():
+            if is_own:
+                text = f"wait() is missing for {status.call}, {status.place}"
+                lines.append(text)
+        return lines[:3]
+
+
+def by_ranks(texts: dict[int, str], indent: str) -> list[str]:
+    """A line for each text, with the ranks that have it."""
+    ranks = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    lines = []
+    for text, which in ranks.items():
+        who = f"rank {which[0]}" if len(which) == 1 else f"ranks {which}"
+        lines.append(f"{indent}{who}: {text}")
+    return lines
+
+
+def label_of_message() -> str:
+    """What a message carries: the script's functions have it in `label`."""
+    for frame, _ in traceback.walk_stack(sys._getframe(3)):
+        if Script.is_own(frame.f_code.co_filename):
+            message = frame.f_locals.get("message")
+            label = frame.f_locals.get("label") or getattr(message, "label", None)
+            return str(label or "a message")
+    return "a message"
+
+
+def pair_of(name: str, peer: int) -> str:
+    """The sender and the receiver of a message: "0 to 1"."""
+    pair = [peer, dist.get_rank()] if "recv" in name else [dist.get_rank(), peer]
+    return " to ".join(map(str, pair))
+
+
+def in_list(number: int, key: str) -> str:
+    """A call by its number in the list of those who make it: of a group, or of two."""
+    if "to" in key:
+        return f"message {number} from rank {key}"
+    return f"call {number} of ranks {key}"
+
+
+def without_sizes(text: str) -> str:
+    """A call without what may differ between its ranks: an all-to-all's rows, and what
+    each rank sends and receives in a batch.
+    """
+    text = re.sub(r"(all_to_all\w*) \[[\d, ]*\]", r"\1", text)
+    return re.sub(r"(isend|irecv) \[[\d, ]*\] (to|from) \d+", r"\1", text)
+
+
+def who_is_missing(statuses: list[Status]) -> str:
+    """What the statuses of all ranks say for certain; no rank is blamed on a guess."""
+    waiting = [rank for rank, status in enumerate(statuses) if status.inside]
+    missing = [rank for rank, status in enumerate(statuses) if not status.inside]
+    if not waiting:
+        return "a call failed that is not one of the script's own"
+    if missing:
+        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
+        text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
+        return text + "it hung, crashed or skipped a call"
+    if len({without_sizes(status.call) for status in statuses}) == 1:
+        return "all ranks have entered the same call, and it raised an error"
+    text = f"ranks {waiting} are waiting in different calls: "
+    return text + "one skipped or reordered a call, or died in it"
+
+
+# ---- Conclusions from failed checks
+
+
+def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
+    """What the failed checks of all ranks say together.
+
+    checks: those that failed, each with name "kind: what", and text. places: run →
+        where its forward pass becomes wrong.
+    """
+    kinds = {}
+    for check in checks:
+        kind = check["name"].partition(":")[0]
+        kinds.setdefault(kind, []).append(check)
+    lines = []
+    words = r"([\d.]+) calls.* (?:has|predicted) ([\d.]+)"
+    fewer = []
+    more = []
+    for check in kinds.get("calls", []):
+        numbers = re.search(words, check["text"])
+        if numbers:
+            is_fewer = float(numbers[1]) < float(numbers[2])
+            (fewer if is_fewer else more).append(check)
+    if fewer and ("replicas" in kinds or "gradients" in kinds):
+        lines.append(f"a sum over ranks is missing: {in_words(fewer[0])}")
+    gradients = kinds.get("gradients", [])
+    text = " ".join(check["text"] for check in gradients)
+    factor = re.search(r"([\d.]+) times the expected tensor", text)
+    if factor and float(factor[1]) == 0:
+        lines.append(
+            "no gradient arrived: autograd does not track all_reduce and its like of "
+            "lesson 00; in a model use ReduceFromTP or CopyToTP (lesson 01)"
+        )
+    elif factor and more:
+        lines.append(f"{factor[1]} times, and more calls: {in_words(more[0])}")
+    elif factor and float(factor[1]) == dist.get_world_size():
+        text = "T times the expected tensor: a sum where a mean belongs, or a sum of "
+        lines.append(f"{text}what is already complete")
+    if any(is_in_last_bits(check) for check in checks):
+        lines.append("only last bits differ: a sum in another order?")
+    if re.search(r"shape \[\d.*expected \[\d", text):
+        lines.append(
+            "a gradient has the shape of a slice: is p.sharding of its parameter set? "
+            "shard_parameter cuts and sets it"
+        )
+    return lines + other_places(kinds, places)
+
+
+def is_in_last_bits(check: dict) -> bool:
+    is_value = check["name"].partition(":")[0] not in ("calls", "bytes")
+    return is_value and check["allowed"] == 0 and 0 < check["diff"] < 1e-5
+
+
+def in_words(check: dict) -> str:
+    return f"{check['name'].partition(': ')[2]}: {check['text']}"
+
+
+def other_places(kinds: dict[str, list], places: dict[str, str]) -> list[str]:
+    """An optimizer, a norm or a loss that was edited in one of two places."""
+    names = {}  # kind → the names of its failed checks, joined
+    for kind, checks in kinds.items():
+        names[kind] = " ".join(check["name"] for check in checks)
+    losses = names.get("losses", "")
+    lines = []
+    for run in list(FORWARD.outputs)[1:]:
+        if run in names.get("runs", "") or run not in " ".join(names.values()):
+            continue
+        place = ""
+        if "step 1, " in losses:
+            if places.get(run) != f"right up to {OUTPUT}":
+                continue
+            place = STEPS.others(run, "loss")
+            what = "the loss"
+        elif "gradients" in kinds or "outputs" in kinds:
+            continue
+        elif "step 1, " in names.get("norms", ""):
+            place = STEPS.others(run, "clipping")
+            what = "the norm"
+        elif losses or "parameters" in kinds:
+            lines.append(f"{run}: step 1 agrees, the update differs")
+            place = differing_optimizers(run)
+            what = "the update"
+        if place:
+            text = f"{what} is computed in two places, and both must be edited: {place}"
+            return [*lines, text]  # in other runs it is the same
+    return lines
+
+
+def differing_optimizers(run: str) -> str:
+    first = next(iter(FORWARD.outputs))
+    there = STEPS.optimizers.get(first)
+    here = STEPS.optimizers.get(run)
+    if there and here and there[0] != here[0]:
+        return f"{first} by {' at '.join(there)}; {run} by {' at '.join(here)}"
+    return ""
+
+
+def failed_checks(report) -> list[dict]:
+    """The failed checks of all ranks, each once."""
+    mine = {}
+    for name, check in getattr(report, "checks", {}).items():
+        if not check["diff"] <= check["allowed"]:
+            mine[name] = {key: check[key] for key in ("diff", "allowed", "text")}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    failed = {}
+    for of_rank in everyone:
+        for name, check in of_rank.items():
+            failed.setdefault(name, check | {"name": name})
+    return list(failed.values())
+
+
+# ---- The report
+
+
+def first_line(error: BaseException) -> str:
+    """An error's first line, without the [source.cpp:123] that gloo puts in front."""
+    return re.sub(r"^(\[.*?] )+", "", str(error)).partition("\n")[0]
+
+
+def where_raised(error: BaseException) -> list[str]:
+    """The script's line that raised, and the module that was called."""
+    lines = []
+    root = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if Script.is_own(code.co_filename):
+            place = lines_of_script([(frame, number)])[0]
+            lines = [
+                f"  {place}: {linecache.getline(code.co_filename, number).strip()}"
+            ]
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            root = root or module
+            called = module
+    if root is not None:
+        name = dict(map(reversed, root.named_modules())).get(called) or "the model"
+        lines.append(f"  {describe_module(name, called, error)}")
+    return lines
+
+
+def describe_module(name: str, module: nn.Module, error: BaseException) -> str:
+    """A module in which an error was raised: its tensors and parameters."""
+    values = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_locals.get("self") is module:
+            values |= frame.f_locals
+    values |= dict(module.named_parameters())
+    shapes = []
+    for key, x in values.items():
+        if isinstance(x, Tensor):
+            shapes.append(f"{key} {list(x.shape)}")
+    return f"in {name}, {type(module).__name__}: {', '.join(shapes[:8])}"
+
+
+@contextmanager
+def answer_of_store():
+    """Within `with`: the store must answer. It is on rank 0's machine; if that is lost,
+    calls of the store never return.
+    """
+    rank = dist.get_rank()
+    text = f"rank {rank} got no answer from rank 0's machine: it is lost or cannot be "
+    lines = [f"{text}reached", f"  rank {rank}: in {CALLING.status.call}"]
+    seconds = 20 + int(os.environ["LOCAL_RANK"])  # one on each machine reports
+    timer = threading.Timer(seconds, end_rank, [lines, sys.__stderr__])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def report_failure(text: str, details: list[str]) -> None:
+    """Say once for all ranks where each is; then end this rank."""
+    CALLING.is_watching = False
+    with answer_of_store():
+        lines = lines_of_report(text, details)
+    if lines:
+        end_rank(lines)
+    Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).unlink(missing_ok=True)
+    time.sleep(2)  # torchrun's report begins with the rank that ends first
+    os._exit(1)
+
+
+def lines_of_report(text: str, details: list[str]) -> list[str]:
+    """What this rank has to say for all; nothing if another rank says it."""
+    store = CALLING.store
+    inside = CALLING.status.inside
+    store.set(f"failed/{dist.get_rank()}", json.dumps([inside, text, details]))
+    keys = [f"failed/{other}" for other in range(dist.get_world_size())]
+    until = time.monotonic() + (3 if inside else 0)  # for what the others write
+    while not store.check(keys) and time.monotonic() < until:
+        time.sleep(0.1)
+    if store.add("reports", 1) > 1:
+        return []
+    found = [json.loads(store.get(key)) for key in keys if store.check([key])]
+    return report_of_all(found)
+
+
+def report_of_all(failed: list) -> list[str]:
+    """What is said: who raised between calls, or else who is in which call."""
+    for inside, text, details in failed:
+        if not inside:
+            return [text, *details]
+    return [*CALLING.report(), f"  {failed[0][1]}"]
+
+
+def wrap(line: str) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, 88, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def end_rank(lines: list[str], file=None) -> None:
+    """End with an error: torchrun's own report ends with these lines.
+
+    file: where they are printed as well.
+    """
+    text = "\n".join(wrap(line) for line in [f"doctor: {lines[0]}", *lines[1:]])
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        # torchrun prints the failure with the earliest time.
+        details = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": details}))
+    if file or not path:
+        print(text, file=file or sys.stderr, flush=True)
+    os._exit(1)
+
+
+def in_short(error: BaseException) -> str:
+    text = first_line(error)[:150]
+    too_large = re.search(r"tried to allocate \S+ \w+|overflowed.*", text, re.I)
+    if too_large:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return f"too large: {too_large[0]}; this machine has {total:.0f} GB"
+    return f"rank {dist.get_rank()} raised {type(error).__name__}: {text}"
+
+
+def on_error(error: BaseException) -> None:
+    """An error has ended the script on this rank."""
+    if CALLING.store is None:  # it refused a flag, or no process group was made
+        raise error
+    while error.__cause__ or (error.__context__ and "Store" in type(error).__name__):
+        error = error.__cause__ or error.__context__
+    report_failure(in_short(error), where_raised(error))
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def on_abort(number: int) -> None:
+    """gloo aborts a rank that receives more than it expects. C calls only C."""
+    text = f"rank {dist.get_rank()} was aborted (SIGABRT): it got a message of another "
+    report_failure(f"{text}size than it expects", [])
+
+
+def join(*args, init=dist.init_process_group, **kwargs) -> None:
+    """Instead of dist.init_process_group: from here on calls are noted."""
+    init(*args, **kwargs)
+    Script.find_meter()
+    # After a restart by torchrun the store still has what the last attempt wrote.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.distributed_c10d._get_default_store()
+    CALLING.store = dist.PrefixStore(f"doctor {attempt}", store)
+    CALLING.set_status(CALLING.status)
+    ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)  # Python's would come too late
+
+
+def leave(*args, destroy=dist.destroy_process_group) -> None:
+    """Instead of dist.destroy_process_group: the script has said its verdict."""
+    report = sys._getframe(1).f_locals.get("report")
+    CALLING.is_nested = True  # the doctor's own calls
+    checks = failed_checks(report)
+    wrong = [run for run in FORWARD.outputs if any(run in c["name"] for c in checks)]
+    values = [c for c in checks if not c["name"].startswith(("bytes", "calls"))]
+    lines = CALLING.not_waited_for()
+    lines += [f"{run} raised {text}" for run, text in FORWARD.raised.items()]
+    if values:
+        places = FORWARD.report(wrong)
+        for text in dict.fromkeys(places.values()):
+            runs = [run for run in places if places[run] == text]
+            lines.append(f"{', '.join(runs)}: {text}")
+        lines += conclusions(checks, places)
+    FINDINGS.extend(f"doctor: {line}" for line in dict.fromkeys(lines))
+    for line in FINDINGS:
+        print(wrap(line), flush=True)
+    CALLING.store = None
+    destroy(*args)
+
+
+def leave_at_once(code: int, exit=os._exit) -> None:
+    """Instead of os._exit: say why, and add to what torchrun's report will say."""
+    error = sys.exc_info()[1]
+    if code and error and CALLING.store and CALLING.is_watching:
+        on_error(error)
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if code and FINDINGS and path.is_file():
+        report = json.loads(path.read_text())
+        lines = [report["message"]["message"], *map(wrap, FINDINGS)]
+        report["message"]["message"] = "\n".join(lines)
+        path.write_text(json.dumps(report))
+    exit(code)
+
+
+def end_with_torchrun() -> None:
+    """If torchrun is killed, Linux kills this rank as well, even if it sleeps."""
+    if sys.platform == "linux":
+        at_end_of_parent = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+        ctypes.CDLL(None).prctl(at_end_of_parent, signal.SIGKILL)
+
+
+FORWARD = Forward()
+STEPS = Steps()
+CALLING = Calls()
+FINDINGS = []  # printed after the verdict
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    Script.path = Path(sys.argv[1]).resolve()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Script.path.parent)  # from there a script imports its helpers
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
+    end_with_torchrun()
+    dist.init_process_group = join
+    dist.destroy_process_group = leave
+    os._exit = leave_at_once
+    FORWARD.watch()
+    STEPS.watch()
+    CALLING.watch()
+    try:
+        runpy.run_path(str(Script.path), run_name="__main__")
+    except Exception as error:
+        on_error(error)
+
+
+if __name__ == "__main__":
+    main()
