@@ -363,6 +363,8 @@ def main(args, report: lesson00.Report) -> None:
     report.section("When each rank computed: all schedules to one scale")
     show_timelines(report, runs)
     show_bubbles(report, runs, args)
+    if "zero-bubble" in runs:
+        show_weight_passes(report, runs["zero-bubble"].pipeline)
     show_memory(report, runs, args)
     expected = one_process(full, micro_batches, targets)
     loss = lesson02.mean_loss(full(batch[0]), batch[1]).detach()  # without loss_part
@@ -540,14 +542,22 @@ def show_bubbles(report, runs: dict[str, ScheduleRun], args) -> None:
         rows.append(row)
     report.section("The bubble: waiting/computing")
     report.table(rows)
-    text = ""
-    if args.sleep:
-        text = f"In column =, 1 is t_F = t_B = t_W: {args.sleep:g} ms at least. "
+    text = f"In column =, 1 is t_F = t_B = t_W: {args.sleep:g} ms at least. "
     if args.ranks > 1 and len(runs) == len(KINDS):
         percent = {kind: f"{100 * waits[kind] / waits['1f1b']:.0f} %" for kind in KINDS}
         text += f"By its list interleaved waits {percent['interleaved']} as long as "
         text += f"1F1B, zero bubble {percent['zero-bubble']}. "
     report.say(f"{text}More than that comes from messages and shared cores.")
+
+
+def show_weight_passes(report, pipeline: MeasuredPipeline) -> None:
+    """Zero bubble: each weight pass has dL/dW of every linear of the rank."""
+    modules = nn.ModuleList(pipeline.chunks).modules()
+    linears = sum(isinstance(x, (nn.Linear, SplitLinear)) for x in modules)
+    off = max(abs(count - linears) for count in pipeline.linears)
+    text = f"weight passes of {pipeline.linears} linears, not of {linears} each"
+    report.check("plan: linears in W, zero-bubble", off, text=text)
+    report.say(f"A weight pass of rank 0 computes dL/dW of its {linears} linears.")
 
 
 def show_memory(report, runs: dict[str, ScheduleRun], args) -> None:
@@ -573,8 +583,7 @@ def show_memory(report, runs: dict[str, ScheduleRun], args) -> None:
                 name = f"memory: {kind}, {what} on rank {rank}"
                 report.check(name, measured[what], text=text)
     report.section("What each rank holds for backward, measured")
-    report.say("in flight: forward passes whose backward pass is still to come")
-    report.say("(interleaved: each of one chunk, 1/v of a stage)")
+    report.say("in flight: passes (interleaved: of a chunk) whose backward is to come")
     report.say("bytes: saved by autograd, and what weight passes still need")
     report.table(flight)
     report.table(held)

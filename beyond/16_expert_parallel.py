@@ -373,8 +373,9 @@ def sizes(args) -> dict[str, int]:
     if args.top_k > args.experts:
         text = f"there are {args.experts} experts; take --top-k {args.experts}"
         raise ValueError(f"--top-k {args.top_k}: {text}")
-    if not args.balance >= 0:
-        raise ValueError(f"--balance {args.balance}: must be at least 0")
+    if not 0 <= args.balance < math.inf:
+        text = "must be a number from 0 on; take --balance 0.01"
+        raise ValueError(f"--balance {args.balance}: {text}")
     if args.balance == 0 and args.top_k == 1:
         text = "nothing trains the router; take --balance 0.01"
         raise ValueError(f"--balance 0 with --top-k 1: {text}")

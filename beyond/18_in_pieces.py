@@ -344,6 +344,9 @@ def main(args, report: lesson00.Report) -> None:
 def sizes(args) -> dict[str, int]:
     """The letters of the legend. ValueError if the model cannot be built or sharded."""
     both = args.ranks * args.pieces
+    if both > 1024 and not args.seq_len:  # scores have S² elements
+        text = f"--pieces {args.pieces}: {args.ranks} ranks · --pieces = {both} tokens"
+        raise ValueError(f"{text} at least; take --pieces 4, or give --seq-len, too")
     args.seq_len = args.seq_len or both * math.ceil(32 / both)
     size = lesson02.transformer_sizes(args)
     lesson00.must_divide(args, "seq_len", both, "ranks · --pieces")

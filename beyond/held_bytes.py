@@ -111,6 +111,7 @@ class PipelineMeters:
     def run(self, steps: list[tuple], micro_batches: list) -> Tensor:
         self.events = []
         self.for_weights = {}  # (chunk, micro-batch) → HeldTensors of its weight pass
+        self.linears = []  # of each weight pass: the linears whose dL/dW it computes
         self.held.reset()
         before = bytes_alive(but=self.gradients())
         # Around all of it: a graph that is made between passes is seen as well.
@@ -152,7 +153,7 @@ class PipelineMeters:
         self.chunk = which[0]
         with self.record_event("weight", which[1]):
             super().weight(which)
-            del self.for_weights[which]
+            self.linears.append(len(self.for_weights.pop(which)))
 
     @contextmanager
     def record_event(self, phase: str, i: int):

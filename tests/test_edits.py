@@ -27,8 +27,8 @@ NAMES = (
     'state[f"weight/{name}"]',
     'state[f"model.{name}"]',
 )
-NORMAL = ("00_collectives.py", "torch.randint(-2, 3, (rows, columns))",
-          "torch.randn(rows, columns)")  # fmt: skip
+NORMAL = ("00_collectives.py", 'torch.randint(-2, 3, (size["I"], size["J"]))',
+          'torch.randn(size["I"], size["J"])')  # fmt: skip
 MEANS = ("beyond/14_schedules.py", "lesson05.part_of_mean(loss_bS, targets)",
          "loss_bS.sum() / (target_bS != lesson02.IGNORE).sum()")  # fmt: skip
 KEPT = ("beyond/15_zero.py", "return super().sum_gradients()\n",
@@ -50,12 +50,16 @@ RIGHT = {
 WAIT = ("00_collectives.py", "    work.wait()\n", "")
 DROPOUT = ("01_naive_mlp_tp.py", "return self.down_proj(F.gelu(self.up_proj(x_BSD)))",
            "return F.dropout(self.down_proj(F.gelu(self.up_proj(x_BSD))))")  # fmt: skip
+WHOLE = ("beyond/14_schedules.py", "            split_linears(child)\n",
+         "            pass\n")  # fmt: skip
 WRONG = {  # ranks, script, what it says, and what it must not say
     "a sum that nobody waited for": (2, "00_collectives.py",
         "a sum started, then waited for: 0 0, expected 1 1", "51 checks", [WAIT]),
     # Only a slice of the batch has other masks; every other split is right.
     "dropout in DP": (2, "01_naive_mlp_tp.py", "✗ outputs: y, DP", "naive: off",
                       [DROPOUT]),
+    "a layer's linears stay whole": (2, "beyond/14_schedules.py",
+        "✗ plan: linears in W, zero-bubble: ", "≠", [WHOLE]),
 }  # fmt: skip
 
 
@@ -89,7 +93,8 @@ def test_a_right_edit_passes(edit, tmp_path):
 def test_a_wrong_edit_fails(edit, tmp_path):
     ranks, script, says, never, edits = WRONG[edit]
     done = run_edited(tmp_path, ranks, script, edits)
-    assert done.code == 1 and f"\nFAIL  {script.removesuffix('.py')}" in done.out
+    name = script.removeprefix("beyond/").removesuffix(".py")
+    assert done.code == 1 and f"\nFAIL  {name}" in done.out
     assert says in done.out and never not in re.sub(" +", " ", done.out)
 
 

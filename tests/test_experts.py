@@ -141,6 +141,7 @@ def test_a_router_without_gradient_is_compared_by_the_largest(size, scale):
     (2, "--top-k 9", ("--top-k 9", "8 experts")),
     (2, "--vocab-size 256", ("--vocab-size 256", "257")),
     (2, "--clip 0", ("--clip 0",)), (2, "--balance -1", ("--balance -1",)),
+    (2, "--balance inf", ("--balance inf", "take --balance 0.01")),
     (2, "--dropout 0.1", ("--dropout 0.1", "one mask", "take --dropout 0")),
 ])  # fmt: skip
 def test_refused(ranks, flags, words):

@@ -85,6 +85,7 @@ def test_head_and_loss_in_pieces(ranks):
 @pytest.mark.parametrize("ranks, flags, words", [
     (2, "--seq-len 30", ("--seq-len 30", "30 % 8", "--pieces", "take --seq-len 32")),
     (3, "--pieces 5 --seq-len 32", ("32 % 15", "take --seq-len 45")),
+    (2, "--pieces 999999999", ("2 ranks · --pieces = 1999999998", "take --pieces 4")),
     (2, "--pieces 0", ("--pieces", "0")), (2, "--pieces 1.5", ("--pieces", "1.5")),
     (4, "--kv-heads 2", ("--kv-heads 2", "4 ranks", "beyond/09_shared_heads.py")),
     (4, "--heads 6", ("--heads 6", "6 % 4", "--heads 8")),
