@@ -164,7 +164,10 @@ def place_of(lesson: str, target: str) -> str:
 
 def place(page: str, name: str, line: int) -> str:
     """Page and line: of a lesson its own page, of a helper that of its script."""
-    page = name if name in PATHS else page
+    if name in PATHS:
+        page = name
+    elif name not in helpers_of(page):
+        page = next(script for script in PATHS if name in helpers_of(script))
     return f"lessons/{page}.html#{line_id(name, line)}"
 
 
@@ -541,7 +544,8 @@ def fold_long_outputs(cells: list[dict]) -> None:
     """What is longer than a screen is folded."""
     for cell in cells:
         texts = ["".join(output.get("text", "")) for output in cell.get("outputs", [])]
-        if "".join(texts).count("\n") > SCREEN:
+        # A browser leaves out an empty first line.
+        if len("".join(texts).strip("\n").splitlines()) > SCREEN:
             cell["metadata"].setdefault("tags", []).append("hide-output")
 
 
