@@ -606,8 +606,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
-# Differences are divided by this at least. AdamW moves a bias that starts at 0 by 0.003
-# per step: three of these. A gradient may be 0 but for rounding errors.
+# A difference is divided by the expected value's size, or by this if that is smaller:
+# after three steps of AdamW, 0.003 each, a bias that was 0; a gradient that would be 0
+# without rounding errors.
 LEAST = {"parameters": 0.009, "gradients": 1e-4}
 # PyTorch has several operations of each kind: allreduce_, all_reduce, …
 KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()
@@ -617,8 +618,9 @@ CAUSES = "runs outputs gradients replicas norms losses parameters".split()
 
 
 class Meter(TorchDispatchMode):
-    """Sees every collective of this rank, also DTensor's and those of backward.
+    """Counts every collective of this rank, also DTensor's and those of backward.
 
+    Within `with METER`, PyTorch calls __torch_dispatch__ in place of each operation.
     calls: (run, phase, collective, axis) → payloads. A payload is the bytes of the full
     tensor: of an all-gather what it returns, of a reduce-scatter what it takes.
     """
@@ -656,6 +658,7 @@ class Meter(TorchDispatchMode):
         self.last = f"number {self.count}, {collective} over {axis}, {run} {phase}"
         out = func(*args, **(kwargs or {}))
         if collective != "recv":  # it is counted where it is sent
+            # The first two arguments have its tensors: the full one is the largest.
             payload = max(nbytes(args[0]), nbytes(args[1]), nbytes(out))
             key = (run, phase, collective, axis)
             self.calls.setdefault(key, []).append(payload)
@@ -678,7 +681,9 @@ def collective_of(func, args) -> tuple[str, dist.ProcessGroup | None]:
         group = dist.distributed_c10d._resolve_process_group(args[-1])
     plain = name.replace("_", "")
     kinds = [kind for kind in KINDS if plain.startswith(kind.replace("-", ""))]
-    return (kinds[0].replace("send", "send/recv") if kinds else name), group
+    if kinds == ["send"]:
+        return "send/recv", group
+    return (kinds[0] if kinds else name), group
 
 
 def nbytes(x) -> int:
@@ -714,7 +719,8 @@ def ring(collective: str, payload: int, ranks: int) -> int:
     """Bytes that one rank of a ring sends (lesson 00)."""
     if collective == "send/recv":
         return payload
-    rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
+    # An all-reduce is a reduce-scatter and an all-gather. Of a broadcast: the mean.
+    rounds = 2 if collective == "all-reduce" else 1
     return rounds * payload * (ranks - 1) // ranks
 
 
@@ -752,8 +758,9 @@ def norm(values: list, digits=7) -> str:
 
 
 class Report:
-    """Values must agree with the run without TP. Formulas say what the lesson's own
-    model and split cost: in yours they may differ, so they do not decide.
+    """Values that differ from the run without TP make the verdict FAIL. A formula says
+    what the lesson's own model and split cost: in an edited one it may not hold, so it
+    is marked ≠ and the verdict is still PASS.
     """
 
     def __init__(self, size: dict[str, int], steps: int):
@@ -785,7 +792,7 @@ class Report:
         print("".join(f"   {line.rstrip()}\n" for line in lines if line), end="")
 
     def check(self, name, diff, allowed=0.0, text="", is_formula=False) -> bool:
-        """Record a comparison of this rank. Does it hold?
+        """Record a comparison of this rank. Returns whether it holds.
 
         name: "kind: what is compared". Two checks with one name are an error.
         """
@@ -811,45 +818,41 @@ class Report:
 
         A row has the norm of each value and the largest difference of any element.
         brief: rows that all hold are one line, which names what is compared.
-        fold: name → name of the row; values in one row are still compared one by one.
+        fold: name → name of the row (str: its own); values of a row are compared one by
+            one.
         """
         first = next(iter(runs))
         rows = {}  # name of the row → names of its values
-        worst = 0.0
+        diffs = {}  # (name of the row, run) → the largest difference
         for run, values in runs.items():
             for name in runs[first] | values:  # your edit may have added or removed one
-                rows.setdefault(fold(name), {})[name] = None
+                row = fold(name)
+                rows.setdefault(row, {})[name] = None
                 if run != first:
                     got = values.get(name, math.nan)
                     expected = runs[first].get(name, math.nan)
-                    text = f"{what}: {name}, {run}"
-                    worst = max(worst, self.agree(text, got, expected, allowed))
-        if brief and len(runs) > 1 and worst <= allowed:
-            text = f"{len(runs[first])} of {len(runs[first])} as {first}"
-            self.say(f"{what}: {text}, worst {worst:.1e}")
+                    diff = self.agree(f"{what}: {name}, {run}", got, expected, allowed)
+                    diffs[row, run] = max(diff, diffs.get((row, run), 0.0))
+        worst = max(diffs.values(), default=0.0)
+        if brief and diffs and worst <= allowed:
+            names = list(runs[first])
+            text = names[0] if len(names) == 1 else f"all {len(names)}"
+            self.say(f"{what}: {text} as {first}; largest diff {worst:.1e}")
             return
         table = []
         for row_name, names in rows.items():
             row = {"name": row_name}
-            worst = self.add_columns(row, what, list(names), runs, allowed)
+            worst = 0.0
+            for run, values in runs.items():
+                diff = diffs.get((row_name, run), 0.0)
+                worst = max(worst, diff)
+                values = [values.get(name, math.nan) for name in names]
+                row[run] = norm(values) if diff <= allowed else norm(values, 6) + "✗"
             row.update({run: "raised" for run in self.raised if not brief})
-            if len(runs) > 1:
+            if diffs:
                 row.update(diff=f"{worst:.1e}", ok="ok" if worst <= allowed else "✗")
             table.append(row)
         self.table(table)
-
-    def add_columns(self, row: dict, what, names: list, runs: dict, allowed) -> float:
-        """A column for each run: the norm of its values. Returns the worst diff."""
-        worst = 0.0
-        for run, values in runs.items():
-            diff = 0.0
-            for name in names:
-                check = self.checks.get(f"{what}: {name}, {run}", {"diff": 0.0})
-                diff = max(diff, check["diff"])
-            values = [values.get(name, math.nan) for name in names]
-            row[run] = norm(values) if diff <= allowed else norm(values, 6) + "✗"
-            worst = max(worst, diff)
-        return worst
 
     def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
         """After training, what is replicated must be bitwise identical on all ranks."""
@@ -859,29 +862,33 @@ class Report:
             copies = all_gather(x[None], 0, group)
             diff = max(rel_diff(copy, copies[0]) for copy in copies)
             text = f"ranks of {axis} differ by {diff:.2g}"
-            equal += self.check(f"replicas: {name}, {axis}", diff, text=text)
-        text = f"{equal} of {len(tensors)} replicas are bitwise identical on all ranks"
-        self.say(f"{text} of {axis}, after training.")
+            if self.check(f"replicas: {name}, {axis}", diff, text=text):
+                equal += 1
+        names = f" ({', '.join(tensors)})" if len(tensors) < 4 else ""
+        text = f"{equal} of {len(tensors)} replicas{names} are bitwise identical"
+        self.say(f"{text} on all ranks of {axis}, after training.")
 
     def expect(self, name: str, got: int, formula: str, **size: int) -> dict:
-        """Check measured bytes against a formula, some letters of another size."""
+        """Check measured bytes against a formula; size: letters that differ here."""
         predicted = evaluate(formula, self.size | size)
         text = f"{got:,} bytes, the lesson's formula {formula} gives {predicted:,}"
         holds = self.check(name, abs(got - predicted), text=text, is_formula=True)
         ok = "ok" if holds else f"≠{predicted:,}"
         return {"bytes": f"{got:,}", "formula": formula, "ok": ok}
 
-    def ledger(self, formulas: dict[tuple, tuple[int, str]], brief=()) -> None:
-        """Calls and bytes per step, as counted, against call → (calls, formula).
+    def ledger(self, formulas: dict[tuple, tuple[int, str]], brief=()) -> list[dict]:
+        """Calls and bytes per step, as counted, against the lesson's formulas.
 
-        brief: runs or phases whose rows are one line if they hold.
+        formulas: (run, phase, collective, axis) → (calls, formula of the bytes).
+        brief: runs or phases whose rows are one line if they hold. Returns the others.
         """
         if dist.get_world_size() == 1:
-            return self.say("One rank sends nothing.")
+            self.say("One rank sends nothing.")
+            return []
         rows = []
         for call in dict.fromkeys(list(formulas) + list(METER.calls)):
             if call[0] not in self.raised:
-                rows.append(self.ledger_row(call, formulas.get(call, (0, "0"))))
+                rows.append(self.ledger_row(call, *formulas.get(call, (0, "0"))))
         shown = []
         for row in rows:
             is_brief = row["run"] in brief or row["phase"] in brief
@@ -894,32 +901,36 @@ class Report:
         self.table(shown)
         if len(shown) < len(rows):
             count = len(rows) - len(shown)
-            self.say(f"{count} more rows ({', '.join(brief)}): as predicted")
+            self.say(f"As predicted, too: {count} row(s) of {', '.join(brief)}")
+        return shown
 
-    def ledger_row(self, call: tuple, expected: tuple[int, str]) -> dict:
+    def ledger_row(self, call: tuple, expected_calls: int, formula: str) -> dict:
         """Check calls and bytes of one kind of call: cells of a table."""
         run, phase, collective, axis = call
-        expected_calls, formula = expected
+        name = " ".join(call)
         payloads = METER.calls.get(call, [])
         payload = sum(payloads) // self.steps
-        calls = len(payloads) / self.steps
-        name = " ".join(call)
-        cells = self.expect(f"bytes: {name}", payload, formula)
-        text = f"{calls:g} calls per step, the lesson has {expected_calls}"
-        diff = abs(calls - expected_calls)
-        holds = self.check(f"calls: {name}", diff, text=text, is_formula=True)
         sent = ring(collective, payload, METER.ranks.get(axis, 1))
         self.sent[run] = self.sent.get(run, 0) + sent
+        cells = self.expect(f"bytes: {name}", payload, formula)
+        marks = [cells["ok"]]
+        calls = f"{len(payloads) / self.steps:g}"
+        diff = abs(len(payloads) / self.steps - expected_calls)
+        text = f"{calls} calls per step, the lesson has {expected_calls}"
+        if not self.check(f"calls: {name}", diff, text=text, is_formula=True):
+            calls += f"≠{expected_calls}"
+            marks.append("≠")
         row = {"run": run, "phase": phase, "collective": collective, "axis": axis}
-        row["calls"] = f"{calls:g}" if holds else f"{calls:g}≠{expected_calls}"
-        row.update(bytes=cells["bytes"], formula=formula, ring=f"{sent:,}")
-        row["ok"] = cells["ok"] if holds else cells["ok"].replace("ok", "≠")
+        row.update(calls=calls, bytes=cells["bytes"], formula=formula, ring=f"{sent:,}")
+        row["ok"] = worst_mark(marks)
         return row
 
     @contextmanager
     def run(self, run: str, is_formula=False):
         """An error that all ranks raise within `with` ends this run, not the lesson.
 
+        Each rank writes its error, and how many collectives it has called, to a store
+        that all ranks read. If they differ, ranks are out of step: the lesson ends.
         is_formula: True for a plan of PyTorch's, which may not fit an edited model.
         """
         try:
@@ -932,7 +943,6 @@ class Report:
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             text += f" (line {at.lineno}, in {at.name})"
-            # Ranks whose numbers differ have not made the same calls.
             said = f"rank {dist.get_rank()}, {run}: {text}; last call: {METER.last}"
             print(said, file=sys.stderr, flush=True)
             # A rank that waits in a collective for another one raises after --timeout.
@@ -963,9 +973,9 @@ class Report:
         if formulas:
             text += f"; {len(formulas)} formulas describe another model or split"
         if kinds:
-            text = ", ".join(f"{len(failed)} {kind}" for kind, failed in kinds.items())
+            text = ", ".join(f"{kind} ({len(kinds[kind])})" for kind in kinds)
             command = f"torchrun --standalone --nproc_per_node={args.ranks}"
-            text += f" are wrong. Where it begins: {command} "
+            text = f"wrong: {text}. Where it begins: {command} "
             text += f"tools/doctor.py {LESSON.name}"
         word = "FAIL" if kinds else "PASS"
         lines += [f"{word}  {LESSON.stem}  {text}"]
@@ -985,10 +995,13 @@ class Report:
         merged = {}
         for rank, checks in enumerate(everyone):
             for name, check in checks.items():
-                if not merged.setdefault(name, check)["ranks"]:
-                    merged[name] = check  # the first that fails says what is wrong
+                found = merged.setdefault(name, check)
                 if not check["diff"] <= check["allowed"]:
-                    merged[name]["ranks"].append(rank)
+                    if not found["ranks"]:  # the first that fails says what is wrong
+                        found.update(diff=check["diff"], text=check["text"])
+                    found["ranks"].append(rank)
+                elif not found["ranks"]:
+                    found["diff"] = max(found["diff"], check["diff"])
         return list(merged.values())
 
 
@@ -1008,6 +1021,11 @@ def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
         text = f"{check['text']}, on ranks {check['ranks']}"
         lines.append(f"✗ {check['name']}: {text}")
     return lines
+
+
+def worst_mark(marks: list[str]) -> str:
+    """The first mark that is not "ok", or "ok"."""
+    return next((mark for mark in marks if mark != "ok"), "ok")
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:

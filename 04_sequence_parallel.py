@@ -437,7 +437,7 @@ def train_with_tp(name, model, batches, args, tp_group, sum_up=None) -> Training
 
 def show_gradients_sp(report: Report, runs: dict[str, TrainingRun], args) -> None:
     """Gradients of step 1: all sharded parameters in one row, then replicated ones."""
-    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
+    report.section("Gradients of step 1: norms; diff: the largest of any run, relative")
     sharded = set()
     for run in runs.values():
         for name, p in run.model.named_parameters():
@@ -534,7 +534,9 @@ def show_communication_sp(report: Report, args) -> None:
         # AdamW uses a gradient three times; no sum is stored, so each use sums again.
         ("DTensor", "update", "all-reduce", "tp"): (6 * n, "3·2·(2·L + 1)·D·e"),
     }
-    report.section("Communication per step; ring: bytes that a rank of a ring sends")
+    report.section(
+        "Communication per step; bytes: full tensors; ring: sent by a rank of a ring"
+    )
     report.ledger(formulas, brief=["DTensor", "loss", "clipping"])
     if args.ranks > 1:
         show_rounds(report, args)
@@ -623,17 +625,14 @@ def show_memory_sp(report: Report, tp_group, args) -> None:
             continue
         saved, calls_made = measured[run]
         cells = report.expect(f"memory: saved, {run}", saved, formula, A=A, c=c)
-        row = {"run": run, "saved": cells["bytes"], "formula": formula}
-        row["calls"] = str(calls_made)
         expected = calls[run] if args.ranks > 1 else 0  # one rank sends nothing
-        if not report.check(
-            f"calls: backward of a layer, {run}",
-            abs(calls_made - expected),
-            text=f"{calls_made} collectives, the lesson has {expected}",
-            is_formula=True,
-        ):
+        name = f"calls: backward of a layer, {run}"
+        diff = abs(calls_made - expected)
+        text = f"{calls_made} collectives, the lesson has {expected}"
+        if not report.check(name, diff, text=text, is_formula=True):
             cells["ok"] = f"≠ {expected} calls"
-        row["ok"] = cells["ok"]
+        row = {"run": run, "saved": cells["bytes"], "formula": formula}
+        row.update(calls=str(calls_made), ok=cells["ok"])
         rows.append(row)
     report.table(rows)
     share = {}
@@ -840,7 +839,7 @@ def shard_parameter(full: Tensor | None, dim: int | None = None, group=None):
     if dim is not None:
         full = shard(full, dim, group)
     p = nn.Parameter(full.detach().clone())  # training it must not change `full`
-    p.sharding = None if dim is None else (dim, group)  # RUN asks: is it a slice?
+    p.sharding = None if dim is None else (dim, group)  # for sharding_of
     return p
 
 
@@ -857,11 +856,12 @@ class CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
         ctx.tp_group = tp_group
-        return x.view_as(x)  # x itself, with a new backward; nothing to send
+        return x.view_as(x)  # the same values, as an output of this function
 
     @staticmethod
     def backward(ctx, partial_grad: Tensor):
         # Rank t used only its slice of W, so it has one of T partial sums of dL/dx.
+        # For each argument of forward: its gradient, and None for the group.
         return all_reduce(partial_grad, ctx.tp_group), None
 
 
@@ -905,7 +905,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, full: nn.Linear, tp_group: dist.ProcessGroup):
         super().__init__()
         self.tp_group = tp_group
-        self.reduce = ReduceFromTP.apply  # g, under a name: lesson 04 puts another here
+        self.reduce = ReduceFromTP.apply  # g; lesson 04 replaces it
         self.weight = shard_parameter(full.weight, 1, tp_group)  # [D, f]
         self.bias = shard_parameter(full.bias)  # [D]
 
@@ -968,7 +968,7 @@ def unshard(x: Tensor, like: Tensor) -> Tensor:
 
     (lesson 01)"""
     if isinstance(x, DTensor):
-        return x.full_tensor().clone()  # an all-gather by PyTorch
+        return x.full_tensor().clone()  # an all-gather if x is sharded
     if sharding_of(like):
         return all_gather(x.detach(), *sharding_of(like))
     return x.detach().clone()
@@ -1629,8 +1629,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
-# Differences are divided by this at least. AdamW moves a bias that starts at 0 by 0.003
-# per step: three of these. A gradient may be 0 but for rounding errors.
+# A difference is divided by the expected value's size, or by this if that is smaller:
+# after three steps of AdamW, 0.003 each, a bias that was 0; a gradient that would be 0
+# without rounding errors.
 LEAST = {"parameters": 0.009, "gradients": 1e-4}
 # PyTorch has several operations of each kind: allreduce_, all_reduce, …
 KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()
@@ -1640,8 +1641,9 @@ CAUSES = "runs outputs gradients replicas norms losses parameters".split()
 
 
 class Meter(TorchDispatchMode):
-    """Sees every collective of this rank, also DTensor's and those of backward.
+    """Counts every collective of this rank, also DTensor's and those of backward.
 
+    Within `with METER`, PyTorch calls __torch_dispatch__ in place of each operation.
     calls: (run, phase, collective, axis) → payloads. A payload is the bytes of the full
     tensor: of an all-gather what it returns, of a reduce-scatter what it takes.
     """
@@ -1679,6 +1681,7 @@ class Meter(TorchDispatchMode):
         self.last = f"number {self.count}, {collective} over {axis}, {run} {phase}"
         out = func(*args, **(kwargs or {}))
         if collective != "recv":  # it is counted where it is sent
+            # The first two arguments have its tensors: the full one is the largest.
             payload = max(nbytes(args[0]), nbytes(args[1]), nbytes(out))
             key = (run, phase, collective, axis)
             self.calls.setdefault(key, []).append(payload)
@@ -1701,7 +1704,9 @@ def collective_of(func, args) -> tuple[str, dist.ProcessGroup | None]:
         group = dist.distributed_c10d._resolve_process_group(args[-1])
     plain = name.replace("_", "")
     kinds = [kind for kind in KINDS if plain.startswith(kind.replace("-", ""))]
-    return (kinds[0].replace("send", "send/recv") if kinds else name), group
+    if kinds == ["send"]:
+        return "send/recv", group
+    return (kinds[0] if kinds else name), group
 
 
 def nbytes(x) -> int:
@@ -1737,7 +1742,8 @@ def ring(collective: str, payload: int, ranks: int) -> int:
     """Bytes that one rank of a ring sends (lesson 00)."""
     if collective == "send/recv":
         return payload
-    rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
+    # An all-reduce is a reduce-scatter and an all-gather. Of a broadcast: the mean.
+    rounds = 2 if collective == "all-reduce" else 1
     return rounds * payload * (ranks - 1) // ranks
 
 
@@ -1775,8 +1781,9 @@ def norm(values: list, digits=7) -> str:
 
 
 class Report:
-    """Values must agree with the run without TP. Formulas say what the lesson's own
-    model and split cost: in yours they may differ, so they do not decide.
+    """Values that differ from the run without TP make the verdict FAIL. A formula says
+    what the lesson's own model and split cost: in an edited one it may not hold, so it
+    is marked ≠ and the verdict is still PASS.
     """
 
     def __init__(self, size: dict[str, int], steps: int):
@@ -1808,7 +1815,7 @@ class Report:
         print("".join(f"   {line.rstrip()}\n" for line in lines if line), end="")
 
     def check(self, name, diff, allowed=0.0, text="", is_formula=False) -> bool:
-        """Record a comparison of this rank. Does it hold?
+        """Record a comparison of this rank. Returns whether it holds.
 
         name: "kind: what is compared". Two checks with one name are an error.
         """
@@ -1834,45 +1841,41 @@ class Report:
 
         A row has the norm of each value and the largest difference of any element.
         brief: rows that all hold are one line, which names what is compared.
-        fold: name → name of the row; values in one row are still compared one by one.
+        fold: name → name of the row (str: its own); values of a row are compared one by
+            one.
         """
         first = next(iter(runs))
         rows = {}  # name of the row → names of its values
-        worst = 0.0
+        diffs = {}  # (name of the row, run) → the largest difference
         for run, values in runs.items():
             for name in runs[first] | values:  # your edit may have added or removed one
-                rows.setdefault(fold(name), {})[name] = None
+                row = fold(name)
+                rows.setdefault(row, {})[name] = None
                 if run != first:
                     got = values.get(name, math.nan)
                     expected = runs[first].get(name, math.nan)
-                    text = f"{what}: {name}, {run}"
-                    worst = max(worst, self.agree(text, got, expected, allowed))
-        if brief and len(runs) > 1 and worst <= allowed:
-            text = f"{len(runs[first])} of {len(runs[first])} as {first}"
-            self.say(f"{what}: {text}, worst {worst:.1e}")
+                    diff = self.agree(f"{what}: {name}, {run}", got, expected, allowed)
+                    diffs[row, run] = max(diff, diffs.get((row, run), 0.0))
+        worst = max(diffs.values(), default=0.0)
+        if brief and diffs and worst <= allowed:
+            names = list(runs[first])
+            text = names[0] if len(names) == 1 else f"all {len(names)}"
+            self.say(f"{what}: {text} as {first}; largest diff {worst:.1e}")
             return
         table = []
         for row_name, names in rows.items():
             row = {"name": row_name}
-            worst = self.add_columns(row, what, list(names), runs, allowed)
+            worst = 0.0
+            for run, values in runs.items():
+                diff = diffs.get((row_name, run), 0.0)
+                worst = max(worst, diff)
+                values = [values.get(name, math.nan) for name in names]
+                row[run] = norm(values) if diff <= allowed else norm(values, 6) + "✗"
             row.update({run: "raised" for run in self.raised if not brief})
-            if len(runs) > 1:
+            if diffs:
                 row.update(diff=f"{worst:.1e}", ok="ok" if worst <= allowed else "✗")
             table.append(row)
         self.table(table)
-
-    def add_columns(self, row: dict, what, names: list, runs: dict, allowed) -> float:
-        """A column for each run: the norm of its values. Returns the worst diff."""
-        worst = 0.0
-        for run, values in runs.items():
-            diff = 0.0
-            for name in names:
-                check = self.checks.get(f"{what}: {name}, {run}", {"diff": 0.0})
-                diff = max(diff, check["diff"])
-            values = [values.get(name, math.nan) for name in names]
-            row[run] = norm(values) if diff <= allowed else norm(values, 6) + "✗"
-            worst = max(worst, diff)
-        return worst
 
     def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
         """After training, what is replicated must be bitwise identical on all ranks."""
@@ -1882,29 +1885,33 @@ class Report:
             copies = all_gather(x[None], 0, group)
             diff = max(rel_diff(copy, copies[0]) for copy in copies)
             text = f"ranks of {axis} differ by {diff:.2g}"
-            equal += self.check(f"replicas: {name}, {axis}", diff, text=text)
-        text = f"{equal} of {len(tensors)} replicas are bitwise identical on all ranks"
-        self.say(f"{text} of {axis}, after training.")
+            if self.check(f"replicas: {name}, {axis}", diff, text=text):
+                equal += 1
+        names = f" ({', '.join(tensors)})" if len(tensors) < 4 else ""
+        text = f"{equal} of {len(tensors)} replicas{names} are bitwise identical"
+        self.say(f"{text} on all ranks of {axis}, after training.")
 
     def expect(self, name: str, got: int, formula: str, **size: int) -> dict:
-        """Check measured bytes against a formula, some letters of another size."""
+        """Check measured bytes against a formula; size: letters that differ here."""
         predicted = evaluate(formula, self.size | size)
         text = f"{got:,} bytes, the lesson's formula {formula} gives {predicted:,}"
         holds = self.check(name, abs(got - predicted), text=text, is_formula=True)
         ok = "ok" if holds else f"≠{predicted:,}"
         return {"bytes": f"{got:,}", "formula": formula, "ok": ok}
 
-    def ledger(self, formulas: dict[tuple, tuple[int, str]], brief=()) -> None:
-        """Calls and bytes per step, as counted, against call → (calls, formula).
+    def ledger(self, formulas: dict[tuple, tuple[int, str]], brief=()) -> list[dict]:
+        """Calls and bytes per step, as counted, against the lesson's formulas.
 
-        brief: runs or phases whose rows are one line if they hold.
+        formulas: (run, phase, collective, axis) → (calls, formula of the bytes).
+        brief: runs or phases whose rows are one line if they hold. Returns the others.
         """
         if dist.get_world_size() == 1:
-            return self.say("One rank sends nothing.")
+            self.say("One rank sends nothing.")
+            return []
         rows = []
         for call in dict.fromkeys(list(formulas) + list(METER.calls)):
             if call[0] not in self.raised:
-                rows.append(self.ledger_row(call, formulas.get(call, (0, "0"))))
+                rows.append(self.ledger_row(call, *formulas.get(call, (0, "0"))))
         shown = []
         for row in rows:
             is_brief = row["run"] in brief or row["phase"] in brief
@@ -1917,32 +1924,36 @@ class Report:
         self.table(shown)
         if len(shown) < len(rows):
             count = len(rows) - len(shown)
-            self.say(f"{count} more rows ({', '.join(brief)}): as predicted")
+            self.say(f"As predicted, too: {count} row(s) of {', '.join(brief)}")
+        return shown
 
-    def ledger_row(self, call: tuple, expected: tuple[int, str]) -> dict:
+    def ledger_row(self, call: tuple, expected_calls: int, formula: str) -> dict:
         """Check calls and bytes of one kind of call: cells of a table."""
         run, phase, collective, axis = call
-        expected_calls, formula = expected
+        name = " ".join(call)
         payloads = METER.calls.get(call, [])
         payload = sum(payloads) // self.steps
-        calls = len(payloads) / self.steps
-        name = " ".join(call)
-        cells = self.expect(f"bytes: {name}", payload, formula)
-        text = f"{calls:g} calls per step, the lesson has {expected_calls}"
-        diff = abs(calls - expected_calls)
-        holds = self.check(f"calls: {name}", diff, text=text, is_formula=True)
         sent = ring(collective, payload, METER.ranks.get(axis, 1))
         self.sent[run] = self.sent.get(run, 0) + sent
+        cells = self.expect(f"bytes: {name}", payload, formula)
+        marks = [cells["ok"]]
+        calls = f"{len(payloads) / self.steps:g}"
+        diff = abs(len(payloads) / self.steps - expected_calls)
+        text = f"{calls} calls per step, the lesson has {expected_calls}"
+        if not self.check(f"calls: {name}", diff, text=text, is_formula=True):
+            calls += f"≠{expected_calls}"
+            marks.append("≠")
         row = {"run": run, "phase": phase, "collective": collective, "axis": axis}
-        row["calls"] = f"{calls:g}" if holds else f"{calls:g}≠{expected_calls}"
-        row.update(bytes=cells["bytes"], formula=formula, ring=f"{sent:,}")
-        row["ok"] = cells["ok"] if holds else cells["ok"].replace("ok", "≠")
+        row.update(calls=calls, bytes=cells["bytes"], formula=formula, ring=f"{sent:,}")
+        row["ok"] = worst_mark(marks)
         return row
 
     @contextmanager
     def run(self, run: str, is_formula=False):
         """An error that all ranks raise within `with` ends this run, not the lesson.
 
+        Each rank writes its error, and how many collectives it has called, to a store
+        that all ranks read. If they differ, ranks are out of step: the lesson ends.
         is_formula: True for a plan of PyTorch's, which may not fit an edited model.
         """
         try:
@@ -1955,7 +1966,6 @@ class Report:
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             text += f" (line {at.lineno}, in {at.name})"
-            # Ranks whose numbers differ have not made the same calls.
             said = f"rank {dist.get_rank()}, {run}: {text}; last call: {METER.last}"
             print(said, file=sys.stderr, flush=True)
             # A rank that waits in a collective for another one raises after --timeout.
@@ -1986,9 +1996,9 @@ class Report:
         if formulas:
             text += f"; {len(formulas)} formulas describe another model or split"
         if kinds:
-            text = ", ".join(f"{len(failed)} {kind}" for kind, failed in kinds.items())
+            text = ", ".join(f"{kind} ({len(kinds[kind])})" for kind in kinds)
             command = f"torchrun --standalone --nproc_per_node={args.ranks}"
-            text += f" are wrong. Where it begins: {command} "
+            text = f"wrong: {text}. Where it begins: {command} "
             text += f"tools/doctor.py {LESSON.name}"
         word = "FAIL" if kinds else "PASS"
         lines += [f"{word}  {LESSON.stem}  {text}"]
@@ -2008,10 +2018,13 @@ class Report:
         merged = {}
         for rank, checks in enumerate(everyone):
             for name, check in checks.items():
-                if not merged.setdefault(name, check)["ranks"]:
-                    merged[name] = check  # the first that fails says what is wrong
+                found = merged.setdefault(name, check)
                 if not check["diff"] <= check["allowed"]:
-                    merged[name]["ranks"].append(rank)
+                    if not found["ranks"]:  # the first that fails says what is wrong
+                        found.update(diff=check["diff"], text=check["text"])
+                    found["ranks"].append(rank)
+                elif not found["ranks"]:
+                    found["diff"] = max(found["diff"], check["diff"])
         return list(merged.values())
 
 
@@ -2031,6 +2044,11 @@ def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
         text = f"{check['text']}, on ranks {check['ranks']}"
         lines.append(f"✗ {check['name']}: {text}")
     return lines
+
+
+def worst_mark(marks: list[str]) -> str:
+    """The first mark that is not "ok", or "ok"."""
+    return next((mark for mark in marks if mark != "ok"), "ok")
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:

@@ -506,7 +506,7 @@ def show_communication_2d(report: lesson00.Report, args) -> None:
 if __name__ == "__main__":
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    text = "0: a size that the number of ranks divides"
+    text = "by default a size that the number of ranks divides"
     for flag in ("--hidden", "--width", "--batch-size"):
         parser.add_argument(flag, type=lesson00.positive, default=0, help=text)
     parser.add_argument("--seq-len", type=lesson00.positive, default=8)
