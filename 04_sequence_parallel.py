@@ -1230,6 +1230,8 @@ def transformer_sizes(args) -> dict[str, int]:
     must_divide(args, "kv_heads", T, "ranks (or fewer: beyond/09_shared_heads.py)")
     must_divide(args, "heads", args.kv_heads, "(--kv-heads)")
     must_divide(args, "hidden", 2 * args.heads, "(2 · --heads: rotary pairs)")
+    if args.hidden < 4:
+        raise ValueError("--hidden 2: LayerNorm makes ±1 of 2 numbers; take --hidden 4")
     if args.vocab_size <= PAD:
         raise ValueError(f"--vocab-size {args.vocab_size}: 256 bytes and PAD need 257")
     if not 0 <= args.dropout <= 0.9:  # 1/(1 − p) scales rounding errors

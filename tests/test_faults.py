@@ -52,7 +52,7 @@ FAULTS = [
     (MESH, 6, "skip", 1, 50),
     (MESH, 6, "skip", 2, 35),
 ]
-BY_3 = ("--pp", "2", "--tp", "3", "--heads", "3", "--hidden", "48")
+BY_3 = ("--pp", "2", "--tp", "3", "--heads", "3", "--kv-heads", "3", "--hidden", "48")
 
 
 def run_of(lesson, ranks, fault, rank, number) -> tuple:

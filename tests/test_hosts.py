@@ -10,8 +10,9 @@ import pytest
 from runs import CHECKPOINTS, MLP
 
 FOLDER = jobs.ROOT / "tests"
-SMALL = ("--hidden", "16", "--heads", "2", "--layers", "2", "--batch-size", "8")
-SMALL += ("--seq-len", "8", "--microbatches", "2", "--timeout", "300")
+SMALL = ("--hidden", "16", "--heads", "2", "--kv-heads", "2", "--layers", "2")
+SMALL += ("--batch-size", "8", "--seq-len", "8", "--microbatches", "2")
+SMALL += ("--timeout", "300")
 
 
 # What is run on the two machines, one after the other, ahead of the tests: for most of

@@ -11,9 +11,6 @@ WRONG = [  # number of the exercise, an answer or edits of the solution, what it
     (1, {END: "return mine", "p.grad.abs().max()":
          "all_reduce(p.grad.abs().max(), tp_group, dist.ReduceOp.MAX)"},
      "21 collectives were called, not 1"),
-    (1, {END: "dist.all_reduce(mine, dist.ReduceOp.MAX, group=tp_group)\n"
-         "    return mine.item()"},
-     "0 collectives were counted: use the lesson's `all_reduce`"),
     (2, {"return calls, calls": "return calls"},
      "sent_in_a_step gives 768: return two numbers"),
     (2, {"4 * L": "2 * L"}, "gives (2, 384); (4, 768) were counted"),

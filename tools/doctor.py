@@ -311,6 +311,7 @@ class Status(NamedTuple):
     inside: bool  # of a call
     call: str  # this call, or the last one
     place: str  # lines of the script
+    raised: tuple = ()  # what a run raised that waits whether the other ranks do, too
 
 
 class Calls:
@@ -435,9 +436,7 @@ class Calls:
     def report(self) -> list[str]:
         """What is certain; then the call each rank is in, and what differs first."""
         ranks = range(dist.get_world_size())
-        found = [json.loads(self.store.get(f"status/{rank}")) for rank in ranks]
-        statuses = [Status(*status) for status, _ in found]
-        counts = [collections.Counter(numbers) for _, numbers in found]
+        statuses, counts = self.of_all_ranks()
         differences = self.first_differences(counts)
         lines = [who_is_missing(statuses)]
         is_absent = "no such call" in "".join(differences)
@@ -460,6 +459,13 @@ class Calls:
             text = f"  ranks {silent} have reported no error so far: they hang, are "
             lines.append(f"{text}stopped, cannot be reached, or are still computing")
         return lines + differences
+
+    def of_all_ranks(self) -> tuple[list[Status], list[collections.Counter]]:
+        """Where each rank is, and how many calls it has made in each list of calls."""
+        ranks = range(dist.get_world_size())
+        found = [json.loads(self.store.get(f"status/{rank}")) for rank in ranks]
+        statuses = [Status(*status) for status, _ in found]
+        return statuses, [collections.Counter(numbers) for _, numbers in found]
 
     def first_differences(self, counts: list) -> list[str]:
         """For each list of calls, the first one that is not the same on all its ranks.
@@ -753,6 +759,9 @@ def report_of_all(failed: list) -> list[str]:
     for inside, text, details in failed:
         if not inside:
             return [text, *details]
+    for status in CALLING.of_all_ranks()[0]:
+        if status.raised:
+            return [*status.raised]
     return [*CALLING.report(), f"  {failed[0][1]}"]
 
 
@@ -814,6 +823,15 @@ def join(*args, init=dist.init_process_group, **kwargs) -> None:
     ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)  # Python's would come too late
 
 
+def note_error(get_store=dist.distributed_c10d._get_default_store):
+    """Instead of _get_default_store: Report.run tells other ranks of an error by it."""
+    error = sys.exc_info()[1]
+    if error and CALLING.store is not None:
+        raised = (in_short(error), *where_raised(error))
+        CALLING.set_status(CALLING.status._replace(raised=raised))
+    return get_store()
+
+
 def leave(*args, destroy=dist.destroy_process_group) -> None:
     """Instead of dist.destroy_process_group: the script has said its verdict."""
     report = sys._getframe(1).f_locals.get("report")
@@ -873,6 +891,7 @@ def main() -> None:
     end_with_torchrun()
     dist.init_process_group = join
     dist.destroy_process_group = leave
+    dist.distributed_c10d._get_default_store = note_error
     os._exit = leave_at_once
     FORWARD.watch()
     STEPS.watch()
