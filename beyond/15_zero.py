@@ -530,21 +530,23 @@ def show_shards(report: lesson00.Report, full: nn.Module, groups: dict) -> None:
 def show_training(report: lesson00.Report, runs: dict, trainings: dict, args) -> None:
     """Losses, norms, gradients, parameters; what ranks share is the same on all."""
     shown = {}  # as columns
-    others = []
+    others = {}  # run → its largest difference
     alone = runs["one process"]
     for name, run in runs.items():
         if name == "one process" or name.startswith("ZeRO"):
             shown[name] = run
         else:
-            others.append(worst_difference(report, name, run, alone, args))
+            others[name] = worst_difference(report, name, run, alone, args)
     values = lambda field: lesson01.values_of(shown, field)
     report.section("Losses, norms of gradients before clipping, final parameters")
     report.compare("losses", values("losses"), args.allowed_loss)
     report.compare("norms", values("norms"), args.allowed, brief=True)
     if not args.bf16:
         report.compare("parameters", values("parameters"), args.allowed, brief=True)
-    worst = max(others, default=0.0)
-    report.say(f"{len(others)} runs of later sections: worst difference {worst:.1e}")
+    if others:
+        worst = max(others, key=others.get)
+        text = f"{len(others)} runs of later sections; largest diff"
+        report.say(f"{text} {others[worst]:.1e}, of {worst}")
     differ = 0
     for name, training in trainings.items():
         differ += replicas_differ(report, name, runs[name], training.groups)
