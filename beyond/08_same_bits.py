@@ -419,7 +419,7 @@ def show_mlps(report: lesson00.Report, tp_group, alone, args) -> None:
     for name, expected in blocked_alone.items():
         row = {"tensor": name, "elements": f"{expected.numel():,}"}
         row["TP: differ"] = f"{differing(tp[name], tp_alone[name]):,}"
-        row["in blocks: differ"] = differing(blocked[name], expected)
+        row["in blocks: differ"] = f"{differing(blocked[name], expected):,}"
         # Blocks change the order of sums, so they may differ from plain TP, slightly.
         allowed = lesson00.ALLOWED[args.dtype]
         diff = report.agree(
