@@ -274,6 +274,7 @@ def test_steps_of_a_stated_time(run):
             cost *= 2
         assert row["end"] - row["start"] >= cost * 0.99, row
     P, M = run[1], done.data["size"]["M"]
-    bubble = {row["schedule"]: row for row in rows_with(done.data, "/computing")}
+    rows = rows_with(done.data, "schedule", "/computing")
+    bubble = {row["schedule"]: row for row in rows}
     assert float(bubble["1f1b"]["measured"]) > (P - 1) / M * 0.9
     assert f": {least * 1000:g} ms at least" in done.out
