@@ -1892,8 +1892,8 @@ class Report:
             if self.check(f"replicas: {name}, {axis}", diff, text=text):
                 equal += 1
         names = f" ({', '.join(tensors)})" if len(tensors) < 4 else ""
-        text = f"{equal} of {len(tensors)} replicas{names} are bitwise identical"
-        self.say(f"{text} on all ranks of {axis}, after training.")
+        text = f"{equal} of {len(tensors)}{names} are bitwise identical after training."
+        self.say(f"Replicas over {axis}: {text}")
 
     def expect(self, name: str, got: int, formula: str, **size: int) -> dict:
         """Check measured bytes against a formula; size: letters that differ here."""
@@ -2117,6 +2117,8 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     sizes: turns the flags into the numbers of the shape legend, or refuses one.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal may not know ≠
     is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine
     try:
         args = read_flags(parser)
@@ -2143,7 +2145,10 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     except Exception:
         # Ranks whose numbers differ have not made the same calls.
         text = f"rank {os.environ['RANK']}; its last call: {METER.last}"
-        end(f"\n{traceback.format_exc()}{text}", 1)
+        text = f"\n{traceback.format_exc()}{text}"
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # not started by torchrun
+            print(text, file=sys.stderr)
+        end(text, 1)
     dist.barrier()
     dist.destroy_process_group()
     if failures and is_reporter:  # torchrun reports one rank
