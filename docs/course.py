@@ -598,6 +598,18 @@ def clone(docname: str) -> list:
     return [nodes.literal_block(text, text, language="bash")]
 
 
+def leave_out_icons(app, failed) -> None:
+    """The theme's script of icons is 1.6 MB. Its stylesheet has them as a font, too."""
+    script = r"\s*<script [^>]*/fontawesome\.js[^>]*></script>"
+    for page in Path(app.outdir).rglob("*.html"):
+        text = page.read_text("utf-8")
+        without = re.sub(script, "", text)
+        if without != text:
+            page.write_text(without, "utf-8")
+    for left in Path(app.outdir).rglob("fontawesome.js*"):
+        left.unlink()
+
+
 def line_role(name, rawtext, text, lineno, inliner, options=None, content=None):
     """{line}`words <01_naive_mlp_tp Report.expect>`: a link to where that begins."""
     words, lesson, target = re.fullmatch(r"(.+) <(\S+) (\S+)>", text).groups()
@@ -649,4 +661,5 @@ def setup(app):
     if Path(app.srcdir) == DOCS:  # not for the slides
         app.connect("builder-inited", write_notebooks)
         app.connect("source-read", lead_to_pages)
+        app.connect("build-finished", leave_out_icons)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

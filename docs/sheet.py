@@ -200,9 +200,9 @@ SUMS = (
     ("embedding tied to the head, PP", "first and last stage"),
 )
 CHECK = """
-The loss of step 1 is correct and later ones drift: a sum of gradients is missing, or made
-twice. Compare with one process, in float64: the gradients of step 1, then the replicas
-after the step.
+The loss of step 1 is correct and later ones drift: a sum of gradients is missing, or
+made twice. Compare with one process, in float64: the gradients of step 1, then the
+replicas after the step.
 """
 LETTERS = """
 B sequences of a replica per step, S positions, D hidden, F MLP width, N heads, K

@@ -668,8 +668,8 @@ FRAME = f"""player => ({{
 
 
 def check_frames(frames: list[dict], width: int) -> None:
-    """The player keeps its height, no bytes are cut off, no boxes change places (but for
-    narrow ones, where boxes wrap)."""
+    """The player keeps its height, no bytes are cut off, no boxes change places (where
+    they do not wrap, as in a narrow one)."""
     assert max(frame["table"] for frame in frames) <= 0, width
     heights = [frame["height"] for frame in frames]
     assert max(heights) - min(heights) <= 2, (width, heights)
