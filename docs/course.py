@@ -38,6 +38,7 @@ from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).resolve().parent
 SCREEN = 34  # lines
+FEW, AROUND = 3, 3  # lines of an edit, and lines shown around it, on a slide
 ROOT = DOCS.parent
 PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
 PATHS = {path.stem: path for path in PATHS}  # lessons, and scripts of beyond/
@@ -455,7 +456,18 @@ def lesson_output(docname: str, lesson: str, number: str) -> list[nodes.Node]:
 
 
 def edit(docname: str, lesson: str, name: str) -> list[nodes.Node]:
-    return [diff_of(bugs_of(lesson)[name])]
+    """A bug's diff, on a slide: a short one with three lines around it."""
+    bug = bugs_of(lesson)[name]
+    if len(bug["old"].splitlines()) > FEW:
+        return [diff_of(bug)]
+    text = source(Path(bug["file"]).stem if "file" in bug else lesson)
+    before, _, after = text.partition(bug["old"])
+    above = before.splitlines()[-AROUND:]
+    below = after.splitlines()[:AROUND]
+    whole = {}
+    for word in ("old", "new"):
+        whole[word] = "\n".join([*above, *bug[word].splitlines(), *below])
+    return [diff_of(whole)]
 
 
 def symptom(docname: str, lesson: str, name: str) -> list[nodes.Node]:

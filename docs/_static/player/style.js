@@ -165,7 +165,10 @@ export const STYLE = `
   .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
   .axis span { position: absolute; transform: translateX(-50%); }
   .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
+  .slide.attention .cell { font-size: calc(var(--cell) * .3); }
+  .slide.attention .names figcaption { font-size: 1em; }
   .player.slide { --cell-max: 78; --cell-min: 72; border: 0; padding: 0; font-size: 21px; }
+  .player.slide.attention { --cell-max: 116; }
   .slide :is(.head, .controls, .totals, .rule) { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
   .slide .chart { --row: 2.05em; } .slide .track { --gap: .3em; }

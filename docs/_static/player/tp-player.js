@@ -98,7 +98,8 @@ class TPPlayer extends HTMLElement {
     const buttons = [this.first, this.back, this.play, this.next, this.end];
     this.brief = this.slide || this.recording.layout === "brief"; // see brief in style.js
     const kinds = [this.slide && "slide", this.brief && "brief",
-      hasLetters(this.recording) && "letters", this.recording.layout];
+      hasLetters(this.recording) && "letters", this.recording.layout,
+      this.getAttribute("src").match(/attention/)?.[0]];
     const kind = ["player", ...kinds.filter(Boolean)].join(" ");
     this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, ...words), make("span", {}, source)),
