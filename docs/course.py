@@ -38,6 +38,7 @@ from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).resolve().parent
 SCREEN = 34  # lines
+FEW, AROUND = 3, 3  # lines of an edit, and lines shown around it, on a slide
 ROOT = DOCS.parent
 PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
 PATHS = {path.stem: path for path in PATHS}  # lessons, and scripts of beyond/
@@ -458,7 +459,18 @@ def lesson_output(docname: str, lesson: str, number: str) -> list[nodes.Node]:
 
 
 def edit(docname: str, lesson: str, name: str) -> list[nodes.Node]:
-    return [diff_of(bugs_of(lesson)[name])]
+    """A bug's diff, on a slide: a short one with three lines around it."""
+    bug = bugs_of(lesson)[name]
+    if len(bug["old"].splitlines()) > FEW:
+        return [diff_of(bug)]
+    text = source(Path(bug["file"]).stem if "file" in bug else lesson)
+    before, _, after = text.partition(bug["old"])
+    above = before.splitlines()[-AROUND:]
+    below = after.splitlines()[:AROUND]
+    whole = {}
+    for word in ("old", "new"):
+        whole[word] = "\n".join([*above, *bug[word].splitlines(), *below])
+    return [diff_of(whole)]
 
 
 def symptom(docname: str, lesson: str, name: str) -> list[nodes.Node]:
@@ -602,6 +614,18 @@ def clone(docname: str) -> list:
     return [nodes.literal_block(text, text, language="bash")]
 
 
+def leave_out_icons(app, failed) -> None:
+    """The theme's script of icons is 1.6 MB. Its stylesheet has them as a font, too."""
+    script = r"\s*<script [^>]*/fontawesome\.js[^>]*></script>"
+    for page in Path(app.outdir).rglob("*.html"):
+        text = page.read_text("utf-8")
+        without = re.sub(script, "", text)
+        if without != text:
+            page.write_text(without, "utf-8")
+    for left in Path(app.outdir).rglob("fontawesome.js*"):
+        left.unlink()
+
+
 def line_role(name, rawtext, text, lineno, inliner, options=None, content=None):
     """{line}`words <01_naive_mlp_tp Report.expect>`: a link to where that begins."""
     words, lesson, target = re.fullmatch(r"(.+) <(\S+) (\S+)>", text).groups()
@@ -653,4 +677,5 @@ def setup(app):
     if Path(app.srcdir) == DOCS:  # not for the slides
         app.connect("builder-inited", write_notebooks)
         app.connect("source-read", lead_to_pages)
+        app.connect("build-finished", leave_out_icons)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -374,12 +374,71 @@ def commands() -> list[str]:
 
 
 def test_readme_is_short_and_lists_every_lesson_and_script():
-    assert README.count("\n") <= 220
+    """Words as `wc -w` counts them, marks of tables included."""
+    assert len(README.split()) <= 1100
     rows = re.findall(r"^\| \[\d\d .*?\]\((\S+?)\.py\) \|", README, re.M)
-    files = [*jobs.LESSONS, *(f"beyond/{name}" for name in jobs.BEYOND)]
-    assert rows == files
-    for name in files:
-        assert re.search(rf"^torchrun --standalone \S+ {name}\.py$", README, re.M), name
+    assert rows == [*jobs.LESSONS, *(f"beyond/{name}" for name in jobs.BEYOND)]
+
+
+def test_readme_has_first_what_a_newcomer_does_first():
+    """Two sentences, the moving picture, then make demo and seven lines of output."""
+    opening = README.partition("\n\n")[2].partition("\n\n![")[0]
+    assert opening.count(". ") == 1 and opening.endswith(".")
+    before, _, after = README.partition("```bash\nmake demo\n```")
+    assert before.count("![") == 1 and "](assets/mlp.gif)" in before
+    shown = after.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert len([line for line in shown if line != "…"]) == 7
+    titles = re.findall(r"^## (.*)", README, re.M)
+    assert titles == [
+        "Start", "The lessons", "Break it", "Where to begin", "Notebooks",
+        "Beyond the lessons", "Audit your own model", "More",
+    ]  # fmt: skip
+
+
+def ranks_by_the_rule() -> dict[str, int]:
+    """Number of a lesson or script → its ranks, by README's one sentence."""
+    rule = re.search(r"05 on (\d) ranks; (.*) on (\d); all others on (\d)\.", README)
+    of_05, some, of_some, of_others = rule.groups()
+    ranks = {name[:2]: int(of_others) for name in jobs.PATHS}
+    for number in re.findall(r"\d\d", some):
+        assert number in ranks, number
+        ranks[number] = int(of_some)
+    return ranks | {"05": int(of_05)}
+
+
+def test_readme_has_one_command_and_the_rule_for_ranks():
+    """The ranks that each lesson and script names in its own docstring."""
+    (shown,) = re.findall(r"^torchrun .*", README, re.M)
+    ranks = ranks_by_the_rule()
+    for name, path in jobs.PATHS.items():
+        file = path.relative_to(jobs.ROOT)
+        command = f"torchrun --standalone --nproc_per_node={ranks[name[:2]]} {file}"
+        (own,) = re.findall(rf"^ +(torchrun \S+ \S+ {file})$", path.read_text(), re.M)
+        assert own == command
+        assert own == shown or name != "01_naive_mlp_tp"
+
+
+def slugs(path: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+    kept = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
+    return {title.replace(" ", "-") for title in kept}
+
+
+def test_readme_links_to_sections_and_lines_that_exist():
+    """On the web, where a label of the site's own is unknown. (test_site.py looks for
+    the files, and at the links of the site.)"""
+    links = re.findall(r"\]\(([\w/.]+)#([\w-]+)\)", README)
+    assert len(links) >= 10
+    for target, fragment in links:
+        path = ROOT / target
+        if target.endswith(".md"):
+            assert fragment in slugs(path), (target, fragment)
+        else:
+            first, last = re.fullmatch(r"L(\d+)-L(\d+)", fragment).groups()
+            lines = path.read_text().splitlines()
+            assert 1 < int(first) < int(last) <= len(lines)
+            assert lines[int(first) - 2].startswith("# ==== NEW"), target
 
 
 def test_teachers_table_names_definitions_and_bugs_that_exist():
@@ -410,8 +469,9 @@ def test_readme_commands_have_flags_that_exist():
     asked = [line for line in commands() if re.match(r"torchrun .*\.py", line)]
     script = r"torchrun (.*) (?:beyond/)?(\d\d_\w+)\.py(.*)"
     asked = [re.match(script, line) for line in asked]
-    assert {match[2] for match in asked} == set(jobs.PATHS)
-    helps = {lesson: jobs.run_here(lesson, "--help")[1] for lesson in jobs.PATHS}
+    named = {match[2] for match in asked}
+    assert {"01_naive_mlp_tp", "02_transformer_tp", "05_3d_parallel"} <= named
+    helps = {lesson: jobs.run_here(lesson, "--help")[1] for lesson in sorted(named)}
     for match in asked:
         before, lesson, after = match.groups()
         known = re.findall(r"--[a-z-]+", helps[lesson])
@@ -421,14 +481,19 @@ def test_readme_commands_have_flags_that_exist():
 
 def test_the_readme_says_what_each_machine_installs():
     """On Linux pip takes the CUDA build, of gigabytes, unless an index is named. Only a
-    CPU build takes a minute or two."""
-    rows = re.findall(r"^\| (macOS|Linux)(.*?) \| (.*?) \| (.*?) \|$", README, re.M)
+    CPU build takes a minute or two. The table is on the page about running."""
+    start = README.partition("## Start")[2].partition("```")[0]
+    start = " ".join(start.split())
+    assert "an environment of 1.5 GB" in start and "CUDA build, 4.7 GB" in start
+    assert "without an NVIDIA GPU, and in WSL, add `TORCH_INDEX=…`" in start
+    assert "run.md#installing" in start
+    rows = re.findall(r"^\| (macOS|Linux)(.*?) \| (.*?) \| (.*?) \|$", DOCS[0], re.M)
     says = {machine + more: (command, build) for machine, more, command, build in rows}
     mac, gpu, cpu = says.values()
     assert [name.split(",")[0] for name in says] == [
         "macOS", "Linux with an NVIDIA GPU", "Linux without one",
     ]  # fmt: skip
-    assert "TORCH_INDEX=" in cpu[0] and "run.md#installing" in cpu[0]
+    assert "TORCH_INDEX=" in cpu[0] and "1.5 GB" in mac[1] and "4.7 GB" in gpu[1]
     assert "TORCH_INDEX" not in mac[0] + gpu[0]
     for command, build in (mac, cpu):
         assert "CPU build" in build, command

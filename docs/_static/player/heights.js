@@ -38,7 +38,8 @@ export function keepLanes(player) {
   const { step, stage, box } = player;
   if (changes(player)) return;
   const all = () => up_to(player.recording.ranks).map((rank) => player.lane(rank));
-  const size = `${box.clientWidth} ${box.style.getPropertyValue("--cell")}`;
+  const cell = box.style.getPropertyValue("--cell");
+  const size = `${box.clientWidth} ${cell} ${player.brief}`;
   if (player.lanes_measured?.size !== size) {
     const high = all().map(() => 0);
     for (const each of player.stops()) {

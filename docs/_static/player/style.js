@@ -93,10 +93,9 @@ export const STYLE = `
     font-size: clamp(9px, var(--cell) * min(.42, 1.15 / var(--letters)), 24px);
   }
   .cell.leaves { outline: 3px dotted #000; outline-offset: -3px; }
-  .cell.marked { box-shadow: inset 0 0 0 3px #000; font-weight: 700; }
-  /* Bold digits are wider, and a border between two parts takes room as well. */
-  .cell:is(.marked, .beside) {
-    font-size: clamp(9px, var(--cell) * min(.4, 1.2 / var(--letters)), 22px);
+  .cell.marked { box-shadow: inset 0 0 0 3px #000; }
+  .cell.beside { /* a border between two parts takes room */
+    font-size: clamp(9px, var(--cell) * min(.4, 1.4 / var(--letters)), 22px);
   }
   .ring .cell.marked { box-shadow: none; background: #fff; }
   .banded { padding-left: .7rem; }
@@ -166,13 +165,15 @@ export const STYLE = `
   .axis { position: relative; height: 1.3em; font-size: .85em; white-space: nowrap; }
   .axis span { position: absolute; transform: translateX(-50%); }
   .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
+  .slide.attention .cell { font-size: calc(var(--cell) * .3); }
+  .slide.attention .names figcaption { font-size: 1em; }
   .player.slide { --cell-max: 78; --cell-min: 72; border: 0; padding: 0; font-size: 21px; }
+  .player.slide.attention { --cell-max: 116; }
   .slide :is(.head, .controls, .totals, .rule) { display: none; }
   .slide .caption { font-size: 1.25em; min-height: 2.7em; }
   .slide .chart { --row: 2.05em; } .slide .track { --gap: .3em; }
   .slide .bar { font-size: 1.04em; line-height: 1.6; }
-  .slide .cell:is(.marked, .beside) { font-size: calc(var(--cell) * min(.4, 1.5 / var(--letters)));
-    font-weight: 400; }
+  .slide .cell.beside { font-size: calc(var(--cell) * min(.4, 1.5 / var(--letters))); }
   /* Only what is new, or leaves, has its numbers. */
   .slide .cell { line-height: 1.2; } .slide .cell small { font-size: 22px; }
   .slide .closed .cells { font-size: 22px; line-height: 1.2; }
@@ -188,6 +189,9 @@ export const STYLE = `
   .brief .names :is(.cells, figcaption) { flex: none; } .brief .names .cells { order: -1; }
   .brief .names figcaption { font: 400 .75em/1.2 var(--mono); width: auto; min-width: 0;
     white-space: nowrap; margin: 0; }
+  .brief:not(.slide, .paper, .chosen) .lane { grid-template-columns: minmax(0, 1fr); gap: .2em;
+    align-content: start; }
+  .brief:not(.slide, .paper, .chosen) .chip { display: inline; margin-left: .6em; }
   .slide .shape { display: inline-block; font-size: 1.15em; }
   .slide .closed .shape { display: none; }
   .paper { font-size: 15px; color-scheme: light !important; print-color-adjust: exact; }
@@ -214,6 +218,23 @@ export const STYLE = `
       align-content: start; }
     .chip { display: inline; margin-left: .6em; }
   }
+  @container (max-width: 1100px) { /* the bytes: a line per row */
+    .player:not(.slide) td { text-align: left; }
+    thead { display: none; } table, tbody { display: block; } td { padding: 0; }
+    tr { display: flex; flex-wrap: wrap; gap: 0 1em; margin-bottom: .3em; }
+    tbody th { flex: 0 0 100%; font-weight: 700; white-space: normal; }
+    td:nth-last-child(2) { padding-left: 0; white-space: normal; }
+    tbody th::after { content: ": payload so far, bytes"; font-weight: 400; }
+    td::before { content: attr(data-head) ": "; font-weight: 400; }
+  }
+  @container (max-width: 900px) { /* labels of bars are short */
+    .chart { --row: 3.3em; } .bar { line-height: 3; }
+    .track { grid-template-columns: 5.6em 640px; width: max-content; }
+    .track > :first-child { position: sticky; left: -3px; background: var(--back); z-index: 3; }
+    .over > :first-child { visibility: hidden; }
+    .track > :first-child { padding-left: 3px; margin-left: -3px; }
+    .keeps { display: block; line-height: 1; } .keeps i { display: none; }
+  }
   @container (max-width: 600px) {
     .player { padding: .5em .4em; }
     .lane { border-left-width: 6px; padding: .4em .4em .4em 1em; } /* arrows pass there */
@@ -232,17 +253,5 @@ export const STYLE = `
     .boxes { display: flex; flex-wrap: wrap; gap: .2em .4em; }
     :is(.ring, .mesh) .stage { display: block; }
     .count { min-width: 0; }
-    .chart { --row: 3.3em; } .bar { line-height: 3; } td { text-align: left; }
-    .track { grid-template-columns: 5.6em 640px; width: max-content; }
-    .track > :first-child { position: sticky; left: -3px; background: var(--back); z-index: 3; }
-    .over > :first-child { visibility: hidden; }
-    .track > :first-child { padding-left: 3px; margin-left: -3px; }
-    .keeps { display: block; line-height: 1; } .keeps i { display: none; }
-    thead { display: none; } table, tbody { display: block; } td { padding: 0; }
-    tr { display: flex; flex-wrap: wrap; gap: 0 1em; margin-bottom: .3em; }
-    tbody th { flex: 0 0 100%; font-weight: 700; white-space: normal; }
-    td:nth-last-child(2) { padding-left: 0; white-space: normal; }
-    tbody th::after { content: ": payload so far, bytes"; font-weight: 400; }
-    td::before { content: attr(data-head) ": "; font-weight: 400; }
   }
 `;

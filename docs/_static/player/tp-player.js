@@ -21,6 +21,7 @@ import { STYLE } from "./style.js";
 const PAUSE = 2600; // ms that a step stands while playing, at least
 const PER_WORD = 300; // ms to read a word
 const LEAST = 28; // px: how wide a cell is at least
+const READABLE = [31, 44]; // px: a cell with an integer of 13 px, or with −0.12
 
 class TPPlayer extends HTMLElement {
   connectedCallback() {
@@ -97,7 +98,8 @@ class TPPlayer extends HTMLElement {
     const buttons = [this.first, this.back, this.play, this.next, this.end];
     this.brief = this.slide || this.recording.layout === "brief"; // see brief in style.js
     const kinds = [this.slide && "slide", this.brief && "brief",
-      hasLetters(this.recording) && "letters", this.recording.layout];
+      hasLetters(this.recording) && "letters", this.recording.layout,
+      this.getAttribute("src").match(/attention/)?.[0]];
     const kind = ["player", ...kinds.filter(Boolean)].join(" ");
     this.box = make("div", { ...group, class: kind, "aria-label": `player: ${title}` },
       make("div", { class: "head" }, make("b", {}, ...words), make("span", {}, source)),
@@ -227,10 +229,12 @@ class TPPlayer extends HTMLElement {
     const closed = this.closedLetters() * 0.46 * font;
     const narrow = this.box.clientWidth < 620;
     const room = boxes.clientWidth - 8;
+    this.chooseBrief(narrow, (2 * (room - closed)) / this.places.halves);
+    const least = this.brief && !this.slide ? this.readable() : LEAST; // boxes may wrap
     const fits = this.brief && !narrow ? cellOfBrief(this, room, font)
       : narrow ? room / this.widestCells() - 2
       : (2 * (room - closed)) / this.places.halves;
-    const enough = parseFloat(style.getPropertyValue("--cell-min")) || LEAST;
+    const enough = parseFloat(style.getPropertyValue("--cell-min")) || least;
     let cell = Math.floor(Math.max(enough, Math.min(most, fits)));
     this.box.style.setProperty("--closed", `${closed}px`);
     this.box.style.setProperty("--halves", this.places.halves);
@@ -245,6 +249,20 @@ class TPPlayer extends HTMLElement {
       else lane.removeAttribute("tabindex");
     }
     drawArrows(this);
+  }
+
+  /** Where numbers would be too small to read, what is not used any more is a name. */
+  chooseBrief(narrow, cell) {
+    if (this.slide || this.recording.layout) return; // decided by build
+    this.brief = !narrow && !this.box.matches(".paper") && cell < this.readable();
+    for (const kind of ["brief", "chosen"]) this.box.classList.toggle(kind, this.brief);
+  }
+
+  /** How wide a cell has to be for its numbers. */
+  readable() {
+    const made = this.events.flatMap(({ ranks }) => ranks.flatMap((part) => part.makes ?? []));
+    const points = made.some(({ values }) => values && texts(values).join().includes("."));
+    return READABLE[Number(points)];
   }
 
   /** On a slide there is nothing below the player's last line. */
@@ -332,6 +350,9 @@ class TPPlayer extends HTMLElement {
     const column = (box) => box.style.gridColumn;
     const since = (box) => this.places.steps[this.step].get(box.dataset.name)?.from ?? 0;
     boxes.sort((a, b) => parseInt(column(a)) - parseInt(column(b)) || since(a) - since(b));
+    if (this.brief && !this.slide) // what has just been made may be used now
+      for (const box of boxes)
+        if (this.step > 1 && since(box) === this.step - 1) box.classList.remove("aside");
     const asides = boxes.filter((box) => this.brief && box.classList.contains("aside"))
       .sort((a, b) => since(a) - since(b));
     const others = boxes.filter((box) => !asides.includes(box));
