@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -21,8 +22,17 @@ import pytest
 import torch
 from audit import command, faults, from_full, rank, subjects
 from audit.case import Case
-from audit.compare import FullModel, Kind, Relation, Ruler, piece_of
-from audit.record import Dropouts, Point, Trace, add_hooks, drop_rate, outputs_of
+from audit.compare import FullModel, Kind, Relation, Ruler, piece_of, wrong_share
+from audit.record import (
+    Dropouts,
+    Facts,
+    Point,
+    Step,
+    Trace,
+    add_hooks,
+    drop_rate,
+    outputs_of,
+)
 from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
@@ -378,7 +388,8 @@ def case_of_no_rank(point) -> SimpleNamespace:
     """What tests of faults ask, and are told nothing."""
     none = lambda *_: []
     return SimpleNamespace(
-        ranks=2, first=SimpleNamespace(has=[]), pieces=[{}], order=[point],
+        ranks=2, first=SimpleNamespace(has=[], is_forward_only=False),
+        pieces=[{}], order=[point],
         full=Trace(), ruler=Ruler(2, 1e-9), holders=none,
         replica_sets=none, compared=lambda *_: ([], []),
         grad_scale=lambda right: 1.0,
@@ -434,6 +445,67 @@ def test_a_partial_sum_of_a_shared_piece():
     assert str(how) == "partial Shard(0) of ranks that share a piece"
     how = Ruler(4, 1e-9).relation([*tensors[:3], tensors[3] + 1], expected)
     assert how.kind is not Kind.PARTIAL
+
+
+def test_a_wrong_element_is_no_permutation():
+    """With the wide limit of bfloat16, too."""
+    case = SimpleNamespace(ruler=Ruler(2, 1e-3), replica_sets=lambda name: [[0, 1]])
+    case.are_slices = lambda *_: False
+    right = torch.linspace(1, 2, 16).double()
+    off = right.clone()
+    off[-1] += 2e-3
+    relation_of = lambda x: Case.rare_relation(case, "weight", [x, x], [right] * 2, 4.0)
+    assert relation_of(off).kind is Kind.UNEXPLAINED
+    assert relation_of(right.roll(1)).kind is Kind.PERMUTED
+
+
+def test_how_many_elements_are_wrong():
+    """No number is said where there is none: nan, nothing off, few of many."""
+    right = [torch.ones(1000).double()] * 2
+    off = right[0].clone()
+    off[0] = 3
+    assert wrong_share(right, right, 1e-9) == ""
+    assert wrong_share([off, right[0]], right, 1e-9).endswith("by rank: <1% 0%")
+    off[1] = math.nan
+    assert wrong_share([off, right[0]], right, 1e-9).endswith("by rank: nan 0%")
+
+
+def case_of_losses(*losses: float) -> SimpleNamespace:
+    own = [Trace(loss=loss) for loss in losses]
+    return SimpleNamespace(own=own, full=Trace(loss=2.0), ranks=len(own))
+
+
+def test_a_loss_that_is_nan_is_named_first():
+    loss = subjects.Loss(case_of_losses(math.nan, 2.5), [])
+    first = next(f for f in faults.FAULTS if f.of is subjects.Loss and f.test(loss))
+    assert first.key == "loss nan" and loss.is_nan() == "it is nan on ranks [0]"
+    assert not subjects.Loss(case_of_losses(2.5, 2.5), []).is_nan()
+
+
+def test_two_passes_of_one_batch():
+    """A gradient that two equal passes give differently is a race, or a memory."""
+    right = {"weight": torch.ones(3).double()}
+    wrong = {"weight": torch.tensor([1.0, 2, 3]).double()}
+    full = Trace(grads=right, steps=[Step(0.0, right)])
+    own = [Trace(grads=right, steps=[Step(0.0, right)])]
+    own += [Trace(grads=wrong, steps=[Step(0.0, again)]) for again in (wrong, right)]
+    case = SimpleNamespace(full=full, ruler=Ruler(3, 1e-9), owner=lambda name: "")
+    case.grad_scale = lambda right: 1.0
+    case.holders = lambda name: [0, 1, 2]
+
+    def compared(name, what, step=None):
+        traces = own if step is None else [trace.steps[step] for trace in own]
+        held = [trace.grads[name] for trace in traces]
+        return held, [(full if step is None else full.steps[0]).grads[name]] * 3
+
+    case.compared = compared
+    case.unsteady = lambda name: Case.unsteady(case, name)
+    found = subjects.TwoPasses(case, "weight")
+    assert found.differ() == "two equal passes differ on ranks [2]"
+    full.steps[0] = Step(0.0, wrong)  # the full model has random numbers
+    assert found.differ() == ""
+    full.steps.clear()  # only forward was run
+    assert found.differ() == ""
 
 
 def test_replicas_of_one_piece_of_several():
@@ -896,6 +968,62 @@ def test_every_tensor_that_a_module_returns_is_recorded():
         assert list(found) == list(expected)
 
 
+RETURNS = [  # a function of the file, what it returns, and what is said of it
+    ("build", nn.Linear, "returned the class Linear: it has to return the full model"),
+    ("build", None, "returned None: it has to return the full model, an nn.Module"),
+    ("build", nn.Linear(2, 2, device="meta"), "left weight on the meta device, with"),
+    ("batch", {"ids": 1, "labels": 2}, "returned a dict: it has to return inputs and"),
+    ("batch", {"ids": 1}, "if the inputs have the labels: (inputs, None)"),
+    ("batch", torch.ones(3, 2), "returned a tensor of shape [3, 2]: it has to return"),
+    ("batch", (1, 2, 3), "returned a tuple of length 3: it has to return inputs and"),
+    ("loss", torch.ones(2, 6), "returned a tensor of shape [2, 6]: it has to return a"),
+    ("loss", 0.5, "returned a float: it has to return a tensor with one number"),
+    ("parallelize", "model", "returned a str: it has to return the parallel model, or"),
+]
+
+
+@pytest.mark.parametrize("name, made, says", RETURNS)
+def test_what_a_users_function_returns_is_checked(name, made, says):
+    """One line: the function, its line, what it returned and what it has to return."""
+    args = SimpleNamespace(seed=1, dtype="float64")
+    counter = SimpleNamespace(report=lambda phase: None, counting=nullcontext)
+    returns = lambda *_: made
+    if name == "loss":
+        returns = lambda output, target: made
+    subject = SimpleNamespace(**{name: returns})
+    run = rank.Run(subject, nn.Identity(), None, None)
+    calls = {
+        "build": lambda: rank.Builder(subject, args, counter, "cpu"),
+        "batch": lambda: rank.prepare_batch(subject, 0, args, "cpu"),
+        "loss": lambda: run.loss(torch.ones(2), None),
+        "parallelize": lambda: rank.parallelize(
+            subject, nn.Identity(), None, Facts(Trace(), Trace()), counter, args
+        ),
+    }
+    with pytest.raises(TypeError) as error:
+        calls[name]()
+    text = str(error.value)
+    assert says in text and text.count("\n") == 0
+    line = returns.__code__.co_firstlineno
+    assert text.startswith(f"{name}() (line {line} of test_audit.py) ")
+
+
+def test_a_loss_of_one_argument_is_refused():
+    subject = SimpleNamespace(loss=lambda output: output.sum())
+    run = rank.Run(subject, nn.Identity(), None, None)
+    with pytest.raises(TypeError, match=r"^loss\(\) \(line \d+ of .*take output and"):
+        run.loss(torch.ones(2), None)
+
+
+def test_a_name_that_is_misspelt_is_told(tmp_path, capsys):
+    """Not by the word: parallelize_module contains parallelize."""
+    path = tmp_path / "my_model.py"
+    path.write_text(PLAN.replace("def parallelize(", "def parallelise("))
+    assert command.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("does not define parallelize; is it parallelise, in line 9?\n")
+
+
 def test_what_a_users_file_may_define():
     """A tuple as output, a loss that gets the model, an optimizer that gets names."""
     model = nn.Linear(4, 4)
@@ -1002,6 +1130,63 @@ def test_a_full_model_that_communicates_is_no_reference(forked_ranks, tmp_path, 
     assert command.main([str(path), "--ranks", "2"]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "calls collectives" not in said and "forward all-reduce" not in said, said
+
+
+SERVED = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, torch
+lesson = importlib.import_module("01_naive_mlp_tp")
+gather = importlib.import_module("00_collectives").all_gather
+
+class Served(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.head = lesson.MLP(8, 16), torch.nn.Linear(8, 12)
+        self.group = None
+    @torch.no_grad()
+    def forward(self, x):
+        y = self.head(self.mlp(x))
+        if self.group is not None and {bug!r} != "argmax":
+            y = gather(y, -1, self.group)
+        return y.argmax(-1) if {ids} else y
+
+def build():
+    return Served()
+
+def parallelize(model, group):
+    model.group = group
+    model.mlp = lesson.tp_mlp(model.mlp, group)
+    model.head = lesson.ColumnParallelLinear(model.head, group)
+    return model
+
+def batch(step):
+    return torch.randn(2, 6, 8), torch.randn(2, 6, 12)
+"""
+
+
+@pytest.mark.parametrize("ids, bug, says", [
+    (False, "", "not compared: gradients: nothing to compare, only forward was run"),
+    (True, "", "RIGHT my_model.py"),
+    (True, "argmax", "An argmax, a top-k or a sampling needs the columns of all"),
+])  # fmt: skip
+def test_a_model_that_is_served(forked_ranks, tmp_path, capsys, ids, bug, says):
+    """It has no backward: parameters, buffers and forward are compared."""
+    path = tmp_path / "my_model.py"
+    path.write_text(SERVED.format(root=str(jobs.ROOT), ids=ids, bug=bug))
+    code = command.main([str(path), "--timeout", "100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == (1 if bug else 0) and says in said, said
+    assert "gradients: nothing to compare" in said
+
+
+def test_forward_alone_is_compared_if_asked_for(forked_ranks, tmp_path, capsys):
+    """A trained model without f would be WRONG; served, it is right."""
+    path = tmp_path / "my_model.py"
+    path.write_text(MISSING_F.format(root=str(jobs.ROOT), wrong="pass"))
+    assert command.main([str(path), "--forward", "--timeout", "100"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gradients: nothing to compare" in said and "backward" not in said
 
 
 @pytest.mark.parametrize("drop", [

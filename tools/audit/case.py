@@ -17,6 +17,7 @@ from .compare import (
     equal_ones,
     is_right,
     is_wrong,
+    largest_off,
     numbers,
     piece_of,
     pieces_of,
@@ -438,6 +439,22 @@ class Case:
             found = self.of_uses(name, grads, scale)
         return found or self.rare_relation(name, grads, right, scale)
 
+    def unsteady(self, name: str) -> list[int]:
+        """The ranks whose gradient is another one in the first step of training than in
+        the first pass, which have the same batch and the same parameters."""
+        if not self.full.steps:
+            return []
+        first, right = self.compared(name, "grads")
+        again, expected = self.compared(name, "grads", 0)
+        scale = self.grad_scale(right)
+        if not self.ruler.all_near(expected, right, scale):
+            return []  # in the full model as well
+        found = []
+        for rank, x, y in zip(self.holders(name), first, again):
+            if x is not None and y is not None and not self.ruler.near(x, y, scale):
+                found.append(rank)
+        return found
+
     def grad_scale(self, right: list[Tensor]) -> float:
         """What differences are compared with: the parameter's largest gradient."""
         scale = max([e.abs().max().item() for e in right if e.numel()], default=0.0)
@@ -556,8 +573,11 @@ class Case:
             if is_others and not near(grad, right[place], scale):
                 return Relation(Kind.OTHERS)
         sorted_grads = [sorted_of(g) for g in grads]
-        if self.ruler.all_near(sorted_grads, [sorted_of(e) for e in right], scale):
-            return Relation(Kind.PERMUTED)
+        sorted_right = [sorted_of(e) for e in right]
+        if self.ruler.all_near(sorted_grads, sorted_right, scale):
+            # A wide limit (bfloat16) makes nearly all a permutation of nearly all.
+            if largest_off(grads, right) > 10 * largest_off(sorted_grads, sorted_right):
+                return Relation(Kind.PERMUTED)
         if self.are_slices(grads, right, scale):
             return Relation(Kind.SLICES)
         for ranks in self.replica_sets(name):
@@ -591,6 +611,8 @@ class Case:
                 word = "rows" if e.dim() > 1 else "elements"
                 rows.append(f"{word} {found} of {len(e)} on rank {rank}")
         text = wrong_share(grads, right, limit)
+        if not text:
+            return ""
         return text + (f", in {' and '.join(rows)}" if rows else "")
 
     def column_partial(self, reader: str, rank: int) -> Tensor | None:

@@ -109,6 +109,38 @@ def make_values_unique(model: nn.Module) -> None:
         p.data.copy_(piece.view(p.shape))
 
 
+def refuse(subject, name: str, did: str, expected: str) -> None:
+    """Raise an error that names a function of the user's file, and its line."""
+    code = getattr(getattr(subject, name), "__code__", None)
+    place = ""
+    if code is not None:
+        place = f" (line {code.co_firstlineno} of {Path(code.co_filename).name})"
+    raise TypeError(f"{name}(){place} {did}: it has to {expected}")
+
+
+def in_short(x) -> str:
+    """What a function has returned, in a few words."""
+    if isinstance(x, type):
+        return f"returned the class {x.__name__}"
+    if torch.is_tensor(x):
+        return f"returned a tensor of shape {list(x.shape)}"
+    if x is None:
+        return "returned None"
+    article = "an" if type(x).__name__[0] in "aeiou" else "a"
+    size = f" of length {len(x)}" if isinstance(x, (tuple, list)) else ""
+    return f"returned {article} {type(x).__name__}{size}"
+
+
+def check_model(subject, name: str, model, expected: str) -> None:
+    """Refuse what is no model, and a model without values."""
+    if not isinstance(model, nn.Module):
+        refuse(subject, name, in_short(model), expected)
+    for tensor, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_meta:
+            did = f"left {tensor} on the meta device, without values"
+            refuse(subject, name, did, expected)
+
+
 class Builder:
     """Builds the full model several times.
 
@@ -133,6 +165,8 @@ class Builder:
             restore()
         torch.manual_seed(self.args.seed)
         model = self.subject.build()
+        expected = "return the full model, an nn.Module with values: return Model()"
+        check_model(self.subject, "build", model, expected)
         convert_model(model, self.device, getattr(torch, self.args.dtype))
         make_values_unique(model)
         return model
@@ -188,12 +222,28 @@ class Run:
         logits in it (of Hugging Face)."""
         loss_of = self.of_user("loss")
         if loss_of is None:
-            return default_loss(outputs_of(output).get(""), target)
+            found = outputs_of(output)
+            if "" not in found:  # token ids, of a model that is served
+                return one_number(outputs_of(output, True).get(""))
+            return default_loss(found[""], target)
+        loss = self.call_loss(loss_of, output, target)
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            expected = "return a tensor with one number, a mean or a sum"
+            refuse(self.subject, "loss", in_short(loss), expected)
+        return loss
+
+    def call_loss(self, loss_of, output, target) -> Tensor:
+        """Call the user's loss with as many arguments as it takes."""
         more = {}
         known = inspect.signature(loss_of).parameters
         if "model" in known:
             more["model"] = self.model
         rest = [target, self.tp_group] if len(known) - len(more) > 2 else [target]
+        try:
+            inspect.signature(loss_of).bind(output, *rest, **more)
+        except TypeError as error:
+            expected = "take output and target"
+            refuse(self.subject, "loss", f"cannot be called ({error})", expected)
         try:
             return loss_of(output, *rest, **more)
         except (AttributeError, TypeError):
@@ -203,6 +253,8 @@ class Run:
 
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Backward, and the sums of gradients that the user's training makes."""
+        if self.is_forward_only():
+            return
         loss.backward()
         names = ["after_each_backward"]
         if is_last:
@@ -211,6 +263,9 @@ class Run:
             function = self.of_user(name)
             if function is not None and self.tp_group is not None:
                 function(self.model)
+
+    def is_forward_only(self) -> bool:
+        return getattr(self.args, "forward", False)
 
     def step(self, batch: tuple, is_last: bool = True) -> Step:
         _, loss = self.forward(batch)
@@ -284,6 +339,14 @@ def default_loss(output, target) -> Tensor:
     return F.mse_loss(output, target)
 
 
+def one_number(x: Tensor | None) -> Tensor:
+    """Of integers, of which there is no loss: another number for other ones."""
+    if x is None:
+        raise TypeError("the model returns no tensor: define loss(output, target)")
+    places = torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device)
+    return (x.flatten() * places).mean() / x.numel()
+
+
 def prepare_batch(subject, step: int, args, device: str) -> tuple:
     """The user's batch: inputs (a tuple or a dict) and target, in the run's dtype."""
     torch.manual_seed(args.seed + 1000 + step)
@@ -293,7 +356,12 @@ def prepare_batch(subject, step: int, args, device: str) -> tuple:
             return x.to(device, getattr(torch, args.dtype))
         return x.to(device) if torch.is_tensor(x) else x
 
-    inputs, target = subject.batch(step)
+    made = subject.batch(step)
+    expected = "return inputs and target; if the inputs have the labels: (inputs, None)"
+    is_pair = isinstance(made, (tuple, list)) or torch.is_tensor(made)
+    if not is_pair or len(made) != 2:
+        refuse(subject, "batch", in_short(made), expected)
+    inputs, target = made
     if isinstance(inputs, dict):
         inputs = dict(inputs)
     else:
@@ -337,6 +405,10 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     facts.batch = [x.cpu() for x in tree_leaves(batches[0]) if torch.is_tensor(x)]
     counter.report("the full model")
     alone = CallCounter()
+    _, loss = builder.another().forward(batches[0])
+    # A model that is served has no backward (no_grad, frozen weights, token ids).
+    args.forward = getattr(args, "forward", False) or not loss.requires_grad
+    facts.is_forward_only = args.forward
     facts.noise, facts.rounding = noise_of(builder.another, batches[0], args)
     facts.use_grads = grads_of_uses(builder.another, batches[0], facts.full.tied)
     run_passes(reference, batches, facts.full, alone)
@@ -345,7 +417,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     counter.report("a full step")
     optimizer = None
     with contextlib.suppress(Exception):  # parallelize may make it
-        optimizer = reference.optimizer()
+        optimizer = None if args.forward else reference.optimizer()
     if optimizer is not None:  # before parallelize, which may change classes or globals
         train_full(reference, optimizer, batches, facts, alone)
     model = parallelize(subject, builder.first, tp_group, facts, counter, args)
@@ -357,10 +429,11 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     run_passes(run, batches, facts.own, counter)
     counter.report("the search for unused copies")
     facts.own.unused = unused_copies(run, batches[0], facts.own)
-    counter.report("optimizer()")
-    if optimizer is None:
-        train_full(reference, reference.optimizer(), batches, facts, alone)
-    compare_steps(run, batches, facts, counter)
+    if not args.forward:
+        counter.report("optimizer()")
+        if optimizer is None:
+            train_full(reference, reference.optimizer(), batches, facts, alone)
+        compare_steps(run, batches, facts, counter)
     facts.calls = dict(counter.calls)
     if dist.get_rank() > 0:  # rank 0 has the same
         facts.full = Trace(parts=facts.full.parts, changed=facts.full.changed)
@@ -378,7 +451,10 @@ def parallelize(subject, full, tp_group, facts: Facts, counter, args) -> nn.Modu
         text = str(warning.message).partition("\n")[0]
         if warning.category is UserWarning and text not in facts.warnings:
             facts.warnings.append(text)
-    return full if model is None else model
+    model = full if model is None else model
+    expected = "return the parallel model, or None if it has changed the full one"
+    check_model(subject, "parallelize", model, expected)
+    return model
 
 
 def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
@@ -399,7 +475,10 @@ def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
         second = run.step(batches[1])
         trace.summed = second.grads
         trace.second_loss = second.loss
-    run_in_train_mode(run, batches[0], trace, counter)
+    if run.is_forward_only():
+        trace.kept = trace.grads
+    else:
+        run_in_train_mode(run, batches[0], trace, counter)
     run.clear()
 
 
@@ -510,7 +589,8 @@ def noise_of(another, batch: tuple, args) -> tuple[float, float]:
     off = [(x - y).abs().max().item() for x, y in zip(changed, right)]
     sizes = [x.abs().max().item() for x in right]
     largest = max(sizes) or 1.0
-    of_each = [x / size for x, size in zip(off, sizes) if size > 1e-2 * max(sizes[1:])]
+    most = max(sizes[1:], default=0.0)
+    of_each = [x / size for x, size in zip(off, sizes) if size > 1e-2 * most]
     return max(off) / largest, max(of_each, default=0.0)
 
 

@@ -152,6 +152,7 @@ class Facts:
     not_in_optimizer: list[str] = field(default_factory=list)
     # Names of what the user's file defines, and of the classes of modules.
     has: list[str] = field(default_factory=list)
+    is_forward_only: bool = False  # no gradient is compared
     is_clipped: bool = False  # was the norm in some step above --clip?
     warnings: list[str] = field(default_factory=list)  # in parallelize
     calls: dict[str, int] = field(default_factory=dict)
@@ -320,7 +321,10 @@ def outputs_of(output, is_model: bool = False) -> dict[str, Tensor]:
     main = "output logits"
     if not (hasattr(output, "logits") and main in found):
         main = next(iter(found), "")
-    return {"": found.pop(main), **found, **integers} if found else {}
+    found = found or integers
+    main = main if main in found else next(iter(found), "")
+    rest = {slot: x for slot, x in (found | integers).items() if slot != main}
+    return {"": found[main], **rest} if found else {}
 
 
 def add_hooks(model: nn.Module, renamed: dict[str, str], enter, leave) -> list:

@@ -319,6 +319,12 @@ class Output(Subject):
                     return f"{point} is partial"
         return ""
 
+    def of_ids(self) -> bool:
+        """Are these the token ids that the model returns?"""
+        is_whole = (self.expected == self.expected.round()).all()
+        is_last = not self.point.module and not self.point.is_input
+        return bool(is_last and is_whole and self.case.first.is_forward_only)
+
     def in_attention(self) -> bool:
         """Is this an attention, by its name or by that of the linear of its keys?"""
         classes = self.case.full.classes
@@ -440,10 +446,14 @@ class Loss(Subject):
         texts = ["all modules are right", *notes]
         if abs(ratio - 1) > 1e-3:
             texts.append(f"it is {ratio:.4g} times the right one")
+        self.nan = [rank for rank, loss in enumerate(losses) if loss != loss]
         if len(set(losses)) > 1:
             texts.append(f"it differs between ranks: {numbers(losses)}")
         self.seen = "; ".join(texts)
         self.losses = losses
+
+    def is_nan(self) -> str:
+        return f"it is nan on ranks {self.nan}" if self.nan else ""
 
     def is_part(self) -> str:
         """Is it each rank's own part, so that only their sum or mean is right?"""
@@ -726,7 +736,7 @@ class Gradient(Subject):
         self.arrives = case.arrival(name)
         self.is_fed_right = self.is_right_arrival(self.arrives)
         self.is_apart = False  # from the first wrong gradient in backward
-        texts = [case.wrong_elements(name)]
+        texts = [*filter(None, [case.wrong_elements(name)])]
         if self.arrives is not None:
             words = str(self.arrives)
             if self.is_fed_right and self.arrives.kind is Kind.FACTOR:
@@ -867,6 +877,15 @@ class Gradient(Subject):
                 words = "zero" if e[rows].any() else "not zero"
                 found.append(f"row {rows[0]} on rank {rank} is {words}")
         return f"{' and '.join(found)}, unlike in the full model" if found else ""
+
+
+class TwoPasses(Subject):
+    """A parameter whose gradient is wrong, or not the same in each pass."""
+
+    def differ(self) -> str:
+        """Two passes of one batch have equal parameters, and other gradients."""
+        ranks = self.case.unsteady(self.where)
+        return f"two equal passes differ on ranks {ranks}" if ranks else ""
 
 
 class OtherBatch(Subject):
@@ -1158,6 +1177,11 @@ class Update(Subject):
         said = f"its gradient in step {self.number + 1} is wrong on rank"
         return f"{said} {wrong[0]}" if wrong else ""
 
+    def differs_in_first_step(self) -> str:
+        """Is the gradient wrong in a step that repeats the first pass?"""
+        ranks = self.case.unsteady(self.where) if self.number == 0 else []
+        return f"two equal passes differ on ranks {ranks}" if ranks else ""
+
     def without_gradient(self) -> str:
         """Is there no gradient on some ranks, although the full model has one?"""
         held, _ = self.case.compared(self.where, "clipped", self.number)
@@ -1192,8 +1216,29 @@ class Update(Subject):
         return is_missing
 
     def apart(self) -> bool:
-        is_wrong_here = self.is_wrong or self.where in self.case.unmatched
-        return is_wrong_here and self.are_apart()
+        return self.is_wrong and self.are_apart()
+
+    def grads_apart(self) -> str:
+        """Of a parameter that cannot be compared: do the gradients of replicas differ
+        already? Only their replicas can be compared."""
+        if not self.apart_unmatched():
+            return ""
+        grads, _ = self.case.compared(self.where, "grads", self.number)
+        for places in self.case.replica_sets(self.where):
+            first = grads[places[0]]
+            for place in places:
+                other = grads[place]
+                if first is None or other is None:
+                    is_same = first is other
+                else:
+                    is_same = self.case.ruler.near(other, first, scale_of(first))
+                if not is_same:
+                    ranks = [self.ranks[places[0]], self.ranks[place]]
+                    return f"ranks {ranks} have different gradients"
+        return ""
+
+    def apart_unmatched(self) -> bool:
+        return self.where in self.case.unmatched and self.are_apart()
 
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
