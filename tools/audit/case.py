@@ -385,6 +385,20 @@ class Case:
             held.append(getattr(trace, what).get(name))
         return held, [self.expected(rank, name, self.vectors[key]) for rank in ranks]
 
+    def state_of(self, key: str, name: str) -> list[tuple]:
+        """What the ranks' optimizers keep of a parameter: (rank, held, right)."""
+        full = self.full.kept_state.get(key, {})
+        if self.owner_in_full(name) not in full:
+            return []
+        vector = self.model.vector({n: full.get(n) for n in self.model.names})
+        found = []
+        for rank in self.holders(name):
+            held = self.own[rank].kept_state.get(key, {}).get(name)
+            right = self.expected(rank, name, vector)
+            if held is not None and held.shape == right.shape:
+                found.append((rank, held, right))
+        return found
+
     def fill_unused(self, name: str, grads: list, right: list, scale: float) -> None:
         """A rank that does not use its copy has no gradient of it (a bias that rank 0
         adds). This is right if the others' is and no loss depends on the copy, which is

@@ -26,6 +26,7 @@ from .subjects import (
     Parameter,
     Recomputed,
     Start,
+    State,
     Step,
     TrainBuffer,
     TrainLoss,
@@ -576,6 +577,13 @@ FAULTS = [
       "function that gets gradients instead of parameters scales nothing, and a local "
       "norm gives each rank a factor of its own.",
       "lesson 02, clip_gradients"),
+    F(State, "optimizer state", State.wrong,
+      "The parameters are right after all steps, and what the optimizer keeps of this "
+      "one (a momentum, an average of weights) is not.",
+      "Each rank keeps the state of its own piece, with the same rates: look for a "
+      "broadcast of shards, for a state that was loaded from another rank, and for a "
+      "rate that depends on the rank.",
+      "notebook 12, fault 8"),
     F(Update, "two passes differ", Update.differs_in_first_step,
       "The gradient is right in one pass of the first batch and wrong in another, with "
       "the same parameters: the result of an asynchronous collective may be used "

@@ -370,6 +370,16 @@ class Search:
                         self.look(update)
                     if update.is_noise and name not in self.noisy:
                         self.noisy.append(name)
+        if not self.findings:
+            self.check_state()
+
+    def check_state(self) -> None:
+        """What the optimizer keeps: it may be used later, or for evaluation."""
+        case = self.case
+        for key in case.full.kept_state:
+            for name in case.matched:
+                if name not in self.noisy:
+                    self.look(subjects.State(case, name, key))
 
     def list_not_compared(self, is_right: bool) -> None:
         """What RIGHT is not said of."""
@@ -405,6 +415,8 @@ class Search:
         if 1e4 * case.ruler.allowed >= 1:
             found.append("updates that are small next to the parameters")
         add("updates by rounding errors alone", self.noisy)
+        kept = [f"`{key}`" for key in case.own[0].other_state]
+        add("tensors of other shapes that the optimizer keeps", kept)
         if case.first.is_forward_only:
             return
         if "clip" not in case.first.has:

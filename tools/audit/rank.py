@@ -619,6 +619,7 @@ def train_full(reference: Run, optimizer, batches: list, facts: Facts, alone) ->
     for batch in batches[: reference.args.steps]:
         train(reference, optimizer, batch, facts.full, alone, None)
         facts.is_clipped |= facts.full.steps[-1].norm > reference.args.clip
+    record_optimizer(reference, optimizer, facts.full)
     calls = [name for name in alone.calls if not name.startswith("optimizer")]
     if calls:
         raise RuntimeError(
@@ -636,9 +637,43 @@ def compare_steps(run: Run, batches: list, facts: Facts, counter) -> None:
     states = states_of(run.model, run.renamed)
     for batch, full in zip(batches, facts.full.steps):
         train(run, optimizer, batch, facts.own, counter, full.norm)
+    record_optimizer(run, optimizer, facts.own)
     for state in states:  # an optimizer's hook may change some
         if state.is_buffer and not state.is_same():
             facts.own.odd_buffers.add(state.name)
+
+
+def record_optimizer(run: Run, optimizer, trace: Trace) -> None:
+    """What the optimizer keeps of each parameter: momentum, averages of weights.
+
+    In its `state`, or in an attribute that has a tensor for each of its parameters.
+    """
+    groups = getattr(optimizer, "param_groups", [])
+    trained = [p for group in groups for p in group["params"]]
+    named = run.model.named_parameters()
+    names = {p: plain_name(name, run.renamed) for name, p in named}
+    pairs = {}  # what → (parameter, tensor) of each
+    for p in trained:
+        for key, x in getattr(optimizer, "state", {}).get(p, {}).items():
+            pairs.setdefault(key, []).append((p, x))
+    for key, value in getattr(optimizer, "__dict__", {}).items():
+        tensors = list(value.values()) if isinstance(value, dict) else value
+        is_own = key not in ("state", "param_groups", "defaults")
+        if not is_own or not isinstance(tensors, (list, tuple)):
+            continue
+        if tensors and all(map(torch.is_tensor, tensors)):
+            if len(tensors) == len(trained):
+                pairs[key] = list(zip(trained, tensors))
+            else:
+                trace.other_state.append(key)
+    for key, found in pairs.items():
+        for p, x in found:
+            is_tensor = torch.is_tensor(x) and x.is_floating_point() and x.numel() > 1
+            if is_tensor and p in names and local_part(x).shape == local_part(p).shape:
+                own = trace.kept_state.setdefault(key, {})
+                own[names[p]] = local_part(x).double().clone()
+            elif is_tensor and key not in trace.other_state:
+                trace.other_state.append(key)
 
 
 def not_trained(run: Run, optimizer) -> list[str]:

@@ -96,6 +96,9 @@ class Trace:
     kept_loss: float = 0.0  # in train mode, but nothing is dropped
     kept: dict[str, Tensor | None] = field(default_factory=dict)  # its gradients
     steps: list[Step] = field(default_factory=list)
+    # After the steps: what the optimizer keeps → parameter → its tensor.
+    kept_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    other_state: list[str] = field(default_factory=list)  # tensors of other shapes
 
     def point(self, point: Point) -> Point:
         """The name under which a tensor with several names was recorded."""

@@ -1080,6 +1080,28 @@ class Step(Subject):
         return "clip()", f"after it the gradients are on average {words}"
 
 
+class State(Subject):
+    """What the optimizer keeps of a parameter, if all parameters are right."""
+
+    def __init__(self, case: Case, name: str, key: str):
+        super().__init__(case, name)
+        self.key = key
+
+    def wrong(self) -> str:
+        case = self.case
+        full = case.full.kept_state[self.key].values()
+        least = 1e-6 * max(scale_of(x) for x in full)  # of rounding errors alone
+        wrong = []
+        found = case.state_of(self.key, self.where)
+        for rank, held, right in found:
+            if not case.ruler.near(held, right, 10 * max(scale_of(right), least)):
+                wrong.append(rank)
+        if not wrong:
+            return ""
+        count = len(case.full.steps)
+        return f"`{self.key}` after {count} steps is wrong on ranks {wrong}"
+
+
 class Update(Subject):
     """A parameter that is wrong after a step, or whose gradient is before it."""
 
@@ -1090,7 +1112,12 @@ class Update(Subject):
         self.ranks = case.holders(name)
         self.after, self.right = case.compared(name, "after", number)
         self.is_noise = False  # does it differ only where rounding errors moved it?
-        self.is_wrong = bool(self.wrong_ranks("after"))
+        wrong = self.wrong_ranks("after")
+        self.is_wrong = bool(wrong)
+        if 0 < len(wrong) < len(self.ranks):
+            self.seen += f", wrong on ranks {wrong} only"
+        if wrong and number > 0:
+            self.seen += "; right before, so look at what is kept between steps"
 
     def wrong_ranks(self, what: str) -> list[int]:
         """The ranks on which its gradient ("grads", "clipped") or it is wrong."""
