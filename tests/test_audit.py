@@ -909,13 +909,14 @@ def test_plans_of_transformers(forked_ranks, model, monkeypatch, capsys):
 
 
 def test_an_error_has_its_module_and_a_hint():
-    counter = SimpleNamespace(where=lambda: "attn.o")
+    counter = SimpleNamespace(where=lambda: "attn.o", shapes="2 ranks do not divide 3")
     args = SimpleNamespace(path=__file__, dtype="float64")
     try:
         nn.Linear(2, 2)(torch.zeros(3))
     except RuntimeError as error:
         said = rank.in_words(error, counter, args)
     assert "module attn.o" in said and "of test_audit.py" in said
+    assert "; 2 ranks do not divide 3" in said
     assert re.search(r"line \d+ of /\S+/linear.py", said)  # of the library
     code = "def call():\n    nn.Linear(2, 2)(torch.zeros(3))"
     made = {"nn": nn, "torch": torch}
@@ -930,6 +931,19 @@ def test_an_error_has_its_module_and_a_hint():
     assert "sys.exit(3)" in rank.in_words(SystemExit(3), counter, args)
     error = AttributeError("'CausalLMOutputWithPast' object has no attribute 'view'")
     assert "take its logits" in rank.in_words(error, counter, args)
+
+
+@pytest.mark.parametrize("held, ranks, says", [
+    ({"up": [6, 8], "down": [8, 6]}, 3, "3 ranks do not divide what is split (up has 6 "
+     "of 16 along dim 0; down has 6 of 16 along dim 1; of ranks, 2, 4, 8, 16 would)"),
+    ({"up": [4, 8]}, 4, "the smallest slice: up has 4 of 16 along dim 0; is it a part"),
+    ({"up": [16, 8], "other": [3]}, 3, ""),
+])  # fmt: skip
+def test_an_error_about_shapes_says_how_parameters_are_split(held, ranks, says):
+    full = {"up": torch.zeros(16, 8), "down": torch.zeros(8, 16)}
+    own = {name: torch.zeros(shape) for name, shape in held.items()}
+    said = rank.how_split(full, own, ranks)
+    assert said.startswith(says) and bool(said) == bool(says)
 
 
 def test_a_loss_gets_what_the_model_returns_or_its_logits():
@@ -1186,6 +1200,68 @@ def test_what_an_optimizer_keeps(forked_ranks, tmp_path, capsys, bug, says):
     code = command.main([str(path), "--timeout", "100"])
     said = " ".join(capsys.readouterr().out.split())
     assert code == (1 if bug else 0) and says in said, said
+
+
+PAIRS = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, torch
+from torch import nn
+lesson = importlib.import_module("01_naive_mlp_tp")
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.w13, self.w2 = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        h = self.w13(x)  # rows of gate and up in turn
+        x = x + self.w2(torch.sigmoid(h[..., ::2]) * h[..., 1::2])
+        return self.head(x)
+
+def build():
+    return Model()
+
+def blocks(x, group):
+    parts = [block.chunk(2)[group.rank()] for block in x.detach().chunk(2)]
+    return nn.Parameter(torch.cat(parts))
+
+def parallelize(model, group):
+    bias = blocks(model.w13.bias, group)
+    model.w13 = lesson.ColumnParallelLinear(model.w13, group)
+    model.w2 = lesson.RowParallelLinear(model.w2, group)
+    if {bug!r} == "bias":
+        model.w13.bias = bias
+    if {bug!r} == "tie":
+        model.head = lesson.ColumnParallelLinear(model.head, group, gather_output=True)
+    return model
+
+def batch(step):
+    tokens = torch.randint(12, (2, 3, 6))
+    return tokens[0], tokens[1]
+"""
+
+
+@pytest.mark.parametrize("bug, says", [
+    ("", "RIGHT"),
+    ("bias", "1. w13.bias: other rows than its weight"),
+    ("bias", "has rows 0 to 7 and 16 to 23 of it, and rows 0 to 15 of w13.weight"),
+    ("tie", "gradient tied"),
+])  # fmt: skip
+def test_two_parameters_that_belong_together(forked_ranks, tmp_path, capsys, bug, says):
+    """A bias that is not cut like its weight; a tied weight of which only one use is
+    sharded, so that it has become two, cut in different ways."""
+    path = tmp_path / "my_model.py"
+    path.write_text(PAIRS.format(root=str(jobs.ROOT), bug=bug))
+    code = command.main([str(path), "--timeout", "100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == (1 if bug else 0) and says in said, said
+    if bug == "bias":
+        assert "w13.weight: fused" not in said and "Split it into its parts" not in said
+    assert "of its uses" not in said
 
 
 SERVED = """

@@ -555,6 +555,29 @@ class Case:
 
     def of_uses(self, name: str, grads: list, scale: float) -> Relation | None:
         """A tied weight: is the gradient complete for some of its uses only?"""
+        factors = self.use_factors(name, grads, scale)
+        if factors is None:
+            return None
+        tied = self.owner_in_full(name)
+        total = factors
+        others = [n for n in self.parameters if n != name]
+        others = [n for n in others if self.owner_in_full(n) == tied]
+        for other in others:  # on other ranks, or cut in another way
+            more, right = self.compared(other, "grads")
+            found = None
+            if all(x is not None for x in more):
+                found = self.use_factors(other, more, self.grad_scale(right))
+            if found is not None:
+                total = total + found
+        if others and (total - 1).abs().max() < 1e-6:
+            return Relation(Kind.TIED)
+        words = []
+        for use, k in zip(self.first.use_grads[tied], factors.tolist()):
+            words.append(f"{0 if abs(k) < 1e-6 else k:.4g} × {use}")
+        return Relation(Kind.USES, "of its uses: " + " + ".join(words))
+
+    def use_factors(self, name: str, grads: list, scale: float) -> Tensor | None:
+        """How often the gradient of each use of a tied weight is in this gradient."""
         places = self.holders(name)
         sets = self.replica_sets(name)
         tied = self.owner_in_full(name)
@@ -572,12 +595,7 @@ class Case:
             columns.append(torch.cat([piece.flatten() for piece in own]))
         columns = torch.stack(columns, 1)
         factors = torch.linalg.lstsq(columns, got[:, None]).solution[:, 0]
-        if not self.ruler.near(columns @ factors, got, scale):
-            return None
-        words = []
-        for use, k in zip(uses, factors.tolist()):
-            words.append(f"{0 if abs(k) < 1e-6 else k:.4g} × {use}")
-        return Relation(Kind.USES, "of its uses: " + " + ".join(words))
+        return factors if self.ruler.near(columns @ factors, got, scale) else None
 
     def rare_relation(self, name: str, grads, right, scale: float) -> Relation:
         near = self.ruler.near

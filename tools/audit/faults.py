@@ -77,6 +77,12 @@ FAULTS = [
       "format.",
       "Keep the parameter's dtype where the shard is made.",
       "beyond/08, why the order of a sum changes last bits"),
+    F(Parameter, "other rows than its weight", Parameter.other_rows,
+      "Two parameters of one module hold different rows of the full model: they are "
+      "split in different ways.",
+      "Slice weight and bias of a module in the same way, with the same blocks: if "
+      "the weight is one slice, so is the bias.",
+      "lesson 02, bug qkv"),
     F(Parameter, "not a piece", Parameter.unknown_elements,
       "The values of this parameter are in no parameter of the full model: this rank "
       "has initialized it itself, or has combined or scaled it.",
@@ -401,9 +407,10 @@ FAULTS = [
       "after backward includes this sharded parameter.",
       "lesson 01, GatherFromTP"),
     F(Gradient, "gradient tied", kind(Kind.TIED),
-      "Two parameters hold the same piece, and only the sum of their gradients is "
-      "right: a tied weight has become two parameters.",
-      "Assign the same nn.Parameter to both modules after sharding.",
+      "Two parameters hold pieces of one tied weight, and only the sum of their "
+      "gradients is right: a tied weight has become two parameters.",
+      "Assign the same nn.Parameter to both modules after sharding, so name both in a "
+      "plan. If they are on different ranks (a pipeline), sum the two gradients.",
       "lesson 03, bug tie"),
     F(Gradient, "gradient of another shape", kind(Kind.SHAPE),
       "The gradient does not have the shape of its parameter.",

@@ -425,6 +425,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     run = Run(subject, model.eval(), tp_group, args)
     run.renamed.keeps = facts.full.classes.__contains__
     record_parameters(run.model, run.renamed, facts.own)
+    counter.shapes = how_split(facts.full.parts, facts.own.parts, tp_group.size())
     facts.has += {type(module).__name__ for module in run.model.modules()}
     run_passes(run, batches, facts.own, counter)
     counter.report("the search for unused copies")
@@ -438,6 +439,33 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     if dist.get_rank() > 0:  # rank 0 has the same
         facts.full = Trace(parts=facts.full.parts, changed=facts.full.changed)
     return facts
+
+
+def how_split(full: dict, own: dict, ranks: int) -> str:
+    """What an error about shapes may come from: dims that the ranks do not divide, or a
+    slice that is smaller than a head; and which numbers of ranks divide all."""
+    uneven = []
+    split = []  # size of a dim that is split, size here, in words
+    for name in own:
+        if name not in full or own[name].dim() != full[name].dim():
+            continue
+        for dim, size in enumerate(full[name].shape):
+            here = own[name].shape[dim]
+            if here != size:
+                words = f"{name} has {here} of {size} along dim {dim}"
+                split.append((size, here, words))
+                if size % ranks:
+                    uneven.append(words)
+    if not split:
+        return ""
+    least = math.gcd(*[size for size, _, _ in split])
+    fits = [str(count) for count in range(2, least + 1) if least % count == 0]
+    take = f"{', '.join(fits) or 'none'} would"
+    if uneven:
+        said = "; ".join(uneven[:3])
+        return f"{ranks} ranks do not divide what is split ({said}; of ranks, {take})"
+    said = min(split, key=lambda found: found[1])[2]
+    return f"the smallest slice: {said}; is it a part of a head? Try fewer ranks"
 
 
 def parallelize(subject, full, tp_group, facts: Facts, counter, args) -> nn.Module:
@@ -751,6 +779,8 @@ def in_words(error: BaseException, counter: CallCounter, args) -> str:
     text = ", ".join([text, *filter(None, places)])
     if re.search(r"\b\w+Output\w*", str(error)):  # a class of Hugging Face
         text += "; loss() gets what the model returns: take its logits there"
+    if counter.shapes and re.search("shape|size|dim|match", str(error)):
+        text += f"; {counter.shapes}"
     refused = ("Float32", "BFloat16", "Half", "'Double'", "float64", "double")
     if args.dtype == "float64" and any(word in str(error) for word in refused):
         text += "; if an operator refuses float64, add --dtype float32"

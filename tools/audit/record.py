@@ -471,6 +471,7 @@ class CallCounter(TorchDispatchMode):
         super().__init__()
         self.report = report  # a function of a phase and of more words
         self.where = lambda: ""  # the module whose forward runs
+        self.shapes = ""  # how parameters are split, for errors about shapes
         self.phase = "start"
         self.calls = Counter()  # "phase: collective" → calls
 

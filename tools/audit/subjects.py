@@ -74,6 +74,16 @@ class Start(Subject):
         return found and ("build()", f"it returns another model on ranks {found}")
 
 
+def span(rows: torch.Tensor) -> str:
+    """Rows in words: 0 to 3 and 8 to 11."""
+    rows = rows.tolist()
+    starts = [0] + [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
+    ends = [*starts[1:], len(rows)]
+    parts = [f"{rows[i]} to {rows[j - 1]}" for i, j in zip(starts, ends)]
+    more = ", …" if len(parts) > 4 else ""
+    return " and ".join(parts[:4]) + more
+
+
 def unlike_first(held: list[list[torch.Tensor]]) -> list[int]:
     """The ranks whose tensors are not those of rank 0."""
     found = []
@@ -119,6 +129,33 @@ class Parameter(Subject):
         if not x.any() or (self.case.model.find(x * self.case.ranks) >= 0).all():
             return ""
         return f"{share:.0%} of its elements on rank {rank} are in no parameter of it"
+
+    def other_rows(self) -> str:
+        """Is it a bias with other rows than the weight of its module?"""
+        case = self.case
+        weight = f"{self.where.rpartition('.')[0]}.weight"
+        shapes = case.model.shapes
+        if weight == self.where or not {weight, self.where} <= set(shapes):
+            return ""
+        if shapes[self.where] != shapes[weight][:1] or len(shapes[weight]) < 2:
+            return ""
+        for rank in self.ranks:
+            if weight not in case.index[rank]:
+                continue
+            held = []
+            for name in (weight, self.where):
+                width = shapes[name][1:].numel()
+                places = case.index[rank][name] - case.model.first[name]
+                if not places.numel() or places.min() < 0:
+                    return ""  # other elements than its own
+                held.append((places.flatten(1)[:, 0] if width > 1 else places) // width)
+            of_weight, own = held
+            if of_weight.shape == own.shape and not torch.equal(of_weight, own):
+                return (
+                    f"rank {rank} has rows {span(own)} of it, and rows "
+                    f"{span(of_weight)} of {weight}"
+                )
+        return ""
 
     def foreign(self) -> str:
         """Which elements belong to a parameter with another name, in words."""
