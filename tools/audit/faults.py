@@ -77,12 +77,6 @@ FAULTS = [
       "format.",
       "Keep the parameter's dtype where the shard is made.",
       "beyond/08, why the order of a sum changes last bits"),
-    F(Parameter, "other rows than its weight", Parameter.other_rows,
-      "Two parameters of one module hold different rows of the full model: they are "
-      "split in different ways.",
-      "Slice weight and bias of a module in the same way, with the same blocks: if "
-      "the weight is one slice, so is the bias.",
-      "lesson 02, bug qkv"),
     F(Parameter, "not a piece", Parameter.unknown_elements,
       "The values of this parameter are in no parameter of the full model: this rank "
       "has initialized it itself, or has combined or scaled it.",
@@ -98,6 +92,12 @@ FAULTS = [
       "model.",
       "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
       "each part into T slices. An expert must be on the rank that calls it.",
+      "lesson 02, bug qkv"),
+    F(Parameter, "other rows than its weight", Parameter.other_rows,
+      "Two parameters of one module hold different rows of the full model: they are "
+      "split in different ways.",
+      "Slice weight and bias of a module in the same way, with the same blocks: if "
+      "the weight is one slice, so is the bias.",
       "lesson 02, bug qkv"),
     F(Buffer, "buffer", Buffer.wrong,
       "This buffer (a table of positions, a mask, a codebook) is not that of the full "

@@ -146,8 +146,9 @@ class Parameter(Subject):
             for name in (weight, self.where):
                 width = shapes[name][1:].numel()
                 places = case.index[rank][name] - case.model.first[name]
-                if not places.numel() or places.min() < 0:
-                    return ""  # other elements than its own
+                is_own = (places >= 0) & (places < shapes[name].numel())
+                if not places.numel() or not is_own.all():
+                    return ""
                 held.append((places.flatten(1)[:, 0] if width > 1 else places) // width)
             of_weight, own = held
             if of_weight.shape == own.shape and not torch.equal(of_weight, own):
