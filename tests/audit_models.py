@@ -2931,7 +2931,7 @@ MODELS = {
     doubled_subject: {
         "idle": ["update without gradient", "1.idle"],
         "rate": ["later loss", "loss"],
-        "apart": ["update differs between replicas", "1.weight"],
+        "apart": ["gradient not the same on replicas", "1.weight"],
     },
     groups_subject: {
         "bias": ["forward bias", "attn.proj"],

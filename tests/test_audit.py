@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -21,8 +22,17 @@ import pytest
 import torch
 from audit import command, faults, from_full, rank, subjects
 from audit.case import Case
-from audit.compare import FullModel, Kind, Relation, Ruler, piece_of
-from audit.record import Dropouts, Point, Trace, add_hooks, drop_rate, outputs_of
+from audit.compare import FullModel, Kind, Relation, Ruler, piece_of, wrong_share
+from audit.record import (
+    Dropouts,
+    Facts,
+    Point,
+    Step,
+    Trace,
+    add_hooks,
+    drop_rate,
+    outputs_of,
+)
 from torch import nn
 
 DRIVER = ("drive_audit.py", 2)
@@ -378,7 +388,8 @@ def case_of_no_rank(point) -> SimpleNamespace:
     """What tests of faults ask, and are told nothing."""
     none = lambda *_: []
     return SimpleNamespace(
-        ranks=2, first=SimpleNamespace(has=[]), pieces=[{}], order=[point],
+        ranks=2, first=SimpleNamespace(has=[], is_forward_only=False),
+        pieces=[{}], order=[point],
         full=Trace(), ruler=Ruler(2, 1e-9), holders=none,
         replica_sets=none, compared=lambda *_: ([], []),
         grad_scale=lambda right: 1.0,
@@ -434,6 +445,67 @@ def test_a_partial_sum_of_a_shared_piece():
     assert str(how) == "partial Shard(0) of ranks that share a piece"
     how = Ruler(4, 1e-9).relation([*tensors[:3], tensors[3] + 1], expected)
     assert how.kind is not Kind.PARTIAL
+
+
+def test_a_wrong_element_is_no_permutation():
+    """With the wide limit of bfloat16, too."""
+    case = SimpleNamespace(ruler=Ruler(2, 1e-3), replica_sets=lambda name: [[0, 1]])
+    case.are_slices = lambda *_: False
+    right = torch.linspace(1, 2, 16).double()
+    off = right.clone()
+    off[-1] += 2e-3
+    relation_of = lambda x: Case.rare_relation(case, "weight", [x, x], [right] * 2, 4.0)
+    assert relation_of(off).kind is Kind.UNEXPLAINED
+    assert relation_of(right.roll(1)).kind is Kind.PERMUTED
+
+
+def test_how_many_elements_are_wrong():
+    """No number is said where there is none: nan, nothing off, few of many."""
+    right = [torch.ones(1000).double()] * 2
+    off = right[0].clone()
+    off[0] = 3
+    assert wrong_share(right, right, 1e-9) == ""
+    assert wrong_share([off, right[0]], right, 1e-9).endswith("by rank: <1% 0%")
+    off[1] = math.nan
+    assert wrong_share([off, right[0]], right, 1e-9).endswith("by rank: nan 0%")
+
+
+def case_of_losses(*losses: float) -> SimpleNamespace:
+    own = [Trace(loss=loss) for loss in losses]
+    return SimpleNamespace(own=own, full=Trace(loss=2.0), ranks=len(own))
+
+
+def test_a_loss_that_is_nan_is_named_first():
+    loss = subjects.Loss(case_of_losses(math.nan, 2.5), [])
+    first = next(f for f in faults.FAULTS if f.of is subjects.Loss and f.test(loss))
+    assert first.key == "loss nan" and loss.is_nan() == "it is nan on ranks [0]"
+    assert not subjects.Loss(case_of_losses(2.5, 2.5), []).is_nan()
+
+
+def test_two_passes_of_one_batch():
+    """A gradient that two equal passes give differently is a race, or a memory."""
+    right = {"weight": torch.ones(3).double()}
+    wrong = {"weight": torch.tensor([1.0, 2, 3]).double()}
+    full = Trace(grads=right, steps=[Step(0.0, right)])
+    own = [Trace(grads=right, steps=[Step(0.0, right)])]
+    own += [Trace(grads=wrong, steps=[Step(0.0, again)]) for again in (wrong, right)]
+    case = SimpleNamespace(full=full, ruler=Ruler(3, 1e-9), owner=lambda name: "")
+    case.grad_scale = lambda right: 1.0
+    case.holders = lambda name: [0, 1, 2]
+
+    def compared(name, what, step=None):
+        traces = own if step is None else [trace.steps[step] for trace in own]
+        held = [trace.grads[name] for trace in traces]
+        return held, [(full if step is None else full.steps[0]).grads[name]] * 3
+
+    case.compared = compared
+    case.unsteady = lambda name: Case.unsteady(case, name)
+    found = subjects.TwoPasses(case, "weight")
+    assert found.differ() == "two equal passes differ on ranks [2]"
+    full.steps[0] = Step(0.0, wrong)  # the full model has random numbers
+    assert found.differ() == ""
+    full.steps.clear()  # only forward was run
+    assert found.differ() == ""
 
 
 def test_replicas_of_one_piece_of_several():
@@ -837,13 +909,14 @@ def test_plans_of_transformers(forked_ranks, model, monkeypatch, capsys):
 
 
 def test_an_error_has_its_module_and_a_hint():
-    counter = SimpleNamespace(where=lambda: "attn.o")
+    counter = SimpleNamespace(where=lambda: "attn.o", shapes="2 ranks do not divide 3")
     args = SimpleNamespace(path=__file__, dtype="float64")
     try:
         nn.Linear(2, 2)(torch.zeros(3))
     except RuntimeError as error:
         said = rank.in_words(error, counter, args)
     assert "module attn.o" in said and "of test_audit.py" in said
+    assert "; 2 ranks do not divide 3" in said
     assert re.search(r"line \d+ of /\S+/linear.py", said)  # of the library
     code = "def call():\n    nn.Linear(2, 2)(torch.zeros(3))"
     made = {"nn": nn, "torch": torch}
@@ -858,6 +931,19 @@ def test_an_error_has_its_module_and_a_hint():
     assert "sys.exit(3)" in rank.in_words(SystemExit(3), counter, args)
     error = AttributeError("'CausalLMOutputWithPast' object has no attribute 'view'")
     assert "take its logits" in rank.in_words(error, counter, args)
+
+
+@pytest.mark.parametrize("held, ranks, says", [
+    ({"up": [6, 8], "down": [8, 6]}, 3, "3 ranks do not divide what is split (up has 6 "
+     "of 16 along dim 0; down has 6 of 16 along dim 1; of ranks, 2, 4, 8, 16 would)"),
+    ({"up": [4, 8]}, 4, "the smallest slice: up has 4 of 16 along dim 0; is it a part"),
+    ({"up": [16, 8], "other": [3]}, 3, ""),
+])  # fmt: skip
+def test_an_error_about_shapes_says_how_parameters_are_split(held, ranks, says):
+    full = {"up": torch.zeros(16, 8), "down": torch.zeros(8, 16)}
+    own = {name: torch.zeros(shape) for name, shape in held.items()}
+    said = rank.how_split(full, own, ranks)
+    assert said.startswith(says) and bool(said) == bool(says)
 
 
 def test_a_loss_gets_what_the_model_returns_or_its_logits():
@@ -894,6 +980,62 @@ def test_every_tensor_that_a_module_returns_is_recorded():
         found = outputs_of(output)
         assert list(map(id, found.values())) == list(map(id, expected.values()))
         assert list(found) == list(expected)
+
+
+RETURNS = [  # a function of the file, what it returns, and what is said of it
+    ("build", nn.Linear, "returned the class Linear: it has to return the full model"),
+    ("build", None, "returned None: it has to return the full model, an nn.Module"),
+    ("build", nn.Linear(2, 2, device="meta"), "left weight on the meta device, with"),
+    ("batch", {"ids": 1, "labels": 2}, "returned a dict: it has to return inputs and"),
+    ("batch", {"ids": 1}, "if the inputs have the labels: (inputs, None)"),
+    ("batch", torch.ones(3, 2), "returned a tensor of shape [3, 2]: it has to return"),
+    ("batch", (1, 2, 3), "returned a tuple of length 3: it has to return inputs and"),
+    ("loss", torch.ones(2, 6), "returned a tensor of shape [2, 6]: it has to return a"),
+    ("loss", 0.5, "returned a float: it has to return a tensor with one number"),
+    ("parallelize", "model", "returned a str: it has to return the parallel model, or"),
+]
+
+
+@pytest.mark.parametrize("name, made, says", RETURNS)
+def test_what_a_users_function_returns_is_checked(name, made, says):
+    """One line: the function, its line, what it returned and what it has to return."""
+    args = SimpleNamespace(seed=1, dtype="float64")
+    counter = SimpleNamespace(report=lambda phase: None, counting=nullcontext)
+    returns = lambda *_: made
+    if name == "loss":
+        returns = lambda output, target: made
+    subject = SimpleNamespace(**{name: returns})
+    run = rank.Run(subject, nn.Identity(), None, None)
+    calls = {
+        "build": lambda: rank.Builder(subject, args, counter, "cpu"),
+        "batch": lambda: rank.prepare_batch(subject, 0, args, "cpu"),
+        "loss": lambda: run.loss(torch.ones(2), None),
+        "parallelize": lambda: rank.parallelize(
+            subject, nn.Identity(), None, Facts(Trace(), Trace()), counter, args
+        ),
+    }
+    with pytest.raises(TypeError) as error:
+        calls[name]()
+    text = str(error.value)
+    assert says in text and text.count("\n") == 0
+    line = returns.__code__.co_firstlineno
+    assert text.startswith(f"{name}() (line {line} of test_audit.py) ")
+
+
+def test_a_loss_of_one_argument_is_refused():
+    subject = SimpleNamespace(loss=lambda output: output.sum())
+    run = rank.Run(subject, nn.Identity(), None, None)
+    with pytest.raises(TypeError, match=r"^loss\(\) \(line \d+ of .*take output and"):
+        run.loss(torch.ones(2), None)
+
+
+def test_a_name_that_is_misspelt_is_told(tmp_path, capsys):
+    """Not by the word: parallelize_module contains parallelize."""
+    path = tmp_path / "my_model.py"
+    path.write_text(PLAN.replace("def parallelize(", "def parallelise("))
+    assert command.main([str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("does not define parallelize; is it parallelise, in line 9?\n")
 
 
 def test_what_a_users_file_may_define():
@@ -1002,6 +1144,181 @@ def test_a_full_model_that_communicates_is_no_reference(forked_ranks, tmp_path, 
     assert command.main([str(path), "--ranks", "2"]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "calls collectives" not in said and "forward all-reduce" not in said, said
+
+
+AVERAGE = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, torch
+lesson = importlib.import_module("01_naive_mlp_tp")
+GROUP = [None]
+
+class Average(torch.optim.AdamW):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=1e-2)
+        self.shadow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        if GROUP[0] is not None and {bug!r} == "sent":
+            for x in self.shadow:
+                torch.distributed.broadcast(x, 0)
+    def step(self):
+        super().step()
+        is_other = GROUP[0] is not None and GROUP[0].rank() == 1
+        rate = 0.8 if is_other and {bug!r} == "rate" else 0.9
+        for x, p in zip(self.shadow, self.param_groups[0]["params"]):
+            x.mul_(rate).add_(p.detach(), alpha=1 - rate)
+        if is_other and {bug!r} == "state":
+            for state in self.state.values():
+                state["exp_avg"] *= 2
+
+def optimizer(parameters):
+    return Average(parameters)
+
+def build():
+    GROUP[0] = None
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), lesson.MLP(8, 16))
+
+def parallelize(model, group):
+    GROUP[0] = group
+    model[1] = lesson.tp_mlp(model[1], group)
+    return model
+
+def batch(step):
+    return torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+"""
+
+
+@pytest.mark.parametrize("bug, says", [
+    ("", "RIGHT"),
+    ("sent", "1. 1.up_proj.weight: optimizer state"),
+    ("rate", "`shadow` after 2 steps is wrong on ranks [1]"),
+    ("state", "after step 2, wrong on ranks [1] only; right before, so look at"),
+])  # fmt: skip
+def test_what_an_optimizer_keeps(forked_ranks, tmp_path, capsys, bug, says):
+    """Averages for evaluation change no step: they are compared as pieces."""
+    path = tmp_path / "my_model.py"
+    path.write_text(AVERAGE.format(root=str(jobs.ROOT), bug=bug))
+    code = command.main([str(path), "--timeout", "100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == (1 if bug else 0) and says in said, said
+
+
+PAIRS = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, torch
+from torch import nn
+lesson = importlib.import_module("01_naive_mlp_tp")
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.w13, self.w2 = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        h = self.w13(x)  # rows of gate and up in turn
+        x = x + self.w2(torch.sigmoid(h[..., ::2]) * h[..., 1::2])
+        return self.head(x)
+
+def build():
+    return Model()
+
+def blocks(x, group):
+    parts = [block.chunk(2)[group.rank()] for block in x.detach().chunk(2)]
+    return nn.Parameter(torch.cat(parts))
+
+def parallelize(model, group):
+    bias = blocks(model.w13.bias, group)
+    model.w13 = lesson.ColumnParallelLinear(model.w13, group)
+    model.w2 = lesson.RowParallelLinear(model.w2, group)
+    if {bug!r} == "bias":
+        model.w13.bias = bias
+    if {bug!r} == "tie":
+        model.head = lesson.ColumnParallelLinear(model.head, group, gather_output=True)
+    return model
+
+def batch(step):
+    tokens = torch.randint(12, (2, 3, 6))
+    return tokens[0], tokens[1]
+"""
+
+
+@pytest.mark.parametrize("bug, says", [
+    ("", "RIGHT"),
+    ("bias", "1. w13.bias: other rows than its weight"),
+    ("bias", "has rows 0 to 7 and 16 to 23 of it, and rows 0 to 15 of w13.weight"),
+    ("tie", "gradient tied"),
+])  # fmt: skip
+def test_two_parameters_that_belong_together(forked_ranks, tmp_path, capsys, bug, says):
+    """A bias that is not cut like its weight; a tied weight of which only one use is
+    sharded, so that it has become two, cut in different ways."""
+    path = tmp_path / "my_model.py"
+    path.write_text(PAIRS.format(root=str(jobs.ROOT), bug=bug))
+    code = command.main([str(path), "--timeout", "100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == (1 if bug else 0) and says in said, said
+    if bug == "bias":
+        assert "w13.weight: fused" not in said and "Split it into its parts" not in said
+    assert "of its uses" not in said
+
+
+SERVED = """
+import sys
+sys.path.insert(0, {root!r})
+import importlib, torch
+lesson = importlib.import_module("01_naive_mlp_tp")
+gather = importlib.import_module("00_collectives").all_gather
+
+class Served(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.head = lesson.MLP(8, 16), torch.nn.Linear(8, 12)
+        self.group = None
+    @torch.no_grad()
+    def forward(self, x):
+        y = self.head(self.mlp(x))
+        if self.group is not None and {bug!r} != "argmax":
+            y = gather(y, -1, self.group)
+        return y.argmax(-1) if {ids} else y
+
+def build():
+    return Served()
+
+def parallelize(model, group):
+    model.group = group
+    model.mlp = lesson.tp_mlp(model.mlp, group)
+    model.head = lesson.ColumnParallelLinear(model.head, group)
+    return model
+
+def batch(step):
+    return torch.randn(2, 6, 8), torch.randn(2, 6, 12)
+"""
+
+
+@pytest.mark.parametrize("ids, bug, says", [
+    (False, "", "not compared: gradients: nothing to compare, only forward was run"),
+    (True, "", "RIGHT my_model.py"),
+    (True, "argmax", "An argmax, a top-k or a sampling needs the columns of all"),
+])  # fmt: skip
+def test_a_model_that_is_served(forked_ranks, tmp_path, capsys, ids, bug, says):
+    """It has no backward: parameters, buffers and forward are compared."""
+    path = tmp_path / "my_model.py"
+    path.write_text(SERVED.format(root=str(jobs.ROOT), ids=ids, bug=bug))
+    code = command.main([str(path), "--timeout", "100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == (1 if bug else 0) and says in said, said
+    assert "gradients: nothing to compare" in said
+
+
+def test_forward_alone_is_compared_if_asked_for(forked_ranks, tmp_path, capsys):
+    """A trained model without f would be WRONG; served, it is right."""
+    path = tmp_path / "my_model.py"
+    path.write_text(MISSING_F.format(root=str(jobs.ROOT), wrong="pass"))
+    assert command.main([str(path), "--forward", "--timeout", "100"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gradients: nothing to compare" in said and "backward" not in said
 
 
 @pytest.mark.parametrize("drop", [

@@ -17,6 +17,7 @@ from .compare import (
     equal_ones,
     is_right,
     is_wrong,
+    largest_off,
     numbers,
     piece_of,
     pieces_of,
@@ -384,6 +385,20 @@ class Case:
             held.append(getattr(trace, what).get(name))
         return held, [self.expected(rank, name, self.vectors[key]) for rank in ranks]
 
+    def state_of(self, key: str, name: str) -> list[tuple]:
+        """What the ranks' optimizers keep of a parameter: (rank, held, right)."""
+        full = self.full.kept_state.get(key, {})
+        if self.owner_in_full(name) not in full:
+            return []
+        vector = self.model.vector({n: full.get(n) for n in self.model.names})
+        found = []
+        for rank in self.holders(name):
+            held = self.own[rank].kept_state.get(key, {}).get(name)
+            right = self.expected(rank, name, vector)
+            if held is not None and held.shape == right.shape:
+                found.append((rank, held, right))
+        return found
+
     def fill_unused(self, name: str, grads: list, right: list, scale: float) -> None:
         """A rank that does not use its copy has no gradient of it (a bias that rank 0
         adds). This is right if the others' is and no loss depends on the copy, which is
@@ -437,6 +452,22 @@ class Case:
         if found is None and what == "grads":
             found = self.of_uses(name, grads, scale)
         return found or self.rare_relation(name, grads, right, scale)
+
+    def unsteady(self, name: str) -> list[int]:
+        """The ranks whose gradient is another one in the first step of training than in
+        the first pass, which have the same batch and the same parameters."""
+        if not self.full.steps:
+            return []
+        first, right = self.compared(name, "grads")
+        again, expected = self.compared(name, "grads", 0)
+        scale = self.grad_scale(right)
+        if not self.ruler.all_near(expected, right, scale):
+            return []  # in the full model as well
+        found = []
+        for rank, x, y in zip(self.holders(name), first, again):
+            if x is not None and y is not None and not self.ruler.near(x, y, scale):
+                found.append(rank)
+        return found
 
     def grad_scale(self, right: list[Tensor]) -> float:
         """What differences are compared with: the parameter's largest gradient."""
@@ -524,6 +555,29 @@ class Case:
 
     def of_uses(self, name: str, grads: list, scale: float) -> Relation | None:
         """A tied weight: is the gradient complete for some of its uses only?"""
+        factors = self.use_factors(name, grads, scale)
+        if factors is None:
+            return None
+        tied = self.owner_in_full(name)
+        total = factors
+        others = [n for n in self.parameters if n != name]
+        others = [n for n in others if self.owner_in_full(n) == tied]
+        for other in others:  # on other ranks, or cut in another way
+            more, right = self.compared(other, "grads")
+            found = None
+            if all(x is not None for x in more):
+                found = self.use_factors(other, more, self.grad_scale(right))
+            if found is not None:
+                total = total + found
+        if others and (total - 1).abs().max() < 1e-6:
+            return Relation(Kind.TIED)
+        words = []
+        for use, k in zip(self.first.use_grads[tied], factors.tolist()):
+            words.append(f"{0 if abs(k) < 1e-6 else k:.4g} × {use}")
+        return Relation(Kind.USES, "of its uses: " + " + ".join(words))
+
+    def use_factors(self, name: str, grads: list, scale: float) -> Tensor | None:
+        """How often the gradient of each use of a tied weight is in this gradient."""
         places = self.holders(name)
         sets = self.replica_sets(name)
         tied = self.owner_in_full(name)
@@ -541,12 +595,7 @@ class Case:
             columns.append(torch.cat([piece.flatten() for piece in own]))
         columns = torch.stack(columns, 1)
         factors = torch.linalg.lstsq(columns, got[:, None]).solution[:, 0]
-        if not self.ruler.near(columns @ factors, got, scale):
-            return None
-        words = []
-        for use, k in zip(uses, factors.tolist()):
-            words.append(f"{0 if abs(k) < 1e-6 else k:.4g} × {use}")
-        return Relation(Kind.USES, "of its uses: " + " + ".join(words))
+        return factors if self.ruler.near(columns @ factors, got, scale) else None
 
     def rare_relation(self, name: str, grads, right, scale: float) -> Relation:
         near = self.ruler.near
@@ -556,8 +605,11 @@ class Case:
             if is_others and not near(grad, right[place], scale):
                 return Relation(Kind.OTHERS)
         sorted_grads = [sorted_of(g) for g in grads]
-        if self.ruler.all_near(sorted_grads, [sorted_of(e) for e in right], scale):
-            return Relation(Kind.PERMUTED)
+        sorted_right = [sorted_of(e) for e in right]
+        if self.ruler.all_near(sorted_grads, sorted_right, scale):
+            # A wide limit (bfloat16) makes nearly all a permutation of nearly all.
+            if largest_off(grads, right) > 10 * largest_off(sorted_grads, sorted_right):
+                return Relation(Kind.PERMUTED)
         if self.are_slices(grads, right, scale):
             return Relation(Kind.SLICES)
         for ranks in self.replica_sets(name):
@@ -591,6 +643,8 @@ class Case:
                 word = "rows" if e.dim() > 1 else "elements"
                 rows.append(f"{word} {found} of {len(e)} on rank {rank}")
         text = wrong_share(grads, right, limit)
+        if not text:
+            return ""
         return text + (f", in {' and '.join(rows)}" if rows else "")
 
     def column_partial(self, reader: str, rank: int) -> Tensor | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import difflib
 import json
 import os
 import re
@@ -60,7 +62,7 @@ def start_ranks(args, ranks: int, path: Path, folder: Path) -> dict:
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit
     )
     out = folder / f"{ranks}.json"
-    names = ("dtype", "seed", "steps", "clip", "timeout")
+    names = ("dtype", "seed", "steps", "clip", "timeout", "forward")
     options = {name: getattr(args, name) for name in names}
     options.update(path=str(path), out=str(out), port=store.port, parent=os.getpid())
     processes = []
@@ -290,6 +292,7 @@ def parse_args(arguments: list[str] | None, text: str):
     add("--steps", type=int, default=2, help="steps of training (2)")
     add("--clip", type=float, default=1.0, help="maximum gradient norm (1)")
     add("--seed", type=int, default=1, help="(1)")
+    add("--forward", action="store_true", help="compare no gradients (a served model)")
     add("--timeout", type=float, default=60, help="seconds without progress (60)")
     add("--json", type=Path, metavar="FILE", help="write all findings there")
     args = parser.parse_args(arguments)
@@ -312,15 +315,34 @@ def check_file(path: Path) -> None:
         raise WrongUse(f"{path}: no such file")
     try:
         text = path.read_text("utf-8")
-        compile(text, str(path), "exec")
+        tree = ast.parse(text, str(path))
     except SyntaxError as error:
         raise WrongUse(f"{path}, line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError) as error:
         raise WrongUse(f"{path}: {error}") from None
+    defined = names_in(tree)
     for name in ("build", "parallelize", "batch"):
         # With `from … import *` only the ranks can tell.
-        if name not in text and "import *" not in text:
-            raise WrongUse(f"{path} does not define {name}")
+        if name not in defined and "*" not in defined:
+            near = difflib.get_close_matches(name, defined, 1, 0.8)
+            said = f"; is it {near[0]}, in line {defined[near[0]]}?" if near else ""
+            raise WrongUse(f"{path} does not define {name}{said}")
+
+
+def names_in(tree: ast.AST) -> dict[str, int]:
+    """The names that a file defines, assigns or imports, and the line of each."""
+    found = {}
+    for node in ast.walk(tree):
+        name = None
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.alias):
+            name = node.asname or node.name
+        if name is not None:
+            found.setdefault(name, node.lineno)
+    return found
 
 
 def write_json(path: Path, results: list) -> None:

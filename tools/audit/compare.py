@@ -445,6 +445,12 @@ def multiple_of(tensors: list[Tensor], pieces: list[Tensor]) -> float:
     return over / under if under else 0.0
 
 
+def largest_off(got: list[Tensor], right: list[Tensor]) -> float:
+    """The largest difference of any two elements."""
+    found = [(x - e).abs().max().item() for x, e in zip(got, right) if x.numel()]
+    return max(found, default=0.0)
+
+
 def wrong_share(got: list[Tensor], right: list[Tensor], limit: float) -> str:
     """How many elements are off by more than the limit on each rank, and by how much
     if that is little."""
@@ -452,11 +458,15 @@ def wrong_share(got: list[Tensor], right: list[Tensor], limit: float) -> str:
     largest = 0.0
     for x, e in zip(got, right):
         off = (x - e).abs()
-        if not off.numel():
-            shares.append("none")
+        if not off.numel() or off.isnan().any():
+            shares.append("nan" if off.numel() else "none")
+            largest = max(largest, off.numel())
             continue
-        shares.append(f"{(off > limit).double().mean().item():.0%}")
+        share = (off > limit).double().mean().item()
+        shares.append("<1%" if 0 < share < 0.005 else f"{share:.0%}")
         largest = max(largest, off.max().item() / scale_of(e))
+    if largest == 0:
+        return ""  # what is wrong is not a value
     text = f"wrong elements by rank: {' '.join(shares)}"
     return text + (f" by {largest:.1g} of the largest" if largest < 2e-2 else "")
 

@@ -26,10 +26,12 @@ from .subjects import (
     Parameter,
     Recomputed,
     Start,
+    State,
     Step,
     TrainBuffer,
     TrainLoss,
     TrainMode,
+    TwoPasses,
     Update,
 )
 
@@ -91,6 +93,12 @@ FAULTS = [
       "A fused weight (q, k, v or gate, up) must be split into its parts first, and "
       "each part into T slices. An expert must be on the rank that calls it.",
       "lesson 02, bug qkv"),
+    F(Parameter, "other rows than its weight", Parameter.other_rows,
+      "Two parameters of one module hold different rows of the full model: they are "
+      "split in different ways.",
+      "Slice weight and bias of a module in the same way, with the same blocks: if "
+      "the weight is one slice, so is the bias.",
+      "lesson 02, bug qkv"),
     F(Buffer, "buffer", Buffer.wrong,
       "This buffer (a table of positions, a mask, a codebook) is not that of the full "
       "model, nor each rank's slice of it.",
@@ -138,6 +146,11 @@ FAULTS = [
       "together), one slice is right: then read its output in the same order, and look "
       "at what else this forward does: its mask (is_causal), its scale, its positions.",
       "lesson 02, bug qkv"),
+    F(Output, "forward of token ids", Output.of_ids,
+      "The model returns token ids, and they are wrong.",
+      "An argmax, a top-k or a sampling needs the columns of all ranks: gather the "
+      "logits first, or reduce value and index together.",
+      "lesson 03"),
     F(Output, "forward norm of a shard", Output.norm_of_shard,
       "This norm gets a shard of its input, and may take the statistics of the shard "
       "for those of the full tensor.",
@@ -211,6 +224,11 @@ FAULTS = [
       "the other rank. If it is wrong at other places in each run, a result of an "
       "asynchronous collective may be used before wait().",
       "lesson 01, bug bias; lesson 02, bug qkv; lesson 03, section 1"),
+    F(Loss, "loss nan", Loss.is_nan,
+      "The outputs of all modules are right, and the loss is nan.",
+      "A rank whose part has no target divides 0 by 0: sum losses and counts over all "
+      "ranks, then divide.",
+      "lesson 03, bug ignored"),
     F(Loss, "loss of each rank's part", Loss.is_part,
       "The outputs of all modules are right, and each rank returns the loss of its own "
       "part (of the tokens, or of the vocabulary).",
@@ -297,6 +315,14 @@ FAULTS = [
       "All-reduce dL/dx in the backward of what reads this output (f, in front of a "
       "column-parallel linear)."),
     # ---- Gradients of parameters
+    F(TwoPasses, "two passes differ", TwoPasses.differ,
+      "One batch has another gradient in each pass, with the same parameters: the "
+      "result of an asynchronous collective may be used before wait() (a race), or the "
+      "model uses something of the pass before.",
+      "Call wait() on what all_reduce(…, async_op=True) returns before its result is "
+      "read, also in backward. Otherwise look for what is stored from one pass to the "
+      "next: a buffer, a cache, a hook.",
+      "lesson 00, section 6"),
     F(Gradient, "gradient frozen on the ranks", kind(Kind.NOT_TRAINED),
       "The full model trains this parameter, and on the ranks it has requires_grad "
       "False.",
@@ -381,9 +407,10 @@ FAULTS = [
       "after backward includes this sharded parameter.",
       "lesson 01, GatherFromTP"),
     F(Gradient, "gradient tied", kind(Kind.TIED),
-      "Two parameters hold the same piece, and only the sum of their gradients is "
-      "right: a tied weight has become two parameters.",
-      "Assign the same nn.Parameter to both modules after sharding.",
+      "Two parameters hold pieces of one tied weight, and only the sum of their "
+      "gradients is right: a tied weight has become two parameters.",
+      "Assign the same nn.Parameter to both modules after sharding, so name both in a "
+      "plan. If they are on different ranks (a pipeline), sum the two gradients.",
       "lesson 03, bug tie"),
     F(Gradient, "gradient of another shape", kind(Kind.SHAPE),
       "The gradient does not have the shape of its parameter.",
@@ -463,7 +490,7 @@ FAULTS = [
       "takes another path through the model (by its length, its mask, its tokens), or "
       "the model still uses something of the first one.",
       "Let batch(0) return this batch, and run the audit again: it names the place.",
-      "lesson 05, MeshTraining.sum_gradients"),
+      "lesson 03, bug ignored"),
     F(Accumulated, "accumulation reduced again", Accumulated.is_reduced_again,
       "The gradient is right after one backward pass and wrong after two: a hook "
       "reduces the accumulated gradient again, so the first batch counts T times.",
@@ -557,6 +584,21 @@ FAULTS = [
       "function that gets gradients instead of parameters scales nothing, and a local "
       "norm gives each rank a factor of its own.",
       "lesson 02, clip_gradients"),
+    F(State, "optimizer state", State.wrong,
+      "The parameters are right after all steps, and what the optimizer keeps of this "
+      "one (a momentum, an average of weights) is not.",
+      "Each rank keeps the state of its own piece, with the same rates: look for a "
+      "broadcast of shards, for a state that was loaded from another rank, and for a "
+      "rate that depends on the rank.",
+      "notebook 12, fault 8"),
+    F(Update, "two passes differ", Update.differs_in_first_step,
+      "The gradient is right in one pass of the first batch and wrong in another, with "
+      "the same parameters: the result of an asynchronous collective may be used "
+      "before wait() (a race), or the model uses something of the pass before.",
+      "Call wait() on what all_reduce(…, async_op=True) returns before its result is "
+      "read, also in backward. Otherwise look for what is stored from one pass to the "
+      "next: a buffer, a cache, a hook.",
+      "lesson 00, section 6"),
     F(Update, "gradient of a later step", Update.wrong_gradient,
       "The gradient is right in the first step and wrong in a later one, with right "
       "parameters: backward uses something of an earlier step.",
@@ -591,6 +633,20 @@ FAULTS = [
       "Ranks must decide together: all-reduce the flag (an overflow, a nan) by which a "
       "step is skipped.",
       "notebook 12, fault 8"),
+    F(Update, "gradient not the same on replicas", Update.grads_apart,
+      "This parameter is no piece of the full model's, so its gradient was not "
+      "compared with that. But ranks that hold the same values of it have different "
+      "gradients, so its replicas drift apart: a reduction of its gradient may be "
+      "missing.",
+      "All-reduce dL/dx in backward (f) in front of what is sharded and reads this "
+      "parameter's output, or sum its gradient over the ranks after backward.",
+      "lesson 04, bug norms"),
+    F(Update, "update differs between replicas", Update.apart_unmatched,
+      "This parameter is no piece of the full model's, so its gradient was not "
+      "compared with that. Replicas have the same gradient of it, and after the step "
+      "they differ.",
+      "All ranks need the same flags, norms, learning rates and optimizer state.",
+      "lesson 02, bug drift; notebook 12, fault 8"),
     F(Update, "update differs between replicas", Update.apart,
       "The gradients are right, and after the step the replicas of this parameter "
       "differ.",

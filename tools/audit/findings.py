@@ -107,7 +107,10 @@ class Search:
         case = self.case
         self.look(subjects.Start(case))
         is_right = case.are_near([trace.loss for trace in case.own], case.full.loss)
-        if is_right:
+        if is_right and case.first.is_forward_only:
+            self.check_missing()
+            self.look(subjects.OtherBatch(case))
+        elif is_right:
             self.check_missing()
             self.check_gradients()
             if not self.findings:
@@ -157,7 +160,8 @@ class Search:
             relation = case.relation_of(point)
             if relation is None or relation.is_right:
                 continue
-            if not point.module and (point.is_input or case.full.flow(point) is None):
+            is_used = case.first.is_forward_only or case.full.flow(point) is not None
+            if not point.module and (point.is_input or not is_used):
                 continue  # of the batch, or nothing that the loss uses
             if relation.kind is Kind.SHAPE:
                 others.append(point)
@@ -236,6 +240,8 @@ class Search:
         wrong.sort(key=lambda name: -case.begins(name))
         if not wrong:
             return
+        if any(self.look(subjects.TwoPasses(case, name)) for name in wrong):
+            return  # what else is wrong is another thing in each run
         flow = self.first_wrong_flow(wrong)
         if flow is not None:
             is_in_forward = flow.is_of_loss() and self.check_forward(False)
@@ -364,12 +370,24 @@ class Search:
                         self.look(update)
                     if update.is_noise and name not in self.noisy:
                         self.noisy.append(name)
+        if not self.findings:
+            self.check_state()
+
+    def check_state(self) -> None:
+        """What the optimizer keeps: it may be used later, or for evaluation."""
+        case = self.case
+        for key in case.full.kept_state:
+            for name in case.matched:
+                if name not in self.noisy:
+                    self.look(subjects.State(case, name, key))
 
     def list_not_compared(self, is_right: bool) -> None:
         """What RIGHT is not said of."""
         case = self.case
         found = self.not_compared
         add = self.add_names
+        if case.first.is_forward_only:
+            found.append("gradients: nothing to compare, only forward was run")
         add("parameters that are not the full model's", case.unmatched)
         if not is_right or self.findings:
             return
@@ -377,7 +395,7 @@ class Search:
         add("outputs of modules that are called another number of times", differ)
         missing = [s.where for s in self.missing() if s.where not in case.unmatched]
         add("parameters that no rank has", missing)
-        unused = case.unused()
+        unused = [] if case.first.is_forward_only else case.unused()
         add("parameters that no batch uses, so that their gradients are zero", unused)
         found += self.unused_outputs()
         add("tensors of lists that each rank numbers from 0", case.renumbered)
@@ -397,6 +415,10 @@ class Search:
         if 1e4 * case.ruler.allowed >= 1:
             found.append("updates that are small next to the parameters")
         add("updates by rounding errors alone", self.noisy)
+        kept = [f"`{key}`" for key in case.own[0].other_state]
+        add("tensors of other shapes that the optimizer keeps", kept)
+        if case.first.is_forward_only:
+            return
         if "clip" not in case.first.has:
             found.append("your clipping (the file has no clip)")
         elif not case.first.is_clipped:

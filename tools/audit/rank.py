@@ -109,6 +109,38 @@ def make_values_unique(model: nn.Module) -> None:
         p.data.copy_(piece.view(p.shape))
 
 
+def refuse(subject, name: str, did: str, expected: str) -> None:
+    """Raise an error that names a function of the user's file, and its line."""
+    code = getattr(getattr(subject, name), "__code__", None)
+    place = ""
+    if code is not None:
+        place = f" (line {code.co_firstlineno} of {Path(code.co_filename).name})"
+    raise TypeError(f"{name}(){place} {did}: it has to {expected}")
+
+
+def in_short(x) -> str:
+    """What a function has returned, in a few words."""
+    if isinstance(x, type):
+        return f"returned the class {x.__name__}"
+    if torch.is_tensor(x):
+        return f"returned a tensor of shape {list(x.shape)}"
+    if x is None:
+        return "returned None"
+    article = "an" if type(x).__name__[0] in "aeiou" else "a"
+    size = f" of length {len(x)}" if isinstance(x, (tuple, list)) else ""
+    return f"returned {article} {type(x).__name__}{size}"
+
+
+def check_model(subject, name: str, model, expected: str) -> None:
+    """Refuse what is no model, and a model without values."""
+    if not isinstance(model, nn.Module):
+        refuse(subject, name, in_short(model), expected)
+    for tensor, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_meta:
+            did = f"left {tensor} on the meta device, without values"
+            refuse(subject, name, did, expected)
+
+
 class Builder:
     """Builds the full model several times.
 
@@ -133,6 +165,8 @@ class Builder:
             restore()
         torch.manual_seed(self.args.seed)
         model = self.subject.build()
+        expected = "return the full model, an nn.Module with values: return Model()"
+        check_model(self.subject, "build", model, expected)
         convert_model(model, self.device, getattr(torch, self.args.dtype))
         make_values_unique(model)
         return model
@@ -188,12 +222,28 @@ class Run:
         logits in it (of Hugging Face)."""
         loss_of = self.of_user("loss")
         if loss_of is None:
-            return default_loss(outputs_of(output).get(""), target)
+            found = outputs_of(output)
+            if "" not in found:  # token ids, of a model that is served
+                return one_number(outputs_of(output, True).get(""))
+            return default_loss(found[""], target)
+        loss = self.call_loss(loss_of, output, target)
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            expected = "return a tensor with one number, a mean or a sum"
+            refuse(self.subject, "loss", in_short(loss), expected)
+        return loss
+
+    def call_loss(self, loss_of, output, target) -> Tensor:
+        """Call the user's loss with as many arguments as it takes."""
         more = {}
         known = inspect.signature(loss_of).parameters
         if "model" in known:
             more["model"] = self.model
         rest = [target, self.tp_group] if len(known) - len(more) > 2 else [target]
+        try:
+            inspect.signature(loss_of).bind(output, *rest, **more)
+        except TypeError as error:
+            expected = "take output and target"
+            refuse(self.subject, "loss", f"cannot be called ({error})", expected)
         try:
             return loss_of(output, *rest, **more)
         except (AttributeError, TypeError):
@@ -203,6 +253,8 @@ class Run:
 
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Backward, and the sums of gradients that the user's training makes."""
+        if self.is_forward_only():
+            return
         loss.backward()
         names = ["after_each_backward"]
         if is_last:
@@ -211,6 +263,9 @@ class Run:
             function = self.of_user(name)
             if function is not None and self.tp_group is not None:
                 function(self.model)
+
+    def is_forward_only(self) -> bool:
+        return getattr(self.args, "forward", False)
 
     def step(self, batch: tuple, is_last: bool = True) -> Step:
         _, loss = self.forward(batch)
@@ -284,6 +339,14 @@ def default_loss(output, target) -> Tensor:
     return F.mse_loss(output, target)
 
 
+def one_number(x: Tensor | None) -> Tensor:
+    """Of integers, of which there is no loss: another number for other ones."""
+    if x is None:
+        raise TypeError("the model returns no tensor: define loss(output, target)")
+    places = torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device)
+    return (x.flatten() * places).mean() / x.numel()
+
+
 def prepare_batch(subject, step: int, args, device: str) -> tuple:
     """The user's batch: inputs (a tuple or a dict) and target, in the run's dtype."""
     torch.manual_seed(args.seed + 1000 + step)
@@ -293,7 +356,12 @@ def prepare_batch(subject, step: int, args, device: str) -> tuple:
             return x.to(device, getattr(torch, args.dtype))
         return x.to(device) if torch.is_tensor(x) else x
 
-    inputs, target = subject.batch(step)
+    made = subject.batch(step)
+    expected = "return inputs and target; if the inputs have the labels: (inputs, None)"
+    is_pair = isinstance(made, (tuple, list)) or torch.is_tensor(made)
+    if not is_pair or len(made) != 2:
+        refuse(subject, "batch", in_short(made), expected)
+    inputs, target = made
     if isinstance(inputs, dict):
         inputs = dict(inputs)
     else:
@@ -337,6 +405,10 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     facts.batch = [x.cpu() for x in tree_leaves(batches[0]) if torch.is_tensor(x)]
     counter.report("the full model")
     alone = CallCounter()
+    _, loss = builder.another().forward(batches[0])
+    # A model that is served has no backward (no_grad, frozen weights, token ids).
+    args.forward = getattr(args, "forward", False) or not loss.requires_grad
+    facts.is_forward_only = args.forward
     facts.noise, facts.rounding = noise_of(builder.another, batches[0], args)
     facts.use_grads = grads_of_uses(builder.another, batches[0], facts.full.tied)
     run_passes(reference, batches, facts.full, alone)
@@ -345,7 +417,7 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     counter.report("a full step")
     optimizer = None
     with contextlib.suppress(Exception):  # parallelize may make it
-        optimizer = reference.optimizer()
+        optimizer = None if args.forward else reference.optimizer()
     if optimizer is not None:  # before parallelize, which may change classes or globals
         train_full(reference, optimizer, batches, facts, alone)
     model = parallelize(subject, builder.first, tp_group, facts, counter, args)
@@ -353,18 +425,47 @@ def audit(subject, args, counter: CallCounter, device: str) -> Facts:
     run = Run(subject, model.eval(), tp_group, args)
     run.renamed.keeps = facts.full.classes.__contains__
     record_parameters(run.model, run.renamed, facts.own)
+    counter.shapes = how_split(facts.full.parts, facts.own.parts, tp_group.size())
     facts.has += {type(module).__name__ for module in run.model.modules()}
     run_passes(run, batches, facts.own, counter)
     counter.report("the search for unused copies")
     facts.own.unused = unused_copies(run, batches[0], facts.own)
-    counter.report("optimizer()")
-    if optimizer is None:
-        train_full(reference, reference.optimizer(), batches, facts, alone)
-    compare_steps(run, batches, facts, counter)
+    if not args.forward:
+        counter.report("optimizer()")
+        if optimizer is None:
+            train_full(reference, reference.optimizer(), batches, facts, alone)
+        compare_steps(run, batches, facts, counter)
     facts.calls = dict(counter.calls)
     if dist.get_rank() > 0:  # rank 0 has the same
         facts.full = Trace(parts=facts.full.parts, changed=facts.full.changed)
     return facts
+
+
+def how_split(full: dict, own: dict, ranks: int) -> str:
+    """What an error about shapes may come from: dims that the ranks do not divide, or a
+    slice that is smaller than a head; and which numbers of ranks divide all."""
+    uneven = []
+    split = []  # size of a dim that is split, size here, in words
+    for name in own:
+        if name not in full or own[name].dim() != full[name].dim():
+            continue
+        for dim, size in enumerate(full[name].shape):
+            here = own[name].shape[dim]
+            if here != size:
+                words = f"{name} has {here} of {size} along dim {dim}"
+                split.append((size, here, words))
+                if size % ranks:
+                    uneven.append(words)
+    if not split:
+        return ""
+    least = math.gcd(*[size for size, _, _ in split])
+    fits = [str(count) for count in range(2, least + 1) if least % count == 0]
+    take = f"{', '.join(fits) or 'none'} would"
+    if uneven:
+        said = "; ".join(uneven[:3])
+        return f"{ranks} ranks do not divide what is split ({said}; of ranks, {take})"
+    said = min(split, key=lambda found: found[1])[2]
+    return f"the smallest slice: {said}; is it a part of a head? Try fewer ranks"
 
 
 def parallelize(subject, full, tp_group, facts: Facts, counter, args) -> nn.Module:
@@ -378,7 +479,10 @@ def parallelize(subject, full, tp_group, facts: Facts, counter, args) -> nn.Modu
         text = str(warning.message).partition("\n")[0]
         if warning.category is UserWarning and text not in facts.warnings:
             facts.warnings.append(text)
-    return full if model is None else model
+    model = full if model is None else model
+    expected = "return the parallel model, or None if it has changed the full one"
+    check_model(subject, "parallelize", model, expected)
+    return model
 
 
 def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
@@ -399,7 +503,10 @@ def run_passes(run: Run, batches: list, trace: Trace, counter) -> None:
         second = run.step(batches[1])
         trace.summed = second.grads
         trace.second_loss = second.loss
-    run_in_train_mode(run, batches[0], trace, counter)
+    if run.is_forward_only():
+        trace.kept = trace.grads
+    else:
+        run_in_train_mode(run, batches[0], trace, counter)
     run.clear()
 
 
@@ -510,7 +617,8 @@ def noise_of(another, batch: tuple, args) -> tuple[float, float]:
     off = [(x - y).abs().max().item() for x, y in zip(changed, right)]
     sizes = [x.abs().max().item() for x in right]
     largest = max(sizes) or 1.0
-    of_each = [x / size for x, size in zip(off, sizes) if size > 1e-2 * max(sizes[1:])]
+    most = max(sizes[1:], default=0.0)
+    of_each = [x / size for x, size in zip(off, sizes) if size > 1e-2 * most]
     return max(off) / largest, max(of_each, default=0.0)
 
 
@@ -539,6 +647,7 @@ def train_full(reference: Run, optimizer, batches: list, facts: Facts, alone) ->
     for batch in batches[: reference.args.steps]:
         train(reference, optimizer, batch, facts.full, alone, None)
         facts.is_clipped |= facts.full.steps[-1].norm > reference.args.clip
+    record_optimizer(reference, optimizer, facts.full)
     calls = [name for name in alone.calls if not name.startswith("optimizer")]
     if calls:
         raise RuntimeError(
@@ -556,9 +665,43 @@ def compare_steps(run: Run, batches: list, facts: Facts, counter) -> None:
     states = states_of(run.model, run.renamed)
     for batch, full in zip(batches, facts.full.steps):
         train(run, optimizer, batch, facts.own, counter, full.norm)
+    record_optimizer(run, optimizer, facts.own)
     for state in states:  # an optimizer's hook may change some
         if state.is_buffer and not state.is_same():
             facts.own.odd_buffers.add(state.name)
+
+
+def record_optimizer(run: Run, optimizer, trace: Trace) -> None:
+    """What the optimizer keeps of each parameter: momentum, averages of weights.
+
+    In its `state`, or in an attribute that has a tensor for each of its parameters.
+    """
+    groups = getattr(optimizer, "param_groups", [])
+    trained = [p for group in groups for p in group["params"]]
+    named = run.model.named_parameters()
+    names = {p: plain_name(name, run.renamed) for name, p in named}
+    pairs = {}  # what → (parameter, tensor) of each
+    for p in trained:
+        for key, x in getattr(optimizer, "state", {}).get(p, {}).items():
+            pairs.setdefault(key, []).append((p, x))
+    for key, value in getattr(optimizer, "__dict__", {}).items():
+        tensors = list(value.values()) if isinstance(value, dict) else value
+        is_own = key not in ("state", "param_groups", "defaults")
+        if not is_own or not isinstance(tensors, (list, tuple)):
+            continue
+        if tensors and all(map(torch.is_tensor, tensors)):
+            if len(tensors) == len(trained):
+                pairs[key] = list(zip(trained, tensors))
+            else:
+                trace.other_state.append(key)
+    for key, found in pairs.items():
+        for p, x in found:
+            is_tensor = torch.is_tensor(x) and x.is_floating_point() and x.numel() > 1
+            if is_tensor and p in names and local_part(x).shape == local_part(p).shape:
+                own = trace.kept_state.setdefault(key, {})
+                own[names[p]] = local_part(x).double().clone()
+            elif is_tensor and key not in trace.other_state:
+                trace.other_state.append(key)
 
 
 def not_trained(run: Run, optimizer) -> list[str]:
@@ -636,6 +779,8 @@ def in_words(error: BaseException, counter: CallCounter, args) -> str:
     text = ", ".join([text, *filter(None, places)])
     if re.search(r"\b\w+Output\w*", str(error)):  # a class of Hugging Face
         text += "; loss() gets what the model returns: take its logits there"
+    if counter.shapes and re.search("shape|size|dim|match", str(error)):
+        text += f"; {counter.shapes}"
     refused = ("Float32", "BFloat16", "Half", "'Double'", "float64", "double")
     if args.dtype == "float64" and any(word in str(error) for word in refused):
         text += "; if an operator refuses float64, add --dtype float32"

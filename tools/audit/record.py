@@ -96,6 +96,9 @@ class Trace:
     kept_loss: float = 0.0  # in train mode, but nothing is dropped
     kept: dict[str, Tensor | None] = field(default_factory=dict)  # its gradients
     steps: list[Step] = field(default_factory=list)
+    # After the steps: what the optimizer keeps → parameter → its tensor.
+    kept_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    other_state: list[str] = field(default_factory=list)  # tensors of other shapes
 
     def point(self, point: Point) -> Point:
         """The name under which a tensor with several names was recorded."""
@@ -152,6 +155,7 @@ class Facts:
     not_in_optimizer: list[str] = field(default_factory=list)
     # Names of what the user's file defines, and of the classes of modules.
     has: list[str] = field(default_factory=list)
+    is_forward_only: bool = False  # no gradient is compared
     is_clipped: bool = False  # was the norm in some step above --clip?
     warnings: list[str] = field(default_factory=list)  # in parallelize
     calls: dict[str, int] = field(default_factory=dict)
@@ -320,7 +324,10 @@ def outputs_of(output, is_model: bool = False) -> dict[str, Tensor]:
     main = "output logits"
     if not (hasattr(output, "logits") and main in found):
         main = next(iter(found), "")
-    return {"": found.pop(main), **found, **integers} if found else {}
+    found = found or integers
+    main = main if main in found else next(iter(found), "")
+    rest = {slot: x for slot, x in (found | integers).items() if slot != main}
+    return {"": found[main], **rest} if found else {}
 
 
 def add_hooks(model: nn.Module, renamed: dict[str, str], enter, leave) -> list:
@@ -464,6 +471,7 @@ class CallCounter(TorchDispatchMode):
         super().__init__()
         self.report = report  # a function of a phase and of more words
         self.where = lambda: ""  # the module whose forward runs
+        self.shapes = ""  # how parameters are split, for errors about shapes
         self.phase = "start"
         self.calls = Counter()  # "phase: collective" → calls
 

@@ -74,6 +74,16 @@ class Start(Subject):
         return found and ("build()", f"it returns another model on ranks {found}")
 
 
+def span(rows: torch.Tensor) -> str:
+    """Rows in words: 0 to 3 and 8 to 11."""
+    rows = rows.tolist()
+    starts = [0] + [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
+    ends = [*starts[1:], len(rows)]
+    parts = [f"{rows[i]} to {rows[j - 1]}" for i, j in zip(starts, ends)]
+    more = ", …" if len(parts) > 4 else ""
+    return " and ".join(parts[:4]) + more
+
+
 def unlike_first(held: list[list[torch.Tensor]]) -> list[int]:
     """The ranks whose tensors are not those of rank 0."""
     found = []
@@ -119,6 +129,34 @@ class Parameter(Subject):
         if not x.any() or (self.case.model.find(x * self.case.ranks) >= 0).all():
             return ""
         return f"{share:.0%} of its elements on rank {rank} are in no parameter of it"
+
+    def other_rows(self) -> str:
+        """Is it a bias with other rows than the weight of its module?"""
+        case = self.case
+        weight = f"{self.where.rpartition('.')[0]}.weight"
+        shapes = case.model.shapes
+        if weight == self.where or not {weight, self.where} <= set(shapes):
+            return ""
+        if shapes[self.where] != shapes[weight][:1] or len(shapes[weight]) < 2:
+            return ""
+        for rank in self.ranks:
+            if weight not in case.index[rank]:
+                continue
+            held = []
+            for name in (weight, self.where):
+                width = shapes[name][1:].numel()
+                places = case.index[rank][name] - case.model.first[name]
+                is_own = (places >= 0) & (places < shapes[name].numel())
+                if not places.numel() or not is_own.all():
+                    return ""
+                held.append((places.flatten(1)[:, 0] if width > 1 else places) // width)
+            of_weight, own = held
+            if of_weight.shape == own.shape and not torch.equal(of_weight, own):
+                return (
+                    f"rank {rank} has rows {span(own)} of it, and rows "
+                    f"{span(of_weight)} of {weight}"
+                )
+        return ""
 
     def foreign(self) -> str:
         """Which elements belong to a parameter with another name, in words."""
@@ -319,6 +357,12 @@ class Output(Subject):
                     return f"{point} is partial"
         return ""
 
+    def of_ids(self) -> bool:
+        """Are these the token ids that the model returns?"""
+        is_whole = (self.expected == self.expected.round()).all()
+        is_last = not self.point.module and not self.point.is_input
+        return bool(is_last and is_whole and self.case.first.is_forward_only)
+
     def in_attention(self) -> bool:
         """Is this an attention, by its name or by that of the linear of its keys?"""
         classes = self.case.full.classes
@@ -440,10 +484,14 @@ class Loss(Subject):
         texts = ["all modules are right", *notes]
         if abs(ratio - 1) > 1e-3:
             texts.append(f"it is {ratio:.4g} times the right one")
+        self.nan = [rank for rank, loss in enumerate(losses) if loss != loss]
         if len(set(losses)) > 1:
             texts.append(f"it differs between ranks: {numbers(losses)}")
         self.seen = "; ".join(texts)
         self.losses = losses
+
+    def is_nan(self) -> str:
+        return f"it is nan on ranks {self.nan}" if self.nan else ""
 
     def is_part(self) -> str:
         """Is it each rank's own part, so that only their sum or mean is right?"""
@@ -726,7 +774,7 @@ class Gradient(Subject):
         self.arrives = case.arrival(name)
         self.is_fed_right = self.is_right_arrival(self.arrives)
         self.is_apart = False  # from the first wrong gradient in backward
-        texts = [case.wrong_elements(name)]
+        texts = [*filter(None, [case.wrong_elements(name)])]
         if self.arrives is not None:
             words = str(self.arrives)
             if self.is_fed_right and self.arrives.kind is Kind.FACTOR:
@@ -867,6 +915,15 @@ class Gradient(Subject):
                 words = "zero" if e[rows].any() else "not zero"
                 found.append(f"row {rows[0]} on rank {rank} is {words}")
         return f"{' and '.join(found)}, unlike in the full model" if found else ""
+
+
+class TwoPasses(Subject):
+    """A parameter whose gradient is wrong, or not the same in each pass."""
+
+    def differ(self) -> str:
+        """Two passes of one batch have equal parameters, and other gradients."""
+        ranks = self.case.unsteady(self.where)
+        return f"two equal passes differ on ranks {ranks}" if ranks else ""
 
 
 class OtherBatch(Subject):
@@ -1061,6 +1118,28 @@ class Step(Subject):
         return "clip()", f"after it the gradients are on average {words}"
 
 
+class State(Subject):
+    """What the optimizer keeps of a parameter, if all parameters are right."""
+
+    def __init__(self, case: Case, name: str, key: str):
+        super().__init__(case, name)
+        self.key = key
+
+    def wrong(self) -> str:
+        case = self.case
+        full = case.full.kept_state[self.key].values()
+        least = 1e-6 * max(scale_of(x) for x in full)  # of rounding errors alone
+        wrong = []
+        found = case.state_of(self.key, self.where)
+        for rank, held, right in found:
+            if not case.ruler.near(held, right, 10 * max(scale_of(right), least)):
+                wrong.append(rank)
+        if not wrong:
+            return ""
+        count = len(case.full.steps)
+        return f"`{self.key}` after {count} steps is wrong on ranks {wrong}"
+
+
 class Update(Subject):
     """A parameter that is wrong after a step, or whose gradient is before it."""
 
@@ -1071,7 +1150,12 @@ class Update(Subject):
         self.ranks = case.holders(name)
         self.after, self.right = case.compared(name, "after", number)
         self.is_noise = False  # does it differ only where rounding errors moved it?
-        self.is_wrong = bool(self.wrong_ranks("after"))
+        wrong = self.wrong_ranks("after")
+        self.is_wrong = bool(wrong)
+        if 0 < len(wrong) < len(self.ranks):
+            self.seen += f", wrong on ranks {wrong} only"
+        if wrong and number > 0:
+            self.seen += "; right before, so look at what is kept between steps"
 
     def wrong_ranks(self, what: str) -> list[int]:
         """The ranks on which its gradient ("grads", "clipped") or it is wrong."""
@@ -1158,6 +1242,11 @@ class Update(Subject):
         said = f"its gradient in step {self.number + 1} is wrong on rank"
         return f"{said} {wrong[0]}" if wrong else ""
 
+    def differs_in_first_step(self) -> str:
+        """Is the gradient wrong in a step that repeats the first pass?"""
+        ranks = self.case.unsteady(self.where) if self.number == 0 else []
+        return f"two equal passes differ on ranks {ranks}" if ranks else ""
+
     def without_gradient(self) -> str:
         """Is there no gradient on some ranks, although the full model has one?"""
         held, _ = self.case.compared(self.where, "clipped", self.number)
@@ -1192,8 +1281,29 @@ class Update(Subject):
         return is_missing
 
     def apart(self) -> bool:
-        is_wrong_here = self.is_wrong or self.where in self.case.unmatched
-        return is_wrong_here and self.are_apart()
+        return self.is_wrong and self.are_apart()
+
+    def grads_apart(self) -> str:
+        """Of a parameter that cannot be compared: do the gradients of replicas differ
+        already? Only their replicas can be compared."""
+        if not self.apart_unmatched():
+            return ""
+        grads, _ = self.case.compared(self.where, "grads", self.number)
+        for places in self.case.replica_sets(self.where):
+            first = grads[places[0]]
+            for place in places:
+                other = grads[place]
+                if first is None or other is None:
+                    is_same = first is other
+                else:
+                    is_same = self.case.ruler.near(other, first, scale_of(first))
+                if not is_same:
+                    ranks = [self.ranks[places[0]], self.ranks[place]]
+                    return f"ranks {ranks} have different gradients"
+        return ""
+
+    def apart_unmatched(self) -> bool:
+        return self.where in self.case.unmatched and self.are_apart()
 
     def are_apart(self) -> bool:
         """Do replicas, the same before the first step, differ now?"""
