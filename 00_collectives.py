@@ -606,9 +606,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Allowed relative differences. A loss is a mean, so its rounding errors are smaller.
 ALLOWED = {"float32": 1e-5, "float64": 1e-12}
 ALLOWED_LOSS = {"float32": 1e-6, "float64": 1e-12}
-# A difference is divided by the expected value's size, or by this if that is smaller:
-# after three steps of AdamW, 0.003 each, a bias that was 0; a gradient that would be 0
-# without rounding errors.
+# A difference is divided by the expected size, or by this if that is smaller: a bias
+# that was 0 after three steps of AdamW, 0.003 each; a gradient of rounding errors only.
 LEAST = {"parameters": 0.009, "gradients": 1e-4}
 # PyTorch has several operations of each kind: allreduce_, all_reduce, …
 KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()
@@ -620,7 +619,7 @@ CAUSES = "runs outputs gradients replicas norms losses parameters".split()
 class Meter(TorchDispatchMode):
     """Counts every collective of this rank, also DTensor's and those of backward.
 
-    Within `with METER`, PyTorch calls __torch_dispatch__ in place of each operation.
+    Within `with METER`, PyTorch calls __torch_dispatch__ instead of each operation.
     calls: (run, phase, collective, axis) → payloads. A payload is the bytes of the full
     tensor: of an all-gather what it returns, of a reduce-scatter what it takes.
     """
@@ -658,7 +657,6 @@ class Meter(TorchDispatchMode):
         self.last = f"number {self.count}, {collective} over {axis}, {run} {phase}"
         out = func(*args, **(kwargs or {}))
         if collective != "recv":  # it is counted where it is sent
-            # The first two arguments have its tensors: the full one is the largest.
             payload = max(nbytes(args[0]), nbytes(args[1]), nbytes(out))
             key = (run, phase, collective, axis)
             self.calls.setdefault(key, []).append(payload)
@@ -681,9 +679,7 @@ def collective_of(func, args) -> tuple[str, dist.ProcessGroup | None]:
         group = dist.distributed_c10d._resolve_process_group(args[-1])
     plain = name.replace("_", "")
     kinds = [kind for kind in KINDS if plain.startswith(kind.replace("-", ""))]
-    if kinds == ["send"]:
-        return "send/recv", group
-    return (kinds[0] if kinds else name), group
+    return (kinds[0].replace("send", "send/recv") if kinds else name), group
 
 
 def nbytes(x) -> int:
@@ -719,8 +715,7 @@ def ring(collective: str, payload: int, ranks: int) -> int:
     """Bytes that one rank of a ring sends (lesson 00)."""
     if collective == "send/recv":
         return payload
-    # An all-reduce is a reduce-scatter and an all-gather. Of a broadcast: the mean.
-    rounds = 2 if collective == "all-reduce" else 1
+    rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return rounds * payload * (ranks - 1) // ranks
 
 
@@ -758,9 +753,8 @@ def norm(values: list, digits=7) -> str:
 
 
 class Report:
-    """Values that differ from the run without TP make the verdict FAIL. A formula says
-    what the lesson's own model and split cost: in an edited one it may not hold, so it
-    is marked ≠ and the verdict is still PASS.
+    """Values that differ from the run without TP are FAIL. A formula is of the lesson's
+    own model and split: in an edited one ≠ marks what differs, and the verdict is PASS.
     """
 
     def __init__(self, size: dict[str, int], steps: int):
@@ -792,10 +786,7 @@ class Report:
         print("".join(f"   {line.rstrip()}\n" for line in lines if line), end="")
 
     def check(self, name, diff, allowed=0.0, text="", is_formula=False) -> bool:
-        """Record a comparison of this rank. Returns whether it holds.
-
-        name: "kind: what is compared". Two checks with one name are an error.
-        """
+        """Record a comparison, named "kind: what is compared". Does it hold here?"""
         if name in self.checks:  # one would hide the other
             raise ValueError(f"two checks are named {name}")
         check = {"name": name, "diff": diff, "allowed": allowed, "ranks": []}
@@ -818,12 +809,11 @@ class Report:
 
         A row has the norm of each value and the largest difference of any element.
         brief: rows that all hold are one line, which names what is compared.
-        fold: name → name of the row (str: its own); values of a row are compared one by
-            one.
+        fold: name → its row (str: its own); all values of a row are compared.
         """
         first = next(iter(runs))
-        rows = {}  # name of the row → names of its values
-        diffs = {}  # (name of the row, run) → the largest difference
+        rows = {}  # row → names of its values
+        diffs = {}  # (row, run) → the largest difference
         for run, values in runs.items():
             for name in runs[first] | values:  # your edit may have added or removed one
                 row = fold(name)
@@ -835,23 +825,13 @@ class Report:
                     diffs[row, run] = max(diff, diffs.get((row, run), 0.0))
         worst = max(diffs.values(), default=0.0)
         if brief and diffs and worst <= allowed:
-            names = list(runs[first])
-            text = names[0] if len(names) == 1 else f"all {len(names)}"
-            self.say(f"{what}: {text} as {first}; largest diff {worst:.1e}")
-            return
+            if len(runs[first]) > 1:
+                name = f"all {len(runs[first])}"
+            return self.say(f"{what}: {name} as {first}; largest diff {worst:.1e}")
+        raised = [] if brief else self.raised
         table = []
-        for row_name, names in rows.items():
-            row = {"name": row_name}
-            worst = 0.0
-            for run, values in runs.items():
-                diff = diffs.get((row_name, run), 0.0)
-                worst = max(worst, diff)
-                values = [values.get(name, math.nan) for name in names]
-                row[run] = norm(values) if diff <= allowed else norm(values, 6) + "✗"
-            row.update({run: "raised" for run in self.raised if not brief})
-            if diffs:
-                row.update(diff=f"{worst:.1e}", ok="ok" if worst <= allowed else "✗")
-            table.append(row)
+        for row, names in rows.items():
+            table.append(cells_of(row, names, runs, diffs, allowed, raised))
         self.table(table)
 
     def check_replicas(self, tensors: dict[str, Tensor], group) -> None:
@@ -888,7 +868,8 @@ class Report:
         rows = []
         for call in dict.fromkeys(list(formulas) + list(METER.calls)):
             if call[0] not in self.raised:
-                rows.append(self.ledger_row(call, *formulas.get(call, (0, "0"))))
+                calls, formula = formulas.get(call, (0, "0"))
+                rows.append(self.ledger_row(call, calls, formula))
         shown = []
         for row in rows:
             is_brief = row["run"] in brief or row["phase"] in brief
@@ -922,7 +903,7 @@ class Report:
             marks.append("≠")
         row = {"run": run, "phase": phase, "collective": collective, "axis": axis}
         row.update(calls=calls, bytes=cells["bytes"], formula=formula, ring=f"{sent:,}")
-        row["ok"] = worst_mark(marks)
+        row["ok"] = max(marks)  # ≠ comes after ok in the alphabet
         return row
 
     @contextmanager
@@ -961,11 +942,10 @@ class Report:
         formulas = []  # checks that failed
         kinds = {}  # "gradients" → its checks that failed
         for check in checks:
-            kind = check["name"].partition(":")[0]
             if check["ranks"] and check["is_formula"]:
                 formulas.append(check)
             elif check["ranks"]:
-                kinds.setdefault(kind, []).append(check)
+                kinds.setdefault(check["name"].partition(":")[0], []).append(check)
         lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 8]]
         lines += name_causes(kinds)
         worst = max((x["diff"] for x in checks if not x["ranks"]), default=0.0)
@@ -1005,6 +985,21 @@ class Report:
         return list(merged.values())
 
 
+def cells_of(row, names, runs: dict, diffs: dict, allowed: float, raised: list) -> dict:
+    """A row of Report.compare: each run's norm, and the largest difference."""
+    cells = {"name": row}
+    worst = 0.0
+    for run, values in runs.items():
+        diff = diffs.get((row, run), 0.0)
+        worst = max(worst, diff)
+        values = [values.get(name, math.nan) for name in names]
+        cells[run] = norm(values) if diff <= allowed else norm(values, 6) + "✗"
+    cells.update(dict.fromkeys(raised, "raised"))
+    if diffs:
+        cells.update(diff=f"{worst:.1e}", ok="ok" if worst <= allowed else "✗")
+    return cells
+
+
 def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
     """A line for each kind of failed check, causes before what follows from them."""
     losses = " ".join(check["name"] for check in kinds.get("losses", []))
@@ -1013,19 +1008,14 @@ def name_causes(kinds: dict[str, list[dict]]) -> list[str]:
     order += CAUSES + list(kinds)
     lines = []
     for kind in sorted(kinds, key=order.index):
-        run = kinds[kind][0]["name"].rpartition(", ")[2]  # the first that is wrong
-        failed = [x for x in kinds[kind] if x["name"].endswith(f", {run}")]
-        # Backward begins at the output: the last gradient is nearest to the cause.
-        is_last = kind == "gradients" and failed and not is_forward
-        check = failed[-1] if is_last else kinds[kind][0]
+        check = kinds[kind][0]
+        if kind == "gradients" and not is_forward:
+            # Backward begins at the output: the last one of a run is nearest the cause.
+            run = check["name"].rpartition(", ")[2]
+            check = [x for x in kinds[kind] if x["name"].endswith(run)][-1]
         text = f"{check['text']}, on ranks {check['ranks']}"
         lines.append(f"✗ {check['name']}: {text}")
     return lines
-
-
-def worst_mark(marks: list[str]) -> str:
-    """The first mark that is not "ok", or "ok"."""
-    return next((mark for mark in marks if mark != "ok"), "ok")
 
 
 def must_divide(args, name: str, parts: int, what: str) -> None:
@@ -1034,8 +1024,6 @@ def must_divide(args, name: str, parts: int, what: str) -> None:
     if value % parts:
         flag = f"--{name.replace('_', '-')}"
         fits = value + parts - value % parts
-        if fits >= 2**31:  # no flag is as large
-            fits -= parts
         reason = f"{value} % {parts} {what} = {value % parts}, not 0"
         raise ValueError(f"{flag} {value}: {reason}; take {flag} {fits}")
 
@@ -1090,8 +1078,7 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     sizes: turns the flags into the numbers of the shape legend, or refuses one.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal may not know ≠
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
     is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine
     try:
         args = read_flags(parser)
@@ -1117,8 +1104,8 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
         failures = report.verdict(args)
     except Exception:
         # Ranks whose numbers differ have not made the same calls.
-        text = f"rank {os.environ['RANK']}; its last call: {METER.last}"
-        text = f"\n{traceback.format_exc()}{text}"
+        text = f"\n{traceback.format_exc()}rank {os.environ['RANK']}; its last call: "
+        text += METER.last
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # not started by torchrun
             print(text, file=sys.stderr)
         end(text, 1)

@@ -552,7 +552,7 @@ def show_bubbles(report, runs: dict[str, ScheduleRun], args) -> None:
 
 def show_weight_passes(report, pipeline: MeasuredPipeline) -> None:
     """Zero bubble: each weight pass has dL/dW of every linear of the rank."""
-    modules = nn.ModuleList(pipeline.chunks).modules()
+    modules = nn.ModuleList(pipeline.chunks).modules()  # also those that stay whole
     linears = sum(isinstance(x, (nn.Linear, SplitLinear)) for x in modules)
     off = max(abs(count - linears) for count in pipeline.linears)
     text = f"weight passes of {pipeline.linears} linears, not of {linears} each"
