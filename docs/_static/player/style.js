@@ -166,7 +166,7 @@ export const STYLE = `
   .axis span { position: absolute; transform: translateX(-50%); }
   .axis :first-child { transform: none; } .axis :last-child { transform: translateX(-100%); }
   .slide.attention .cell { font-size: calc(var(--cell) * .3); }
-  .slide.attention .names figcaption { font-size: 1em; }
+  .slide.attention .names figcaption { font-size: .82em; }
   .player.slide { --cell-max: 78; --cell-min: 72; border: 0; padding: 0; font-size: 21px; }
   .player.slide.attention { --cell-max: 116; }
   .slide :is(.head, .controls, .totals, .rule) { display: none; }
