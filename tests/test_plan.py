@@ -18,7 +18,7 @@ import published
 import pytest
 import torch
 import torch.distributed as dist
-from runs import CONTEXT_RUNS, PROOF, SHARED_HEADS, over
+from runs import CONTEXT_RUNS, PROOF, SCHEDULES, SHARED_HEADS, number, over, rows_with
 from test_refusals import message
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -155,15 +155,16 @@ def test_cp_laws():
 
 
 def test_cp_is_searched_for_long_sequences():
-    """Powers of two, as long as 8,192 positions are on a rank; all axes make up the
+    """Powers of two, as long as 4,096 positions are on a rank; all axes make up the
     GPUs. A ring is faster here than any layout without."""
-    sizes = predict.MODELS["llama-3-8b"]
+    sizes = predict.MODELS["llama-3-8b"] | dict(seq_len=4096)
+    assert predict.rings(8191) == [1] and predict.rings(8192) == [1, 2]
     rows, _, _ = predict.search(sizes, a100(gpus=64), attention="flash")
     assert rows and all(row["cp"] == 1 for row in rows)
     assert all("cp" not in row["parts"] for row in rows)
     long = sizes | dict(seq_len=131072)
     rows, full, _ = predict.search(long, a100(gpus=256), attention="flash")
-    assert {row["cp"] for row in rows + full} == {1, 2, 4, 8, 16}
+    assert {row["cp"] for row in rows + full} == {1, 2, 4, 8, 16, 32}
     for row in rows:
         assert row["dp"] * row["pp"] * row["tp"] * row["cp"] == 256
     assert rows[0]["cp"] > 1
@@ -186,6 +187,7 @@ def test_table_with_cp(capsys):
         code, out, _ = told(capsys, *flags.split(), *more)
         assert code == 0 and max(map(len, out.splitlines())) <= 88
         assert "cp: ranks that share each sequence" in out
+        assert ("cp: tried up to 32 (from 4,096 positions" in out) == (not more)
         assert " bubble s/step" not in out and re.search(r" tp +cp .* →cp +s/step", out)
 
 
@@ -600,6 +602,46 @@ def test_bubbles_of_schedules():
     assert memory[0] == memory[1]
 
 
+@over([(SCHEDULES, 4)])
+def test_zb_h1_holds_what_beyond_14_measures(run):
+    """Exactly on stages without the head. On the last one the next micro-batch is not
+    at its peak when the most weight passes wait: there the sum is at most 2 % more."""
+    data = jobs.result(*run).data
+    L, D, N, K, V, S, B, M, P = (data["size"][letter] for letter in "LDNKVSBMP")
+    sizes = predict.model(L, D, N, K, V, S, B)
+    options = dict(pp=P, micro_batch=B // M, schedule="zb-h1")
+    layout = predict.make_layout(sizes, **options)
+    rows = rows_with(data, "bytes at the peak")
+    assert len(rows) == P
+    for stage, row in enumerate(rows):
+        more = number(row["zero-bubble"]) - number(row["1f1b"])
+        off = predict.put_off_bytes(layout, stage, e=4) - more
+        assert 0 <= off <= 0.02 * number(row["zero-bubble"]) * (stage == P - 1)
+        plain = predict.changed(layout, schedule="1f1b")
+        added = predict.memory(layout, stage)["activations"]
+        added -= predict.memory(plain, stage)["activations"]
+        assert added == predict.put_off_bytes(layout, stage)
+
+
+def test_the_fullest_stage_is_computed():
+    """Also where ZB-H1 puts off weight passes: next to all stages."""
+    sizes = predict.MODELS["llama-3-70b"] | mixture(vocab_size=1000)
+    machine = a100(gpus=64)
+    fullest = set()
+    for layers, P in ((24, 8), (29, 8), (30, 8), (8, 8), (9, 4)):
+        for how in ("none", "full"):
+            for schedule in predict.SCHEDULES:
+                more = predict.layout_options(
+                    sizes | dict(layers=layers), {"pp": P}, {}
+                )
+                more.update(pp=P, recompute=how, schedule=schedule, attention="flash")
+                layout = predict.make_layout(sizes | dict(layers=layers), **more)
+                held = [sum(predict.memory(layout, s).values()) for s in range(P)]
+                assert predict.predict(layout, machine)["memory"] == max(held)
+                fullest.add(held.index(max(held)))
+    assert len(fullest) > 2
+
+
 def test_light_ends():
     """126 layers on 16 stages: 7, 8, … 8, 7; in flight on stage 0, with one layer per
     chunk, 16 micro-batches' worth of its 7 layers."""
@@ -781,43 +823,38 @@ def test_without_half_torchtitans_peaks_are_far_off():
         assert off["full"] < -0.3
 
 
-def test_half_of_the_scores_would_fit_published_runs_worse(compared, monkeypatch):
-    """A causal kernel computes about half of the scores. With half of them charged,
-    each run with FlashAttention is farther from its prediction, and the ratios spread
-    more: so times charge all S × S scores, as MFU does."""
-    whole = predict.flops
-
-    def half(args, stage):
-        times = 4.5 if args.recompute == "full" else 3.5
-        tokens = args.batch_size // args.dp * args.seq_len // (args.tp * args.cp)
-        scores = 4 * args.seq_len * predict.q_width(args) * tokens
-        less = predict.layers_of(args, stage) * scores * times / 2
-        return whole(args, stage) - less * (args.attention == "flash")
-
-    monkeypatch.setattr(predict, "flops", half)
-    before, after = {}, {}
-    for row, each in compared:
-        if row.layout["attention"] == "flash":
-            before.setdefault(row.kind, []).append(each["ratio"])
-            ratio = published.seconds(row, each["predicted"])
-            ratio /= published.predicted(row)["seconds"]
-            after.setdefault(row.kind, []).append(ratio)
-            assert ratio > each["ratio"] > 1, row.name
-    for kind in before:
-        spread = max(before[kind]) / min(before[kind])
-        assert max(after[kind]) / min(after[kind]) > 1.2 * spread, kind
+def test_a_causal_kernel_computes_half_of_the_scores():
+    """Forward, backward, and Q·Kᵀ again in backward; 42 % less at 131,072 positions.
+    Attention that is written out computes all. The MFU counts what is charged."""
+    sizes = predict.MODELS["llama-3-8b"] | dict(seq_len=131072)
+    for recompute, times in (("none", 3.5), ("half", 3.5), ("full", 4.5)):
+        options = dict(dp=4, tp=2, cp=8, recompute=recompute, attention="flash")
+        half = predict.make_layout(sizes, **options)
+        every = predict.make_layout(sizes, **options, scores="all")
+        assert half.scores == "half"
+        less = predict.flops(every, 0) - predict.flops(half, 0)
+        scores = 4 * 131072 * 4096 * 32 * (128 * 131072) / 16
+        assert less == times * scores / 2
+        model = predict.model_flops(every) - predict.model_flops(half)
+        assert model == 3 * scores * 64 / 2
+    ratio = predict.model_flops(half) / predict.model_flops(every)
+    assert ratio == pytest.approx(1 - 0.42, abs=0.01)
+    assert predict.make_layout(sizes).scores == "all"
 
 
-def test_the_share_of_the_scores_is_said(capsys):
-    """By 2104.04473, sec. 5.1: S/6h of what the weights of the layers compute."""
+def test_how_many_scores_are_charged_is_said(capsys):
+    """By 2104.04473, sec. 5.1: all of them are S/6h of what the layers' weights are."""
     h, layers, vocabulary = 12288, 96, 51200
     for seq_len in (2048, 131072):
         flags = f"--model gpt3 --gpus 1024 --seq-len {seq_len} --zero 3 --top 1"
         _, out, _ = told(capsys, *flags.split())
-        scores = seq_len / (6 * h)
-        share = scores / (1 + scores + vocabulary / (12 * layers * h))
+        half = seq_len / (12 * h)
+        more = half / (1 + half + vocabulary / (12 * layers * h))
         text = " ".join(out.split())
-        assert f"all S × S scores, {share:.0%} of the model's FLOPs" in text
+        assert "count half of the S × S scores" in text
+        assert f"the model's FLOPs are then {more:.0%} more here" in text
+        _, out, _ = told(capsys, *flags.split(), "--scores", "all")
+        assert "count all S × S scores" in " ".join(out.split())
 
 
 def test_published_sizes_are_the_published_models():
@@ -837,17 +874,25 @@ def test_published_sizes_are_the_published_models():
 
 
 def test_a_published_layout_is_no_longer_refused():
-    """Llama 3 405B, tp 8 and pp 16 on 8,192 and 16,384 GPUs: the first choice of the
-    command, within the reserve of 10 %, and tp stays in the node."""
-    for flags in (
-        "--gpus 8192 --virtual 8",
-        "--gpus 16384 --virtual 8",
-        "--gpus 16384",
-    ):
-        words = f"--model llama-3-405b --machine dgx-h100 --zero {flags}".split()
-        fits, _, _ = plan.find(plan.read_flags(words))
+    """Llama 3 405B, tp 8 and pp 16 on 8,192 and 16,384 GPUs: the command's first choice
+    without cp, within the reserve of 10 %, and tp stays in the node."""
+    for flags in ("--gpus 8192 --virtual 8", "--gpus 16384"):
+        flags = f"--model llama-3-405b --machine dgx-h100 --zero {flags} --cp 1"
+        fits, _, _ = plan.find(plan.read_flags(flags.split()))
         assert (fits[0]["tp"], fits[0]["pp"]) == (8, 16), flags
         assert not fits[0]["tp_leaves_node"] and fits[0]["light_ends"]
+
+
+def test_tp_16_is_not_the_answer_to_a_short_sequence():
+    """405B on 576 H100: tp 16 over two nodes takes 17 s, and cp 2 at S 8,192 avoids it.
+    The published mesh is the second (NVIDIA/dgxc-benchmarking, README_405b.md)."""
+    flags = "--gpus 576 --batch-size 252 --virtual 7 --zero --overlap-dp"
+    words = f"--model llama-3-405b --machine dgx-h100 {flags}".split()
+    rows = predict.best_of_each(plan.find(plan.read_flags(words))[0])
+    meshes = [(row["tp"], row["pp"], row["cp"]) for row in rows]
+    assert meshes.index((8, 9, 2)) == 1 and not rows[0]["tp_leaves_node"]
+    wide = next(row for row in rows if row["tp"] == 16)
+    assert wide["seconds"] > 1.25 * rows[1]["seconds"] and wide["tp_leaves_node"]
 
 
 def test_parameters_of_table_1():
@@ -1006,11 +1051,12 @@ def a100(**values):
 def test_a_reserve_stays_free():
     """79.8 of 80 GB do not fit; with nothing in reserve they do."""
     sizes = predict.model(40, 5120, 40, 40, 51200, 2048, 512)
-    rows, too_large, _ = predict.search(sizes, a100(gpus=64))
+    machine = a100(gpus=64, gpu_memory=80.0)
+    rows, too_large, _ = predict.search(sizes, machine)
     assert max(row["memory"] for row in rows) <= 72e9
     between = [row for row in too_large if row["memory"] <= 80e9]
     assert len(between) > 5
-    everything, _, _ = predict.search(sizes, a100(gpus=64, reserve=0))
+    everything, _, _ = predict.search(sizes, predict.changed(machine, reserve=0))
     assert len(everything) == len(rows) + len(between)
 
 
@@ -1075,7 +1121,8 @@ def test_mfu_counts_no_recomputation():
     )
     weights = 12 * L * h * h + V * h
     expected = 6 * B * S * (weights + 2 * L * S * h)
-    for more in ({}, {"recompute": "full"}, {"tp": 8}, {"attention": "flash"}):
+    flash = {"attention": "flash", "scores": "all"}
+    for more in ({}, {"recompute": "full"}, {"tp": 8}, flash):
         layout = predict.make_layout(sizes, **more)
         assert predict.model_flops(layout) == expected
     full = predict.make_layout(sizes, recompute="full")
@@ -1093,7 +1140,7 @@ def test_the_tool_prints_the_published_count(capsys, name):
     code, out, _ = told(capsys, "--model", name, "--gpus", 512, "--zero", 3)
     published = {"gpt-1.7b": "1.648", "gpt-145.6b": "145.6", "llama-3-70b": "70.55"}
     assert code == 0 and out.startswith(f"{published[name]} billion parameters")
-    assert "10% stay free" in out and "72.0 of 80 GB" in out
+    assert "10% stay free" in out and "76.5 of 85 GB" in out
 
 
 def told(capsys, *flags) -> tuple[int, str, str]:
@@ -1113,8 +1160,8 @@ def test_table_and_json(capsys, tmp_path):
     data = json.loads(path.read_text())
     rows = data["predicted"]
     times = [row["seconds"] for row in rows]
-    assert times == sorted(times) and all(row["memory"] <= 72e9 for row in rows)
-    assert all(row["memory"] > 72e9 for row in data["too large"])
+    assert times == sorted(times) and all(row["memory"] <= 76.5e9 for row in rows)
+    assert all(row["memory"] > 76.5e9 for row in data["too large"])
     count = len(rows) + len(data["too large"])
     assert count > 500 and 10_000 * took / count < 20
 
@@ -1250,7 +1297,7 @@ def test_dry_run_finds_a_bug(capsys, bug):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (("--model", "gpt3", "--gpus", 16), "72.0 of 80 GB.*take --gpus 64"),
+    (("--model", "gpt3", "--gpus", 16), "76.5 of 85 GB.*take --gpus 64"),
     (("--model", "gpt3", "--gpus", 1024, "--tp", 5), "but --tp 5; take --tp 4$"),
     (("--model", "gpt3", "--gpus", 128, "--tp", 128),
      "128: heads % tp is not 0 for gpt3; take --tp 1, 2, 4, 8, 16 or 32"),
@@ -1260,7 +1307,17 @@ def test_dry_run_finds_a_bug(capsys, bug):
     (("--model", "gpt3", "--gpus", 1031), "heads % tp is not 0.*take --gpus 1024"),
     (("--model", "gpt3", "--gpus", 100, "--virtual", 7), "pp . virtual. is not 0"),
     (("--model", "mixtral-8x7b", "--gpus", 8, "--top-k", 9), "there are 8 experts"),
-    (("--model", "gpt3", "--gpus", 1024, "--experts", 8), "give --top-k"),
+    (("--model", "gpt3", "--gpus", 1024, "--experts", 8),
+     "give --top-k and --expert-ffn as well$"),
+    (("--model", "gpt3", "--gpus", 1024, "--experts", 8, "--top-k", 2),
+     "--experts: give --expert-ffn as well$"),
+    (("--model", "llama-3-8b", "--gpus", 96, "--cp", 3),
+     r"--cp 3: seq-len % \(2 · cp\) is not 0; take --cp [24]$"),
+    (("--model", "llama-3-8b", "--gpus", 96, "--cp", 3, "--tp", 4),
+     r"--cp 3: seq-len % \(2 · cp\) is not 0; take --cp [24]$"),
+    (("--model", "gpt3", "--gpus", 64, "--cp", 4), "dp 1 × pp 1 × tp 16 × cp 4"),
+    (("--model", "gpt3", "--gpus", 64, "--scores", "half", "--attention", "math"),
+     "--scores half: attention that is written out computes all; leave it out"),
     (("--model", "mixtral-8x7b", "--gpus", 64, "--ep", 3),
      "experts % ep is not 0; take --ep 4"),
     (("--model", "gpt3", "--gpus", 1024, "--schedule", "zb-h1", "--virtual", 2),
@@ -1272,7 +1329,8 @@ def test_dry_run_finds_a_bug(capsys, bug):
       2, "--dry-run"), "--dry-run of tp 2.*take --tp 1"),
     (("--model", "gpt3", "--inside", "fast"), "fast is not a number above 0"),
     (("--model", "gpt3", "--reserve", "1"), "1 is not a number from 0 to below 1"),
-    (("--model", "llama-3-8b", "--gpus", 64, "--dry-run"), "--dry-run of a gated MLP"),
+    (("--model", "mistral-7b", "--gpus", 64, "--cp", 1, "--dry-run"),
+     "--dry-run of a gated MLP"),
     (("--model", "gpt3", "--gpus", 1024, "--zero", 2, "--dry-run"), "take --zero 1"),
     (("--model", "gpt3", "--gpus", 1024, "--json", "/no/where"),
      "error: --json /no/where: No such file or directory$"),
@@ -1381,8 +1439,8 @@ def test_the_table_marks_tp_that_leaves_the_node(capsys):
 
 
 @pytest.mark.parametrize("machine, node, memory", [
-    ("dgx-a100-40gb", 8, 40), ("dgx-h200", 8, 141), ("dgx-b200", 8, 180),
-    ("gb200-nvl72", 72, 186), ("mi300x", 8, 192),
+    ("dgx-a100-40gb", 8, 42.4), ("dgx-h200", 8, 150), ("dgx-b200", 8, 191.5),
+    ("gb200-nvl72", 72, 197.9), ("mi300x", 8, 206),
 ])  # fmt: skip
 def test_machines_of_2026(capsys, machine, node, memory):
     flags = f"--model qwen3-30b-a3b --machine {machine} --gpus {4 * node} --zero 1"

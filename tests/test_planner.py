@@ -75,6 +75,8 @@ def random_case(draw: random.Random) -> dict:
     more["attention"] = "flash" if "cp" in mesh else draw.choice(predict.ATTENTION)
     ways = predict.ways_to_recompute(sizes, more["attention"])
     more["recompute"] = draw.choice(ways)
+    if more["attention"] == "flash" and draw.random() < 0.5:
+        more["scores"] = draw.choice(predict.SCORES)
     more["schedule"] = "1f1b"
     if more["virtual"] == 1:
         more["schedule"] = draw.choice(["1f1b", "gpipe", "zb-h1"])
@@ -203,8 +205,8 @@ def test_both_refuse_the_same_meshes(open_page):
 
 
 def test_presets_are_those_of_the_tool():
-    """If not: python tools/predict.py > docs/_static/planner/presets.json"""
-    assert (FOLDER / "presets.json").read_text() == predict.page_data()
+    """If not: python tools/published.py --page > docs/_static/planner/presets.json"""
+    assert (FOLDER / "presets.json").read_text() == published.page_data()
 
 
 SHOWN = """() => ({
@@ -300,6 +302,7 @@ REFUSED = {
     "?experts=8": "experts: how many per token, and how wide?",
     "?imbalance=2": "expert imbalance: 2, but there are no experts",
     "?recompute=half&attention=math": "half, only with attention flash",
+    "?scores=half&attention=math": "attention that is written out computes all",
 }
 
 
@@ -377,7 +380,7 @@ def test_the_page_lists_published_peaks_and_says_its_units(open_page):
         measured, found = peak.measured / 1e9, peak.predicted / 1e9
         assert row == f"{peak.name}{found:.1f}{measured:.1f}{off}"
     text = page.locator("main").text_content()
-    assert "GB are 10⁹ bytes" in text and "all S × S scores" in text
+    assert "GB are 10⁹ bytes" in text and "half of the S × S scores" in text
 
 
 def test_a_model_without_experts_has_no_imbalance(open_page):
@@ -397,7 +400,7 @@ def test_what_does_not_fit_says_why(open_page):
     says = page.evaluate(SHOWN)["fits"]
     row = "16 bytes"
     assert (
-        says.startswith("It does not fit") and row in says and "72.0 of 80 GB" in says
+        says.startswith("It does not fit") and row in says and "76.5 of 85 GB" in says
     )
 
 

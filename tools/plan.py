@@ -42,7 +42,6 @@ from published import BANDS, peaks
 # What the flags say of a layout besides its mesh.
 OPTIONS = "zero attention virtual schedule loss grad_bytes imbalance overlap_dp".split()
 
-
 MOST_TRIED = 500  # layouts, in the search for flags that are accepted
 NEAR = 6  # values of each flag
 
@@ -125,7 +124,7 @@ def add_machine_flags(add) -> None:
         "--gpu-memory",
         type=above_zero,
         metavar="GB",
-        help="memory of a GPU, such as 80",
+        help="memory of a GPU; one that is sold as 80 GB has 85",
     )
     add(
         "--reserve",
@@ -163,6 +162,9 @@ def add_layout_flags(add) -> None:
     add("--attention", choices=predict.ATTENTION, default="flash",
         help="math: scores are saved; flash: FlashAttention saves none "
         "(flash)")  # fmt: skip
+    add("--scores", choices=predict.SCORES,
+        help="how many of the S × S scores a kernel computes: half, if it is causal, "
+        "or all (half; math: all)")  # fmt: skip
     add("--zero", type=int, choices=ZERO, nargs="?", const=1, default=0,
         help="ZeRO's stage: shard AdamW's state over dp (1, also without a number), "
         "gradients (2), weights (3), or nothing (0, not given)")  # fmt: skip
@@ -271,8 +273,9 @@ def check_experts(args) -> None:
     if not args.experts and not args.ffn:
         raise ValueError("--ffn 0: there are no experts; take --ffn "
                          f"{4 * args.hidden}, or give --experts as well")  # fmt: skip
-    if args.experts and not (args.top_k and args.expert_ffn):
-        raise ValueError("--experts: give --top-k and --expert-ffn as well")
+    missing = ["--top-k"] * (not args.top_k) + ["--expert-ffn"] * (not args.expert_ffn)
+    if args.experts and missing:
+        raise ValueError(f"--experts: give {' and '.join(missing)} as well")
     if args.ep and args.ep > 1 and not args.experts:
         raise ValueError(f"--ep {args.ep}: there are no experts; take --ep 1")
     if args.top_k and not args.experts:
@@ -296,7 +299,7 @@ def check_gpus(args) -> None:
     if not args.gpus:
         raise ValueError("--gpus: how many? For example --gpus 64")
     # With cp left open, a complete mesh may leave a factor to it.
-    exact = complete and (mesh["cp"] or args.seq_len < 2 * predict.SHORTEST_IN_A_RING)
+    exact = complete and (mesh["cp"] or len(predict.rings(args.seq_len)) == 1)
     if args.gpus % product or (exact and product != args.gpus):
         text = " × ".join(f"--{axis} {n}" for axis, n in given.items())
         near = product if complete else max(1, args.gpus // product) * product
@@ -315,8 +318,9 @@ def asked(args) -> tuple[dict, dict, dict]:
             fixed[name] = getattr(args, name)
     sizes = {name: getattr(args, name) for name in (*SIZES, *STYLE, *EXPERTS)}
     options = {name: getattr(args, name) for name in OPTIONS}
-    if args.mlp_saves:
-        options["mlp_saves"] = args.mlp_saves
+    for name in ("mlp_saves", "scores"):
+        if getattr(args, name):
+            options[name] = getattr(args, name)
     return sizes, fixed, options
 
 
@@ -329,7 +333,8 @@ def find(args) -> tuple[list, list, Counter]:
         return fits, too_large, refused
     if too_large:
         least = min(too_large, key=lambda row: row["memory"])
-        mesh = " × ".join(f"{axis} {least[axis]}" for axis in AXES)
+        axes = [axis for axis in (*AXES, "cp") if axis in AXES or least[axis] > 1]
+        mesh = " × ".join(f"{axis} {least[axis]}" for axis in axes)
         raise ValueError(
             f"none of {len(too_large)} layouts fits {usable(args) / GB:.1f} of "
             f"{args.gpu_memory:g} GB (--reserve {args.reserve:g}): the smallest, "
@@ -406,7 +411,7 @@ def refuse_tp(args, sizes: dict) -> None:
     """ValueError if a known model does not allow --tp, with those that it allows."""
     cp = args.cp or 1
     why = why_not(sizes, tp=args.tp or 1, cp=cp)
-    if not args.model or not why:
+    if not args.model or not why or why_not(sizes, cp=cp):
         return
     allowed = [
         tp for tp in predict.divisors(args.heads) if not why_not(sizes, tp=tp, cp=cp)
@@ -496,17 +501,25 @@ those below."""
 
 
 def about_scores(args) -> str:
-    """How much of the time is attention's scores, which a causal kernel halves."""
-    sizes, _, _ = asked(args)
-    layout = predict.make_layout(sizes)
-    tokens = args.batch_size * args.seq_len
-    scores = 12 * tokens * args.layers * args.seq_len * predict.q_width(layout)
-    part = scores / predict.model_flops(layout)
+    """How many of attention's scores are charged, and how much more all would be."""
+    sizes, _, options = asked(args)
+    layout = predict.make_layout(sizes, **options)
+    charged = predict.model_flops(layout)
+    more = predict.model_flops(predict.changed(layout, scores="all")) / charged - 1
+    if layout.scores == "all":
+        return wrap("Times and MFU count all S × S scores, as most published MFU do.")
     return wrap(
-        f"Times and MFU count all S × S scores, {part:.0%} of the model's FLOPs here, "
-        "as most published MFU do. A causal kernel computes about half of them; with "
-        "half, published runs would be predicted worse."
+        "Times and MFU count half of the S × S scores, as a causal kernel computes "
+        "them. Most published MFU count all (--scores all): the model's FLOPs are then "
+        f"{more:.0%} more here."
     )
+
+
+def about_cp(args) -> str:
+    """How far the search went along cp, if no flag says it."""
+    rings = predict.rings(args.seq_len) if args.attention == "flash" else [1]
+    least = f"{predict.SHORTEST_IN_A_RING:,} positions per rank"
+    return f"cp: tried up to {rings[-1]} (from {least} on). --cp tries another."
 
 
 def how_wrong() -> str:
@@ -550,7 +563,7 @@ def show_asked(args) -> None:
     )
     names = ["zero", "attention", "schedule", "virtual", "loss", "grad_bytes"]
     names += ["imbalance"] if args.experts else []
-    names += ["mlp_saves"] if args.mlp_saves else []
+    names += [name for name in ("mlp_saves", "scores") if getattr(args, name)]
     flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names]
     flags += ["--overlap-dp"] if args.overlap_dp else []
     print(wrap(f"All rows: {', '.join(flags)}."))
@@ -583,6 +596,8 @@ def show(args, fits: list, too_large: list, refused: Counter, took: float) -> No
         reasons = [f"{reason} ({n})" for reason, n in refused.most_common()]
         text = f"Refused of {args.gpus} GPUs: {sum(refused.values())} meshes, because "
         print(wrap(text + "; ".join(reasons)))
+    if not args.cp:
+        print(about_cp(args))
     print(about_scores(args))
     print(how_wrong())
 

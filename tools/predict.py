@@ -17,7 +17,6 @@ bubble), 2101.03961 (experts), all on arxiv.org; lesson 00 (a ring's cost).
 
 import argparse
 import importlib
-import json
 import math
 import sys
 from collections import Counter
@@ -38,6 +37,7 @@ ZERO = 0, 1, 2, 3  # ZeRO's stage
 # second linear from k on (k, o, up), which is torchtitan's "selective". full: layers.
 RECOMPUTE = "none", "selective", "half", "full"
 SCHEDULES = "1f1b", "zb-h1"
+SCORES = "half", "all"  # what attention computes of S × S; a causal kernel: half
 SIZES = (
     "layers hidden heads kv_heads head_dim ffn vocab_size seq_len batch_size".split()
 )
@@ -55,7 +55,7 @@ GB = 1e9
 LOSSES = {"plain": (4, 10), "fused": (2, 2), "pieces": (0, 14)}
 PIECES = 16
 # Positions per rank from which on a ring (cp) is worth a try.
-SHORTEST_IN_A_RING = 8192
+SHORTEST_IN_A_RING = 4096
 
 
 def usable(machine) -> float:
@@ -77,7 +77,8 @@ def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, cp=1, ep=1, **more
     light_ends: the first and the last stage have one layer less. mlp_saves: tensors of
     the MLP's width that are saved. grad_bytes: per gradient that is accumulated.
     imbalance: rows of the busiest rank's experts over the mean. overlap_dp: gradients
-    are summed while backward computes. loss: see LOSSES.
+    are summed while backward computes. loss: see LOSSES. scores: see SCORES; attention
+    that is written out computes all.
     """
     layout = {name: sizes[name] for name in SIZES if name in sizes}
     layout.setdefault("ffn", 4 * sizes["hidden"])
@@ -91,6 +92,11 @@ def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, cp=1, ep=1, **more
     layout.update(pp=pp, dp=dp, tp=tp, micro_batch=micro_batch, cp=cp, ep=ep)
     layout["microbatches"] = sizes["batch_size"] // (dp * micro_batch)
     layout.update(more)
+    layout.setdefault("scores", SCORES[layout["attention"] == "math"])
+    if layout["attention"] == "math" and layout["scores"] == "half":
+        raise ValueError(
+            "--scores half: attention that is written out computes all; leave it out"
+        )
     if cp > 1 and layout["attention"] != "flash":
         raise ValueError(f"cp {cp}: a ring saves no scores; take --attention flash")
     if layout["recompute"] not in ways_to_recompute(sizes, layout["attention"]):
@@ -318,9 +324,30 @@ def saved_bytes(args, stage: int, e=2, stats=4) -> int:
 
 
 def in_flight(kind: str, stage: int, P: int, M: int) -> int:
-    """Micro-batches that a stage has in flight at most, by lesson 05's schedule.
-    ZB-H1 holds no more than 1F1B (2401.10241, sec. 2)."""
+    """Micro-batches that a stage has in flight at most, by lesson 05's schedule."""
     return M if kind == "gpipe" else min(P - stage, M)
+
+
+def put_off_bytes(args, stage: int, e=2) -> int:
+    """Bytes that ZB-H1 holds for weight passes that are put off, at most.
+
+    With those in flight they are P micro-batches on every stage (2401.10241, sec. 2).
+    Each has the input of each linear and the gradient of its output (beyond/14): of q,
+    k, v, o, gate, up, down, of the experts, and on the last stage of the head.
+    """
+    if args.schedule != "zb-h1":
+        return 0
+    P, M, T, D = args.pp, args.microbatches, args.tp, args.hidden
+    tokens = args.micro_batch * args.seq_len // args.cp
+    own = tokens // T
+    inside = 2 * q_width(args) + 2 * kv_width(args) + matrices(args) * args.ffn
+    layer = e * (4 * own * D + tokens * inside // T)
+    expert = 2 * D + matrices(args) * args.expert_ffn
+    layer += e * routed_rows(args, own) * expert
+    held = layers_of(args, stage) * layer
+    if stage == P - 1:
+        held += e * (own * D + tokens * vocab_rows(args))
+    return (min(P, M) - in_flight(args.schedule, stage, P, M)) * held
 
 
 def layers_in_flight(args, stage: int) -> int:
@@ -351,6 +378,7 @@ def activations(args, stage: int) -> int:
     flying = in_flight(args.schedule, stage, args.pp, args.microbatches)
     total = flying * end_bytes(args, stage)
     total += layers_in_flight(args, stage) * layer_bytes(args)
+    total += put_off_bytes(args, stage)
     if args.recompute != "none":
         total += layer_bytes(changed(args, recompute="none")) - layer_bytes(args)
     return total
@@ -695,7 +723,7 @@ def flops(args, stage: int) -> int:
     tokens = args.batch_size // args.dp * args.seq_len
     # Zigzag gives each of the cp ranks the same share of tokens and of scores.
     ranks = args.tp * args.cp
-    scores = 4 * args.seq_len * q_width(args)
+    scores = 4 * args.seq_len * q_width(args) // (2 if args.scores == "half" else 1)
     layer = 2 * (layer_weights(args) + active_weights(args)) + scores
     again = 0
     if args.recompute == "full":
@@ -809,11 +837,16 @@ def exposed_dp(args, once: float, each: float, arithmetic: float) -> float:
 
 def predict(args, machine) -> dict:
     """A layout's row; all of it is predicted. Only the first, the second and the last
-    stage are computed: no other stage holds, sends or computes more than these."""
+    stage are computed: no other stage holds, sends or computes more than these. What
+    ZB-H1 puts off grows with the stage: up to the last but one, or to the last of those
+    that have a layer more."""
     P = args.pp
     rate = rates(args, machine)
     stages = sorted({0, min(1, P - 1), P - 1})
-    memories = [memory(args, stage) for stage in stages]
+    fullest = {*stages}
+    if args.schedule == "zb-h1":
+        fullest |= {max(0, P - 2), max(0, args.layers % P - 1)}
+    memories = [memory(args, stage) for stage in sorted(fullest)]
     fullest = max(memories, key=lambda held: sum(held.values()))
     found = [seconds(args, stage, machine, rate) for stage in stages]
     # The slowest stage sets the pace: M + P − 1 times (2104.04473, sec. 2.2).
@@ -894,10 +927,7 @@ def meshes(gpus: int, fixed: dict, seq_len: int = 0):
     cp is 1, what `fixed` says, or more for a long sequence: powers of two that leave
     SHORTEST_IN_A_RING positions on a rank.
     """
-    rings = [1]
-    while seq_len >= 2 * rings[-1] * SHORTEST_IN_A_RING:
-        rings.append(2 * rings[-1])
-    for cp in [fixed["cp"]] if "cp" in fixed else rings:
+    for cp in [fixed["cp"]] if "cp" in fixed else rings(seq_len):
         if gpus % cp:
             continue
         for tp in divisors(gpus // cp):
@@ -905,6 +935,13 @@ def meshes(gpus: int, fixed: dict, seq_len: int = 0):
                 found = {"dp": gpus // cp // tp // pp, "pp": pp, "tp": tp, "cp": cp}
                 if agrees(found, fixed):
                     yield found
+
+
+def rings(seq_len: int) -> list[int]:
+    found = [1]
+    while seq_len >= 2 * found[-1] * SHORTEST_IN_A_RING:
+        found.append(2 * found[-1])
+    return found
 
 
 def agrees(found: dict, fixed: dict) -> bool:
@@ -993,21 +1030,3 @@ def best_of_each(rows: list[dict]) -> list[dict]:
     for row in rows:
         found.setdefault((row["dp"], row["pp"], row["tp"], row["cp"]), row)
     return list(found.values())
-
-
-def page_data() -> str:
-    """Models, machines and how wrong the predictions are, for the page with sliders."""
-    from published import BANDS, peaks  # which compares with this file
-
-    bands = [
-        {"kind": kind, "low": low, "high": high} for kind, (low, high) in BANDS.items()
-    ]
-    data = {"models": MODELS, "machines": MACHINES, "bands": bands, "peaks": []}
-    for peak in peaks():
-        row = {"run": peak.name, "predicted": peak.predicted, "measured": peak.measured}
-        data["peaks"].append(row)
-    return json.dumps(data, indent=1) + "\n"
-
-
-if __name__ == "__main__":  # written to docs/_static/planner/presets.json
-    print(page_data(), end="")

@@ -5,10 +5,11 @@
 export const RECOMPUTE = ["none", "selective", "half", "full"];
 export const ATTENTION = ["flash", "math"];
 export const SCHEDULES = ["1f1b", "zb-h1"];
+export const SCORES = ["half", "all"]; // what attention computes of S × S
 // Bytes per logit that a loss saves, and that it needs on top of them at its peak.
 export const LOSSES = { plain: [4, 10], fused: [2, 2], pieces: [0, 14] };
 const PIECES = 16;
-const SHORTEST_IN_A_RING = 8192;
+const SHORTEST_IN_A_RING = 4096;
 const GB = 1e9;
 // Phases that come once per step; all others come with each micro-batch.
 const ONCE = ["sums", "norm", "update"];
@@ -36,6 +37,7 @@ export function makeLayout(sizes, more) {
   layout.ffn ??= 4 * layout.hidden;
   layout.head_dim ??= floorDiv(layout.hidden, layout.heads);
   layout.mlp_saves ??= layout.gated ? 3 : 2;
+  layout.scores ??= layout.attention === "flash" ? "half" : "all";
   layout.microbatches = floorDiv(layout.batch_size, layout.dp * layout.micro_batch);
   return layout;
 }
@@ -162,6 +164,19 @@ export function inFlight(kind, stage, P, M) {
   return kind === "gpipe" ? M : Math.min(P - stage, M);
 }
 
+function putOffBytes(a, stage, e = 2) {
+  if (a.schedule !== "zb-h1") return 0;
+  const [P, M, T, D] = [a.pp, a.microbatches, a.tp, a.hidden];
+  const tokens = floorDiv(a.micro_batch * a.seq_len, a.cp);
+  const own = floorDiv(tokens, T);
+  const inside = 2 * qWidth(a) + 2 * kvWidth(a) + matrices(a) * a.ffn;
+  let layer = e * (4 * own * D + floorDiv(tokens * inside, T));
+  layer += e * routedRows(a, own) * (2 * D + matrices(a) * a.expert_ffn);
+  let held = layersOf(a, stage) * layer;
+  if (stage === P - 1) held += e * (own * D + tokens * vocabRows(a));
+  return (Math.min(P, M) - inFlight(a.schedule, stage, P, M)) * held;
+}
+
 export function layersInFlight(a, stage) {
   const [P, M, v] = [a.pp, a.microbatches, a.virtual];
   if (v === 1) return inFlight(a.schedule, stage, P, M) * layersOf(a, stage);
@@ -175,7 +190,7 @@ export function layersInFlight(a, stage) {
 
 function activations(a, stage) {
   let total = inFlight(a.schedule, stage, a.pp, a.microbatches) * endBytes(a, stage);
-  total += layersInFlight(a, stage) * layerBytes(a);
+  total += layersInFlight(a, stage) * layerBytes(a) + putOffBytes(a, stage);
   if (a.recompute !== "none") {
     total += layerBytes({ ...a, recompute: "none" }) - layerBytes(a);
   }
@@ -355,7 +370,7 @@ const linearsAgain = (a) => a.hidden * (kvWidth(a) + qWidth(a) + (a.gated ? a.ff
 
 export function flops(a, stage) {
   const tokens = floorDiv(a.batch_size, a.dp) * a.seq_len;
-  const scores = 4 * a.seq_len * qWidth(a);
+  const scores = floorDiv(4 * a.seq_len * qWidth(a), a.scores === "half" ? 2 : 1);
   const active = Math.ceil(a.top_k * a.imbalance * oneExpert(a)) + a.hidden * a.experts;
   const layer = 2 * (layerWeights(a) + active) + scores;
   let again = 0;
@@ -416,7 +431,9 @@ export function predict(a, machine) {
   const P = a.pp;
   const rate = rates(a, machine);
   const stages = [...new Set([0, Math.min(1, P - 1), P - 1])];
-  const bytes = most(stages.map((stage) => memory(a, stage)), sum);
+  const more = a.schedule === "zb-h1" ? [Math.max(0, P - 2), Math.max(0, (a.layers % P) - 1)] : [];
+  const fullest = [...new Set([...stages, ...more])].sort((x, y) => x - y);
+  const bytes = most(fullest.map((stage) => memory(a, stage)), sum);
   const found = stages.map((stage) => seconds(a, stage, machine, rate));
   const slowest = most(found.map((each) => each.took), inMicroBatches);
   const waiting = inMicroBatches(slowest) * bubble(a);
@@ -490,14 +507,10 @@ export function layoutOptions(sizes, pp, options) {
 }
 
 // The best row of each tp × pp that fits, as a Map of "tp,pp"; null if none fits. cp is
-// given, or tried: powers of two that leave enough positions on a rank.
+// given, or one of rings.
 export function search(sizes, machine, options, fixed = {}) {
   const best = new Map();
-  const rings = [1];
-  while (options.attention === "flash" && sizes.seq_len >= 2 * rings.at(-1) * SHORTEST_IN_A_RING) {
-    rings.push(2 * rings.at(-1));
-  }
-  for (const cp of fixed.cp ? [fixed.cp] : rings) {
+  for (const cp of fixed.cp ? [fixed.cp] : rings(sizes, options.attention)) {
     if (machine.gpus % cp) continue;
     const gpus = machine.gpus / cp;
     for (const tp of divisors(gpus)) {
@@ -511,6 +524,15 @@ export function search(sizes, machine, options, fixed = {}) {
     }
   }
   return best;
+}
+
+// Sizes of cp that are tried: powers of two that leave enough positions on a rank.
+export function rings(sizes, attention) {
+  const found = [1];
+  while (attention === "flash" && sizes.seq_len >= 2 * found.at(-1) * SHORTEST_IN_A_RING) {
+    found.push(2 * found.at(-1));
+  }
+  return found;
 }
 
 // What may be recomputed; half has no formula for experts and saved scores.
