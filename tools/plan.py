@@ -37,7 +37,7 @@ from pathlib import Path
 import predict
 from predict import AXES, GB, MACHINE, RECOMPUTE, SIZES, ZERO, lesson, usable, why_not
 from presets import BIASES, EXPERTS, MACHINES, MODELS, STYLE
-from published import BANDS, peaks
+from published import BANDS, peaks, reserved
 
 # What the flags say of a layout besides its mesh.
 OPTIONS = "zero attention virtual schedule loss grad_bytes imbalance overlap_dp".split()
@@ -169,8 +169,9 @@ def add_layout_flags(add) -> None:
         help="ZeRO's stage: shard AdamW's state over dp (1, also without a number), "
         "gradients (2), weights (3), or nothing (0, not given)")  # fmt: skip
     add("--loss", choices=predict.LOSSES, default="plain",
-        help="plain: lesson 03's; fused: one kernel; pieces: 1/16 of the positions "
-        "at a time (plain)")  # fmt: skip
+        help="plain: lesson 03's; torch: F.cross_entropy in float32, with tp under "
+        "loss_parallel; fused: one kernel; pieces: 1/16 of the positions at a time "
+        "(plain)")  # fmt: skip
     add("--grad-bytes", type=int, choices=(2, 4), default=2, help="bytes per gradient: "
         "4 if they are accumulated in float32 (2)")  # fmt: skip
     add("--mlp-saves", type=int, choices=(3, 4), help="tensors of its width that a "
@@ -485,8 +486,9 @@ All of this is predicted. {UNITS}
 b       sequences per micro-batch
 redo    what is recomputed: none; some (selective: what is cheap); half (also linears:
         k, o and up; torchtitan's selective mode); full layers
-peak    GB that the fullest rank holds at the peak: state (weights, gradients, AdamW),
-        activ (activations) and loss (for a moment)
+peak    GB that PyTorch allocates on the fullest rank in its fullest phase (forward,
+        loss, its backward, a layer's, the optimizer): state (weights, gradients,
+        AdamW), activ (activations) and loss (logits and what is made of them)
 →tp …   GB that a rank sends per step along each axis, at most (in rings)
 bubble  waiting over computing
 MFU     the model's FLOPs, without recomputing, over the GPUs' peak in that time"""
@@ -524,12 +526,13 @@ def about_cp(args) -> str:
 
 def how_wrong() -> str:
     bands = [f"{kind}: {low} to {high}" for kind, (low, high) in BANDS.items()]
-    off = [peak.predicted / peak.measured - 1 for peak in peaks()]
+    low, high = reserved()
     return wrap(
         "How wrong: published runs took longer than predicted, times these: "
         f"{'; '.join(bands)}. So compare neighboring layouts only, and measure the "
-        f"best. Predicted peaks are {-min(off):.0%} below to {max(off):.0%} above "
-        f"those of {len(off)} published runs (tools/published.py)."
+        "best. Peaks are what PyTorch allocates. Its allocator reserves more: in "
+        f"{len(peaks())} published runs {low:.2f} to {high:.2f} times as much "
+        "(tools/published.py)."
     )
 
 

@@ -58,7 +58,7 @@ const NUMBERS = Object.keys(FIELDS).filter((name) => !FIELDS[name].options && !F
 const KINDS = { // of memory and of time: color, label
   parameters: ["#56B4E9", "weights"], gradients: ["#E69F00", "gradients"],
   optimizer: ["#009E73", "AdamW"], activations: ["#CC79A7", "activations"],
-  unsharded: ["#F0E442", "one layer, unsharded"], loss: ["#D55E00", "loss, at the peak"],
+  unsharded: ["#F0E442", "unsharded for a while"], loss: ["#D55E00", "logits and loss"],
   arithmetic: ["#56B4E9", "computing"], tp: ["#E69F00", "tp"], dp: ["#009E73", "dp"],
   send: ["#CC79A7", "pp"], bubble: ["#F0E442", "bubble"], cp: ["#D55E00", "cp"],
   ep: ["#0072B2", "ep"],
@@ -440,10 +440,10 @@ function showBands() {
 }
 
 function showPeaks() {
+  const ratios = presets.peaks.map(({ predicted, measured }) => measured / predicted);
+  $("reserved").textContent = `${Math.min(...ratios).toFixed(2)} to ${Math.max(...ratios).toFixed(2)}`;
   for (const { run, predicted, measured } of presets.peaks) {
-    const off = Math.round((predicted / measured - 1) * 100);
-    const sign = predicted < measured ? "−" : "+";
-    const cells = [gigabytes(predicted), gigabytes(measured), `${sign}${Math.abs(off)}%`];
+    const cells = [gigabytes(predicted), gigabytes(measured), (measured / predicted).toFixed(2)];
     $("peaks").append(make("tr", {}, make("th", { scope: "row" }, run), ...cells.map((x) => make("td", {}, x))));
   }
 }
