@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jobs
 import llama
 import peak
 import predict
@@ -152,3 +153,52 @@ def test_each_phase_is_predicted_within_2_percent(
         predicted = sum(phases[phase].values())
         assert predicted == pytest.approx(found[name][0], rel=0.02), phase
     assert predict.memory(layout, 0) in phases.values()
+
+
+TINY = predict.model(3, 64, 4, 4, 512, 128, 8, 160, gated=True, biases="none")
+
+
+@pytest.mark.parametrize("dp, recompute", [(4, "full"), (1, "none")])
+def test_fake_tensors_have_the_bytes_of_real_ones(dp, recompute, monkeypatch):
+    """The same tracker, with tensors that are really allocated: equal at the peak of
+    each phase and at its end."""
+    monkeypatch.setenv("TP", "1")
+    options = dict(dp=dp, recompute=recompute, attention="flash")
+    layout = predict.make_layout(TINY, **options)
+    found = []
+    for is_fake in (True, False):
+        case = case_of(TINY, layout, [SimpleNamespace(start=lambda phase: None)])
+        live = peak.measure(case, dp, is_fake=is_fake, says_where=False)
+        peaks = {phase: nbytes for phase, (nbytes, _) in live.peaks.items()}
+        found.append((peaks, live.held))
+    assert found[0] == found[1]
+    count = predict.parameters(layout, 0)[0]
+    assert found[0][1]["between steps"] >= 12 * count // dp
+
+
+def test_the_command(capsys, monkeypatch, tmp_path):
+    """What it prints; and a model that reads a value, a wrong flag, no file."""
+    for name, value in dict(LAYERS=2, TP=2, B=1, S=8192, MODEL="llama-3-8b").items():
+        monkeypatch.setenv(name, str(value))
+    path = str(jobs.ROOT / "tools" / "llama.py")
+    try:
+        assert peak.main([path, "--ranks", "8"]) == 0
+    finally:
+        torch.distributed.tensor.parallel.loss._disable_custom_loss_ops()
+    out = capsys.readouterr().out
+    assert out.startswith("Rank 0 of 8") and max(map(len, out.splitlines())) <= 88
+    assert "llama.py:" in out and "between two steps" in out
+    for letter in "flb":
+        assert f"|{letter}" in out or f"{letter}{letter}" in out
+    wrong = tmp_path / "wrong.py"
+    text = "from llama import build, parallelize\nfrom llama import batch as other\n"
+    text += "def batch(step):\n    x = other(step)\n    print(x[0].sum().item())\n"
+    wrong.write_text(text)
+    for words, said in (
+        ([str(wrong), "--ranks", "2"], "reads a tensor's value"),
+        ([path, "--ranks", "0"], "--ranks 0: must be from 1"),
+        ([str(tmp_path / "none.py")], "no such file"),
+    ):
+        assert peak.main(words) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and said in err and err.count("\n") == 1

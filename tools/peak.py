@@ -2,8 +2,9 @@
 
     python tools/peak.py my_model.py --ranks 256
 
-The file is a case of tools/audit.py: build, parallelize, batch, loss and optimizer.
-`parallelize` gets the group of all ranks; it may make a mesh of them.
+The file is a case of tools/audit.py: build, parallelize, batch and, if it has them,
+loss and optimizer. `parallelize` gets the group of all ranks; it may make a mesh of
+them.
 This process is rank 0. The other ranks do not exist: PyTorch's "fake" process group
 sends nothing. Tensors are FakeTensors: they have a shape, a dtype and a storage with a
 size, and no memory. Live adds up the storages that are alive after each operation.
@@ -14,15 +15,26 @@ The bytes are those that PyTorch allocates. What the allocator of a GPU reserves
 
 import contextlib
 import os
+import signal
+import sys
+import textwrap
 import traceback
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from audit.command import Parser, WrongUse, check_file
+from audit.rank import default_loss, load_subject
+from audit.record import outputs_of
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -189,3 +201,88 @@ def one_step(live: Live, case, model, optimizer, step: int) -> None:
     optimizer.step()
     optimizer.zero_grad()
     live.start("between steps")
+
+
+# The command.
+
+HEIGHT, WIDTH = 10, 76  # of the picture
+MARKS = {"forward": "f", "loss": "l", "backward": "b", "optimizer": "o"}
+
+
+def load_case(path: Path) -> SimpleNamespace:
+    """The user's functions, and the audit's defaults."""
+    check_file(path)
+    user = load_subject(path.resolve())
+
+    def loss(output, target):
+        return default_loss(outputs_of(output).get(""), target)
+
+    return SimpleNamespace(
+        build=user.build,
+        parallelize=user.parallelize,
+        batch=user.batch,
+        loss=getattr(user, "loss", loss),
+        optimizer=getattr(user, "optimizer", torch.optim.AdamW),
+    )
+
+
+def picture(curve: list) -> list[str]:
+    """Bytes over the operations of a step, in the letters of the phases."""
+    curve = [point for point in curve if point[0] in MARKS]
+    columns = []
+    for i in range(WIDTH):
+        first = i * len(curve) // WIDTH
+        some = curve[first : max(first + 1, (i + 1) * len(curve) // WIDTH)]
+        columns.append(max(some, key=lambda point: point[1]))
+    most = max(nbytes for _, nbytes in columns)
+    lines = []
+    for row in range(HEIGHT, 0, -1):
+        least = (row - 0.5) * most / HEIGHT
+        marks = [MARKS[phase] if n >= least else " " for phase, n in columns]
+        lines.append(f"{most * row / HEIGHT / 1e9:8.2f} |{''.join(marks).rstrip()}")
+    return lines
+
+
+def show(live: Live, ranks: int) -> None:
+    print(
+        f"Rank 0 of {ranks}: GB (10⁹ bytes) that PyTorch allocates, in the second step"
+    )
+    print(f"{'phase':10} {'at most':>9} {'at its end':>11}")
+    for phase in MARKS:
+        most, held = live.peaks[phase][0], live.held[phase]
+        print(f"{phase:10} {most / 1e9:9.3f} {held / 1e9:11.3f}")
+    print(f"between two steps it holds {live.held['between steps'] / 1e9:.3f}")
+    phase = max(MARKS, key=lambda name: live.peaks[name][0])
+    nbytes, place = live.peaks[phase]
+    print(textwrap.fill(f"The peak, {nbytes:,} bytes, is in {phase}: {place}", 88))
+    print("GB over the operations of the step (f, l, b, o: the phase)")
+    print("\n".join(picture(live.curve)))
+
+
+def main(words=None) -> int:
+    parser = Parser(prog="peak.py", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("file", type=Path, help="the file that defines the model")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the run (2)")
+    try:
+        args = parser.parse_args(words)
+        if not 1 <= args.ranks <= 2**20:
+            raise WrongUse(f"--ranks {args.ranks}: must be from 1 to {2**20}")
+        show(measure(load_case(args.file), args.ranks), args.ranks)
+    except DataDependentOutputException as error:
+        text = f"the model reads a tensor's value ({error.func}); fake ones have none"
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    except WrongUse as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        text = str(error).strip().split("\n")[0]
+        print(f"error: {type(error).__name__}: {text}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as `| head` expects
+    sys.exit(main())
