@@ -126,7 +126,7 @@ def where(func) -> str:
 
 @contextlib.contextmanager
 def one_of(ranks: int, is_fake=True):
-    """This process is rank 0 of so many, which do not exist. Yields Live."""
+    """This process is rank 0 of N ranks; the others do not exist. Yields Live."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -227,7 +227,7 @@ def load_case(path: Path) -> SimpleNamespace:
 
 
 def picture(curve: list) -> list[str]:
-    """Bytes over the operations of a step, in the letters of the phases."""
+    """Bytes over a step's operations, in the letters of the phases."""
     curve = [point for point in curve if point[0] in MARKS]
     columns = []
     for i in range(WIDTH):
