@@ -18,7 +18,7 @@ import published
 import pytest
 import torch
 import torch.distributed as dist
-from runs import CONTEXT_RUNS, PROOF, SHARED_HEADS, number, over, rows_with
+from runs import CONTEXT_RUNS, PROOF, SCHEDULES, SHARED_HEADS, number, over, rows_with
 from test_refusals import message
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -156,15 +156,16 @@ def test_cp_laws():
 
 
 def test_cp_is_searched_for_long_sequences():
-    """Powers of two, as long as 8,192 positions are on a rank; all axes make up the
+    """Powers of two, as long as 4,096 positions are on a rank; all axes make up the
     GPUs. A ring is faster here than any layout without."""
-    sizes = predict.MODELS["llama-3-8b"]
+    sizes = predict.MODELS["llama-3-8b"] | dict(seq_len=4096)
+    assert predict.rings(8191) == [1] and predict.rings(8192) == [1, 2]
     rows, _, _ = predict.search(sizes, a100(gpus=64), attention="flash")
     assert rows and all(row["cp"] == 1 for row in rows)
     assert all("cp" not in row["parts"] for row in rows)
     long = sizes | dict(seq_len=131072)
     rows, full, _ = predict.search(long, a100(gpus=256), attention="flash")
-    assert {row["cp"] for row in rows + full} == {1, 2, 4, 8, 16}
+    assert {row["cp"] for row in rows + full} == {1, 2, 4, 8, 16, 32}
     for row in rows:
         assert row["dp"] * row["pp"] * row["tp"] * row["cp"] == 256
     assert rows[0]["cp"] > 1
@@ -187,6 +188,7 @@ def test_table_with_cp(capsys):
         code, out, _ = told(capsys, *flags.split(), *more)
         assert code == 0 and max(map(len, out.splitlines())) <= 88
         assert "cp: ranks that share each sequence" in out
+        assert ("cp: tried up to 32 (from 4,096 positions" in out) == (not more)
         assert " bubble s/step" not in out and re.search(r" tp +cp .* →cp +s/step", out)
 
 
@@ -433,7 +435,7 @@ def test_half_is_between_what_is_cheap_and_everything():
 
 def test_the_loss_holds_more_than_it_saves(gloo_alone):
     """Lesson 03's, in bfloat16, measured: 4 bytes per logit from its forward to its
-    backward, and 14 at the peak; the difference is a kind of its own in `memory`."""
+    backward, and 14 at the peak, which is in its forward."""
     other = jobs.load("03_vocab_parallel")
     tokens, V = 64, 1000
     with LiveBytes() as live:
@@ -448,31 +450,23 @@ def test_the_loss_holds_more_than_it_saves(gloo_alone):
     per_token = 64  # bytes of indices, masks, maxima and sums
     sizes = predict.model(1, 8, 2, 2, V, tokens, 1)
     layout = predict.make_layout(sizes)
-    keeps, more = predict.LOSSES["plain"]
+    keeps, forward, backward = predict.LOSSES["plain"]
     assert 0 <= saved - keeps * tokens * V <= per_token * (tokens + V)
     peak = live.peak - before
-    assert 0 <= peak - (keeps + more) * tokens * V <= per_token * (tokens + V)
-    assert predict.memory(layout, 0)["loss"] == more * tokens * V
-
-
-def test_peak_memory_of_published_runs():
-    """torchtitan's table 2: Llama 3.1 8B with sequences of 32,768 to 262,144."""
-    for seq_len in published.PEAKS:
-        layout, measured = published.peak_layout(seq_len)
-        found = sum(predict.memory(layout, 0).values())
-        assert found == pytest.approx(measured, rel=0.03), seq_len
-        # Without what the loss needs for a moment it would be said to fit into 72 GB.
-        assert found - predict.memory(layout, 0)["loss"] < 50e9 < measured
+    assert 0 <= peak - forward * tokens * V <= per_token * (tokens + V)
+    phases = predict.phases(layout, 0)
+    assert phases["loss"]["loss"] == forward * tokens * V
+    assert phases["head"]["loss"] == backward * tokens * V
 
 
 def test_gradients_in_float32_are_18_bytes_per_parameter():
     sizes = predict.MODELS["gpt-7.5b"]
-    for zero, held in ((0, 18), (1, 6), (2, 2), (3, 0)):
+    for zero, held, total in ((0, 18, 18), (1, 6, 18), (2, 2, 18), (3, 0, 16)):
         layout = predict.make_layout(sizes, dp=64, zero=zero, grad_bytes=4)
-        memory = predict.memory(layout, 0)
-        states = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+        states = sum(predict.state_bytes(layout, 0).values())
         count = predict.parameters(layout, 0)[0]
-        assert states == pytest.approx((held + (18 - held) / 64) * count, rel=1e-3)
+        expected = (held + (total - held) / 64) * count
+        assert states == pytest.approx(expected, rel=1e-3)
     two = predict.predict(predict.make_layout(sizes, dp=64), a100(gpus=64))
     four = predict.make_layout(sizes, dp=64, grad_bytes=4)
     four = predict.predict(four, a100(gpus=64))
@@ -480,20 +474,23 @@ def test_gradients_in_float32_are_18_bytes_per_parameter():
 
 
 def test_other_losses():
-    """A fused kernel holds 4 bytes per logit; in pieces only one of them is there."""
+    """A fused kernel holds 4 bytes per logit; in pieces only one of them is there; with
+    tp, PyTorch's loss holds 16 in backward."""
     sizes = predict.MODELS["llama-3-8b"]
     logits = 8192 * 128256
-    held = {}
-    for loss in predict.LOSSES:
+    for loss, forward, backward in (
+        ("plain", 14, 12),
+        ("torch", 10, 12),
+        ("fused", 4, 4),
+        ("pieces", 14 / 16, 14 / 16),
+    ):
         layout = predict.make_layout(sizes, loss=loss, recompute="full")
-        plain = predict.changed(layout, vocab_size=0)
-        held[loss] = sum(predict.memory(layout, 0).values())
-        held[loss] -= 2 * 16 * 128256 * 4096  # both matrices of the vocabulary
-        held[loss] -= sum(predict.memory(plain, 0).values())
-    near = pytest.approx
-    assert held["plain"] == near(14 * logits, rel=1e-3)
-    assert held["fused"] == near(4 * logits, rel=1e-3)
-    assert held["pieces"] == near(14 * logits / 16, rel=1e-3)
+        phases = predict.phases(layout, 0)
+        assert phases["loss"]["loss"] == forward * logits
+        assert phases["head"]["loss"] == backward * logits
+        assert phases["layer"]["loss"] == phases["optimizer"]["loss"] == 0
+    layout = predict.make_layout(sizes, loss="torch", tp=8)
+    assert predict.phases(layout, 0)["head"]["loss"] == 16 * logits / 8
 
 
 # Schedules: waiting over computing, and what is in flight.
@@ -599,6 +596,46 @@ def test_bubbles_of_schedules():
     assert predict.bubble(full) == pytest.approx(11 / M / 2)
     memory = [predict.memory(layout, 0) for layout in (plain, zero)]
     assert memory[0] == memory[1]
+
+
+@over([(SCHEDULES, 4)])
+def test_zb_h1_holds_what_beyond_14_measures(run):
+    """Exactly on stages without the head. On the last one the next micro-batch is not
+    at its peak when the most weight passes wait: there the sum is at most 2 % more."""
+    data = jobs.result(*run).data
+    L, D, N, K, V, S, B, M, P = (data["size"][letter] for letter in "LDNKVSBMP")
+    sizes = predict.model(L, D, N, K, V, S, B)
+    options = dict(pp=P, micro_batch=B // M, schedule="zb-h1")
+    layout = predict.make_layout(sizes, **options)
+    rows = rows_with(data, "bytes at the peak")
+    assert len(rows) == P
+    for stage, row in enumerate(rows):
+        more = number(row["zero-bubble"]) - number(row["1f1b"])
+        off = predict.put_off_bytes(layout, stage, e=4) - more
+        assert 0 <= off <= 0.02 * number(row["zero-bubble"]) * (stage == P - 1)
+        plain = predict.changed(layout, schedule="1f1b")
+        added = predict.memory(layout, stage)["activations"]
+        added -= predict.memory(plain, stage)["activations"]
+        assert added == predict.put_off_bytes(layout, stage)
+
+
+def test_the_fullest_stage_is_computed():
+    """Also where ZB-H1 puts off weight passes: next to all stages."""
+    sizes = predict.MODELS["llama-3-70b"] | mixture(vocab_size=1000)
+    machine = a100(gpus=64)
+    fullest = set()
+    for layers, P in ((24, 8), (29, 8), (30, 8), (8, 8), (9, 4)):
+        for how in ("none", "full"):
+            for schedule in predict.SCHEDULES:
+                more = predict.layout_options(
+                    sizes | dict(layers=layers), {"pp": P}, {}
+                )
+                more.update(pp=P, recompute=how, schedule=schedule, attention="flash")
+                layout = predict.make_layout(sizes | dict(layers=layers), **more)
+                held = [sum(predict.memory(layout, s).values()) for s in range(P)]
+                assert predict.predict(layout, machine)["memory"] == max(held)
+                fullest.add(held.index(max(held)))
+    assert len(fullest) > 2
 
 
 def test_light_ends():
@@ -745,80 +782,75 @@ def test_how_wrong_the_tool_says_it_is(compared):
         assert f"{kind}: {low} to {high}" in text
 
 
-def test_published_peaks_are_listed_with_how_far_off_they_are(capsys):
-    """All of torchtitan's tables 1 to 4 without a second row for float8; the text of
-    the command has the least and the largest deviation."""
+def test_published_peaks_are_in_one_band(capsys):
+    """All of torchtitan's tables 1 to 4 without a second row for float8: what was
+    reserved over what is predicted; the command and docs/mesh.md have the band."""
     peaks = published.peaks()
-    off = {peak.name: peak.predicted / peak.measured - 1 for peak in peaks}
-    assert len(off) == len(peaks) == 10
-    exact = [name for name in off if abs(off[name]) < 0.02]
-    near = [name for name in off if 0.02 < abs(off[name]) < 0.07]
-    assert (len(exact), len(near)) == (6, 2)  # near: not compiled
-    assert all("70B" in name for name in off if name not in exact + near)
+    ratios = {peak.name: peak.measured / peak.predicted for peak in peaks}
+    assert len(ratios) == len(peaks) == 10
+    low, high = published.reserved()
+    assert (low, high) == (min(ratios.values()), max(ratios.values()))
+    assert 1.05 < low < high < 1.27
     mesh = (jobs.ROOT / "docs/mesh.md").read_text()
     table = mesh.partition("| peak of |")[2].partition("\n\n")[0]
-    said = [int(n) for n in re.findall(r"(-?\d+)(?: %| and )", table.replace("−", "-"))]
-    assert sorted({*said}) == sorted({round(100 * each) for each in off.values()})
-    low, high = min(off.values()), max(off.values())
+    said = {float(n) for n in re.findall(r"1\.\d\d", table)}
+    assert said == {round(ratio, 2) for ratio in ratios.values()}
     text = " ".join(plan.how_wrong().split())
-    assert f"{-low:.0%} below to {high:.0%} above" in text and "10 published" in text
+    assert f"10 published runs {low:.2f} to {high:.2f} times as much" in text
     published.main()
     out = capsys.readouterr().out
-    for name in off:
+    for name, ratio in ratios.items():
         (line,) = [x for x in out.splitlines() if x.startswith(f"{name}  ")]
-        assert f" {off[name]:+.0%}" in line
+        assert line.endswith(f"{ratio:.2f}")
 
 
-def test_without_half_torchtitans_peaks_are_far_off():
+def test_without_half_torchtitans_peaks_are_not_in_the_band():
     """Their layers recompute more than what is cheap, and less than everything."""
+    others = [p for p in published.peaks() if p.layout.recompute != "half"]
+    band = [peak.measured / peak.predicted for peak in others]
     for peak in published.peaks():
-        if peak.layout.recompute != "half":
-            continue
-        off = {}
-        for how in predict.RECOMPUTE:
-            layout = predict.changed(peak.layout, recompute=how)
-            off[how] = sum(predict.memory(layout, 0).values()) / peak.measured - 1
-        assert abs(off["half"]) < 0.07 and off["none"] > off["selective"] > 0.15
-        assert off["full"] < -0.3
+        if peak.layout.recompute == "half":
+            ratio = {}
+            for how in predict.RECOMPUTE:
+                layout = predict.changed(peak.layout, recompute=how)
+                held = sum(predict.memory(layout, 0).values())
+                ratio[how] = peak.measured / held
+            assert ratio["none"] < ratio["selective"] < 1
+            assert ratio["full"] > max(band) > ratio["half"] > 1
 
 
-def test_half_of_the_scores_would_fit_published_runs_worse(compared, monkeypatch):
-    """A causal kernel computes about half of the scores. With half of them charged,
-    each run with FlashAttention is farther from its prediction, and the ratios spread
-    more: so times charge all S × S scores, as MFU does."""
-    whole = predict.flops
-
-    def half(args, stage):
-        times = 4.5 if args.recompute == "full" else 3.5
-        tokens = args.batch_size // args.dp * args.seq_len // (args.tp * args.cp)
-        scores = 4 * args.seq_len * predict.q_width(args) * tokens
-        less = predict.layers_of(args, stage) * scores * times / 2
-        return whole(args, stage) - less * (args.attention == "flash")
-
-    monkeypatch.setattr(predict, "flops", half)
-    before, after = {}, {}
-    for row, each in compared:
-        if row.layout["attention"] == "flash":
-            before.setdefault(row.kind, []).append(each["ratio"])
-            ratio = published.seconds(row, each["predicted"])
-            ratio /= published.predicted(row)["seconds"]
-            after.setdefault(row.kind, []).append(ratio)
-            assert ratio > each["ratio"] > 1, row.name
-    for kind in before:
-        spread = max(before[kind]) / min(before[kind])
-        assert max(after[kind]) / min(after[kind]) > 1.2 * spread, kind
+def test_a_causal_kernel_computes_half_of_the_scores():
+    """Forward, backward, and Q·Kᵀ again in backward; 42 % less at 131,072 positions.
+    Attention that is written out computes all. The MFU counts what is charged."""
+    sizes = predict.MODELS["llama-3-8b"] | dict(seq_len=131072)
+    for recompute, times in (("none", 3.5), ("half", 3.5), ("full", 4.5)):
+        options = dict(dp=4, tp=2, cp=8, recompute=recompute, attention="flash")
+        half = predict.make_layout(sizes, **options)
+        every = predict.make_layout(sizes, **options, scores="all")
+        assert half.scores == "half"
+        less = predict.flops(every, 0) - predict.flops(half, 0)
+        scores = 4 * 131072 * 4096 * 32 * (128 * 131072) / 16
+        assert less == times * scores / 2
+        model = predict.model_flops(every) - predict.model_flops(half)
+        assert model == 3 * scores * 64 / 2
+    ratio = predict.model_flops(half) / predict.model_flops(every)
+    assert ratio == pytest.approx(1 - 0.42, abs=0.01)
+    assert predict.make_layout(sizes).scores == "all"
 
 
-def test_the_share_of_the_scores_is_said(capsys):
-    """By 2104.04473, sec. 5.1: S/6h of what the weights of the layers compute."""
+def test_how_many_scores_are_charged_is_said(capsys):
+    """By 2104.04473, sec. 5.1: all of them are S/6h of what the layers' weights are."""
     h, layers, vocabulary = 12288, 96, 51200
     for seq_len in (2048, 131072):
         flags = f"--model gpt3 --gpus 1024 --seq-len {seq_len} --zero 3 --top 1"
         _, out, _ = told(capsys, *flags.split())
-        scores = seq_len / (6 * h)
-        share = scores / (1 + scores + vocabulary / (12 * layers * h))
+        half = seq_len / (12 * h)
+        more = half / (1 + half + vocabulary / (12 * layers * h))
         text = " ".join(out.split())
-        assert f"all S × S scores, {share:.0%} of the model's FLOPs" in text
+        assert "count half of the S × S scores" in text
+        assert f"the model's FLOPs are then {more:.0%} more here" in text
+        _, out, _ = told(capsys, *flags.split(), "--scores", "all")
+        assert "count all S × S scores" in " ".join(out.split())
 
 
 def test_published_sizes_are_the_published_models():
@@ -838,17 +870,25 @@ def test_published_sizes_are_the_published_models():
 
 
 def test_a_published_layout_is_no_longer_refused():
-    """Llama 3 405B, tp 8 and pp 16 on 8,192 and 16,384 GPUs: the first choice of the
-    command, within the reserve of 10 %, and tp stays in the node."""
-    for flags in (
-        "--gpus 8192 --virtual 8",
-        "--gpus 16384 --virtual 8",
-        "--gpus 16384",
-    ):
-        words = f"--model llama-3-405b --machine dgx-h100 --zero {flags}".split()
-        fits, _, _ = plan.find(plan.read_flags(words))
+    """Llama 3 405B, tp 8 and pp 16 on 8,192 and 16,384 GPUs: the command's first choice
+    without cp, within the reserve of 10 %, and tp stays in the node."""
+    for flags in ("--gpus 8192 --virtual 8", "--gpus 16384"):
+        flags = f"--model llama-3-405b --machine dgx-h100 --zero {flags} --cp 1"
+        fits, _, _ = plan.find(plan.read_flags(flags.split()))
         assert (fits[0]["tp"], fits[0]["pp"]) == (8, 16), flags
         assert not fits[0]["tp_leaves_node"] and fits[0]["light_ends"]
+
+
+def test_tp_16_is_not_the_answer_to_a_short_sequence():
+    """405B on 576 H100: tp 16 over two nodes takes 17 s, and cp 2 at S 8,192 avoids it.
+    The published mesh is the second (NVIDIA/dgxc-benchmarking, README_405b.md)."""
+    flags = "--gpus 576 --batch-size 252 --virtual 7 --zero --overlap-dp"
+    words = f"--model llama-3-405b --machine dgx-h100 {flags}".split()
+    rows = predict.best_of_each(plan.find(plan.read_flags(words))[0])
+    meshes = [(row["tp"], row["pp"], row["cp"]) for row in rows]
+    assert meshes.index((8, 9, 2)) == 1 and not rows[0]["tp_leaves_node"]
+    wide = next(row for row in rows if row["tp"] == 16)
+    assert wide["seconds"] > 1.25 * rows[1]["seconds"] and wide["tp_leaves_node"]
 
 
 def test_parameters_of_table_1():
@@ -1007,11 +1047,12 @@ def a100(**values):
 def test_a_reserve_stays_free():
     """79.8 of 80 GB do not fit; with nothing in reserve they do."""
     sizes = predict.model(40, 5120, 40, 40, 51200, 2048, 512)
-    rows, too_large, _ = predict.search(sizes, a100(gpus=64))
+    machine = a100(gpus=64, gpu_memory=80.0)
+    rows, too_large, _ = predict.search(sizes, machine)
     assert max(row["memory"] for row in rows) <= 72e9
     between = [row for row in too_large if row["memory"] <= 80e9]
-    assert len(between) > 5
-    everything, _, _ = predict.search(sizes, a100(gpus=64, reserve=0))
+    assert len(between) > 3
+    everything, _, _ = predict.search(sizes, predict.changed(machine, reserve=0))
     assert len(everything) == len(rows) + len(between)
 
 
@@ -1052,8 +1093,7 @@ def test_zero(zero, held):
     for M in (1, 4):
         layout = predict.make_layout(sizes, dp=N, micro_batch=4 // M, zero=zero)
         count = predict.parameters(layout, 0)[0]
-        memory = predict.memory(layout, 0)
-        states = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+        states = sum(predict.state_bytes(layout, 0).values())
         assert states == pytest.approx((held + (16 - held) / N) * count, rel=1e-3)
         machine = a100(gpus=N, node=1)
         row = predict.predict(layout, machine)
@@ -1061,10 +1101,11 @@ def test_zero(zero, held):
         expected = {0: 2, 1: 2, 2: 1 + M, 3: 3 * M}[zero]
         assert payload == pytest.approx(expected, rel=1e-3)
         assert row["parts"]["dp"] == pytest.approx(row["sent"]["dp"] / 25e9, rel=1e-6)
-        layer, whole = predict.layer_parameters(layout)
+        layer = sum(predict.layer_parameters(layout))
         matrix = 256 * 64
-        unsharded = {2: 2, 3: 4}.get(zero, 0) * max(layer + whole, matrix)
-        assert memory["unsharded"] == unsharded
+        most = {2: 2 * max(layer, matrix), 3: 6 * matrix + 17 * layer // 2}
+        unsharded = predict.unsharded_bytes(layout, 0)
+        assert max(unsharded.values()) == most.get(zero, 0)
 
 
 def test_mfu_counts_no_recomputation():
@@ -1076,7 +1117,8 @@ def test_mfu_counts_no_recomputation():
     )
     weights = 12 * L * h * h + V * h
     expected = 6 * B * S * (weights + 2 * L * S * h)
-    for more in ({}, {"recompute": "full"}, {"tp": 8}, {"attention": "flash"}):
+    flash = {"attention": "flash", "scores": "all"}
+    for more in ({}, {"recompute": "full"}, {"tp": 8}, flash):
         layout = predict.make_layout(sizes, **more)
         assert predict.model_flops(layout) == expected
     full = predict.make_layout(sizes, recompute="full")
@@ -1094,7 +1136,7 @@ def test_the_tool_prints_the_published_count(capsys, name):
     code, out, _ = told(capsys, "--model", name, "--gpus", 512, "--zero", 3)
     published = {"gpt-1.7b": "1.648", "gpt-145.6b": "145.6", "llama-3-70b": "70.55"}
     assert code == 0 and out.startswith(f"{published[name]} billion parameters")
-    assert "10% stay free" in out and "72.0 of 80 GB" in out
+    assert "10% stay free" in out and "76.5 of 85 GB" in out
 
 
 def told(capsys, *flags) -> tuple[int, str, str]:
@@ -1110,12 +1152,12 @@ def test_table_and_json(capsys, tmp_path):
     assert code == 0 and "predicted" in out and "heads % tp is not 0 (15)" in out
     assert max(map(len, out.splitlines())) <= 88
     assert len(re.findall(r"^ +\d+ +\d+ +\d+\*? .* \d+%$", out, re.M)) == 20
-    assert "holds at the peak" in out
+    assert "allocates on the fullest rank" in " ".join(out.split())
     data = json.loads(path.read_text())
     rows = data["predicted"]
     times = [row["seconds"] for row in rows]
-    assert times == sorted(times) and all(row["memory"] <= 72e9 for row in rows)
-    assert all(row["memory"] > 72e9 for row in data["too large"])
+    assert times == sorted(times) and all(row["memory"] <= 76.5e9 for row in rows)
+    assert all(row["memory"] > 76.5e9 for row in data["too large"])
     count = len(rows) + len(data["too large"])
     assert count > 500 and 10_000 * took / count < 20
 
@@ -1251,7 +1293,7 @@ def test_dry_run_finds_a_bug(capsys, bug):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (("--model", "gpt3", "--gpus", 16), "72.0 of 80 GB.*take --gpus 64"),
+    (("--model", "gpt3", "--gpus", 16), "76.5 of 85 GB.*take --gpus 64"),
     (("--model", "gpt3", "--gpus", 1024, "--tp", 5), "but --tp 5; take --tp 4$"),
     (("--model", "gpt3", "--gpus", 128, "--tp", 128),
      "128: heads % tp is not 0 for gpt3; take --tp 1, 2, 4, 8, 16 or 32"),
@@ -1261,7 +1303,17 @@ def test_dry_run_finds_a_bug(capsys, bug):
     (("--model", "gpt3", "--gpus", 1031), "heads % tp is not 0.*take --gpus 1024"),
     (("--model", "gpt3", "--gpus", 100, "--virtual", 7), "pp . virtual. is not 0"),
     (("--model", "mixtral-8x7b", "--gpus", 8, "--top-k", 9), "there are 8 experts"),
-    (("--model", "gpt3", "--gpus", 1024, "--experts", 8), "give --top-k"),
+    (("--model", "gpt3", "--gpus", 1024, "--experts", 8),
+     "give --top-k and --expert-ffn as well$"),
+    (("--model", "gpt3", "--gpus", 1024, "--experts", 8, "--top-k", 2),
+     "--experts: give --expert-ffn as well$"),
+    (("--model", "llama-3-8b", "--gpus", 96, "--cp", 3),
+     r"--cp 3: seq-len % \(2 · cp\) is not 0; take --cp [24]$"),
+    (("--model", "llama-3-8b", "--gpus", 96, "--cp", 3, "--tp", 4),
+     r"--cp 3: seq-len % \(2 · cp\) is not 0; take --cp [24]$"),
+    (("--model", "gpt3", "--gpus", 64, "--cp", 4), "dp 1 × pp 1 × tp 16 × cp 4"),
+    (("--model", "gpt3", "--gpus", 64, "--scores", "half", "--attention", "math"),
+     "--scores half: attention that is written out computes all; leave it out"),
     (("--model", "mixtral-8x7b", "--gpus", 64, "--ep", 3),
      "experts % ep is not 0; take --ep 4"),
     (("--model", "gpt3", "--gpus", 1024, "--schedule", "zb-h1", "--virtual", 2),
@@ -1273,7 +1325,8 @@ def test_dry_run_finds_a_bug(capsys, bug):
       2, "--dry-run"), "--dry-run of tp 2.*take --tp 1"),
     (("--model", "gpt3", "--inside", "fast"), "fast is not a number above 0"),
     (("--model", "gpt3", "--reserve", "1"), "1 is not a number from 0 to below 1"),
-    (("--model", "llama-3-8b", "--gpus", 64, "--dry-run"), "--dry-run of a gated MLP"),
+    (("--model", "mistral-7b", "--gpus", 64, "--cp", 1, "--dry-run"),
+     "--dry-run of a gated MLP"),
     (("--model", "gpt3", "--gpus", 1024, "--zero", 2, "--dry-run"), "take --zero 1"),
     (("--model", "gpt3", "--gpus", 1024, "--json", "/no/where"),
      "error: --json /no/where: No such file or directory$"),
@@ -1382,8 +1435,8 @@ def test_the_table_marks_tp_that_leaves_the_node(capsys):
 
 
 @pytest.mark.parametrize("machine, node, memory", [
-    ("dgx-a100-40gb", 8, 40), ("dgx-h200", 8, 141), ("dgx-b200", 8, 180),
-    ("gb200-nvl72", 72, 186), ("mi300x", 8, 192),
+    ("dgx-a100-40gb", 8, 42.4), ("dgx-h200", 8, 150), ("dgx-b200", 8, 191.5),
+    ("gb200-nvl72", 72, 197.9), ("mi300x", 8, 206),
 ])  # fmt: skip
 def test_machines_of_2026(capsys, machine, node, memory):
     flags = f"--model qwen3-30b-a3b --machine {machine} --gpus {4 * node} --zero 1"

@@ -75,6 +75,8 @@ def random_case(draw: random.Random) -> dict:
     more["attention"] = "flash" if "cp" in mesh else draw.choice(predict.ATTENTION)
     ways = predict.ways_to_recompute(sizes, more["attention"])
     more["recompute"] = draw.choice(ways)
+    if more["attention"] == "flash" and draw.random() < 0.5:
+        more["scores"] = draw.choice(predict.SCORES)
     more["schedule"] = "1f1b"
     if more["virtual"] == 1:
         more["schedule"] = draw.choice(["1f1b", "gpipe", "zb-h1"])
@@ -96,6 +98,7 @@ IN_PAGE = """async (cases) => {
       parameters: stages.map(s => Object.values(js.parameters(layout, s))),
       saved: stages.map(s => js.savedBytes(layout, s)),
       memory: stages.map(s => js.memory(layout, s)),
+      phases: stages.map(s => js.phases(layout, s)),
       traffic: stages.map(s => js.traffic(layout, s).map(
         x => [x.phase, x.collective, x.axis, x.calls, x.nbytes])),
     };
@@ -118,6 +121,7 @@ def in_python(case: dict) -> dict:
         "parameters": [list(predict.parameters(layout, stage)) for stage in stages],
         "saved": [predict.saved_bytes(layout, stage) for stage in stages],
         "memory": [predict.memory(layout, stage) for stage in stages],
+        "phases": [predict.phases(layout, stage) for stage in stages],
         "traffic": sent,
     }
 
@@ -151,7 +155,7 @@ def test_formulas_are_those_of_the_tool(open_page):
     found = open_page().evaluate(IN_PAGE, cases)
     for case, js in zip(cases, found, strict=True):
         python = in_python(case)
-        for name in ("parameters", "saved", "memory"):
+        for name in ("parameters", "saved", "memory", "phases"):
             assert js[name] == python[name], case
         for ours, theirs in zip(python["traffic"], js["traffic"], strict=True):
             assert sorted(ours) == sorted(theirs), case
@@ -203,8 +207,8 @@ def test_both_refuse_the_same_meshes(open_page):
 
 
 def test_presets_are_those_of_the_tool():
-    """If not: python tools/predict.py > docs/_static/planner/presets.json"""
-    assert (FOLDER / "presets.json").read_text() == predict.page_data()
+    """If not: python tools/published.py --page > docs/_static/planner/presets.json"""
+    assert (FOLDER / "presets.json").read_text() == published.page_data()
 
 
 SHOWN = """() => ({
@@ -300,6 +304,7 @@ REFUSED = {
     "?experts=8": "experts: how many per token, and how wide?",
     "?imbalance=2": "expert imbalance: 2, but there are no experts",
     "?recompute=half&attention=math": "half, only with attention flash",
+    "?scores=half&attention=math": "attention that is written out computes all",
 }
 
 
@@ -373,11 +378,13 @@ def test_the_page_lists_published_peaks_and_says_its_units(open_page):
     rows = page.locator("#peaks tr").all_text_contents()[1:]
     assert len(rows) == len(published.peaks())
     for row, peak in zip(rows, published.peaks(), strict=True):
-        off = f"{peak.predicted / peak.measured - 1:+.0%}".replace("-", "−")
         measured, found = peak.measured / 1e9, peak.predicted / 1e9
-        assert row == f"{peak.name}{found:.1f}{measured:.1f}{off}"
+        ratio = f"{peak.measured / peak.predicted:.2f}"
+        assert row == f"{peak.name}{found:.1f}{measured:.1f}{ratio}"
     text = page.locator("main").text_content()
-    assert "GB are 10⁹ bytes" in text and "all S × S scores" in text
+    low, high = published.reserved()
+    assert page.locator("#reserved").text_content() == f"{low:.2f} to {high:.2f}"
+    assert "GB are 10⁹ bytes" in text and "half of the S × S scores" in text
 
 
 def test_a_model_without_experts_has_no_imbalance(open_page):
@@ -397,7 +404,7 @@ def test_what_does_not_fit_says_why(open_page):
     says = page.evaluate(SHOWN)["fits"]
     row = "16 bytes"
     assert (
-        says.startswith("It does not fit") and row in says and "72.0 of 80 GB" in says
+        says.startswith("It does not fit") and row in says and "76.5 of 85 GB" in says
     )
 
 

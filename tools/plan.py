@@ -37,11 +37,10 @@ from pathlib import Path
 import predict
 from predict import AXES, GB, MACHINE, RECOMPUTE, SIZES, ZERO, lesson, usable, why_not
 from presets import BIASES, EXPERTS, MACHINES, MODELS, STYLE
-from published import BANDS, peaks
+from published import BANDS, peaks, reserved
 
 # What the flags say of a layout besides its mesh.
 OPTIONS = "zero attention virtual schedule loss grad_bytes imbalance overlap_dp".split()
-
 
 MOST_TRIED = 500  # layouts, in the search for flags that are accepted
 NEAR = 6  # values of each flag
@@ -125,7 +124,7 @@ def add_machine_flags(add) -> None:
         "--gpu-memory",
         type=above_zero,
         metavar="GB",
-        help="memory of a GPU, such as 80",
+        help="memory of a GPU; one that is sold as 80 GB has 85",
     )
     add(
         "--reserve",
@@ -163,12 +162,16 @@ def add_layout_flags(add) -> None:
     add("--attention", choices=predict.ATTENTION, default="flash",
         help="math: scores are saved; flash: FlashAttention saves none "
         "(flash)")  # fmt: skip
+    add("--scores", choices=predict.SCORES,
+        help="how many of the S × S scores a kernel computes: half, if it is causal, "
+        "or all (half; math: all)")  # fmt: skip
     add("--zero", type=int, choices=ZERO, nargs="?", const=1, default=0,
         help="ZeRO's stage: shard AdamW's state over dp (1, also without a number), "
         "gradients (2), weights (3), or nothing (0, not given)")  # fmt: skip
     add("--loss", choices=predict.LOSSES, default="plain",
-        help="plain: lesson 03's; fused: one kernel; pieces: 1/16 of the positions "
-        "at a time (plain)")  # fmt: skip
+        help="plain: lesson 03's; torch: F.cross_entropy in float32, with tp under "
+        "loss_parallel; fused: one kernel; pieces: 1/16 of the positions at a time "
+        "(plain)")  # fmt: skip
     add("--grad-bytes", type=int, choices=(2, 4), default=2, help="bytes per gradient: "
         "4 if they are accumulated in float32 (2)")  # fmt: skip
     add("--mlp-saves", type=int, choices=(3, 4), help="tensors of its width that a "
@@ -271,8 +274,9 @@ def check_experts(args) -> None:
     if not args.experts and not args.ffn:
         raise ValueError("--ffn 0: there are no experts; take --ffn "
                          f"{4 * args.hidden}, or give --experts as well")  # fmt: skip
-    if args.experts and not (args.top_k and args.expert_ffn):
-        raise ValueError("--experts: give --top-k and --expert-ffn as well")
+    missing = ["--top-k"] * (not args.top_k) + ["--expert-ffn"] * (not args.expert_ffn)
+    if args.experts and missing:
+        raise ValueError(f"--experts: give {' and '.join(missing)} as well")
     if args.ep and args.ep > 1 and not args.experts:
         raise ValueError(f"--ep {args.ep}: there are no experts; take --ep 1")
     if args.top_k and not args.experts:
@@ -296,7 +300,7 @@ def check_gpus(args) -> None:
     if not args.gpus:
         raise ValueError("--gpus: how many? For example --gpus 64")
     # With cp left open, a complete mesh may leave a factor to it.
-    exact = complete and (mesh["cp"] or args.seq_len < 2 * predict.SHORTEST_IN_A_RING)
+    exact = complete and (mesh["cp"] or len(predict.rings(args.seq_len)) == 1)
     if args.gpus % product or (exact and product != args.gpus):
         text = " × ".join(f"--{axis} {n}" for axis, n in given.items())
         near = product if complete else max(1, args.gpus // product) * product
@@ -315,8 +319,9 @@ def asked(args) -> tuple[dict, dict, dict]:
             fixed[name] = getattr(args, name)
     sizes = {name: getattr(args, name) for name in (*SIZES, *STYLE, *EXPERTS)}
     options = {name: getattr(args, name) for name in OPTIONS}
-    if args.mlp_saves:
-        options["mlp_saves"] = args.mlp_saves
+    for name in ("mlp_saves", "scores"):
+        if getattr(args, name):
+            options[name] = getattr(args, name)
     return sizes, fixed, options
 
 
@@ -329,7 +334,8 @@ def find(args) -> tuple[list, list, Counter]:
         return fits, too_large, refused
     if too_large:
         least = min(too_large, key=lambda row: row["memory"])
-        mesh = " × ".join(f"{axis} {least[axis]}" for axis in AXES)
+        axes = [axis for axis in (*AXES, "cp") if axis in AXES or least[axis] > 1]
+        mesh = " × ".join(f"{axis} {least[axis]}" for axis in axes)
         raise ValueError(
             f"none of {len(too_large)} layouts fits {usable(args) / GB:.1f} of "
             f"{args.gpu_memory:g} GB (--reserve {args.reserve:g}): the smallest, "
@@ -406,7 +412,7 @@ def refuse_tp(args, sizes: dict) -> None:
     """ValueError if a known model does not allow --tp, with those that it allows."""
     cp = args.cp or 1
     why = why_not(sizes, tp=args.tp or 1, cp=cp)
-    if not args.model or not why:
+    if not args.model or not why or why_not(sizes, cp=cp):
         return
     allowed = [
         tp for tp in predict.divisors(args.heads) if not why_not(sizes, tp=tp, cp=cp)
@@ -480,8 +486,9 @@ All of this is predicted. {UNITS}
 b       sequences per micro-batch
 redo    what is recomputed: none; some (selective: what is cheap); half (also linears:
         k, o and up; torchtitan's selective mode); full layers
-peak    GB that the fullest rank holds at the peak: state (weights, gradients, AdamW),
-        activ (activations) and loss (for a moment)
+peak    GB that PyTorch allocates on the fullest rank in its fullest phase (forward,
+        loss, its backward, a layer's, the optimizer): state (weights, gradients,
+        AdamW), activ (activations) and loss (logits and what is made of them)
 →tp …   GB that a rank sends per step along each axis, at most (in rings)
 bubble  waiting over computing
 MFU     the model's FLOPs, without recomputing, over the GPUs' peak in that time"""
@@ -496,27 +503,36 @@ those below."""
 
 
 def about_scores(args) -> str:
-    """How much of the time is attention's scores, which a causal kernel halves."""
-    sizes, _, _ = asked(args)
-    layout = predict.make_layout(sizes)
-    tokens = args.batch_size * args.seq_len
-    scores = 12 * tokens * args.layers * args.seq_len * predict.q_width(layout)
-    part = scores / predict.model_flops(layout)
+    """How many of attention's scores are charged, and how much more all would be."""
+    sizes, _, options = asked(args)
+    layout = predict.make_layout(sizes, **options)
+    charged = predict.model_flops(layout)
+    more = predict.model_flops(predict.changed(layout, scores="all")) / charged - 1
+    if layout.scores == "all":
+        return wrap("Times and MFU count all S × S scores, as most published MFU do.")
     return wrap(
-        f"Times and MFU count all S × S scores, {part:.0%} of the model's FLOPs here, "
-        "as most published MFU do. A causal kernel computes about half of them; with "
-        "half, published runs would be predicted worse."
+        "Times and MFU count half of the S × S scores, as a causal kernel computes "
+        "them. Most published MFU count all (--scores all): the model's FLOPs are then "
+        f"{more:.0%} more here."
     )
+
+
+def about_cp(args) -> str:
+    """How far the search went along cp, if no flag says it."""
+    rings = predict.rings(args.seq_len) if args.attention == "flash" else [1]
+    least = f"{predict.SHORTEST_IN_A_RING:,} positions per rank"
+    return f"cp: tried up to {rings[-1]} (from {least} on). --cp tries another."
 
 
 def how_wrong() -> str:
     bands = [f"{kind}: {low} to {high}" for kind, (low, high) in BANDS.items()]
-    off = [peak.predicted / peak.measured - 1 for peak in peaks()]
+    low, high = reserved()
     return wrap(
         "How wrong: published runs took longer than predicted, times these: "
         f"{'; '.join(bands)}. So compare neighboring layouts only, and measure the "
-        f"best. Predicted peaks are {-min(off):.0%} below to {max(off):.0%} above "
-        f"those of {len(off)} published runs (tools/published.py)."
+        "best. Peaks are what PyTorch allocates. Its allocator reserves more: in "
+        f"{len(peaks())} published runs {low:.2f} to {high:.2f} times as much "
+        "(tools/published.py)."
     )
 
 
@@ -550,7 +566,7 @@ def show_asked(args) -> None:
     )
     names = ["zero", "attention", "schedule", "virtual", "loss", "grad_bytes"]
     names += ["imbalance"] if args.experts else []
-    names += ["mlp_saves"] if args.mlp_saves else []
+    names += [name for name in ("mlp_saves", "scores") if getattr(args, name)]
     flags = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names]
     flags += ["--overlap-dp"] if args.overlap_dp else []
     print(wrap(f"All rows: {', '.join(flags)}."))
@@ -583,6 +599,8 @@ def show(args, fits: list, too_large: list, refused: Counter, took: float) -> No
         reasons = [f"{reason} ({n})" for reason, n in refused.most_common()]
         text = f"Refused of {args.gpus} GPUs: {sum(refused.values())} meshes, because "
         print(wrap(text + "; ".join(reasons)))
+    if not args.cp:
+        print(about_cp(args))
     print(about_scores(args))
     print(how_wrong())
 

@@ -17,7 +17,6 @@ bubble), 2101.03961 (experts), all on arxiv.org; lesson 00 (a ring's cost).
 
 import argparse
 import importlib
-import json
 import math
 import sys
 from collections import Counter
@@ -38,6 +37,7 @@ ZERO = 0, 1, 2, 3  # ZeRO's stage
 # second linear from k on (k, o, up), which is torchtitan's "selective". full: layers.
 RECOMPUTE = "none", "selective", "half", "full"
 SCHEDULES = "1f1b", "zb-h1"
+SCORES = "half", "all"  # what attention computes of S × S; a causal kernel: half
 SIZES = (
     "layers hidden heads kv_heads head_dim ffn vocab_size seq_len batch_size".split()
 )
@@ -47,15 +47,22 @@ AXES = "dp", "pp", "tp"
 LAYOUT = "dp pp tp cp ep micro_batch microbatches recompute attention zero".split()
 LAYOUT += ["virtual", "schedule", "light_ends"]
 GB = 1e9
-# Bytes per logit that a loss saves for backward, and that it needs on top of them at
-# its peak. plain: lesson 03's, measured: the softmax in float32; the logits in 16 bits
-# and two more tensors in float32. fused: one kernel, 16 bits; logits and gradient.
-# pieces: a plain one of 1/16 of the positions at a time, each with its gradients at
-# once; what is saved is the gradient of the head's input.
-LOSSES = {"plain": (4, 10), "fused": (2, 2), "pieces": (0, 14)}
+# Bytes per logit that a loss saves for backward, and that it holds at most in forward
+# and in backward, with the 16-bit logits (measured, tests/test_peak.py). plain: lesson
+# 03's: the softmax in float32, the logits, and two more tensors in float32. torch:
+# F.cross_entropy of float32 logits; with tp under loss_parallel. fused: one kernel, 16
+# bits; logits and gradient. pieces: a plain one of 1/16 of the positions at a time,
+# each with its gradients at once; what is saved is the gradient of the head's input.
+LOSSES = {
+    "plain": (4, 14, 12),
+    "torch": (4, 10, 12),
+    "fused": (2, 4, 4),
+    "pieces": (0, 14, 14),
+}
+LOSS_PARALLEL = 4, 14, 16
 PIECES = 16
 # Positions per rank from which on a ring (cp) is worth a try.
-SHORTEST_IN_A_RING = 8192
+SHORTEST_IN_A_RING = 4096
 
 
 def usable(machine) -> float:
@@ -77,7 +84,8 @@ def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, cp=1, ep=1, **more
     light_ends: the first and the last stage have one layer less. mlp_saves: tensors of
     the MLP's width that are saved. grad_bytes: per gradient that is accumulated.
     imbalance: rows of the busiest rank's experts over the mean. overlap_dp: gradients
-    are summed while backward computes. loss: see LOSSES.
+    are summed while backward computes. loss: see LOSSES. scores: see SCORES; attention
+    that is written out computes all.
     """
     layout = {name: sizes[name] for name in SIZES if name in sizes}
     layout.setdefault("ffn", 4 * sizes["hidden"])
@@ -91,6 +99,11 @@ def make_layout(sizes: dict, pp=1, dp=1, tp=1, micro_batch=1, cp=1, ep=1, **more
     layout.update(pp=pp, dp=dp, tp=tp, micro_batch=micro_batch, cp=cp, ep=ep)
     layout["microbatches"] = sizes["batch_size"] // (dp * micro_batch)
     layout.update(more)
+    layout.setdefault("scores", SCORES[layout["attention"] == "math"])
+    if layout["attention"] == "math" and layout["scores"] == "half":
+        raise ValueError(
+            "--scores half: attention that is written out computes all; leave it out"
+        )
     if cp > 1 and layout["attention"] != "flash":
         raise ValueError(f"cp {cp}: a ring saves no scores; take --attention flash")
     if layout["recompute"] not in ways_to_recompute(sizes, layout["attention"]):
@@ -264,7 +277,8 @@ def layer_bytes(args, e=2, stats=4, masks=False, sp=True) -> int:
 def half_bytes(args, tokens: int, own: int, e: int) -> int:
     """Bytes that a layer saves with recompute "half": its input, attention's output and
     log-sum-exp, and the outputs of linears 1, 3, 5, 7 of q, k, v, o, gate, up, down
-    (without a gate: of q, v, up). own: tokens between the linears."""
+    (without a gate: of q, v, up). own: tokens between the linears. With tp torchtitan
+    also saves down's partial output, of all tokens, which is not counted here."""
     outside = own * args.hidden * (2 if args.gated else 1)
     inside = tokens * (2 * q_width(args) + kv_width(args) + args.ffn) // args.tp
     return e * (outside + inside) + 4 * tokens * args.heads // args.tp
@@ -296,19 +310,26 @@ def end_bytes(args, stage: int, e=2, stats=4) -> int:
         if args.loss == "pieces":
             return saved + tokens // args.tp * e * args.hidden
         # The loss: softmax, and per token an index and two masks; per column a mask.
-        logit = max(4, e) if args.loss == "plain" else e
+        logit = e if args.loss == "fused" else max(4, e)
         saved += tokens * (logit * vocab_rows(args) + 8 + 1 + 1) + vocab_rows(args)
+        if args.loss == "torch" and args.tp > 1:  # DTensor saves the gathered input
+            saved += tokens * e * args.hidden
     return saved
 
 
-def loss_at_peak(args, stage: int) -> int:
-    """Bytes that the loss needs for a moment and does not save for backward."""
+def loss_bytes(args, stage: int) -> dict[str, int]:
+    """Phase → bytes of one micro-batch's logits and of what the loss makes of them."""
     if stage < args.pp - 1:
-        return 0
+        return dict.fromkeys(("saved", "forward", "loss", "head"), 0)
     logits = args.micro_batch * args.seq_len // args.cp * vocab_rows(args)
     if args.loss == "pieces":
         logits = math.ceil(logits / PIECES)
-    return LOSSES[args.loss][1] * logits
+    is_parallel = args.loss == "torch" and args.tp > 1
+    saved, forward, backward = LOSS_PARALLEL if is_parallel else LOSSES[args.loss]
+    # Pieces of the logits are not alive when forward ends.
+    made = 0 if args.loss == "pieces" else 2
+    each = {"saved": saved, "forward": made, "loss": forward, "head": backward}
+    return {phase: n * logits for phase, n in each.items()}
 
 
 def saved_bytes(args, stage: int, e=2, stats=4) -> int:
@@ -318,9 +339,30 @@ def saved_bytes(args, stage: int, e=2, stats=4) -> int:
 
 
 def in_flight(kind: str, stage: int, P: int, M: int) -> int:
-    """Micro-batches that a stage has in flight at most, by lesson 05's schedule.
-    ZB-H1 holds no more than 1F1B (2401.10241, sec. 2)."""
+    """Micro-batches that a stage has in flight at most, by lesson 05's schedule."""
     return M if kind == "gpipe" else min(P - stage, M)
+
+
+def put_off_bytes(args, stage: int, e=2) -> int:
+    """Bytes that ZB-H1 holds for weight passes that are put off, at most.
+
+    With those in flight they are P micro-batches on every stage (2401.10241, sec. 2).
+    Each has the input of each linear and the gradient of its output (beyond/14): of q,
+    k, v, o, gate, up, down, of the experts, and on the last stage of the head.
+    """
+    if args.schedule != "zb-h1":
+        return 0
+    P, M, T, D = args.pp, args.microbatches, args.tp, args.hidden
+    tokens = args.micro_batch * args.seq_len // args.cp
+    own = tokens // T
+    inside = 2 * q_width(args) + 2 * kv_width(args) + matrices(args) * args.ffn
+    layer = e * (4 * own * D + tokens * inside // T)
+    expert = 2 * D + matrices(args) * args.expert_ffn
+    layer += e * routed_rows(args, own) * expert
+    held = layers_of(args, stage) * layer
+    if stage == P - 1:
+        held += e * (own * D + tokens * vocab_rows(args))
+    return (min(P, M) - in_flight(args.schedule, stage, P, M)) * held
 
 
 def layers_in_flight(args, stage: int) -> int:
@@ -347,13 +389,39 @@ def layers_in_flight(args, stage: int) -> int:
 
 
 def activations(args, stage: int) -> int:
-    """Bytes saved by all micro-batches in flight, and by a layer that is recomputed."""
+    """Bytes saved by all micro-batches in flight."""
     flying = in_flight(args.schedule, stage, args.pp, args.microbatches)
     total = flying * end_bytes(args, stage)
     total += layers_in_flight(args, stage) * layer_bytes(args)
+    return total + put_off_bytes(args, stage)
+
+
+def layer_in_forward(args, e=2) -> int:
+    """Bytes that the forward of a layer needs besides what is saved, when down_proj has
+    computed: four tensors between the linears, down's input if it is not saved, and
+    with tp its gathered input and the partial output, twice: it is put in order for the
+    reduce-scatter."""
+    tokens = args.micro_batch * args.seq_len // args.cp
+    elements = 4 * (tokens // args.tp) * args.hidden
+    if args.tp > 1:
+        elements += 3 * tokens * args.hidden
+    if args.recompute in ("half", "full"):
+        elements += tokens * args.ffn // args.tp
+    return e * elements
+
+
+def layer_in_backward(args, saved: int, e=2) -> int:
+    """Bytes that the backward of a layer needs besides what is saved: the tensors that
+    it recomputes; gradients of the gate's and up's outputs; and dL/dy, or with tp the
+    gathered input, the gathered dL/dy and the partial dL/dx."""
+    tokens = args.micro_batch * args.seq_len // args.cp
+    outside = tokens * args.hidden * (3 if args.tp > 1 else 1)
+    inside = (1 if args.tp > 1 else 2) * tokens * args.ffn // args.tp
+    rows = routed_rows(args, tokens // args.tp)
+    again = 0
     if args.recompute != "none":
-        total += layer_bytes(changed(args, recompute="none")) - layer_bytes(args)
-    return total
+        again = layer_bytes(changed(args, recompute="none")) - saved
+    return again + e * (outside + inside + 2 * rows * args.expert_ffn)
 
 
 def moments_bytes(args, n: int, e: int) -> int:
@@ -362,35 +430,143 @@ def moments_bytes(args, n: int, e: int) -> int:
 
 
 def memory(args, stage: int) -> dict[str, int]:
-    """Bytes of a rank at the peak, in mixed precision, by what they are for.
+    """Bytes of a rank at the peak, by what they are for: of the fullest phase."""
+    return fuller(*phases(args, stage).values())
 
-    Per parameter 2 + 2 + 12 bytes: weight, gradient (4 if it is accumulated in
-    float32), and AdamW's two moments and copy of the weight in float32. ZeRO shards
-    over dp × cp the 12 (stage 1), also the gradient (2), also the weight (3)
-    (1910.02054, sec. 5); then one layer at a time is unsharded.
 
-    loss: what the loss needs for a moment and does not save. One layer that is
-    recomputed is part of the activations. Both are added, although they do not occur
-    at the same time: four published runs hold what the sum says (tests/test_plan.py).
+def fuller(*moments: dict[str, int]) -> dict[str, int]:
+    return max(moments, key=lambda held: sum(held.values()))
+
+
+def phases(args, stage: int) -> dict[str, dict[str, int]]:
+    """Phase of the last micro-batch → bytes of a rank at most, by what they are for.
+
+    forward: up to the logits. loss: its forward. head: backward of loss and head.
+    layer: backward of a layer. optimizer. tests/test_peak.py compares them with the
+    bytes that PyTorch allocates.
+
+    Gradients are there from the first backward of a step on: with one micro-batch not
+    before the head's.
+    """
+    state = state_bytes(args, stage)
+    gradients = state.pop("gradients")
+    before = gradients if args.microbatches > 1 else 0
+    of_loss = loss_bytes(args, stage)
+    flying = activations(args, stage)
+    unsharded = unsharded_bytes(args, stage)
+    found = {}
+    for phase in ("forward", "loss", "head"):
+        saved = flying - of_loss["saved"]
+        found[phase] = held_by(state, before, saved, unsharded[phase], of_loss[phase])
+    end = end_bytes(changed(args, pp=2), 1) if stage == args.pp - 1 else 0
+    flying -= end  # neither in the forward nor in the backward of a layer
+    saved = flying + layer_in_forward(args)
+    layer = held_by(state, before, saved, unsharded["in_layer"], 0)
+    found["forward"] = fuller(found["forward"], layer)
+    found["layer"] = layer_phase(args, stage, state, before, flying)
+    found["optimizer"] = held_by(state, gradients, 0, 0, 0)
+    return found
+
+
+def layer_phase(args, stage: int, state: dict, before: int, flying: int) -> dict:
+    """What is held in the backward of a layer: of the first one that goes back, when
+    all activations are there; of the second one; or of the last but one, when almost
+    all layers have gradients."""
+    layers = layers_of(args, stage)
+    saved = layer_bytes(args)
+    again = layer_in_backward(args, saved)
+    unsharded = unsharded_bytes(args, stage)
+    of_layer, of_head = gradients_one_by_one(args, stage)
+    found = []
+    for done in {0, min(1, layers - 1), max(0, layers - 2)}:
+        gradients = before or of_head + done * of_layer
+        of_zero = unsharded["layer" if done else "first"]
+        activations = flying - done * saved + again
+        found.append(held_by(state, gradients, activations, of_zero, 0))
+    return fuller(*found)
+
+
+def gradients_one_by_one(args, stage: int) -> tuple[int, int]:
+    """Bytes of the gradients of a layer, and of the head (fully_shard holds the latter
+    unsharded up to the end of backward)."""
+    experts = experts_of_layer(args)
+    layer = one_layer(args)
+    if args.zero >= 2:
+        layer = shard(args, layer, experts)
+    e = 4 if args.zero == 3 else args.grad_bytes
+    head = (stage == args.pp - 1) * vocab_rows(args) * args.hidden
+    if args.zero >= 2:
+        head = 0 if args.zero == 3 else shard(args, head, 0)
+    return e * layer, e * head
+
+
+def one_layer(args) -> int:
+    """Parameters of a layer on a rank, unsharded."""
+    sharded, replicated = layer_parameters(args)
+    return sharded // args.tp + replicated + experts_of_layer(args)
+
+
+def held_by(state: dict, gradients, activations, unsharded, loss) -> dict[str, int]:
+    more = dict(activations=activations, unsharded=unsharded, loss=loss)
+    return {**state, "gradients": gradients, **more}
+
+
+def state_bytes(args, stage: int) -> dict[str, int]:
+    """Bytes of weights, AdamW's state and all gradients, in mixed precision.
+
+    Per parameter 2 + 2 + 12: weight, gradient (4 if it is accumulated in float32), and
+    AdamW's two moments and copy of the weight in float32. ZeRO shards over dp × cp the
+    12 (stage 1), also the gradient (2), also the weight (3) (1910.02054, sec. 5). Stage
+    3 as fully_shard does it: the copy in float32 is the weight, and gradients are as
+    wide: 4 + 4 + 8.
     """
     held, trained, _ = parameters(args, stage)
     of_experts = experts_of_stage(args, stage)
-    sharded, replicated = layer_parameters(args)
-    layer = sharded // args.tp + replicated + experts_of_layer(args)
-    largest = max(layer, vocab_rows(args) * args.hidden)
-    unsharded = {2: args.grad_bytes * largest, 3: (2 + args.grad_bytes) * largest}
-    if replicas(args) == 1:  # nothing is sharded
-        unsharded = {}
     kept = shard(args, held, of_experts)
-    # AdamW's two moments and the weights, in float32.
-    state = 12 * (shard(args, trained, of_experts) if args.zero else trained)
+    if args.zero == 3:
+        return {"parameters": 4 * kept, "optimizer": 8 * kept, "gradients": 4 * kept}
     return {
-        "parameters": 2 * (kept if args.zero >= 3 else held),
-        "gradients": args.grad_bytes * (kept if args.zero >= 2 else held),
-        "optimizer": state,
-        "activations": activations(args, stage),
-        "unsharded": unsharded.get(args.zero, 0),
-        "loss": loss_at_peak(args, stage),
+        "parameters": 2 * held,
+        "optimizer": 12 * (shard(args, trained, of_experts) if args.zero else trained),
+        "gradients": args.grad_bytes * (kept if args.zero == 2 else held),
+    }
+
+
+# Phases of unsharded_bytes: in_layer is the forward of a layer, first the backward of
+# the layer that goes back first.
+UNSHARDED = "in_layer", "forward", "loss", "head", "first", "layer"
+
+
+def unsharded_bytes(args, stage: int) -> dict[str, int]:
+    """Bytes that ZeRO has unsharded for a while, by phase.
+
+    Stage 2: the gradient of the largest module. Stage 3, measured with fully_shard: the
+    vocabulary's 16-bit weights during forward and backward; in forward those of a
+    layer, twice while it is gathered; in the backward of the first layer its weights,
+    those of the next one and half of its gradients, and after that the previous one's
+    in float32, which are being summed. From the head's backward on its gradient.
+    """
+    layer = one_layer(args)
+    matrix = vocab_rows(args) * args.hidden
+    if replicas(args) == 1 or args.zero < 2:
+        return dict.fromkeys(UNSHARDED, 0)
+    if args.zero == 2:
+        largest = args.grad_bytes * max(layer, matrix)
+        backward = dict.fromkeys(("head", "first", "layer"), largest)
+        return dict.fromkeys(UNSHARDED, 0) | backward
+    is_last = stage == args.pp - 1
+    ends = (stage == 0) + is_last
+    if args.tie:
+        ends = min(1, ends)
+    weights = 2 * ends * matrix
+    gradient = 2 * is_last * matrix
+    return {
+        "in_layer": weights + 4 * layer,
+        "forward": weights + 2 * layer,
+        "loss": weights,
+        "head": weights,
+        "first": weights + gradient + 9 * layer // 2,
+        "layer": weights + gradient + 17 * layer // 2,
     }
 
 
@@ -695,7 +871,7 @@ def flops(args, stage: int) -> int:
     tokens = args.batch_size // args.dp * args.seq_len
     # Zigzag gives each of the cp ranks the same share of tokens and of scores.
     ranks = args.tp * args.cp
-    scores = 4 * args.seq_len * q_width(args)
+    scores = 4 * args.seq_len * q_width(args) // (2 if args.scores == "half" else 1)
     layer = 2 * (layer_weights(args) + active_weights(args)) + scores
     again = 0
     if args.recompute == "full":
@@ -809,12 +985,17 @@ def exposed_dp(args, once: float, each: float, arithmetic: float) -> float:
 
 def predict(args, machine) -> dict:
     """A layout's row; all of it is predicted. Only the first, the second and the last
-    stage are computed: no other stage holds, sends or computes more than these."""
+    stage are computed: no other stage holds, sends or computes more than these. What
+    ZB-H1 puts off grows with the stage: up to the last but one, or to the last of those
+    that have a layer more."""
     P = args.pp
     rate = rates(args, machine)
     stages = sorted({0, min(1, P - 1), P - 1})
-    memories = [memory(args, stage) for stage in stages]
-    fullest = max(memories, key=lambda held: sum(held.values()))
+    fullest = {*stages}
+    if args.schedule == "zb-h1":
+        fullest |= {max(0, P - 2), max(0, args.layers % P - 1)}
+    memories = [memory(args, stage) for stage in sorted(fullest)]
+    fullest = fuller(*memories)
     found = [seconds(args, stage, machine, rate) for stage in stages]
     # The slowest stage sets the pace: M + P − 1 times (2104.04473, sec. 2.2).
     slowest = max((took for took, _ in found), key=in_micro_batches)
@@ -894,10 +1075,7 @@ def meshes(gpus: int, fixed: dict, seq_len: int = 0):
     cp is 1, what `fixed` says, or more for a long sequence: powers of two that leave
     SHORTEST_IN_A_RING positions on a rank.
     """
-    rings = [1]
-    while seq_len >= 2 * rings[-1] * SHORTEST_IN_A_RING:
-        rings.append(2 * rings[-1])
-    for cp in [fixed["cp"]] if "cp" in fixed else rings:
+    for cp in [fixed["cp"]] if "cp" in fixed else rings(seq_len):
         if gpus % cp:
             continue
         for tp in divisors(gpus // cp):
@@ -905,6 +1083,13 @@ def meshes(gpus: int, fixed: dict, seq_len: int = 0):
                 found = {"dp": gpus // cp // tp // pp, "pp": pp, "tp": tp, "cp": cp}
                 if agrees(found, fixed):
                     yield found
+
+
+def rings(seq_len: int) -> list[int]:
+    found = [1]
+    while seq_len >= 2 * found[-1] * SHORTEST_IN_A_RING:
+        found.append(2 * found[-1])
+    return found
 
 
 def agrees(found: dict, fixed: dict) -> bool:
@@ -993,21 +1178,3 @@ def best_of_each(rows: list[dict]) -> list[dict]:
     for row in rows:
         found.setdefault((row["dp"], row["pp"], row["tp"], row["cp"]), row)
     return list(found.values())
-
-
-def page_data() -> str:
-    """Models, machines and how wrong the predictions are, for the page with sliders."""
-    from published import BANDS, peaks  # which compares with this file
-
-    bands = [
-        {"kind": kind, "low": low, "high": high} for kind, (low, high) in BANDS.items()
-    ]
-    data = {"models": MODELS, "machines": MACHINES, "bands": bands, "peaks": []}
-    for peak in peaks():
-        row = {"run": peak.name, "predicted": peak.predicted, "measured": peak.measured}
-        data["peaks"].append(row)
-    return json.dumps(data, indent=1) + "\n"
-
-
-if __name__ == "__main__":  # written to docs/_static/planner/presets.json
-    print(page_data(), end="")

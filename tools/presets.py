@@ -86,8 +86,9 @@ MODELS = {
 
 
 def machine(gpu_memory, tera_flops, inside, between, node=8) -> dict:
-    """node: GPUs with fast links to each other. gpu_memory: GB per GPU. tera_flops:
-    its peak, 16 bits, dense. inside, between: GB/s in one direction per GPU."""
+    """node: GPUs with fast links to each other. gpu_memory: 10⁹ bytes per GPU.
+    tera_flops: its peak, 16 bits, dense. inside, between: GB/s in one direction per
+    GPU."""
     found = dict(node=node, gpu_memory=float(gpu_memory), reserve=0.1)
     found.update(gpu_flops=tera_flops * 1e12, inside=inside * 1e9)
     found.update(between=between * 1e9, alpha_inside=2e-6, alpha_between=10e-6)
@@ -95,16 +96,20 @@ def machine(gpu_memory, tera_flops, inside, between, node=8) -> dict:
 
 
 # Source: the makers' data sheets; 400 Gb/s per GPU between nodes from H100 on.
+# Memory is what PyTorch's out-of-memory messages call the total capacity, in public
+# logs: 79.1 to 79.3 GiB of a card that is sold as 80 GB, 39.4 to 39.6 of 40, 139.7 to
+# 139.8 of 141 (H200), 178.4 of 180 (B200), 184.3 of 186 (GB200), 191.7 to 192.0 of 192
+# (MI300X). A GiB is 1.074 GB.
 # reserve: share of the memory that a layout leaves free, for what is not counted here:
 # CUDA's and NCCL's own buffers, fragmentation, temporary tensors. An assumption.
 # alpha: seconds per step of a ring inside a node, and of one that leaves it. Also
 # assumptions.
 MACHINES = {
-    "dgx-a100": machine(80, 312, 300, 25),
-    "dgx-a100-40gb": machine(40, 312, 300, 25),
-    "dgx-h100": machine(80, 989, 450, 50),
-    "dgx-h200": machine(141, 989, 450, 50),
-    "dgx-b200": machine(180, 2250, 900, 50),
-    "gb200-nvl72": machine(186, 2500, 900, 50, node=72),
-    "mi300x": machine(192, 1307.4, 448, 50),
+    "dgx-a100": machine(85, 312, 300, 25),
+    "dgx-a100-40gb": machine(42.4, 312, 300, 25),
+    "dgx-h100": machine(85, 989, 450, 50),
+    "dgx-h200": machine(150, 989, 450, 50),
+    "dgx-b200": machine(191.5, 2250, 900, 50),
+    "gb200-nvl72": machine(197.9, 2500, 900, 50, node=72),
+    "mi300x": machine(206, 1307.4, 448, 50),
 }

@@ -1,19 +1,21 @@
 """What other people measured, next to what tools/predict.py says of the same layout.
 
     python tools/published.py
+    python tools/published.py --page > docs/_static/planner/presets.json
 
 A row is a run: model, machine, layout, and a step's time, in the unit that was
 published. `ratio` is measured over predicted seconds. Each row has a source that can be
 opened; a row of which only the result is known, and not the layout, is not here.
 
-MFU counts all S × S scores: so do arXiv:2204.02311 (which defined it), 2104.04473 and
-2205.05198, llm-foundry and torchtitan (its count of FLOPs ignores that the mask is
-causal); arXiv:2407.21783 does not say. Times charge all of them as well, because with
-half of them all runs with FlashAttention would be farther from their prediction (at
-S 65,536 the ratio is 3.9 instead of 2.4): tests/test_plan.py.
+A published MFU counts all S × S scores: so do arXiv:2204.02311 (which defined it),
+2104.04473 and 2205.05198, llm-foundry and torchtitan (its count of FLOPs ignores that
+the mask is causal); arXiv:2407.21783 does not say. Times and MFU that are printed here
+count half of them where a causal kernel computes half (--scores of tools/plan.py).
 """
 
 import argparse
+import json
+import sys
 from typing import NamedTuple
 
 import predict
@@ -32,11 +34,13 @@ PIPELINE_2021 = "pipelines of 2021, A100, full recomputation"
 SP_2022 = "TP + SP of 2022, A100, selective recomputation"
 FSDP = "FSDP, with and without tp"
 INTERLEAVED = "interleaved pipelines with tp 8, H100"
+LONG = "sequences of 65,536 and more, H100"
 BANDS = {
     PIPELINE_2021: (1.5, 2.2),
     SP_2022: (1.3, 1.8),
-    FSDP: (1.4, 2.5),
-    INTERLEAVED: (1.2, 1.7),
+    FSDP: (1.6, 2.6),
+    INTERLEAVED: (1.2, 1.6),
+    LONG: (2.2, 3.9),
 }
 
 
@@ -115,7 +119,8 @@ def llama_405b() -> list[Row]:
         layout.update(micro_batch=1, attention="flash")
         machine = gpus_of("dgx-h100", layout)
         name = f"Llama 3 405B, {machine.gpus:,} GPUs, cp {cp}"
-        rows.append(Row(name, INTERLEAVED, LLAMA, sizes, machine, layout, "mfu", mfu))
+        kind = LONG if cp > 1 else INTERLEAVED
+        rows.append(Row(name, kind, LLAMA, sizes, machine, layout, "mfu", mfu))
     return rows
 
 
@@ -148,7 +153,8 @@ def foundry() -> list[Row]:
         layout.update(recompute=recompute, loss="fused", overlap_dp=True)
         machine = gpus_of("dgx-h100", layout)
         run = (sizes, machine, layout, "tokens", tokens)
-        rows.append(Row(f"{name}, {gpus} H100", FSDP, FOUNDRY, *run))
+        kind = LONG if sizes["seq_len"] > 2048 else FSDP
+        rows.append(Row(f"{name}, {gpus} H100", kind, FOUNDRY, *run))
     return rows
 
 
@@ -166,10 +172,10 @@ def titan() -> list[Row]:
     ):
         sizes = sizes | dict(batch_size=dp * b)
         layout = dict(dp=dp, pp=1, tp=tp, zero=3, micro_batch=b, attention="flash")
-        layout.update(recompute=recompute, overlap_dp=True)
+        layout.update(recompute=recompute, overlap_dp=True, loss="torch")
         more = {}
-        if machine == "dgx-h100":  # of another make: 96 GB
-            more["gpu_memory"] = 96.0
+        if machine == "dgx-h100":  # of another make: 96 GB, in bytes as 80 are 85
+            more["gpu_memory"] = 102.0
         machine = gpus_of(machine, layout, **more)
         source = TITAN if "H100" in name and "405B" not in name else TITAN_A100
         run = (sizes, machine, layout, "tokens", tokens)
@@ -178,12 +184,15 @@ def titan() -> list[Row]:
 
 
 def rows() -> list[Row]:
+    """By kind, as BANDS has them."""
     found = [*megatron_2021(), *recomputation_2022(), *llama_405b(), *nemotron()]
-    return [*found, *foundry(), *titan()]
+    kinds = list(BANDS)
+    return sorted([*found, *foundry(), *titan()], key=lambda row: kinds.index(row.kind))
 
 
-# Peak memory (TITAN, tables 1 to 4), GiB. Not here: second rows for float8; tables 5
-# and 6, which do not say how many micro-batches a step has.
+# Peak memory (TITAN, tables 1 to 4), GiB that PyTorch's allocator had reserved. Not
+# here: second rows for float8; tables 5 and 6, which do not say how many micro-batches
+# a step has.
 
 # Table 2: Llama 3.1 8B, one sequence per rank, full recomputation, float8: sequence,
 # FSDP × CP, measured.
@@ -196,7 +205,8 @@ PEAKS = {
 
 
 class Peak(NamedTuple):
-    """predicted, measured: bytes."""
+    """predicted: bytes that PyTorch allocates at the peak. measured: bytes that its
+    allocator had reserved, which are more: it keeps freed blocks of other sizes."""
 
     name: str
     layout: argparse.Namespace
@@ -208,13 +218,12 @@ def peak_layout(seq_len: int) -> tuple:
     """The layout of a row of PEAKS, and its measured bytes (TITAN, Table 2)."""
     dp, cp, gib = PEAKS[seq_len]
     sizes = llama(32, 4096, 32, 14336, dp) | dict(seq_len=seq_len)
-    options = dict(recompute="full", attention="flash", zero=3)
+    options = dict(recompute="full", attention="flash", zero=3, loss="torch")
     return predict.make_layout(sizes, dp=dp, cp=cp, **options), gib * 2**30
 
 
 def peaks() -> list[Peak]:
-    """All rows. compiled: torch.compile, which fuses SiLU with the product. Why the
-    rows of 70B are 17 and 22 % off is not known."""
+    """All rows. compiled: torch.compile, which fuses SiLU with the product."""
     found = []
     for seq_len, (dp, cp, _) in PEAKS.items():
         layout, measured = peak_layout(seq_len)
@@ -232,12 +241,19 @@ def peaks() -> list[Peak]:
     ):
         batch = dict(batch_size=more["dp"] * more["micro_batch"])
         sizes = MODELS[f"llama-3-{size}"] | batch
-        layout = predict.make_layout(sizes, attention="flash", zero=3, **more)
+        more.update(attention="flash", zero=3, loss="torch")
+        layout = predict.make_layout(sizes, **more)
         found.append((f"Llama 3 {size.upper()}, {name}", layout, gib * 2**30))
     return [
         Peak(name, layout, sum(predict.memory(layout, 0).values()), measured)
         for name, layout, measured in found
     ]
+
+
+def reserved() -> tuple[float, float]:
+    """What was reserved over what is predicted to be allocated: least, largest."""
+    ratios = [peak.measured / peak.predicted for peak in peaks()]
+    return min(ratios), max(ratios)
 
 
 # What the planner says of a row.
@@ -271,12 +287,13 @@ def seconds(row: Row, found: dict) -> float:
     if row.unit == "hfu":
         return predict.hardware_flops(layout) / (row.measured * row.machine.gpus)
     rate = row.measured * row.machine.gpu_flops * row.machine.gpus
-    return predict.model_flops(layout) / rate
+    return predict.model_flops(predict.changed(layout, scores="all")) / rate
 
 
 def compare(row: Row) -> dict:
-    """predicted: its row; ratio: measured over predicted seconds; mfu: measured; place:
-    of the published mesh among those that fit, the fastest first, and their number."""
+    """predicted: its row; ratio: measured over predicted seconds; mfu: measured, with
+    the scores that the prediction counts; place: of the published mesh among those that
+    fit, the fastest first, and their number."""
     found = predicted(row)
     measured = seconds(row, found)
     fits, _, _ = predict.search(row.sizes, row.machine, **options(row))
@@ -298,6 +315,17 @@ def bands(compared: list[tuple[Row, dict]]) -> dict[str, tuple[int, float, float
     return found
 
 
+def page_data() -> str:
+    """Models, machines and how wrong the predictions are, for the page with sliders."""
+    data = {"models": MODELS, "machines": MACHINES, "bands": [], "peaks": []}
+    for kind, (low, high) in BANDS.items():
+        data["bands"].append({"kind": kind, "low": low, "high": high})
+    for peak in peaks():
+        row = {"run": peak.name, "predicted": peak.predicted, "measured": peak.measured}
+        data["peaks"].append(row)
+    return json.dumps(data, indent=1) + "\n"
+
+
 def main() -> None:
     compared = [(row, compare(row)) for row in rows()]
     head = f"{'run':36} {'fits':>4} {'GB':>5} {'MFU':>5} {'measured':>8} {'ratio':>5}"
@@ -311,12 +339,14 @@ def main() -> None:
     print("\nmeasured over predicted seconds")
     for kind, (count, low, high) in bands(compared).items():
         print(f"{kind:46} {count:2} rows: {low:.2f} to {high:.2f}")
-    print(f"\n{'peak, GB':36} predicted measured  off")
-    for peak in peaks():
-        name, _, found, measured = peak
-        off = f"{found / measured - 1:+4.0%}"
-        print(f"{name:36} {found / 1e9:9.1f} {measured / 1e9:8.1f} {off}")
+    print(f"\n{'peak, GB':36} allocated, predicted  reserved, measured  ratio")
+    for name, _, found, measured in peaks():
+        numbers = f"{found / 1e9:20.1f}  {measured / 1e9:18.1f}"
+        print(f"{name:36} {numbers}  {measured / found:5.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--page"]:
+        print(page_data(), end="")
+    else:
+        main()

@@ -1,8 +1,8 @@
 // The page with sliders: reads the form, asks predict.js, draws, and keeps the state in
 // the address. It has no formula of its own.
 import {
-  ATTENTION, LOSSES, RECOMPUTE, SCHEDULES, divisors, layoutOptions, makeLayout, predict, search,
-  usable, waysToRecompute, whyNot,
+  ATTENTION, LOSSES, RECOMPUTE, SCHEDULES, SCORES, divisors, layoutOptions, makeLayout, predict,
+  rings, search, usable, waysToRecompute, whyNot,
 } from "./predict.js";
 
 const presets = await (await fetch("presets.json")).json();
@@ -42,6 +42,7 @@ const GROUPS = {
     micro_batch: { label: "micro-batch", list: [] },
     recompute: { label: "recompute", options: RECOMPUTE },
     attention: { label: "attention", options: ATTENTION },
+    scores: { label: "S × S scores", options: SCORES },
     zero: { label: "ZeRO stage", options: [0, 1, 2, 3] },
     loss: { label: "loss", options: Object.keys(LOSSES) },
     grad_bytes: { label: "bytes per gradient", options: [2, 4] },
@@ -57,7 +58,7 @@ const NUMBERS = Object.keys(FIELDS).filter((name) => !FIELDS[name].options && !F
 const KINDS = { // of memory and of time: color, label
   parameters: ["#56B4E9", "weights"], gradients: ["#E69F00", "gradients"],
   optimizer: ["#009E73", "AdamW"], activations: ["#CC79A7", "activations"],
-  unsharded: ["#F0E442", "one layer, unsharded"], loss: ["#D55E00", "loss, at the peak"],
+  unsharded: ["#F0E442", "unsharded for a while"], loss: ["#D55E00", "logits and loss"],
   arithmetic: ["#56B4E9", "computing"], tp: ["#E69F00", "tp"], dp: ["#009E73", "dp"],
   send: ["#CC79A7", "pp"], bubble: ["#F0E442", "bubble"], cp: ["#D55E00", "cp"],
   ep: ["#0072B2", "ep"],
@@ -117,6 +118,7 @@ function changed(name) {
   if (name === "model" && !state.experts) state.imbalance = 1;
   if (name === "model" && state.experts && state.recompute === "half") state.recompute = "selective";
   if (name === "machine") Object.assign(state, machineOf(state.machine));
+  if (name === "attention") state.scores = usualScores();
   if (name === "hidden" || name === "heads") state.head_dim = state.hidden / state.heads;
   update();
 }
@@ -146,6 +148,9 @@ function problem() {
   if (experts && !(top_k && expert_ffn)) return "experts: how many per token, and how wide?";
   if (!experts && !state.ffn) return "MLP width: 0, and there are no experts";
   if (state.schedule !== "1f1b" && state.virtual > 1) return "chunks per stage: only with 1f1b";
+  if (state.attention === "math" && state.scores === "half") {
+    return "scores: attention that is written out computes all";
+  }
   if (!waysToRecompute(state, state.attention).includes(state.recompute)) {
     return "recompute: half, only with attention flash and without experts";
   }
@@ -225,10 +230,13 @@ function readAddress() {
       state[name] = text.trim() === "" ? NaN : Number(text) * (field.scale || 1);
     }
   }
+  if (query.get("scores") === null) state.scores = usualScores();
   const own = query.get("head_dim") !== null;
   if (!own && (query.get("hidden") || query.get("heads"))) state.head_dim = state.hidden / state.heads;
 }
 
+// What a kernel computes of the scores: half, if it is causal.
+const usualScores = () => (state.attention === "flash" ? "half" : "all");
 const USUAL = { cp: 1, ep: 1, virtual: 1, loss: "plain", grad_bytes: 2, schedule: "1f1b", overlap_dp: "no", imbalance: 1 };
 
 function writeAddress() {
@@ -236,6 +244,7 @@ function writeAddress() {
   for (const [name, field] of Object.entries(FIELDS)) {
     const preset = { ...modelOf(state.model), ...machineOf(state.machine) }[name];
     if (Object.is(state[name], preset) || state[name] === USUAL[name]) continue;
+    if (name === "scores" && state.scores === usualScores()) continue;
     const value = field.scale ? +(state[name] / field.scale).toPrecision(12) : state[name];
     query.set(name, value);
   }
@@ -372,6 +381,7 @@ function command(machine, layout) {
   for (const name of ["virtual", "loss", "grad_bytes", "schedule"]) {
     if (layout[name] !== USUAL[name]) words.push(`--${name.replace("_", "-")} ${layout[name]}`);
   }
+  if (layout.scores !== usualScores()) words.push(`--scores ${layout.scores}`);
   if (layout.overlap_dp) words.push("--overlap-dp");
   return words.flatMap((word) => [make("span", {}, word), " "]);
 }
@@ -399,11 +409,12 @@ function update() {
   fillForm(sizes, machine.gpus);
   showForm();
   writeAddress();
-  const { attention, zero, tp, pp, cp, ep, virtual, loss, grad_bytes, schedule, imbalance } = state;
-  const options = { attention, zero, virtual, loss, grad_bytes, schedule, imbalance };
+  const { attention, scores, zero, tp, pp, cp, ep, virtual, loss, grad_bytes, schedule, imbalance } = state;
+  const options = { attention, scores, zero, virtual, loss, grad_bytes, schedule, imbalance };
   options.overlap_dp = state.overlap_dp === "yes";
   const mesh = { tp, pp, cp, dp: machine.gpus / tp / pp / cp };
   showMap(search(sizes, machine, options));
+  $("tried").textContent = `cp: tried up to ${rings(sizes, attention).at(-1)}.`;
   const { micro_batch, recompute } = state;
   const more = { ...layoutOptions(sizes, pp, options), micro_batch, recompute, ep };
   const layout = makeLayout(sizes, { ...mesh, ...more });
@@ -429,10 +440,10 @@ function showBands() {
 }
 
 function showPeaks() {
+  const ratios = presets.peaks.map(({ predicted, measured }) => measured / predicted);
+  $("reserved").textContent = `${Math.min(...ratios).toFixed(2)} to ${Math.max(...ratios).toFixed(2)}`;
   for (const { run, predicted, measured } of presets.peaks) {
-    const off = Math.round((predicted / measured - 1) * 100);
-    const sign = predicted < measured ? "−" : "+";
-    const cells = [gigabytes(predicted), gigabytes(measured), `${sign}${Math.abs(off)}%`];
+    const cells = [gigabytes(predicted), gigabytes(measured), (measured / predicted).toFixed(2)];
     $("peaks").append(make("tr", {}, make("th", { scope: "row" }, run), ...cells.map((x) => make("td", {}, x))));
   }
 }

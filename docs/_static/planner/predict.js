@@ -5,10 +5,14 @@
 export const RECOMPUTE = ["none", "selective", "half", "full"];
 export const ATTENTION = ["flash", "math"];
 export const SCHEDULES = ["1f1b", "zb-h1"];
-// Bytes per logit that a loss saves, and that it needs on top of them at its peak.
-export const LOSSES = { plain: [4, 10], fused: [2, 2], pieces: [0, 14] };
+export const SCORES = ["half", "all"]; // what attention computes of S × S
+// Bytes per logit that a loss saves, and that it holds in forward and in backward.
+export const LOSSES = {
+  plain: [4, 14, 12], torch: [4, 10, 12], fused: [2, 4, 4], pieces: [0, 14, 14],
+};
+const LOSS_PARALLEL = [4, 14, 16];
 const PIECES = 16;
-const SHORTEST_IN_A_RING = 8192;
+const SHORTEST_IN_A_RING = 4096;
 const GB = 1e9;
 // Phases that come once per step; all others come with each micro-batch.
 const ONCE = ["sums", "norm", "update"];
@@ -25,6 +29,9 @@ function gcd(a, b) {
   return b ? gcd(b, a % b) : a;
 }
 
+const sum = (values) => Object.values(values).reduce((total, x) => total + x, 0);
+const most = (rows, value) => rows.reduce((a, b) => (value(b) > value(a) ? b : a));
+
 export function makeLayout(sizes, more) {
   const layout = {
     gated: false, biases: "all", tie: false, qk_norm: false, experts: 0, top_k: 0,
@@ -36,6 +43,7 @@ export function makeLayout(sizes, more) {
   layout.ffn ??= 4 * layout.hidden;
   layout.head_dim ??= floorDiv(layout.hidden, layout.heads);
   layout.mlp_saves ??= layout.gated ? 3 : 2;
+  layout.scores ??= layout.attention === "flash" ? "half" : "all";
   layout.microbatches = floorDiv(layout.batch_size, layout.dp * layout.micro_batch);
   return layout;
 }
@@ -141,17 +149,21 @@ function endBytes(a, stage, e = 2, stats = 4) {
   if (stage === a.pp - 1) {
     saved += floorDiv(tokens, a.tp) * (2 * e * a.hidden + normStats(a) * stats);
     if (a.loss === "pieces") return saved + floorDiv(tokens, a.tp) * e * a.hidden;
-    const logit = a.loss === "plain" ? Math.max(4, e) : e;
+    const logit = a.loss === "fused" ? e : Math.max(4, e);
     saved += tokens * (logit * vocabRows(a) + 8 + 1 + 1) + vocabRows(a);
+    if (a.loss === "torch" && a.tp > 1) saved += tokens * e * a.hidden;
   }
   return saved;
 }
 
-function lossAtPeak(a, stage) {
-  if (stage < a.pp - 1) return 0;
+function lossBytes(a, stage) {
+  if (stage < a.pp - 1) return { saved: 0, forward: 0, loss: 0, head: 0 };
   let logits = floorDiv(a.micro_batch * a.seq_len, a.cp) * vocabRows(a);
   if (a.loss === "pieces") logits = Math.ceil(logits / PIECES);
-  return LOSSES[a.loss][1] * logits;
+  const isParallel = a.loss === "torch" && a.tp > 1;
+  const [saved, forward, backward] = isParallel ? LOSS_PARALLEL : LOSSES[a.loss];
+  const made = a.loss === "pieces" ? 0 : 2;
+  return { saved: saved * logits, forward: made * logits, loss: forward * logits, head: backward * logits };
 }
 
 export function savedBytes(a, stage, e = 2, stats = 4) {
@@ -160,6 +172,19 @@ export function savedBytes(a, stage, e = 2, stats = 4) {
 
 export function inFlight(kind, stage, P, M) {
   return kind === "gpipe" ? M : Math.min(P - stage, M);
+}
+
+function putOffBytes(a, stage, e = 2) {
+  if (a.schedule !== "zb-h1") return 0;
+  const [P, M, T, D] = [a.pp, a.microbatches, a.tp, a.hidden];
+  const tokens = floorDiv(a.micro_batch * a.seq_len, a.cp);
+  const own = floorDiv(tokens, T);
+  const inside = 2 * qWidth(a) + 2 * kvWidth(a) + matrices(a) * a.ffn;
+  let layer = e * (4 * own * D + floorDiv(tokens * inside, T));
+  layer += e * routedRows(a, own) * (2 * D + matrices(a) * a.expert_ffn);
+  let held = layersOf(a, stage) * layer;
+  if (stage === P - 1) held += e * (own * D + tokens * vocabRows(a));
+  return (Math.min(P, M) - inFlight(a.schedule, stage, P, M)) * held;
 }
 
 export function layersInFlight(a, stage) {
@@ -174,30 +199,112 @@ export function layersInFlight(a, stage) {
 }
 
 function activations(a, stage) {
-  let total = inFlight(a.schedule, stage, a.pp, a.microbatches) * endBytes(a, stage);
-  total += layersInFlight(a, stage) * layerBytes(a);
-  if (a.recompute !== "none") {
-    total += layerBytes({ ...a, recompute: "none" }) - layerBytes(a);
-  }
-  return total;
+  const flying = inFlight(a.schedule, stage, a.pp, a.microbatches) * endBytes(a, stage);
+  return flying + layersInFlight(a, stage) * layerBytes(a) + putOffBytes(a, stage);
 }
 
+function layerInForward(a, e = 2) {
+  const tokens = floorDiv(a.micro_batch * a.seq_len, a.cp);
+  let elements = 4 * floorDiv(tokens, a.tp) * a.hidden;
+  if (a.tp > 1) elements += 3 * tokens * a.hidden;
+  if (a.recompute === "half" || a.recompute === "full") elements += floorDiv(tokens * a.ffn, a.tp);
+  return e * elements;
+}
+
+function layerInBackward(a, saved, e = 2) {
+  const tokens = floorDiv(a.micro_batch * a.seq_len, a.cp);
+  const outside = tokens * a.hidden * (a.tp > 1 ? 3 : 1);
+  const inside = floorDiv((a.tp > 1 ? 1 : 2) * tokens * a.ffn, a.tp);
+  const rows = routedRows(a, floorDiv(tokens, a.tp));
+  const again = a.recompute === "none" ? 0 : layerBytes({ ...a, recompute: "none" }) - saved;
+  return again + e * (outside + inside + 2 * rows * a.expert_ffn);
+}
+
+const heldBy = (state, gradients, activations, unsharded, loss) => ({
+  parameters: state.parameters, gradients, optimizer: state.optimizer, activations, unsharded, loss,
+});
+const fuller = (moments) => most(moments, sum);
+
 export function memory(a, stage) {
+  return fuller(Object.values(phases(a, stage)));
+}
+
+export function phases(a, stage) {
+  const state = stateBytes(a, stage);
+  const before = a.microbatches > 1 ? state.gradients : 0;
+  const ofLoss = lossBytes(a, stage);
+  let flying = activations(a, stage);
+  const unsharded = unshardedBytes(a, stage);
+  const found = {};
+  for (const phase of ["forward", "loss", "head"]) {
+    found[phase] = heldBy(state, before, flying - ofLoss.saved, unsharded[phase], ofLoss[phase]);
+  }
+  if (stage === a.pp - 1) flying -= endBytes({ ...a, pp: 2 }, 1);
+  const layer = heldBy(state, before, flying + layerInForward(a), unsharded.in_layer, 0);
+  found.forward = fuller([found.forward, layer]);
+  found.layer = layerPhase(a, stage, state, before, flying);
+  found.optimizer = heldBy(state, state.gradients, 0, 0, 0);
+  return found;
+}
+
+function layerPhase(a, stage, state, before, flying) {
+  const layers = layersOf(a, stage);
+  const saved = layerBytes(a);
+  const again = layerInBackward(a, saved);
+  const unsharded = unshardedBytes(a, stage);
+  const [ofLayer, ofHead] = gradientsOneByOne(a, stage);
+  const found = [0, Math.min(1, layers - 1), Math.max(0, layers - 2)].map((done) => {
+    const gradients = before || ofHead + done * ofLayer;
+    return heldBy(state, gradients, flying - done * saved + again, unsharded[done ? "layer" : "first"], 0);
+  });
+  return fuller(found);
+}
+
+function gradientsOneByOne(a, stage) {
+  const layer = a.zero >= 2 ? shard(a, oneLayer(a), expertsOfLayer(a)) : oneLayer(a);
+  const e = a.zero === 3 ? 4 : a.grad_bytes;
+  let head = stage === a.pp - 1 ? vocabRows(a) * a.hidden : 0;
+  if (a.zero >= 2) head = a.zero === 3 ? 0 : shard(a, head, 0);
+  return [e * layer, e * head];
+}
+
+function oneLayer(a) {
+  const { sharded, replicated } = layerParameters(a);
+  return floorDiv(sharded, a.tp) + replicated + expertsOfLayer(a);
+}
+
+function shard(a, count, ofExperts) {
+  return Math.ceil((count - ofExperts) / replicas(a)) + Math.ceil(ofExperts / expertReplicas(a));
+}
+
+function stateBytes(a, stage) {
   const { held, trained } = parameters(a, stage);
   const ofExperts = expertsOfStage(a, stage);
-  const { sharded, replicated } = layerParameters(a);
-  const layer = floorDiv(sharded, a.tp) + replicated + expertsOfLayer(a);
-  const largest = Math.max(layer, vocabRows(a) * a.hidden);
-  const [all, groups] = [replicas(a), expertReplicas(a)];
-  const shard = (count) => Math.ceil((count - ofExperts) / all) + Math.ceil(ofExperts / groups);
-  const unsharded = { 2: a.grad_bytes * largest, 3: (2 + a.grad_bytes) * largest };
+  const kept = shard(a, held, ofExperts);
+  if (a.zero === 3) return { parameters: 4 * kept, optimizer: 8 * kept, gradients: 4 * kept };
   return {
-    parameters: 2 * (a.zero >= 3 ? shard(held) : held),
-    gradients: a.grad_bytes * (a.zero >= 2 ? shard(held) : held),
-    optimizer: 12 * (a.zero ? shard(trained) : trained),
-    activations: activations(a, stage),
-    unsharded: (all > 1 && unsharded[a.zero]) || 0,
-    loss: lossAtPeak(a, stage),
+    parameters: 2 * held,
+    optimizer: 12 * (a.zero ? shard(a, trained, ofExperts) : trained),
+    gradients: a.grad_bytes * (a.zero === 2 ? kept : held),
+  };
+}
+
+function unshardedBytes(a, stage) {
+  const found = { in_layer: 0, forward: 0, loss: 0, head: 0, first: 0, layer: 0 };
+  const layer = oneLayer(a);
+  const matrix = vocabRows(a) * a.hidden;
+  if (replicas(a) === 1 || a.zero < 2) return found;
+  if (a.zero === 2) {
+    const largest = a.grad_bytes * Math.max(layer, matrix);
+    return { ...found, head: largest, first: largest, layer: largest };
+  }
+  const last = stage === a.pp - 1 ? 1 : 0;
+  const both = (stage === 0 ? 1 : 0) + last;
+  const weights = 2 * (a.tie ? Math.min(1, both) : both) * matrix;
+  const gradient = 2 * last * matrix;
+  return {
+    in_layer: weights + 4 * layer, forward: weights + 2 * layer, loss: weights, head: weights,
+    first: weights + gradient + floorDiv(9 * layer, 2), layer: weights + gradient + floorDiv(17 * layer, 2),
   };
 }
 
@@ -355,7 +462,7 @@ const linearsAgain = (a) => a.hidden * (kvWidth(a) + qWidth(a) + (a.gated ? a.ff
 
 export function flops(a, stage) {
   const tokens = floorDiv(a.batch_size, a.dp) * a.seq_len;
-  const scores = 4 * a.seq_len * qWidth(a);
+  const scores = floorDiv(4 * a.seq_len * qWidth(a), a.scores === "half" ? 2 : 1);
   const active = Math.ceil(a.top_k * a.imbalance * oneExpert(a)) + a.hidden * a.experts;
   const layer = 2 * (layerWeights(a) + active) + scores;
   let again = 0;
@@ -405,18 +512,18 @@ function exposedDp(a, once, each, arithmetic) {
   return left + Math.max(0, each - arithmetic);
 }
 
-const sum = (values) => Object.values(values).reduce((total, x) => total + x, 0);
 function inMicroBatches(took) {
   const { once, ...rest } = took;
   return sum(rest);
 }
-const most = (rows, value) => rows.reduce((a, b) => (value(b) > value(a) ? b : a));
 
 export function predict(a, machine) {
   const P = a.pp;
   const rate = rates(a, machine);
   const stages = [...new Set([0, Math.min(1, P - 1), P - 1])];
-  const bytes = most(stages.map((stage) => memory(a, stage)), sum);
+  const more = a.schedule === "zb-h1" ? [Math.max(0, P - 2), Math.max(0, (a.layers % P) - 1)] : [];
+  const fullest = [...new Set([...stages, ...more])].sort((x, y) => x - y);
+  const bytes = most(fullest.map((stage) => memory(a, stage)), sum);
   const found = stages.map((stage) => seconds(a, stage, machine, rate));
   const slowest = most(found.map((each) => each.took), inMicroBatches);
   const waiting = inMicroBatches(slowest) * bubble(a);
@@ -490,14 +597,10 @@ export function layoutOptions(sizes, pp, options) {
 }
 
 // The best row of each tp × pp that fits, as a Map of "tp,pp"; null if none fits. cp is
-// given, or tried: powers of two that leave enough positions on a rank.
+// given, or one of rings.
 export function search(sizes, machine, options, fixed = {}) {
   const best = new Map();
-  const rings = [1];
-  while (options.attention === "flash" && sizes.seq_len >= 2 * rings.at(-1) * SHORTEST_IN_A_RING) {
-    rings.push(2 * rings.at(-1));
-  }
-  for (const cp of fixed.cp ? [fixed.cp] : rings) {
+  for (const cp of fixed.cp ? [fixed.cp] : rings(sizes, options.attention)) {
     if (machine.gpus % cp) continue;
     const gpus = machine.gpus / cp;
     for (const tp of divisors(gpus)) {
@@ -511,6 +614,15 @@ export function search(sizes, machine, options, fixed = {}) {
     }
   }
   return best;
+}
+
+// Sizes of cp that are tried: powers of two that leave enough positions on a rank.
+export function rings(sizes, attention) {
+  const found = [1];
+  while (attention === "flash" && sizes.seq_len >= 2 * found.at(-1) * SHORTEST_IN_A_RING) {
+    found.push(2 * found.at(-1));
+  }
+  return found;
 }
 
 // What may be recomputed; half has no formula for experts and saved scores.
