@@ -721,7 +721,7 @@ def optimizer(parameters):
 def clip(model, max_norm):
     squares = torch.zeros(2)
     for p in model.parameters():
-        squares[int(bool(lesson.shardings_of(p)))] += p.grad.square().sum()
+        squares[int(bool(lesson.sharding_of(p)))] += p.grad.square().sum()
     torch.distributed.all_reduce(squares[1:])
     model[0].load += 1  # as a router counts its tokens
     return squares.sum().sqrt()
