@@ -1733,7 +1733,7 @@ def evaluate(formula: str, size: dict[str, int]) -> int:
 
 def ring(collective: str, payload: int, ranks: int) -> int:
     """Bytes that one rank of a ring sends (lesson 00)."""
-    if collective == "send/recv":
+    if collective in ("send/recv", "all-to-all-v"):  # -v: what leaves, by beyond/16
         return payload
     rounds = 2 if collective == "all-reduce" else 1  # reduce-scatter, then all-gather
     return rounds * payload * (ranks - 1) // ranks

@@ -531,7 +531,7 @@ def layer_row(report: lesson00.Report, case: tuple, args, groups: dict) -> dict:
     moe = ep_moe(alone, groups)
     with CountLeaving(), lesson00.METER.phase(name, ""):
         found = run_layer(moe, split_batch(tensors, groups))
-    sent = take_calls(name).get((name, "", "all-to-all", "ep"), [])
+    sent = take_calls(name).get((name, "", "all-to-all-v", "ep"), [])
     expected = run_layer(alone, tensors)
     row = {"router": router, "k": k}
     row["rows by expert"] = by_owner_text(rows_RE.sum(0), args.ep)
@@ -582,8 +582,8 @@ def show_communication(report, forwards, runs: dict, args, groups: dict) -> None
     under_tp = (2 * size["L"] * steps + n, "z·D·e")
     formulas = {
         # First the counts: how many rows will come. Then to the experts, and back.
-        ("EP", "forward", "all-to-all", "ep"): (3 * n, "n·8·E + 2·n·m·D·e"),
-        ("EP", "backward", "all-to-all", "ep"): (2 * n, "2·n·m·D·e"),
+        ("EP", "forward", "all-to-all-v", "ep"): (3 * n, "n·8·E + 2·n·m·D·e"),
+        ("EP", "backward", "all-to-all-v", "ep"): (2 * n, "2·n·m·D·e"),
         ("EP", "forward", "all-reduce", "tp"): under_tp,
         ("EP", "backward", "all-reduce", "tp"): under_tp,
         # Gradients: of experts only over dp, of all others over ep as well.

@@ -109,9 +109,9 @@ SENT = (
     Sent("CP", "backward", "send/recv", "L·(2·C - 1)", "L·(2·C - 1)·kv",
          "again, with their gradients"),
     Sent("CP", "once", "all-reduce", "1", "Ψ·e", "all gradients, as in DP"),
-    Sent("EP", "forward", "all-to-all", "3·n", "n·8·E + 2·n·m·D·e",
+    Sent("EP", "forward", "all-to-all-v", "3·n", "n·8·E + 2·n·m·D·e",
          "counts; rows out; rows back"),
-    Sent("EP", "backward", "all-to-all", "2·n", "2·n·m·D·e", "the same way back"),
+    Sent("EP", "backward", "all-to-all-v", "2·n", "2·n·m·D·e", "the same way back"),
     Sent("PP", "forward", "send/recv", "2·M", "40·M + X·e/T",
          "to the next stage"),
     Sent("PP", "backward", "send/recv", "2·M", "40·M + X·e/T",
@@ -148,7 +148,7 @@ BUBBLE = "100·(P - 1)/M"  # percent of a stage's time for computing
 def share(collective: str, ranks: int) -> float:
     """What a rank of a ring sends, as a part of the payload (lesson 00). The rows of an
     all-to-all that are counted are those that leave a rank."""
-    if collective in ("send/recv", "all-to-all"):
+    if collective in ("send/recv", "all-to-all-v"):
         return 1
     rounds = 2 if collective == "all-reduce" else 1
     return rounds * (ranks - 1) / ranks

@@ -105,7 +105,7 @@ def try_case(number: int, mesh: tuple, groups: dict) -> dict:
         x_b.requires_grad_()
         y = moe(x_b)
         ((y * upstream_b).sum() + moe.balance).backward()
-    sent = sum(lesson00.METER.calls.get(("EP", "", "all-to-all", "ep"), []))
+    sent = sum(lesson00.METER.calls.get(("EP", "", "all-to-all-v", "ep"), []))
     lesson.sum_gradients(moe, groups)
     diffs["y"] = difference(y, *lesson.split_batch((whole_y,), groups), whole_y)
     of_x = lesson.split_batch((whole_x.grad,), groups)

@@ -213,7 +213,7 @@ EXPECTED = {
     "16_expert_parallel": {
         "no-backward": (grad("layers.1.mlp.experts.…"), loss_2("EP"),
             grad("layers.1.mlp.experts.down_proj, EP"),
-            "calls: EP backward all-to-all ep", "one layer: dL/dx, random, k 2",
+            "calls: EP backward all-to-all-v ep", "one layer: dL/dx, random, k 2",
             loss("EP")),
         "router": (grad("layers.1.mlp.router.weight, …"), loss_2("EP"),
             "one layer: router.weight, random, k 2", loss("EP")),
@@ -235,7 +235,7 @@ EXPECTED = {
         "twice": (loss("EP"), "gradients: …", "calls: EP forward all-reduce tp",
             "one layer: y, all to expert 0, k 1", "calls: EP clipping all-reduce tp"),
         "inverse": (loss("EP"), "gradients: …", "one layer: y, random, k 2",
-            "calls: EP backward all-to-all ep"),
+            "calls: EP backward all-to-all-v ep"),
         "empty": r"doctor: ranks \[0, 1\] are waiting in different calls: ",
         "norm": ("replicas: …", "norms: ‖g‖, step 1, EP", loss_2("EP"),
             "calls: EP clipping all-reduce ep", loss("EP")),
