@@ -116,7 +116,7 @@ def table(run: dict, *columns: str) -> list[dict]:
 
 
 COLLECTIVES = (
-    "all-reduce all-gather reduce-scatter broadcast all-to-all send/recv"
+    "all-reduce all-gather reduce-scatter broadcast all-to-all all-to-all-v send/recv"
 ).split()
 
 
