@@ -557,7 +557,7 @@ def fold_long_outputs(cells: list[dict]) -> None:
     for cell in cells:
         texts = ["".join(output.get("text", "")) for output in cell.get("outputs", [])]
         # A browser leaves out an empty first line.
-        if len("".join(texts).strip("\n").splitlines()) > SCREEN:
+        if len("".join(texts).strip().splitlines()) > SCREEN:
             cell["metadata"].setdefault("tags", []).append("hide-output")
 
 
