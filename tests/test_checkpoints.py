@@ -228,7 +228,10 @@ def test_sizes_that_other_meshes_do_not_divide(saved):
     """They are left out, with the reason; mesh A must fit."""
     out = " ".join(saved[1][0].out.split())
     assert "pp 1 × dp 2 × tp 4 is left out: --kv-heads 2: 2 % 4 ranks " in out
-    assert "pp 4 × dp 2 × tp 1 is left out: --layers 3: fewer than --pp 4" in out
+    assert (
+        "pp 4 × dp 2 × tp 1 is left out: --layers 3: fewer than the stages, --pp 4"
+        in out
+    )
 
 
 # Files that are wrong, but not for their checksum; a disk that is full.
