@@ -249,7 +249,7 @@ def test_icons_are_a_font_and_no_script(browser, address, site):
     page = browser.new_page()  # with an empty cache
     page.set_default_timeout(PATIENCE)
     responses = []
-    page.on("response", responses.append)
+    page.on("response", lambda response: responses.append(response))
     page.goto(f"{address}index.html", wait_until="networkidle")
     page.wait_for_function(LOADED)
     assert 500_000 < sum(len(each.body()) for each in responses) < 1_400_000
