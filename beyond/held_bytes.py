@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+KINDS = Tensor, nn.Parameter
+
 
 class HeldTensor:
     """A tensor that is held for later; Python calls __del__ when it is released."""
@@ -90,7 +92,7 @@ def bytes_alive(but: Sequence[Tensor] = ()) -> int:
     gc.collect()
     in_storage = {}
     for x in gc.get_objects():
-        if issubclass(type(x), Tensor) and x.layout is torch.strided:
+        if type(x) in KINDS and x.layout is torch.strided:
             in_storage[HeldBytes.key_of(x)] = x.untyped_storage().nbytes()
     for x in but:
         in_storage.pop(HeldBytes.key_of(x), None)

@@ -242,15 +242,32 @@ class Steps:
         self.calls = {}  # (run, phase) → functions with lines; phase "loss", "clipping"
         self.optimizers = {}  # run → class, numbers, line
         self.run = ""
+        self.is_noting = False  # from the first forward pass of a run to its step
 
     def watch(self) -> None:
         register_optimizer_step_post_hook(self.stop)
 
+    def watch_phases(self, meter) -> None:
+        self.of_meter = meter.phase
+        meter.phase = self.phase
+
+    @contextmanager
+    def phase(self, run: str, phase: str):
+        """Instead of METER.phase: in forward and backward, where most calls are made,
+        none is noted, and Python need not say each."""
+        with self.of_meter(run, phase):
+            if phase in ("forward", "backward"):
+                sys.setprofile(None)
+            yield
+        if self.is_noting:
+            sys.setprofile(self.on_call)
+
     def start(self, run: str) -> None:
         self.run = run
-        sys.setprofile(self.on_call)
+        self.is_noting = True
 
     def stop(self, optimizer, args, kwargs) -> None:
+        self.is_noting = False
         sys.setprofile(None)
         numbers = []
         for name in ("lr", "betas", "momentum", "eps", "weight_decay"):
@@ -268,7 +285,8 @@ class Steps:
             return
         run, phase = Script.label()
         if run not in ("", self.run):
-            sys.setprofile(None)  # this run has ended without a step
+            self.is_noting = False  # this run has ended without a step
+            sys.setprofile(None)
         elif phase not in ("forward", "backward"):
             phase = phase or "loss"
             code = frame.f_code
@@ -815,6 +833,8 @@ def join(*args, init=dist.init_process_group, **kwargs) -> None:
     """Instead of dist.init_process_group: from here on calls are noted."""
     init(*args, **kwargs)
     Script.find_meter()
+    if Script.meter is not None:
+        STEPS.watch_phases(Script.meter)
     # After a restart by torchrun the store still has what the last attempt wrote.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.distributed_c10d._get_default_store()
