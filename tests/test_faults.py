@@ -41,14 +41,11 @@ FAULTS = [
     (MLP, 4, "stop", 2, 20),
     (TRANSFORMER, 2, "kill", 1, 7),
     (SEQUENCE, 2, "sleep", 0, 44),
-    # Two stages of three ranks: each fault on the first, middle and last of a stage.
+    # Two stages of three ranks: on the first, middle and last of a stage.
     (MESH, 6, "kill", 0, 60),
     (MESH, 6, "kill-inside", 1, 9),
-    (MESH, 6, "kill", 5, 30),
     (MESH, 6, "sleep", 3, 40),
     (MESH, 6, "stop", 4, 1),
-    (MESH, 6, "sleep", 2, 75),
-    (MESH, 6, "skip", 3, 20),
     (MESH, 6, "skip", 1, 50),
     (MESH, 6, "skip", 2, 35),
 ]
