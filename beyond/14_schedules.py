@@ -547,7 +547,9 @@ def show_bubbles(report, runs: dict[str, ScheduleRun], args) -> None:
         percent = {kind: f"{100 * waits[kind] / waits['1f1b']:.0f} %" for kind in KINDS}
         text += f"By its list interleaved waits {percent['interleaved']} as long as "
         text += f"1F1B, zero bubble {percent['zero-bubble']}. "
-    report.say(f"{text}More than that comes from messages and shared cores.")
+    text += "More than that comes from messages and shared cores. Column measured is "
+    text += "not judged, except that no run may be shorter than its list: on a busy "
+    report.say(f"{text}machine 1F1B can take longer than GPipe.")
 
 
 def show_weight_passes(report, pipeline: MeasuredPipeline) -> None:

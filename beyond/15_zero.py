@@ -591,6 +591,7 @@ def show_memory(report: lesson00.Report, trainings: dict[str, ZeroTraining]) -> 
             f"ZeRO-3 holds {per_parameter['ZeRO-3']:.2f} bytes per parameter: 1/DP of "
             f"{4 * size['g']}, and {unit:.2f} for one unit in full."
         )
+    report.say("sum/Ψ adds three maxima, which need not occur at the same time.")
 
 
 # ---- Communication
