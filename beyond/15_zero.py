@@ -183,7 +183,7 @@ class ShardedGradients(ShardedStates):
 # ---- ZeRO-3: parameters in shards
 
 # A unit gathers its parameters before its forward pass and frees them after it, and
-# again around its backward pass. What autograd has saved of weights are no copies but
+# again around its backward pass. Autograd saved no copies of the weights but
 # tensors with the same memory: freed, then filled with the same values in backward.
 
 
