@@ -183,7 +183,7 @@ class ShardedGradients(ShardedStates):
 # ---- ZeRO-3: parameters in shards
 
 # A unit gathers its parameters before its forward pass and frees them after it, and
-# again around its backward pass. What autograd has saved of weights are no copies but
+# again around its backward pass. Autograd saved no copies of the weights but
 # tensors with the same memory: freed, then filled with the same values in backward.
 
 
@@ -591,6 +591,7 @@ def show_memory(report: lesson00.Report, trainings: dict[str, ZeroTraining]) -> 
             f"ZeRO-3 holds {per_parameter['ZeRO-3']:.2f} bytes per parameter: 1/DP of "
             f"{4 * size['g']}, and {unit:.2f} for one unit in full."
         )
+    report.say("sum/Ψ adds three maxima, which need not occur at the same time.")
 
 
 # ---- Communication
