@@ -27,8 +27,8 @@ How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks of a TP group, DP
     replicas, M micro-batches of b = B/(DP·M) rows. U units (parts of the model that are
     sharded as a whole), Ψ parameters of a rank, u of its largest unit, ψ = Ψ/DP of its
-    shards, w of its longest vector (u with zeros). Bytes per element: e of a parameter, g of a
-    gradient, o of optimizer states. "kept" is ZeRO-3 that gathers once per step.
+    shards, w of its longest vector (u with zeros). Bytes per element: e of a parameter,
+    g of a gradient, o of optimizer states. "kept" is ZeRO-3 that gathers once per step.
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277 (units, hybrid
     sharding); docs.pytorch.org, torch.distributed.fsdp.fully_shard.
