@@ -15,8 +15,7 @@ Run it on 1, 2 or 4 ranks (3, 6 or 8 take more heads, so they train another mode
 What you will see: the model of lesson 03 trained on this text in one process, with TP,
 with TP and SP, and by PyTorch's plan; gradients that need one more sum; bytes sent;
 what a layer saves for backward: 34 bytes per element of its input, 5 per attention
-weight and a few per position; lengths that T does not divide. `--hf` adds a Hugging
-Face model.
+weight and a few per position; lengths that T does not divide.
 
 What to try (answers: notebooks/04_sequence_parallel.ipynb, the section in brackets):
 - In split_sequence, delete the line of layer.dropout. Gradients and losses of TP + SP
@@ -49,19 +48,17 @@ import copy
 import math
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 # ==== NEW in 04: the sequence, split
-# Read lines 64 to 269, in about 21 minutes. What follows is optional, up to RUN.
+# Read lines 61 to 267, in about 21 minutes. What follows is optional, up to RUN.
 
 # From lessons 01 to 03: f is before column-parallel linears (all-reduce in backward),
 # g after row-parallel ones (all-reduce in forward). Two more operations of lesson 01:
@@ -112,7 +109,8 @@ class GatherThenLinear(torch.autograd.Function):
     The gradient of a weight needs the input at all positions. Plain autograd would save
     the gathered input, T slices. The paper saves one slice and gathers it again in
     backward (arXiv:2205.05198, sec. 4.2.2). This second gather makes SP send 25 % more
-    bytes than TP. It can travel while dL/dx is computed (beyond/18_in_pieces.py).
+    bytes than TP. It can travel while dL/dx is computed ([products] of
+    beyond/18_in_pieces.py).
     """
 
     @staticmethod
@@ -289,29 +287,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, *inputs, use_reentrant=False)
 
 
-def layer_variants(full: DecoderLayer, tp_group) -> dict[str, nn.Module]:
-    """One layer under TP and under SP, without and with recomputation."""
-    variants = {}
-    for recompute in ("", ", selective", ", full"):
-        tp_layer = copy.deepcopy(full)
-        parallelize_layer(tp_layer, tp_group)
-        sp_layer = copy.deepcopy(full)
-        parallelize_layer(sp_layer, tp_group)
-        split_sequence(sp_layer, tp_group)
-        variants[f"TP{recompute}"] = tp_layer
-        variants[f"TP + SP{recompute}"] = sp_layer
-    for run in ("TP", "TP + SP"):
-        attention = variants[f"{run}, selective"].self_attn
-        attention.core = Checkpointed(attention.core)
-        variants[f"{run}, full"] = Checkpointed(variants[f"{run}, full"])
-    return variants
-
-
 # ---- Optional: the same with PyTorch's API
 
 
 def sp_plan(keyword: str = "x_BSD", local: bool = True) -> dict:
-    """PyTorch's plan for this model; Hugging Face models need few changes (--hf).
+    """PyTorch's plan for this model (for one of Hugging Face: beyond/hugging_face.py).
 
     Args:
         keyword: the name by which a layer passes x to its attention.
@@ -412,14 +392,10 @@ def main(args, report: Report) -> None:
     with report.run("one layer"):
         show_memory_sp(report, tp_group, args)
     show_padded_lengths(report, tp_group, args)
-    if args.hf:
-        show_hugging_face(report, batches[0], tp_group, args)
 
 
 def sequence_sizes(args) -> dict[str, int]:
     """The letters of the shape legend. S is padded, so that T divides it."""
-    if args.hf and not find_spec("transformers"):
-        raise ValueError("--hf needs Hugging Face's: pip install transformers==5.20.2")
     size = transformer_sizes(args)
     size["S"] += -args.seq_len % args.ranks
     size["X"] = size["B"] * size["S"] * size["D"]
@@ -670,6 +646,24 @@ def measure_layers(report: Report, tp_group, args) -> dict[str, tuple[int, int]]
     return measured
 
 
+def layer_variants(full: DecoderLayer, tp_group) -> dict[str, nn.Module]:
+    """One layer under TP and under SP, without and with recomputation."""
+    variants = {}
+    for recompute in ("", ", selective", ", full"):
+        tp_layer = copy.deepcopy(full)
+        parallelize_layer(tp_layer, tp_group)
+        sp_layer = copy.deepcopy(full)
+        parallelize_layer(sp_layer, tp_group)
+        split_sequence(sp_layer, tp_group)
+        variants[f"TP{recompute}"] = tp_layer
+        variants[f"TP + SP{recompute}"] = sp_layer
+    for run in ("TP", "TP + SP"):
+        attention = variants[f"{run}, selective"].self_attn
+        attention.core = Checkpointed(attention.core)
+        variants[f"{run}, full"] = Checkpointed(variants[f"{run}, full"])
+    return variants
+
+
 # ---- Lengths that T does not divide
 
 
@@ -704,49 +698,10 @@ def show_padded_lengths(report: Report, tp_group, args) -> None:
         report.compare("length gradients", gradients, ALLOWED["float64"], True, fold)
 
 
-# ---- With --hf: the same plan on a model of another library
-
-
-def show_hugging_face(report: Report, batch, tp_group, args) -> None:
-    """With --hf: the same plan on a model that was not written for this course."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=args.vocab_size, hidden_size=args.hidden,
-        intermediate_size=4 * args.hidden, num_hidden_layers=args.layers,
-        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
-        max_position_embeddings=args.seq_len, tie_word_embeddings=args.tie,
-        attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(args.seed)
-    full = Qwen2ForCausalLM(config).to(args.device).eval()  # float32, as in its norms
-    # x stays a DTensor between modules: Qwen2 derives positions and the causal mask
-    # from the shape of x, which must be S there and not s.
-    styles = sp_plan("hidden_states", local=False)
-    plan = {f"model.{name}": style for name, style in styles.items()}
-    plan["model.layers.*.mlp.gate_proj"] = parallel.ColwiseParallel()
-    plan["lm_head"] = plan.pop("model.lm_head")
-
-    train = partial(train_transformer, "Qwen2", batches=[batch], args=args)
-    runs = {}
-    loss_of = lambda output, target_BS: mean_loss(output.logits, target_BS)
-    runs["without TP"] = train(copy.deepcopy(full), loss_of=loss_of)
-    with report.run("Qwen2, DTensor", is_formula=True), parallel.loss_parallel():
-        device = full.device.type
-        mesh = DeviceMesh.from_group(tp_group, device, mesh_dim_names=("tp",))
-        model = parallel.parallelize_module(copy.deepcopy(full), mesh, plan)
-        if args.tie:  # the plan sharded one weight twice
-            model.lm_head.weight = model.model.embed_tokens.weight
-        loss_of = lambda output, target_BS: planned_loss(output.logits, target_BS)
-        runs["DTensor"] = train(model, loss_of=loss_of)
-    report.section("The same plan on Hugging Face's Qwen2, in float32, random weights")
-    report.compare("Qwen2 loss", values_of(runs, "losses"), ALLOWED_LOSS["float32"])
-    gradients = values_of(runs, "gradients")
-    report.compare("Qwen2", gradients, ALLOWED["float32"], fold=module_of)
-
-
 # ==== CARRIED OVER from 00, unchanged
 # region
+
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def split(x: Tensor, dim: int, parts: int) -> list[Tensor]:
@@ -2153,6 +2108,4 @@ if __name__ == "__main__":
     parser.add_argument("--tie", action="store_true", help=text)
     text = "save gathered inputs: fewer all-gathers in backward, more memory"
     parser.add_argument("--save-gathered", action="store_true", help=text)
-    text = "also train Hugging Face's Qwen2 by PyTorch's plan"
-    parser.add_argument("--hf", action="store_true", help=text)
     launch(main, sequence_sizes, parser)

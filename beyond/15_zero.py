@@ -27,9 +27,8 @@ How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
 Shapes: B batch, S sequence, D hidden, V vocabulary, L layers, T ranks of a TP group, DP
     replicas, M micro-batches of b = B/(DP·M) rows. U units (parts of the model that are
     sharded as a whole), Ψ parameters of a rank, u of its largest unit, ψ = Ψ/DP of its
-    shards, w of its longest vector (u with zeros), R ranks. Bytes per element: e of a
-    parameter, g of a gradient, o of optimizer states. "kept" is ZeRO-3 that gathers
-    once per step.
+    shards, w of its longest vector (u with zeros). Bytes per element: e of a parameter,
+    g of a gradient, o of optimizer states. "kept" is ZeRO-3 that gathers once per step.
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277 (units, hybrid
     sharding); docs.pytorch.org, torch.distributed.fsdp.fully_shard.
@@ -66,7 +65,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
 METER = lesson00.METER
 
 # ==== NEW in 15: optimizer states, gradients and parameters in shards
-# Read lines 69 to 336, in about 27 minutes. Stop at RUN.
+# Read lines 68 to 335, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: an all-reduce is a reduce_scatter and an all_gather; a group of one
 # rank sends nothing. From 05: schedule, a list of ("forward", i) and ("backward", i).
@@ -607,11 +606,11 @@ TRAFFIC = {
     "fully_shard": ("2·M·U", "M·U", "ψ·M·(2·e+g)·(DP-1)"),
     "kept": ("U", "M·U", "ψ·(e+M·g)·(DP-1)"),
 }
-# Of all R ranks together, to another node. A ring of all ranks has one link out of each
-# of two nodes. HSDP has R/2 rings of two ranks, each for its shard of the gradients.
+# Of all DP·T ranks together, to another node. A ring of all ranks has one link out of
+# each of two nodes. HSDP has a ring for each two ranks, for their shard of gradients.
 CROSSING = {
-    "over all": ("2·M·(2·e+g)·ψ·(R-1)",),
-    "HSDP": ("R·ψ·g",),
+    "over all": ("2·M·(2·e+g)·ψ·(DP·T-1)",),
+    "HSDP": ("DP·T·ψ·g",),
 }
 
 

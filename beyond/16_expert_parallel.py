@@ -6,9 +6,9 @@ tokens travel: to the ranks that own their experts, and back. EP needs no ranks 
 own, it borrows those of data parallelism. So a rank's attention sees its own tokens,
 its experts see those of all ranks of its group, and only some gradients are summed.
 
-Run it on 1, 2, 4 or 8 ranks:
+Run it on 4 ranks (1, 2 and 8 also work):
 
-    torchrun --standalone --nproc_per_node=2 beyond/16_expert_parallel.py
+    torchrun --standalone --nproc_per_node=4 beyond/16_expert_parallel.py
 
 What you will see: who owns which experts, and how many rows each rank sends to whom; a
 small decoder, trained in one process, with EP, and with EP by PyTorch's all-to-all (the
@@ -16,10 +16,11 @@ rest is the same code), with equal losses, gradients and parameters; one layer f
 1, 2, 3 and for unbalanced routers; what is sent, compared with TP; memory.
 
 Try one change at a time. notebooks/16_expert_parallel.ipynb, section 9, answers.
-    1. --ep 2 on 4 ranks, so that two ranks hold each expert. Which calls are new?
+    1. --ep 2, so that two ranks hold each expert. Which calls are new?
     2. Weigh outputs by the probability itself, as Switch does: in MoE.forward, delete
        the division by the sum. All values agree. What changes in section 4 for k = 1?
-    3. --tp 2 on 4 ranks; a rank has as many tokens as on 2. What is sent in addition?
+    3. --tp 2, so that a rank has twice as many tokens. What is sent in addition, and
+       why do all-to-alls not send twice as much?
 
 How to read this file: NEW is the lesson, RUN trains and prints. Bugs to try:
 `python tools/bug.py 16`. Short of time? Read MoE, ExpertParallel and sum_gradients.
@@ -69,7 +70,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 16: expert parallelism
-# Read lines 72 to 338, in about 27 minutes. Stop at RUN.
+# Read lines 73 to 339, in about 27 minutes. Stop at RUN.
 
 # From lesson 00: shard is this rank's slice, all_to_all sends part j to rank j, and
 # mesh_groups returns this rank's group along each axis of a mesh. From lesson 01:

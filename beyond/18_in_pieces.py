@@ -1,19 +1,23 @@
 """Beyond the lessons 18: products and the loss in pieces.
 
 Each row of a product belongs to one position, so a product can be computed piece by
-piece. With the sequence split (lesson 04), one piece can then be multiplied while the
-next one travels: communication hides behind products (async TP). And if each piece of
-the hidden states passes through head and loss, forward and backward, before the next
-one does, the logits of all positions never exist at the same time.
+piece. Two halves follow from that, and each can be read without the other:
+    [loss]      after lesson 03. If each piece of the hidden states passes through head
+                and loss, forward and backward, before the next one does, the logits of
+                all positions never exist at the same time.
+    [products]  after lesson 04. With the sequence split, one piece can be multiplied
+                while the next one travels: communication hides behind products (async
+                TP).
 
 Run it on 2 or 4 ranks:
 
     torchrun --standalone --nproc_per_node=2 beyond/18_in_pieces.py
 
-What you will see: the model of lesson 04 trained in one process, with tensor and
-sequence parallelism (TP + SP), and with the products of TP + SP in pieces, with equal
-losses and gradients; which calls have a product to hide behind, as counted in one MLP;
-calls and bytes; head and loss of lesson 03's model at once and in pieces.
+What you will see: [products] the model of lesson 04 trained in one process, with
+tensor and sequence parallelism (TP + SP), and with the products of TP + SP in pieces,
+with equal losses and gradients; which calls have a product to hide behind, as counted
+in one MLP; calls and bytes. [loss] Head and loss of lesson 03's model at once and in
+pieces.
 
 Try one change at a time (answers: notebooks/18_in_pieces.ipynb, sections 3 and 5).
     1. --pieces 1: which calls still have a product to hide behind, and why?
@@ -22,7 +26,8 @@ Try one change at a time (answers: notebooks/18_in_pieces.ipynb, sections 3 and 
     3. --pieces 8: which number of section 5 halves, and what grows in section 4?
 
 How to read this file: NEW is the lesson, RUN trains and prints. Bugs: tools/bug.py.
-Short of time? Read gather_in_pieces and chunked_cross_entropy.
+[loss] is one function and its gradient, chunked_cross_entropy; of [products] read
+gather_in_pieces first.
 
 Shapes: B batch, S sequence, D hidden, F MLP width, V vocabulary, L layers, T ranks in
     the TP group, e bytes per element. UPPERCASE is the full size, lowercase is this
@@ -62,15 +67,63 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 18: products and the loss in pieces
-# Read lines 65 to 315, in about 25 minutes. Stop at RUN.
+# Read lines 70 to 323, in about 25 minutes. Stop at RUN.
+
+# ---- [loss], after lesson 03: head and loss in pieces
+
+# From lesson 03: the vocabulary is split, so a rank has its columns of the head and of
+# the logits. vocab_parallel_cross_entropy is the loss of each position.
+#
+# The loss needs four tensors as large as the logits. In pieces of the sequence these
+# are that much smaller: each piece runs its backward at once, which frees them.
+
+
+def chunked_cross_entropy(
+    h_BSD: Tensor, target_BS: Tensor, head: nn.Module, tp_group, vocab_size, pieces: int
+) -> Tensor:
+    """Return the mean loss from hidden states: lesson03.sharded_loss of head(h_BSD).
+
+    The head's gradients exist when it returns, so nothing may scale this loss; and it
+    runs backward, so it is not for evaluation.
+    Shapes: h [B, S, D] and target [B, S], both Replicate() → one number.
+    Communication: forward three all-reduces per piece, together of 3·B·S values, and
+        one of B·S·D elements (f of the head); backward none.
+    """
+    loss_of = lesson03.vocab_parallel_cross_entropy
+    count = (target_BS != lesson02.IGNORE).sum()
+    total = 0.0
+    leaf_BSD = h_BSD.detach().requires_grad_()  # the pieces' dL/dh add up here
+    targets = target_BS.tensor_split(pieces, 1)
+    for h, target in zip(leaf_BSD.tensor_split(pieces, 1), targets):
+        logits = F.linear(h, head.weight, head.bias)
+        loss = loss_of(logits, target, tp_group, vocab_size).sum()
+        (loss / count).backward()
+        total = total + loss.detach() / count
+    # A rank used its columns of the head: its dL/dh is one of T partial sums.
+    grad_BSD = lesson00.all_reduce(leaf_BSD.grad, tp_group)
+    return WithGradient.apply(h_BSD, grad_BSD, total)  # with h: backward goes on there
+
+
+class WithGradient(torch.autograd.Function):
+    """A loss whose gradient dL/dh is known already."""
+
+    @staticmethod
+    def forward(ctx, h_BSD, grad_BSD, loss):
+        ctx.save_for_backward(grad_BSD)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * ctx.saved_tensors[0], None, None
+
+
+# ---- [products], after lesson 04: one piece travels while another is multiplied
 
 # From lesson 00: a collective that is called with async_op=True only starts;
 # work.wait() waits until its result is there.
 # From lesson 04: a rank has s = S/T positions. In front of column-parallel linears the
 # sequence is gathered, after row-parallel ones it is reduce-scattered; in backward the
 # other way round. all_reduce_replicated_gradients sums those of LayerNorms and biases.
-
-# ---- Gather and multiply: one piece travels while another is multiplied
 
 
 def start_gathers(x_BsD: Tensor, tp_group: dist.ProcessGroup, pieces: int) -> list:
@@ -268,51 +321,6 @@ def transformer_in_pieces(full, tp_group, pieces: int) -> lesson02.Transformer:
     return model
 
 
-# ---- Head and loss in pieces
-
-# The loss needs four tensors as large as the logits. In pieces of the sequence these
-# are that much smaller: each piece runs its backward at once, which frees them.
-
-
-def chunked_cross_entropy(
-    h_BSD: Tensor, target_BS: Tensor, head: nn.Module, tp_group, vocab_size, pieces: int
-) -> Tensor:
-    """Return the mean loss from hidden states: lesson03.sharded_loss of head(h_BSD).
-
-    The head's gradients exist when it returns, so nothing may scale this loss; and it
-    runs backward, so it is not for evaluation.
-    Shapes: h [B, S, D] and target [B, S], both Replicate() → one number.
-    Communication: forward three all-reduces per piece, together of 3·B·S values, and
-        one of B·S·D elements (f of the head); backward none.
-    """
-    loss_of = lesson03.vocab_parallel_cross_entropy
-    count = (target_BS != lesson02.IGNORE).sum()
-    total = 0.0
-    leaf_BSD = h_BSD.detach().requires_grad_()  # the pieces' dL/dh add up here
-    targets = target_BS.tensor_split(pieces, 1)
-    for h, target in zip(leaf_BSD.tensor_split(pieces, 1), targets):
-        logits = F.linear(h, head.weight, head.bias)
-        loss = loss_of(logits, target, tp_group, vocab_size).sum()
-        (loss / count).backward()
-        total = total + loss.detach() / count
-    # A rank used its columns of the head: its dL/dh is one of T partial sums.
-    grad_BSD = lesson00.all_reduce(leaf_BSD.grad, tp_group)
-    return WithGradient.apply(h_BSD, grad_BSD, total)  # with h: backward goes on there
-
-
-class WithGradient(torch.autograd.Function):
-    """A loss whose gradient dL/dh is known already."""
-
-    @staticmethod
-    def forward(ctx, h_BSD, grad_BSD, loss):
-        ctx.save_for_backward(grad_BSD)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream * ctx.saved_tensors[0], None, None
-
-
 # ==== RUN
 
 
@@ -376,19 +384,19 @@ def show_training(report: lesson00.Report, runs: dict, args) -> None:
     """Losses, norms before clipping, parameters after training; gradients of step 1."""
     allowed = lesson00.ALLOWED[args.dtype]
     values = lambda field: lesson01.values_of(runs, field)
-    report.section("Losses; and after training, norms and parameters")
+    report.section("[products] Losses; after training, norms and parameters")
     report.compare("losses", values("losses"), lesson00.ALLOWED_LOSS[args.dtype])
     # AdamW divides a gradient by its size, so losses could hide a factor; norms do not.
     report.compare("norms", values("norms"), allowed, brief=True)
     report.compare("parameters", values("parameters"), allowed, brief=True)
-    report.section("Gradients of step 1 (value: norm; diff: largest of any element)")
+    report.section("[products] Gradients of step 1: norms; diff: of any element")
     report.compare("gradients", values("gradients"), allowed, fold=lesson02.module_of)
 
 
 def show_what_travels(report: lesson00.Report, args, tp_group) -> None:
     """Of one MLP's calls: how many have a product between their start and their end?"""
-    report.section("One MLP: calls with a product between start and wait")
-    report.say("In pieces: 1 + Q·(T - 1) products a gather, Q·T a reduce-scatter.")
+    report.section("[products] One MLP: calls with a product between start and wait")
+    report.say("In pieces: 1 + Q·(T - 1) products per gather, Q·T per reduce-scatter.")
     predicted = {  # run, phase → calls, and those behind a product
         ("TP + SP", "forward"): ("2", "0"),
         ("TP + SP", "backward"): ("3", "0"),
@@ -459,7 +467,7 @@ def show_communication_in_pieces(report: lesson00.Report) -> None:
         formulas[run, "loss", "all-reduce"] = (3, "3·B·S·e")
         formulas[run, "summing", "all-reduce"] = (1, "(6·L + 2)·D·e")
         formulas[run, "clipping", "all-reduce"] = (1, "8")
-    report.section("Communication per step: pieces add calls, and no bytes")
+    report.section("[products] Communication per step: pieces add calls, no bytes")
     calls = {(*key, "tp"): formula for key, formula in formulas.items()}
     calls = on_axes(calls, {"tp": report.size["T"]})
     report.ledger(calls, brief=["loss", "summing", "clipping"])
@@ -478,7 +486,7 @@ def show_head_and_loss(report, alone, full, batch: tuple, args, tp_group) -> Non
 
     alone: the run without TP, with the loss and the gradients of step 1.
     """
-    report.section("Head and loss of lesson 03's model, at once and in pieces")
+    report.section("[loss] Head and loss of lesson 03's model, at once and in pieces")
     expected = dict(alone.gradients, loss=alone.losses["loss, step 1"])
     rows = []
     for run, pieces in (("at once", 1), ("in pieces", args.pieces)):

@@ -82,7 +82,7 @@ def sent_to_other_node(training) -> dict[str, int]:
 
 def with_shards(size: dict, training) -> dict:
     """ψ: elements of a rank's shards; w: of the longest vector. Both with zeros."""
-    size = dict(size, R=training.args.ranks)
+    size = dict(size)
     if size["DP"] == 1:
         size["U"] = 0  # one replica sends nothing
     if training.units:

@@ -38,6 +38,7 @@ from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).resolve().parent
 SCREEN = 34  # lines
+CODE = 40  # lines of a lesson that a notebook shows open
 FEW, AROUND = 3, 3  # lines of an edit, and lines shown around it, on a slide
 ROOT = DOCS.parent
 PATHS = [*sorted(ROOT.glob("0?_*.py")), *sorted(ROOT.glob("beyond/[0-9]*_*.py"))]
@@ -553,11 +554,15 @@ def write_attachments(cells: list[dict], stem: str, folder: Path) -> None:
 
 
 def fold_long_outputs(cells: list[dict]) -> None:
-    """What is longer than a screen is folded."""
+    """What is longer than a screen is folded, and code of a lesson above 40 lines."""
     for cell in cells:
-        texts = ["".join(output.get("text", "")) for output in cell.get("outputs", [])]
+        outputs = cell.get("outputs", [])
+        texts = ["".join(output.get("text", "")) for output in outputs]
+        shown = [output.get("data", {}).get("text/markdown", "") for output in outputs]
+        code = "".join("".join(text) for text in shown)  # ranks.code writes Markdown
         # A browser leaves out an empty first line.
-        if len("".join(texts).strip().splitlines()) > SCREEN:
+        is_long = len("".join(texts).strip().splitlines()) > SCREEN
+        if is_long or len(code.splitlines()) > CODE + 2:  # 2: ```python and ```
             cell["metadata"].setdefault("tags", []).append("hide-output")
 
 

@@ -89,6 +89,27 @@ def try_way(way: str, number: int, groups: dict) -> dict:
     return dict(way=way, mesh=sizes, shape=[B, S, inputs, width], diffs=diffs)
 
 
+def backward_of(x_needs_gradient: bool, group) -> dict:
+    """All-reduces in tp_mlp's backward, and its weights' gradients against plain."""
+    torch.manual_seed(0)
+    full = lesson.MLP(3, 4 * group.size()).double()
+    x, upstream = torch.randn(2, 2, 5, 3, dtype=torch.float64)
+    full(x).backward(upstream)
+    mlp = lesson.tp_mlp(full, group)
+    y = mlp(x.clone().requires_grad_(x_needs_gradient))
+    lesson.METER.calls.clear()
+    with lesson.METER.phase("tp", "backward"):
+        y.backward(upstream)
+    calls = lesson.METER.calls.get(("tp", "backward", "all-reduce", "tp"), [])
+    assert len(lesson.METER.calls) == bool(calls), lesson.METER.calls
+    diffs = []
+    for name, p in full.named_parameters():
+        held = mlp.get_parameter(name)
+        part = piece(p.grad, shardings_of(held))
+        diffs.append(difference(held.grad, part, p.grad))
+    return dict(calls=len(calls), diff=max(diffs))
+
+
 def main() -> dict:
     meshes = []
     for Y, X in ((2, 2), (4, 1), (1, 4), (2, 1)):  # the last twice, side by side
@@ -101,7 +122,10 @@ def main() -> dict:
             place = (meshes if way in ON_MESH else groups)[number % 4]
             if way in ON_MESH or is_ours(number, place["tp"]):
                 cases.append(try_way(way, number, place))
-    return dict(cases=cases)
+    backward = {}
+    for name, needs in (("x needs a gradient", True), ("x needs none", False)):
+        backward[name] = backward_of(needs, groups[2]["tp"])
+    return dict(cases=cases, backward=backward)
 
 
 if __name__ == "__main__":

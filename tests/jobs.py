@@ -362,7 +362,7 @@ def run_here(lesson: str, *flags, **env) -> tuple[int, str, str]:
         raise Exited(code)
 
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
-    path = str(PATHS.get(lesson, ROOT / f"{lesson}.py"))
+    path = str(path_of(lesson))
     with (
         mock.patch.object(sys, "argv", [path, *map(str, flags)]),
         mock.patch.object(os, "_exit", leave),

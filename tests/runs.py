@@ -99,6 +99,7 @@ IN_PIECES_RUNS += [
     (IN_PIECES, 4, *PROOF, "--pieces", "8", "--steps", "2"),
 ]
 # Scripts beside lesson 05, which have no number.
+QWEN2 = "hugging_face"  # lesson 04's plan on it
 TIED, STAGES = "tied_stages", "pytorch_stages"
 TIED_RUNS = [
     (TIED, 2),

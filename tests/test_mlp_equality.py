@@ -41,6 +41,15 @@ def test_bitwise_on_whole_numbers(ranks, way):
     equal(ranks, way, 0)
 
 
+@driven
+def test_f_sends_nothing_if_x_needs_no_gradient(ranks):
+    """So an MLP on plain data shows one all-reduce per step; gradients are right."""
+    for of_rank in ranks:
+        for name, calls in (("x needs a gradient", 1), ("x needs none", 0)):
+            seen = of_rank["backward"][name]
+            assert seen["calls"] == calls and seen["diff"] <= 1e-12, (name, seen)
+
+
 @pytest.mark.parametrize("name, full, groups", [
     ("ColumnParallelLinear", (8, 5), 1), ("RowParallelLinear", (5, 8), 1),
     ("UpLinear2D", (8, 5), 2),

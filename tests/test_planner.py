@@ -506,6 +506,17 @@ def test_the_memory_widget_shows_lesson_04s_numbers(open_page):
     assert widget.evaluate(ROWS)[-1][0] == "none, FlashAttention"
 
 
+@pytest.mark.parametrize("kind", ["all-reduce", "memory", "bubble"])
+def test_widgets_are_accessible(open_page, kind):
+    """Also inside: no column of a table is without a head."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    page, widget = open_widget(open_page, kind)
+    assert len(widget.evaluate(ROWS)) >= 3
+    found = Axe().run(page, options={"resultTypes": ["violations"]}).response
+    assert [rule["id"] for rule in found["violations"]] == []
+
+
 def test_widgets_have_keys_labels_and_their_state_in_the_address(open_page):
     page, widget = open_widget(open_page, "bubble")
     rows = widget.evaluate(ROWS)
@@ -521,7 +532,9 @@ def test_widgets_have_keys_labels_and_their_state_in_the_address(open_page):
     _, again = open_widget(open_page, "bubble", query)
     assert again.evaluate(ROWS) == rows
     _, ways = open_widget(open_page, "all-reduce")
-    assert [row[0] for row in ways.evaluate(ROWS)] == ["", "ring", "tree", "one shot"]
+    rows = ways.evaluate(ROWS)
+    assert [row[0] for row in rows] == ["way", "ring", "tree", "one shot"]
+    assert [row[-1] for row in rows].count("✓") == 1
     unlabeled = "all => all.filter(x => !x.labels.length).length"
     for each in (widget, ways):
         fields = "tp-widget >> input"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from runs import (
     ALL_RUNS,
-    PROOF,
+    QWEN2,
     SEQUENCE,
     failed,
     flag,
@@ -126,11 +126,18 @@ def test_terms_of_what_a_layer_saves(T, save):
 
 def test_hf_without_transformers():
     with mock.patch.dict(sys.modules, {"transformers": None}):  # cannot be imported
-        code, out, err = jobs.run_here(SEQUENCE, "--hf", **as_rank(0, 2))
+        code, out, err = jobs.run_here(QWEN2, **as_rank(0, 2))
     assert (code, out) == (2, "")
-    named = re.fullmatch(r"error: --hf .*pip install (transformers==[\d.]+)\n", err)
+    named = re.fullmatch(r"error: .*pip install (transformers==[\d.]+)\n", err)
     wanted = (jobs.ROOT / "requirements-extra.txt").read_text().split()
     assert named and named[1] in wanted, "the version that the tests have"
+
+
+def test_qwen2_is_float32():
+    code, out, err = jobs.run_here(QWEN2, "--dtype", "float64", **as_rank(0, 2))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --dtype float64: ")
+    assert err.endswith("; take --dtype float32\n")
 
 
 # The lesson's own runs.
@@ -176,18 +183,18 @@ def test_parts_of_replicated_gradients(run):
         assert wanted.abs().max() > 1e-4, "too few digits to tell"
 
 
-@over([(SEQUENCE, 2, "--hf"), (SEQUENCE, 4, "--hf", "--tie", "--layers", "1", *PROOF)])
+@over([(QWEN2, 2), (QWEN2, 4, "--tie", "--layers", "1")])
 def test_hugging_face(run):
     """Loss and every gradient of Qwen2; needs requirements-extra.txt."""
     done = jobs.result(*run)
     assert done.code == 0, done.text
     compared = {row["name"]: row["diff"] for row in done.data["checks"]}
-    diffs = [diff for name, diff in compared.items() if name.startswith("Qwen2: ")]
+    diffs = [diff for name, diff in compared.items() if name.startswith("gradients: ")]
     # A layer has 4 linears of attention, of which 3 have a bias, 3 of the MLP, 2 norms;
     # around them are the embedding, a norm, and the head where it is not tied.
     wanted = 12 * int(flag(run, "--layers", 2)) + 2 + ("--tie" not in run)
     assert len(diffs) == wanted and 0 < max(diffs) <= 1e-5
-    assert compared["Qwen2 loss: loss, step 1, DTensor"] <= 1e-6
+    assert compared["losses: loss, step 1, DTensor"] <= 1e-6
 
 
 @over([(SEQUENCE, 2), (SEQUENCE, 4), (SEQUENCE, 2, *ODD)])

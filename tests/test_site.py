@@ -266,6 +266,19 @@ def test_outputs_of_notebooks(looks):
             assert folded == (lines > 34), (name, lines)
 
 
+def test_code_of_more_than_40_lines_is_folded():
+    course = jobs.load("docs.course")
+
+    def cell(lines: int) -> dict:
+        text = ["```python\n", *["x = 1\n"] * lines, "```"]
+        return {"metadata": {}, "outputs": [{"data": {"text/markdown": text}}]}
+
+    cells = [cell(40), cell(41)]
+    course.fold_long_outputs(cells)
+    tags = [each["metadata"].get("tags", []) for each in cells]
+    assert tags == [[], ["hide-output"]]
+
+
 @pytest.mark.parametrize("lesson", jobs.PATHS)
 def test_lesson(looks, lesson):
     """All of the file, numbered and linked; what is carried over and MEASURE are

@@ -324,7 +324,7 @@ MEANINGS = {
     "B": "batch", "S": "sequence", "D": "hidden", "F": "MLP width|the width of the MLP",
     "N": "heads", "H": "head size|heads of size H", "V": "vocabulary", "L": "layers",
     "T": "ranks (in|of) (the|a) TP group|the number of ranks in a group|outer · inner",
-    "E": "experts", "R": "ranks( that share the experts)?", "DP": "replicas",
+    "E": "experts", "R": "ranks that (share|split) the experts", "DP": "replicas",
     "P": "stages|ranks of the pipeline", "M": "micro-batches", "U": "units",
     "Q": "pieces",
     "Y": "B·S·D·e",

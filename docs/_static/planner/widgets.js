@@ -39,9 +39,9 @@ const KINDS = {
     rows({ T, n, alpha, beta }) {
       const ways = Object.entries(allReduceWays(n, T, alpha, beta * 1e9));
       const least = Math.min(...ways.map(([, way]) => way.seconds));
-      return [["", "rounds", "a rank sends at most", "α · rounds + bytes/β", ""],
+      return [["way", "rounds", "a rank sends at most", "α · rounds + bytes/β", "fastest"],
         ...ways.map(([name, way]) => [name, `${way.rounds}`, size(way.bytes), time(way.seconds),
-          way.seconds === least ? "← fastest" : ""])];
+          way.seconds === least ? "✓" : ""])];
     },
     says: () => "Ring: 2(T − 1) rounds of n/T bytes. Tree: sums go up to rank 0 and the total comes "
       + "down, 2⌈log₂ T⌉ rounds of n bytes. One shot: each rank sends n bytes to all others at once. Predicted.",
@@ -90,7 +90,7 @@ const KINDS = {
       const held = (each) => +(layersInFlight(each, 0) / v).toPrecision(3);
       const wholes = M % P === 0;
       const show = (each, text) => (each.virtual > 1 && !wholes ? "–" : text);
-      return [["", ...Object.keys(kinds)],
+      return [["schedule", ...Object.keys(kinds)],
         ["waiting over computing", ...all.map((each) => show(each, percent(bubble(each))))],
         ["micro-batches in flight on stage 0", ...all.map((each) => show(each, `${held(each)}`))]];
     },
