@@ -946,7 +946,10 @@ class Report:
                 formulas.append(check)
             elif check["ranks"]:
                 kinds.setdefault(check["name"].partition(":")[0], []).append(check)
-        lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 8]]
+        most = 3 if kinds else 8
+        lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[:most]]
+        if len(formulas) > most:
+            lines.append(f"≠ and {len(formulas) - most} more, marked in the tables")
         lines += name_causes(kinds)
         worst = max((x["diff"] for x in checks if not x["ranks"]), default=0.0)
         text = f"{len(checks)} checks, worst difference {worst:.1e}"
