@@ -513,3 +513,24 @@ def test_ci_calls_make_test():
     assert os.access(script, os.X_OK)
     assert script.read_text().endswith("\nmake test\n")
     assert "bash .ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
+
+
+def test_the_weekly_workflow_runs_what_the_course_promises():
+    """Every Python of docs/run.md, with the torch that is pinned and the newest one."""
+    weekly = (ROOT / ".github/workflows/weekly.yml").read_text()
+    pythons = re.findall(r'"(3\.\d+)"', weekly)
+    first, last = re.search(r"Python (3\.\d+) to (3\.\d+)", DOCS[0]).groups()
+    assert (pythons[0], pythons[-1]) == (first, last)
+    minors = [int(python[2:]) for python in pythons]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    assert "torch: [pinned, newest]" in weekly and "schedule:" in weekly
+    for target in re.findall(r"make ([a-z]+)", weekly):
+        assert target in TARGETS
+    assert weekly.endswith("make lessons\n")
+
+
+@pytest.mark.parametrize("cores, gigabytes, jobs_there", [
+    (1, 4, 2), (2, 24, 2), (8, 16, 8), (8, 8, 4), (64, 256, 64),
+])  # fmt: skip
+def test_make_test_uses_the_cores_of_a_machine(cores, gigabytes, jobs_there):
+    assert jobs.jobs_at_a_time(cores, gigabytes * 10**9) == jobs_there
