@@ -46,7 +46,6 @@ RANK_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 
 
-
 def jobs_at_a_time(cores: int, memory: int) -> int:
     """One per core, each with two gigabytes; at least two: one waits, one computes."""
     return max(2, min(cores, memory // 2_000_000_000))
