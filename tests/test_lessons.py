@@ -187,9 +187,9 @@ def test_a_weight_that_is_sliced_by_hand_passes(tmp_path):
     )
 
 
-@pytest.mark.parametrize("count", [7, 8, 9, 20])
+@pytest.mark.parametrize("count", [1, 9, 20])
 def test_the_verdict_counts_what_it_lists(count, capsys):
-    """Eight formulas are listed; of the others it says how many there are."""
+    """As many lines as formulas: a number that contradicts them helps no reader."""
     lesson = jobs.load(COLLECTIVES)
     report = lesson.Report({}, 1)
     for i in range(count):
@@ -198,9 +198,7 @@ def test_the_verdict_counts_what_it_lists(count, capsys):
     report.of_all_ranks = lambda: [check | {"ranks": [0]} for check in checks]
     assert report.verdict(SimpleNamespace(json=None, ranks=2)) == ""
     said = capsys.readouterr().out
-    assert len(re.findall(r"^≠ bytes: ", said, re.M)) == min(count, 8)
-    more = re.findall(r"^≠ and (\d+) more, marked in the tables$", said, re.M)
-    assert more == ([str(count - 8)] if count > 8 else [])
+    assert len(re.findall(r"^≠ bytes: ", said, re.M)) == count
     assert f"; {count} formulas describe another" in " ".join(said.split())
 
 
