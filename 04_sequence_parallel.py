@@ -1573,7 +1573,7 @@ import sys
 import textwrap
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1764,9 +1764,8 @@ class Report:
         """Record a comparison, named "kind: what is compared". Does it hold here?"""
         if name in self.checks:  # one would hide the other
             raise ValueError(f"two checks are named {name}")
-        check = {"name": name, "diff": diff, "allowed": allowed, "ranks": []}
-        check["text"] = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
-        check["is_formula"] = is_formula
+        check = dict(name=name, diff=diff, allowed=allowed, is_formula=is_formula)
+        check.update(text=text or f"off by {diff:.2g}, allowed {allowed:.0e}", ranks=[])
         self.checks[name] = check
         return diff <= allowed  # False for nan
 
@@ -1921,7 +1920,7 @@ class Report:
                 formulas.append(check)
             elif check["ranks"]:
                 kinds.setdefault(check["name"].partition(":")[0], []).append(check)
-        lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 8]]
+        lines = [f"≠ {x['name']}: {x['text']}" for x in formulas[: 3 if kinds else 99]]
         lines += name_causes(kinds)
         worst = max((x["diff"] for x in checks if not x["ranks"]), default=0.0)
         text = f"{len(checks)} checks, worst difference {worst:.1e}"
@@ -1929,9 +1928,8 @@ class Report:
             text += f"; {len(formulas)} formulas describe another model or split"
         if kinds:
             text = ", ".join(f"{kind} ({len(kinds[kind])})" for kind in kinds)
-            command = f"torchrun --standalone --nproc_per_node={args.ranks}"
-            text = f"wrong: {text}. Where it begins: {command} "
-            text += f"tools/doctor.py {LESSON.name}"
+            text = f"wrong: {text}. Where it begins: torchrun --standalone "
+            text += f"--nproc_per_node={args.ranks} tools/doctor.py {LESSON.name}"
         word = "FAIL" if kinds else "PASS"
         lines += [f"{word}  {LESSON.stem}  {text}"]
         wrap = textwrap.TextWrapper(88, subsequent_indent="  ", break_on_hyphens=False)
@@ -2053,6 +2051,8 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
     sizes: turns the flags into the numbers of the shape legend, or refuses one.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C works wherever it waits
+    with suppress(AttributeError, OSError):  # Linux: who is woken waits for a turn
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.stdout.reconfigure(errors="replace")  # a terminal may not know ≠
     is_reporter = os.environ.get("LOCAL_RANK", "0") == "0"  # one on each machine
     try:

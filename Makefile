@@ -34,6 +34,8 @@ plan: $(VENV)/.base ## before you book GPUs: which dp, pp, tp (ARGS="--model gpt
 submission: $(VENV)/.base ## check the exercises in notebooks/, write submission.json
 lessons bench plan submission carry audit:
 	@$(LOCAL) $(RUN) tools/$@.py $(ARGS)
+gpu-report: $(VENV)/.base ## measure your 2 to 8 GPUs, in ten minutes (ARGS=--cpu: CPUs)
+	@$(LOCAL) $(RUN) tools/gpu_report.py $(ARGS)
 notebooks: $(VENV)/.base ## open the notebooks in the browser
 	@$(RUN) -m jupyter lab notebooks
 notebooks-run: $(VENV)/.base ## execute notebooks, write assets/ (ARGS=00_collectives: one)

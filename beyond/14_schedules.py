@@ -63,7 +63,7 @@ except ModuleNotFoundError as error:  # a copy of this file, without its reposit
     sys.exit(2)
 
 # ==== NEW in 14: interleaved and zero-bubble schedules
-# Read lines 66 to 340, in about 28 minutes. Stop at RUN.
+# Read lines 66 to 343, in about 28 minutes. Stop at RUN.
 
 # From lesson 05: schedule returns a stage's list of steps, ("forward", 0), …; Pipeline
 # runs such a list: receive, compute, send; slice_stage removes from a model what other
@@ -129,16 +129,19 @@ def zero_bubble(rank: int, P: int, M: int) -> list:
     return steps + [("weight", (0, i)) for i in put_off]
 
 
-def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
-    """How long a rank waits. The bubble is this, divided by M·(t_F + t_B + t_W).
+# How long a rank waits. The bubble is this, divided by M·(t_F + t_B + t_W).
+WAITS = {
+    "gpipe": "(P − 1)·(t_F + t_B + t_W)",
+    "1f1b": "(P − 1)·(t_F + t_B + t_W)",
+    "interleaved": "(P − 1)·(t_F + t_B + t_W)/v",
+    "zero-bubble": "(P − 1)·(t_F + t_B − t_W)",  # if t_W is at most t_F and t_B
+}
 
-    The formula of zero bubble holds if t_W is at most t_F and at most t_B.
-    """
-    if kind == "interleaved":
-        return (P - 1) * (t_F + t_B + t_W) / v
-    if kind == "zero-bubble":
-        return (P - 1) * (t_F + t_B - t_W)
-    return (P - 1) * (t_F + t_B + t_W)
+
+def bubble_of(kind: str, P: int, v: int, t_F=1.0, t_B=1.0, t_W=1.0) -> float:
+    """The value of a formula in WAITS, evaluated as it is printed."""
+    letters = {"P": P, "v": v, "t_F": t_F, "t_B": t_B, "t_W": t_W}
+    return eval(WAITS[kind].replace("·", "*").replace("−", "-"), letters)
 
 
 def most_in_flight(kind: str, rank: int, P: int, M: int, v: int) -> int:
@@ -517,12 +520,6 @@ def layers_in(args, number: int, v: int) -> str:
 def show_bubbles(report, runs: dict[str, ScheduleRun], args) -> None:
     """The bubble, waiting/computing: by formula, from the lists, and as measured."""
     computing = 3 * args.microbatches  # of a rank, in units of t_F = t_B = t_W
-    formulas = {
-        "gpipe": "(P − 1)(t_F + t_B + t_W)",
-        "1f1b": "(P − 1)(t_F + t_B + t_W)",
-        "interleaved": "(P − 1)(t_F + t_B + t_W)/v",
-        "zero-bubble": "(P − 1)(t_F + t_B − t_W)",
-    }
     rows = []
     waits = {kind: run.planned - computing for kind, run in runs.items()}
     for kind, run in runs.items():
@@ -533,7 +530,7 @@ def show_bubbles(report, runs: dict[str, ScheduleRun], args) -> None:
         # No step is shorter than stated, so a run cannot be shorter than its plan.
         early = max(0.0, run.planned * args.sleep / 1000 - run.length)
         report.check(f"plan: {kind} is not shorter than its lists", early, 1e-3)
-        row = {"schedule": kind, "a rank waits": formulas[kind]}
+        row = {"schedule": kind, "a rank waits": WAITS[kind]}
         row["="] = marked(f"{wait:g}", holds)
         row["/computing"] = f"{wait / computing:.3f}"
         # On a busy machine it is mostly larger: one late step delays others.

@@ -45,7 +45,16 @@ ENV["PET_LOCAL_ADDR"] = os.environ.get("PET_LOCAL_ADDR", "127.0.0.1")
 RANK_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 CLEAN_ENV = {k: v for k, v in os.environ.items() if k not in RANK_ENV} | ENV
 
-AT_A_TIME = int(os.environ.get("TEST_JOBS", 2))  # jobs: one waits, another computes
+
+def jobs_at_a_time(cores: int, memory: int) -> int:
+    """One per core, each with two gigabytes; at least two: one waits, one computes."""
+    return max(2, min(cores, memory // 2_000_000_000))
+
+
+CORES = psutil.Process().cpu_affinity() if sys.platform == "linux" else None
+CORES = len(CORES) if CORES else os.cpu_count() or 2  # those that this process may use
+MEMORY = psutil.virtual_memory().total
+AT_A_TIME = int(os.environ.get("TEST_JOBS", jobs_at_a_time(CORES, MEMORY)))
 POOL = ThreadPoolExecutor(AT_A_TIME)
 STARTED = {}  # (lesson, ranks, *flags) → its future
 WAITING = ThreadPoolExecutor(2)  # and beside them two that mostly wait

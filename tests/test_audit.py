@@ -354,6 +354,7 @@ def test_right_models_raise_no_alarm(ranks):
 @pytest.mark.parametrize("arguments, says", [
     ([], "name a file"),
     (["no_such_file.py"], "no_such_file.py: no such file"),
+    (["README.md"], "README.md: must be a Python file, as my_model.py"),
     (["tools/check.py"], "tools/check.py does not define build"),
     (["--example", "tp", "--ranks", "1"], "--ranks 1: must be from 2 to 64"),
     (["--example", "tp", "--ranks", "100000"], "from 2 to 64; each is a process of"),

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jobs
 import pytest
@@ -174,6 +175,33 @@ def test_a_right_edit_passes(edit, tmp_path):
     assert set(failed(done.data)) == off
 
 
+def test_a_weight_that_is_sliced_by_hand_passes(tmp_path):
+    """Without shard_parameter: the shape says how it is sharded."""
+    old = "        self.weight = shard_parameter(full.weight, 1, tp_group)  # [D, f]\n"
+    new = "        mine = full.weight.chunk(tp_group.size(), 1)[tp_group.rank()]\n"
+    new += "        self.weight = nn.Parameter(mine.detach().clone())\n"
+    done = run_edited(tmp_path, MLP, {old: new})
+    assert done.code == 0, done.text
+    assert failed(done.data) == {} and re.search(
+        r"down_proj.weight +\[64, 256\] +\[64, 128\] +Shard\(1\)\n", done.out
+    )
+
+
+@pytest.mark.parametrize("count", [1, 9, 20])
+def test_the_verdict_counts_what_it_lists(count, capsys):
+    """As many lines as formulas: a number that contradicts them helps no reader."""
+    lesson = jobs.load(COLLECTIVES)
+    report = lesson.Report({}, 1)
+    for i in range(count):
+        report.check(f"bytes: {i}", 1, is_formula=True)
+    checks = list(report.checks.values())
+    report.of_all_ranks = lambda: [check | {"ranks": [0]} for check in checks]
+    assert report.verdict(SimpleNamespace(json=None, ranks=2)) == ""
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^≠ bytes: ", said, re.M)) == count
+    assert f"; {count} formulas describe another" in " ".join(said.split())
+
+
 def test_a_wrong_split_of_an_edited_model_fails(tmp_path):
     """Values decide: a gate whose input is not after f has a wrong gradient."""
     gate = "    mlp.gate_proj = ColumnParallelLinear(full.gate_proj, tp_group, False)\n"
@@ -212,6 +240,11 @@ RAISES = {  # a learner's own error in RowParallelLinear: what is said of it
     "one rank has other words": (
         'raise ValueError(f"of rank {dist.get_rank()}")',
         "Megatron: ValueError: of rank 0",
+    ),
+    # No clock decides: on a busy machine a rank may be this late.
+    "one rank is seven seconds late": (
+        "time.sleep(7 * dist.get_rank()) or 1 / 0",
+        "Megatron: ZeroDivisionError: division by zero",
     ),
 }
 

@@ -52,6 +52,12 @@ def test_lists_are_complete_and_as_short_as_the_formula(kind):
             assert took == pytest.approx(computing + waits), (P, M, v, t_F, t_B, t_W)
 
 
+def test_the_formula_that_is_printed_is_the_one_that_is_checked(monkeypatch):
+    """One text: who edits it sees another number."""
+    monkeypatch.setitem(script.WAITS, "1f1b", "(P − 1)·(t_F − t_B·t_W)/v")
+    assert script.bubble_of("1f1b", 4, 2, 5.0, 1.5, 2.0) == 3 * (5 - 3) / 2
+
+
 def test_published_lengths():
     """P 4, M 8: 33 with 1F1B, 28.5 with two chunks, 27 with ZB-H1, of units."""
     lengths = {}

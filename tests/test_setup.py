@@ -1,5 +1,6 @@
 """What a newcomer meets first: make, its environment, the machine check, the README."""
 
+import copy
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import check
 import jobs
 import lessons
 import pytest
+import torch
 from jobs import ROOT
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
@@ -275,8 +277,52 @@ def test_bench_marks_what_is_above_its_target():
     row["lesson / bare"] = {"median": 2.0, "quartiles": [1.9, 2.1]}
     assert bench.row_of(row | {"target": 1.8}).endswith("1.8 ✗")
     assert bench.row_of(row | {"target": 2.0}).endswith("2.0")
-    compile(bench.BARE, "bare.py", "exec")
-    assert "import torch" in bench.BARE and "init_process_group" in bench.BARE
+
+
+@pytest.mark.parametrize("name", jobs.LESSONS + jobs.BEYOND)
+def test_bench_compares_with_a_script_that_imports_the_same(name):
+    text = bench.bare_of(jobs.PATHS[name])
+    compile(text, "bare.py", "exec")
+    first, *others = text.splitlines()
+    assert first == "from __future__ import annotations"
+    own = jobs.PATHS[name].read_text("utf-8")
+    for line in re.findall(r"^(?:import [\w.]+|from [\w.]+ import [\w ]+)$", own, re.M):
+        assert line in others or line == first, line
+    helpers = re.findall(r"^    from (\w+) import ", own, re.M)
+    for module in helpers if name in jobs.BEYOND else []:
+        assert f"from {module} import " in text, module
+    assert "init_process_group" in text and "destroy_process_group" in text
+    trains = "optim." in own or "train_transformer(" in own or "AdamW(" in own
+    assert ("optim.AdamW(" in text) is trains
+
+
+def test_bench_prints_no_time_of_a_result_that_differs(monkeypatch):
+    """Output and all gradients are compared before a clock runs."""
+    lesson = jobs.load("01_naive_mlp_tp")
+    full, x = lesson.MLP(8, 32), torch.randn(1, 4, 8)
+    other = copy.deepcopy(full)
+    assert bench.difference(lesson, other, full, x) == 0
+    other.down_proj.bias.data += 1e-3
+    assert bench.difference(lesson, other, full, x) > bench.ALLOWED
+    other = copy.deepcopy(full)  # its output is right
+    other.up_proj.weight.register_hook(lambda grad: grad * 1.001)
+    assert bench.difference(lesson, other, full, x) > bench.ALLOWED
+
+    by_hand = lambda full, group: copy.deepcopy(full)
+
+    def gather(found, value, group):
+        found[:] = [value]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(torch.distributed, "barrier", mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(lesson, "tp_mlp", by_hand)
+    monkeypatch.setattr(lesson, "dtensor_mlp", lambda full, group: full)
+    group = mock.Mock(size=lambda: 1, rank=lambda: 0)
+    with pytest.raises(OSError):  # nothing differs: it goes on
+        bench.time_mlps(8, 4, group, 1)
+    monkeypatch.setattr(lesson, "tp_mlp", lambda full, group: other)
+    with pytest.raises(ValueError, match="hidden 8: results are off by"):
+        bench.time_mlps(8, 4, group, 1)
 
 
 def two_ranks(program: str, limit=300) -> tuple[str, str]:
@@ -513,3 +559,24 @@ def test_ci_calls_make_test():
     assert os.access(script, os.X_OK)
     assert script.read_text().endswith("\nmake test\n")
     assert "bash .ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
+
+
+def test_the_weekly_workflow_runs_what_the_course_promises():
+    """Every Python of docs/run.md, with the torch that is pinned and the newest one."""
+    weekly = (ROOT / ".github/workflows/weekly.yml").read_text()
+    pythons = re.findall(r'"(3\.\d+)"', weekly)
+    first, last = re.search(r"Python (3\.\d+) to (3\.\d+)", DOCS[0]).groups()
+    assert (pythons[0], pythons[-1]) == (first, last)
+    minors = [int(python[2:]) for python in pythons]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    assert "torch: [pinned, newest]" in weekly and "schedule:" in weekly
+    for target in re.findall(r"make ([a-z]+)", weekly):
+        assert target in TARGETS
+    assert weekly.endswith("make lessons\n")
+
+
+@pytest.mark.parametrize("cores, gigabytes, jobs_there", [
+    (1, 4, 2), (2, 24, 2), (8, 16, 8), (8, 8, 4), (64, 256, 64),
+])  # fmt: skip
+def test_make_test_uses_the_cores_of_a_machine(cores, gigabytes, jobs_there):
+    assert jobs.jobs_at_a_time(cores, gigabytes * 10**9) == jobs_there

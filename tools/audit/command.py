@@ -313,6 +313,8 @@ def check_file(path: Path) -> None:
     """The file must exist, be Python, and define what the ranks need."""
     if not path.is_file():
         raise WrongUse(f"{path}: no such file")
+    if path.suffix != ".py":
+        raise WrongUse(f"{path}: must be a Python file, as my_model.py")
     try:
         text = path.read_text("utf-8")
         tree = ast.parse(text, str(path))
