@@ -277,7 +277,7 @@ PLACES = {
     ("03_vocab_parallel", "mean"): "right up to the model's output",
     ("03_vocab_parallel", "padding"): "right up to (norm|the model's output)",
 }
-ONE_LAYER = "02 03 04 10 15"  # shows as much as two
+ONE_LAYER = "02 03 04 15"  # shows as much as two
 CASES = [(lesson, name) for lesson in EXPECTED for name in EXPECTED[lesson]]
 
 
