@@ -55,7 +55,8 @@ PLAN = (
     (1, [RIGHT], 1000),
     (2, [RIGHT], 1000),
     (2, [*BUGS], 100),
-    (4, [RIGHT, *BUGS], 10),
+    (4, [RIGHT], 100),
+    (4, [*BUGS], 10),
     (8, [RIGHT, *BUGS], 10),
 )
 SIZES = dict(

@@ -165,12 +165,12 @@ def draw_right(ax, recording: dict, dtype: str, what: str) -> None:
     """What rounding does: the range over the numbers of ranks, and a line for each."""
     for ranks in RANKS:  # of 4 and 8 ranks there are fewer steps
         steps, values = drawn(recording[f"right-{dtype}-{ranks}"][what])
-        ax.plot(steps, values, "-", color=draw.PARTS[1], linewidth=1.5)
+        ax.plot(steps, values, "-", color=draw.PARTS[1], linewidth=3)
     steps = [int(step) for step in recording[f"right-{dtype}-1"][what]]
     both = [rounding(recording, dtype, what, step) for step in steps]
     low = [max(least, FLOOR) for least, _ in both]
     high = [max(most, FLOOR) for _, most in both]
-    label = "no bug: rounding, T = 1, 2, 4, 8"
+    label = "no bug: rounding, each T"
     ax.fill_between(steps, low, high, color=draw.PARTS[2], label=label)
 
 
