@@ -306,7 +306,7 @@ def write(folder: Path, found: dict, *names) -> None:
 
 
 def launch(folder: Path, ranks: int, *flags: str) -> None:
-    """`record` on so many ranks."""
+    """`record` on the given number of ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={ranks}", __file__, str(folder), *flags]
     subprocess.run(command, check=True)

@@ -36,7 +36,7 @@ WHAT = {
     "norm": "norm of the gradient of this step",
 }
 ALLOWED = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-5)}  # loss, gradient
-CLEAR = 10  # a difference so many times as large as any by rounding stands out
+CLEAR = 10  # times the largest difference by rounding: from here on it stands out
 FLOOR = 1e-17  # where 0 is drawn
 
 
