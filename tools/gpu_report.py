@@ -166,7 +166,7 @@ def run_check() -> dict:
 
 
 def run_measured(ranks: int, on_cpu: bool, limit: float, timeout: int) -> list[dict]:
-    """The rows that tools/gpu_measure.py wrote; one more if it did not come to its end.
+    """The rows that tools/gpu_measure.py wrote; one more if it failed or hung.
 
     limit: seconds of all. timeout: of a collective that waits for a rank.
     """
@@ -195,7 +195,7 @@ def why_failed(text: str) -> str:
 
 
 def run_script(script: Path, ranks: int, limit: float) -> dict:
-    """A lesson or script on as many ranks as it accepts: all, else 8, 4, 2 or 1."""
+    """A lesson or script on as many ranks as it accepts: all, or 8, 4, 2 or 1."""
     fewer = [n for n in (8, 4, 2, 1) if n < ranks]
     for n in [ranks, *fewer]:
         start = time.perf_counter()
@@ -204,6 +204,8 @@ def run_script(script: Path, ranks: int, limit: float) -> dict:
         if code == 0 or not re.search(r"^error: ", text, re.M):
             break  # it ran; a number of ranks that does not fit is an error in one line
     verdict, why = judge(code, text)
+    if code is None:
+        why = f"stopped after {limit:.0f} s"
     result = verdict if verdict == "PASS" else f"FAIL {without_names(why)}"
     seconds = time.perf_counter() - start
     return {"what": script.stem, "ranks": n, "result": result, "seconds": seconds}
@@ -232,7 +234,7 @@ def cells_of(row: dict, machine: dict | None) -> dict[str, str]:
     cells.update(ranks=str(row.get("ranks", "")), result=row["result"])
     cells["what"] = row["what"]
     if "bytes" in row:
-        cells["what"] += f" of {row['bytes'] / 2**20:g} MiB"
+        cells["what"] += f" of {row['bytes'] // 2**10:,} KiB"
         cells["GB/s"] = f"{row['bus bytes/s'] / 1e9:.2f}"
         cells["data sheet"] = f"{machine['inside'] / 1e9:g}" if machine else ""
     if "hidden" in row:
