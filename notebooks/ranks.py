@@ -9,7 +9,7 @@
 
 What a cell under `%%px` finds on every rank: all names of the lesson, and the lesson
 itself as `lesson` (a script of beyond/ imports the lessons, so there it is
-`lesson00.all_reduce`); `rank`, `ranks` (how many), `tp_group`, `torch`, `dist`;
+`lesson00.all_reduce`); `rank`, `T` or `ranks` (how many), `tp_group`, `torch`, `dist`;
 `broken(name)`, which makes one of the lesson's bugs (`with broken("f"): …`);
 `edit(name)`, which shows it; `edited(module, bug)`, for a bug that is not in bugs/;
 `contributors(call, x)`, for the colors of pictures;
@@ -440,7 +440,7 @@ def load(rank: int, ranks: int, name: str) -> None:
     HERE.update(status="in no call", inside=False, counts={})
     own = dict(broken=broken, edit=edit, check=check, contributors=contributors)
     own |= dict(edited=edited, of_all_ranks=of_all_ranks)
-    own |= dict(rank=rank, ranks=ranks, lesson=lesson, dist=dist)
+    own |= dict(rank=rank, ranks=ranks, T=ranks, lesson=lesson, dist=dist)
     public = {k: v for k, v in vars(lesson).items() if not k.startswith("__")}
     HERE["names"].update(public | own)
 

@@ -371,7 +371,10 @@ def run_here(lesson: str, *flags, **env) -> tuple[int, str, str]:
         raise Exited(code)
 
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
-    path = str(path_of(lesson))
+    path = ROOT / f"{lesson}.py"  # also of "tools/check"
+    if not path.exists():
+        path = path_of(lesson)
+    path = str(path)
     with (
         mock.patch.object(sys, "argv", [path, *map(str, flags)]),
         mock.patch.object(os, "_exit", leave),
