@@ -322,7 +322,7 @@ EDITS = {  # what is replaced in CASE, and by what; the error line
     ("    pass", "    return 5"): r"parallelize\(\) .*returned an? int",
     ("return torch.randn(2, 4), torch.randn(2, 4)", "return torch.randn(3, 4)"):
         r"in batch: TypeError: batch\(\) .*has to return inputs and target",
-    ("return torch.randn(2, 4), torch.randn(2, 4)", "return torch.randn(2, 4)[0, 9], 1"):
+    ("return torch.randn(2, 4), torch", "return torch.randn(2, 4)[0, 9], torch"):
         "in batch: IndexError: .* line 15 of my_model.py",
     ("torch.randn(2, 4), torch", "torch.randn(2, 5), torch"):
         "in forward: RuntimeError: .*",
@@ -339,7 +339,7 @@ EDITS = {  # what is replaced in CASE, and by what; the error line
         r"the file ended the process: sys.exit\(3\)",
     ("def build():", "def biuld():"): "does not define build; is it biuld, in line 6?",
     ("def build():", "def build(:"): "line 6: invalid syntax",
-    ("def batch(step)", "def optimizer(parameters):\n    return 5\n\n\ndef batch(step)"):
+    ("def batch(step)", "def optimizer(named):\n    return 5\n\n\ndef batch(step)"):
         r"in optimizer\(\): TypeError: optimizer\(\) returns a int",
     ("def batch(step)", "def loss(output):\n    return 5\n\n\ndef batch(step)"):
         r"in loss: TypeError: loss\(\) .* has to take output and target",
@@ -388,7 +388,7 @@ def test_the_case_without_an_edit_is_right(tmp_path, capsys):
     path = tmp_path / "my_model.py"
     path.write_text(CASE + MORE)
     assert peak.main([str(path)]) == 0
-    assert "linear" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("Rank 0 of 2:")
 
 
 LLAMA = "--config llama"
