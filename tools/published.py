@@ -375,23 +375,25 @@ def seconds(row: Row, found: dict) -> float:
     return predict.model_flops(predict.changed(layout, scores="all")) / rate
 
 
-def compare(row: Row) -> dict:
+def compare_time(row: Row) -> dict:
     """predicted: its row; ratio: measured over predicted seconds; mfu: measured, with
-    the scores that the prediction counts; place: of the published mesh among those that
-    fit, the fastest first, and their number; first: the fastest row."""
+    the scores that the prediction counts."""
     found = predicted(row)
-    measured = seconds(row, found)
+    ratio = seconds(row, found) / found["seconds"]
+    return dict(predicted=found, ratio=ratio, mfu=found["mfu"] / ratio)
+
+
+def compare(row: Row) -> dict:
+    """The same, and place: of the published mesh among those that fit, the fastest
+    first, and their number; first: the fastest row."""
+    times = compare_time(row)
+    found = times["predicted"]
     fits, _, _ = predict.search(row.sizes, row.machine, **options(row))
     meshes = [tuple(x[a] for a in ("dp", "pp", "tp", "cp")) for x in fits]
     meshes = list(dict.fromkeys(meshes))
     mesh = tuple(found[axis] for axis in ("dp", "pp", "tp", "cp"))
     place = meshes.index(mesh) + 1 if mesh in meshes else None
-    ratio = measured / found["seconds"]
-    mfu = found["mfu"] / ratio
-    return dict(
-        predicted=found, ratio=ratio, mfu=mfu, place=place, of=len(meshes),
-        first=fits[0],
-    )  # fmt: skip
+    return dict(**times, place=place, of=len(meshes), first=fits[0])
 
 
 def bands(compared: list[tuple[Row, dict]]) -> dict[str, tuple[int, float, float]]:
