@@ -266,6 +266,20 @@ def test_the_peak_has_its_module_and_line(again, tmp_path, capsys):
     assert f"holds {(weights + state) / 1e9:.3f}: weights" in shown
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", ("tp", "dtensor"))
+def test_the_audits_examples_run(name, monkeypatch):
+    """Lesson 02's transformer, split by hand (from a deep copy) and by a plan: half of
+    its matrices on each of two ranks."""
+    monkeypatch.syspath_prepend(str(jobs.ROOT))
+    path = jobs.ROOT / "tools" / "audit" / "examples" / f"{name}.py"
+    case = peak.load_case(SimpleNamespace(file=path, config=None))
+    full = 4 * sum(p.numel() for p in case.build().parameters())
+    live = peak.measure(case, 2)
+    assert full / 2 < live.kinds["weights"] < 0.7 * full
+    assert live.kinds["optimizer's state"] > 2 * live.kinds["weights"]
+
+
 def test_a_config_in_a_file(tmp_path, capsys):
     """Without the Hub: the sizes are the file's, and the plan is that of the model. tp
     halves what the plan shards."""

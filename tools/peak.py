@@ -199,6 +199,8 @@ def one_of(ranks: int, is_fake=True):
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else None
+    if is_fake:  # a copy of a tensor would have a copy of the mode
+        fake_mode.__deepcopy__ = lambda memo: fake_mode
     live = Live(fake_mode)
     make_mesh = DeviceMesh.__init__
 
