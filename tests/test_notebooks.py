@@ -690,6 +690,9 @@ def test_rules_of_07():
     )
     assert size == round(whole - saved - loss) and usable == 0.9 * of
     assert ranks_per_copy == -(-size // usable)
+    pattern = r"the planner said ([\d.]+) GB, and the model, .+?, holds ([\d.]+): "
+    row = r"\nbackward +([\d.]+) +([\d.]+)\n"
+    assert numbers(name, pattern) == numbers(name, row, "printed")
     widest, tokens, outside, more = said(
         name,
         r"T up to (\d+) and ([\d,]+) tokens .*\(([\d.]+)\), .* needs ([\d,]+) tokens",

@@ -1,5 +1,8 @@
 """tools/peak.py counts what is allocated; and tools/predict.py predicts it by phase."""
 
+import json
+import re
+import sys
 from types import SimpleNamespace
 
 import jobs
@@ -177,28 +180,283 @@ def test_fake_tensors_have_the_bytes_of_real_ones(dp, recompute, monkeypatch):
 
 
 def test_the_command(capsys, monkeypatch, tmp_path):
-    """What it prints; and a model that reads a value, a wrong flag, no file."""
+    """What it prints and draws: the module and line of the peak, what is held."""
     for name, value in dict(LAYERS=2, TP=2, B=1, S=8192, MODEL="llama-3-8b").items():
         monkeypatch.setenv(name, str(value))
     path = str(jobs.ROOT / "tools" / "llama.py")
+    drawn = tmp_path / "peak.svg"
     try:
-        assert peak.main([path, "--ranks", "8"]) == 0
+        assert peak.main([path, "--ranks", "8", "--picture", str(drawn)]) == 0
     finally:
         torch.distributed.tensor.parallel.loss._disable_custom_loss_ops()
     out = capsys.readouterr().out
     assert out.startswith("Rank 0 of 8") and max(map(len, out.splitlines())) <= 88
-    assert "llama.py:" in out and "between two steps" in out
+    assert "llama.py:" in out and "Between two steps it holds" in out
     for letter in "flb":
         assert f"|{letter}" in out or f"{letter}{letter}" in out
-    wrong = tmp_path / "wrong.py"
-    text = "from llama import build, parallelize\nfrom llama import batch as other\n"
-    text += "def batch(step):\n    x = other(step)\n    print(x[0].sum().item())\n"
-    wrong.write_text(text)
-    for words, said in (
-        ([str(wrong), "--ranks", "2"], "reads a tensor's value"),
-        ([path, "--ranks", "0"], "--ranks 0: must be from 1"),
-        ([str(tmp_path / "none.py")], "no such file"),
-    ):
-        assert peak.main(words) == 2
-        err = capsys.readouterr().err
-        assert err.startswith("error: ") and said in err and err.count("\n") == 1
+    assert "<svg" in drawn.read_text()
+
+
+WIDE = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 4096)
+        self.down = nn.Linear(4096, 8)
+        self.again = AGAIN
+
+    def forward(self, x):
+        if self.again:
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.inner(x)
+
+    def inner(self, x):
+        h = self.up(x)
+        return self.down(h.exp() * h.sin())  # WIDE LINE
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Linear(8, 8)
+        self.block = Block()
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x, scale):
+        return self.last(self.block(self.small(x))) * scale
+
+
+def build():
+    return Model()
+
+
+def parallelize(model, group):
+    pass
+
+
+def batch(step):
+    return {"x": torch.randn(4096, 8), "scale": torch.ones(1)}, torch.randn(4096, 8)
+"""
+
+
+@pytest.mark.parametrize("again", (False, True))
+def test_the_peak_has_its_module_and_line(again, tmp_path, capsys):
+    """A wide block between narrow ones, also if a checkpoint computes it again in
+    backward; and what is held: weights, and AdamW's two moments (and their steps)."""
+    path = tmp_path / "wide.py"
+    path.write_text(WIDE.replace("AGAIN", str(again)))
+    live = peak.measure(peak.load_case(SimpleNamespace(file=path, config=None)), 4)
+    line = 1 + WIDE[: WIDE.index("WIDE LINE")].count("\n")
+    phase, nbytes, place = peak.fullest(live)
+    assert phase == "backward" and nbytes > 3 * 4 * 4096**2
+    assert f" in block, wide.py:{line} in inner" in place
+    weights = 4 * (2 * 8 * 4096 + 4096 + 8 + 2 * 72)
+    assert live.kinds["weights"] == weights
+    state = live.kinds["optimizer's state"]
+    assert 2 * weights <= state <= 2 * weights + 8 * 4
+    assert live.kinds["gradients"] == live.kinds["other"] == 0
+    assert sum(live.kinds.values()) == live.held["between steps"]
+    peak.show(live, 4)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"holds {(weights + state) / 1e9:.3f}: weights" in shown
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", ("tp", "dtensor"))
+def test_the_audits_examples_run(name, monkeypatch):
+    """Lesson 02's transformer, split by hand (from a deep copy) and by a plan: half of
+    its matrices on each of two ranks."""
+    monkeypatch.syspath_prepend(str(jobs.ROOT))
+    path = jobs.ROOT / "tools" / "audit" / "examples" / f"{name}.py"
+    case = peak.load_case(SimpleNamespace(file=path, config=None))
+    full = 4 * sum(p.numel() for p in case.build().parameters())
+    live = peak.measure(case, 2)
+    assert full / 2 < live.kinds["weights"] < 0.7 * full
+    assert live.kinds["optimizer's state"] > 2 * live.kinds["weights"]
+
+
+def test_a_config_in_a_file(tmp_path, capsys):
+    """Without the Hub: the sizes are the file's, and the plan is that of the model. tp
+    halves what the plan shards."""
+    path = tmp_path / "config.json"
+    sizes = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4)
+    sizes.update(num_key_value_heads=2, num_hidden_layers=2, vocab_size=512)
+    sizes.update(model_type="llama", tie_word_embeddings=False, dtype="bfloat16")
+    path.write_text(json.dumps(sizes))
+    weights = []
+    for tp in (1, 2):
+        words = ["--config", str(path), "--ranks", str(2 * tp), "--tp", str(tp)]
+        args = peak.read_args([*words, "--seq-len", "64", "--recompute", "full"])
+        live = peak.measure(peak.load_case(args), args.ranks)
+        weights.append(live.kinds["weights"])
+        assert live.kinds["optimizer's state"] >= 2 * weights[-1]
+        peak.show(live, args.ranks)
+    assert "between two steps" in capsys.readouterr().out.lower()
+    layer = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 256  # its matrices; two replicas, float32
+    ends = 2 * 512 * 64
+    norms = 5 * 64
+    assert weights[0] == 4 * (2 * layer + ends + norms) // 2
+    assert weights[1] < weights[0] - 4 * layer // 2 + 4 * 64
+    assert (
+        peak.main(["--config", str(tmp_path), "--layers", "1", "--seq-len", "8"]) == 0
+    )
+
+
+CASE = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Linear(4, 4)
+
+
+def parallelize(model, group):
+    pass
+
+
+def batch(step):
+    return torch.randn(2, 4), torch.randn(2, 4)
+"""
+EDITS = {  # what is replaced in CASE, and by what; the error line
+    ("return nn.Linear(4, 4)", "return 1 / 0"):
+        "in build: ZeroDivisionError: division by zero, line 7 of my_model.py",
+    ("return nn.Linear(4, 4)", "return nn.Linear"):
+        r"in build: TypeError: build\(\) \(line 6 of my_model.py\) returned the class "
+        "Linear",
+    ("return nn.Linear(4, 4)", "return [nn.Linear(4, 4)]"):
+        r"build\(\) .*returned a list of length 1: it has to return the full model",
+    ("    pass", "    model.weight.missing()"):
+        "in parallelize: AttributeError: .* line 11 of my_model.py",
+    ("    pass", "    return 5"): r"parallelize\(\) .*returned an? int",
+    ("return torch.randn(2, 4), torch.randn(2, 4)", "return torch.randn(3, 4)"):
+        r"in batch: TypeError: batch\(\) .*has to return inputs and target",
+    ("return torch.randn(2, 4), torch", "return torch.randn(2, 4)[0, 9], torch"):
+        "in batch: IndexError: .* line 15 of my_model.py",
+    ("torch.randn(2, 4), torch", "torch.randn(2, 5), torch"):
+        "in forward: RuntimeError: .*",
+    ("nn.Linear(4, 4)", "Reads()"):
+        "in forward: a tensor's value .* fake tensors have no values, "
+        "line 20 of my_model.py",
+    ("nn.Linear(4, 4)", "Counts()"):
+        "in forward: a tensor's value or its number of values is needed "
+        r"\(aten.nonzero.default\)",
+    ("nn.Linear(4, 4)", "Nothing()"): "in loss: TypeError: the model returns no tensor",
+    ("import nn", "import nn\nimport not_there"):
+        "in importing the file: ModuleNotFoundError: .* line 4 of my_model.py",
+    ("import nn", "import nn\nraise SystemExit(3)"):
+        r"the file ended the process: sys.exit\(3\)",
+    ("def build():", "def biuld():"): "does not define build; is it biuld, in line 6?",
+    ("def build():", "def build(:"): "line 6: invalid syntax",
+    ("def batch(step)", "def optimizer(named):\n    return 5\n\n\ndef batch(step)"):
+        r"in optimizer\(\): TypeError: optimizer\(\) returns a int",
+    ("def batch(step)", "def loss(output):\n    return 5\n\n\ndef batch(step)"):
+        r"in loss: TypeError: loss\(\) .* has to take output and target",
+    ("def batch(step)", "def loss(a, b):\n    return a\n\n\ndef batch(step)"):
+        r"in loss: TypeError: loss\(\) .* return a tensor with one number",
+}  # fmt: skip
+MORE = """
+
+class Reads(nn.Linear):
+    def forward(self, x):
+        return x * x.sum().item()
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+
+class Counts(Reads):
+    def forward(self, x):
+        return x[x > 0]
+
+
+class Nothing(Reads):
+    def forward(self, x):
+        return None
+"""
+
+
+def last_line(capsys, words: list) -> str:
+    """The command's error: one line on stderr, nothing on stdout, exit code 2."""
+    assert peak.main([str(word) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_error_of_the_file_is_one_line_with_its_place(edit, tmp_path, capsys):
+    path = tmp_path / "my_model.py"
+    assert edit[0] in CASE
+    path.write_text(CASE.replace(*edit) + MORE)
+    err = last_line(capsys, [path])
+    assert re.search(EDITS[edit], err), err
+
+
+def test_the_case_without_an_edit_is_right(tmp_path, capsys):
+    path = tmp_path / "my_model.py"
+    path.write_text(CASE + MORE)
+    assert peak.main([str(path)]) == 0
+    assert capsys.readouterr().out.startswith("Rank 0 of 2:")
+
+
+LLAMA = "--config llama"
+
+
+@pytest.mark.parametrize("words, said", [
+    ("", "name a file, for example tools/llama.py, or --config qwen3"),
+    ("none.py", "none.py: no such file"),
+    ("none.py --config llama", "none.py and --config llama: take one of them"),
+    ("tools/llama.py --ranks 0", "--ranks 0: must be from 1 to 1048576"),
+    ("tools/llama.py --ranks 2000000", "--ranks 2000000: must be from 1"),
+    ("tools/llama.py --ranks two", "invalid int value: 'two'"),
+    ("tools/llama.py --tp 8", "--tp 8: goes with --config; a file says it itself"),
+    ("tools/llama.py --recompute full", "--recompute full: goes with --config"),
+    ("tools/llama.py --picture peak.pdf", "must end in .png or .svg"),
+    ("tools/llama.py --picture /no/where.png", "/no/where.png: No such file"),
+    ("tools/llama.py --gpu", "--gpu: PyTorch finds no GPU on this machine"),
+    ("tools/llama.py --gpus 8", "unrecognized arguments: --gpus 8"),
+    (f"{LLAMA} --ranks 8 --tp 3", "--tp 3: must divide --ranks 8"),
+    (f"{LLAMA} --ranks 128 --tp 64", "num_attention_heads 32 % 64 .*; take --tp 32"),
+    (f"{LLAMA} --seq-len 0", "--seq-len 0: must be from 1"),
+    (f"{LLAMA} --layers -1", "--layers -1: must be from 1"),
+    (f"{LLAMA} --batch 0", "--batch 0: must be from 1"),
+    (f"{LLAMA} --recompute half", "invalid choice: 'half'"),
+    ("--config gpt2 --tp 2", "transformers has no plan for gpt2; take --tp 1"),
+    ("--config none/config.json", "--config none/config.json: no such file"),
+    ("--config tests", "--config tests: the folder has no config.json"),
+    ("--config pyproject.toml", "--config pyproject.toml: .*"),
+    ("--config bad.json", "--config .*bad.json: .*"),
+    ("--config", "expected one argument"),
+])  # fmt: skip
+def test_a_wrong_flag_is_one_line(words, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(jobs.ROOT)
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"model_type": "no such"}')
+    err = last_line(capsys, words.replace("bad.json", str(bad)).split())
+    assert re.search(said, err), err
+
+
+def test_a_config_without_transformers_is_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    err = last_line(capsys, ["--config", "llama"])
+    assert "needs transformers, which cannot be imported; call make setup" in err
+
+
+def test_what_a_gpu_counts_is_shown_next_to_it(capsys):
+    """The columns of --gpu; no GPU is needed to print them."""
+    live = peak.Live()
+    for phase in peak.MARKS:
+        live.peaks[phase] = 2 * 10**9, "somewhere"
+        live.held[phase] = live.held["between steps"] = 10**9
+        live.curve.append((phase, 10**9))
+    live.on_gpu = dict.fromkeys(peak.MARKS, 2_100_000_000)
+    peak.show(live, 2)
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[1].split()[-3:] == ["the", "GPU", "ratio"]
+    assert rows[2].split() == ["forward", "2.000", "1.000", "2.100", "1.050"]

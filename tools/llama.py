@@ -219,7 +219,8 @@ def plan_of_ends() -> dict:
 def parallelize(model, group):
     tp = setting("TP", 1)
     shape = group.size() // tp, tp
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    device = torch.get_default_device().type
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
     if tp > 1:
         parallelize_module(model, mesh["tp"], plan_of_ends())
         for layer in model.layers:

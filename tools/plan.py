@@ -498,8 +498,7 @@ cp: ranks that share each sequence and pass keys and values around a ring (beyon
 Gradients are summed over the dp × cp ranks of each parameter."""
 EP = """\
 ep: ranks that share the experts, {experts} per layer, {top_k} per token; rows travel to
-them and back. They are ranks of dp, cp and tp. No published run with experts is among
-those below."""
+them and back. They are ranks of dp, cp and tp."""
 
 
 def about_scores(args) -> str:

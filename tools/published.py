@@ -28,18 +28,31 @@ TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_A100 = "pytorch/torchtitan, docs/performance.md"
 FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
 DGXC = "NVIDIA/dgxc-benchmarking, nemotron4-340b/README.md"
+# The repository's tag belongs to the source: later ones measured other versions.
+RECIPES = "NVIDIA/dgxc-benchmarking"
+LLAMA_RECIPE = RECIPES + ", v24.11.1, llama3.1/README_{}.md"
+GPT_RECIPE = RECIPES + ", v25.03, nemo_megatron/README_175b.md"
+NEMOTRON_RECIPE = RECIPES + ", v25.03, nemotron/README_15b.md"
+MAXTEXT_RECIPE = RECIPES + ", v24.11.1, maxtext/README_70b.md"
+GROK_RECIPE = RECIPES + ", v24.11.1, grok1/README_314b.md"
+QWEN_RECIPE = RECIPES + ", v25.12, qwen3/pretrain/README.md"
+BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md"
 # Kinds of runs, and how many times longer than predicted they took: what the command,
 # the page and notebook 07 say. A test compares these with the rows.
 PIPELINE_2021 = "pipelines of 2021, A100, full recomputation"
 SP_2022 = "TP + SP of 2022, A100, selective recomputation"
 FSDP = "FSDP, with and without tp"
-INTERLEAVED = "interleaved pipelines with tp 8, H100"
+INTERLEAVED = "interleaved pipelines with tp 4 or 8, H100"
+REPLICAS = "ZeRO-1 without a pipeline, H100"
+EXPERTS = "experts, interleaved pipelines, H100 and GB200"
 LONG = "sequences of 65,536 and more, H100"
 BANDS = {
     PIPELINE_2021: (1.5, 2.2),
     SP_2022: (1.3, 1.8),
-    FSDP: (1.6, 2.6),
+    FSDP: (1.5, 2.6),
+    REPLICAS: (1.5, 1.8),
     INTERLEAVED: (1.2, 1.6),
+    EXPERTS: (1.4, 2.0),
     LONG: (2.2, 3.9),
 }
 
@@ -133,6 +146,77 @@ def nemotron() -> list[Row]:
     return [Row("Nemotron-4 340B, 256 GPUs", INTERLEAVED, DGXC, *run)]
 
 
+def recipes() -> list[Row]:
+    """NVIDIA's recipes in 16 bits, the smallest and the largest run of each: two
+    numbers of GPUs, and seconds per step on each. One sequence per micro-batch."""
+    nemotron_15b = model(32, 6144, 48, 8, 256000, 4096, 64, biases="none")
+    rows = []
+    for name, kind, source, sizes, batch_size, mesh, runs in (
+        ("Llama 3.1 405B", INTERLEAVED, LLAMA_RECIPE.format("405b"),
+         MODELS["llama-3-405b"], 252, dict(tp=8, pp=9, cp=2, virtual=7),
+         {576: 17.20, 2304: 17.62}),
+        ("Llama 3.1 70B", INTERLEAVED, LLAMA_RECIPE.format("70b"),
+         MODELS["llama-3-70b"], 128, dict(tp=4, pp=4, cp=2, virtual=5),
+         {64: 14.72, 1024: 14.92}),
+        ("GPT-3 175B", INTERLEAVED, GPT_RECIPE, MODELS["gpt3"], 256,
+         dict(tp=4, pp=8, virtual=12), {128: 8.309, 2048: 8.49}),
+        ("Llama 3.1 8B", REPLICAS, LLAMA_RECIPE.format("8b"), MODELS["llama-3-8b"],
+         128, dict(cp=2), {8: 12.91, 128: 13.10}),
+        ("Nemotron-4 15B", REPLICAS, NEMOTRON_RECIPE, nemotron_15b, 64,
+         dict(tp=4, micro_batch=4), {16: 2.812, 2048: 2.887}),
+    ):  # fmt: skip
+        sizes = sizes | dict(batch_size=batch_size)
+        rows += of_recipe(name, kind, source, sizes, mesh, runs)
+    return rows
+
+
+def of_recipe(name, kind, source, sizes, mesh, runs, machine="dgx-h100") -> list[Row]:
+    """runs: GPUs → seconds per step. The batch is that of the first run and grows with
+    the GPUs. ZeRO-1 (mcore_distributed_optim); messages of dp overlap."""
+    of = "GB200" if machine == "gb200-nvl72" else "H100"
+    rows = []
+    for gpus, seconds in runs.items():
+        layout = dict(pp=1, tp=1, cp=1, virtual=1, micro_batch=1, zero=1) | mesh
+        layout.update(attention="flash", overlap_dp=True)
+        layout["dp"] = gpus // (layout["pp"] * layout["tp"] * layout["cp"])
+        batch = sizes["batch_size"] * gpus // min(runs)
+        run = (sizes | dict(batch_size=batch), gpus_of(machine, layout), layout)
+        row = Row(f"{name}, {gpus:,} {of}", kind, source, *run, "seconds", seconds)
+        rows.append(row)
+    return rows
+
+
+def maxtext() -> list[Row]:
+    """FSDP over 64 GPUs; the second over 128 in four replicas, here over all 512. What
+    it recomputes is not in the README, so the planner chooses."""
+    sizes = llama(80, 8192, 64, 28672, 128) | dict(vocab_size=32000, seq_len=4096)
+    mesh = dict(zero=3, micro_batch=2)
+    runs = {64: 6.999, 512: 7.091}
+    return of_recipe("Llama 2 70B", FSDP, MAXTEXT_RECIPE, sizes, mesh, runs)
+
+
+def experts() -> list[Row]:
+    """Grok-1's sizes: grok1_314b.yaml next to the README. A token that finds its expert
+    full is dropped (capacity factor 1), so no expert has more than the mean."""
+    grok = (64, 6144, 48, 8, 128256, 8192, 1024, 0)
+    more = dict(experts=8, top_k=2, expert_ffn=32768)
+    grok = model(*grok, gated=True, biases="none", **more)
+    qwen = MODELS["qwen3-235b-a22b"]
+    rows = of_recipe(
+        "Grok-1 314B", EXPERTS, GROK_RECIPE, grok,
+        dict(tp=4, pp=8, cp=2, ep=8, virtual=8), {512: 20.83, 2048: 21.09},
+    )  # fmt: skip
+    rows += of_recipe(
+        "Qwen3 235B", EXPERTS, QWEN_RECIPE, qwen | dict(batch_size=2048),
+        dict(tp=2, pp=8, ep=32, virtual=4), {256: 25.532},
+    )  # fmt: skip
+    rows += of_recipe(
+        "Qwen3 235B", EXPERTS, BRIDGE, qwen | dict(batch_size=8192),
+        dict(pp=8, ep=32, virtual=3), {256: 8192 * 4096 / (256 * 4916)}, "gb200-nvl72",
+    )  # fmt: skip
+    return rows
+
+
 def mpt(layers, hidden, heads, seq_len, batch_size) -> dict:
     sizes = (layers, hidden, heads, heads, 50432, seq_len, batch_size)
     return model(*sizes, tie=True)
@@ -187,7 +271,8 @@ def rows() -> list[Row]:
     """By kind, as BANDS has them."""
     found = [*megatron_2021(), *recomputation_2022(), *llama_405b(), *nemotron()]
     kinds = list(BANDS)
-    return sorted([*found, *foundry(), *titan()], key=lambda row: kinds.index(row.kind))
+    found += [*foundry(), *titan(), *recipes(), *maxtext(), *experts()]
+    return sorted(found, key=lambda row: kinds.index(row.kind))
 
 
 # Peak memory (TITAN, tables 1 to 4), GiB that PyTorch's allocator had reserved. Not
@@ -258,7 +343,7 @@ def reserved() -> tuple[float, float]:
 
 # What the planner says of a row.
 
-FIXED = "dp", "pp", "tp", "cp", "micro_batch", "recompute"
+FIXED = "dp", "pp", "tp", "cp", "ep", "micro_batch", "recompute"
 
 
 def predicted(row: Row) -> dict:
@@ -290,20 +375,25 @@ def seconds(row: Row, found: dict) -> float:
     return predict.model_flops(predict.changed(layout, scores="all")) / rate
 
 
-def compare(row: Row) -> dict:
+def compare_time(row: Row) -> dict:
     """predicted: its row; ratio: measured over predicted seconds; mfu: measured, with
-    the scores that the prediction counts; place: of the published mesh among those that
-    fit, the fastest first, and their number."""
+    the scores that the prediction counts."""
     found = predicted(row)
-    measured = seconds(row, found)
+    ratio = seconds(row, found) / found["seconds"]
+    return dict(predicted=found, ratio=ratio, mfu=found["mfu"] / ratio)
+
+
+def compare(row: Row) -> dict:
+    """The same, and place: of the published mesh among those that fit, the fastest
+    first, and their number; first: the fastest row."""
+    times = compare_time(row)
+    found = times["predicted"]
     fits, _, _ = predict.search(row.sizes, row.machine, **options(row))
     meshes = [tuple(x[a] for a in ("dp", "pp", "tp", "cp")) for x in fits]
     meshes = list(dict.fromkeys(meshes))
     mesh = tuple(found[axis] for axis in ("dp", "pp", "tp", "cp"))
     place = meshes.index(mesh) + 1 if mesh in meshes else None
-    ratio = measured / found["seconds"]
-    mfu = found["mfu"] / ratio
-    return dict(predicted=found, ratio=ratio, mfu=mfu, place=place, of=len(meshes))
+    return dict(**times, place=place, of=len(meshes), first=fits[0])
 
 
 def bands(compared: list[tuple[Row, dict]]) -> dict[str, tuple[int, float, float]]:
@@ -313,6 +403,22 @@ def bands(compared: list[tuple[Row, dict]]) -> dict[str, tuple[int, float, float
         ratios = [each["ratio"] for row, each in compared if row.kind == kind]
         found[kind] = len(ratios), min(ratios), max(ratios)
     return found
+
+
+def show_places(compared: list[tuple[Row, dict]]) -> None:
+    """How many layouts are among the first three; and what is first if not."""
+    others = [each for _, each in compared if (each["place"] or 9) > 3]
+    near = f"{len(compared) - len(others)} of {len(compared)}"
+    print(f"\n{near} published meshes are among the first three that fit.")
+    more = [x["first"]["memory"] / x["predicted"]["memory"] for x in others]
+    narrow = sum(x["first"]["tp"] < x["predicted"]["tp"] for x in others)
+    order = predict.RECOMPUTE.index
+    less = [[order(x[y]["recompute"]) for y in ("first", "predicted")] for x in others]
+    print(
+        f"In the {len(others)} others the first holds {min(more):.1f} to "
+        f"{max(more):.1f} times as much; its tp is\nnarrower in {narrow}, and it "
+        f"recomputes less in {sum(a < b for a, b in less)}."
+    )
 
 
 def page_data() -> str:
@@ -336,6 +442,7 @@ def main() -> None:
         numbers = f"{fits:>4} {found['memory'] / 1e9:5.1f} {found['mfu']:5.0%}"
         numbers += f" {each['mfu']:8.0%} {each['ratio']:5.2f}"
         print(f"{row.name:36} {numbers}  {each['place']} of {each['of']}")
+    show_places(compared)
     print("\nmeasured over predicted seconds")
     for kind, (count, low, high) in bands(compared).items():
         print(f"{kind:46} {count:2} rows: {low:.2f} to {high:.2f}")
