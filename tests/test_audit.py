@@ -20,7 +20,7 @@ import nursery
 import psutil
 import pytest
 import torch
-from audit import command, faults, from_full, rank, subjects
+from audit import command, faults, findings, from_full, rank, subjects
 from audit.case import Case
 from audit.compare import FullModel, Kind, Relation, Ruler, piece_of, wrong_share
 from audit.record import (
@@ -380,9 +380,6 @@ def test_a_fault_is_one_definition():
             assert fault.change_alone, fault.key
         # A module may be "the forward of layers.0".
         assert "backward of {modules}" not in fault.change, fault.key
-    keys = {fault.key for fault in faults.FAULTS}
-    for fault in faults.FAULTS:
-        assert set(fault.causes) <= keys, fault.key
 
 
 def case_of_no_rank(point) -> SimpleNamespace:
@@ -473,7 +470,10 @@ def test_how_many_elements_are_wrong():
 
 def case_of_losses(*losses: float) -> SimpleNamespace:
     own = [Trace(loss=loss) for loss in losses]
-    return SimpleNamespace(own=own, full=Trace(loss=2.0), ranks=len(own))
+    case = SimpleNamespace(own=own, full=Trace(loss=2.0), ranks=len(own))
+    case.ruler = Ruler(len(own), 1e-9)
+    case.are_near = lambda values, right: Case.are_near(case, values, right)
+    return case
 
 
 def test_a_loss_that_is_nan_is_named_first():
@@ -481,6 +481,82 @@ def test_a_loss_that_is_nan_is_named_first():
     first = next(f for f in faults.FAULTS if f.of is subjects.Loss and f.test(loss))
     assert first.key == "loss nan" and loss.is_nan() == "it is nan on ranks [0]"
     assert not subjects.Loss(case_of_losses(2.5, 2.5), []).is_nan()
+
+
+def test_a_loss_that_counts_every_column_again():
+    """The logits are replicated, and the loss takes them for shards of the columns."""
+    off = math.log(2)
+    loss = subjects.Loss(case_of_losses(2 + off, 2 + off), [])
+    first = next(f for f in faults.FAULTS if f.of is subjects.Loss and f.test(loss))
+    assert first.key == "loss of replicated logits"
+    assert not subjects.Loss(case_of_losses(2 + off, 2.1), []).counts_columns_again()
+
+
+def gradient_of(module: str, arrives: str, back: str = "right", **more):
+    """A wrong gradient of a weight: dL/d(output of its module) is right or not, and so
+    is what the module returns."""
+    relations = {"right": Relation(Kind.SAME), "wrong": Relation(Kind.WRONG)}
+    own = Point(module)
+    flows = {own: relations[arrives], Point("layers.1"): relations["right"]}
+    full = Trace(returned={own._replace(slot="input 0"): None})
+    full.order = list(flows)
+    case = SimpleNamespace(full=full, own=[Trace()])
+    case.relation_of = lambda point, what: (
+        relations[back] if what == "back" else flows[point]
+    )
+    gradient = subjects.Gradient.__new__(subjects.Gradient)
+    vars(gradient).update(
+        case=case, where=f"{module}.weight", module=module, kind=Kind.UNEXPLAINED,
+        arrives=relations[arrives], is_fed_right=arrives == "right", is_apart=False,
+        **more,
+    )  # fmt: skip
+    return gradient
+
+
+def test_only_what_is_upstream_of_a_wrong_gradient_follows():
+    """A sum that is left out after backward makes no other gradient wrong, and nothing
+    wrong comes through a module at which a right gradient arrives."""
+    after_backward = SimpleNamespace(subject=gradient_of("layers.2.norm", "right"))
+    of_backward = SimpleNamespace(subject=gradient_of("layers.2.up", "right", "wrong"))
+    upstream = gradient_of("norm", "wrong")
+    assert not findings.is_fed_wrong(upstream, [after_backward])
+    assert findings.is_fed_wrong(upstream, [of_backward])
+    assert findings.is_fed_wrong(upstream, [after_backward, of_backward])
+    shielded = gradient_of("layers.1.up", "wrong")
+    assert not findings.is_fed_wrong(shielded, [of_backward])
+    inside = SimpleNamespace(subject=gradient_of("layers.1.down", "right", "wrong"))
+    assert findings.is_fed_wrong(shielded, [inside])
+
+
+def test_a_copy_of_a_tied_weight_begins_where_the_weight_does():
+    """In a pipeline the head is a copy of the embedding's weight."""
+    case = SimpleNamespace(
+        own=[Trace()], full=Trace(tied={"head.weight": "embed.weight"})
+    )
+    case.parameters = ["embed.weight", "head.weight", "norm.weight"]
+    owners = {"head.weight": "embed.weight"}
+    case.owner_in_full = lambda name: owners.get(name, name)
+    case.is_tied_after_backward = lambda name: Case.is_tied_after_backward(case, name)
+    assert Case.uses(case, "head.weight") == ["head.weight", "embed.weight"]
+    assert Case.uses(case, "norm.weight") == ["norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "samples, key", [(True, "gradient sum"), (False, "missing sum over dp")]
+)
+def test_a_gradient_that_is_reduced_over_one_group_of_two(samples, key):
+    """Ranks 0 and 2 have one gradient, 1 and 3 another, and the sum of both is right.
+    If ranks 0 and 2 have different samples, it is reduced over dp, and f is missing."""
+    values = [torch.ones(2) * (rank // 2 + 1 if samples else 1) for rank in range(4)]
+    own = [SimpleNamespace(value=lambda point, x=x: x) for x in values]
+    gradient = subjects.Gradient.__new__(subjects.Gradient)
+    case = SimpleNamespace(own=own, ruler=Ruler(4, 1e-9), first=SimpleNamespace(has=[]))
+    relation = Relation(Kind.SCALED_SUM, "", 2.0)
+    vars(gradient).update(case=case, where="weight", module="norm", relation=relation)
+    vars(gradient).update(kind=relation.kind, groups=lambda: [[0, 2], [1, 3]])
+    tests = [f for f in faults.FAULTS if f.of is subjects.Gradient]
+    first = next(f for f in tests if f.test(gradient))
+    assert first.key == key and ("over dp, and not over tp" in first.what) == samples
 
 
 def test_two_passes_of_one_batch():

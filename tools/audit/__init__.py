@@ -1,8 +1,9 @@
 """Is my tensor-parallel model right? The package behind `python tools/audit.py`.
 
 command.py starts the ranks and prints, rank.py is one rank, record.py what it records.
-compare.py relates tensors to the full model's, case.py knows the facts of all ranks.
-faults.py defines the faults, by subjects (subjects.py); findings.py looks for them.
+compare.py relates tensors to the full model's. pieces.py knows which piece each rank
+holds, tensors.py what modules pass on, case.py the gradients of parameters. faults.py
+defines the faults, by subjects (subjects.py); findings.py looks for them.
 """
 
 from .command import groups_of

@@ -27,9 +27,7 @@ class Finding:
 
     @property
     def category(self) -> str:
-        if self.fault.key.startswith(self.subject.stage or " "):
-            return f"{self.subject.stage} {self.subject.relation}"
-        return self.fault.key + self.subject.more
+        return self.subject.category(self.fault.key)
 
     def as_dict(self) -> dict:
         names = ", ".join(name for name, _ in self.subject.returned)
@@ -46,8 +44,53 @@ class Finding:
 IN_LOSS = (Kind.PARTIAL, *NOT_COMPARED)  # outputs of which a right loss can be made
 VISIBLE = 1e-6  # relative differences that RIGHT rules out, if nothing else is said
 DROPOUT = (subjects.Dropped, subjects.Recomputed, subjects.TrainLoss)
+HELD = (subjects.Parameter, subjects.Missing, subjects.Buffer)
 TRAINED = (subjects.TrainMode, subjects.TrainBuffer)
 IN_TRAIN_MODE = (*DROPOUT, *TRAINED)  # the steps are in eval mode
+
+
+def is_consequence(found: Finding, earlier: list[Finding]) -> bool:
+    """Does a fault follow from an earlier one?"""
+    subject = found.subject
+    # Parameters and buffers that are wrong themselves, as is known for sure.
+    sure = [f for f in earlier if isinstance(f.subject, HELD)]
+    if any(other.where == found.where for other in sure):
+        return True
+    for other in earlier:  # one cause, in one module
+        is_same = other.category == found.category and not other.follows
+        if is_same and other.subject.module == subject.module:
+            return False
+    if isinstance(subject, (subjects.Step, subjects.Update)):
+        # What train mode has changed may be used in the steps.
+        causes = TRAINED
+        if found.category == "update of a frozen parameter":  # of wrong weights
+            causes += (subjects.Update,)
+        others = [f for f in earlier if f.category != found.category]
+        return any(f.fault.of in causes for f in others)
+    if isinstance(subject, subjects.Output):
+        return any(is_within(f.subject.module, subject.module) for f in sure)
+    if isinstance(subject, subjects.Gradient):
+        return is_fed_wrong(subject, earlier)
+    return any(f.subject.explains(subject) for f in earlier)
+
+
+def is_fed_wrong(subject: subjects.Gradient, earlier: list[Finding]) -> bool:
+    """Does a wrong gradient of a tensor, which an earlier finding explains, reach this
+    parameter in backward?"""
+    if subject.is_fed_right or subject.is_apart:
+        return False
+    causes = []
+    for other in earlier:
+        own = other.subject
+        if isinstance(own, subjects.Gradient) and not own.is_of_backward():
+            continue  # what is done after backward changes no other gradient
+        # Of a wrong gradient of a tensor, the fault is in the module after it.
+        place = other.where if isinstance(own, Flow) else own.module
+        if not subject.is_shielded_from(place):
+            causes.append(other)
+    if any(f.subject.returned for f in causes) or (causes and subject.follows()):
+        return True
+    return any(f.subject.explains(subject) for f in causes)
 
 
 class Search:
@@ -70,38 +113,10 @@ class Search:
             texts = [subject.seen, seen if isinstance(seen, str) else ""]
             texts = list(dict.fromkeys(filter(None, texts)))
             found = Finding(fault, subject, where, "; ".join(texts))
-            found.follows = self.is_consequence(found)
+            found.follows = is_consequence(found, self.findings)
             self.findings.append(found)
             return True
         return False
-
-    def is_consequence(self, found: Finding) -> bool:
-        """Does a fault follow from an earlier one?"""
-        subject = found.subject
-        # Parameters that are wrong themselves, as is known for sure.
-        sure = [other for other in self.findings if "forward" in other.fault.causes]
-        if any(other.where == found.where for other in sure):
-            return True
-        for other in self.findings:  # one cause, in one module
-            is_same = other.category == found.category and not other.follows
-            if is_same and other.subject.module == subject.module:
-                return False
-        if isinstance(subject, (subjects.Step, subjects.Update)):
-            # What train mode has changed may be used in the steps.
-            causes = TRAINED
-            if found.category == "update of a frozen parameter":  # of wrong weights
-                causes += (subjects.Update,)
-            others = [f for f in self.findings if f.category != found.category]
-            return any(f.fault.of in causes for f in others)
-        if isinstance(subject, subjects.Output):
-            return any(is_within(f.subject.module, subject.module) for f in sure)
-        if isinstance(subject, subjects.Gradient) and self.findings:
-            if subject.is_fed_right or subject.is_apart:
-                return False
-            is_seen = any(f.subject.returned for f in self.findings)
-            if is_seen or subject.is_consequence():
-                return True
-        return any(found.category.startswith(f.fault.causes) for f in self.findings)
 
     def run(self) -> None:
         case = self.case
@@ -177,7 +192,8 @@ class Search:
         reordered = [p for p in reordered if not self.is_healed(p)]
         if point is None and not reordered:
             if is_loss_wrong:
-                self.look(subjects.Loss(case, notes + self.said_of(others)))
+                notes += self.said_of(others) + self.said_of_unknown()
+                self.look(subjects.Loss(case, notes))
             return is_loss_wrong
         if point is None or any(self.is_added(other, point) for other in reordered):
             point = reordered[0]
@@ -211,6 +227,19 @@ class Search:
                     break
             texts.append(text)
         return texts
+
+    def said_of_unknown(self) -> list[str]:
+        """Modules whose outputs could not be compared, the outermost ones."""
+        case = self.case
+        found = []
+        for name in reversed(case.modules(case.full)):
+            points = case.full.outputs(Point(name))
+            is_unknown = all(case.relation_of(point) is None for point in points)
+            is_inner = any(is_within(name, other) for other in found)
+            if name and is_unknown and not is_inner:
+                found.append(name)
+        words = "not compared, because not all ranks have them: the outputs of "
+        return [words + some(found[::-1], 4)] if found else []
 
     def is_healed(self, point: Point) -> bool:
         """Is a call right inside of which this tensor is, or does its reader get what

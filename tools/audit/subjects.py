@@ -6,6 +6,7 @@ one) and `seen` (what is known of it, in words), and `case` with the facts of al
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -30,7 +31,7 @@ from .record import Point, is_within
 
 VAGUE = (Kind.REPLICAS, Kind.UNEXPLAINED)  # gradients whose cause may be elsewhere
 OF_FLOW = (*VAGUE, Kind.SUM, Kind.ZERO, Kind.NONE, Kind.MIXED)  # or in what arrives
-CLOSER = ("unexplained", "differs between replicas", "factor", "of its uses", "sum")
+FOLLOWING = (*VAGUE, Kind.FACTOR, Kind.FACTORS, Kind.USES, Kind.SUM)
 ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 KEYS = re.compile("(w|to_)?k(ey|eys)?(_proj|_lin)?", re.IGNORECASE)  # a linear
 FUSED = re.compile(  # but not a list of matrices (qkv.0, qkv.weights.0)
@@ -43,9 +44,6 @@ class Subject:
     where = ""
     module = ""
     seen = ""
-    stage = ""  # a finding's name is this and its relation, or else the fault's key
-    more = ""  # and these words
-    causes = ()  # the beginnings of names of findings that follow from one of it
     returned = ()  # modules that return a wrong gradient to it, and how this is related
 
     def __init__(self, case: Case, where: str = "", module: str = "", seen: str = ""):
@@ -54,9 +52,32 @@ class Subject:
         self.module = module or case.owner(where)
         self.seen = seen
 
+    def category(self, key: str) -> str:
+        """What a finding is called: the key of its fault, or what says more."""
+        return key
+
+    def explains(self, other: Subject) -> bool:
+        """May a fault of another subject follow from one of this?"""
+        return False
+
     def is_inside(self, module: str) -> bool:
         """Is a module inside of the one to which this belongs?"""
         return module != self.module and is_within(module, self.module)
+
+
+def explains_outputs(self, other: Subject) -> bool:
+    """Of a parameter or buffer: wrong outputs of modules may follow."""
+    return isinstance(other, Output)
+
+
+def of_relation(stage: str):
+    """A finding is called by how its subject is related, if the fault is a general one
+    of this stage ("forward", "gradient")."""
+
+    def category(self, key: str) -> str:
+        return f"{stage} {self.relation}" if key.startswith(stage) else key
+
+    return category
 
 
 class Start(Subject):
@@ -97,7 +118,7 @@ def unlike_first(held: list[list[torch.Tensor]]) -> list[int]:
 class Parameter(Subject):
     """A parameter of the ranks, if the loss is wrong."""
 
-    causes = ("forward",)  # of the modules around it
+    explains = explains_outputs
 
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
@@ -200,7 +221,7 @@ class Parameter(Subject):
 class Missing(Subject):
     """A parameter of the full model, of which all elements must be on some rank."""
 
-    causes = ("forward",)  # of the modules around it
+    explains = explains_outputs
 
     def __init__(self, case: Case, name: str):
         super().__init__(case, name)
@@ -219,7 +240,7 @@ class Missing(Subject):
 class Buffer(Subject):
     """A buffer that has its name from the full model, if the loss is wrong."""
 
-    causes = ("forward",)  # of the modules around it
+    explains = explains_outputs
 
     def wrong(self) -> str:
         how = self.case.relation_of_state("buffers", self.where)
@@ -232,7 +253,7 @@ class Output(Subject):
     """The first wrong tensor in forward: a module's output, or an input of a module
     that the code around it has made."""
 
-    stage = "forward"
+    category = of_relation("forward")
 
     def __init__(self, case: Case, point: Point, notes: list[str]):
         self.case = case
@@ -481,7 +502,7 @@ class Loss(Subject):
         self.case = case
         losses = [trace.loss for trace in case.own]
         ratio = losses[0] / case.full.loss if case.full.loss else 0.0
-        texts = ["all modules are right", *notes]
+        texts = ["no compared output of a module is wrong", *notes]
         if abs(ratio - 1) > 1e-3:
             texts.append(f"it is {ratio:.4g} times the right one")
         self.nan = [rank for rank, loss in enumerate(losses) if loss != loss]
@@ -492,6 +513,13 @@ class Loss(Subject):
 
     def is_nan(self) -> str:
         return f"it is nan on ranks {self.nan}" if self.nan else ""
+
+    def counts_columns_again(self) -> str:
+        """Is it log T too large? A sum of exponentials counts every column T times."""
+        off = math.log(self.case.ranks)
+        if not self.case.are_near(self.losses, self.case.full.loss + off):
+            return ""
+        return f"it is log {self.case.ranks} too large"
 
     def is_part(self) -> str:
         """Is it each rank's own part, so that only their sum or mean is right?"""
@@ -507,7 +535,9 @@ class Loss(Subject):
 class Flow(Subject):
     """The first wrong gradient of a tensor in backward, if a parameter's is wrong."""
 
-    causes = tuple(f"gradient {name}" for name in CLOSER)
+    def explains(self, other: Subject) -> bool:
+        """In backward it comes before the gradients of parameters."""
+        return isinstance(other, Gradient) and other.kind in FOLLOWING
 
     def __init__(self, case: Case, point: Point, wrong: list[str]):
         self.case = case
@@ -765,7 +795,7 @@ class Flow(Subject):
 class Gradient(Subject):
     """A wrong gradient of a parameter; those closest to the loss come first."""
 
-    stage = "gradient"
+    category = of_relation("gradient")
 
     def __init__(self, case: Case, name: str, flow: Flow | None):
         super().__init__(case, name)
@@ -826,12 +856,42 @@ class Gradient(Subject):
                 found.append((name, relation))
         return found
 
-    def is_consequence(self) -> bool:
+    def explains(self, other: Subject) -> bool:
+        """Only what its module returns in backward makes other gradients wrong."""
+        return isinstance(other, Gradient) and other.kind in FOLLOWING
+
+    def is_of_backward(self) -> bool:
+        """Is it wrong in backward, and not only in what is done with it afterwards?
+        Then a wrong gradient arrives at its module or is returned by it."""
+        if not self.is_fed_right:
+            return True
+        inputs = [point for point in self.case.full.returned]
+        own = [point for point in inputs if is_within(point.module, self.module)]
+        return any(is_wrong(self.case.relation_of(point, "back")) for point in own)
+
+    def follows(self) -> bool:
         """Does it follow from a wrong gradient behind it, as far as is known?"""
         is_known = self.arrives is not None and self.arrives.kind not in NOT_COMPARED
         if not is_known:
             return self.kind in VAGUE
         return is_wrong(self.arrives)
+
+    def is_shielded_from(self, module: str) -> bool:
+        """Does a right gradient arrive at a module around this one, which the other
+        module is not inside of? Then nothing wrong comes from there."""
+        case = self.case
+        if self.where in case.own[0].tied.values():
+            return False  # it has other uses
+        around = self.module.rpartition(".")[0]
+        while around and not is_within(module, around):
+            points = [
+                p for p in case.full.order if p.module == around and not p.is_input
+            ]
+            found = [case.relation_of(point, "flow") for point in points]
+            if found and all(map(is_right, found)):
+                return True
+            around = around.rpartition(".")[0]
+        return False
 
     def is_shared_sum(self) -> bool:
         """Is a sum missing over some of the ranks, or of a part of the elements?"""
@@ -857,11 +917,34 @@ class Gradient(Subject):
     def lacks_dp_sum(self) -> str:
         """Is a sum over them missing? Of a replicated parameter, the sum over all ranks
         is then as many times too large as there are ranks in a group."""
+        if self.is_sum_of_groups():
+            return "" if self.is_of_other_data(self.groups()[0]) else self.in_groups()
+        return self.kind is Kind.SUM and self.sees_other_data()
+
+    def is_sum_of_groups(self) -> bool:
+        """Is the sum right over one rank of each group that has one gradient?"""
         groups = self.groups()
         is_scaled = self.kind is Kind.SCALED_SUM and groups
-        if is_scaled and abs(self.relation.factor / len(groups[0]) - 1) < 1e-6:
-            return self.in_groups()
-        return self.kind is Kind.SUM and self.sees_other_data()
+        return is_scaled and abs(self.relation.factor / len(groups[0]) - 1) < 1e-6
+
+    def is_of_other_data(self, ranks: list[int]) -> bool:
+        """Have these ranks computed other outputs with it, from other samples?"""
+        held = [self.case.own[rank].value(Point(self.module)) for rank in ranks]
+        if any(x is None or x.shape != held[0].shape for x in held):
+            return False
+        near = self.case.ruler.near
+        return not all(near(x, held[0], scale_of(held[0])) for x in held)
+
+    def lacks_sum_in_tp(self) -> str:
+        """Is it reduced over ranks with other samples (dp), and not over the others?"""
+        if self.is_sum_of_groups() and self.is_of_other_data(self.groups()[0]):
+            return f"{self.in_groups()}, which have other samples"
+        return ""
+
+    def is_read_without_f(self) -> bool:
+        """Does a partial gradient arrive, returned by no module (by the loss)?"""
+        is_partial = self.arrives is not None and self.arrives.kind is Kind.PARTIAL
+        return self.kind is Kind.SUM and is_partial and not self.returned
 
     def lacks_dp_mean(self) -> str:
         return self.kind is Kind.MEAN and self.sees_other_data()
@@ -896,6 +979,11 @@ class Gradient(Subject):
             if any(not torch.equal(x, held[0]) for x in held):
                 return f"ranks {same} hold different pieces and have the same gradient"
         return False
+
+    def is_mixed_by_ddp(self) -> bool:
+        return (
+            self.kind is Kind.MIXED and "DistributedDataParallel" in self.case.first.has
+        )
 
     def padding_row(self) -> str:
         """One row that is zero on a rank and not in the full model, or the reverse."""
@@ -975,7 +1063,10 @@ def off_by(x: torch.Tensor | None, right: torch.Tensor) -> float:
 class TrainBuffer(Subject):
     """A buffer that train mode changes, if its value after one pass is wrong."""
 
-    causes = ("train mode", "dropout loss")
+    def explains(self, other: Subject) -> bool:
+        return isinstance(other, (TrainMode, TrainLoss)) and not is_nothing_dropped(
+            other
+        )
 
     def wrong(self) -> str:
         case = self.case
@@ -988,10 +1079,15 @@ class TrainBuffer(Subject):
         return f"after one pass: {how}"
 
 
+def is_nothing_dropped(subject: Subject) -> bool:
+    return isinstance(subject, TrainLoss) and bool(subject.not_dropped())
+
+
 class TrainMode(Subject):
     """A gradient or the loss in train mode, where nothing is dropped."""
 
-    causes = ("dropout loss",)
+    def explains(self, other: Subject) -> bool:
+        return isinstance(other, TrainLoss) and not is_nothing_dropped(other)
 
 
 class Dropped(Subject):
@@ -1150,12 +1246,16 @@ class Update(Subject):
         self.ranks = case.holders(name)
         self.after, self.right = case.compared(name, "after", number)
         self.is_noise = False  # does it differ only where rounding errors moved it?
+        self.not_updated = []  # ranks that have left it out; see missing()
         wrong = self.wrong_ranks("after")
         self.is_wrong = bool(wrong)
         if 0 < len(wrong) < len(self.ranks):
             self.seen += f", wrong on ranks {wrong} only"
         if wrong and number > 0:
             self.seen += "; right before, so look at what is kept between steps"
+
+    def category(self, key: str) -> str:
+        return f"{key} on ranks {self.not_updated}" if self.not_updated else key
 
     def wrong_ranks(self, what: str) -> list[int]:
         """The ranks on which its gradient ("grads", "clipped") or it is wrong."""
@@ -1271,7 +1371,7 @@ class Update(Subject):
         same = map(torch.equal, before, self.after)
         found = [rank for rank, is_same in zip(self.ranks, same) if is_same]
         is_missing = 0 < len(found) < len(self.ranks) and self.is_wrong
-        self.more = f" on ranks {found}" if is_missing else ""
+        self.not_updated = found if is_missing else []
         self.others = []  # parameters that such a rank has updated
         for rank in found if is_missing else ():
             trace = self.case.own[rank]
