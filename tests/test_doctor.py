@@ -7,6 +7,7 @@ import doctor
 import jobs
 import pytest
 import torch
+import torch.utils.checkpoint
 
 FULL = torch.arange(24.0).view(2, 3, 4)
 
@@ -90,6 +91,22 @@ def test_the_module_that_raised(monkeypatch):
     assert doctor.where_raised(raised.value)[-1] == f"  {said}"
 
 
+def test_recomputation_raises_nothing(monkeypatch):
+    """checkpoint() leaves its second forward pass by an error that it catches."""
+    label = SimpleNamespace(label=("one layer", "backward"))
+    monkeypatch.setattr(doctor.Script, "meter", label)
+    forward = doctor.Forward()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.GELU())
+    add_hook = torch.nn.modules.module.register_module_forward_hook
+    hook = add_hook(forward.on_error, always_call=True)
+    try:
+        compute = torch.utils.checkpoint.checkpoint
+        compute(model, FULL, use_reentrant=False).sum().backward()
+    finally:
+        hook.remove()
+    assert forward.raised == {}
+
+
 EDITED = """
 def __torch_dispatch__():
     raise ValueError
@@ -153,15 +170,17 @@ PARTIAL = [failed(f"gradients: {name}, TP", "off by 0.1", differs=True)
            for name in ("embed.weight", "norm.bias", "head.bias")]  # fmt: skip
 PARTIAL[-1]["differs"] = False  # the replicas of this one are wrong, and the same
 TWICE = failed("gradients: norm.bias, TP", "2 times the expected tensor")
+ZERO = failed("gradients: norm.bias, TP", "0 times the expected tensor")
+FOUR = failed("gradients: embed.weight, TP", "4 times the expected tensor")
 HINTS = {
     "a sum over ranks is missing: TP backward all-reduce tp: 0 calls":
         [failed("replicas: norm.bias, tp", "ranks of tp differ by 0.1"), MISSING],
     "TP: the loss is right, and ranks have different gradients of norm.bias: partial":
         [*PARTIAL, failed("losses: loss, step 2, TP", "1, expected 2")],
-    "2 times, and more calls: TP backward all-reduce tp: 2 calls": [TWICE, MORE],
+    "2 times, and more calls: TP backward all-reduce tp: 2 calls": [FOUR, TWICE, MORE],
     "T times the expected tensor: a sum where a mean belongs": [TWICE],
     "no gradient arrived: autograd does not track all_reduce":
-        [failed("gradients: norm.bias, TP", "0 times the expected tensor")],
+        [ZERO],
     "a gradient has the shape of a slice: is p.sharding of its parameter set?":
         [failed("gradients: w, TP", "shape [4, 2], expected [4, 4]")],
     "the loss is computed in two places, and both must be edited: one process by "
@@ -189,6 +208,7 @@ def test_conclusions(runs, hint):
     [failed("gradients: norm.bias, TP", "off by 0.1")],  # the first thing that is wrong
     [*PARTIAL, failed("losses: loss, step 1, TP", "1, expected 2")],  # forward is wrong
     [PARTIAL[-1]],
+    [ZERO, MISSING],  # no gradient has reached that call
     [MISSING], [MORE],  # a formula alone
     [failed("norms: ‖g‖, step 1, TP", "1, expected 2"), TWICE, MORE],
     [failed("losses: loss, step 1, TP", "1, expected 2")],  # forward may be wrong

@@ -131,7 +131,9 @@ class Forward:
         """PyTorch calls it after each forward; the first after an error knows where."""
         error = sys.exc_info()[1]
         run = Script.label()[0]
-        if error and run and run not in self.raised:
+        # checkpoint() ends a second forward pass early by an error that it catches.
+        is_own = type(error).__name__ != "_StopRecomputationError"
+        if error and is_own and run and run not in self.raised:
             name = self.names.get(module) or "the model"
             self.raised[run] = describe_module(name, module, error)
 
@@ -599,19 +601,20 @@ def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
         if numbers:
             is_fewer = float(numbers[1]) < float(numbers[2])
             (fewer if is_fewer else more).append(check)
-    if fewer and ("replicas" in kinds or "gradients" in kinds):
-        lines.append(f"a sum over ranks is missing: {in_words(fewer[0])}")
     gradients = kinds.get("gradients", [])
     text = " ".join(check["text"] for check in gradients)
-    factor = re.search(r"([\d.]+) times the expected tensor", text)
-    if factor and float(factor[1]) == 0:
+    # Backward begins at the output: the last one is nearest the cause.
+    factor = [None, *re.findall(r"([\d.]+) times the expected tensor", text)][-1]
+    if factor and float(factor) == 0:
         lines.append(
             "no gradient arrived: autograd does not track all_reduce and its like of "
             "lesson 00; in a model use ReduceFromTP or CopyToTP (lesson 01)"
         )
+    elif fewer and ("replicas" in kinds or "gradients" in kinds):
+        lines.append(f"a sum over ranks is missing: {in_words(fewer[0])}")
     elif factor and more:
-        lines.append(f"{factor[1]} times, and more calls: {in_words(more[0])}")
-    elif factor and float(factor[1]) == dist.get_world_size():
+        lines.append(f"{factor} times, and more calls: {in_words(more[0])}")
+    elif factor and float(factor) == dist.get_world_size():
         text = "T times the expected tensor: a sum where a mean belongs, or a sum of "
         lines.append(f"{text}what is already complete")
     values = [check for check in checks if not check["is_formula"]]
