@@ -1587,6 +1587,8 @@ LEAST = {"parameters": 0.009, "gradients": 1e-4}
 # PyTorch has several operations of each kind: allreduce_, all_reduce, …
 KINDS = "all-reduce all-gather reduce-scatter broadcast all-to-all send recv".split()
 LESSON = Path(sys.argv[0])  # the script that was started
+WHERE = "Where it begins: torchrun --standalone --nproc_per_node="  # after a failure
+WHERE += f"{os.environ.get('WORLD_SIZE', 2)} tools/doctor.py {' '.join(sys.argv)}"
 # What a verdict names first: causes before what follows from them.
 CAUSES = "runs outputs gradients replicas norms losses parameters".split()
 
@@ -1764,9 +1766,9 @@ class Report:
         """Record a comparison, named "kind: what is compared". Does it hold here?"""
         if name in self.checks:  # one would hide the other
             raise ValueError(f"two checks are named {name}")
-        check = dict(name=name, diff=diff, allowed=allowed, is_formula=is_formula)
-        check.update(text=text or f"off by {diff:.2g}, allowed {allowed:.0e}", ranks=[])
-        self.checks[name] = check
+        text = text or f"off by {diff:.2g}, allowed {allowed:.0e}"
+        check = dict(name=name, diff=diff, allowed=allowed, text=text, ranks=[])
+        self.checks[name] = check | {"is_formula": is_formula}
         return diff <= allowed  # False for nan
 
     def agree(self, name: str, got, expected, allowed: float) -> float:
@@ -1844,11 +1846,8 @@ class Report:
             if call[0] not in self.raised:
                 calls, formula = formulas.get(call, (0, "0"))
                 rows.append(self.ledger_row(call, calls, formula))
-        shown = []
-        for row in rows:
-            is_brief = row["run"] in brief or row["phase"] in brief
-            if row["ok"] != "ok" or not is_brief:
-                shown.append(row)
+        is_brief = lambda row: row["run"] in brief or row["phase"] in brief
+        shown = [row for row in rows if row["ok"] != "ok" or not is_brief(row)]
         for column in ("run", "axis"):  # one that says the same in all rows is left out
             if len({row[column] for row in shown}) == 1:
                 for row in shown:
@@ -1891,19 +1890,22 @@ class Report:
         try:
             yield
         except Exception as error:
+            store = dist.distributed_c10d._get_default_store()
+            is_lost = "Timed out" in str(error) or "Connection" in str(error)
+            rank = dist.get_rank()
+            store.set(f"{run}/{rank}", f"{type(error)} {METER.count} {is_lost}")
             frames = traceback.extract_tb(error.__traceback__)
-            if "Timed out" in str(error) or "Connection" in str(error):
-                raise  # in a collective: no other run can continue
             own = [x for x in frames if x.filename == os.path.abspath(LESSON)]
             at = [x for x in own or frames if x.name != "__torch_dispatch__"][-1]
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             text += f" (line {at.lineno}, in {at.name})"
-            said = f"rank {dist.get_rank()}, {run}: {text}; last call: {METER.last}"
+            said = f"rank {rank}, {run}: {text}; last call: {METER.last}"
             print(said, file=sys.stderr, flush=True)
+            if is_lost:  # in a collective: no other run can continue
+                time.sleep(2)  # a rank that has raised another error ends first
+                raise
             # A rank that waits in a collective for another one raises after --timeout.
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{run}/{dist.get_rank()}", f"{type(error)} {METER.count}")
-            keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
+            keys = [f"{run}/{other}" for other in range(dist.get_world_size())]
             store.wait(keys, 2 * store.timeout)
             if len({store.get(key) for key in keys}) > 1:  # only some ranks made a call
                 raise
@@ -1928,8 +1930,7 @@ class Report:
             text += f"; {len(formulas)} formulas describe another model or split"
         if kinds:
             text = ", ".join(f"{kind} ({len(kinds[kind])})" for kind in kinds)
-            text = f"wrong: {text}. Where it begins: torchrun --standalone "
-            text += f"--nproc_per_node={args.ranks} tools/doctor.py {LESSON.name}"
+            text = f"wrong: {text}. {WHERE}"
         word = "FAIL" if kinds else "PASS"
         lines += [f"{word}  {LESSON.stem}  {text}"]
         wrap = textwrap.TextWrapper(88, subsequent_indent="  ", break_on_hyphens=False)
@@ -2030,8 +2031,7 @@ def read_flags(parser: argparse.ArgumentParser) -> argparse.Namespace:
     text = "float64 separates bugs from rounding errors"
     parser.add_argument("--dtype", choices=list(ALLOWED), default="float32", help=text)
     parser.add_argument("--seed", type=positive, default=1)
-    text = "seconds that a call may wait"
-    parser.add_argument("--timeout", type=positive, default=60, help=text)
+    parser.add_argument("--timeout", type=positive, default=60, help="seconds per call")
     parser.add_argument("--json", type=Path, help="write all checks and rows there")
     args = parser.parse_args()
     if args.json:
@@ -2082,10 +2082,11 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
         print("  ".join(f"{letter} {number}" for letter, number in report.size.items()))
         main(args, report)
         failures = report.verdict(args)
-    except Exception:
-        # Ranks whose numbers differ have not made the same calls.
-        text = f"\n{traceback.format_exc()}rank {os.environ['RANK']}; its last call: "
-        text += METER.last
+    except Exception as error:
+        frames = traceback.format_tb(error.__traceback__)
+        text = "".join(x for x in frames if "site-packages" not in x)  # not PyTorch's
+        text = f"\n{text}{type(error).__name__}: {error}\nrank {os.environ['RANK']}; "
+        text += f"its last call: {METER.last}\n{WHERE}"
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # not started by torchrun
             print(text, file=sys.stderr)
         end(text, 1)

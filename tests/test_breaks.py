@@ -465,3 +465,17 @@ def test_an_edit_that_is_not_unique_is_refused(old, monkeypatch, tmp_path):
     monkeypatch.setattr(bug, "ROOT", tmp_path)
     with pytest.raises(ValueError, match=r"00_x\.py does not have these lines once"):
         bug.edited("00", {"old": old, "new": ""})
+
+
+def test_what_the_doctor_says_follows_the_verdict():
+    """FAIL names the doctor, with all flags; here it has looked already."""
+    said = (
+        "✗ losses: loss, step 2, TP: 1, expected 2, on ranks [0, 1]\n"
+        "FAIL  01_naive_mlp_tp  wrong: losses (2). Where it begins: torchrun\n"
+        "  --nproc_per_node=2 tools/doctor.py /tmp/x/01_naive_mlp_tp.py --timeout 15\n"
+        "  --json /tmp/out.json\n"
+        "doctor: TP: right up to the model's output"
+    )
+    explained = bug.explain(bug.bugs_of("01")["f"], "01_naive_mlp_tp.py", said)
+    assert "wrong: losses (2)\ndoctor: TP: right up to" in explained
+    assert "--timeout" not in explained and "✗ losses: loss, step 2" in explained

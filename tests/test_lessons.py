@@ -217,7 +217,9 @@ def test_a_wrong_split_of_an_edited_model_fails(tmp_path):
     # Causes first; the run's own words are the last that the screen shows.
     marks = re.findall(r"\n✗ (\w+): ", done.out)
     assert marks == ["gradients", "replicas", "losses"]
-    assert "tools/doctor.py 01_naive_mlp_tp.py" in " ".join(done.out.split())
+    # As it was started, with its flags, which change what is run.
+    command = f"tools/doctor.py{tmp_path / MLP}.py--json"
+    assert command in "".join(done.out.split())
     screen = "\n".join(done.err.rstrip().splitlines()[-25:])
     assert "✗ gradients: dL/d x, Megatron" in screen and "FAIL  01_naive" in screen
 
@@ -278,6 +280,13 @@ def test_one_rank_that_raises_ends_the_job(tmp_path):
     # Each rank names its last collective by number: here they differ.
     assert "last call: number 1, all-reduce over tp, Megatron forward" in done.err
     assert "division by zero (line" in done.err and "last call: none" in done.err
+    # torchrun's report is of the rank that raised, not of the one that waited for it.
+    screen = "\n".join(done.err.rstrip().splitlines()[-25:])
+    assert f"\n      {line.strip()}\n" in screen, screen
+    assert "\n  ZeroDivisionError: division by zero\n" in screen
+    assert "Timed out" not in screen and "site-packages" not in screen, screen
+    command = f"tools/doctor.py{tmp_path / MLP}.py--json{tmp_path}/out.json--timeout5"
+    assert command in "".join(screen.split())
 
 
 def test_two_checks_of_one_name_are_an_error(tmp_path):

@@ -119,8 +119,8 @@ def explain(bug: dict, path: Path, failed: str) -> str:
     if len(changed) > 6:
         changed = [*changed[:5], f"  … {len(changed) - 5} lines more"]
     # The doctor has looked already.
-    advice = r"\.\s+Where\s+it\s+begins:[^✗≠]*?doctor\.py\s+\S+\.py"
-    failed = re.sub(advice, "", failed)
+    advice = r"\.\s+Where\s+it\s+begins:.*?(?=\n\S|\Z)"
+    failed = re.sub(advice, "", failed, flags=re.S)
     lines += [*changed, failed.strip()]
     for word in ("symptom", "why", "reported"):
         lines.append(fill(f"{word}: {bug[word]}"))

@@ -131,7 +131,9 @@ class Forward:
         """PyTorch calls it after each forward; the first after an error knows where."""
         error = sys.exc_info()[1]
         run = Script.label()[0]
-        if error and run and run not in self.raised:
+        # checkpoint() ends a second forward pass early by an error that it catches.
+        is_own = type(error).__name__ != "_StopRecomputationError"
+        if error and is_own and run and run not in self.raised:
             name = self.names.get(module) or "the model"
             self.raised[run] = describe_module(name, module, error)
 
@@ -160,7 +162,12 @@ class Forward:
             plain[run] = {name: tuple(output) for name, output in outputs.items()}
         dist.all_gather_object(everyone, plain)
         texts = {}
-        for run in [run for run in list(self.outputs)[1:] if run in wrong]:
+        runs = list(self.outputs)
+        for first in runs[:1]:  # none if the script names no forward pass
+            text = self.where_ranks_differ([of_rank[first] for of_rank in everyone])
+            if text:
+                texts[first] = text
+        for run in [run for run in runs[1:] if run in wrong]:
             ranks = []
             for of_rank in everyone:
                 found = of_rank.get(run, {})
@@ -169,6 +176,22 @@ class Forward:
             if text:
                 texts[run] = text
         return texts
+
+    @staticmethod
+    def where_ranks_differ(ranks: list[dict]) -> str:
+        """From which module on the run without TP is not the same on all ranks.
+
+        ranks: of each rank, name of a module → its output, as a tuple.
+        """
+        if len({tuple(outputs) for outputs in ranks}) > 1:  # other modules: stages
+            return ""
+        for name in ranks[0]:
+            outputs = [Output(*outputs[name]) for outputs in ranks]
+            norms = [output.norm for output in outputs]
+            if max(norms) - min(norms) > outputs[0].allowed * max(norms):
+                text = f"ranks differ from {name} on: a seed, a batch or weights that "
+                return f"{text}depend on the rank?"
+        return ""
 
     def where_wrong(self, ranks: list[dict]) -> str:
         """Between which modules forward becomes wrong; "" if that cannot be said.
@@ -596,23 +619,27 @@ def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
         if numbers:
             is_fewer = float(numbers[1]) < float(numbers[2])
             (fewer if is_fewer else more).append(check)
-    if fewer and ("replicas" in kinds or "gradients" in kinds):
-        lines.append(f"a sum over ranks is missing: {in_words(fewer[0])}")
     gradients = kinds.get("gradients", [])
     text = " ".join(check["text"] for check in gradients)
-    factor = re.search(r"([\d.]+) times the expected tensor", text)
-    if factor and float(factor[1]) == 0:
+    # Backward begins at the output: the last one is nearest the cause.
+    factor = [None, *re.findall(r"([\d.]+) times the expected tensor", text)][-1]
+    if factor and float(factor) == 0:
         lines.append(
             "no gradient arrived: autograd does not track all_reduce and its like of "
             "lesson 00; in a model use ReduceFromTP or CopyToTP (lesson 01)"
         )
+    elif fewer and ("replicas" in kinds or "gradients" in kinds):
+        lines.append(f"a sum over ranks is missing: {in_words(fewer[0])}")
     elif factor and more:
-        lines.append(f"{factor[1]} times, and more calls: {in_words(more[0])}")
-    elif factor and float(factor[1]) == dist.get_world_size():
+        lines.append(f"{factor} times, and more calls: {in_words(more[0])}")
+    elif factor and float(factor) == dist.get_world_size():
         text = "T times the expected tensor: a sum where a mean belongs, or a sum of "
         lines.append(f"{text}what is already complete")
-    if any(is_in_last_bits(check) for check in checks):
+    values = [check for check in checks if not check["is_formula"]]
+    if values and all(is_in_last_bits(check) for check in values):
         lines.append("only last bits differ: a sum in another order?")
+    if not fewer:
+        lines += partial_gradients(kinds)
     if re.search(r"shape \[\d.*expected \[\d", text):
         lines.append(
             "a gradient has the shape of a slice: is p.sharding of its parameter set? "
@@ -621,9 +648,25 @@ def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
     return lines + other_places(kinds, places)
 
 
+def partial_gradients(kinds: dict[str, list]) -> list[str]:
+    """Wrong gradients that ranks do not share, though the first loss is right."""
+    lines = []
+    wrong_losses = " ".join(check["name"] for check in kinds.get("losses", []))
+    for run in list(FORWARD.outputs)[1:]:
+        differ = []
+        for check in kinds.get("gradients", []):
+            if check["name"].endswith(f", {run}") and check["differs"]:
+                differ.append(check["name"].removesuffix(f", {run}"))
+        if differ and f"step 1, {run}" not in wrong_losses:
+            # Backward begins at the output: the last one is nearest the cause.
+            name = differ[-1].removeprefix("gradients: ")
+            text = f"{run}: the loss is right, and ranks have different gradients of "
+            lines.append(f"{text}{name}: partial ones, not summed over ranks?")
+    return lines
+
+
 def is_in_last_bits(check: dict) -> bool:
-    is_value = check["name"].partition(":")[0] not in ("calls", "bytes")
-    return is_value and check["allowed"] == 0 and 0 < check["diff"] < 1e-5
+    return check["allowed"] == 0 and 0 < check["diff"] < 1e-5
 
 
 def in_words(check: dict) -> str:
@@ -671,17 +714,21 @@ def differing_optimizers(run: str) -> str:
 
 
 def failed_checks(report) -> list[dict]:
-    """The failed checks of all ranks, each once."""
+    """The failed checks of all ranks, each once; "differs": not the same on all."""
     mine = {}
+    keys = ("diff", "allowed", "text", "is_formula")
     for name, check in getattr(report, "checks", {}).items():
         if not check["diff"] <= check["allowed"]:
-            mine[name] = {key: check[key] for key in ("diff", "allowed", "text")}
+            mine[name] = {key: check[key] for key in keys}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     failed = {}
     for of_rank in everyone:
         for name, check in of_rank.items():
-            failed.setdefault(name, check | {"name": name})
+            diffs = {of_rank[name]["diff"] for of_rank in everyone if name in of_rank}
+            is_everywhere = all(name in of_rank for of_rank in everyone)
+            differs = len(diffs) > 1 or not is_everywhere
+            failed.setdefault(name, check | {"name": name, "differs": differs})
     return list(failed.values())
 
 
@@ -699,7 +746,8 @@ def where_raised(error: BaseException) -> list[str]:
     root = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        if Script.is_own(code.co_filename):
+        # METER's __torch_dispatch__ only passes on what the line before it calls.
+        if Script.is_own(code.co_filename) and code.co_name != "__torch_dispatch__":
             place = lines_of_script([(frame, number)])[0]
             lines = [
                 f"  {place}: {linecache.getline(code.co_filename, number).strip()}"
@@ -846,7 +894,8 @@ def join(*args, init=dist.init_process_group, **kwargs) -> None:
 def note_error(get_store=dist.distributed_c10d._get_default_store):
     """Instead of _get_default_store: Report.run tells other ranks of an error by it."""
     error = sys.exc_info()[1]
-    if error and CALLING.store is not None:
+    is_lost = re.search("timed out|connection", str(error), re.I)
+    if error and not is_lost and CALLING.store is not None:
         raised = (in_short(error), *where_raised(error))
         CALLING.set_status(CALLING.status._replace(raised=raised))
     return get_store()
@@ -858,7 +907,7 @@ def leave(*args, destroy=dist.destroy_process_group) -> None:
     CALLING.is_nested = True  # the doctor's own calls
     checks = failed_checks(report)
     wrong = [run for run in FORWARD.outputs if any(run in c["name"] for c in checks)]
-    values = [c for c in checks if not c["name"].startswith(("bytes", "calls"))]
+    values = [check for check in checks if not check["is_formula"]]
     lines = CALLING.not_waited_for()
     lines += [f"{run} raised {text}" for run, text in FORWARD.raised.items()]
     if values:
