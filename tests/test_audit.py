@@ -516,15 +516,16 @@ def gradient_of(module: str, arrives: str, back: str = "right", **more):
 def test_only_what_is_upstream_of_a_wrong_gradient_follows():
     """A sum that is left out after backward makes no other gradient wrong, and nothing
     wrong comes through a module at which a right gradient arrives."""
-    after_backward = SimpleNamespace(subject=gradient_of("layers.2.norm", "right"))
-    of_backward = SimpleNamespace(subject=gradient_of("layers.2.up", "right", "wrong"))
+    of = lambda *how: SimpleNamespace(subject=gradient_of(*how), where="")
+    after_backward = of("layers.2.norm", "right")
+    of_backward = of("layers.2.up", "right", "wrong")
     upstream = gradient_of("norm", "wrong")
     assert not findings.is_fed_wrong(upstream, [after_backward])
     assert findings.is_fed_wrong(upstream, [of_backward])
     assert findings.is_fed_wrong(upstream, [after_backward, of_backward])
     shielded = gradient_of("layers.1.up", "wrong")
     assert not findings.is_fed_wrong(shielded, [of_backward])
-    inside = SimpleNamespace(subject=gradient_of("layers.1.down", "right", "wrong"))
+    inside = of("layers.1.down", "right", "wrong")
     assert findings.is_fed_wrong(shielded, [inside])
 
 

@@ -85,7 +85,8 @@ def is_fed_wrong(subject: subjects.Gradient, earlier: list[Finding]) -> bool:
         if isinstance(own, subjects.Gradient) and not own.is_of_backward():
             continue  # what is done after backward changes no other gradient
         # Of a wrong gradient of a tensor, the fault is in the module after it.
-        place = other.where if isinstance(own, Flow) else own.module
+        after = other.where.removeprefix("the forward of ")
+        place = after if isinstance(own, Flow) else own.module
         if not subject.is_shielded_from(place):
             causes.append(other)
     if any(f.subject.returned for f in causes) or (causes and subject.follows()):
