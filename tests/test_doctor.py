@@ -257,3 +257,15 @@ def test_a_ring_that_gloo_aborts():
     assert "in ring_all_reduce" in " ".join(said.split())
     assert "the first difference: message 4 from rank" in said
     assert "was aborted (SIGABRT): it got a message of another size" in said
+
+
+@pytest.mark.parametrize("name, run, wanted", [
+    ("gradients: norm.bias, TP + SP", "TP", False),
+    ("gradients: norm.bias, TP + SP", "TP + SP", True),
+    ("gradients: norm.bias, TP", "TP", True),
+    ("replicas: norm.bias, ring, cp", "ring", True),
+    ("runs: DTensor", "DTensor", True),
+    ("calls: TP forward all-reduce tp", "TP", False),
+])  # fmt: skip
+def test_a_check_belongs_to_a_run_by_its_whole_name(name, run, wanted):
+    assert doctor.is_of({"name": name}, run) is wanted

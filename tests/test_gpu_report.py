@@ -79,7 +79,8 @@ def test_it_measures_each_module_at_four_sizes_in_three_ways(report):
         for hidden in gpu_measure.ON_CPU[0]:
             found = [r for r in rows if (r["what"], r["hidden"]) == (name, hidden)]
             assert [row["way"] for row in found] == GOOD
-            assert all(row["result"] == "PASS" and row["seconds"] > 0 for row in found)
+            assert [row["result"] for row in found] == ["reference", "PASS", "PASS"]
+            assert all(row["seconds"] > 0 for row in found)
             assert [row["diff"] < 1e-12 for row in found] == [True] * 3
             assert found[1]["in calls"] > 0 and found[2]["in calls"] > 0
             assert "in calls" not in found[0], "one process sends nothing"
@@ -141,7 +142,9 @@ def test_a_rank_that_fails_or_hangs_leaves_what_was_measured(
     assert str(tmp_path) not in rows[-1]["result"]
     for row in rows[:-1]:
         is_wrong = row.get("way") == gpu_measure.HAND
-        assert row["result"].startswith("FAIL off by" if is_wrong else "PASS")
+        is_right = row["result"] in ("PASS", "reference")
+        assert is_right or row["result"].startswith("FAIL off by")
+        assert is_right is not is_wrong
         assert ("seconds" in row) is not is_wrong
 
 
@@ -203,6 +206,9 @@ def test_the_predicted_peak_is_the_planners():
     (["NVIDIA GB200"] * 4, "gb200-nvl72"),
     (["NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-80GB"], None),
     (["NVIDIA H100 PCIe"] * 2, None),
+    (["NVIDIA A100-PCIE-40GB"] * 2, None),
+    (["NVIDIA H100 NVL"] * 2, None),
+    (["NVIDIA GH200 480GB"] * 2, None),
     (["NVIDIA GeForce RTX 4090"] * 2, None),
     (["CPU"], None),
 ])  # fmt: skip

@@ -651,18 +651,23 @@ def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
 def partial_gradients(kinds: dict[str, list]) -> list[str]:
     """Wrong gradients that ranks do not share, though the first loss is right."""
     lines = []
-    wrong_losses = " ".join(check["name"] for check in kinds.get("losses", []))
+    first_losses = [c for c in kinds.get("losses", []) if "step 1, " in c["name"]]
     for run in list(FORWARD.outputs)[1:]:
         differ = []
         for check in kinds.get("gradients", []):
             if check["name"].endswith(f", {run}") and check["differs"]:
                 differ.append(check["name"].removesuffix(f", {run}"))
-        if differ and f"step 1, {run}" not in wrong_losses:
+        if differ and not any(is_of(check, run) for check in first_losses):
             # Backward begins at the output: the last one is nearest the cause.
             name = differ[-1].removeprefix("gradients: ")
             text = f"{run}: the loss is right, and ranks have different gradients of "
             lines.append(f"{text}{name}: partial ones, not summed over ranks?")
     return lines
+
+
+def is_of(check: dict, run: str) -> bool:
+    """Does a check name this run? "gradients: norm.bias, TP + SP" is not of TP."""
+    return re.search(rf"[,:] {re.escape(run)}(,|$)", check["name"]) is not None
 
 
 def is_in_last_bits(check: dict) -> bool:
@@ -681,7 +686,8 @@ def other_places(kinds: dict[str, list], places: dict[str, str]) -> list[str]:
     losses = names.get("losses", "")
     lines = []
     for run in list(FORWARD.outputs)[1:]:
-        if run in names.get("runs", "") or run not in " ".join(names.values()):
+        of_run = [name for name in kinds if any(is_of(c, run) for c in kinds[name])]
+        if not of_run or "runs" in of_run:
             continue
         place = ""
         if "step 1, " in losses:
@@ -873,8 +879,10 @@ def on_error(error: BaseException) -> None:
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def on_abort(number: int) -> None:
     """gloo aborts a rank that receives more than it expects. C calls only C."""
-    text = f"rank {dist.get_rank()} was aborted (SIGABRT): it got a message of another "
-    report_failure(f"{text}size than it expects", [])
+    text = f"rank {dist.get_rank()} was aborted (SIGABRT)"
+    if dist.get_backend() == "gloo":
+        text += ": it got a message of another size than it expects"
+    report_failure(text, [])
 
 
 def join(*args, init=dist.init_process_group, **kwargs) -> None:
@@ -906,8 +914,8 @@ def leave(*args, destroy=dist.destroy_process_group) -> None:
     report = sys._getframe(1).f_locals.get("report")
     CALLING.is_nested = True  # the doctor's own calls
     checks = failed_checks(report)
-    wrong = [run for run in FORWARD.outputs if any(run in c["name"] for c in checks)]
     values = [check for check in checks if not check["is_formula"]]
+    wrong = [run for run in FORWARD.outputs if any(is_of(c, run) for c in values)]
     lines = CALLING.not_waited_for()
     lines += [f"{run} raised {text}" for run, text in FORWARD.raised.items()]
     if values:

@@ -30,7 +30,7 @@ SCRIPT = 100  # seconds of a lesson, at most
 MOST_RANKS = 8
 MEASURED = Path(__file__).with_name("gpu_measure.py")
 # What torch calls a GPU → its machine in tools/presets.py, by the maker's data sheet.
-# A PCIe card has other links, so it has no row there.
+# PCIe cards and GH200 have other links, so they have no row there.
 SHEETS = {
     "GB200": "gb200-nvl72",
     "B200": "dgx-b200",
@@ -42,12 +42,13 @@ SHEETS = {
 COLUMNS = "what", "ranks", "result", "step, ms", "calls alone", "predicted, ms"
 COLUMNS += ("GB/s", "data sheet", "peak, MB", "predicted, MB")
 LEGEND = """\
-One process, by hand and DTensor have passed parity in float64 (PASS: all gradients
-within 1e-12) before they were timed: forward and backward in bfloat16 (on CPU float32),
-median of the slowest rank. calls alone: the step's collectives without the rest, as a
-share of the step. predicted: tools/predict.py, arithmetic at the peak and messages at
-the data sheet's rate. GB/s: bus bandwidth of an all-reduce. peak: what a step allocates
-beyond parameters and input."""
+By hand and DTensor have passed parity with one process in float64 (PASS: output and all
+gradients within 1e-12) before they were timed: forward and backward in bfloat16 (on CPU
+float32), median of the slowest rank; these values are not compared. calls alone: calls
+of the step's kinds and sizes, made by lesson 00's functions, as a share of the step.
+predicted: tools/predict.py, arithmetic at the peak and messages at the data sheet's
+rate. GB/s: bus bandwidth of an all-reduce. peak: what a step allocates beyond
+parameters and input."""
 SEND = """\
 wrote {0}.md and {0}.json
 Please send both: open an issue with the template "GPU report" at the repository from
@@ -97,7 +98,7 @@ def sheet_of(gpus: list[str]) -> dict | None:
     """The data sheet of the GPUs, if all are of one kind that tools/presets.py has."""
     from presets import MACHINES
 
-    if len(set(gpus)) != 1 or "PCIe" in gpus[0]:
+    if len(set(gpus)) != 1 or re.search("PCIe|NVL|GH200", gpus[0], re.I):
         return None
     kinds = [kind for kind in SHEETS if kind in gpus[0]]
     return MACHINES[SHEETS[kinds[0]]] if kinds else None
