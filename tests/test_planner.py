@@ -366,7 +366,9 @@ def test_the_map_marks_tp_that_leaves_the_node(open_page):
 def test_the_page_says_how_wrong_the_times_are(open_page):
     page = open_page()
     rows = page.locator("#bands tr").all_text_contents()[1:]
-    assert rows == [f"{k}{low} to {high}" for k, (low, high) in published.BANDS.items()]
+    assert rows == [
+        f"{k}{low:g} to {high:g}" for k, (low, high) in published.BANDS.items()
+    ]
     least = min(low for low, _ in published.BANDS.values())
     most = max(high for _, high in published.BANDS.values())
     said = f"MFU of 90 % here is one of {90 / most:.0f} to {90 / least:.0f} % on"

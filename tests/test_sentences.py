@@ -248,7 +248,7 @@ def test_one_limit_for_float64():
     audit = float(
         re.search(
             r'ALLOWED = \{"float64": ([\d.e-]+)',
-            (jobs.ROOT / "tools" / "audit" / "case.py").read_text("utf-8"),
+            (jobs.ROOT / "tools" / "audit" / "tensors.py").read_text("utf-8"),
         )[1]
     )
     number = r"([\d.]+e-\d+)"
