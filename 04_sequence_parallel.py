@@ -2059,7 +2059,7 @@ def launch(main, sizes, parser: argparse.ArgumentParser) -> None:
         args = read_flags(parser)
         report = Report(sizes(args), getattr(args, "steps", 1))
     except (ValueError, OSError) as error:
-        time.sleep(0 if is_reporter else 5)  # torchrun ends the others before that
+        time.sleep(0 if is_reporter else 60)  # torchrun ends the others before that
         text = textwrap.fill(f"error: {error}", 88, subsequent_indent="  ")
         print(text, file=sys.stderr)
         end(text, 2)

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import jobs
 import llama
+import of_config
 import peak
 import predict
 import pytest
 import torch
+from audit.command import WrongUse
 from torch import nn
 
 pytestmark = pytest.mark.timeout(900)
@@ -199,6 +201,7 @@ def test_the_command(capsys, monkeypatch, tmp_path):
 
 WIDE = """
 import torch
+from audit.command import WrongUse
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -309,6 +312,7 @@ def test_a_config_in_a_file(tmp_path, capsys):
 
 CASE = """
 import torch
+from audit.command import WrongUse
 from torch import nn
 
 
@@ -460,3 +464,11 @@ def test_what_a_gpu_counts_is_shown_next_to_it(capsys):
     rows = capsys.readouterr().out.splitlines()
     assert rows[1].split()[-3:] == ["the", "GPU", "ratio"]
     assert rows[2].split() == ["forward", "2.000", "1.000", "2.100", "1.050"]
+
+
+def test_the_tp_that_an_error_names_divides_both_kinds_of_heads():
+    config = SimpleNamespace(model_type="x", base_model_tp_plan={"layers": "colwise"})
+    config.num_attention_heads, config.num_key_value_heads = 12, 8
+    with pytest.raises(WrongUse, match=r"num_attention_heads 12 .*; take --tp 4"):
+        of_config.check_tp(config, 24, 24)
+    of_config.check_tp(config, 4, 24)

@@ -9,6 +9,7 @@ share the model by the plan that comes with it. The other ranks are replicas:
 fully_shard over them, per layer, with 16-bit weights and gradients in float32; AdamW.
 """
 
+import math
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,10 +63,12 @@ def check_tp(config, tp: int, ranks: int) -> None:
     if not getattr(config, "base_model_tp_plan", None):
         text = f"transformers has no plan for {config.model_type}; take --tp 1"
         raise WrongUse(f"--tp {tp}: {text}")
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    kinds = ("num_attention_heads", "num_key_value_heads")
+    both = math.gcd(*(getattr(config, name, None) or 0 for name in kinds))
+    for name in kinds:
         heads = getattr(config, name, None)
         if heads and heads % tp:
-            largest = max(n for n in range(1, tp) if heads % n == 0 and ranks % n == 0)
+            largest = max(n for n in range(1, tp) if math.gcd(both, ranks) % n == 0)
             text = f"{name} {heads} % {tp} is not 0; take --tp {largest}"
             raise WrongUse(f"--tp {tp}: {text}")
 
