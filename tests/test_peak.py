@@ -201,7 +201,6 @@ def test_the_command(capsys, monkeypatch, tmp_path):
 
 WIDE = """
 import torch
-from audit.command import WrongUse
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -312,7 +311,6 @@ def test_a_config_in_a_file(tmp_path, capsys):
 
 CASE = """
 import torch
-from audit.command import WrongUse
 from torch import nn
 
 
