@@ -163,6 +163,16 @@ def test_when_ten_minutes_are_over_the_rest_is_named(monkeypatch):
     assert len(rows) == len(jobs.LESSONS + jobs.BEYOND)
 
 
+@pytest.mark.parametrize("limit, result", [
+    (12.0, "not finished: 10 minutes are over"),
+    (gpu_report.SCRIPT, "FAIL stopped after 100 s"),
+])  # fmt: skip
+def test_what_the_ten_minutes_stop_has_not_failed(limit, result, monkeypatch):
+    monkeypatch.setattr(gpu_report, "run", run)
+    row = gpu_report.run_script(jobs.PATHS["03_vocab_parallel"], 2, limit)
+    assert row["result"] == result
+
+
 # What is predicted, for eight H100.
 
 SIZE = {"hidden": 8192, "batch": 4, "seq_len": 1024, "ranks": 8, "result": "PASS"}

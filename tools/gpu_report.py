@@ -45,7 +45,8 @@ LEGEND = """\
 By hand and DTensor have passed parity with one process in float64 (PASS: output and all
 gradients within 1e-12) before they were timed: forward and backward in bfloat16 (on CPU
 float32), median of the slowest rank; these values are not compared. calls alone: calls
-of the step's kinds and sizes, made by lesson 00's functions, as a share of the step.
+of the step's kinds and sizes, made by lesson 00's functions, as a share of the step
+(over 100 %: something else used the machine while they were made).
 predicted: tools/predict.py, arithmetic at the peak and messages at the data sheet's
 rate. GB/s: bus bandwidth of an all-reduce. peak: what a step allocates beyond
 parameters and input."""
@@ -205,9 +206,11 @@ def run_script(script: Path, ranks: int, limit: float) -> dict:
         if code == 0 or not re.search(r"^error: ", text, re.M):
             break  # it ran; a number of ranks that does not fit is an error in one line
     verdict, why = judge(code, text)
-    if code is None:
-        why = f"stopped after {limit:.0f} s"
     result = verdict if verdict == "PASS" else f"FAIL {without_names(why)}"
+    if code is None and limit < SCRIPT:  # that was not its fault
+        result = f"not finished: {MINUTES} minutes are over"
+    elif code is None:
+        result = f"FAIL stopped after {limit:.0f} s"
     seconds = time.perf_counter() - start
     return {"what": script.stem, "ranks": n, "result": result, "seconds": seconds}
 
