@@ -511,7 +511,8 @@ def edited(mutant: Mutant) -> tuple[Path, str]:
 def problem(lesson: str, by: str, edit: tuple = ()) -> str:
     """What a run, or a test, finds wrong with a lesson; edit: a file and its text."""
     with tempfile.TemporaryDirectory() as copy:
-        shutil.copytree(jobs.ROOT / "tests", Path(copy, "tests"))
+        for folder in ("tests", "tools", "bugs"):  # tests import from all of them
+            shutil.copytree(jobs.ROOT / folder, Path(copy, folder))
         Path(copy, "beyond").mkdir()
         helpers = (jobs.ROOT / "beyond").glob("[a-z]*.py")  # course.py, and others
         for path in (*PATHS.values(), jobs.ROOT / "pyproject.toml", *helpers):
@@ -524,9 +525,8 @@ def problem(lesson: str, by: str, edit: tuple = ()) -> str:
             command = [sys.executable, "-m", "pytest", f"{TESTS[lesson]}::{by}"]
             done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
             late = re.search(LATE, done.stdout)
-            said = late[0] if late else done.stdout.splitlines()[-1]
-            failed = done.returncode == 1  # else it passes, or there is none
-            return said if failed else ""
+            said = late[0] if late else (done.stdout + done.stderr).splitlines()[-1]
+            return said if done.returncode else ""
         ranks, *flags = by.split()
         done = jobs.launch(script, int(ranks), *flags, limit=600)
     said = re.findall("^(?:PASS|FAIL|error: ).*", done.text, re.M)
