@@ -34,7 +34,7 @@ sys.path.append(str(ROOT / "tools"))
 import bug  # noqa: E402
 
 DOCTOR = ROOT / "tools" / "doctor.py"
-HANGS = ("skip", "order", "empty")  # bugs that make ranks wait for each other
+HANGS = "skip order empty mixed-up chunks".split()  # bugs that make a rank wait in vain
 ABORTS = ("shape", "shapes")  # where gloo aborts a rank, it ends at once: no fork can
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 MARK = "COURSE_TEST_JOB"  # in the environment of every process of a job
