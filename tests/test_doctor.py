@@ -66,7 +66,7 @@ def test_between_which_modules():
         for rank, output in enumerate(outputs_of(*parts)):
             ranks[rank][name] = output
     said = forward.where_wrong(ranks)
-    assert said == "right up to a, first seen wrong at b.down"
+    assert said == "forward is right up to a and wrong from b.down on"
     for rank in ranks:  # a stage that gets activations: its module names mean others
         rank[doctor.INPUT] = outputs_of(FULL.flatten())[0]
     assert forward.where_wrong(ranks) == ""
@@ -134,9 +134,11 @@ def test_ranks_whose_reference_differs():
     assert forward.where_ranks_differ([one, two]) == ""
     two |= dict(zip(names[1:], outputs_of(FULL + 1, FULL - 1)))
     assert forward.where_ranks_differ([one, two]).startswith(
-        "ranks differ from drop on"
+        "not the same on all ranks, from drop on"
     )
     assert forward.where_ranks_differ([one, dict(list(two.items())[1:])]) == ""
+    two = dict(zip(names, outputs_of(FULL, *HALVES)))  # a stage's activations
+    assert forward.where_ranks_differ([one, two]) == ""
 
 
 def failed(name: str, text: str, differs=False) -> dict:
@@ -173,35 +175,54 @@ TWICE = failed("gradients: norm.bias, TP", "2 times the expected tensor")
 ZERO = failed("gradients: norm.bias, TP", "0 times the expected tensor")
 FOUR = failed("gradients: embed.weight, TP", "4 times the expected tensor")
 HINTS = {
-    "a sum over ranks is missing: TP backward all-reduce tp: 0 calls":
+    "TP backward: a sum over ranks is missing (all-reduce over tp: 0 calls per step":
         [failed("replicas: norm.bias, tp", "ranks of tp differ by 0.1"), MISSING],
-    "TP: the loss is right, and ranks have different gradients of norm.bias: partial":
+    "TP: the loss is right, but ranks have different gradients of norm.bias: each has":
         [*PARTIAL, failed("losses: loss, step 2, TP", "1, expected 2")],
-    "2 times, and more calls: TP backward all-reduce tp: 2 calls": [FOUR, TWICE, MORE],
-    "T times the expected tensor: a sum where a mean belongs": [TWICE],
+    "TP: the loss is right, gradients are wrong: nearest to the output is head.bias":
+        [PARTIAL[-1]],
+    "TP backward: a call too many, and gradients 2 times too large (all-reduce over tp":
+        [FOUR, TWICE, MORE],
+    "gradients are T times too large: a sum where a mean belongs": [TWICE],
     "no gradient arrived: autograd does not track all_reduce":
         [ZERO],
     "a gradient has the shape of a slice: is p.sharding of its parameter set?":
         [failed("gradients: w, TP", "shape [4, 2], expected [4, 4]")],
-    "the loss is computed in two places, and both must be edited: one process by "
-    "reference_loss (line 5); TP by sharded_loss (line 9)":
+    "TP: the model's output is right, the loss made from it is wrong":
         [failed("losses: loss, step 1, TP", "1, expected 2")],
-    "the norm is computed in two places, and both must be edited: one process by "
-    "norm_by_pytorch (line 20); TP by global_norm (line 30)":
+    "the loss is computed in two places, and a change of it must be made in both: one "
+    "process by reference_loss (line 5); TP by sharded_loss (line 9)":
+        [failed("losses: loss, step 1, TP", "1, expected 2")],
+    "TP: losses and gradients are right, their norm is wrong":
+        [failed("norms: ‖g‖, step 1, TP", "1, expected 2")],
+    "the norm is computed in two places, and a change of it must be made in both: one "
+    "process by norm_by_pytorch (line 20); TP by global_norm (line 30)":
         [failed("norms: ‖g‖, step 1, TP", "1, expected 2")],
     "TP: step 1 agrees, the update differs":
         [failed("losses: loss, step 2, TP", "1, expected 2")],
-    "the update is computed in two places, and both must be edited: one process by "
-    "AdamW at line 1; TP by SGD at line 2":
+    "the update is computed in two places, and a change of it must be made in both: "
+    "one process by AdamW at line 1; TP by SGD at line 2":
         [failed("parameters: norm.bias, TP", "off by 0.1")],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("hint", HINTS)
 def test_conclusions(runs, hint):
-    places = {"TP": "right up to the model's output"}
+    places = {"TP": doctor.RIGHT}
     said = doctor.conclusions(HINTS[hint], places)
     assert any(line.startswith(hint) for line in said), said
+
+
+def test_the_place_comes_first_if_forward_is_wrong(runs):
+    """A cause that is named comes before a place in backward."""
+    place = "forward is right up to a and wrong from b on"
+    loss = failed("losses: loss, step 1, TP", "1, expected 2")
+    said = doctor.conclusions([loss, *PARTIAL, MISSING], {"TP": place})
+    assert said[0] == f"TP: {place}" and "sum over ranks is missing" in said[1]
+    said = doctor.conclusions([*PARTIAL, MISSING], {"TP": doctor.RIGHT})
+    assert "sum over ranks is missing" in said[0] and said[1].startswith(
+        "TP: the loss is right"
+    )
 
 
 @pytest.mark.parametrize("checks", [
@@ -216,7 +237,7 @@ def test_conclusions(runs, hint):
 ])  # fmt: skip
 def test_no_conclusion_that_does_not_follow(runs, checks):
     said = " ".join(doctor.conclusions(checks, {}))
-    assert not re.search("two places|missing|partial", said), said
+    assert not re.search("two places|missing|part of the sum", said), said
 
 
 def without_wait():

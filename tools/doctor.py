@@ -11,7 +11,7 @@ It runs unchanged, with its own flags. From outside, the doctor
 - names the line that raised, a rank that gloo aborts, a machine that does not answer;
 - looks for calls that no rank waited for, and draws conclusions from failed checks.
 
-What it says is the end of torchrun's report. Not seen: calls of DTensor and of FSDP.
+What it says is the end of torchrun's report. Calls that DTensor makes are not seen.
 """
 
 import collections
@@ -94,13 +94,16 @@ class Output(NamedTuple):
 
 INPUT = "the model's input"
 OUTPUT = "the model's output"
+RIGHT = "the forward pass is right"
 
 
 class Forward:
     """What each module returns in the first forward pass of each run."""
 
     def __init__(self):
-        self.full = {}  # of the first run: name of a module → its output
+        # Of the first run: name of a module → its output. As NumPy arrays: a script
+        # that counts the tensors which are alive must not count these.
+        self.full = {}
         self.outputs = {}  # run → name → Output
         self.names = {}  # module → name in its model
         self.raised = {}  # run → the module that raised an error, and shapes
@@ -144,10 +147,11 @@ class Forward:
         x = x.detach().double()
         x = x.where(x.isfinite(), 0)  # masked scores are −∞
         if len(self.outputs) == 1:
-            self.full[name] = x.clone()
+            self.full[name] = x.cpu().numpy().copy()
         if name in self.full:
             allowed = ALLOWED.get(out.dtype, 1e-2)
-            block, blocks, off = find_block(x, self.full[name], allowed)
+            full = torch.as_tensor(self.full[name], device=x.device)
+            block, blocks, off = find_block(x, full, allowed)
             one = Output(x.numel(), x.norm().item(), off, blocks, block, allowed)
             self.outputs[run][name] = one
 
@@ -188,9 +192,13 @@ class Forward:
         for name in ranks[0]:
             outputs = [Output(*outputs[name]) for outputs in ranks]
             norms = [output.norm for output in outputs]
+            if len({output.size for output in outputs}) > 1:  # a stage's activations
+                return ""
             if max(norms) - min(norms) > outputs[0].allowed * max(norms):
-                text = f"ranks differ from {name} on: a seed, a batch or weights that "
-                return f"{text}depend on the rank?"
+                text = (
+                    f"not the same on all ranks, from {name} on: does a seed, a batch"
+                )
+                return f"{text} or a weight depend on the rank?"
         return ""
 
     def where_wrong(self, ranks: list[dict]) -> str:
@@ -203,7 +211,8 @@ class Forward:
         for name in ranks[0]:
             parts = [outputs[name] for outputs in ranks if name in outputs]
             if len(parts) == len(ranks):
-                is_right[name] = are_right(parts, self.full[name].norm().item())
+                norm = torch.as_tensor(self.full[name]).norm().item()
+                is_right[name] = are_right(parts, norm)
         if is_right.get(INPUT) is None:  # the rows of a micro-batch, an activation
             return ""
         outer = tuple(f"{name}." for name in is_right if is_right[name])
@@ -212,9 +221,11 @@ class Forward:
             if is_right[name]:
                 right = f"right up to {name}"
             elif is_right[name] is False and not name.startswith(outer):
-                place = f"first seen wrong at {name}"
-                return f"{right}, {place}" if right else place
-        return right
+                right = f"{right} and " if right else ""
+                return f"forward is {right}wrong from {name} on"
+        if right.endswith(OUTPUT):
+            return RIGHT
+        return f"forward is {right}, then it cannot be compared" if right else ""
 
 
 def find_block(part: Tensor, full: Tensor, allowed: float) -> tuple:
@@ -259,78 +270,59 @@ def are_right(parts: list[Output], norm: float) -> bool | None:
 
 
 class Steps:
-    """The functions that a training step calls, by phase, and its optimizers."""
+    """The functions that compute a loss and a norm in each run, and its optimizer."""
 
     def __init__(self):
-        self.calls = {}  # (run, phase) → functions with lines; phase "loss", "clipping"
-        self.optimizers = {}  # run → class, numbers, line
+        self.calls = {}  # (run, "loss" or "clipping") → functions, with lines
+        self.optimizers = {}  # run → class with numbers, line
         self.run = ""
-        self.is_noting = False  # from the first forward pass of a run to its step
-
-    def watch(self) -> None:
-        register_optimizer_step_post_hook(self.stop)
-
-    def watch_phases(self, meter) -> None:
-        self.of_meter = meter.phase
-        meter.phase = self.phase
-
-    @contextmanager
-    def phase(self, run: str, phase: str):
-        """Instead of METER.phase: in forward and backward, where most calls are made,
-        none is noted, and Python need not say each."""
-        with self.of_meter(run, phase):
-            if phase in ("forward", "backward"):
-                sys.setprofile(None)
-            yield
-        if self.is_noting:
-            sys.setprofile(self.on_call)
 
     def start(self, run: str) -> None:
+        """From a run's first forward pass on, Python says each call of a function."""
         self.run = run
-        self.is_noting = True
+        sys.setprofile(self.on_call)
 
     def stop(self, optimizer, args, kwargs) -> None:
-        self.is_noting = False
+        """PyTorch calls it after each step of an optimizer."""
         sys.setprofile(None)
         numbers = []
         for name in ("lr", "betas", "momentum", "eps", "weight_decay"):
             if name in optimizer.defaults:
                 numbers.append(f"{name} {optimizer.defaults[name]}")
         frames = traceback.walk_stack(sys._getframe(1))
-        lines = lines_of_script(frames) or ["PyTorch"]
+        place = (lines_of_script(frames) or ["PyTorch"])[0]
         text = f"{type(optimizer).__name__} ({', '.join(numbers)})"
-        self.optimizers.setdefault(self.run, (text, lines[0]))
+        self.optimizers.setdefault(self.run, (text, place))
 
     def on_call(self, frame, event: str, argument) -> None:
-        """Python calls it: note functions of the script that a training step calls."""
+        """Note what the training step, the code that names phases, calls itself."""
         caller = frame.f_back
-        if event != "call" or caller is None or not self.is_step(frame, caller):
+        if event != "call" or caller is None or "METER" not in caller.f_code.co_names:
             return
         run, phase = Script.label()
-        if run not in ("", self.run):
-            self.is_noting = False  # this run has ended without a step
-            sys.setprofile(None)
-        elif phase not in ("forward", "backward"):
-            phase = phase or "loss"
-            code = frame.f_code
+        code = frame.f_code
+        is_own = Script.is_own(code.co_filename) and code.co_name != "phase"
+        if is_own and run in ("", self.run) and phase not in ("forward", "backward"):
             text = f"{code.co_name} (line {code.co_firstlineno})"
-            found = self.calls.setdefault((self.run, phase), [])
-            if text not in found and code.co_name != "phase":
+            found = self.calls.setdefault((self.run, phase or "loss"), [])
+            if text not in found:
                 found.append(text)
 
-    @staticmethod
-    def is_step(frame, caller) -> bool:
-        """Does the script call it, where it names phases?"""
-        is_named = "METER" in caller.f_code.co_names
-        return is_named and Script.is_own(frame.f_code.co_filename)
+    def others(self, run: str, stage: str) -> str:
+        """What computes a loss, a norm or an update without TP, and what in this run.
 
-    def others(self, run: str, phase: str) -> str:
-        """Which functions do it here, and which without TP? "" if they are the same."""
-        first = next(iter(FORWARD.outputs), "")
-        here = self.calls.get((run, phase), [])
-        there = self.calls.get((first, phase), [])
+        "" if it is the same.
+        """
+        first = next(iter(FORWARD.outputs))
+        here = self.calls.get((run, stage), [])
+        there = self.calls.get((first, stage), [])
         only_here = [text for text in here if text not in there]
         only_there = [text for text in there if text not in here]
+        if stage == "update":
+            one, other = self.optimizers.get(run), self.optimizers.get(first)
+            if one and other and one[0] != other[0]:
+                only_here = [" at ".join(one)]
+                only_there = [" at ".join(other)]
         if not only_here or not only_there:
             return ""
         return f"{first} by {', '.join(only_there)}; {run} by {', '.join(only_here)}"
@@ -340,6 +332,7 @@ class Steps:
 
 CALLS = (
     "all_reduce all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor "
+    "all_gather_single reduce_scatter_single "  # FSDP's, from PyTorch 2.13 on
     "broadcast scatter gather reduce all_to_all all_to_all_single barrier new_group "
     "new_subgroups_by_enumeration all_gather_object broadcast_object_list "
     "batch_isend_irecv send recv isend irecv"
@@ -368,9 +361,11 @@ class Calls:
 
     def watch(self) -> None:
         for name in CALLS:
-            watched = self.watched(name, getattr(dist, name))
-            setattr(dist, name, watched)
-            setattr(dist.distributed_c10d, name, watched)  # FSDP imports it from there
+            if hasattr(dist, name):
+                watched = self.watched(name, getattr(dist, name))
+                setattr(dist, name, watched)
+                # P2POp accepts only its own module's isend and irecv.
+                setattr(dist.distributed_c10d, name, watched)
         wait = dist.Work.wait
         dist.Work.wait = lambda work, *args: self.wait(wait, work, *args)
 
@@ -426,15 +421,16 @@ class Calls:
         The n-th call of one rank is matched with the n-th call of the others.
         key: the ranks of a group, "[0, 1]", or of a message, "0 to 1".
         """
-        number = self.number(text, key)
+        number = self.number(text, key, place)
         self.set_status(Status(True, f"{in_list(number, key)}, {text}", place))
 
-    def number(self, text: str, key: str) -> int:
+    def number(self, text: str, key: str, place="") -> int:
         """Note a call in these ranks' list. Which number is it there?"""
         self.counts[key] += 1
         number = self.counts[key]
         if self.store is not None:
-            self.store.set(f"{key}/{number}/{dist.get_rank()}", without_sizes(text))
+            noted = f"{without_sizes(text)}\n{place}"
+            self.store.set(f"{key}/{number}/{dist.get_rank()}", noted)
         return number
 
     def leave(self) -> None:
@@ -480,7 +476,7 @@ class Calls:
         statuses, counts = self.of_all_ranks()
         differences = self.first_differences(counts)
         lines = [who_is_missing(statuses)]
-        is_absent = "no such call" in "".join(differences)
+        is_absent = ": not made by " in "".join(differences)
         if differences and not is_absent and "same call" in lines[0]:
             lines = ["the ranks made different calls, or in another order"]
         failed = [rank for rank in ranks if self.store.check([f"failed/{rank}"])]
@@ -490,16 +486,19 @@ class Calls:
             if set(silent).issuperset(ranks[first : first + size]):
                 text = f"no rank of machine {first // size} has reported an error: "
                 lines = [text + "they hang, or it is lost or cannot be reached"]
+        said = " ".join(differences)
         texts = {}
         for rank, status in enumerate(statuses):
             where = "in" if status.inside else "in no call, its last one:"
             text = f"{where} {status.call or 'none'}"
-            texts[rank] = f"{text}, {status.place}" if status.place else text
+            if not (status.inside and status.place and status.place in said):
+                texts[rank] = f"{text}, {status.place}" if status.place else text
+        lines += differences
         lines += by_ranks(texts, "  ")
         if silent:  # the others have waited for it
             text = f"  ranks {silent} have reported no error so far: they hang, are "
             lines.append(f"{text}stopped, cannot be reached, or are still computing")
-        return lines + differences
+        return lines
 
     def of_all_ranks(self) -> tuple[list[Status], list[collections.Counter]]:
         """Where each rank is, and how many calls it has made in each list of calls."""
@@ -518,16 +517,24 @@ class Calls:
         for key in dict.fromkeys(itertools.chain(*counts)):
             ranks = [int(rank) for rank in re.findall(r"\d+", key)]
             for number in range(1, max(counts[rank][key] for rank in ranks) + 1):
-                texts = dict.fromkeys(ranks, "no such call so far")
                 made = [rank for rank in ranks if number <= counts[rank][key]]
+                noted = {}
                 for rank in made:
-                    texts[rank] = self.store.get(f"{key}/{number}/{rank}").decode()
-                if len(set(texts.values())) > 1:
-                    lines = differ if made == ranks else absent
-                    lines.append(f"  the first difference: {in_list(number, key)}")
-                    lines += by_ranks(texts, "    ")
+                    noted[rank] = self.store.get(f"{key}/{number}/{rank}").decode()
+                calls = {text.partition("\n")[0] for text in noted.values()}
+                line = f"  the first difference: {in_list(number, key)}"
+                if made != ranks:
+                    call = ", ".join(sorted(calls))
+                    missing = [rank for rank in ranks if rank not in made]
+                    absent.append(f"{line}, {call}: not made by {name_ranks(missing)}")
                     break
-        return (differ or absent)[:9]  # the rest follows from them
+                if len(calls) > 1:
+                    texts = {}
+                    for rank, text in noted.items():
+                        texts[rank] = text.strip().replace("\n", ", ")
+                    differ += [line, *by_ranks(texts, "    ")]
+                    break
+        return (differ or absent)[:6]  # the rest follows from them
 
     def not_waited_for(self) -> list[str]:
         lines = []
@@ -545,9 +552,12 @@ def by_ranks(texts: dict[int, str], indent: str) -> list[str]:
         ranks.setdefault(text, []).append(rank)
     lines = []
     for text, which in ranks.items():
-        who = f"rank {which[0]}" if len(which) == 1 else f"ranks {which}"
-        lines.append(f"{indent}{who}: {text}")
+        lines.append(f"{indent}{name_ranks(which)}: {text}")
     return lines
+
+
+def name_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
 
 
 def label_of_message() -> str:
@@ -588,9 +598,9 @@ def who_is_missing(statuses: list[Status]) -> str:
     if not waiting:
         return "a call failed that is not one of the script's own"
     if missing:
-        who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
-        text = f"{who} not in a collective, while ranks {waiting} are waiting in one: "
-        return text + "it hung, crashed or skipped a call"
+        who = f"{name_ranks(missing)} {'is' if len(missing) == 1 else 'are'} not in a "
+        text = f"{who}collective, while ranks {waiting} are waiting in one: it hung, "
+        return text + "crashed or skipped a call"
     if len({without_sizes(status.call) for status in statuses}) == 1:
         return "all ranks have entered the same call, and it raised an error"
     text = f"ranks {waiting} are waiting in different calls: "
@@ -601,26 +611,57 @@ def who_is_missing(statuses: list[Status]) -> str:
 
 
 def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
-    """What the failed checks of all ranks say together.
+    """What the failed checks of all ranks say together: the place first.
 
     checks: those that failed, each with name "kind: what", and text. places: run →
         where its forward pass becomes wrong.
     """
     kinds = {}
     for check in checks:
-        kind = check["name"].partition(":")[0]
-        kinds.setdefault(kind, []).append(check)
-    lines = []
-    words = r"([\d.]+) calls.* (?:has|predicted) ([\d.]+)"
+        kinds.setdefault(check["name"].partition(":")[0], []).append(check)
+    fewer, more = different_calls(kinds.get("calls", []))
+    stages = {}
+    for run in list(FORWARD.outputs)[1:]:
+        stages[run] = stage_of(run, kinds, places.get(run, ""))
+    where = []
+    for text in dict.fromkeys(text for _, text in stages.values() if text):
+        runs = [run for run in stages if stages[run][1] == text]
+        where.append(f"{', '.join(runs)}: {text}")
+    why = causes(kinds, fewer, more)
+    is_forward = any(stage == "forward" for stage, _ in stages.values())
+    lines = where + why if is_forward or not why else why + where
+    if not fewer and not more:
+        lines += other_places(stages)
+    values = [check for check in checks if not check["is_formula"]]
+    if values and all(is_in_last_bits(check) for check in values):
+        lines.append("only last bits differ: a sum in another order?")
+    return lines
+
+
+def different_calls(checks: list[dict]) -> tuple[list[tuple], list[tuple]]:
+    """Calls of which there are fewer, and of which there are more than predicted.
+
+    Each as (run and phase, how many): ("TP backward", "all-reduce over tp: 0 calls …").
+    """
     fewer = []
     more = []
-    for check in kinds.get("calls", []):
-        numbers = re.search(words, check["text"])
+    for check in checks:
+        text = check["text"]
+        numbers = re.search(r"([\d.]+) calls.* (?:has|predicted) ([\d.]+)", text)
         if numbers:
+            name = check["name"].partition(": ")[2]
+            found = re.match(r"(.*) ([a-z]+-\S+) (\S+)$", name)
+            if found:
+                name, text = found[1], f"{found[2]} over {found[3]}: {text}"
             is_fewer = float(numbers[1]) < float(numbers[2])
-            (fewer if is_fewer else more).append(check)
-    gradients = kinds.get("gradients", [])
-    text = " ".join(check["text"] for check in gradients)
+            (fewer if is_fewer else more).append((name, text))
+    return fewer, more
+
+
+def causes(kinds: dict[str, list], fewer: list[str], more: list[str]) -> list[str]:
+    """What a wrong number of calls, a factor or a shape says of the cause."""
+    lines = []
+    text = " ".join(check["text"] for check in kinds.get("gradients", []))
     # Backward begins at the output: the last one is nearest the cause.
     factor = [None, *re.findall(r"([\d.]+) times the expected tensor", text)][-1]
     if factor and float(factor) == 0:
@@ -629,40 +670,64 @@ def conclusions(checks: list[dict], places: dict[str, str]) -> list[str]:
             "lesson 00; in a model use ReduceFromTP or CopyToTP (lesson 01)"
         )
     elif fewer and ("replicas" in kinds or "gradients" in kinds):
-        lines.append(f"a sum over ranks is missing: {in_words(fewer[0])}")
+        where, calls = fewer[0]
+        lines.append(f"{where}: a sum over ranks is missing ({calls})")
     elif factor and more:
-        lines.append(f"{factor} times, and more calls: {in_words(more[0])}")
+        where, calls = more[0]
+        text = f"{where}: a call too many, and gradients {factor} times too large"
+        lines.append(f"{text} ({calls})")
     elif factor and float(factor) == dist.get_world_size():
-        text = "T times the expected tensor: a sum where a mean belongs, or a sum of "
-        lines.append(f"{text}what is already complete")
-    values = [check for check in checks if not check["is_formula"]]
-    if values and all(is_in_last_bits(check) for check in values):
-        lines.append("only last bits differ: a sum in another order?")
-    if not fewer:
-        lines += partial_gradients(kinds)
+        text = "gradients are T times too large: a sum where a mean belongs, or a sum "
+        lines.append(f"{text}of what is already complete")
     if re.search(r"shape \[\d.*expected \[\d", text):
         lines.append(
             "a gradient has the shape of a slice: is p.sharding of its parameter set? "
             "shard_parameter cuts and sets it"
         )
-    return lines + other_places(kinds, places)
-
-
-def partial_gradients(kinds: dict[str, list]) -> list[str]:
-    """Wrong gradients that ranks do not share, though the first loss is right."""
-    lines = []
-    first_losses = [c for c in kinds.get("losses", []) if "step 1, " in c["name"]]
-    for run in list(FORWARD.outputs)[1:]:
-        differ = []
-        for check in kinds.get("gradients", []):
-            if check["name"].endswith(f", {run}") and check["differs"]:
-                differ.append(check["name"].removesuffix(f", {run}"))
-        if differ and not any(is_of(check, run) for check in first_losses):
-            # Backward begins at the output: the last one is nearest the cause.
-            name = differ[-1].removeprefix("gradients: ")
-            text = f"{run}: the loss is right, and ranks have different gradients of "
-            lines.append(f"{text}{name}: partial ones, not summed over ranks?")
     return lines
+
+
+def stage_of(run: str, kinds: dict[str, list], place: str) -> tuple[str, str]:
+    """The stage of a step in which a run is first wrong, and what to say of it.
+
+    Stages are forward, loss, backward, clipping and update; "" if that is not known.
+    """
+    failed = {}
+    for kind, checks in kinds.items():
+        found = [check for check in checks if is_of(check, run)]
+        failed.update({kind: found} if found else {})
+    at_first = {}  # in step 1
+    for kind in ("losses", "norms"):
+        names = [check["name"] for check in failed.get(kind, [])]
+        at_first[kind] = any("step 1, " in name for name in names)
+    if "runs" in failed:
+        return "", ""
+    if "wrong from" in place:
+        return "forward", place
+    if at_first["losses"]:
+        if place == RIGHT:
+            return "loss", "the model's output is right, the loss made from it is wrong"
+        return "", place
+    if "gradients" in failed:
+        return "backward", first_in_backward(run, failed["gradients"])
+    if "outputs" in failed:
+        return "", place
+    if at_first["norms"]:
+        return "clipping", "losses and gradients are right, their norm is wrong"
+    if "losses" in failed or "parameters" in failed:
+        return "update", "step 1 agrees, the update differs"
+    return "", ""
+
+
+def first_in_backward(run: str, checks: list[dict]) -> str:
+    """The wrong gradient that backward computes first: it begins at the output."""
+    differ = [check for check in checks if check["differs"]]
+    name = (differ or checks)[-1]["name"]
+    name = name.removeprefix("gradients: ").removesuffix(f", {run}")
+    if differ:
+        text = f"the loss is right, but ranks have different gradients of {name}"
+        return f"{text}: each has a part of the sum?"
+    return f"the loss is right, gradients are wrong: nearest to the output is {name}"
 
 
 def is_of(check: dict, run: str) -> bool:
@@ -674,49 +739,15 @@ def is_in_last_bits(check: dict) -> bool:
     return check["allowed"] == 0 and 0 < check["diff"] < 1e-5
 
 
-def in_words(check: dict) -> str:
-    return f"{check['name'].partition(': ')[2]}: {check['text']}"
-
-
-def other_places(kinds: dict[str, list], places: dict[str, str]) -> list[str]:
-    """An optimizer, a norm or a loss that was edited in one of two places."""
-    names = {}  # kind → the names of its failed checks, joined
-    for kind, checks in kinds.items():
-        names[kind] = " ".join(check["name"] for check in checks)
-    losses = names.get("losses", "")
-    lines = []
-    for run in list(FORWARD.outputs)[1:]:
-        of_run = [name for name in kinds if any(is_of(c, run) for c in kinds[name])]
-        if not of_run or "runs" in of_run:
-            continue
-        place = ""
-        if "step 1, " in losses:
-            if places.get(run) != f"right up to {OUTPUT}":
-                continue
-            place = STEPS.others(run, "loss")
-            what = "the loss"
-        elif "gradients" in kinds or "outputs" in kinds:
-            continue
-        elif "step 1, " in names.get("norms", ""):
-            place = STEPS.others(run, "clipping")
-            what = "the norm"
-        elif losses or "parameters" in kinds:
-            lines.append(f"{run}: step 1 agrees, the update differs")
-            place = differing_optimizers(run)
-            what = "the update"
-        if place:
-            text = f"{what} is computed in two places, and both must be edited: {place}"
-            return [*lines, text]  # in other runs it is the same
-    return lines
-
-
-def differing_optimizers(run: str) -> str:
-    first = next(iter(FORWARD.outputs))
-    there = STEPS.optimizers.get(first)
-    here = STEPS.optimizers.get(run)
-    if there and here and there[0] != here[0]:
-        return f"{first} by {' at '.join(there)}; {run} by {' at '.join(here)}"
-    return ""
+def other_places(stages: dict[str, tuple]) -> list[str]:
+    """A loss, a norm or an optimizer that was edited in one of two places."""
+    words = {"loss": "the loss", "clipping": "the norm", "update": "the update"}
+    for run, (stage, _) in stages.items():
+        place = STEPS.others(run, stage) if stage in words else ""
+        if place:  # in other runs it is the same
+            text = f"{words[stage]} is computed in two places, and a change of it must "
+            return [f"{text}be made in both: {place}"]
+    return []
 
 
 def failed_checks(report) -> list[dict]:
@@ -889,8 +920,6 @@ def join(*args, init=dist.init_process_group, **kwargs) -> None:
     """Instead of dist.init_process_group: from here on calls are noted."""
     init(*args, **kwargs)
     Script.find_meter()
-    if Script.meter is not None:
-        STEPS.watch_phases(Script.meter)
     # After a restart by torchrun the store still has what the last attempt wrote.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.distributed_c10d._get_default_store()
@@ -920,9 +949,9 @@ def leave(*args, destroy=dist.destroy_process_group) -> None:
     lines += [f"{run} raised {text}" for run, text in FORWARD.raised.items()]
     if values:
         places = FORWARD.report(wrong)
-        for text in dict.fromkeys(places.values()):
-            runs = [run for run in places if places[run] == text]
-            lines.append(f"{', '.join(runs)}: {text}")
+        for run in list(FORWARD.outputs)[:1]:
+            if run in places:
+                lines.append(f"{run}: {places[run]}")
         lines += conclusions(checks, places)
     FINDINGS.extend(f"doctor: {line}" for line in dict.fromkeys(lines))
     for line in FINDINGS:
@@ -971,7 +1000,7 @@ def main() -> None:
     dist.distributed_c10d._get_default_store = note_error
     os._exit = leave_at_once
     FORWARD.watch()
-    STEPS.watch()
+    register_optimizer_step_post_hook(STEPS.stop)
     CALLING.watch()
     try:
         runpy.run_path(str(Script.path), run_name="__main__")
